@@ -1,0 +1,56 @@
+# Every target sets up what it needs: `make test` and `make demo` work on a fresh clone with nothing but python3.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench soak fmt docs clean
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.elasticd-ready
+# What exists of these is checked; examples and benchmarks are code, too.
+CODE := $(wildcard elasticd agents tests examples benchmarks)
+TYPED := $(wildcard elasticd agents/elasticd_agent benchmarks)
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+# One stamp stands for "the environment holds what pyproject.toml and constraints.txt ask for".
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing elasticd and its tools into $(VENV) (first time: a few minutes, mostly torch)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	@touch $@
+
+demo: $(READY)  ## train a small GPT on 4 CPU workers, kill one, watch it come back; draws demo.png
+	@$(BIN)/python examples/demo.py
+
+test: check  ## everything CI runs: check, then the whole test suite
+	@tests/install-servers
+	@$(BIN)/python -m pytest -q
+
+check: $(READY)  ## style, types, floors
+	@$(BIN)/ruff check --quiet $(CODE)
+	@$(BIN)/ruff format --check --quiet $(CODE)
+	@$(BIN)/mypy $(TYPED)
+	@said=$$($(BIN)/lint-imports --no-cache) || { echo "$$said"; exit 1; }
+
+bench: $(READY)  ## recovery time, start time and overhead, side by side with torchrun
+	@$(BIN)/python benchmarks/recovery.py
+
+soak: $(READY)  ## 200 kills in a row; none may be lost or stuck
+	@$(BIN)/python benchmarks/soak.py
+
+fmt: $(READY)  ## format the code, fix what can be fixed
+	@$(BIN)/ruff format --quiet $(CODE)
+	@$(BIN)/ruff check --fix --quiet $(CODE)
+
+docs: $(READY)  ## rewrite the generated pages under docs/
+	@$(BIN)/python -m elasticd_agent.torchrun_flags > docs/torchrun.md
+	@$(BIN)/python -m elasticd_agent.eventlog > docs/events.md
+	@$(BIN)/python -m elasticd_agent.metrics > docs/metrics.md
+	@$(BIN)/python docs/states.py
+
+clean:  ## remove caches and what demo and bench wrote; the environment stays
+	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build demo-run bench-results demo.png
+	@find elasticd agents tests -name __pycache__ -prune -exec rm -rf {} +
