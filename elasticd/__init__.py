@@ -1,0 +1,69 @@
+"""elasticd, the library a training script imports: a session, rank-0 checkpoints and an elastic batch sampler.
+
+    session = elasticd.init()
+    sampler = elasticd.ElasticBatchSampler(dataset, global_batch=64)
+
+What `__all__` names is promised and follows semantic versioning; nothing else is. Importing it imports neither torch
+nor the daemon; names are looked up when first used, so that the agent, which reads beats and records, stays small.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elasticd.errors import (
+        CheckpointCorrupt,
+        CheckpointError,
+        CheckpointRefused,
+        DecisionTimeout,
+        DirectoryInUse,
+        ElasticdError,
+        SamplerError,
+        UsageError,
+    )
+    from elasticd.sampler import ElasticBatchSampler
+    from elasticd.session import Resumed, Session, init
+
+_WHERE = {
+    "init": "session",
+    "Session": "session",
+    "Resumed": "session",
+    "ElasticBatchSampler": "sampler",
+    "ElasticdError": "errors",
+    "UsageError": "errors",
+    "DecisionTimeout": "errors",
+    "SamplerError": "errors",
+    "CheckpointError": "errors",
+    "CheckpointRefused": "errors",
+    "CheckpointCorrupt": "errors",
+    "DirectoryInUse": "errors",
+}
+
+__all__ = [
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointRefused",
+    "DecisionTimeout",
+    "DirectoryInUse",
+    "ElasticBatchSampler",
+    "ElasticdError",
+    "Resumed",
+    "SamplerError",
+    "Session",
+    "UsageError",
+    "init",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _WHERE.get(name)
+    if module is None:
+        raise AttributeError(f"module 'elasticd' has no attribute {name!r}; it has {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(f"elasticd.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

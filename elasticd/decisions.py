@@ -1,0 +1,106 @@
+"""Decisions that all ranks take at the same step: go on, save now, stop.
+
+Every K steps is a decision point. Rank 0 writes its verdict for that step into the round's store, with the step of the
+next decision in it; the others wait for it. A verdict that does not come in time raises: nobody ever "goes on" alone,
+because then ranks would part and dead-lock each other. K follows what a decision costs and how long steps take.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from elasticd.channel import Channel
+from elasticd.errors import WireError
+
+Action = Literal["go", "save", "stop"]
+
+# Of the training time; what a person loses to being able to stop and save at the same step on every rank.
+COST = 0.001
+# A stop should be seen soon even where the store is slow; where both cannot be had the cost gives way.
+LONGEST_S = 10.0
+# Rank 0 may be this many decisions ahead of a rank that is in no collective with it before that rank misses one.
+KEPT = 1024
+_MOST_STEPS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks do at the end of `step`, why, and when they decide again."""
+
+    step: int
+    next: int
+    action: Action
+    reason: str
+
+
+def next_interval(interval: int, step_s: float, cost_s: float) -> int:
+    """Steps to the next decision point, so that decisions cost no more than COST; at most twice the last interval.
+
+    Only doubling: the first steps of a job are slower than what follows, but should the next ones be slow again, a
+    stop must not wait for a great number of them.
+    """
+    wanted_s = min(cost_s / COST, LONGEST_S)
+    steps = int(wanted_s / step_s) if step_s > 0 else _MOST_STEPS
+    return max(1, min(steps, 2 * interval, _MOST_STEPS))
+
+
+class Decisions:
+    """The decision points of one session. `wish` is asked on rank 0 only: what it wants to happen now, and why."""
+
+    def __init__(self, channel: Channel, wish: Callable[[], tuple[Action, str]], kept: int = KEPT) -> None:
+        self._channel, self._wish, self._kept = channel, wish, kept
+        self._interval, self._cost_s = 1, 0.0
+        self._given: list[int] = []
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """The step count is `step` now, on every rank; the next step's end is a decision point."""
+        self.next = step + 1
+        self._last_step, self._last_at = step, time.monotonic()
+
+    def at(self, step: int) -> Verdict | None:
+        """The verdict for this step, if it is a decision point.
+
+        Raises DecisionTimeout when rank 0's does not come.
+        """
+        if step < self.next:
+            return None
+        if self._channel.rank == 0:
+            verdict = self._give(step)
+        else:
+            word = self._channel.take(f"verdict/{step}", f"the verdict at step {step}")
+            try:
+                verdict = Verdict(**json.loads(word))
+            except (ValueError, TypeError) as error:
+                raise WireError(f"rank 0's verdict at step {step} cannot be understood: {word[:80]!r}") from error
+        self.next = verdict.next
+        return verdict
+
+    def _give(self, step: int) -> Verdict:
+        now = time.monotonic()
+        action, reason = self._wish()
+        step_s = (now - self._last_at) / max(step - self._last_step, 1)
+        self._interval = next_interval(self._interval, step_s, self._cost_s)
+        self._last_step, self._last_at = step, now
+        verdict = Verdict(step, step + self._interval, action, reason)
+        cost = self._publish(verdict) if self._channel.world_size > 1 else time.monotonic() - now
+        # One hiccup of the machine must not push the next decision far away.
+        self._cost_s = cost if not self._cost_s else self._cost_s + 0.2 * (min(cost, 4 * self._cost_s) - self._cost_s)
+        return verdict
+
+    def _publish(self, verdict: Verdict) -> float:
+        """Write it; returns what the decision costs a rank, in seconds."""
+        start = time.perf_counter()
+        self._channel.put(f"verdict/{verdict.step}", json.dumps(asdict(verdict)).encode())
+        written = time.perf_counter()
+        # One round trip to the store, used to learn what it costs: the others need two (wait, get).
+        self._given.append(verdict.step)
+        if len(self._given) > self._kept:
+            self._channel.drop(f"verdict/{self._given.pop(0)}")
+        else:
+            self._channel.has(f"verdict/{verdict.step}")
+        return written - start + 3 * (time.perf_counter() - written)

@@ -1,0 +1,132 @@
+"""One directory, one job: a POSIX record lock on `.lock` in the checkpoint directory, which names (job, run).
+
+Every process of one run shares it, so that a zombie never locks out its successor; another run is refused while any of
+them holds it. The kernel drops it when its holder dies, however it dies. POSIX locks belong to a process and end when
+it closes any descriptor of the file: use one DirectoryLock per directory and process. Never waits longer than a second,
+never deletes the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+
+from elasticd.errors import DirectoryInUse
+
+logger = logging.getLogger("elasticd")
+
+NAME = ".lock"
+_BUSY = (errno.EACCES, errno.EAGAIN)  # POSIX allows either
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+# Who takes the lock holds it exclusively only while it writes its name, microseconds.
+_PATIENCE_S = 0.5
+_PAUSE_S = 0.02
+_MAX_BYTES = 1 << 16
+
+
+class DirectoryLock:
+    """`unlocked` is None, or the sentence that says why this file system gave no lock."""
+
+    def __init__(self, directory: str | os.PathLike[str], job: str, run: str) -> None:
+        self._path = Path(directory) / NAME
+        self._own = {"job": job, "run": run}
+        self._fd: int | None = None
+        self.unlocked: str | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, making the directory where there is none. Holding it already is fine.
+
+        Raises DirectoryInUse, naming job and run of the holder, and OSError for a directory that cannot be written.
+        Where the file system has no locks, says so in the log and in `unlocked`, and goes on.
+        """
+        if self._fd is not None:
+            return
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+
+    def release(self) -> None:
+        """Give it up; the name stays in the file and means nothing without the lock."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> DirectoryLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+    def _lock(self, fd: int) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        try:
+            while not self._try(fd):
+                if time.monotonic() >= deadline:
+                    raise self._in_use(fd)
+                time.sleep(_PAUSE_S)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            self.unlocked = (
+                f"{self._path.parent}: this file system has no locks ({error.strerror}); nothing keeps a second job "
+                "out of the directory, so take care that only one uses it"
+            )
+            logger.warning(self.unlocked)
+
+    def _try(self, fd: int) -> bool:
+        """One attempt. With the exclusive lock nobody else is here: the name is ours to write. Then it is shared."""
+        if _set(fd, fcntl.LOCK_EX):
+            host, pid = socket.gethostname(), os.getpid()
+            line = json.dumps({"version": "1.0", **self._own, "host": host, "pid": pid}).encode() + b"\n"
+            os.pwrite(fd, line, 0)
+            os.ftruncate(fd, len(line))
+            # Turning one's own exclusive lock into a shared one is atomic.
+            return _set(fd, fcntl.LOCK_SH)
+        if not _set(fd, fcntl.LOCK_SH):
+            return False
+        # While anybody shares the lock the name does not change.
+        holder = _holder(fd)
+        if all(holder.get(key) == value for key, value in self._own.items()):
+            return True
+        fcntl.lockf(fd, fcntl.LOCK_UN)
+        return False
+
+    def _in_use(self, fd: int) -> DirectoryInUse:
+        holder = _holder(fd)
+        who = "run {run!r} of job {job!r} (first process {pid} on {host})" if holder else "another run"
+        return DirectoryInUse(
+            f"checkpoint directory {self._path.parent} is held by {who.format(**holder)}; this is run "
+            f"{self._own['run']!r} of job {self._own['job']!r}. Wait for the other one to end, stop it, or use another "
+            "directory"
+        )
+
+
+def _set(fd: int, kind: int) -> bool:
+    try:
+        fcntl.lockf(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _BUSY:
+            return False
+        raise
+    return True
+
+
+def _holder(fd: int) -> dict[str, str]:
+    try:
+        found = json.loads(os.pread(fd, _MAX_BYTES, 0))
+        return {key: str(found[key]) for key in ("job", "run", "host", "pid")}
+    except (ValueError, KeyError, TypeError):
+        return {}

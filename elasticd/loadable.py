@@ -1,0 +1,159 @@
+"""What `torch.load(weights_only=True)` will load, decided before anything is written, by an explicit list of types.
+
+The list is what the oldest and the newest supported torch both load, pickled as `torch.save` does by default. Refusing
+at the save names the key and says what to store instead; refusing at the load, hours later, would lose the work.
+Nothing here changes the state.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import os
+import sys
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from elasticd.errors import CheckpointRefused
+
+if TYPE_CHECKING:
+    import torch
+
+# Pickle and this walk recurse; both stay far below Python's own limit.
+_DEEPEST = 100
+# The restricted unpickler knows integers of up to 255 bytes.
+_INT_BITS = 255 * 8 - 1
+
+
+def check_loadable(state: Any) -> None:
+    """Raise CheckpointRefused, naming the path of keys, for the first thing in `state` that would not load again."""
+    if type(state) is not dict:
+        raise CheckpointRefused(f"a checkpoint is a dict of what was attached, not {_name(state)}")
+    _Walk().visit(state, ())
+
+
+class _Walk:
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self._plain = (type(None), bool, float, str, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)
+        self._seen: set[int] = set()
+        self._open: set[int] = set()
+        # torch.save refuses one memory seen as two types.
+        self._memory: dict[tuple[str, int], tuple[torch.dtype, tuple[Any, ...]]] = {}
+
+    def visit(self, value: Any, path: tuple[Any, ...]) -> None:
+        kind = type(value)
+        if kind in self._plain:
+            return
+        if kind is int:
+            if value.bit_length() > _INT_BITS:
+                raise _refusal(path, f"is an integer of {value.bit_length()} bits", "store it as a string")
+        elif kind is bytes:
+            if not value:
+                raise _refusal(path, "is empty bytes", "store None, an empty string or a tensor")
+        elif kind is self._torch.Tensor or kind is self._torch.nn.Parameter:
+            self._tensor(value, path)
+        elif kind in (dict, collections.OrderedDict, collections.Counter, list, tuple, set):
+            self._container(value, path)
+        else:
+            raise _refusal(path, f"is {_name(value)}", _instead(value, self._torch))
+
+    def _container(self, value: Any, path: tuple[Any, ...]) -> None:
+        if id(value) in self._open:
+            raise _refusal(path, "contains itself", "break the circle")
+        if id(value) in self._seen:
+            return
+        if len(path) >= _DEEPEST:
+            raise _refusal((*path[:8], "..."), f"is nested deeper than {_DEEPEST} levels", "flatten it")
+        self._open.add(id(value))
+        if isinstance(value, dict):
+            for key, item in value.items():
+                self.visit(key, (*path, f"(key {key!r:.60})"))
+                self.visit(item, (*path, key))
+            self._attributes(value, path)
+        else:
+            for i, item in enumerate(value):
+                self.visit(item, (*path, i))
+        self._open.discard(id(value))
+        self._seen.add(id(value))
+
+    def _attributes(self, value: Any, path: tuple[Any, ...]) -> None:
+        """Those that pickle writes with the value: torch hangs `_metadata` on an OrderedDict."""
+        for name, item in getattr(value, "__dict__", {}).items():
+            self.visit(item, (*path, name))
+
+    def _tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> None:
+        torch = self._torch
+        if id(tensor) in self._seen:
+            return
+        self._seen.add(id(tensor))
+        if any(name is not None for name in getattr(tensor, "names", ())):
+            raise _refusal(path, "is a tensor with named dimensions", "store tensor.rename(None)")
+        if tensor.is_nested:
+            raise _refusal(path, "is a nested tensor", "store its parts, tensor.unbind()")
+        if tensor.device.type == "meta":
+            raise _refusal(path, "is on the meta device and holds no values", "materialize it first")
+        self._attributes(tensor, path)
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return
+        storage = tensor.untyped_storage()
+        if storage.data_ptr():
+            where = (str(tensor.device), storage.data_ptr())
+            dtype, first = self._memory.setdefault(where, (tensor.dtype, path))
+            if dtype != tensor.dtype:
+                what = f"is {tensor.dtype} in the memory of {_dotted(first)}, which is {dtype}"
+                raise _refusal(path, what, "store tensor.clone()")
+
+
+def _refusal(path: tuple[Any, ...], what: str, instead: str) -> CheckpointRefused:
+    return CheckpointRefused(
+        f"{_dotted(path)} {what}, which torch.load(weights_only=True) would not load again; {instead}. "
+        "Nothing was saved"
+    )
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(str(part) for part in path) or "the state"
+
+
+def _name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _instead(value: Any, torch: Any) -> str:
+    """What to store in its place: one sentence a person can act on."""
+    if isinstance(value, type):
+        return "store its name, and look it up in load_state_dict()"
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return "store torch.from_numpy(x) and turn it back in load_state_dict()"
+    if numpy is not None and isinstance(value, numpy.generic):
+        return "store x.item()"
+    cases: list[tuple[Any, str]] = [
+        (torch.Generator, "store x.get_state()"),
+        (torch.Tensor, "store a plain tensor, x.as_subclass(torch.Tensor), or x.full_tensor() of a DTensor"),
+        (complex, "store [x.real, x.imag]"),
+        (enum.Enum, "store x.value"),
+        (os.PathLike, "store str(x)"),
+        (collections.defaultdict, "store dict(x)"),
+        (dict, "store dict(x)"),
+        (tuple, "store tuple(x) or x._asdict()"),
+        ((list, collections.deque, range), "store list(x)"),
+        (frozenset, "store a set or a sorted list"),
+        (str, "store str(x)"),
+        (int, "store int(x)"),
+        (float, "store float(x)"),
+    ]
+    for kinds, instead in cases:
+        if isinstance(value, kinds):
+            return instead
+    if callable(getattr(value, "state_dict", None)):
+        return "store x.state_dict()"
+    if is_dataclass(value):
+        return "store dataclasses.asdict(x)"
+    if callable(value):
+        return "store its name, and look it up in load_state_dict()"
+    return "store what it is made of: tensors, numbers, strings, lists and dicts"

@@ -1,0 +1,167 @@
+"""What a checkpoint says about itself: `manifest.json`, read and written without torch.
+
+It carries the lineage (which checkpoint its round resumed from), the size and checksum of `state.pt`, and a seal, the
+checksum of the manifest's own fields, so that a flipped bit in it is as visible as one in the state. What cannot be
+trusted comes back as a value with a sentence; nothing here raises for the content of a file. Nothing here decides which
+checkpoint is used.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+VERSION = "1.0"
+STATE = "state.pt"
+MANIFEST = "manifest.json"
+
+# sha256 and not a faster hash: hashlib runs it on the processor's own instructions (1.3 GB/s, blake2b 0.5 GB/s on the
+# same core), and `sha256sum state.pt` checks a file by hand.
+ALGORITHM = "sha256"
+_MAX_BYTES = 1 << 20
+_LARGEST = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One checkpoint. `parent` is the (round, step) its round resumed from; None: the round began from nothing.
+
+    `bytes` and `checksum` ("sha256:<hex>") are of state.pt. `world_size`, `job` and `run` are of the round that trained
+    it. `cursor` is the sampler's position, JSON. `wall` is for people only. `relinked`: the round did not train this,
+    it made its parent's checkpoint its own. `unknown` holds what a newer minor version wrote.
+
+    Raises ValueError for fields that make no sense together.
+    """
+
+    round: int
+    step: int
+    parent: tuple[int, int] | None
+    world_size: int
+    bytes: int
+    checksum: str
+    job: str
+    run: str
+    cursor: dict[str, Any] | None = None
+    wall: float = 0.0
+    relinked: bool = False
+    version: str = VERSION
+    unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if min(self.round, self.step, self.bytes) < 0 or self.world_size < 1:
+            raise ValueError(f"round {self.round}, step {self.step}: no number may be negative, no world empty")
+        if max(self.round, self.step, self.bytes, self.world_size) >= _LARGEST:
+            raise ValueError("a number does not fit 64 bits")
+        if self.parent is not None and not (0 <= self.parent[0] < self.round and 0 <= self.parent[1] <= self.step):
+            raise ValueError(
+                f"r{self.round}-s{self.step} cannot come from r{self.parent[0]}-s{self.parent[1]}: "
+                "a parent is of an older round and not of a later step"
+            )
+
+    def to_json(self) -> builtins.bytes:
+        """Readable JSON with its seal. Raises TypeError or ValueError for a cursor that is not JSON."""
+        content = {**self.unknown, **{name: getattr(self, name) for name in _CHECKS}}
+        content = json.loads(json.dumps(content, allow_nan=False))  # as it will be read: lists, and names as strings
+        content["seal"] = _seal(content)
+        return json.dumps(content, indent=1).encode() + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Why a manifest cannot be used. `hopeless`: it never will be. Else a newer elasticd, or a later try, may do."""
+
+    why: str
+    hopeless: bool = True
+
+
+def read(checkpoint: Path) -> Manifest | Unreadable:
+    """The manifest in the directory `checkpoint`."""
+    try:
+        with open(checkpoint / MANIFEST, "rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            return Unreadable(f"{MANIFEST} is missing")
+        return Unreadable(f"{MANIFEST} cannot be read: {os.strerror(error.errno or errno.EIO)}", hopeless=False)
+    return parse(data)
+
+
+def parse(data: bytes) -> Manifest | Unreadable:
+    """What `to_json` wrote, perhaps by another minor version."""
+    if len(data) > _MAX_BYTES:
+        return Unreadable(f"{MANIFEST} is longer than {_MAX_BYTES} bytes")
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError):
+        return Unreadable(f"{MANIFEST} is not JSON")
+    if not isinstance(raw, dict):
+        return Unreadable(f"{MANIFEST} is not an object")
+    version = raw.get("version")
+    major, dot, minor = version.partition(".") if isinstance(version, str) else ("", "", "")
+    if not (dot and _is_digits(major) and _is_digits(minor)):
+        return Unreadable(f"{MANIFEST}: version is {version!r}, not 'major.minor'")
+    if major != VERSION.partition(".")[0]:
+        why = f"{MANIFEST} is of version {version}; this elasticd reads {VERSION}. Load it with the one that wrote it"
+        return Unreadable(why, hopeless=False)
+    seal = raw.pop("seal", None)
+    if seal != _seal(raw):
+        return Unreadable(f"{MANIFEST} does not match its seal: it was damaged, or changed by hand")
+    for name, right in _CHECKS.items():
+        if name not in raw or not right(raw[name]):
+            return Unreadable(f"{MANIFEST}: {name} is missing or makes no sense")
+    known = {name: raw[name] for name in _CHECKS}
+    if known["parent"] is not None:
+        known["parent"] = tuple(known["parent"])
+    try:
+        return Manifest(**known, unknown={name: value for name, value in raw.items() if name not in _CHECKS})
+    except ValueError as error:
+        return Unreadable(f"{MANIFEST}: {error}")
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return f"{ALGORITHM}:{hashlib.new(ALGORITHM, canonical.encode()).hexdigest()}"
+
+
+def _is_digits(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 6
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_parent(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and len(value) == 2 and all(map(_is_integer, value)))
+
+
+def _is_checksum(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(f"{ALGORITHM}:")
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "version": _is_text,
+    "round": _is_integer,
+    "step": _is_integer,
+    "parent": _is_parent,
+    "relinked": lambda value: isinstance(value, bool),
+    "world_size": _is_integer,
+    "bytes": _is_integer,
+    "checksum": _is_checksum,
+    "job": _is_text,
+    "run": _is_text,
+    "cursor": lambda value: value is None or isinstance(value, dict),
+    "wall": lambda value: isinstance(value, float) or _is_integer(value),
+}
+assert {each.name for each in fields(Manifest)} == {*_CHECKS, "unknown"}

@@ -1,0 +1,240 @@
+"""A worker's handle on its job: which rank of which round it is, what survives a restart, and what all ranks do next.
+
+The same calls work under elasticd, under plain torchrun and in a plain `python train.py`; what is not there (an agent,
+a beat, other ranks) is replaced by something that does nothing. A session never ends the script and never starts a
+thread. How checkpoints are written and read, and how ranks agree, is in the modules it puts together here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from elasticd import beat as beats
+from elasticd import group as groups
+from elasticd import notes as all_notes
+from elasticd import restoring, state
+from elasticd.channel import open_channel
+from elasticd.decisions import Action, Decisions
+from elasticd.errors import UsageError
+from elasticd.restoring import Resumed
+from elasticd.saving import Every, Saver
+from elasticd.termination import Termination
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Resumed", "Session", "init"]
+
+_PHASES = {"starting": beats.Phase.STARTING, "checkpoint": beats.Phase.CHECKPOINT, "eval": beats.Phase.EVAL}
+
+
+def init(*, timeout: timedelta | None = None, decision_timeout: timedelta = timedelta(minutes=10)) -> Session:
+    """Take this process's place in its job; every rank calls it once, before DDP is built.
+
+    Sets the rank's device and makes the default process group with the device's default backend (nccl for CUDA, gloo
+    for the CPU), unless the script has made one. Plain `python train.py` becomes a group of one.
+
+    Args:
+        timeout: the process group's timeout, if it is made here; torch's default if None.
+        decision_timeout: how long a rank waits for another one's word before it raises DecisionTimeout.
+
+    Raises UsageError for an environment that cannot work, and what torch raises when the group cannot be made.
+    """
+    here = groups.place()
+    group = groups.join(here, timeout)
+    return Session(here, group, decision_timeout.total_seconds())
+
+
+class Session:
+    """Made by `elasticd.init()`. Every method, unless it says otherwise, is called by all ranks at the same steps."""
+
+    def __init__(self, here: groups.Place, group: groups.Group, decision_timeout_s: float) -> None:
+        self._here, self._group = here, group
+        self._beat = beats.from_environment()
+        self._notes = all_notes.from_environment(here.round, group.rank)
+        self._channel = open_channel(group.rank, group.world_size, here.round, group.device, decision_timeout_s)
+        self._decisions = Decisions(self._channel, self._wish)
+        self._saver = Saver(here, group, self._channel, self._notes, self._beat)
+        self._attached: dict[str, Any] = {}
+        self._committing: list[Any] = []
+        self._termination = Termination()
+        self._steps = 0
+        self._stepped = self._restored = self._should_stop = self._closed = False
+
+    @property
+    def round(self) -> int:
+        """The round's number, from 1; 0 where no elasticd agent started this process."""
+        return self._here.round
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of this job so far, as torchrun counts them (TORCHELASTIC_RESTART_COUNT)."""
+        return self._here.restarts
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the default process group."""
+        return self._group.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Its rank on this machine, which is also its device's index."""
+        return self._here.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in this round."""
+        return self._group.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """What this rank trains on: the accelerator of its local rank, else the CPU."""
+        return self._group.device
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps committed so far, over all rounds: `restore()` sets it, `step()` counts."""
+        return self._steps
+
+    @property
+    def should_stop(self) -> bool:
+        """True once all ranks have decided to stop, from the same step on; what a checkpoint is for has been saved."""
+        return self._should_stop
+
+    def attach(self, **objects: Any) -> None:
+        """Name what a checkpoint holds: model=, optimizer=, scheduler=, sampler=, anything with state_dict().
+
+        Modules may be wrapped (DDP, torch.compile): the checkpoint holds what is inside. An object with a `commit()`
+        method gets that call at every `step()`. Talks to nobody. Raises UsageError for what cannot be saved and loaded,
+        a name given twice, and after a `restore()` that loaded something.
+        """
+        for name, obj in objects.items():
+            state.check_attachable(name, obj)
+            if name in self._attached:
+                raise UsageError(f"attach({name}=...): that name is taken; each object needs its own")
+        if objects and self._restored:
+            raise UsageError(f"attach({next(iter(objects))}=...) after restore(): attach everything before it")
+        self._attached.update(objects)
+        self._committing = [obj for obj in self._attached.values() if callable(getattr(obj, "commit", None))]
+
+    def restore(self, directory: str | os.PathLike[str] | None = None) -> Resumed | None:
+        """Go back to the newest checkpoint that can be read whole; None where there is none.
+
+        Loads everything attached and this rank's random states, and sets `steps`. The checkpoint may be of another
+        world size; what of it could not be used is said in the answer's notes. `directory` overrides
+        ELASTICD_CHECKPOINT_DIR.
+
+        Raises UsageError without a directory, with nothing attached or after the first step; DirectoryInUse when
+        another run holds it; CheckpointError, on every rank, when a rank could not load the checkpoint.
+        """
+        if not self._attached:
+            raise UsageError("restore(): nothing is attached; call session.attach(model=..., optimizer=...) first")
+        if self._stepped:
+            raise UsageError("restore() after step(): restore before the first step")
+        self._saver.open(directory, "restore")
+        resumed = restoring.restore(self._attached, self._saver, self._group, self._channel, self._notes)
+        if resumed is not None:
+            self._restored = True
+            self._steps = resumed.step
+            self._decisions.restart(resumed.step)
+        return resumed
+
+    def checkpoint(
+        self, every: int | str | timedelta, directory: str | os.PathLike[str] | None = None, keep: int = 3
+    ) -> None:
+        """Save at the end of every so many steps (50), or every so often ("30s", a timedelta), by rank 0's clock.
+
+        `directory` overrides ELASTICD_CHECKPOINT_DIR; the newest `keep` checkpoints stay. A disk that is full or
+        read-only is said and tried again when the next one is due.
+
+        Raises UsageError without a directory or for arguments that cannot work, DirectoryInUse when another run holds
+        the directory.
+        """
+        parsed = Every.parse(every)
+        if keep < 1:
+            raise UsageError(f"checkpoint(keep={keep!r}): keep at least 1 checkpoint")
+        self._saver.open(directory, "checkpoint")
+        self._saver.every, self._saver.keep = parsed, keep
+
+    def save(self) -> None:
+        """A checkpoint now, whatever `checkpoint()` says. A disk that is full is said and survived.
+
+        Raises UsageError without a directory or with nothing attached, CheckpointRefused for a state that
+        `torch.load(weights_only=True)` would not open, naming the key.
+        """
+        self._saver.open(None, "save")
+        self._saver.save(self._steps, self._attached, "asked for by the script")
+
+    def step(self) -> None:
+        """The end of an optimizer step: count it, commit the sampler, beat, decide with the other ranks, save if due.
+
+        Raises DecisionTimeout when rank 0's verdict does not come, CheckpointRefused at the first save.
+        """
+        if not self._stepped:
+            self._stepped = True
+            self._termination.listen()
+        for obj in self._committing:
+            obj.commit()
+        self._steps += 1
+        self._beat.step(self._steps)
+        verdict = None if self._should_stop else self._decisions.at(self._steps)
+        action: Action = verdict.action if verdict else "go"
+        if self._saver.due_by_steps(self._steps):
+            self._saver.save(self._steps, self._attached, str(self._saver.every))
+        elif verdict and (action == "save" or (action == "stop" and self._saver.every)):
+            self._saver.save(self._steps, self._attached, verdict.reason)
+        if action == "stop":
+            # Rank 0 may serve the store itself, and may leave once it has stopped: not before all have heard of it.
+            self._channel.collect("stopped", b"", "their stop")
+            self._should_stop = True
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say for a while that this rank is at something else than steps: "eval", "checkpoint" or "starting".
+
+        Each rank for itself. A phase has its own, longer deadline before the rank is taken for hung. Raises UsageError
+        for another name.
+        """
+        if name not in _PHASES:
+            raise UsageError(f"phase({name!r}): known are {', '.join(map(repr, _PHASES))}")
+        before = self._beat.current
+        self._beat.phase(_PHASES[name])
+        try:
+            yield
+        finally:
+            self._beat.phase(before)
+
+    def close(self) -> None:
+        """Give back the checkpoint directory and SIGTERM, and destroy the process group if `init()` made it.
+
+        The end of the process does so too. Where rank 0 serves the store itself (no agent does), it waits here up to
+        5 s for the others, so that they can read its last words.
+        """
+        self._saver.close()
+        self._termination.close()
+        if not self._closed and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            self._channel.part()
+        self._closed = True
+        groups.leave(self._group)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A rank that failed says no goodbyes: its peers are waiting for something else.
+        self._closed = self._closed or kind is not None
+        self.close()
+
+    def _wish(self) -> tuple[Action, str]:
+        """Rank 0: what it wants all ranks to do at this decision point."""
+        if self._beat.request == beats.STOP:
+            return "stop", "the agent asked for a stop"
+        if self._termination.asked:
+            return "stop", "SIGTERM"
+        if self._saver.due_by_time():
+            return "save", str(self._saver.every)
+        return "go", ""

@@ -1,0 +1,163 @@
+"""What a checkpoint holds of the attached objects and of every rank's random streams, and how it is put back.
+
+Modules are saved bare: DDP's and torch.compile's wrappers leave no trace in the names, so a state saved wrapped loads
+unwrapped and the other way round. Random states are plain tensors, lists and numbers, so that
+`torch.load(weights_only=True)` opens them. Nothing here touches a file, the store or the network.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from elasticd.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+RESERVED = "elasticd"
+_COMPILED = "_orig_mod"
+
+
+def check_attachable(name: str, obj: Any) -> None:
+    """Raises UsageError for what cannot be saved and loaded."""
+    if name == RESERVED:
+        raise UsageError(f"attach({name}=...): that name is elasticd's own part of a checkpoint; choose another")
+    missing = [f"{name}()" for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
+    if missing:
+        raise UsageError(f"attach({name}=...): {type(obj).__name__} has no {' and no '.join(missing)}")
+
+
+def unwrap(obj: Any) -> Any:
+    """The module inside DistributedDataParallel, DataParallel and torch.compile, however nested; others unchanged."""
+    from torch.nn import DataParallel, Module
+    from torch.nn.parallel import DistributedDataParallel
+
+    while isinstance(obj, Module):
+        if isinstance(obj, (DistributedDataParallel, DataParallel)):
+            obj = obj.module
+        elif _COMPILED in obj._modules:
+            obj = obj._modules[_COMPILED]
+        else:
+            break
+    return obj
+
+
+def gather(attached: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict of every attached object."""
+    return {name: _bare(unwrap(obj).state_dict()) for name, obj in attached.items()}
+
+
+def scatter(attached: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """Load every attached object; returns sentences about what of the checkpoint found no taker.
+
+    Raises CheckpointError when an attached object has nothing in the checkpoint, and whatever its load_state_dict does.
+    """
+    missing = [name for name in attached if name not in state]
+    if missing:
+        held = ", ".join(name for name in state if name != RESERVED)
+        raise CheckpointError(
+            f"the checkpoint holds nothing for {', '.join(missing)}, only {held}; attach under the names it was saved "
+            "with, or start in another directory"
+        )
+    for name, obj in attached.items():
+        target = unwrap(obj)
+        target.load_state_dict(_dressed(state[name], target))
+    extra = [name for name in state if name not in attached and name != RESERVED]
+    return [f"nothing is attached as {name}: that part of the checkpoint was not used" for name in extra]
+
+
+def _plain(key: str) -> str:
+    """The name without the wrappers of submodules that were compiled by themselves."""
+    return ".".join(part for part in key.split(".") if part != _COMPILED)
+
+
+def _bare(state: Any) -> Any:
+    if isinstance(state, OrderedDict) and any(_COMPILED in str(key) for key in state):
+        return _renamed(state, _plain)
+    return state
+
+
+def _dressed(state: Any, target: Any) -> Any:
+    from torch.nn import Module
+
+    if not isinstance(target, Module):
+        return state
+    paths = [*target.state_dict(keep_vars=True), *(name for name, _ in target.named_modules())]
+    wrapped = {_plain(path): path for path in paths if _COMPILED in path}
+    return _renamed(state, lambda key: wrapped.get(key, key)) if wrapped else state
+
+
+def _renamed(state: OrderedDict[str, Any], rename: Callable[[str], str]) -> OrderedDict[str, Any]:
+    renamed = OrderedDict((rename(key), value) for key, value in state.items())
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        # torch keeps the versions of the modules there.
+        renamed._metadata = OrderedDict((rename(key), value) for key, value in metadata.items())  # type: ignore[attr-defined]
+    return renamed
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """This rank's random streams: torch's default generator, the accelerator's, python's, and numpy's if imported."""
+    import torch
+
+    version, numbers, gauss = random.getstate()
+    # Tensors, since torch.save and torch.load take a list number by number.
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(numbers), gauss]}
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    if "numpy" in sys.modules:
+        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [name, torch.tensor(keys.tolist()), int(position), int(has_gauss), float(cached)]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> list[str]:
+    """Put this rank's random streams back; returns sentences about those that could not be.
+
+    Raises CheckpointError for a state that makes no sense.
+    """
+    import torch
+
+    unused: list[str] = []
+    try:
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers.tolist()), gauss))
+        if "numpy" in state and "numpy" in sys.modules:
+            numpy = sys.modules["numpy"]
+            name, keys, *rest = state["numpy"]
+            numpy.random.set_state((name, numpy.array(keys.tolist(), dtype=numpy.uint32), *rest))
+        elif "numpy" in state:
+            unused.append("numpy's random state was saved, but numpy is not imported here")
+        known = ("python", "torch", "numpy")
+        for kind in (kind for kind in state if kind not in known):
+            if kind == device.type:
+                torch.get_device_module(device).set_rng_state(state[kind], device)
+            else:
+                unused.append(f"the random state of a {kind} device was saved, but this rank trains on {device.type}")
+        if device.type != "cpu" and device.type not in state:
+            unused.append(f"no random state of a {device.type} device was saved")
+        torch.set_rng_state(state["torch"])
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"the checkpoint's random state cannot be used: {error!r}") from error
+    return unused
+
+
+def to_bytes(state: Any) -> bytes:
+    """As `torch.save` writes it."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def from_bytes(data: bytes | bytearray) -> Any:
+    """What `to_bytes` was given, on the CPU. Only plain data and tensors: nothing that was sent can run code."""
+    import torch
+
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

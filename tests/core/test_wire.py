@@ -1,0 +1,196 @@
+"""Records survive the trip, and whatever is not one is refused in a sentence that names the field."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticd.errors import WireError
+from elasticd.wire import Bench, BudgetState, Document, Failure, Member, NodeRecord, Round
+
+ROUND = Round(
+    7,
+    (Member("a", "i1", (4, 2)), Member("b", "i2", (0,))),
+    resume=(6, 120),
+    restarts=3,
+    budget=BudgetState(3, 1, 41.5, 130),
+    benched=(Bench("a", 3, 2, 1, 12.5),),
+    reason="rank 1 was killed by SIGKILL",
+)
+FAILURE = Failure(7, "a", "crash", ((1, 2),), "why", 130, (7, 125), "ValueError", "Traceback\n  …")
+NODE = NodeRecord("a", "i1", "10.0.0.1", (0, 1))
+END = Round(8, (), reason="done", outcome="succeeded", exit_code=0)
+
+names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=5)
+whole = st.integers(0, 2**40)
+place = st.tuples(whole, whole)
+members = st.lists(
+    st.builds(Member, names, names, st.lists(whole, min_size=1, max_size=3, unique=True).map(tuple)),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda m: m.node,
+).map(tuple)
+rounds = st.builds(
+    Round,
+    number=st.integers(1, 2**40),
+    members=members,
+    resume=st.none() | place,
+    restarts=whole,
+    budget=st.builds(BudgetState, whole, whole, st.none() | st.floats(0, 60), whole),
+    benched=st.lists(st.builds(Bench, names, whole, whole, whole, st.floats(0, 1e6)), max_size=2).map(tuple),
+    reason=st.text(st.characters(codec="utf-8")),
+)
+failures = st.builds(
+    Failure,
+    whole,
+    names,
+    names,
+    st.lists(place, max_size=2).map(tuple),
+    names,
+    whole,
+    st.none() | place,
+    st.none() | names,
+)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=50)
+@given(rounds | failures)
+def test_there_and_back(record: Document) -> None:
+    line = record.to_json()
+    assert b"\n" not in line
+    assert type(record).from_json(line) == record
+    assert type(record).from_json(line.decode()) == record
+
+
+@pytest.mark.parametrize("record", [ROUND, END, FAILURE, NODE], ids=lambda r: type(r).__name__)
+def test_unknown_fields_of_a_newer_minor_version_are_written_back(record: Document) -> None:
+    raw = {**json.loads(record.to_json()), "version": "1.9", "mood": {"a": [1, None, {"b": "c"}]}}
+    if "members" in raw:
+        raw["members"] = [{**m, "rack": "r1"} for m in raw["members"]]
+    read = type(record).from_json(json.dumps(raw))
+    assert json.loads(read.to_json()) == raw
+    assert hash(read) == hash(type(record).from_json(json.dumps({**raw, "mood": 1})))
+
+
+def broken(record: Document, **changes: Any) -> str:
+    raw = {**json.loads(record.to_json()), **changes}
+    return json.dumps({k: v for k, v in raw.items() if v is not KeyError})
+
+
+@pytest.mark.parametrize(
+    ("text", "names_it"),
+    [
+        (
+            broken(ROUND, version="2.0"),
+            r"^Round: version 2\.0 cannot be read by this elasticd, which speaks 1\.0; run the",
+        ),
+        (broken(ROUND, version=KeyError), r"^Round\.version: expected 'major\.minor', got None"),
+        (broken(ROUND, version="1"), r"Round\.version"),
+        (broken(ROUND, version=1.0), r"Round\.version"),
+        (broken(ROUND, version="1.²"), r"Round\.version"),
+        (broken(ROUND, number=KeyError), r"^Round\.number: missing"),
+        (broken(ROUND, number="7"), r"^Round\.number: expected a whole number, got a string"),
+        (broken(ROUND, number=True), r"^Round\.number: expected a whole number, got true or false"),
+        (broken(ROUND, number=7.0), r"^Round\.number"),
+        (broken(ROUND, number=2**63), r"^Round\.number: .* 64 bits"),
+        (broken(ROUND, number=0), r"round 0: numbers start at 1"),
+        (broken(ROUND, members=[]), r"at least one member"),
+        (broken(ROUND, members=None), r"^Round\.members: expected a list, got null"),
+        (
+            broken(ROUND, members=[{"node": "a", "incarnation": "i", "slots": [1, 1]}]),
+            r"member 'a': slots must be distinct",
+        ),
+        (broken(ROUND, members=[{"node": "a", "incarnation": "i", "slots": []}]), r"at least one slot"),
+        (broken(ROUND, members=[{"node": "a", "slots": [1]}]), r"^Round\.members\[0\]\.incarnation: missing"),
+        (broken(ROUND, members=json.loads(ROUND.to_json())["members"][:1] * 2), r"twice"),
+        (broken(ROUND, resume=[1]), r"^Round\.resume: expected a list of 2, got \[1\]"),
+        (broken(ROUND, resume=[1, "x"]), r"^Round\.resume\[1\]"),
+        (broken(ROUND, budget={"tokens": "many"}), r"^Round\.budget\.tokens"),
+        (broken(ROUND, budget={"counted": -1}), r"budget: no counter may be negative"),
+        (broken(ROUND, budget=[]), r"^Round\.budget: expected an object, got a list"),
+        (broken(ROUND, benched=[{"node": "a", "slot": 0, "strikes": -1}]), r"bench of slot 0"),
+        (
+            broken(ROUND, outcome="won", exit_code=0),
+            r"^Round\.outcome: expected one of succeeded, failed, stopped, got 'won'",
+        ),
+        (broken(ROUND, outcome="failed"), r"outcome and exit_code come together"),
+        (broken(END, exit_code=256), r"exit_code 256 is not in 0\.\.255"),
+        (broken(ROUND, reason="\ud800"), r"^Round\.reason: .* surrogate"),
+        (broken(FAILURE, culprits=[[1]]), r"^Failure\.culprits\[0\]"),
+        (broken(FAILURE, detail=3), r"^Failure\.detail: expected a string, got a number"),
+        (broken(NODE, slots=[-1]), r"node 'a': slots"),
+        ('{"version": "1.0", "version": "1.0"}', r"names a field twice"),
+        ('{"version": "1.0", "x": NaN}', r"NaN is not JSON"),
+        ('{"version": "1.0", "x": 1e999}', r"1e999 is too large"),
+        ('{"version": "1.0", "x": ' + "[" * 40 + "]" * 40 + "}", r"deeper than 32"),
+        ("[" * 100_000, r"not JSON"),
+        ("1" * 5000, r"not JSON"),
+        ("[]", r"expected an object, got a list"),
+        ("", r"not JSON"),
+    ],
+)
+def test_refused_by_name(text: str, names_it: str) -> None:
+    kind: type[Document] = {"Fail": Failure, "node": NodeRecord}.get(names_it.lstrip("^")[:4], Round)
+    with pytest.raises(WireError, match=names_it):
+        kind.from_json(text)
+
+
+@settings(max_examples=150)
+@given(st.binary(max_size=60) | st.text(max_size=60) | json_values.map(json.dumps))
+def test_garbage_is_refused(garbage: bytes | str) -> None:
+    for kind in (Round, Failure, NodeRecord):
+        with pytest.raises(WireError):
+            kind.from_json(garbage)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from([ROUND, END, FAILURE, NODE]), st.data())
+def test_one_wrong_value_anywhere_is_refused_or_makes_sense(record: Document, data: st.DataObject) -> None:
+    raw = json.loads(record.to_json())
+    spot: Any = raw
+    while True:
+        keys = sorted(spot) if isinstance(spot, dict) else list(range(len(spot)))
+        key = data.draw(st.sampled_from(keys))
+        if not (isinstance(spot[key], dict | list) and spot[key]) or data.draw(st.booleans()):
+            break
+        spot = spot[key]
+    spot[key] = data.draw(json_values)
+    with contextlib.suppress(WireError):
+        read = type(record).from_json(json.dumps(raw))
+        line = read.to_json()
+        assert type(record).from_json(line) == read
+
+
+@settings(max_examples=100)
+@given(st.sampled_from([ROUND, FAILURE, NODE]), st.integers(0, 400), st.integers(1, 255))
+def test_a_damaged_byte_never_raises_anything_else(record: Document, at: int, flip: int) -> None:
+    line = bytearray(record.to_json())
+    line[at % len(line)] ^= flip
+    for damaged in (bytes(line), bytes(line[: at % len(line)])):
+        with contextlib.suppress(WireError):
+            type(record).from_json(damaged)
+
+
+def test_output_that_is_not_text_can_still_be_reported() -> None:
+    detail = b"caf\xe9".decode("utf-8", "surrogateescape")
+    assert Failure.from_json(Failure(1, "a", "crash", (), "w", detail=detail).to_json()).detail == "caf?"
+
+
+def test_ranks_run_through_the_members_and_their_slots() -> None:
+    assert ROUND.world_size == 3
+    assert list(ROUND.places()) == [(0, "a", 0, 4), (1, "a", 1, 2), (2, "b", 0, 0)]
+    assert (ROUND.ranks("a"), ROUND.ranks("b"), ROUND.ranks("z")) == (range(2), range(2, 3), range(0))
+    assert (ROUND.group_rank("b"), ROUND.member("b"), ROUND.member("z")) == (1, ROUND.members[1], None)
+    assert (ROUND.terminal, END.terminal) == (False, True)
+    with pytest.raises(KeyError, match="'z' is not a member of round 7"):
+        ROUND.group_rank("z")

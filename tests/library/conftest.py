@@ -1,0 +1,167 @@
+"""Ranks for the library's tests: real processes with torchrun's environment, a beat and a notes file each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd import beat, notes
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if name not in ("ELASTICD_CHECKPOINT_DIR", "WORLD_SIZE")},
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+    # One thread at each fork of the zygote.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+class Rank:
+    """One process of a job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.beat, self.notes = folder / "beat", folder / "notes"
+
+    @property
+    def pid(self) -> int:
+        return int(wait_for(lambda: read(self.folder / "pid"), "a pid"))
+
+    def kill(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def read_beat(self) -> beat.Beat:
+        with beat.BeatReader(self.beat) as reader:
+            return reader.read()
+
+    def ask_to_stop(self) -> None:
+        with beat.BeatReader(self.beat) as reader:
+            reader.request(beat.STOP)
+
+    def read_notes(self) -> list[notes.Note]:
+        found, wrong = notes.NoteReader(self.notes).read()
+        assert wrong == []
+        return found
+
+    def kinds(self) -> list[str]:
+        return [note.kind for note in self.read_notes()]
+
+    def result(self) -> dict[str, Any]:
+        """What the script printed last."""
+        found: dict[str, Any] = json.loads(read(self.folder / "out").splitlines()[-1])
+        return found
+
+    def errors(self) -> str:
+        return read(self.folder / "err")
+
+
+class Job:
+    """The ranks of one round."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
+
+    def codes(self, timeout: float = 30) -> list[int]:
+        """Every rank's exit code, -n for signal n; waits for them."""
+        deadline = time.monotonic() + timeout
+        return [
+            int(wait_for(lambda rank=rank: read(rank.folder / "code"), f"the end of {rank.folder}", deadline))
+            for rank in self.ranks
+        ]
+
+    def results(self) -> list[dict[str, Any]]:
+        """What every rank printed last, once all have ended well."""
+        assert self.codes() == [0] * len(self.ranks), "\n".join(rank.errors() for rank in self.ranks)
+        return [rank.result() for rank in self.ranks]
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            if not (rank.folder / "code").exists():
+                rank.kill(signal.SIGKILL)
+        self.codes()
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(SCRIPTS / "zygote.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(10)
+
+
+@pytest.fixture
+def start(zygote: subprocess.Popen[str], tmp_path: Path) -> Iterator[Start]:
+    """Start a script's ranks: start("toy.py", {...}, world_size=2, round=1); they are gone after the test."""
+    jobs: list[Job] = []
+
+    def start_job(script: str, *argv: Any, world_size: int = 2, round: int = 1, **env: str) -> Job:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        job = Job([Rank(tmp_path / f"job{len(jobs)}-rank{rank}") for rank in range(world_size)])
+        jobs.append(job)
+        for number, rank in enumerate(job.ranks):
+            rank.folder.mkdir()
+            beat.create(rank.beat)
+            place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+            ours = {"ELASTICD_ROUND": round, "ELASTICD_JOB": "toy", "ELASTICD_RUN": "run-1"}
+            files = {"ELASTICD_BEAT": rank.beat, "ELASTICD_NOTES": rank.notes}
+            task = {
+                "script": str(SCRIPTS / script),
+                "argv": [each if isinstance(each, str) else json.dumps(each) for each in argv],
+                "env": {key: str(value) for key, value in {**place, **where, **ours, **files, **env}.items()},
+                "folder": str(rank.folder),
+            }
+            assert zygote.stdin is not None
+            zygote.stdin.write(json.dumps(task) + "\n")
+        zygote.stdin.flush()
+        return job
+
+    yield start_job
+    for job in jobs:
+        job.kill()
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition: Callable[[], Any], what: str, deadline: float | None = None) -> Any:
+    """Poll until the condition is true and return it; fails after 30 s."""
+    deadline = deadline or time.monotonic() + 30
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.005)
+    return found
+
+
+@pytest.fixture
+def scripts() -> Path:
+    return SCRIPTS
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """For a script that a test starts by itself."""
+    return dict(ENVIRONMENT)
+
+
+@pytest.fixture(name="wait_for")
+def wait_for_fixture() -> Callable[..., Any]:
+    return wait_for

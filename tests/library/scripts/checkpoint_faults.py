@@ -1,0 +1,278 @@
+"""Run by test_checkpoint_faults.py: saves checkpoints in processes that die, or on a disk that is full or read-only.
+
+torch is imported once; each writer that shall die is a fork. Prints one JSON line for each thing that happened.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elasticd import checkpoint
+
+FILE_OPERATIONS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "os.truncate")
+
+
+def save(directory: Path, round: int, step: int, parent: tuple[int, int] | None, size: int = 1000) -> None:
+    state = {"step": step, "weights": torch.full((size,), float(step))}
+    checkpoint.save(directory, round=round, step=step, parent=parent, world_size=1, job="j", run="r", state=state)
+
+
+def tell(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def loadable(directory: Path) -> int:
+    """The newest step that really loads, 0 if none; the lineage must offer it first."""
+    for entry in checkpoint.lineage(directory, verify=True)[0]:
+        state = checkpoint.load(entry)
+        assert state["step"] == entry.manifest.step
+        assert bool((state["weights"] == entry.manifest.step).all())
+        return int(state["step"])
+    return 0
+
+
+def fork(body: Callable[[Callable[[int], None]], None]) -> tuple[int, int]:
+    """A child that runs `body(done)` and exits; returns its pid and the pipe on which `done(step)` arrives."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        return pid, read
+    try:
+        os.close(read)
+        body(lambda step: os.write(write, step.to_bytes(4, "little")) and None)
+        os._exit(0)
+    finally:
+        os._exit(9)
+
+
+def reaped(pid: int, read: int, told: bytes = b"") -> tuple[int, int]:
+    """Wait for the child: its wait status, and the last step it said was saved."""
+    with open(read, "rb") as pipe:
+        told += pipe.read()
+    return os.waitpid(pid, 0)[1], int.from_bytes(told[-4:], "little")
+
+
+def life(directory: Path, done: Callable[[int], None]) -> None:
+    """Everything that touches the directory: a re-link, saves, a step saved again, retention."""
+    entry = checkpoint.lineage(directory)[0][0]
+    checkpoint.relink(directory, entry, 2)
+    save(directory, 2, 20, (1, 10))
+    done(20)
+    save(directory, 2, 20, (1, 10))
+    checkpoint.retain(directory, 2, 1)
+    save(directory, 2, 30, (1, 10))
+    done(30)
+    checkpoint.retain(directory, 2, 1)
+
+
+def clean_afterwards(directory: Path) -> list[str]:
+    """What is there after another round went on and saved twice."""
+    entries, _ = checkpoint.lineage(directory)
+    if entries:
+        checkpoint.relink(directory, entries[0], 3)
+    save(directory, 3, 40, (entries[0].manifest.round, entries[0].manifest.step) if entries else None)
+    save(directory, 3, 50, None)
+    checkpoint.retain(directory, 3, 1)
+    return sorted(os.listdir(directory))
+
+
+def die_at_every_file_operation(base: Path) -> None:
+    point = 0
+    where = base / "where"
+    while True:
+        point += 1
+        directory = base / str(point)
+        save(directory, 1, 10, None)
+
+        def body(done: Callable[[int], None], point: int = point, directory: Path = directory) -> None:
+            left = [point]
+
+            def hook(event: str, arguments: tuple[Any, ...]) -> None:
+                if event in FILE_OPERATIONS:
+                    left[0] -= 1
+                    if left[0] == 0:
+                        os.write(fd, event.encode())
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            fd = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            sys.addaudithook(hook)
+            life(directory, done)
+            left[0] = -1
+
+        status, saved = reaped(*fork(body))
+        killed = os.WIFSIGNALED(status)
+        assert killed or status == 0, status
+        tell(
+            point=point,
+            event=where.read_text(),
+            killed=killed,
+            saved=saved or 10,
+            loadable=loadable(directory),
+            # Every third point will do: most leave the same things behind.
+            after=clean_afterwards(directory) if point % 3 == 0 or not killed else None,
+        )
+        shutil.rmtree(directory)
+        if not killed:
+            return
+
+
+def die_at_random_moments(base: Path, times: int, seed: int) -> None:
+    """Kill -9 while saving a few megabytes over and over, where the size makes most kills hit the writing itself."""
+    chance = random.Random(seed)
+    directory, last = base / "random", 0
+    save(directory, 1, 1, None)
+    for round in range(2, times + 2):
+        entry = checkpoint.lineage(directory)[0][0]
+        first = entry.manifest.step
+
+        def body(done: Callable[[int], None], round: int = round, entry: checkpoint.Entry = entry) -> None:
+            checkpoint.relink(directory, entry, round)
+            for step in range(entry.manifest.step + 1, entry.manifest.step + 10_000):
+                save(directory, round, step, (entry.manifest.round, entry.manifest.step), 1_000_000)
+                done(step)
+                checkpoint.retain(directory, round, 2)
+
+        pid, read = fork(body)
+        told = b""
+        for _ in range(chance.randrange(3)):
+            assert select.select([read], [], [], 60)[0], "the writer saves nothing"
+            told = os.read(read, 4)
+        time.sleep(chance.uniform(0, 0.03))
+        os.kill(pid, signal.SIGKILL)
+        status, saved = reaped(pid, read, told)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        unfinished = any(name.endswith(".staging") for name in os.listdir(directory))
+        last = loadable(directory)
+        tell(round=round, first=first, saved=saved or first, loadable=last, unfinished=unfinished)
+
+
+def die_at_a_byte(base: Path) -> None:
+    """The kernel kills the writer exactly at a byte of state.pt (SIGXFSZ at a file-size limit)."""
+    directory = base / "byte"
+    save(directory, 1, 10, None)
+    size = checkpoint.lineage(directory)[0][0].manifest.bytes
+    for limit in (1, 63, 64, size // 2, size - 22, size - 1):
+
+        def body(done: Callable[[int], None], limit: int = limit) -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            save(directory, 1, 20, None)
+
+        status, _ = reaped(*fork(body))
+        (left,) = (path for path in directory.iterdir() if path.name.endswith(".staging"))
+        tell(
+            limit=limit,
+            signal=os.WTERMSIG(status),
+            written=(left / "state.pt").stat().st_size,
+            loadable=loadable(directory),
+        )
+        save(directory, 1, 5, None)  # clears what the dead one left
+        assert not [name for name in os.listdir(directory) if name.startswith(".")], os.listdir(directory)
+
+
+def stop_in_the_middle(base: Path) -> None:
+    """A writer that only sleeps is no dead one: its half-written checkpoint stays, until it is killed."""
+    directory, gate = base / "stopped", base / "gate"
+    os.mkfifo(gate)
+
+    def body(done: Callable[[int], None]) -> None:
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "open" and str(arguments[0]).endswith("state.pt"):
+                done(1)
+                os.close(os.open(gate, os.O_RDONLY))  # until somebody opens the other end
+
+        sys.addaudithook(hook)
+        save(directory, 1, 10, None)
+
+    def unfinished() -> int:
+        return sum(name.endswith(".staging") for name in os.listdir(directory))
+
+    pid, read = fork(body)
+    assert select.select([read], [], [], 30)[0]
+    save(directory, 2, 20, None)
+    while_alive = unfinished()
+    os.kill(pid, signal.SIGKILL)
+    reaped(pid, read)
+    save(directory, 2, 30, None)
+    tell(while_alive=while_alive, when_dead=unfinished(), loadable=loadable(directory))
+
+
+def refuse(directory: Path, step: int, size: int) -> tuple[str, list[str]]:
+    """Save where it cannot work: the error's name, and what is in the directory afterwards."""
+    try:
+        save(directory, 1, step, None, size)
+    except OSError as error:
+        return errno.errorcode[error.errno or 0], sorted(os.listdir(directory))
+    return "saved", sorted(os.listdir(directory))
+
+
+def full_disk(directory: Path, mounted: bool) -> None:
+    """4 MB hold one checkpoint of 3 MB and not two. Without the right to mount, a file-size limit stands for it."""
+    megabytes = 250_000
+    save(directory, 1, 10, None, megabytes * 3)
+    if not mounted:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    error, left = refuse(directory, 20, megabytes * 3)
+    again, _ = refuse(directory, 20, megabytes * 3)
+    tell(full=error, again=again, left=left, loadable=loadable(directory))
+    if not mounted:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    save(directory, 1, 30, None, megabytes // 2)
+    tell(loadable=loadable(directory))
+
+
+def read_only(directory: Path, mounted: bool) -> None:
+    """After `full_disk`: nothing can be written, everything can be read. Without mounts: below a plain file."""
+    if mounted:
+        subprocess.run(["mount", "-o", "remount,ro", directory], check=True)
+        where = directory
+    else:
+        (directory.parent / "file").write_text("")
+        where = directory.parent / "file" / "below"
+    errors = []
+    entry = checkpoint.lineage(directory)[0][0]
+    attempts: list[Callable[[], object]] = [
+        lambda: save(where, 1, 40, None),
+        lambda: checkpoint.relink(where, entry, 2),
+        lambda: checkpoint.DirectoryLock(where, "j", "r").acquire(),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+            errors.append("worked")
+        except OSError as error:
+            errors.append(errno.errorcode[error.errno or 0])
+    tell(read_only=errors, loadable=loadable(directory), left=sorted(os.listdir(directory)))
+
+
+def main() -> None:
+    what, base = sys.argv[1], Path(sys.argv[2])
+    if what == "kill":
+        die_at_every_file_operation(base)
+    elif what == "random":
+        die_at_random_moments(base, int(sys.argv[3]), int(sys.argv[4]))
+        die_at_a_byte(base)
+        stop_in_the_middle(base)
+    else:
+        full_disk(base, mounted=what == "mounted")
+        read_only(base, mounted=what == "mounted")
+
+
+main()

@@ -1,0 +1,53 @@
+"""Every mistake one can make with a session, and what it says; prints them as one JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import elasticd
+
+said: dict[str, str] = {}
+
+
+def attempt(name: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except elasticd.UsageError as error:
+        said[name] = str(error)
+    else:
+        said[name] = "nothing"
+
+
+def phase(session: elasticd.Session, name: str) -> None:
+    with session.phase(name):
+        pass
+
+
+session = elasticd.init()
+attempt("restore without attach", session.restore)
+model = torch.nn.Linear(2, 2)
+attempt("attach a number", lambda: session.attach(number=3))
+attempt("attach the reserved name", lambda: session.attach(elasticd=model))
+session.attach(model=model)
+attempt("attach twice", lambda: session.attach(model=model))
+attempt("checkpoint without a directory", lambda: session.checkpoint(every=10))
+attempt("restore without a directory", session.restore)
+attempt("save without a directory", session.save)
+attempt("unknown phase", lambda: phase(session, "warmup"))
+wrong: list[Any] = [0, -3, True, "soon", "0s", 1.5]
+for every in wrong:
+    attempt(f"every {every!r}", lambda every=every: session.checkpoint(every=every))  # type: ignore[misc]
+with tempfile.TemporaryDirectory() as directory:
+    attempt("keep nothing", lambda: session.checkpoint(every=1, keep=0, directory=directory))
+    session.checkpoint(every=1, directory=directory)
+    attempt("another directory", lambda: session.checkpoint(every=1, directory=directory + "2"))
+    session.step()
+    attempt("restore after a step", session.restore)
+    session.close()
+sys.stdout.write(json.dumps(said) + "\n")

@@ -1,0 +1,123 @@
+"""A toy that shows whether a resumed run is the uninterrupted one: dropout, batch norm, momentum, Adam's moments, a
+scheduler, and data drawn from each rank's own random streams. Its argument is a JSON object that overrides DEFAULTS; it
+prints one when it ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import elasticd
+
+DEFAULTS: dict[str, Any] = {
+    "steps": 12,
+    "directory": None,
+    "every": 3,  # None: no checkpoint() at all
+    "keep": 3,
+    "restore": True,
+    "save": False,  # save() at the end
+    "optimizer": "adam",  # or "sgd"
+    "wrap": "ddp",  # "bare", "compiled" (and DDP), "inner": a submodule is compiled by itself
+    "sleep": 0,  # seconds a step
+    "close": True,  # close() at the end
+    "die": 0,  # every rank kills itself after this step
+    "raise": None,  # [rank, step]: that rank raises after that step
+    "full": None,  # [from, to]: between these steps no checkpoint fits, as on a full disk
+    "apart": None,  # where rank 1 looks for checkpoints: a directory that is not shared
+    "wider": None,  # the rank whose model has another shape
+    "poison": False,  # attach something that torch.load(weights_only=True) would refuse
+}
+options = {**DEFAULTS, **json.loads(sys.argv[1])}
+torch.set_num_threads(1)
+
+
+class Poison:
+    def state_dict(self) -> dict[str, Any]:
+        return {"secret": {"lambda": Poison}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def build(rank: int) -> nn.Module:
+    torch.manual_seed(0)
+    inner: Any = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
+    if options["wrap"] == "inner":
+        inner = torch.compile(inner, backend="eager")
+    model: Any = nn.Sequential(inner, nn.Dropout(0.3), nn.Linear(16, 2 if rank == options["wider"] else 1))
+    if options["wrap"] == "compiled":
+        model = torch.compile(model, backend="eager")
+    return model if options["wrap"] == "bare" else DistributedDataParallel(model)
+
+
+def limit_files(step: int) -> None:
+    start, end = options["full"] or (0, 0)
+    if step in (start, end):
+        limit = 20_000 if step == start else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+
+def main() -> None:
+    session = elasticd.init()
+    model = build(session.rank)
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(100 + session.rank)
+    adam, sgd = torch.optim.AdamW, torch.optim.SGD
+    parameters = model.parameters()
+    optimizer = adam(parameters, lr=0.01) if options["optimizer"] == "adam" else sgd(parameters, lr=0.01, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    directory = options["apart"] if options["apart"] and session.rank == 1 else options["directory"]
+    session.attach(model=model, optimizer=optimizer, scheduler=scheduler)
+    if options["poison"]:
+        session.attach(poison=Poison())
+    resumed = session.restore(directory) if options["restore"] else None
+    if options["every"]:
+        session.checkpoint(every=options["every"], directory=directory, keep=options["keep"])
+    while session.steps < options["steps"] and not session.should_stop:
+        x = torch.randn(16, 8) * (1 + random.random()) + float(numpy.random.rand())
+        nn.functional.mse_loss(model(x)[:, 0], x.sum(1)).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        time.sleep(options["sleep"])
+        session.step()
+        if session.steps == options["die"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if options["raise"] == [session.rank, session.steps]:
+            raise RuntimeError("the script's own mistake")
+        limit_files(session.steps)
+    if options["save"]:
+        session.save()
+    digest = hashlib.sha256()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        digest.update(tensor.detach().numpy().tobytes())
+    result = {
+        "digest": digest.hexdigest(),
+        "steps": session.steps,
+        "round": session.round,
+        "stopped": session.should_stop,
+        "resumed": resumed and [resumed.round, resumed.step, resumed.world_size],
+        "notes": list(resumed.notes) if resumed else [],
+        "lr": scheduler.get_last_lr(),
+        "draw": [random.random(), float(numpy.random.rand()), float(torch.rand(()))],
+    }
+    if options["close"]:
+        session.close()
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

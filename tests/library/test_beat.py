@@ -1,0 +1,291 @@
+"""The beat: what a worker writes is what the agent reads, whatever happens to either of them in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import time
+import timeit
+from pathlib import Path
+
+import pytest
+
+from elasticd import beat
+from elasticd.beat import BeatReader, BeatWriter, LastWords, NullBeat, Phase, Source
+from elasticd.errors import WireError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "beat"
+    beat.create(path)
+    return path
+
+
+def read(path: Path) -> beat.Beat:
+    with BeatReader(path) as reader:
+        return reader.read()
+
+
+def test_a_new_file_is_private_whole_and_says_nothing(path: Path) -> None:
+    status = path.stat()
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_size == beat.SIZE
+    assert status.st_blocks * 512 >= beat.SIZE, "a hole would be SIGBUS when the disk is full"
+    assert read(path) == beat.Beat()
+    with pytest.raises(FileExistsError):
+        beat.create(path)
+
+
+def test_what_the_worker_writes_the_agent_reads(path: Path) -> None:
+    before = time.monotonic_ns()
+    writer = BeatWriter(path)
+    started = read(path)
+    assert started.phase is Phase.STARTING
+    assert before <= started.started_ns <= time.monotonic_ns()
+    writer.step(41)
+    writer.step(42)
+    first = read(path)
+    assert (first.step, first.phase, first.source) == (42, Phase.STEP, Source.SESSION)
+    assert started.started_ns <= first.first_step_ns < first.progress_ns
+    writer.phase(Phase.BARRIER, "äll together")
+    waiting = read(path)
+    assert (waiting.step, waiting.phase, waiting.barrier) == (42, Phase.BARRIER, "äll together")
+    assert waiting.progress_ns > first.progress_ns
+    writer.phase(Phase.BARRIER, "x" * 100)
+    assert read(path).barrier == "x" * 64
+
+
+def test_every_field_lies_where_the_docstring_says(path: Path) -> None:
+    writer = BeatWriter(path)
+    writer.step(-7, Source.HOOK)
+    writer.phase(Phase.BARRIER, "gate")
+    writer.last_words(LastWords("exit"))
+    raw = path.read_bytes()
+    assert struct.unpack_from("<8sII", raw) == (b"ELASTICD", 1, 0)
+    seen = read(path)
+    assert struct.unpack_from("<qQQQII", raw, 72) == (
+        *(-7, seen.progress_ns, seen.first_step_ns, seen.started_ns),
+        *(Phase.EXIT, Source.HOOK),
+    )
+    length = struct.unpack_from("<I", raw, 256)[0]
+    assert raw[260 : 260 + length].startswith(b'{"kind": "exit"')
+    for at, name in ((192, "collectives"), (200, "alive")):
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(struct.pack("<q", 12345))
+        assert getattr(read(path), name) == 12345
+
+
+def test_the_agents_request_reaches_the_worker(path: Path) -> None:
+    writer = BeatWriter(path)
+    assert writer.request == 0
+    with BeatReader(path) as reader:
+        reader.request(beat.STOP)
+        assert writer.request == beat.STOP
+        assert reader.read().request == beat.STOP
+        reader.request(0)
+    assert writer.request == 0
+
+
+def test_two_writers_of_one_process_agree(path: Path) -> None:
+    hook, session = BeatWriter(path), BeatWriter(path)
+    started = read(path).started_ns
+    hook.step(3, Source.HOOK)
+    assert session.source == Source.HOOK
+    session.step(100)
+    assert hook.source == Source.SESSION
+    assert read(path).started_ns == started
+
+
+def test_the_worker_keeps_no_descriptor(path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    writer = BeatWriter(path)
+    assert set(os.listdir("/proc/self/fd")) == before
+    path.unlink()
+    writer.step(1)
+
+
+def test_a_forked_child_writes_into_nothing(path: Path) -> None:
+    writer = BeatWriter(path)
+    writer.step(5)
+    if (pid := os.fork()) == 0:
+        writer.step(99)
+        writer.last_words(LastWords("exit"))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert read(path).step == 5
+    assert read(path).last_words is None
+
+
+def test_a_null_beat_takes_everything() -> None:
+    null = NullBeat()
+    null.step(1)
+    null.phase(Phase.BARRIER, "x")
+    null.last_words(LastWords("exit"))
+    assert null.request == 0
+
+
+GARBAGE = {
+    "empty": b"",
+    "short": b"ELASTICD" + b"\0" * 100,
+    "another file": b"\x7fELF".ljust(beat.SIZE, b"\1"),
+    "another major": struct.pack("<8sII", b"ELASTICD", 2, 0).ljust(beat.SIZE, b"\0"),
+}
+
+
+@pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_is_refused_by_both_sides(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "garbage"
+    path.write_bytes(content)
+    with pytest.raises(WireError, match="beat file"):
+        BeatReader(path)
+    with pytest.raises(WireError, match="beat file"):
+        BeatWriter(path)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (104, b"\x63\0\0\0"),
+        (108, b"\x63\0\0\0"),
+        (256, b"\xff\xff\xff\0"),
+        (256, b"\x04\0\0\0nope"),
+        (256, b"\2\0\0\0{}"),
+    ],
+)
+def test_garbage_written_later_is_a_wire_error(path: Path, at: int, value: bytes) -> None:
+    with BeatReader(path) as reader, path.open("r+b") as file:
+        file.seek(at)
+        file.write(value)
+        file.flush()
+        with pytest.raises(WireError, match="beat file"):
+            reader.read()
+
+
+def test_a_newer_minor_may_know_more_phases(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(12)
+        file.write(struct.pack("<I", 1))
+        file.seek(104)
+        file.write(struct.pack("<I", 77))
+    assert read(path).phase is Phase.STEP
+
+
+def test_a_truncated_file_does_not_kill_the_reader(path: Path) -> None:
+    with BeatReader(path) as reader:
+        os.truncate(path, 100)
+        with pytest.raises(WireError, match="100 bytes"):
+            reader.read()
+
+
+WRITE_FOREVER = """
+import sys, time
+from elasticd.beat import BeatWriter, Source
+writer = BeatWriter(sys.argv[1])
+for n in range(1 << 60):
+    writer.step(n, Source.HOOK if n % 2 else Source.SESSION)
+    time.sleep(1e-5)
+"""
+
+
+def test_a_reader_never_sees_half_a_step_and_a_stopped_writer_does_not_hold_it_up(path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(path)], env=python_path()) as process:
+        try:
+            deadline = time.monotonic() + 10
+            with BeatReader(path) as reader:
+                while reader.read().step == 0:
+                    assert time.monotonic() < deadline
+                seen = [reader.read() for _ in range(10_000)]
+                assert {each.source for each in seen} == {Source.HOOK, Source.SESSION}
+                assert all(each.source == (Source.HOOK if each.step % 2 else Source.SESSION) for each in seen)
+                for _ in range(50):
+                    process.send_signal(signal.SIGSTOP)
+                    start = time.monotonic()
+                    assert reader.read().step > 0
+                    assert time.monotonic() - start < 0.5
+                    process.send_signal(signal.SIGCONT)
+        finally:
+            process.kill()
+
+
+def test_a_step_costs_less_than_a_microsecond(path: Path) -> None:
+    writer = BeatWriter(path)
+    best = min(timeit.repeat(lambda: writer.step(7), number=1000, repeat=200)) / 1000
+    assert best < 1e-6, f"{best * 1e9:.0f} ns"
+
+
+# --- last words ---
+
+
+def python_path() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def die(path: Path, script: str) -> tuple[int, str, LastWords | None]:
+    prefix = f"from elasticd import beat\nbeat.install_last_words(beat.BeatWriter({str(path)!r}))\n"
+    command = [sys.executable, "-c", prefix + script]
+    done = subprocess.run(command, env=python_path(), capture_output=True, text=True, timeout=30, check=False)
+    return done.returncode, done.stderr, read(path).last_words
+
+
+def test_an_unhandled_exception_is_told(path: Path) -> None:
+    code, err, words = die(path, "class Mine(ValueError): pass\ndef deep():\n    raise Mine('no: such thing')\ndeep()")
+    assert code == 1
+    assert words is not None
+    assert (words.kind, words.type, words.message, words.code) == ("exception", "__main__.Mine", "no: such thing", None)
+    assert words.bases == ("ValueError", "Exception", "BaseException")
+    assert words.traceback == err
+    assert read(path).phase is Phase.EXIT
+
+
+def test_a_syntax_error_and_an_unprintable_one_are_told(path: Path, tmp_path: Path) -> None:
+    _, err, words = die(path, "class Bad(Exception):\n    def __str__(self): return 1 / 0\nraise Bad()")
+    assert words is not None
+    assert (words.type, words.message) == ("__main__.Bad", "<exception str() failed>")
+    assert words.traceback == err
+    (tmp_path / "broken.py").write_text("def (:\n")
+    other = tmp_path / "beat2"
+    beat.create(other)
+    _, _, words = die(other, f"import runpy; runpy.run_path({str(tmp_path / 'broken.py')!r})")
+    assert words is not None
+    assert words.type == "SyntaxError"
+
+
+@pytest.mark.parametrize(
+    "script", ["pass", "import sys; sys.exit(3)", "import argparse; argparse.ArgumentParser().error('x')"]
+)
+def test_an_orderly_end_is_an_exit_of_unknown_code(path: Path, script: str) -> None:
+    _, _, words = die(path, script)
+    assert words == LastWords("exit")
+
+
+@pytest.mark.parametrize(
+    "script", ["import os; os._exit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+)
+def test_an_end_without_python_leaves_no_words(path: Path, script: str) -> None:
+    code, _, words = die(path, script)
+    assert code in (3, -9)
+    assert words is None
+
+
+def test_a_long_story_keeps_its_end(path: Path) -> None:
+    _, err, words = die(path, "def f(n):\n    n and f(n - 1)\n    raise ValueError('é' * 10000 + str(n))\nf(300)")
+    assert words is not None
+    assert words.message.startswith("é" * 100)
+    assert err.endswith(words.traceback)
+    assert len(words.traceback.encode()) > 4000
+
+
+def test_the_words_come_after_every_other_exit_handler_and_change_nothing(path: Path) -> None:
+    script = "import atexit, sys\natexit.register(print, 'bye', file=sys.stderr)\n"
+    script += "assert sys.excepthook is sys.__excepthook__\n1 / 0"
+    code, err, words = die(path, script)
+    assert code == 1
+    assert err.endswith("ZeroDivisionError: division by zero\nbye\n")
+    assert words is not None
+    assert words.type == "ZeroDivisionError"

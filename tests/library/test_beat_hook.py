@@ -1,0 +1,23 @@
+"""Scripts that never heard of us beat by torch's optimizer hook, whatever kind of optimizer step they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# "adversarial" takes ten discriminator steps. In "one_after_another" the second optimizer's first step is taken for a
+# part of the first one's last iteration: nobody can tell.
+STEPS = {"adversarial": 10, "one_after_another": 4}
+
+
+def test_every_kind_of_optimizer_step_beats_once(start: Any) -> None:
+    job = start("hooked.py", world_size=1)
+    job.codes(timeout=90)
+    (seen,) = job.results()
+    assert seen.pop("taken_over") == [100, "SESSION"]
+    assert seen == {name: [STEPS.get(name, 5), "HOOK"] for name in seen}
+    assert len(seen) == 13
+
+
+def test_installing_the_hook_imports_neither_dynamo_nor_torch_again(start: Any) -> None:
+    (seen,) = start("lazy.py", world_size=1).results()
+    assert seen == {"import": [], "hook": []}

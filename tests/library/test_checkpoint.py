@@ -1,0 +1,410 @@
+"""Checkpoints by hand: the format on disk, lineage, damage of every kind, re-linking, retention."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elasticd import checkpoint
+from elasticd.checkpoint import Entry
+from elasticd.errors import CheckpointCorrupt
+
+WHO: dict[str, Any] = {"world_size": 2, "job": "job", "run": "run"}
+
+
+def save(directory: Path, round: int, step: int, parent: tuple[int, int] | None = None, **state: Any) -> Entry:
+    content = {"weights": torch.arange(100.0) + step, "mark": f"r{round}-s{step}", **state}
+    return checkpoint.save(directory, round=round, step=step, parent=parent, state=content, **WHO)
+
+
+def usable(directory: Path) -> list[str]:
+    return [entry.path.name for entry in checkpoint.lineage(directory, verify=True)[0]]
+
+
+def whys(directory: Path) -> dict[str, str]:
+    return {each.path.name: each.why for each in checkpoint.lineage(directory, verify=True)[1]}
+
+
+def present(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def edit(checkpoint_path: Path, **fields: Any) -> None:
+    path = checkpoint_path / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": [0.5, (1, 2)]}
+    saved = checkpoint.save(
+        tmp_path / "new" / "dir", round=1, step=7, parent=None, state=state, cursor={"offset": 12}, **WHO
+    )
+    (found,), skipped = checkpoint.lineage(tmp_path / "new" / "dir")
+    assert not skipped
+    assert found == saved
+    assert found.manifest.cursor == {"offset": 12}
+    loaded = checkpoint.load(found)
+    torch.testing.assert_close(loaded, state, rtol=0, atol=0)
+    assert loaded["model"]._metadata == state["model"]._metadata
+
+
+def test_plain_torch_load_and_sha256sum_understand_it(tmp_path: Path) -> None:
+    entry = save(tmp_path, 3, 120)
+    assert entry.path == tmp_path / "r3-s120"
+    assert present(entry.path) == ["manifest.json", "state.pt"]
+    assert torch.load(entry.path / "state.pt", weights_only=True)["mark"] == "r3-s120"
+    told = subprocess.run(["sha256sum", entry.path / "state.pt"], capture_output=True, text=True, check=True).stdout
+    assert entry.manifest.checksum == f"sha256:{told.split()[0]}"
+    assert entry.manifest.bytes == (entry.path / "state.pt").stat().st_size
+
+
+def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+    entry = save(tmp_path / "made", 1, 1)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "made", entry.path, *entry.path.iterdir())]
+    assert modes == [0o700, 0o700, 0o600, 0o600]
+
+
+def test_paths_with_spaces_and_unicode(tmp_path: Path) -> None:
+    directory = tmp_path / "ein Ördner mit 火"
+    assert checkpoint.load(save(directory, 1, 1))["mark"] == "r1-s1"
+    assert usable(directory) == ["r1-s1"]
+
+
+def test_an_empty_or_missing_directory_holds_nothing(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "missing"):
+        assert checkpoint.lineage(directory) == ([], [])
+        assert checkpoint.highest_round(directory) == 0
+
+
+def test_highest_round_counts_whatever_has_the_name(tmp_path: Path) -> None:
+    save(tmp_path, 2, 5)
+    (tmp_path / "r7-s0").mkdir()
+    for other in ("r9", "r9-s", "r09-s1", "xr9-s1", "r9-s1.bak", "r9-s1x", "r-1-s1", "r９-s1"):
+        (tmp_path / other).mkdir()
+    assert checkpoint.highest_round(tmp_path) == 7
+    (tmp_path / ".r8-s3.0a1b.staging").mkdir()  # a round that died during its first save was here, too
+    assert checkpoint.highest_round(tmp_path) == 8
+
+
+def test_the_lineage_follows_parents_and_passes_by_zombies(tmp_path: Path) -> None:
+    save(tmp_path, 1, 10)
+    first = save(tmp_path, 1, 20)
+    checkpoint.relink(tmp_path, first, 2)
+    save(tmp_path, 1, 30)  # rank 0 of round 1 did not know
+    assert usable(tmp_path) == ["r2-s20", "r1-s20", "r1-s10"]
+    second = save(tmp_path, 2, 25, (1, 20))
+    save(tmp_path, 1, 40)
+    checkpoint.relink(tmp_path, second, 3)
+    save(tmp_path, 2, 35, (1, 20))
+    assert usable(tmp_path) == ["r3-s25", "r2-s25", "r2-s20", "r1-s20", "r1-s10"]
+    assert "had gone on from step 20" in whys(tmp_path)["r1-s40"]
+    assert "had gone on from step 25" in whys(tmp_path)["r2-s35"]
+
+
+def test_a_zombie_is_passed_by_when_the_newer_round_is_damaged(tmp_path: Path) -> None:
+    checkpoint.relink(tmp_path, save(tmp_path, 1, 20), 2)
+    save(tmp_path, 2, 30, (1, 20))
+    save(tmp_path, 1, 30)
+    for name in ("r2-s20", "r2-s30"):
+        (tmp_path / name / "state.pt").unlink()
+    assert usable(tmp_path) == ["r1-s20"]
+    for name in ("r2-s20", "r2-s30"):
+        (tmp_path / name / "manifest.json").unlink()
+    assert usable(tmp_path) == ["r1-s20"]
+
+
+def test_a_zombie_that_writes_the_parents_step_again_is_passed_by(tmp_path: Path) -> None:
+    save(tmp_path, 1, 10)
+    checkpoint.relink(tmp_path, save(tmp_path, 1, 20), 2)
+    save(tmp_path, 1, 20, mark="the zombie's")
+    assert usable(tmp_path) == ["r2-s20", "r1-s10"]
+    assert checkpoint.load(checkpoint.lineage(tmp_path)[0][0])["mark"] == "r1-s20"
+    assert "again after round 2" in whys(tmp_path)["r1-s20"]
+
+
+def test_a_round_that_began_from_nothing_ends_the_lineage(tmp_path: Path) -> None:
+    save(tmp_path, 1, 100)
+    save(tmp_path, 2, 5)
+    assert usable(tmp_path) == ["r2-s5"]
+
+
+def test_a_parent_whose_manifests_are_all_lost_ends_the_lineage(tmp_path: Path) -> None:
+    save(tmp_path, 1, 10)  # of another lineage: nobody resumed from it
+    checkpoint.relink(tmp_path, save(tmp_path, 2, 20), 3)
+    (tmp_path / "r2-s20" / "manifest.json").unlink()
+    assert usable(tmp_path) == ["r3-s20"]
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path / "state.pt", (path / "state.pt").stat().st_size - 1)
+
+
+def swap_states(path: Path) -> None:
+    """The same size, another content."""
+    other = path.parent / "r1-s10" / "state.pt"
+    shutil.copy(other, path / "state.pt")
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (truncate, "cut short"),
+    "emptied": (lambda path: os.truncate(path / "state.pt", 0), "cut short"),
+    "grown": (lambda path: (path / "state.pt").write_bytes(bytes(5000)), "its manifest says"),
+    "a bit flipped": (lambda path: flip_a_bit(path / "state.pt"), "does not match its checksum"),
+    "another state": (swap_states, "does not match its checksum"),
+    "no state": (lambda path: (path / "state.pt").unlink(), "state.pt is missing"),
+    "a directory as state": (lambda path: ((path / "state.pt").unlink(), (path / "state.pt").mkdir()), "is not a file"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
+    "no JSON": (lambda path: (path / "manifest.json").write_bytes(b"\xff{"), "is not JSON"),
+    "no object": (lambda path: (path / "manifest.json").write_text("[1]"), "is not an object"),
+    "deep JSON": (lambda path: (path / "manifest.json").write_text("[" * 100_000), "is not"),
+    "huge manifest": (lambda path: (path / "manifest.json").write_text(" " * (1 << 20) + "{}"), "longer than"),
+    "manifest changed": (lambda path: edit(path, world_size=3), "does not match its seal"),
+    "a bit of the manifest flipped": (lambda path: flip_a_bit(path / "manifest.json"), "manifest.json"),
+    "future version": (lambda path: edit(path, version="2.0", seal="?"), "is of version 2.0"),
+    "no version": (lambda path: edit(path, version=None), "not 'major.minor'"),
+    "renamed": (lambda path: shutil.copytree(path, path.parent / "r1-s30"), "r1-s30"),
+    "a file": (lambda path: (shutil.rmtree(path), path.write_text("")), "manifest.json is missing"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_skipped_with_a_why_and_its_predecessor_used(tmp_path: Path, kind: str) -> None:
+    save(tmp_path, 1, 10)
+    newest = save(tmp_path, 1, 20).path
+    damage, why = DAMAGE[kind]
+    damage(newest)
+    if kind == "renamed":
+        assert usable(tmp_path) == ["r1-s20", "r1-s10"]
+        assert "is of r1-s20" in whys(tmp_path)["r1-s30"]
+        return
+    assert usable(tmp_path) == ["r1-s10"]
+    assert why in whys(tmp_path)["r1-s20"]
+
+
+def test_load_verifies_while_it_reads(tmp_path: Path) -> None:
+    entry = save(tmp_path, 1, 10)
+    flip_a_bit(entry.path / "state.pt")
+    assert checkpoint.lineage(tmp_path)[0] == [entry]  # the size is right
+    for use in (checkpoint.load, checkpoint.verify):
+        with pytest.raises(CheckpointCorrupt, match="does not match its checksum"):
+            use(entry)
+    truncate(entry.path)
+    with pytest.raises(CheckpointCorrupt, match="cut short"):
+        checkpoint.load(entry)
+    (entry.path / "state.pt").unlink()
+    with pytest.raises(CheckpointCorrupt, match="cannot be read"):
+        checkpoint.load(entry)
+
+
+def test_fields_of_a_newer_minor_version_are_kept(tmp_path: Path) -> None:
+    from elasticd import manifest
+
+    entry = save(tmp_path, 1, 10)
+    raw = {**json.loads((entry.path / "manifest.json").read_text()), "version": "1.9", "mood": {"calm": [1.5]}}
+    del raw["seal"]
+    (entry.path / "manifest.json").write_text(json.dumps({**raw, "seal": manifest._seal(raw)}))
+    (newer,), _ = checkpoint.lineage(tmp_path, verify=True)
+    assert (newer.manifest.version, newer.manifest.unknown) == ("1.9", {"mood": {"calm": [1.5]}})
+    checkpoint.relink(tmp_path, newer, 2)
+    again = checkpoint.lineage(tmp_path, verify=True)[0][0].manifest
+    assert (again.round, again.version, again.unknown) == (2, "1.9", {"mood": {"calm": [1.5]}})
+
+
+def test_relink_makes_a_hard_link_that_outlives_its_source(tmp_path: Path) -> None:
+    source = save(tmp_path, 1, 20)
+    own = checkpoint.relink(tmp_path, source, 4)
+    assert own.path == tmp_path / "r4-s20"
+    assert (own.path / "state.pt").samefile(source.path / "state.pt")
+    assert (own.manifest.parent, own.manifest.relinked) == ((1, 20), True)
+    assert checkpoint.relink(tmp_path, source, 4) == own  # twice is once
+    assert checkpoint.relink(tmp_path, own, 4) == own
+    shutil.rmtree(source.path)
+    assert checkpoint.load(own)["mark"] == "r1-s20"
+    assert usable(tmp_path) == ["r4-s20"]
+
+
+def test_relinks_of_relinks_descend_from_the_round_that_trained(tmp_path: Path) -> None:
+    save(tmp_path, 1, 10)
+    entry = save(tmp_path, 1, 20)
+    for round in (2, 3, 4):
+        entry = checkpoint.relink(tmp_path, entry, round)
+    assert entry.manifest.parent == (1, 20)
+    # A round has one parent, whichever of the twins its session says it resumed from.
+    assert save(tmp_path, 4, 30, (3, 20)).manifest.parent == (1, 20)
+    assert usable(tmp_path) == ["r4-s30", "r4-s20", "r1-s20", "r1-s10"]
+
+
+def test_a_save_knows_its_parent_through_a_relink_of_another_round(tmp_path: Path) -> None:
+    entry = checkpoint.relink(tmp_path, save(tmp_path, 1, 20), 2)
+    assert (entry.manifest.round, save(tmp_path, 3, 30, (2, 20)).manifest.parent) == (2, (1, 20))
+
+
+def test_relink_refuses_what_was_replaced_since_it_was_loaded(tmp_path: Path) -> None:
+    entry = save(tmp_path, 1, 20)
+    save(tmp_path, 1, 20, mark="another")
+    with pytest.raises(OSError, match="replaced after it was loaded"):
+        checkpoint.relink(tmp_path, entry, 2)
+    shutil.rmtree(entry.path)
+    with pytest.raises(FileNotFoundError):
+        checkpoint.relink(tmp_path, entry, 2)
+    assert present(tmp_path) == []
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 1, 20, mark="old")
+    again = save(tmp_path, 1, 20, mark="new")
+    assert present(tmp_path) == ["r1-s20"]
+    assert checkpoint.load(again)["mark"] == "new"
+    damaged = again.path / "manifest.json"
+    damaged.unlink()
+    assert checkpoint.load(save(tmp_path, 1, 20, mark="third"))["mark"] == "third"
+
+
+def test_of_a_step_saved_twice_the_second_counts_even_before_it_has_its_name(tmp_path: Path) -> None:
+    save(tmp_path / "other", 1, 20, mark="new").path.rename(tmp_path / "r1-s20.again")  # as a kill there leaves it
+    save_path = save(tmp_path / "other", 1, 20, mark="old").path
+    save_path.rename(tmp_path / "r1-s20")
+    shutil.rmtree(tmp_path / "other")
+    assert usable(tmp_path) == ["r1-s20.again", "r1-s20"]
+    assert checkpoint.load(checkpoint.lineage(tmp_path)[0][0])["mark"] == "new"
+    save(tmp_path, 1, 20, mark="third")
+    assert present(tmp_path) == ["r1-s20"]
+
+
+def test_numbers_that_make_no_sense_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for round, step, parent in ((1, -1, None), (-1, 1, None), (2, 5, (2, 5)), (2, 5, (1, 6)), (1 << 63, 1, None)):
+        with pytest.raises(ValueError, match=r"cannot come from|negative|64 bits"):
+            save(tmp_path, round, step, parent)
+    assert present(tmp_path) == []
+
+
+def test_retention_keeps_the_newest_of_its_round(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40, 50):
+        save(tmp_path, 1, step)
+    assert [path.name for path in checkpoint.retain(tmp_path, 1, 3)] == ["r1-s10", "r1-s20"]
+    assert present(tmp_path) == ["r1-s30", "r1-s40", "r1-s50"]
+    assert checkpoint.retain(tmp_path, 1, 3) == []
+    with pytest.raises(ValueError, match="at least one"):
+        checkpoint.retain(tmp_path, 1, 0)
+
+
+def test_older_rounds_are_cleaned_only_after_an_own_verified_save(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        entry = save(tmp_path, 1, step)
+    checkpoint.relink(tmp_path, entry, 2)
+    assert checkpoint.retain(tmp_path, 2, 2) == []  # the re-linked one is not trained by round 2
+    own = save(tmp_path, 2, 50, (1, 40))
+    flip_a_bit(own.path / "state.pt")
+    assert checkpoint.retain(tmp_path, 2, 2) == []  # nor is a damaged one a reason to delete
+    save(tmp_path, 1, 45)
+    save(tmp_path, 2, 60, (1, 40))
+    checkpoint.retain(tmp_path, 2, 2)
+    assert present(tmp_path) == ["r2-s50", "r2-s60"]
+
+
+def test_retention_across_rounds_counts_steps_not_twins(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        entry = save(tmp_path, 1, step)
+    checkpoint.relink(tmp_path, entry, 2)
+    save(tmp_path, 2, 40, (1, 30))
+    checkpoint.retain(tmp_path, 2, 3)
+    assert present(tmp_path) == ["r1-s20", "r2-s30", "r2-s40"]
+    assert usable(tmp_path) == ["r2-s40", "r2-s30", "r1-s20"]
+
+
+def test_retention_leaves_what_links_the_rounds(tmp_path: Path) -> None:
+    for step in (10, 20):
+        entry = save(tmp_path, 1, step)
+    checkpoint.relink(tmp_path, entry, 2)
+    entry = save(tmp_path, 2, 30, (1, 20))
+    (tmp_path / "r2-s20" / "state.pt").unlink()
+    checkpoint.relink(tmp_path, entry, 3)
+    save(tmp_path, 3, 40, (2, 30))
+    checkpoint.retain(tmp_path, 3, 4)
+    # r2-s30 is r3-s30's twin, but only its manifest knows that round 2 came from round 1.
+    assert present(tmp_path) == ["r1-s10", "r1-s20", "r2-s30", "r3-s30", "r3-s40"]
+    assert usable(tmp_path) == ["r3-s40", "r3-s30", "r2-s30", "r1-s20", "r1-s10"]
+
+
+def test_retention_leaves_a_damaged_rounds_word_on_where_it_came_from(tmp_path: Path) -> None:
+    checkpoint.relink(tmp_path, save(tmp_path, 1, 20), 2)
+    for step in (30, 40):
+        save(tmp_path, 2, step, (1, 20))
+    for name in ("r2-s20", "r2-s30", "r2-s40"):
+        (tmp_path / name / "state.pt").unlink()
+    save(tmp_path, 1, 30)  # a zombie's, to be passed by as long as somebody knows
+    assert [path.name for path in checkpoint.retain(tmp_path, 2, 1)] == ["r2-s20", "r2-s30"]
+    assert usable(tmp_path) == ["r1-s20"]
+
+
+def test_the_last_good_one_stays_however_old(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(tmp_path, 1, step)
+    for step in (20, 30, 40):
+        flip_a_bit(tmp_path / f"r1-s{step}" / "state.pt")
+    checkpoint.retain(tmp_path, 1, 1)
+    assert usable(tmp_path) == ["r1-s10"]
+    flip_a_bit(tmp_path / "r1-s10" / "state.pt")
+    before = present(tmp_path)
+    save(tmp_path, 2, 5)
+    flip_a_bit(tmp_path / "r2-s5" / "state.pt")
+    save(tmp_path, 2, 6)
+    flip_a_bit(tmp_path / "r2-s6" / "state.pt")
+    assert checkpoint.retain(tmp_path, 2, 1) == []  # nothing good is left to stand on
+    assert present(tmp_path) == [*before, "r2-s5", "r2-s6"]
+
+
+def test_a_zombie_deletes_only_its_own_and_nothing_the_lineage_needs(tmp_path: Path) -> None:
+    for step in (10, 20):
+        entry = save(tmp_path, 1, step)
+    checkpoint.relink(tmp_path, entry, 2)
+    for step in (30, 40, 50, 60):
+        save(tmp_path, 1, step)
+    assert [path.name for path in checkpoint.retain(tmp_path, 1, 2)] == ["r1-s30", "r1-s40", "r1-s20"]
+    assert usable(tmp_path) == ["r2-s20", "r1-s10"]
+
+
+def test_retention_leaves_an_abandoned_lineage_and_a_newer_elasticds_work_alone(tmp_path: Path) -> None:
+    save(tmp_path, 1, 1000)
+    save(tmp_path, 2, 5)  # somebody started over
+    edit(save(tmp_path, 3, 9, (2, 5)).path, version="2.0")
+    entry = checkpoint.lineage(tmp_path)[0][0]
+    checkpoint.relink(tmp_path, entry, 4)
+    for step in (10, 11, 12):
+        save(tmp_path, 4, step, (2, 5))
+    checkpoint.retain(tmp_path, 4, 2)
+    assert present(tmp_path) == ["r1-s1000", "r3-s9", "r4-s11", "r4-s12"]
+
+
+def test_reading_lineages_locking_and_retention_need_no_torch(tmp_path: Path) -> None:
+    save(tmp_path, 1, 10)
+    save(tmp_path, 1, 20)
+    script = (
+        "import sys; from pathlib import Path; from elasticd import checkpoint as c; d = Path(sys.argv[1])\n"
+        "with c.DirectoryLock(d, 'job', 'run'):\n"
+        "    assert c.highest_round(d) == 1 and len(c.lineage(d, verify=True)[0]) == 2\n"
+        "    c.relink(d, c.lineage(d)[0][0], 2); c.retain(d, 1, 1)\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-W", "error", "-c", script, tmp_path], env=environment, check=True, timeout=60)

@@ -1,0 +1,177 @@
+"""One directory, one job: real processes that hold the lock, die, or get in each other's way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd.checkpoint import DirectoryLock
+from elasticd.errors import DirectoryInUse
+
+HOLD = """
+import sys
+from elasticd.directory_lock import DirectoryLock
+from elasticd.errors import DirectoryInUse
+lock = DirectoryLock(*sys.argv[1:4])
+try:
+    lock.acquire()
+    print("held", flush=True)
+except DirectoryInUse as error:
+    print(error, flush=True)
+for line in sys.stdin:
+    lock.release()
+    print("released", flush=True)
+"""
+
+
+class Holder:
+    """Another process that took the lock, or says why not."""
+
+    def __init__(self, directory: Path, job: str, run: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, directory, job, run],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    @property
+    def said(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def release(self) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.said
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+@contextlib.contextmanager
+def holders(directory: Path, *who: tuple[str, str]) -> Iterator[list[Holder]]:
+    started = [Holder(directory, *each) for each in who]
+    try:
+        yield started
+    finally:
+        for each in started:
+            each.close()
+
+
+def test_another_run_is_refused_by_name_until_the_lock_is_released(tmp_path: Path) -> None:
+    with holders(tmp_path, ("train", "run-1")) as (first,):
+        assert first.said == "held"
+        for job, run in (("train", "run-2"), ("other", "run-1")):
+            with pytest.raises(DirectoryInUse, match=r"held by run 'run-1' of job 'train' \(first process \d+ on"):
+                DirectoryLock(tmp_path, job, run).acquire()
+        assert first.release() == "released"
+        with DirectoryLock(tmp_path, "train", "run-2") as lock:
+            assert lock.unlocked is None
+
+
+def test_the_same_run_passes_and_each_holder_keeps_others_out(tmp_path: Path) -> None:
+    with holders(tmp_path, *[("job", "run")] * 3) as all_of_one_run:
+        assert [each.said for each in all_of_one_run] == ["held"] * 3
+        for each in all_of_one_run:
+            with pytest.raises(DirectoryInUse):
+                DirectoryLock(tmp_path, "job", "next").acquire()
+            each.release()
+        with DirectoryLock(tmp_path, "job", "next"):
+            pass
+
+
+def test_a_stopped_zombie_lets_its_own_run_pass_and_death_frees_the_lock(tmp_path: Path) -> None:
+    with holders(tmp_path, ("job", "run")) as (zombie,):
+        assert zombie.said == "held"
+        os.kill(zombie.process.pid, signal.SIGSTOP)
+        with DirectoryLock(tmp_path, "job", "run"):
+            pass
+        with pytest.raises(DirectoryInUse):
+            DirectoryLock(tmp_path, "job", "next").acquire()
+        os.kill(zombie.process.pid, signal.SIGKILL)
+        zombie.process.wait()
+        with DirectoryLock(tmp_path, "job", "next"):
+            pass
+
+
+def test_of_many_at_once_one_run_wins_whole(tmp_path: Path) -> None:
+    runs = [("job", run) for run in "ababab"]
+    with holders(tmp_path, *runs) as everyone:
+        said = [each.said for each in everyone]
+        winners = {run for (_, run), each in zip(runs, said, strict=True) if each == "held"}
+        assert len(winners) == 1
+        assert said.count("held") == 3, said
+        assert all("is held by run" in each for each in said if each != "held")
+
+
+def test_taking_and_releasing_twice_is_fine(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path / "made" / "here", "job", "run")
+    lock.release()
+    lock.acquire()
+    lock.acquire()
+    lock.release()
+    lock.release()
+    with lock:
+        pass
+    assert os.listdir(tmp_path / "made" / "here") == [".lock"]
+
+
+def test_what_was_left_in_the_file_means_nothing_without_the_lock(tmp_path: Path) -> None:
+    for left in (b"", b"\xff\x00", b"[]", b'{"job": "x"}', b"{" * 100_000):
+        (tmp_path / ".lock").write_bytes(left)
+        with DirectoryLock(tmp_path, "job", "run"), holders(tmp_path, ("job", "run")) as (same,):
+            assert same.said == "held"
+
+
+def test_a_directory_that_cannot_be_made_is_an_os_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        DirectoryLock(tmp_path / "file" / "below", "job", "run").acquire()
+
+
+# A kernel that answers every F_SETLK with ENOLCK, as one does for an NFS mount without its lock service: by seccomp, so
+# it needs no mount and no rights. The numbers are the kernel's own (linux/filter.h, linux/seccomp.h, asm/unistd.h).
+WITHOUT_LOCKS = """
+import ctypes, errno, platform, struct, sys
+FCNTL = {"x86_64": 72, "aarch64": 25}[platform.machine()]
+F_SETLK = 6
+LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
+program = b"".join(struct.pack("HBBI", *each) for each in [
+    (LOAD, 0, 0, 0), (EQUAL, 0, 3, FCNTL), (LOAD, 0, 0, 24), (EQUAL, 0, 1, F_SETLK),
+    (RETURN, 0, 0, 0x00050000 | errno.ENOLCK), (RETURN, 0, 0, 0x7FFF0000)])
+memory = ctypes.create_string_buffer(program)
+filter = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(memory)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter, 0, 0) == 0, ctypes.get_errno()
+
+from elasticd.checkpoint import DirectoryLock
+first, second = DirectoryLock(sys.argv[1], "job", "run"), DirectoryLock(sys.argv[1], "another", "run")
+first.acquire()
+second.acquire()
+print(first.unlocked == second.unlocked, first.unlocked)
+"""
+
+
+def test_where_there_are_no_locks_it_says_so_and_goes_on(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-W", "error", "-c", WITHOUT_LOCKS, tmp_path]
+    told = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith(f"True {tmp_path}: this file system has no locks (No locks available)")
+    assert told.stderr.count("this file system has no locks") == 2  # logging's last resort shows warnings

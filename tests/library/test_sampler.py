@@ -1,0 +1,418 @@
+"""What a training script may rely on, and the sentences it gets when it asks for what would lose or repeat samples."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+
+from elasticd.errors import SamplerError
+from elasticd.permutation import Permutation
+from elasticd.sampler import ElasticBatchSampler
+
+
+def alone(n: int = 20, global_batch: int = 4, **options: int | bool) -> ElasticBatchSampler:
+    accumulate, seed = int(options.pop("accumulate", 1)), int(options.pop("seed", 0))
+    shuffle, drop_last = bool(options.pop("shuffle", True)), bool(options.pop("drop_last", False))
+    assert not options
+    return ElasticBatchSampler(
+        n,
+        global_batch,
+        accumulate=accumulate,
+        seed=seed,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        rank=0,
+        world_size=1,
+    )
+
+
+def train(sampler: ElasticBatchSampler, steps: int | None = None) -> list[list[int]]:
+    """Commit that many steps, or the rest of the epoch."""
+    done = []
+    for batch in islice(sampler, steps):
+        done.append(batch)
+        sampler.commit()
+    return done
+
+
+def order(n: int, epoch: int, seed: int = 0) -> list[int]:
+    return Permutation(n, seed, epoch).at(list(range(n)))
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+@pytest.fixture
+def eager_loader() -> Iterator[tuple[ElasticBatchSampler, DataLoader[int]]]:
+    """A DataLoader that takes the whole epoch from its sampler before the first step."""
+    sampler = alone()
+    loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=2, prefetch_factor=4, persistent_workers=True)
+    yield sampler, loader
+    loader._iterator = None  # ends the persistent workers now rather than at some garbage collection
+
+
+def test_importing_the_sampler_imports_no_torch() -> None:
+    code = "import sys, elasticd.sampler; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0
+
+
+def test_prefetching_workers_do_not_move_the_cursor(eager_loader: tuple[ElasticBatchSampler, DataLoader[int]]) -> None:
+    sampler, loader = eager_loader
+    expected = order(20, epoch=0)
+    assert len(loader) == 5
+    for number, batch in enumerate(loader):
+        assert batch.tolist() == expected[4 * number : 4 * number + 4]
+        if number == 2:
+            break
+        sampler.commit()
+    assert sampler.offset == 8
+    assert len(loader) == 3
+    again = []
+    for batch in loader:
+        again += batch.tolist()
+        sampler.commit()
+    assert again == expected[8:]
+    assert len(loader) == 0
+    sampler.set_epoch(1)
+    assert [sample for batch in loader for sample in batch.tolist()] == order(20, epoch=1)
+
+
+def test_a_long_epoch_is_handed_out_in_the_specified_order() -> None:
+    n, ranks = 60_000, 3
+    samplers = [ElasticBatchSampler(n, 7, accumulate=2, rank=rank, world_size=ranks) for rank in range(ranks)]
+    everything: list[int] = []
+    iterators = [iter(sampler) for sampler in samplers]
+    for _ in range(samplers[0].steps_per_epoch):
+        for micro in range(2):
+            for sampler, iterator in zip(samplers, iterators, strict=True):
+                everything += next(iterator)[: sampler.samples(micro)]
+        for sampler in samplers:
+            sampler.commit()
+    assert everything == order(n, epoch=0)
+
+
+def test_without_shuffle_the_dataset_comes_in_order() -> None:
+    assert train(alone(6, 4, shuffle=False)) == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_set_epoch_keeps_the_position_within_the_epoch_and_starts_any_other() -> None:
+    sampler = alone()
+    train(sampler, 2)
+    sampler.set_epoch(0)
+    assert (sampler.epoch, sampler.offset) == (0, 8)
+    sampler.set_epoch(1)
+    assert (sampler.epoch, sampler.offset) == (1, 0)
+    assert [sample for batch in train(sampler) for sample in batch] == order(20, epoch=1)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_job_resumed_at_the_end_of_an_epoch_repeats_nothing(drop_last: bool) -> None:
+    before = alone(22, drop_last=drop_last)
+    train(before)
+    resumed = alone(22, drop_last=drop_last)
+    resumed.load_state_dict(before.state_dict())
+    batches = []
+    for epoch in range(resumed.epoch, 2):
+        resumed.set_epoch(epoch)
+        batches.append(len(resumed))
+        assert len(train(resumed)) == batches[-1]
+    assert batches == [0, 5 if drop_last else 6]
+
+
+def test_an_epoch_that_was_finished_is_not_silently_empty_the_next_time() -> None:
+    sampler = alone()
+    train(sampler)
+    with pytest.raises(SamplerError, match=r"epoch 0 is finished; call sampler.set_epoch\(1\)"):
+        iter(sampler)
+    sampler.set_epoch(1)
+    assert len(train(sampler)) == 5
+
+
+def test_a_loop_that_would_repeat_restored_epochs_is_told_how_to_write_it() -> None:
+    before = alone()
+    for epoch in range(3):
+        before.set_epoch(epoch)
+        train(before, 2)
+    resumed = alone()
+    resumed.load_state_dict(before.state_dict())
+    with pytest.raises(SamplerError, match=r"range\(sampler.epoch, epochs\)"):
+        resumed.set_epoch(0)
+    assert (resumed.epoch, resumed.offset) == (2, 8)
+    train(resumed, 1)
+    resumed.set_epoch(0)  # now it is meant
+    assert (resumed.epoch, resumed.offset) == (0, 0)
+
+
+def test_last_and_steps_per_epoch() -> None:
+    sampler = alone(10, 4)
+    assert sampler.steps_per_epoch == 3
+    seen = []
+    for _ in sampler:
+        seen.append(sampler.last)
+        sampler.commit()
+    assert seen == [False, False, True]
+    assert not sampler.last
+    assert sampler.steps_per_epoch == 3
+    dropping = alone(10, 4, drop_last=True)
+    assert dropping.steps_per_epoch == 2
+    train(dropping, 1)
+    assert dropping.last
+
+
+def test_a_small_last_batch_gives_some_ranks_a_stand_in_that_weighs_nothing() -> None:
+    ranks = [ElasticBatchSampler(5, 4, accumulate=2, rank=rank, world_size=2) for rank in range(2)]
+    for sampler in ranks:
+        train_micro = iter(sampler)
+        next(train_micro), next(train_micro)
+        sampler.commit()
+        last = [next(train_micro), next(train_micro)]
+        assert last == [[order(5, epoch=0)[4]]] * 2
+    assert [[sampler.loss_scale(micro) for micro in range(2)] for sampler in ranks] == [[2.0, 0.0], [0.0, 0.0]]
+    assert [[sampler.samples(micro) for micro in range(2)] for sampler in ranks] == [[1, 0], [0, 0]]
+
+
+def test_loss_scale_is_that_of_the_step_at_the_cursor_whatever_was_fetched() -> None:
+    sampler = ElasticBatchSampler(11, 8, rank=1, world_size=2)
+    assert len(list(sampler)) == 2
+    assert sampler.loss_scale() == 1.0
+    sampler.commit()
+    assert sampler.loss_scale() == 1 * 2 / 3
+    sampler.commit()
+    with pytest.raises(SamplerError, match=r"loss_scale\(\) at the end of epoch 0"):
+        sampler.loss_scale()
+
+
+@pytest.mark.parametrize("micro", [-1, 2])
+def test_there_is_no_such_micro_batch(micro: int) -> None:
+    with pytest.raises(SamplerError, match="not one of this sampler's 2 micro-batches"):
+        alone(accumulate=2).loss_scale(micro)
+
+
+def test_commit_needs_a_whole_fetched_step() -> None:
+    sampler = alone(accumulate=2)
+    with pytest.raises(SamplerError, match="have not all been fetched"):
+        sampler.commit()
+    batches = iter(sampler)
+    next(batches)
+    with pytest.raises(SamplerError, match=r"after all of its micro-batches \(2\)"):
+        sampler.commit()
+    next(batches)
+    sampler.commit()
+    with pytest.raises(SamplerError, match="do not call both"):
+        sampler.commit()
+    assert sampler.offset == 4
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_commit_after_the_end_of_the_epoch_is_an_error(drop_last: bool) -> None:
+    sampler = alone(22, drop_last=drop_last)
+    train(sampler)
+    assert sampler.offset == 22
+    with pytest.raises(SamplerError, match=r"commit\(\) at the end of epoch 0"):
+        sampler.commit()
+
+
+def test_an_epoch_finished_and_restored_in_one_process_is_simply_over() -> None:
+    sampler = alone()
+    train(sampler)
+    sampler.load_state_dict(sampler.state_dict())
+    assert list(sampler) == []
+
+
+def test_committing_twice_is_noticed_behind_prefetching_too() -> None:
+    sampler = alone(400, 4)
+    batches = iter(sampler)
+    list(islice(batches, 8))
+
+    def go_on() -> None:
+        for _ in batches:
+            sampler.commit()  # session.step() did this
+            sampler.commit()  # and the script once more
+
+    with pytest.raises(SamplerError, match="do not call both"):
+        go_on()
+    assert sampler.offset < 100
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda sampler: sampler.set_epoch(1),
+        lambda sampler: sampler.load_state_dict(sampler.state_dict()),
+        lambda sampler: train(sampler, 2),
+    ],
+    ids=["another epoch", "restored", "trained on from another iterator"],
+)
+def test_an_iterator_from_before_the_cursor_moved_elsewhere_stops(
+    move: Callable[[ElasticBatchSampler], object],
+) -> None:
+    sampler = alone()
+    batches = iter(sampler)
+    next(batches)
+    move(sampler)
+    with pytest.raises(SamplerError, match="start a new iteration"):
+        next(batches)
+
+
+def test_what_was_fetched_before_a_restore_cannot_be_committed_after_it() -> None:
+    sampler = alone()
+    list(sampler)
+    sampler.load_state_dict(sampler.state_dict())
+    with pytest.raises(SamplerError, match="have not all been fetched"):
+        sampler.commit()
+
+
+def test_peeking_at_a_batch_in_the_middle_of_training_does_no_harm() -> None:
+    sampler = alone()
+    trained = []
+    for batch in sampler:
+        assert next(iter(sampler)) == batch
+        trained += batch
+        sampler.commit()
+    assert trained == order(20, epoch=0)
+
+    sampler.set_epoch(1)
+    prefetched = list(sampler)
+    next(iter(sampler))
+    for _ in prefetched:
+        sampler.commit()
+    assert sampler.offset == 20
+
+
+def test_the_state_is_plain_and_survives_json_and_weights_only_loading() -> None:
+    sampler = alone(seed=2**64 - 1)
+    train(sampler, 3)
+    state = sampler.state_dict()
+    assert {type(value) for value in state.values()} <= {int, bool, str}
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    for copy in (json.loads(json.dumps(state)), torch.load(file, weights_only=True)):
+        resumed = ElasticBatchSampler(20, 4, accumulate=2, seed=2**64 - 1, rank=0, world_size=2)
+        resumed.load_state_dict(copy)
+        assert resumed.state_dict() == state
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"dataset_size": 21}, "dataset_size was 21 when this state was saved and is 20 now"),
+        ({"seed": 1}, "seed was 1 "),
+        ({"shuffle": False}, "shuffle was False "),
+        ({"order": "feistel-0"}, "order was 'feistel-0' "),
+        ({"global_batch": 2}, "global_batch was 2 .* at sample 8 of 20 of epoch 0.* may change only between epochs"),
+        ({"drop_last": True}, "drop_last was True .* may change only between epochs"),
+        ({"version": 2}, "version 2; known here: 1"),
+        ({"offset": 9}, "makes no sense"),
+        ({"offset": 24}, "makes no sense"),
+        ({"epoch": -1}, "makes no sense"),
+        ({"offset": "8"}, "no sampler state: offset is '8'"),
+        ({"epoch": True}, "no sampler state: epoch is True"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
+    change: dict[str, int | bool | str], complaint: str
+) -> None:
+    before = alone()
+    train(before, 2)
+    sampler = alone()
+    train(sampler, 1)
+    mine = sampler.state_dict()
+    with pytest.raises(SamplerError, match=complaint):
+        sampler.load_state_dict(before.state_dict() | change)
+    assert sampler.state_dict() == mine
+
+
+def test_a_state_that_lacks_something_is_refused() -> None:
+    state = alone().state_dict()
+    del state["offset"]
+    with pytest.raises(SamplerError, match="no sampler state: offset is None"):
+        alone().load_state_dict(state)
+    with pytest.raises(SamplerError, match="version None"):
+        alone().load_state_dict({})
+
+
+@pytest.mark.parametrize("steps", [0, None], ids=["beginning", "end"])
+def test_the_global_batch_may_change_between_epochs(steps: int | None) -> None:
+    before = alone()
+    train(before, steps)
+    resumed = alone(global_batch=6, drop_last=True)
+    resumed.load_state_dict(before.state_dict())
+    assert len(train(resumed)) == (0 if steps is None else 3)
+    resumed.set_epoch(1)
+    assert len(train(resumed)) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"dataset": 0}, "has 0 samples"),
+        ({"dataset": True}, "give a dataset or its length"),
+        ({"dataset": Stream()}, "Stream has no length"),
+        ({"global_batch": 0}, "global_batch=0 must be at least 1"),
+        ({"global_batch": 8.0}, "global_batch=8.0 must be an integer"),
+        ({"accumulate": 0}, "accumulate=0 must be at least 1"),
+        ({"accumulate": 9}, "accumulate=9 micro-batches cannot share a global batch of 8"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"seed": 2**64}, "does not fit into 64 bits"),
+        ({"dataset": 7, "drop_last": True}, "leaves nothing to train on"),
+        ({"world_size": None}, "give both rank and world_size"),
+        ({"rank": 2}, "rank=2 must be below world_size=2"),
+        ({"rank": -1}, "rank=-1 must be at least 0"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(arguments: dict[str, object], complaint: str) -> None:
+    usual: dict[str, object] = {"dataset": 20, "global_batch": 8, "rank": 0, "world_size": 2}
+    with pytest.raises(SamplerError, match=complaint):
+        ElasticBatchSampler(**(usual | arguments))  # type: ignore[arg-type]
+
+
+def test_more_slices_than_samples_is_said() -> None:
+    with pytest.warns(UserWarning, match="4 ranks x 2 micro-batches share a global batch of 6"):
+        ElasticBatchSampler(20, 6, accumulate=2, rank=0, world_size=4)
+
+
+def test_no_rank_trains_on_everything_because_the_process_group_came_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SamplerError, match=r"WORLD_SIZE=4 but there is no process group yet"):
+        ElasticBatchSampler(20, 4)
+    monkeypatch.delenv("WORLD_SIZE")
+    assert len(ElasticBatchSampler(20, 4)) == 5
+
+
+def test_another_default_device_does_not_matter() -> None:
+    with torch.device("meta"):
+        assert train(alone(20, 20)) == [order(20, epoch=0)]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_where_everything_divides_it_counts_as_distributed_sampler_does(drop_last: bool) -> None:
+    dataset = TensorDataset(torch.arange(48))
+    for rank in range(3):
+        ours = DataLoader(
+            dataset, batch_sampler=ElasticBatchSampler(dataset, 12, drop_last=drop_last, rank=rank, world_size=3)
+        )
+        theirs = DataLoader(
+            dataset, batch_size=4, sampler=DistributedSampler(dataset, num_replicas=3, rank=rank), drop_last=drop_last
+        )
+        assert len(ours) == len(theirs) == len(list(ours)) == len(list(theirs))

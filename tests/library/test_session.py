@@ -1,0 +1,173 @@
+"""A session's decisions: all ranks stop and save at the same step, and what goes wrong is said on every rank."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd import checkpoint
+from elasticd.beat import Phase, Source
+
+ENDLESS = {"steps": 10**9, "sleep": 0.002}
+
+
+def stepped(job: Any, step: int) -> Callable[[], bool]:
+    return lambda: all(rank.read_beat().step >= step for rank in job.ranks)
+
+
+def test_plain_python_is_a_group_of_one(scripts: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, str(scripts / "plain.py"), "5"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert (seen["rank"], seen["world_size"], seen["round"], seen["restarts"], seen["steps"]) == (0, 1, 0, 0, 5)
+    assert seen["left_group"]
+    assert done.stderr == ""
+
+
+def test_ranks_beat_and_leave_the_group_they_made(start: Any) -> None:
+    job = start("plain.py", "7", round=4, TORCHELASTIC_RESTART_COUNT="2")
+    for number, seen in enumerate(job.results()):
+        assert (seen["rank"], seen["local_rank"], seen["world_size"]) == (number, number, 2)
+        assert (seen["round"], seen["restarts"], seen["left_group"]) == (4, 2, True)
+    for rank in job.ranks:
+        beat = rank.read_beat()
+        assert (beat.step, beat.source, beat.phase) == (7, Source.SESSION, Phase.STEP)
+
+
+def test_the_agents_request_to_rank_0_stops_all_ranks_at_one_step_after_a_save(
+    start: Any, tmp_path: Path, wait_for: Any
+) -> None:
+    job = start("toy.py", {**ENDLESS, "directory": str(tmp_path / "shared"), "every": 10**6})
+    wait_for(stepped(job, 20), "20 steps")
+    job.ranks[0].ask_to_stop()
+    first, second = job.results()
+    assert first["stopped"]
+    assert second["stopped"]
+    assert first["steps"] == second["steps"]
+    (note,) = job.ranks[0].read_notes()
+    assert (note.kind, note.step, note.round) == ("checkpoint_saved", first["steps"], 1)
+    assert "the agent asked for a stop" in note.reason
+    assert note.more["path"] == str(tmp_path / "shared" / f"r1-s{first['steps']}")
+    assert note.more["bytes"] == (Path(note.more["path"]) / "state.pt").stat().st_size
+
+
+def test_sigterm_to_all_ranks_stops_them_at_one_step(start: Any, wait_for: Any) -> None:
+    # Without close() rank 0 leaves at once, and the store that it serves goes with it.
+    job = start("toy.py", {**ENDLESS, "every": None, "restore": False, "close": False})
+    wait_for(stepped(job, 20), "20 steps")
+    for rank in job.ranks:
+        rank.kill(signal.SIGTERM)
+    first, second = job.results()
+    assert first["stopped"]
+    assert first["steps"] == second["steps"]
+
+
+def test_checkpoints_by_time_are_decided_by_rank_0(start: Any, tmp_path: Path) -> None:
+    options = {"steps": 150, "sleep": 0.004, "every": "100ms", "directory": str(tmp_path / "shared")}
+    job = start("toy.py", options)
+    job.results()
+    saved = [note for note in job.ranks[0].read_notes() if note.kind == "checkpoint_saved"]
+    took = saved[-1].mono - saved[0].mono + saved[0].more["seconds"]
+    assert 2 <= len(saved) <= took / 0.1 + 2
+    assert "every 0.1 s" in saved[0].reason
+    content = checkpoint.load(checkpoint.lineage(tmp_path / "shared")[0][0])
+    assert len(content["elasticd"]["rng"]) == 2
+
+
+def test_a_full_disk_is_survived_said_and_tried_again(start: Any, tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path / "shared"), "full": [4, 10]}
+    job = start("toy.py", options)
+    job.results()
+    notes = job.ranks[0].read_notes()
+    assert [(note.kind.removeprefix("checkpoint_"), note.step) for note in notes] == [
+        *(("saved", 3), ("failed", 6), ("failed", 9), ("saved", 12)),
+    ]
+    assert notes[1].reason == "checkpoint of step 6 failed ([Errno 27] File too large); tried again every 3 steps"
+    assert notes[1].reason in job.ranks[0].errors()
+    entries, _ = checkpoint.lineage(tmp_path / "shared", verify=True)
+    assert [entry.manifest.step for entry in entries] == [12, 3]
+
+
+def test_a_directory_that_cannot_be_made_is_survived_and_noted(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    job = start("toy.py", {"directory": str(tmp_path / "file" / "shared"), "restore": False, "save": True})
+    assert [each["steps"] for each in job.results()] == [12, 12]
+    assert job.ranks[0].kinds() == ["said", *["checkpoint_failed"] * 5]
+    assert "Not a directory" in job.ranks[0].read_notes()[1].reason
+
+
+def test_what_could_not_be_loaded_again_is_refused_on_every_rank_naming_the_key(start: Any, tmp_path: Path) -> None:
+    job = start("toy.py", {"directory": str(tmp_path / "shared"), "poison": True})
+    assert job.codes() == [1, 1]
+    for rank in job.ranks:
+        assert "CheckpointRefused" in rank.errors()
+        assert "poison" in rank.errors()
+        assert rank.read_beat().step == 3
+    assert checkpoint.lineage(tmp_path / "shared") == ([], [])
+
+
+def test_a_directory_held_by_another_run_is_refused_on_every_rank(start: Any, tmp_path: Path, wait_for: Any) -> None:
+    directory = str(tmp_path / "shared")
+    holder = start("toy.py", {**ENDLESS, "directory": directory}, world_size=1)
+    wait_for(stepped(holder, 1), "the holder's first step")
+    other = start("toy.py", {"directory": directory}, ELASTICD_RUN="run-2")
+    assert other.codes() == [1, 1]
+    for rank in other.ranks:
+        assert "DirectoryInUse" in rank.errors()
+        assert "run-1" in rank.errors()
+    successor = start("toy.py", {"directory": directory}, world_size=1, round=2)
+    assert successor.codes() == [0]
+
+
+def test_the_scripts_own_exception_passes_through(start: Any, tmp_path: Path) -> None:
+    job = start("toy.py", {"directory": str(tmp_path / "shared"), "raise": [1, 5]})
+    assert job.codes() == [1, 1]
+    assert job.ranks[1].errors().endswith("RuntimeError: the script's own mistake\n")
+
+
+def test_a_verdict_that_does_not_come_raises_and_names_rank_and_step(start: Any) -> None:
+    job = start("late.py")
+    late, waiting = job.results()
+    assert late["steps"] == 0
+    assert waiting["error"].startswith("rank 1 waited 0.3 s for rank 0: the verdict at step 1.")
+    assert waiting["seconds"] < 5
+
+
+def test_a_store_that_is_gone_is_torchs_error_at_once_and_no_timeout(start: Any) -> None:
+    job = start("gone.py")
+    assert job.codes() == [0, 0]
+    seen = job.ranks[1].result()
+    assert seen["error"] in ("DistNetworkError", "DistStoreError")
+    assert seen["seconds"] < 5
+
+
+@pytest.mark.parametrize("case", ["defaults", "own handler", "fork", "twice", "before the first step"])
+def test_sigterm_is_taken_only_where_nobody_else_wants_it(start: Any, case: str) -> None:
+    job = start("sigterm.py", case, world_size=1)
+    expected = {"twice": -signal.SIGTERM, "before the first step": -signal.SIGTERM}.get(case, 0)
+    assert job.codes() == [expected], job.ranks[0].errors()
+
+
+def test_mistakes_are_usage_errors_that_say_what_to_do(start: Any) -> None:
+    (said,) = start("mistakes.py", world_size=1).results()
+    assert "--checkpoint-dir" in said["checkpoint without a directory"]
+    assert "--checkpoint-dir" in said["restore without a directory"]
+    assert "--checkpoint-dir" in said["save without a directory"]
+    assert "nothing is attached" in said["restore without attach"]
+    assert "int has no state_dict() and no load_state_dict" in said["attach a number"]
+    assert "elasticd's own" in said["attach the reserved name"]
+    assert "that name is taken" in said["attach twice"]
+    assert "'warmup'" in said["unknown phase"]
+    for every in ("0", "-3", "True", "'soon'", "'0s'", "1.5"):
+        assert f"every={every}" in said[f"every {every}"]
+    assert "keep at least 1" in said["keep nothing"]
+    assert "already uses" in said["another directory"]
+    assert "before the first step" in said["restore after a step"]

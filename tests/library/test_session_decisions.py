@@ -1,0 +1,164 @@
+"""Decision points by themselves: how often, what they cost, what they leave in the store, and words between ranks."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticd.channel import Channel
+from elasticd.decisions import COST, LONGEST_S, Action, Decisions, Verdict, next_interval
+from elasticd.errors import DecisionTimeout, DirectoryInUse, ElasticdError, WireError
+
+
+def store() -> Any:
+    from torch._C._distributed_c10d import HashStore
+
+    return HashStore()
+
+
+def channels(world_size: int, timeout_s: float = 5) -> list[Channel]:
+    shared = store()
+    return [Channel(rank, world_size, shared, "elasticd/r1", timeout_s) for rank in range(world_size)]
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Call all at once, as ranks do; what each returned or raised."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = calls[number]()
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return results
+
+
+@given(
+    interval=st.integers(1, 100_000),
+    step_s=st.floats(1e-6, 1e3),
+    cost_s=st.floats(0, 1),
+)
+def test_the_interval_keeps_the_cost_down_and_only_doubles(interval: int, step_s: float, cost_s: float) -> None:
+    found = next_interval(interval, step_s, cost_s)
+    assert 1 <= found <= 2 * interval
+    # Never further than the cost asks for, nor than a stop may wait.
+    assert found == 1 or found * step_s <= min(cost_s / COST, LONGEST_S) * 1.000001
+
+
+@pytest.mark.parametrize(
+    ("step_s", "cost_s", "settled"),
+    [
+        (0.001, 0.0002, 200),  # 0.2 ms of 200 ms
+        (0.1, 0.0002, 2),
+        (5.0, 0.0002, 1),
+        (0.001, 0.1, 10_000),  # the store is slow: a stop waits 10 s, not 100
+    ],
+)
+def test_the_interval_settles_where_the_cost_is_a_thousandth(step_s: float, cost_s: float, settled: int) -> None:
+    interval = 1
+    for _ in range(20):
+        interval = next_interval(interval, step_s, cost_s)
+    assert interval == pytest.approx(settled, abs=1)
+
+
+def test_all_ranks_get_rank_0s_verdict_at_the_same_steps_and_old_ones_are_deleted() -> None:
+    ranks = channels(3)
+    wishes: dict[int, tuple[Action, str]] = {20: ("save", "it is time"), 30: ("stop", "enough")}
+    asked = []
+
+    def wish() -> tuple[Action, str]:
+        asked.append(True)
+        return wishes.get(len(asked), ("go", ""))
+
+    def not_asked() -> tuple[Action, str]:
+        raise AssertionError("only rank 0 is asked")
+
+    def train(rank: int) -> list[Verdict]:
+        decisions = Decisions(ranks[rank], wish if rank == 0 else not_asked, kept=50)
+        found = []
+        for step in itertools.count(1):
+            if verdict := decisions.at(step):
+                found.append(verdict)
+                if verdict.action == "stop":
+                    break
+        return found
+
+    first, second, third = together(*(lambda rank=rank: train(rank) for rank in range(3)))  # type: ignore[misc]
+    assert first == second == third
+    assert first[0].step == 1
+    assert [verdict.next for verdict in first[:-1]] == [verdict.step for verdict in first[1:]]
+    assert [(verdict.action, verdict.reason) for verdict in (first[19], first[29])] == [wishes[20], wishes[30]]
+
+
+def test_the_store_does_not_fill_up() -> None:
+    shared = store()
+    decisions = Decisions(Channel(0, 2, shared, "a", 5), lambda: ("go", ""), kept=8)
+    for step in range(1, 10_000):
+        decisions.at(step)
+    assert shared.num_keys() <= 10
+
+
+def test_a_verdict_that_is_none_is_refused() -> None:
+    first, second = channels(2)
+    first.put("verdict/1", b'{"step": 1}')
+    with pytest.raises(WireError, match="step 1"):
+        Decisions(second, lambda: ("go", "")).at(1)
+
+
+def test_a_wait_ends_at_its_deadline_and_names_who_is_missing() -> None:
+    ranks = channels(4, timeout_s=0.2)
+    ranks[2].collect("random/1", b"2", "random states")
+    with pytest.raises(DecisionTimeout, match=r"rank 0 waited 0\.2 s for ranks 1, 3: random states"):
+        ranks[0].collect("random/1", b"0", "random states")
+    with pytest.raises(DecisionTimeout, match=r"rank 3 waited 0\.2 s for rank 0: the plan"):
+        ranks[3].together("plan", "the plan", dict)
+
+
+def test_what_rank_0_collects_is_in_order_and_leaves_nothing_behind() -> None:
+    ranks = channels(3)
+    before = ranks[0]._store.num_keys()
+    ranks[2].collect("x", b"two", "")
+    ranks[1].collect("x", b"one", "")
+    assert ranks[0].collect("x", b"zero", "") == [b"zero", b"one", b"two"]
+    assert ranks[0]._store.num_keys() == before
+
+
+@pytest.mark.parametrize(
+    ("raised", "on_others"),
+    [
+        (DirectoryInUse("held"), DirectoryInUse("on rank 0: held")),
+        (OSError("no"), ElasticdError("on rank 0: OSError: no")),
+    ],
+)
+def test_what_rank_0_raises_every_rank_raises(raised: Exception, on_others: Exception) -> None:
+    first, second = channels(2)
+
+    def fail() -> dict[str, Any]:
+        raise raised
+
+    results = together(lambda: first.together("k", "it", fail), lambda: second.together("k", "it", fail))
+    assert results[0] is raised
+    assert type(results[1]) is type(on_others)
+    assert str(results[1]) == str(on_others)
+
+
+def test_a_second_session_reads_nothing_of_the_first() -> None:
+    shared = store()
+    old = [Channel(rank, 2, shared, "a", 5) for rank in range(2)]
+    old[0].together("k", "it", lambda: {"n": 1})
+    new = [Channel(rank, 2, shared, "a", 0.1) for rank in range(2)]
+    with pytest.raises(DecisionTimeout):
+        new[1].together("k", "it", dict)
+    assert old[1].together("k", "it", dict) == {"n": 1}
