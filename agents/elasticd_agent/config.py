@@ -1,0 +1,184 @@
+"""What to run (JobSpec), by which rules (Policy), and how the agent presents itself (AgentSettings).
+
+They exist so that everything a person can choose is in three frozen values, checked against themselves the moment they
+are made: a mistake is one sentence at the start, never a surprise at the first failure. Nothing here reads the command
+line, the environment or the disk.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, IntFlag
+from pathlib import Path
+
+from elasticd.errors import UsageError
+
+
+class Mode(str, Enum):
+    """How a worker's command line is made from the entrypoint; the names follow the Python interpreter's own."""
+
+    SCRIPT = "script"  # python -u train.py args
+    MODULE = "module"  # python -u -m pkg.train args
+    EXEC = "exec"  # the entrypoint itself, no Python (--no-python)
+
+
+class Streams(IntFlag):
+    """Which of a worker's standard streams are meant; the numbers are those of torchrun's --redirects and --tee."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    BOTH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """One job on one node: what to run, how many times side by side, and where its files go.
+
+    `redirects` and `tee` map a local rank to streams; a rank that is not in them has none. `log_dir` may be /dev/null:
+    no log files are kept. `devices` are the GPUs that slots stand for, as CUDA_VISIBLE_DEVICES spells them; empty when
+    the job does not get one GPU per worker. `run` tells two runs of the same job apart.
+    """
+
+    python: str
+    mode: Mode
+    entrypoint: str
+    args: tuple[str, ...]
+    cwd: Path
+    job_id: str
+    run: str
+    role: str = "default"
+    min_workers: int = 1
+    max_workers: int = 1
+    devices: tuple[str, ...] = ()
+    checkpoint_dir: Path | None = None
+    preload: tuple[str, ...] = ()
+    log_dir: Path | None = None
+    redirects: Mapping[int, Streams] = field(default_factory=dict)
+    tee: Mapping[int, Streams] = field(default_factory=dict)
+    local_ranks_filter: frozenset[int] | None = None
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    master_addr: str = "localhost"
+    master_port: int | None = None
+    virtual_local_rank: bool = False
+    signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
+    def __post_init__(self) -> None:
+        if self.min_workers < 1:
+            raise UsageError(f"a job needs at least 1 worker, not {self.min_workers}")
+        if self.min_workers > self.max_workers:
+            raise UsageError(
+                f"at least {self.min_workers} workers but at most {self.max_workers} is impossible; "
+                f"write {self.max_workers}:{self.min_workers}"
+            )
+        _identifier("job id", self.job_id)
+        _identifier("run token", self.run)
+        for name, streams in (("redirects", self.redirects), ("tee", self.tee)):
+            self._some_rank_exists(name, streams)
+        if self.local_ranks_filter is not None:
+            self._some_rank_exists("the local ranks filter", dict.fromkeys(self.local_ranks_filter))
+        if self.master_port is not None:
+            _port("the workers' store", self.master_port, lowest=1)
+        for name in self.signals:
+            _catchable(name)
+
+    def _some_rank_exists(self, what: str, ranks: Mapping[int, object]) -> None:
+        # Naming more ranks than there are is how people share one command between machines; naming none is a slip.
+        if ranks and min(ranks) >= self.max_workers:
+            named = ", ".join(map(str, sorted(ranks)))
+            raise UsageError(
+                f"{what} names local rank {named}, but {self.max_workers} worker(s) have local ranks "
+                f"0 to {self.max_workers - 1}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The numbers every decision is made by. All times are seconds.
+
+    `max_restarts` None: only restarts without progress and restarts per hour are limited; a number is a hard total.
+    """
+
+    max_restarts: int | None = None
+    max_restarts_per_hour: int = 60
+    no_progress_limit: int = 3
+    backoff_s: tuple[float, ...] = (0, 1, 2, 4, 8, 16, 32, 60)
+    stop_grace_s: float = 30.0
+    user_error_wait_s: float = 0.5
+    startup_ceiling_s: float = 600.0
+    first_step_ceiling_s: float = 1800.0
+    progress_ceiling_s: float = 1800.0
+    slot_strikes: int = 2
+    slot_cooloff_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.max_restarts is not None and self.max_restarts < 0:
+            raise UsageError(f"--max-restarts {self.max_restarts}: restarts cannot be negative; 0 means none")
+        for name, least in (("max_restarts_per_hour", 1), ("no_progress_limit", 1), ("slot_strikes", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} {getattr(self, name)} must be at least {least}")
+        for name in ("startup_ceiling_s", "first_step_ceiling_s", "progress_ceiling_s", "slot_cooloff_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} {getattr(self, name)} must be more than 0 seconds")
+        for name in ("stop_grace_s", "user_error_wait_s"):
+            if not getattr(self, name) >= 0:
+                raise UsageError(f"{name} {getattr(self, name)} cannot be negative")
+        if not self.backoff_s or self.backoff_s[0] < 0 or list(self.backoff_s) != sorted(self.backoff_s):
+            raise UsageError(f"backoff_s {self.backoff_s} must be a growing list of seconds, not empty, not negative")
+        if self.slot_strikes > self.no_progress_limit:
+            raise UsageError(
+                f"slot_strikes {self.slot_strikes} must not exceed no_progress_limit {self.no_progress_limit}, or the "
+                f"job is given up before a slot is set aside; lower it by {self.slot_strikes - self.no_progress_limit}"
+            )
+        if self.startup_ceiling_s <= self.user_error_wait_s:
+            short = self.user_error_wait_s - self.startup_ceiling_s
+            raise UsageError(
+                f"startup_ceiling_s {self.startup_ceiling_s:g} s must exceed user_error_wait_s "
+                f"{self.user_error_wait_s:g} s, a part of it; raise it by more than {short:g} s"
+            )
+
+    def cooloff_s(self, times_set_aside: int) -> float:
+        """How long a slot stays out the n-th time it is set aside (n >= 1): doubles each time, at most an hour."""
+        return float(min(self.slot_cooloff_s * 2 ** (min(times_set_aside, 32) - 1), max(3600.0, self.slot_cooloff_s)))
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """How the agent presents itself. `metrics_port` None: none is served; 0: any free one.
+
+    `runtime_dir` None: a fresh private directory for sockets and beat files, gone when the agent is.
+    """
+
+    event_log: Path | None = None
+    metrics_port: int | None = None
+    metrics_addr: str = "127.0.0.1"
+    live: bool = True
+    runtime_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.metrics_port is not None:
+            _port("metrics", self.metrics_port, lowest=0)
+
+
+def _port(what: str, port: int, *, lowest: int) -> None:
+    if not lowest <= port <= 65535:
+        raise UsageError(f"port {port} for {what} is out of range; ports go from {lowest} to 65535")
+
+
+def _identifier(what: str, text: str) -> None:
+    # It becomes part of file names (at most 255 bytes with what is added to them) and of keys in a store.
+    if not text or text != text.strip() or not text.isprintable() or "/" in text or text.startswith("."):
+        raise UsageError(f"{what} {text!r} must be printable, without '/', a leading '.' or spaces around it")
+    size = len(text.encode(errors="surrogateescape"))
+    if size > 128:
+        raise UsageError(f"{what} {text[:16]!r}… has {size} bytes; at most 128 fit")
+
+
+def _catchable(name: str) -> None:
+    if name in ("SIGKILL", "SIGSTOP"):
+        raise UsageError(f"{name} cannot be handled by any process; leave it out of --signals-to-handle")
+    if not name.startswith("SIG") or name.startswith("SIG_") or name not in signal.Signals.__members__:
+        raise UsageError(f"--signals-to-handle: there is no signal {name!r}; names are SIGTERM, SIGUSR1 …")

@@ -1,0 +1,63 @@
+"""Pure: whether a worker's last words tell of a mistake of its own, or of a peer, the network or the machine.
+
+It exists because a survivor of a killed peer raises too, often before the dead one is reaped, and must neither be
+blamed nor taken for a mistake in the user's script. When in doubt the answer is "not its own": a restart too many
+costs a fraction of a second, a job given up wrongly costs the job. Nothing here decides what happens next.
+"""
+
+from __future__ import annotations
+
+from elasticd_agent.messages import LastWords, WorkerExited
+
+# Class names, without their modules: torch spells some both torch.X and torch._C.X. Subclasses are found by `bases`.
+_NOT_OWN_TYPES = frozenset({
+    # a peer or the network: torch.distributed's errors, the interpreter's own
+    "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError",
+    "ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError",
+    "TimeoutError", "DecisionTimeout",
+    # the machine, or a person
+    "OutOfMemoryError", "MemoryError", "AcceleratorError", "KeyboardInterrupt",
+})  # fmt: skip
+
+# torch raises plain RuntimeError for these (seen on 2.13): gloo's transport names its C++ file, the others themselves.
+_NOT_OWN_TEXTS = ("/gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "CUDA error", "Timed out")
+
+
+def own(words: LastWords | None) -> bool:
+    """True if the worker ended by an exception or exit that nothing outside its script explains."""
+    if words is None:
+        return False
+    if words.kind == "exit":
+        return True
+    if any(name.rpartition(".")[2] in _NOT_OWN_TYPES for name in (words.type, *words.bases)):
+        return False
+    return not (words.type == "RuntimeError" and any(text in words.message for text in _NOT_OWN_TEXTS))
+
+
+def victim(exit: WorkerExited) -> bool:
+    """True if the worker raised because of somebody else: it failed, but is not to blame."""
+    words = exit.last_words
+    return words is not None and words.kind == "exception" and not own(words)
+
+
+def mistake(exit: WorkerExited) -> str | None:
+    """The kind of user's mistake this exit may be a part of, the same on every rank if it is one; else None.
+
+    An exception counts by its type; sys.exit counts with code 2, which is how argparse answers a bad argument.
+    """
+    words = exit.last_words
+    if words is None or exit.status.signal is not None or not own(words):
+        return None
+    if words.kind == "exit":
+        return "SystemExit" if exit.status.code == 2 else None
+    return words.type
+
+
+def said(exit: WorkerExited) -> str:
+    """The exit in a few words: "was killed by SIGKILL", "exited with code 1 (ValueError: no such file)"."""
+    words = exit.last_words
+    if words is None or words.kind == "exit":
+        return exit.status.text
+    first_line = words.message.strip().partition("\n")[0]
+    text = f"{words.type}: {first_line}" if first_line else words.type
+    return f"{exit.status.text} ({text if len(text) <= 160 else text[:157] + '...'})"

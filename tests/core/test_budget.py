@@ -1,0 +1,94 @@
+"""The restart budget's arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticd.wire import BudgetState, Failure, Member, Round
+from elasticd_agent.budget import Granted, Refused, carry, progressed, spend
+from elasticd_agent.config import Policy
+
+
+def take(state: BudgetState, policy: Policy, *, progress: bool = False, elapsed_s: float = 0.0) -> Granted:
+    granted = spend(state, policy, progress=progress, high_water=state.high_water, elapsed_s=elapsed_s)
+    assert isinstance(granted, Granted), granted
+    return granted
+
+
+def test_backoff_grows_without_progress_and_starts_again_with_it() -> None:
+    policy = Policy(max_restarts=20)
+    state, delays = BudgetState(), []
+    for _ in range(10):
+        granted = take(state, policy)
+        state = granted.state
+        delays.append(granted.delay_s)
+    assert delays == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]
+    granted = take(state, policy, progress=True)
+    assert granted.delay_s == 0
+    assert (granted.state.counted, granted.state.streak) == (11, 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "policy", "why"),
+    [
+        (BudgetState(streak=3), Policy(), "3 restarts without progress before any step was done"),
+        (BudgetState(streak=3, high_water=7), Policy(), "3 restarts without progress beyond step 7"),
+        (BudgetState(streak=2), Policy(no_progress_limit=2), "2 restarts without progress before any step was done"),
+        (BudgetState(), Policy(max_restarts=0), "0 of 0 restarts used (--max-restarts)"),
+        (BudgetState(counted=2), Policy(max_restarts=2), "2 of 2 restarts used (--max-restarts)"),
+        (
+            BudgetState(counted=99, tokens=0.5),
+            Policy(),
+            "more than 60 restarts an hour, 99 in all (--max-restarts-per-hour)",
+        ),
+    ],
+)
+def test_refused(state: BudgetState, policy: Policy, why: str) -> None:
+    assert spend(state, policy, progress=False, high_water=0, elapsed_s=0.0) == Refused(why)
+
+
+def test_max_restarts_is_the_only_limit_where_it_is_given() -> None:
+    state = BudgetState(counted=99, streak=50, tokens=0.0)
+    assert take(state, Policy(max_restarts=100)).state.counted == 100
+
+
+def test_progress_ends_the_row_but_does_not_fill_the_hour() -> None:
+    state = take(BudgetState(streak=3, tokens=1.0), Policy(), progress=True).state
+    assert (state.streak, state.tokens) == (1, 0.0)
+    assert isinstance(spend(state, Policy(), progress=True, high_water=1, elapsed_s=59.0), Refused)
+    assert take(state, Policy(), progress=True, elapsed_s=60.0).state.tokens == 0.0  # 60 an hour: one a minute
+
+
+def test_the_bucket_never_holds_more_than_an_hour() -> None:
+    assert take(BudgetState(), Policy()).state.tokens == 59.0
+    assert take(BudgetState(tokens=10.0), Policy(), elapsed_s=1e9).state.tokens == 59.0
+
+
+def test_a_forgiven_failure_counts_but_not_in_the_row() -> None:
+    granted = spend(BudgetState(streak=3), Policy(), progress=False, high_water=0, elapsed_s=0.0, forgiven=True)
+    assert granted == Granted(BudgetState(counted=1, streak=3, tokens=59.0), 4)
+    hard = spend(
+        BudgetState(counted=1), Policy(max_restarts=1), progress=False, high_water=0, elapsed_s=0, forgiven=True
+    )
+    assert isinstance(hard, Refused)
+
+
+def test_what_progress_is() -> None:
+    fresh = Round(2, (Member("a", "i", (0,)),), budget=BudgetState(high_water=10))
+    resumed = Round(2, fresh.members, resume=(1, 10), budget=BudgetState(high_water=15))
+
+    def saved(step: int, number: int = 2) -> tuple[Failure, ...]:
+        return (Failure(2, "a", "crash", (), "why", checkpoint=(number, step)),)
+
+    assert not progressed(fresh, (), 10)
+    assert progressed(fresh, (), 11)
+    assert progressed(fresh, saved(1), 10)
+    assert not progressed(resumed, saved(10), 15), "the copy of the parent is no progress"
+    assert progressed(resumed, saved(11), 15)
+    assert not progressed(resumed, saved(11, number=1), 15), "an older round's is no progress of this one"
+
+
+def test_a_restart_that_does_not_count_still_remembers_what_was_reached() -> None:
+    state = BudgetState(counted=2, streak=2, high_water=5)
+    assert carry(state, progress=True, high_water=9) == BudgetState(counted=2, streak=0, high_water=9)
+    assert carry(state, progress=False, high_water=5) == state

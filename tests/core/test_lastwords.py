@@ -1,0 +1,61 @@
+"""Whose fault a worker's last words say it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticd_agent.lastwords import mistake, said, victim
+from elasticd_agent.messages import ExitStatus, LastWords, WorkerExited
+
+# As torch 2.13 raised it in a survivor whose gloo peer was killed.
+GLOO = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. "
+    "This is typically caused by a remote worker crashing."
+)
+
+
+def ended(code: int, words: LastWords | None) -> WorkerExited:
+    return WorkerExited(1, 0, 0, 0, ExitStatus.of(code), words, 0.0)
+
+
+def raised(type_: str, message: str = "", bases: tuple[str, ...] = ()) -> WorkerExited:
+    return ended(1, LastWords("exception", type_, message, "Traceback …", bases))
+
+
+@pytest.mark.parametrize(
+    ("exit", "is_mistake", "is_victim"),
+    [
+        (raised("ImportError", "no module named x"), "ImportError", False),
+        (raised("mine.ConfigError", "bad"), "mine.ConfigError", False),
+        (raised("RuntimeError", "mat1 and mat2 shapes cannot be multiplied"), "RuntimeError", False),
+        (raised("RuntimeError", GLOO), None, True),
+        (raised("RuntimeError", "NCCL error in: ProcessGroupNCCL.cpp:1"), None, True),
+        (raised("RuntimeError", "CUDA error: uncorrectable ECC error encountered"), None, True),
+        (raised("torch.AcceleratorError", "CUDA error: device-side assert"), None, True),
+        (raised("torch.distributed.DistBackendError"), None, True),
+        (raised("torch._C._distributed_c10d.DistStoreError"), None, True),
+        (raised("elasticd.errors.DecisionTimeout"), None, True),
+        (raised("ConnectionResetError"), None, True),
+        (raised("http.client.RemoteDisconnected", "", ("ConnectionResetError", "ConnectionError")), None, True),
+        (raised("torch.OutOfMemoryError"), None, True),
+        (raised("torch.cuda.OutOfMemoryError"), None, True),
+        (raised("KeyboardInterrupt"), None, True),
+        (ended(2, LastWords("exit", "SystemExit", "2", "")), "SystemExit", False),
+        (ended(3, LastWords("exit", "SystemExit", "3", "")), None, False),
+        (ended(-9, None), None, False),
+        (ended(3, None), None, False),
+        (ended(-6, LastWords("exception", "ValueError", "", "")), None, False),
+    ],
+)
+def test_whose_fault(exit: WorkerExited, is_mistake: str | None, is_victim: bool) -> None:
+    assert mistake(exit) == is_mistake
+    assert victim(exit) is is_victim
+
+
+def test_an_exit_in_words() -> None:
+    assert said(ended(-9, None)) == "was killed by SIGKILL"
+    assert said(ended(-63, None)) == "was killed by signal 63"
+    assert said(ended(2, LastWords("exit", "SystemExit", "2", ""))) == "exited with code 2"
+    assert said(raised("KeyError", "'x'\nmore")) == "exited with code 1 (KeyError: 'x')"
+    assert said(raised("AssertionError")) == "exited with code 1 (AssertionError)"
+    assert len(said(raised("ValueError", "x" * 1000))) < 200

@@ -1,0 +1,252 @@
+"""`core.step` case by case: what each event does in each phase, and that nothing else does anything."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticd.wire import Failure, Member, Round
+from elasticd_agent import core
+from elasticd_agent.core import MOVES, step
+from elasticd_agent.messages import (
+    Ended,
+    Event,
+    ExitStatus,
+    FirstStep,
+    GroupGone,
+    Joining,
+    KillGroup,
+    LastWords,
+    Leave,
+    Phase,
+    ReportDone,
+    ReportFailure,
+    RoundPublished,
+    Rules,
+    Running,
+    Settling,
+    Stalled,
+    StartFailed,
+    StartGroup,
+    Stop,
+    StopForced,
+    StopGroup,
+    Stopping,
+    StopRequested,
+    StoreExited,
+    TimeCame,
+    Wake,
+    WorkerExited,
+)
+
+RULES = Rules("a", user_error_wait_s=0.5, stop_grace_s=30.0)
+HERE = (Member("a", "i", (4, 5)),)
+R3 = Round(3, HERE, reason="three")
+R4 = Round(4, HERE, reason="four")
+ELSEWHERE = Round(5, (Member("b", "i", (0,)),), reason="not here")
+STOPPED = Round(6, (), reason="stopped by SIGTERM", outcome="stopped", exit_code=143)
+FAILED = Round(6, (), reason="no restart left", outcome="failed", exit_code=1)
+STOP = Stop("SIGTERM", 143, 40.0)
+MISTAKE = LastWords("exception", "ValueError", "bad", "Traceback: bad")
+
+
+def exited(rank: int, code: int, words: LastWords | None = None, number: int = 3, at: float = 10.0) -> WorkerExited:
+    return WorkerExited(number, rank, rank, 4 + rank, ExitStatus.of(code), words, at)
+
+
+DONE0 = exited(0, 0)
+RAISED0 = exited(0, 1, MISTAKE)
+
+PHASES: list[Phase] = [
+    Joining(3),
+    Joining(3, STOP),
+    Running(R3),
+    Running(R3, (DONE0,), first_step=True),
+    Settling(R3, (RAISED0,), 10.5),
+    Stopping(R3),
+    Stopping(R3, R4),
+    Stopping(R3, None, STOP),
+    Stopping(R3, STOPPED, STOP),
+    Ended(3, 0),
+]
+
+
+def of_round(n: int) -> list[Event]:
+    return [
+        exited(1, 0, number=n), exited(1, -9, number=n), StoreExited(n, "died", 9.0), GroupGone(n), FirstStep(n, 9.0),
+        Stalled(n, "stalled", 9.0), StartFailed(n, "no memory", 9.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=str)
+def test_events_of_another_round_change_nothing(phase: Phase) -> None:
+    for n in (1, 2, 4, 9):
+        for event in of_round(n):
+            assert step(phase, event, RULES) == (phase, []), event
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=str)
+def test_rounds_that_are_not_newer_change_nothing(phase: Phase) -> None:
+    for n in (1, 2, 3):
+        for r in (Round(n, HERE), Round(n, (), outcome="failed", exit_code=1)):
+            assert step(phase, RoundPublished(r), RULES) == (phase, [])
+
+
+events = st.sampled_from([
+    *of_round(3), *of_round(4), exited(0, 0), exited(0, 1, MISTAKE), exited(1, 1, MISTAKE),
+    exited(1, 2, MISTAKE, at=11.0),
+    RoundPublished(R3), RoundPublished(R4), RoundPublished(ELSEWHERE), RoundPublished(STOPPED), RoundPublished(FAILED),
+    StopRequested("SIGTERM", 143, 10.0), StopForced("SIGTERM", 143, 10.0), TimeCame(10.4), TimeCame(50.0),
+])  # fmt: skip
+
+
+@given(st.lists(events, max_size=12))
+def test_no_sequence_of_events_makes_an_illegal_move_or_two_groups(history: list[Event]) -> None:
+    phase: Phase = Joining(2)
+    alive: int | None = None
+    newest = 2
+    for event in history:
+        if isinstance(event, GroupGone) and event.number == alive:
+            alive = None
+        phase, actions = step(phase, event, RULES)
+        for action in actions:
+            if isinstance(action, StartGroup):
+                assert alive is None
+                assert action.round.number > newest
+                alive = newest = action.round.number
+            if isinstance(action, KillGroup | StopGroup):
+                assert action.number == alive
+
+
+def test_a_move_that_is_not_in_the_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MOVES, Joining, ((), ""))
+    with pytest.raises(AssertionError, match="illegal move from Joining"):
+        core.step(Joining(), RoundPublished(R3), RULES)
+
+
+def test_joining_starts_a_newer_round_of_this_node() -> None:
+    assert step(Joining(2), RoundPublished(R3), RULES) == (Running(R3), [StartGroup(R3)])
+    assert step(Joining(2), RoundPublished(ELSEWHERE), RULES) == (Joining(5), [])
+    assert step(Joining(2, STOP), RoundPublished(R3), RULES) == (Joining(2, STOP), [])
+
+
+def test_a_stop_while_joining_waits_for_the_end_of_the_job_but_not_for_ever() -> None:
+    phase, actions = step(Joining(2), StopRequested("SIGTERM", 143, 10.0), RULES)
+    assert (phase, actions) == (Joining(2, STOP), [Wake(40.0)])
+    assert step(phase, TimeCame(39.9), RULES) == (phase, [])
+    late, actions = step(phase, TimeCame(40.0), RULES)
+    assert late == Ended(2, 143)
+    assert [type(a) for a in actions] == [Leave]
+    assert step(phase, RoundPublished(STOPPED), RULES) == (Ended(6, 143), [Leave(143, "stopped by SIGTERM")])
+    assert step(phase, StopForced("SIGTERM", 143, 11.0), RULES)[0] == Ended(2, 143)
+
+
+def test_the_terminal_round_ends_what_runs_with_grace_only_for_a_stop() -> None:
+    why = "round 6: stopped by SIGTERM"
+    for phase in (Running(R3), Settling(R3, (RAISED0,), 10.5)):
+        assert step(phase, RoundPublished(STOPPED), RULES) == (
+            Stopping(R3, STOPPED),
+            [StopGroup(3, why, 30.0, "SIGTERM")],
+        )
+        assert step(phase, RoundPublished(FAILED), RULES) == (
+            Stopping(R3, FAILED),
+            [KillGroup(3, "round 6: no restart left")],
+        )
+    assert step(Stopping(R3, FAILED), GroupGone(3), RULES) == (Ended(6, 1), [Leave(1, "no restart left")])
+
+
+def test_a_newer_round_waits_until_the_old_group_is_gone() -> None:
+    phase, actions = step(Running(R3), RoundPublished(R4), RULES)
+    assert (phase, actions) == (Stopping(R3, R4), [KillGroup(3, "round 4: four")])
+    assert step(phase, GroupGone(3), RULES) == (Running(R4), [StartGroup(R4)])
+    assert step(Stopping(R3), GroupGone(3), RULES) == (Joining(3), [])
+    assert step(Stopping(R3, R4), RoundPublished(ELSEWHERE), RULES) == (Stopping(R3, ELSEWHERE), [])
+    assert step(Stopping(R3, ELSEWHERE), GroupGone(3), RULES) == (Joining(5), [])
+
+
+def test_after_a_stop_only_the_end_of_the_job_is_still_taken_in() -> None:
+    stopping = Stopping(R3, None, STOP)
+    assert step(stopping, RoundPublished(R4), RULES) == (stopping, [])
+    assert step(stopping, RoundPublished(STOPPED), RULES) == (Stopping(R3, STOPPED, STOP), [])
+    assert step(stopping, GroupGone(3), RULES) == (Ended(3, 143), [Leave(143, "stopped by SIGTERM")])
+    for then in (None, R4):
+        phase, actions = step(Stopping(R3, then), StopRequested("SIGTERM", 143, 40.0), RULES)
+        assert (phase, actions) == (stopping, [])
+
+
+def test_a_crash_kills_the_rest_at_once_and_names_the_culprit() -> None:
+    phase, actions = step(Running(R3, (), True), exited(1, -9), RULES)
+    why = "rank 1 was killed by SIGKILL"
+    assert phase == Stopping(R3)
+    assert actions == [KillGroup(3, why), ReportFailure(Failure(3, "a", "crash", ((1, 5),), why))]
+
+
+def test_an_exception_after_the_first_step_is_a_crash_with_its_traceback() -> None:
+    _, (_, report) = step(Running(R3, (), True), RAISED0, RULES)
+    why = "rank 0 exited with code 1 (ValueError: bad)"
+    assert report == ReportFailure(
+        Failure(3, "a", "crash", ((0, 4),), why, error="ValueError", detail="Traceback: bad")
+    )
+
+
+def test_every_rank_must_make_the_same_mistake_in_time() -> None:
+    phase, actions = step(Running(R3), RAISED0, RULES)
+    assert (phase, actions) == (Settling(R3, (RAISED0,), 10.5), [Wake(10.5)])
+    cases: list[tuple[Event, str, tuple[tuple[int, int], ...]]] = [
+        (exited(1, 1, MISTAKE), "user_error", ((0, 4),)),
+        (exited(1, 1, LastWords("exception", "OSError", "", "")), "crash", ((0, 4),)),
+        (exited(1, 0), "crash", ((0, 4),)),
+        (exited(1, -11), "crash", ((1, 5),)),
+        (TimeCame(10.5), "crash", ((0, 4),)),
+        (FirstStep(3, 10.1), "crash", ((0, 4),)),
+        (StoreExited(3, "died", 10.1), "store_lost", ()),
+        (Stalled(3, "no progress", 10.1), "crash", ((0, 4),)),
+    ]
+    for event, kind, culprits in cases:
+        after, (kill, report) = step(phase, event, RULES)
+        assert after == Stopping(R3), event
+        assert isinstance(kill, KillGroup), event
+        assert isinstance(report, ReportFailure), event
+        assert (report.failure.kind, report.failure.culprits) == (kind, culprits), event
+    assert step(phase, TimeCame(10.49), RULES) == (phase, [])
+    assert step(phase, RAISED0, RULES) == (phase, [])
+
+
+def test_all_workers_must_end_well() -> None:
+    phase, actions = step(Running(R3, (), True), DONE0, RULES)
+    assert (phase, actions) == (Running(R3, (DONE0,), True), [])
+    assert step(phase, DONE0, RULES) == (phase, [])
+    assert step(phase, exited(1, 0), RULES) == (Stopping(R3), [ReportDone(3)])
+    assert step(phase, exited(1, 1, MISTAKE), RULES)[0] == Stopping(R3)
+
+
+@pytest.mark.parametrize(
+    ("event", "kind", "why"),
+    [
+        (StoreExited(3, "was killed by SIGKILL", 9.0), "store_lost", "the workers' store was killed by SIGKILL"),
+        (Stalled(3, "no progress for 9 s", 9.0), "stalled", "no progress for 9 s"),
+        (StartFailed(3, "no memory", 9.0), "start_failed", "the group could not be started: no memory"),
+    ],
+)
+def test_other_failures_blame_no_rank(event: Event, kind: str, why: str) -> None:
+    expected = Stopping(R3), [KillGroup(3, why), ReportFailure(Failure(3, "a", kind, (), why))]
+    assert step(Running(R3), event, RULES) == expected
+
+
+def test_a_group_that_vanishes_is_a_failure_with_nobody_left_to_kill() -> None:
+    phase, actions = step(Running(R3, (DONE0,)), GroupGone(3), RULES)
+    assert phase == Joining(3)
+    assert [type(a) for a in actions] == [ReportFailure]
+
+
+def test_a_stop_gives_grace_and_a_second_one_does_not() -> None:
+    stopping, (stop,) = step(Running(R3), StopRequested("SIGINT", 130, 9.0), RULES)
+    assert stop == StopGroup(3, "SIGINT: workers have 30 s to stop", 30.0, "SIGINT")
+    assert step(stopping, StopRequested("SIGTERM", 143, 9.5), RULES) == (stopping, [])
+    assert step(stopping, exited(0, -2), RULES) == (stopping, [])
+    forced, (kill,) = step(stopping, StopForced("SIGINT", 130, 10.0), RULES)
+    assert forced == stopping
+    assert kill == KillGroup(3, "SIGINT twice: killed without grace")
+    assert step(forced, GroupGone(3), RULES)[0] == Ended(3, 130)
+    assert step(Running(R3), StopForced("SIGINT", 130, 9.0), RULES)[1] == [kill]

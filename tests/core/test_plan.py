@@ -1,0 +1,186 @@
+"""`plan()` case by case: who is in the next Round, when there is none, and how a job ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticd.wire import Bench, BudgetState, Failure, Member, NodeRecord, Round
+from elasticd_agent.config import Policy
+from elasticd_agent.messages import StopRequested
+from elasticd_agent.plan import Asked, Present, View, Wait, plan
+
+POLICY = Policy()
+STOP = StopRequested("SIGTERM", 143, 5.0)
+
+
+def node(name: str, *, slots: tuple[int, ...] = (0, 1), incarnation: str = "i", joined_at: float = 0.0) -> Present:
+    return Present(NodeRecord(name, incarnation, f"{name}.lan", slots), joined_at)
+
+
+def crash(why: str = "rank 1 was killed by SIGKILL", *, node: str = "a", slot: int = 1, step: int = 0) -> Failure:
+    return Failure(1, node, "crash", ((slot, slot),), why, high_water=step)
+
+
+def mistake(node: str = "a", error: str = "ValueError") -> Failure:
+    return Failure(1, node, "user_error", ((0, 0),), f"all ranks on {node} raised", error=error)
+
+
+def first(*nodes: Present, fewest: int = 2, most: int = 2, at_least: int = 1) -> View:
+    return View(None, nodes, Asked(fewest, most, at_least, max(at_least, len(nodes))))
+
+
+def running(view: View) -> View:
+    """The view once its next Round was published, at time 0."""
+    return replace(view, current=decided(view), failures=(), done=frozenset())
+
+
+def decided(view: View, now: float = 0.0, policy: Policy = POLICY) -> Round:
+    verdict = plan(view, policy, now)
+    assert isinstance(verdict, Round), verdict
+    return verdict
+
+
+def waiting(view: View, now: float = 0.0, policy: Policy = POLICY) -> Wait:
+    verdict = plan(view, policy, now)
+    assert isinstance(verdict, Wait), verdict
+    return verdict
+
+
+def test_the_first_round() -> None:
+    view = replace(first(node("a")), first_number=8, checkpoint=(7, 50))
+    r = decided(view)
+    assert r == Round(8, (Member("a", "i", (0, 1)),), (7, 50), reason=r.reason)
+    assert r.reason == "first round: 2 workers on a, from checkpoint r7-s50"
+    assert waiting(running(view)) == Wait("round 8 runs with 2 workers", None)
+
+
+def test_no_more_workers_than_asked_for_and_never_fewer() -> None:
+    assert decided(first(node("a", slots=(3, 5, 7)), fewest=1, most=2)).members[0].slots == (3, 5)
+    assert waiting(first(node("a"), fewest=3, most=3)).why == "a has 2 slots, the job needs 3 workers on each node"
+
+
+def test_a_job_ends_once() -> None:
+    view = running(first(node("a")))
+    done = decided(replace(view, done=frozenset({"a"}), stop=STOP))
+    assert (done.number, done.outcome, done.exit_code, done.members) == (2, "succeeded", 0, ())
+    assert waiting(replace(view, current=done, failures=(crash(),), stop=STOP)).until is None
+    stopped = decided(replace(view, failures=(crash(),), stop=STOP))
+    assert (stopped.outcome, stopped.exit_code, stopped.reason) == ("stopped", 143, "stopped by SIGTERM")
+    early = decided(replace(first(node("a")), first_number=4, stop=STOP))
+    assert (early.number, early.outcome) == (4, "stopped")
+
+
+def test_a_crash_while_others_are_done_is_one_more_round_with_everyone() -> None:
+    view = running(first(node("a"), node("b")))
+    r = decided(replace(view, done=frozenset({"a"}), failures=(crash(node="b"),)))
+    assert [m.node for m in r.members] == ["a", "b"]
+    assert not r.terminal
+    still = replace(view, done=frozenset({"a", "b"}), failures=(crash(node="b"),))
+    assert not decided(still).terminal, "a member that failed has not succeeded"
+
+
+def test_failures_of_another_round_or_of_a_stranger_are_not_counted() -> None:
+    view = running(first(node("a")))
+    for failure in (replace(crash(), round=7), crash(node="z")):
+        assert waiting(replace(view, failures=(failure,))).until is None
+
+
+def test_backoff_is_counted_from_the_failure() -> None:
+    view = running(first(node("a")))
+    assert view.current is not None
+    tired = replace(view.current, budget=BudgetState(counted=2, streak=2))
+    view = replace(view, current=tired, failures=(crash(),), failed_at=100.0)
+    assert waiting(view, 100.0) == Wait("rank 1 was killed by SIGKILL; restarting 2 s after it (backoff)", 102.0)
+    r = decided(view, 102.0)
+    assert r.budget == BudgetState(counted=3, streak=3, tokens=59.0)
+    assert r.reason == "rank 1 was killed by SIGKILL; restart 1: 2 workers on a, from the beginning"
+
+
+def test_a_mistake_in_the_script_ends_the_job_only_if_every_node_reports_it() -> None:
+    view = replace(running(first(node("a"), node("b"))), failed_at=10.0)
+    assert waiting(replace(view, failures=(mistake("a"),)), 10.0).until == 10.5
+    assert not decided(replace(view, failures=(mistake("a"),)), 10.5).terminal
+    assert not decided(replace(view, failures=(mistake("a"), mistake("b", "OSError"))), 10.0).terminal
+    assert not decided(replace(view, failures=(mistake("a"), crash(node="b"))), 10.0).terminal
+    end = decided(replace(view, failures=(mistake("a"), mistake("b"))), 10.0)
+    assert (end.outcome, end.exit_code) == ("failed", 1)
+    assert end.reason == "an error in the script, not restarted: all ranks on a raised"
+
+
+def test_a_lost_node_costs_nothing_and_the_survivors_keep_their_order() -> None:
+    view = running(first(node("c", joined_at=1), node("a", joined_at=2), node("b", joined_at=3)))
+    assert view.current is not None
+    assert [m.node for m in view.current.members] == ["c", "a", "b"]
+    view = replace(view, high_water=40, asked=replace(view.asked, min_nodes=1))
+    left = (node("aa", joined_at=9), node("b", joined_at=3), node("a", joined_at=2, incarnation="new"), node("c"))
+    r = decided(replace(view, nodes=left[:3]))
+    assert [(m.node, m.incarnation) for m in r.members] == [("b", "i"), ("a", "new"), ("aa", "i")]
+    assert r.reason.startswith("lost c, a; restart 1: 6 workers on 3 nodes")
+    assert r.budget == BudgetState(high_water=40)
+    assert waiting(replace(view, nodes=left[1:], done=frozenset({"a"}))).until is None, "who is done cannot be lost"
+
+
+def test_last_call() -> None:
+    view = View(None, (node("a", joined_at=1), node("b", joined_at=3)), Asked(2, 2, 1, 3))
+    assert waiting(view, 3.0).until == 8.0
+    assert len(decided(view, 8.0).members) == 2
+    assert len(decided(replace(view, nodes=(*view.nodes, node("c", joined_at=4))), 4.0).members) == 3
+    few = replace(view, asked=Asked(2, 2, 3, 3))
+    assert waiting(few, 99.0).why == "2 of at least 3 nodes here"
+
+
+def failing(view: View, r: Round, *slots: int, step: int = 0, now: float = 0.0) -> Round:
+    failures = tuple(replace(crash(slot=s), round=r.number, high_water=step) for s in slots)
+    return decided(replace(view, current=r, failures=failures, failed_at=-99.0), now)
+
+
+def test_a_slot_that_keeps_failing_is_set_aside_while_enough_remain() -> None:
+    view = first(node("a", slots=(0, 1, 2)), fewest=1, most=3)
+    r = failing(view, decided(view), 1)
+    assert r.benched == (Bench("a", 1, strikes=1),)
+    r = failing(view, r, 1)
+    assert r.benched == (Bench("a", 1, strikes=2, times=1, left_s=60.0),)
+    assert r.members[0].slots == (0, 2)
+    assert r.budget.streak == 1, "what runs next is not what failed"
+    assert "; slot 1 of a set aside for 60 s after 2 failures without progress; " in r.reason
+    r = failing(view, failing(view, r, 2), 2)
+    assert r.members[0].slots == (0,)
+    r = failing(view, r, 0)
+    assert r.members[0].slots == (0,)
+    end = failing(view, r, 0)
+    assert end.terminal, "the last one is never set aside, nor forgiven"
+
+
+def test_a_slot_comes_back_after_its_cooloff_and_leaves_sooner_and_longer() -> None:
+    view = first(node("a", slots=(0, 1, 2)), fewest=2, most=3)
+    r = failing(view, failing(view, decided(view), 1), 1)
+    early = failing(view, r, 0, step=5, now=59.0)
+    assert early.members[0].slots == (0, 2)
+    assert early.benched == (Bench("a", 0, strikes=1), Bench("a", 1, strikes=2, times=1, left_s=1.0))
+    late = failing(view, r, 0, step=5, now=60.0)
+    assert late.members[0].slots == (0, 1, 2)
+    again = failing(view, late, 1, step=5)
+    assert again.benched[1] == Bench("a", 1, strikes=3, times=2, left_s=120.0)
+    proven = failing(view, late, 1, step=9)
+    assert proven.benched == (Bench("a", 1, strikes=1),), "progress with the slot in use wipes its record"
+
+
+def test_a_spare_slot_takes_the_place_of_one_set_aside() -> None:
+    view = first(node("a", slots=(0, 1, 2)), fewest=2, most=2)
+    r = failing(view, failing(view, decided(view), 1), 1)
+    assert r.members[0].slots == (0, 2)
+
+
+def test_slots_set_aside_come_back_where_too_few_are_left() -> None:
+    view = first(node("a", slots=(0, 1, 2)), fewest=2, most=3)
+    r = replace(decided(view), benched=(Bench("a", 0, 2, 1, 50.0), Bench("a", 1, 2, 1, 40.0)))
+    assert failing(view, r, 2, step=5).members[0].slots == (0, 1, 2), "those in use had no record to lose"
+    idle = replace(r, members=(Member("a", "i", (2,)),))
+    assert failing(view, idle, 2, step=5).members[0].slots == (1, 2), "the one nearest its return"
+
+
+def test_what_a_newer_planner_wrote_is_carried_on() -> None:
+    view = first(node("a"))
+    r = Round.from_json(decided(view).to_json().replace(b'"version":"1.0"', b'"version":"1.7","mood":"good"'))
+    after = failing(view, r, 0)
+    assert (after.version, after.unknown) == ("1.7", {"mood": "good"})

@@ -1,0 +1,21 @@
+"""docs/states.md is what docs/states.py makes of the table of moves; every move of the table is possible."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import get_args
+
+from elasticd_agent.core import MOVES
+from elasticd_agent.messages import Phase
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_is_in_step_with_the_table() -> None:
+    page = runpy.run_path(str(DOCS / "states.py"))["page"]
+    assert (DOCS / "states.md").read_text() == page(), "run: python docs/states.py"
+
+
+def test_the_table_names_every_phase() -> None:
+    assert set(MOVES) == set(get_args(Phase))
