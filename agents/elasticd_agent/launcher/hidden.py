@@ -1,0 +1,195 @@
+"""Modules that are loaded but not imported yet.
+
+The template has torch in memory before the script runs. A script must not be able to tell, so what was preloaded is
+taken out of `sys.modules` again, together with the traces that importing it left elsewhere, and handed back, already
+executed, when the script first imports it. The standard library stays: it is loaded by any Python program in ways
+nobody relies on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+
+class Traces:
+    """What an import leaves outside its modules: warning filters, exit handlers, and loggers that can be disabled."""
+
+    def __init__(self) -> None:
+        self.filters: list[Any] = []
+        self.exits: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        self.loggers: list[logging.Logger] = []
+
+    @contextlib.contextmanager
+    def of_import(self) -> Iterator[None]:
+        """Collect what the imports in the body leave. Their exit handlers come after the script's until `restore`."""
+        filters, loggers, register = list(warnings.filters), set(logging.root.manager.loggerDict), atexit.register
+
+        def collect(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+            owner = getattr(function, "__module__", None) or ""  # a partial has none, an extension's function None
+            if owner.partition(".")[0] not in {"", *sys.stdlib_module_names}:
+                self.exits.append((function, args, kwargs))
+            return register(function, *args, **kwargs)
+
+        atexit.register = collect  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            atexit.register = register
+        self.filters = [entry for entry in warnings.filters if not any(entry is known for known in filters)]
+        made = logging.root.manager.loggerDict
+        self.loggers = [log for name, log in made.items() if name not in loggers and isinstance(log, logging.Logger)]
+
+    def hide(self) -> None:
+        set_warning_filters([entry for entry in warnings.filters if entry not in self.filters])
+        for function, _, _ in self.exits:
+            atexit.unregister(function)
+
+    def restore(self) -> None:
+        """As if the import happened now: its filters come first, its exit handlers run first."""
+        set_warning_filters([*self.filters, *(entry for entry in warnings.filters if entry not in self.filters)])
+        for function, args, kwargs in self.exits:
+            atexit.register(function, *args, **kwargs)
+        for log in self.loggers:  # a logging configuration disables the loggers it finds: these were not there yet
+            log.disabled = False
+
+
+def set_warning_filters(filters: list[Any]) -> None:
+    if filters != warnings.filters:
+        warnings.resetwarnings()  # the public way to make every module's memory of earlier warnings stale
+        warnings.filters[:] = filters  # type: ignore[index]
+
+
+class Batch:
+    """What one preload statement loaded: `trigger` is the module it named."""
+
+    def __init__(self, trigger: str) -> None:
+        self.trigger = trigger
+        self.modules: dict[str, ModuleType] = {}
+        self.detached: list[tuple[ModuleType, str, ModuleType]] = []  # parent, attribute, child
+        self.traces = Traces()
+
+    @property
+    def family(self) -> str:
+        return self.trigger.partition(".")[0]
+
+
+class HiddenModules(importlib.abc.MetaPathFinder):
+    """A finder, first on `sys.meta_path` until everything it hides has been imported."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.waiting: dict[str, Callable[[], None]] = {}
+
+    @contextlib.contextmanager
+    def loading(self, trigger: str) -> Iterator[None]:
+        """The body imports `trigger`; what that loads vanishes when `activate` is called."""
+        batch, before = Batch(trigger), set(sys.modules)
+        with batch.traces.of_import():
+            yield
+        # __mp_main__ is `multiprocessing`'s name for __main__, and the standard library stays
+        stays = {"__mp_main__", *sys.stdlib_module_names}
+        for name in sorted(set(sys.modules) - before):
+            if name.partition(".")[0] not in stays:
+                batch.modules[name] = sys.modules[name]
+        self.batches.append(batch)
+
+    def activate(self) -> None:
+        for batch in self.batches:
+            batch.traces.hide()
+            for name, module in batch.modules.items():
+                del sys.modules[name]
+                parent_name, _, attribute = name.rpartition(".")
+                parent = next((b.modules[parent_name] for b in self.batches if parent_name in b.modules), None)
+                if parent is not None and parent_name not in batch.modules and parent.__dict__.get(attribute) is module:
+                    batch.detached.append((parent, attribute, module))
+                    delattr(parent, attribute)
+        sys.meta_path.insert(0, self)
+
+    def when_imported(self, name: str, then: Callable[[], None]) -> None:
+        """Call `then` as soon as the hidden module `name` is handed back."""
+        if self.get(name) is not None:
+            self.waiting[name] = then
+
+    def families(self) -> set[str]:
+        """The top-level packages that are hidden."""
+        return {name.partition(".")[0] for batch in self.batches for name in batch.modules}
+
+    def get(self, name: str) -> Any:
+        """A hidden or imported module, without importing it; None if it was never loaded."""
+        for batch in self.batches:
+            if name in batch.modules:
+                return batch.modules[name]
+        return sys.modules.get(name)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        for batch in self.batches:
+            if fullname in batch.modules:
+                real = batch.modules[fullname].__spec__
+                origin = real.origin if real else None
+                spec = importlib.machinery.ModuleSpec(fullname, Loaded(self, batch, fullname), origin=origin)
+                if real is not None:
+                    spec.submodule_search_locations = real.submodule_search_locations
+                    spec.cached = real.cached
+                    spec.has_location = real.has_location
+                return spec
+        return None
+
+    def restore(self, batch: Batch, name: str) -> None:
+        """Put back what importing `name` would have loaded: its whole batch if it names one, else its own package.
+
+        What was preloaded before it, of other packages, comes too: torch's own import loads numpy.
+        """
+        family = name.partition(".")[0]
+        if family != batch.family:
+            back = [known for known, module in batch.modules.items() if in_family(known, family, module)]
+            self.put_back({known: batch.modules.pop(known) for known in back})
+        else:
+            for whole in [b for b in self.batches[: self.batches.index(batch)] if b.family != family] + [batch]:
+                modules, whole.modules = whole.modules, {}
+                whole.traces.restore()
+                for parent, attribute, child in whole.detached:
+                    parent.__dict__.setdefault(attribute, child)
+                self.put_back(modules)
+        self.batches = [batch for batch in self.batches if batch.modules]
+        if not self.batches and self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def put_back(self, modules: dict[str, ModuleType]) -> None:
+        for name, module in modules.items():
+            sys.modules.setdefault(name, module)
+        for name in modules.keys() & self.waiting.keys():
+            self.waiting.pop(name)()
+
+
+def in_family(name: str, family: str, module: ModuleType) -> bool:
+    """Modules without a spec are made by extension modules for themselves: they come with any of their batch."""
+    return name.partition(".")[0] == family or module.__spec__ is None
+
+
+class Loaded(importlib.abc.Loader):
+    """Hands a hidden module back instead of loading it; answers all else as the module's own loader does."""
+
+    def __init__(self, hidden: HiddenModules, batch: Batch, name: str) -> None:
+        self.hidden, self.batch, self.module = hidden, batch, batch.modules[name]
+        self.name, self.spec = name, self.module.__spec__
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        self.hidden.restore(self.batch, self.name)
+        return self.module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.spec.loader if self.spec is not None else None, attribute)

@@ -1,0 +1,49 @@
+"""The round's store as a process of its own, for groups that were not forked from a template.
+
+Runs with the job's interpreter as `python store.py HOST LISTEN_FD CHANNEL_FD`; `serve` is also what the
+template's forked store calls. It ends when the owner closes the channel or dies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+
+def serve(tcp_store: Callable[..., Any] | None, host: str, listen_fd: int, channel: socket.socket) -> None:
+    """Serve a TCPStore on an already listening socket until the channel's end of file.
+
+    Clients may connect before this is called: they wait in the listening socket's backlog. Without torch (None) there
+    is nothing to serve and nobody who could ask for it: the job is no training job, and runs all the same.
+    """
+    store = None if tcp_store is None else start(tcp_store, host, listen_fd)
+    while channel.recv(4096):
+        pass
+    del store
+
+
+def start(tcp_store: Callable[..., Any], host: str, listen_fd: int) -> Any:
+    """The store, listening. It closes the descriptor when it goes."""
+    with socket.socket(fileno=os.dup(listen_fd)) as listener:
+        port = listener.getsockname()[1]
+    return tcp_store(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listen_fd, timeout=timedelta(seconds=60)
+    )
+
+
+def main() -> None:
+    host, listen_fd, channel_fd = sys.argv[1:]
+    try:
+        tcp_store = importlib.import_module("torch.distributed").TCPStore
+    except ModuleNotFoundError:
+        tcp_store = None
+    serve(tcp_store, host, int(listen_fd), socket.socket(fileno=int(channel_fd)))
+
+
+if __name__ == "__main__":
+    main()
