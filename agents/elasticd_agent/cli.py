@@ -1,0 +1,71 @@
+"""The command `elasticd`: reads the command line, hands it to the part that does the work, answers with an exit code.
+
+It exists to be small: usage errors and --help are answered before anything slow is imported. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from elasticd.errors import UsageError
+
+_HELP = """\
+usage: elasticd run [options] SCRIPT [script's arguments]
+       elasticd --version
+
+Keeps a PyTorch training job running while its workers fail. `elasticd run` takes torchrun's options and its own:
+elasticd run --help lists them.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 succeeded, 1 the job failed, 2 usage, 128+n stopped by signal n."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # help and file names must print in any locale
+    command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if command == "run":
+        return _run(rest)
+    if command in ("-h", "--help"):
+        print(_HELP, end="")
+        return 0
+    if command == "--version":
+        from elasticd_agent.version import version
+
+        print(f"elasticd {version()}")
+        return 0
+    wrong = f"unknown command {command!r}" if command else "a command is missing"
+    return _refuse("elasticd", f"{wrong}; the command is run, as in: elasticd run train.py")
+
+
+def _run(argv: Sequence[str]) -> int:
+    from elasticd_agent import arguments, preflight
+
+    try:
+        spec, policy, settings = arguments.parse_run(argv, os.environ, _here())
+        preflight.check(spec, settings, os.environ)
+        from elasticd_agent.run import run_job
+
+        return run_job(spec, policy, settings)
+    except UsageError as error:
+        return _refuse("elasticd run", str(error))
+
+
+def _here() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the current directory does not exist any more; change to one that does") from None
+
+
+def _refuse(who: str, message: str) -> int:
+    # One line whatever was typed: a newline in a file name must not break it up.
+    print(f"{who}: error: {message}".replace("\n", "\\n").replace("\r", "\\r"), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""The agent's HTTP port: /metrics for Prometheus, /healthz and /readyz for whoever supervises it, /status for a person.
+
+It only reads: every page is a callable given at the start, called on a connection's own thread, which must answer from
+a snapshot without waiting for the deciding thread. Connections are bounded in number, size and time, so neither a slow
+reader nor a flood ever reaches the job. It never takes a request body and never resolves a name while serving.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+
+from elasticd.errors import UsageError
+
+DEFAULT_ADDRESS = "127.0.0.1"
+# Prometheus, two probes and a person fit many times; a leak in a prober must not cost the agent memory.
+MAX_CONNECTIONS = 16
+# Prometheus' own default scrape timeout is 10 s: nobody who is still there is cut off.
+CONNECTION_SECONDS = 10.0
+TEXT_TYPE = "text/plain; charset=utf-8"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_log = logging.getLogger("elasticd.http")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a probe passes, and the sentence that says why."""
+
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """What is served. Each is called from another thread, up to MAX_CONNECTIONS at once, and must not wait."""
+
+    metrics: Callable[[], bytes]
+    status: Callable[[], Mapping[str, Any]]
+    healthy: Callable[[], Verdict]
+    ready: Callable[[], Verdict]
+
+
+class Server(Protocol):
+    address: tuple[str, int] | None
+
+    def close(self, within: float = 2.0) -> bool: ...
+
+
+class NullServer:
+    """The server of an agent without --metrics-port."""
+
+    address: tuple[str, int] | None = None
+
+    def close(self, within: float = 2.0) -> bool:
+        return True
+
+
+class HttpServer:
+    """Serves `pages` until closed. `address` is where, with the real port when 0 was asked for."""
+
+    def __init__(self, address: str, port: int, pages: Pages, connection_s: float = CONNECTION_SECONDS) -> None:
+        """Raises UsageError when the port cannot be had. A connection is cut after `connection_s` seconds."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        made = type("_Bound", (_Listener,), {"address_family": family})
+        try:
+            self._listener: _Listener = made((address, port), pages, connection_s)
+        except (OSError, OverflowError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            advice = "choose another one, or 0 for any that is free"
+            raise UsageError(f"--metrics-port {port}: {address} port {port}: {why}; {advice}") from error
+        host, bound = self._listener.server_address[:2]
+        self.address: tuple[str, int] | None = (str(host), int(bound))
+        self._thread = threading.Thread(
+            target=self._listener.serve_forever, args=(0.1,), name="elasticd-http", daemon=True
+        )
+        self._thread.start()
+
+    def close(self, within: float = 2.0) -> bool:
+        """Stop listening, cut every connection; True when every thread is gone within `within` seconds."""
+        until = time.monotonic() + within
+        if self._thread.is_alive():
+            self._listener.shutdown()
+        self._listener.server_close()
+        self._listener.cut(older_than=0.0)
+        threads = [self._thread, *self._listener.threads()]
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        stuck = [thread.name for thread in threads if thread.is_alive()]
+        if stuck:
+            _log.warning("the metrics port is closed, but %d threads of it did not end", len(stuck))
+        return not stuck
+
+
+def open_server(address: str | None, port: int | None, pages: Pages) -> HttpServer | NullServer:
+    """The server at `address`:`port`, or one that does nothing without a port. Raises UsageError."""
+    return NullServer() if port is None else HttpServer(address or DEFAULT_ADDRESS, port, pages)
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 32
+
+    def __init__(self, address: tuple[str, int], pages: Pages, connection_s: float) -> None:
+        self.pages, self.connection_s = pages, connection_s
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, tuple[float, threading.Thread]] = {}
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer's own looks its name up in DNS, which may take half a minute.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "elasticd", self.server_address[1]
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            # Out of file descriptors: the connection stays pending, and without a pause the loop would spin on it.
+            time.sleep(0.1)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        serve, name = self.process_request_thread, "elasticd-http-client"
+        thread = threading.Thread(target=serve, args=(request, client_address), name=name, daemon=True)
+        with self._lock:
+            room = len(self._open) < MAX_CONNECTIONS
+            if room:
+                self._open[request] = (time.monotonic(), thread)
+        if room:
+            thread.start()
+        else:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        # A socket's own timeout counts from byte to byte: a client that trickles would stay for ever.
+        self.cut(older_than=self.connection_s)
+
+    def cut(self, older_than: float) -> None:
+        now = time.monotonic()
+        with self._lock:
+            for request, (since, _) in self._open.items():
+                if now - since >= older_than:
+                    try:
+                        request.shutdown(socket.SHUT_RDWR)
+                    except OSError:
+                        continue
+
+    def threads(self) -> list[threading.Thread]:
+        with self._lock:
+            return [thread for _, thread in self._open.values()]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.debug("a connection of the metrics port ended early", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    # One request a connection: nothing to keep alive, nothing to pipeline.
+    protocol_version = "HTTP/1.0"
+    server_version, sys_version = "elasticd", ""
+    server: _Listener
+
+    def setup(self) -> None:
+        self.request.settimeout(self.server.connection_s)
+        super().setup()
+
+    def do_GET(self) -> None:
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self._answer(413, "a request here has no body\n")
+            return
+        path = self.path.partition("?")[0]
+        try:
+            code, body, kind = self._page(path)
+        except Exception:  # noqa: BLE001 a page's defect is that page's, never the agent's
+            _log.warning("the metrics port could not make %s", path, exc_info=True)
+            code, body, kind = 500, "this page could not be made; the agent's log says why\n", TEXT_TYPE
+        self._answer(code, body, kind)
+
+    def _page(self, path: str) -> tuple[int, str | bytes, str]:
+        pages = self.server.pages
+        if path == "/metrics":
+            return 200, pages.metrics(), METRICS_TYPE
+        if path == "/status":
+            return 200, json.dumps(pages.status(), indent=2, default=str) + "\n", "application/json"
+        if path in ("/healthz", "/readyz"):
+            verdict = pages.healthy() if path == "/healthz" else pages.ready()
+            return 200 if verdict.ok else 503, verdict.reason + "\n", TEXT_TYPE
+        return 404, "there are /metrics /healthz /readyz /status\n", TEXT_TYPE
+
+    do_HEAD = do_GET  # noqa: N815 the names are http.server's
+
+    def _refuse(self) -> None:
+        self._answer(405, "only GET and HEAD\n", allow="GET, HEAD")
+
+    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _refuse  # noqa: N815
+
+    def _answer(self, code: int, body: str | bytes, kind: str = TEXT_TYPE, allow: str = "") -> None:
+        data = body.encode() if isinstance(body, str) else body
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Cache-Control", "no-store")
+        if allow:
+            self.send_header("Allow", allow)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        _log.debug(format, *args)

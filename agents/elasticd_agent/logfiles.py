@@ -1,0 +1,139 @@
+"""The log directory: `round-<N>/rank-<R>/{stdout.log,stderr.log,error.json}`, one job at a time, nothing overwritten.
+
+A restart gets a directory of its own because round numbers only grow, within a job and, by `highest_round`, from one
+job to the next in the same directory. Only whole rounds are ever deleted here, the oldest first, beyond `KEEP_ROUNDS`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticd.errors import UsageError
+
+# With 2 files a rank of at most 128 MiB each this is generous; a job that restarts forever still fills no disk.
+KEEP_ROUNDS = 100
+LOCK = ".elasticd.lock"
+_ROUND = re.compile(r"round-([1-9][0-9]*)")
+# An error file is a traceback; anything much larger is not one of ours.
+_ERROR_FILE_LIMIT = 1 << 20
+
+_log = logging.getLogger("elasticd.logs")
+
+
+class LogDirectory:
+    """Held by one job from construction to `close`. Several agents of the same job and run may share it."""
+
+    def __init__(self, path: Path, job: str, run: str) -> None:
+        """Makes `path` (0700) if need be. Raises UsageError when that fails or another job writes there now."""
+        self.path = path
+        self._fd = -1
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise UsageError(f"--log-dir {path}: logs cannot be written there: {why}") from error
+        try:
+            self._lock(job, run)
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self, job: str, run: str) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 4096, 0).decode("utf-8", "replace").strip()
+            if holder.rpartition(" pid ")[0] == _name(job, run):
+                return
+            raise UsageError(
+                f"--log-dir {self.path}: {holder or 'another job'} is writing its logs there; give each job its own"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            _log.warning("--log-dir %s: this file system has no locks; nothing keeps two jobs apart there", self.path)
+            return
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{_name(job, run)} pid {os.getpid()}\n".encode("utf-8", "replace"), 0)
+
+    def rank_dir(self, number: int, rank: int) -> Path:
+        return self.path / f"round-{number}" / f"rank-{rank}"
+
+    def highest_round(self) -> int:
+        return highest_round(self.path)
+
+    def prune(self, keep: int, current: int) -> list[Path]:
+        """Delete the oldest rounds beyond the newest `keep`, never `current` or newer. Returns what was deleted."""
+        old = [number for number in _rounds(self.path)[: -keep or None] if number < current]
+        deleted = [self.path / f"round-{number}" for number in old]
+        for path in deleted:
+            shutil.rmtree(path, ignore_errors=True)
+        return deleted
+
+    def close(self) -> None:
+        """Let another job have the directory. Safe to call again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def highest_round(path: Path) -> int:
+    """The highest round that has logs in `path`; 0 when there is none, or no such directory."""
+    return max(_rounds(path), default=0)
+
+
+def _rounds(path: Path) -> list[int]:
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return []
+    return sorted(int(found.group(1)) for found in map(_ROUND.fullmatch, names) if found)
+
+
+def _name(job: str, run: str) -> str:
+    return f"job {job} run {run}"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerError:
+    """What a worker's error file says: `message` as "ValueError: no such file", `traceback` "" when there is none."""
+
+    message: str
+    traceback: str
+    timestamp: int | None
+
+
+def read_error(path: str | Path) -> WorkerError | None:
+    """What `torch.distributed.elastic`'s @record wrote to TORCHELASTIC_ERROR_FILE; None when nothing readable is there.
+
+    Its format: `{"message": {"message": str, "extraInfo": {"py_callstack": str, "timestamp": str}}}`, or a plain string
+    as the outer message (torch/distributed/elastic/multiprocessing/errors/error_handler.py).
+    """
+    try:
+        with open(path, "rb") as file:
+            data = json.loads(file.read(_ERROR_FILE_LIMIT))
+    except (OSError, ValueError, RecursionError):
+        return None
+    message = data.get("message") if isinstance(data, dict) else None
+    if isinstance(message, str):
+        return WorkerError(message, "", _whole(data.get("timestamp")))
+    if not isinstance(message, dict):
+        return None
+    more = message.get("extraInfo")
+    more = more if isinstance(more, dict) else {}
+    return WorkerError(
+        str(message.get("message", "")), str(more.get("py_callstack", "")), _whole(more.get("timestamp"))
+    )
+
+
+def _whole(value: object) -> int | None:
+    return int(value) if isinstance(value, (int, str)) and str(value).isdecimal() else None

@@ -1,0 +1,283 @@
+"""One inbox, one deciding thread: the shell around `core.step` and the planner.
+
+Every turn takes one message or a deadline, lets the core decide, performs what it says, looks at the workers, and asks
+the planner. Turns are level-triggered: nothing is remembered that the store, the workers or a clock could tell again.
+It decides nothing by itself.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from elasticd.wire import Failure, Round
+from elasticd_agent import core
+from elasticd_agent.launcher.client import OwnerLost, OwnerSaid, end_orphans
+from elasticd_agent.messages import (
+    Action,
+    Ended,
+    Event,
+    FirstStep,
+    GroupGone,
+    Joining,
+    KillGroup,
+    Leave,
+    Phase,
+    ReportDone,
+    ReportFailure,
+    RoundPublished,
+    Rules,
+    Stalled,
+    StartFailed,
+    StartGroup,
+    StopForced,
+    StopGroup,
+    StopRequested,
+    TimeCame,
+    Wake,
+)
+from elasticd_agent.plan import Wait
+from elasticd_agent.planner import Planner
+from elasticd_agent.stall import Stall
+from elasticd_agent.watch import Seen, Watch
+from elasticd_agent.workers import Started, Worker, Workers
+
+EAGER_LOOK_S = 0.02
+"""How often a group is looked at until its first step, so that the next one is parked soon."""
+LOOK_S = 0.25
+
+Message = Event | OwnerSaid | OwnerLost
+
+
+class Story(Protocol):
+    """Everything that gets told of a job: to the event log, the metrics and the person."""
+
+    def said(self, sentence: str) -> None: ...
+    def launcher(self, mode: str, reason: str, seconds: float | None) -> None: ...
+    def round_published(self, round: Round, now: float) -> None: ...
+    def started(self, started: Started, now: float) -> None: ...
+    def happened(self, event: Event) -> None: ...
+    def asked_to_end(self, number: int) -> None: ...
+    def failed(self, failure: Failure) -> None: ...
+    def seen(self, seen: Seen, now: float) -> None: ...
+    def ended(self, exit_code: int, why: str, round: Round | None) -> None: ...
+
+
+class Loop:
+    """One agent's run of one job. `make_workers` builds the adapter anew when its owner was lost."""
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        rules: Rules,
+        planner: Planner,
+        stall: Stall,
+        workers: Workers,
+        make_workers: Callable[[], Workers],
+        prepare: Callable[[Round], tuple[tuple[Worker, ...], Watch]],
+        story: Story,
+        inbox: queue.SimpleQueue[Message],
+        most_workers: int,
+    ) -> None:
+        self._node, self._rules, self._planner, self._stall = node, rules, planner, stall
+        self._make_workers, self._prepare, self._story = make_workers, prepare, story
+        self._inbox, self._most_workers = inbox, most_workers
+        self._phase: Phase = Joining()
+        self._events: deque[Event] = deque()
+        self._wakes: list[float] = []
+        self._kill_at: dict[int, float] = {}
+        self._plan_at: float | None = 0.0  # at once: nobody may ever send the first message
+        self._watch: Watch | None = None
+        self._look_at = 0.0
+        self._stepped = 0  # the newest round that was seen to step
+        self._round: Round | None = None
+        self._exit_code: int | None = None
+        self._awake_by: float | None = None
+        self.workers = workers
+        workers.tell(story)
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def round(self) -> Round | None:
+        """The Round published last."""
+        return self._round
+
+    @property
+    def high_water(self) -> int:
+        """The highest step seen so far."""
+        return self._planner.high_water
+
+    def overdue_s(self) -> float:
+        """For how long the deciding thread should have turned and has not. Safe from any thread."""
+        awake_by = self._awake_by
+        return 0.0 if awake_by is None else max(0.0, time.monotonic() - awake_by)
+
+    def run(self) -> int:
+        """Until the job has ended. Returns the exit code."""
+        while self._exit_code is None:
+            self._turn(self._receive())
+        return self._exit_code
+
+    def _receive(self) -> Message | None:
+        now = time.monotonic()
+        times = [*self._wakes, *self._kill_at.values(), self.workers.tick(now)]
+        times += [self._plan_at, self._look_at if self._watch is not None else None]
+        timeout = min((at - now for at in times if at is not None), default=None)
+        self._awake_by = None if timeout is None else now + timeout
+        try:
+            return self._inbox.get(timeout=None if timeout is None else max(0.0, timeout))
+        except queue.Empty:
+            return None
+
+    def _turn(self, message: Message | None) -> None:
+        now = time.monotonic()
+        match message:
+            case OwnerSaid():
+                for heard in self.workers.heard(message):
+                    if isinstance(heard, Started):
+                        self._story.started(heard, now)
+                    else:
+                        self._events.append(heard)
+            case OwnerLost():
+                self._owner_lost()
+            case None:
+                pass
+            case _:
+                self._events.append(message)
+        self._due(now)
+        self._drain()
+        self._plan(now)
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._events and self._exit_code is None:
+            event = self._events.popleft()
+            if isinstance(event, StopRequested | StopForced):
+                self._planner.stop = event
+            if isinstance(event, GroupGone):
+                self._forget(event.number)
+            self._story.happened(event)
+            self._phase, actions = core.step(self._phase, event, self._rules)
+            for action in actions:
+                self._perform(action)
+
+    def _forget(self, number: int) -> None:
+        """The round's group is gone: read what its workers noted last, and look no more."""
+        self._kill_at.pop(number, None)
+        if self._watch is not None and self._watch.number == number:
+            self._look(time.monotonic())
+            self._watch.close()
+            self._watch = None
+
+    def _due(self, now: float) -> None:
+        """What time has brought: wakes, overdue kills, a look at the workers."""
+        if any(at <= now for at in self._wakes):
+            self._wakes = [at for at in self._wakes if at > now]
+            self._events.append(TimeCame(now))
+        for number in [number for number, at in self._kill_at.items() if at <= now]:
+            del self._kill_at[number]
+            self._story.said(f"round {number}: the workers did not stop in time and are killed")
+            self._events.extend(self.workers.signal(number, signal.SIGKILL))
+        if self._watch is not None and now >= self._look_at:
+            self._look(now)
+
+    # --- performing -----------------------------------------------------------------------------------------------
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case StartGroup(round):
+                self._start(round)
+            case KillGroup(number, _):
+                self._story.asked_to_end(number)
+                self._events.extend(self.workers.signal(number, signal.SIGKILL))
+            case StopGroup(number, why, grace_s, name):
+                self._stop(number, why, grace_s, name)
+            case ReportFailure(failure):
+                self._report(failure)
+            case ReportDone(number):
+                self._planner.store.compare_and_swap(self._planner.keys.done(number) + self._node, None, b"")
+            case Wake(at):
+                self._wakes.append(at)
+            case Leave(exit_code, why):
+                self._exit_code = exit_code
+                self._story.ended(exit_code, why, self._round)
+
+    def _start(self, round: Round) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        try:
+            workers, self._watch = self._prepare(round)
+        except OSError as error:  # no room for the beats, no right to the log directory
+            self._watch = None
+            self._events.append(StartFailed(round.number, str(error), time.monotonic()))
+            return
+        self._stall.begin(round.number)
+        self._look_at = time.monotonic() + EAGER_LOOK_S
+        self.workers.start(round, workers)
+
+    def _stop(self, number: int, why: str, grace_s: float, name: str) -> None:
+        self._story.said(why)
+        self._story.asked_to_end(number)
+        self._kill_at[number] = time.monotonic() + grace_s
+        self.workers.request_stop(number)
+        self._events.extend(self.workers.signal(number, signal.Signals[name]))
+
+    def _report(self, failure: Failure) -> None:
+        now = time.monotonic()
+        if self._watch is not None and self._watch.number == failure.round:
+            self._look(now)
+        failure = replace(failure, high_water=self._planner.high_water, checkpoint=self._planner.checkpoint)
+        self._story.failed(failure)
+        key = self._planner.keys.failures(failure.round) + self._node
+        self._planner.store.compare_and_swap(key, None, failure.to_json())
+
+    # --- looking and planning -------------------------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        assert self._watch is not None
+        seen = self._watch.look(now)
+        number = seen.number
+        first = seen.first_step_at
+        if first is not None and number != self._stepped:
+            self._stepped = number
+            self._events.append(FirstStep(number, first))
+            self.workers.park(self._most_workers)
+        for note in seen.notes:
+            if note.kind == "checkpoint_saved" and note.step is not None:
+                self._planner.checkpoint = (note.round, note.step)
+        self._planner.high_water = self._stall.high_water(seen)
+        why = self._stall.judge(seen)
+        if why is not None:
+            self._events.append(Stalled(number, why, now))
+        self._story.seen(seen, now)
+        self._look_at = now + (LOOK_S if number == self._stepped else EAGER_LOOK_S)
+
+    def _plan(self, now: float) -> None:
+        if isinstance(self._phase, Ended):
+            return
+        verdict = self._planner.turn(now)
+        self._plan_at = verdict.until if isinstance(verdict, Wait) else None
+        if isinstance(verdict, Wait):
+            return
+        self._round = verdict
+        self._story.round_published(verdict, now)
+        self._events.append(RoundPublished(verdict))
+
+    def _owner_lost(self) -> None:
+        """The owner was killed and its processes with it; begin again with another."""
+        self._story.said("the process that owns the workers was killed: its workers have ended, another one takes over")
+        self.workers.close()
+        end_orphans()
+        self.workers = self._make_workers()
+        self.workers.tell(self._story)
+        if self._watch is not None:
+            self._events.append(GroupGone(self._watch.number))

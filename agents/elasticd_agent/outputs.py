@@ -1,0 +1,75 @@
+"""Builds everything the agent tells through: event log, metrics and their page, console, worker logs.
+
+It is built while the warm launcher imports torch, so what it imports costs the start nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elasticd_agent import eventlog, metrics
+from elasticd_agent.config import AgentSettings, JobSpec, Policy
+from elasticd_agent.console import PlainConsole, SaidHandler, open_console
+from elasticd_agent.logs import PREFIX_VARIABLE, JobLogs
+from elasticd_agent.loop import Loop
+from elasticd_agent.outlet import open_outlets
+from elasticd_agent.story import JobStory
+
+STDERR = 2
+HEALTHY_TURN_S = 30.0
+"""A deciding thread that has not turned for this long is stuck; its own timers are far shorter."""
+
+
+class Outputs(contextlib.ExitStack):
+    """Everything told, closed in the reverse order."""
+
+    def __init__(self, spec: JobSpec, policy: Policy, settings: AgentSettings, node: str, runtime: Path) -> None:
+        super().__init__()
+        self._settings = settings
+        self.events = eventlog.open_event_log(settings.event_log, spec.job_id, node)
+        self.callback(self.events.close)
+        self.metrics: metrics.Measures = metrics.NullMetrics()
+        if settings.metrics_port is not None:
+            from elasticd_agent.version import version
+
+            self.metrics = metrics.Metrics(spec.job_id, node, version())
+        out, err = open_outlets()
+        for outlet in {out, err}:
+            self.callback(outlet.close)
+        console = open_console(err, STDERR, spec.job_id) if settings.live else PlainConsole(err, spec.job_id)
+        self.callback(console.close)
+        handler = SaidHandler(console)
+        logging.getLogger("elasticd").addHandler(handler)
+        self.callback(logging.getLogger("elasticd").removeHandler, handler)
+        self.logs = JobLogs(spec, runtime, out, err, console.said, os.environ.get(PREFIX_VARIABLE))
+        self.callback(self.logs.close)
+        self.story = JobStory(spec, policy, node, self.events, self.metrics, console, self.logs.group_gone)
+
+    def serve(self, status: Callable[[], dict[str, Any]], loop: Loop) -> None:
+        """Open the metrics port, if one was asked for."""
+        if self._settings.metrics_port is None:
+            return
+        from elasticd_agent.http import Pages, Verdict, open_server  # costs memory that most agents need not spend
+
+        pages = Pages(
+            metrics=self.metrics.render,
+            status=status,
+            healthy=lambda: Verdict(*turning(loop)),
+            ready=lambda: Verdict(loop.round is not None, "in a round" if loop.round is not None else "no round yet"),
+        )
+        server = open_server(self._settings.metrics_addr, self._settings.metrics_port, pages)
+        self.callback(server.close)
+        if server.address is not None:
+            host, port = server.address
+            self.story.said(f"metrics at http://{host}:{port}/metrics")
+
+
+def turning(loop: Loop) -> tuple[bool, str]:
+    """Healthy while the deciding thread turns, whatever training does; and why."""
+    late = loop.overdue_s()
+    return late < HEALTHY_TURN_S, f"the deciding thread is {late:.0f} s late" if late > 1 else "the agent is deciding"

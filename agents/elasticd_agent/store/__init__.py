@@ -1,0 +1,77 @@
+"""The few verbs agents share, as a Protocol: read, list, compare-and-swap, delete, announce with a lease, watch.
+
+It exists so that the loop works the same over plain memory on one node and over a store on the network. Keys are
+'/'-separated strings, values are bytes. A lost race is a value (False); an outage is `StoreUnavailable`, after which
+nothing is known about the request. An adapter never decides anything about the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Versioned:
+    """A value and the version it has. Versions of one key only grow, also across its deletion."""
+
+    value: bytes
+    version: int
+
+
+class Lease(Protocol):
+    """An announced key's life. The key is there until `ttl_s` after the last renewal, or until it is withdrawn."""
+
+    @property
+    def ttl_s(self) -> float:
+        """What the store granted, which may differ from what was asked for."""
+        ...
+
+    def renew(self) -> bool:
+        """Live another `ttl_s`. False: the lease has ended, and its key with it; announce anew."""
+        ...
+
+    def withdraw(self) -> None:
+        """End the lease and delete its key now. Withdrawing an ended lease does nothing."""
+        ...
+
+
+class Watch(Protocol):
+    def close(self) -> None:
+        """No call is begun after this returns. Closing twice does nothing."""
+        ...
+
+
+class Store(Protocol):
+    def read(self, key: str) -> Versioned | None:
+        """The value of `key`; None if it is not there."""
+        ...
+
+    def list(self, prefix: str) -> dict[str, Versioned]:
+        """Every key that begins with `prefix`, sorted, with its value."""
+        ...
+
+    def compare_and_swap(self, key: str, expected: int | None, value: bytes) -> bool:
+        """Set `key` if its version is `expected` (None: if it is not there). False: it was not, nothing has changed."""
+        ...
+
+    def delete(self, key: str) -> bool:
+        """True if there was something to delete."""
+        ...
+
+    def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
+        """Create `key` for as long as the lease is renewed. None: the key is there already."""
+        ...
+
+    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
+        """Call `callback(key)` soon after a key that begins with `prefix` has changed or gone.
+
+        A hint, nothing more: calls may repeat, come from any thread, or, after an outage, be missing. It must return
+        at once, must not raise and must not call the store.
+        """
+        ...
+
+    def close(self) -> None:
+        """End every watch; leases run out. The store must not be used after this."""
+        ...

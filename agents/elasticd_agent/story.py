@@ -1,0 +1,298 @@
+"""What gets told of a job: one sentence to the person, one line to the event log, one number to the metrics.
+
+It exists so that the loop says what happened once. It keeps only what a sentence needs (which pid a rank has, when the
+fault was) and never changes what happens next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from elasticd.notes import Note
+from elasticd.wire import Failure, Round
+from elasticd_agent import eventlog
+from elasticd_agent.config import JobSpec, Policy
+from elasticd_agent.console import Console, ProgressView
+from elasticd_agent.messages import (
+    Event,
+    FirstStep,
+    GroupGone,
+    StopForced,
+    StopRequested,
+    StoreExited,
+    WorkerExited,
+)
+from elasticd_agent.metrics import Measures
+from elasticd_agent.watch import Seen
+from elasticd_agent.workers import STORE, Started
+
+RATE_WINDOW_S = 10.0
+
+
+@dataclass(slots=True)
+class JobStory:
+    """Tells one job's story on one node. All `now` and `at` are monotonic seconds."""
+
+    spec: JobSpec
+    policy: Policy
+    node: str
+    events: eventlog.Events
+    metrics: Measures
+    console: Console
+    logs_end: Callable[[int], None]
+    round: Round | None = None
+    step: int | None = None
+    first_step_seen: bool = False
+    _seen: Seen | None = None
+    _pids: dict[int, int] = field(default_factory=dict)  # local rank -> pid, of the group that runs
+    _started_at: float = 0.0
+    _fault_at: float | None = None
+    _failure: Failure | None = None
+    _asked: set[int] = field(default_factory=set)
+    _ending_since: float | None = None
+    _checkpoint_at: float | None = None
+    _rate: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def said(self, sentence: str) -> None:
+        self.console.said(sentence)
+
+    def launcher(self, mode: str, reason: str, seconds: float | None) -> None:
+        """How workers start from now on: warm, or cold and why."""
+        number = self.round.number if self.round is not None else 0
+        self.events.write(
+            eventlog.Launcher(round=number, mono=time.monotonic(), reason=reason, mode=mode, seconds=seconds)
+        )
+        if mode == "cold":
+            self.console.said(reason, "warning")
+
+    def round_published(self, round: Round, now: float) -> None:
+        if round.terminal:
+            self.round = round
+            return
+        cause = "start" if self.round is None else (self._failure.kind if self._failure is not None else "resize")
+        ranks = round.ranks(self.node)
+        self.metrics.round_published(
+            round.number, round.world_size, self.spec.max_workers, ranks, None if self.round is None else cause
+        )
+        self.metrics.restart_budget(budget_left(round, self.policy))
+        self.events.write(
+            eventlog.RoundPublished(
+                round=round.number,
+                mono=now,
+                reason=round.reason,
+                world_size=round.world_size,
+                nodes=tuple(member.node for member in round.members),
+                restarts=round.restarts,
+                cause=cause,
+            )
+        )
+        self.console.said(f"round {round.number}: {round.reason}")
+        self.round, self._failure = round, None
+
+    def started(self, started: Started, now: float) -> None:
+        assert self.round is not None
+        self._pids = {STORE: started.store_pid, **dict(enumerate(started.pids))}
+        self._started_at, self._ending_since, self.first_step_seen = now, None, False
+        self._rate.clear()
+        self.metrics.group_started(len(started.pids), started.warm)
+        how = "forked from the warm launcher" if started.warm else "started cold"
+        self.events.write(
+            eventlog.GroupStarted(
+                round=started.number,
+                mono=now,
+                reason=f"{len(started.pids)} workers {how}",
+                ranks=tuple(self.round.ranks(self.node)),
+                pids=tuple(started.pids),
+                warm=started.warm,
+            )
+        )
+
+    def asked_to_end(self, number: int) -> None:
+        self._asked.add(number)
+        if self._ending_since is None:
+            self._ending_since = time.monotonic()
+
+    def happened(self, event: Event) -> None:
+        match event:
+            case WorkerExited():
+                self._worker_exited(event)
+            case StoreExited(number, why, at) if number not in self._asked and self._fault_at is None and self._pids:
+                self._store_exited(number, why, at)
+            case FirstStep(number, at):
+                self._first_step(number, at)
+            case GroupGone(number):
+                self._group_gone(number)
+            case StopRequested(name) | StopForced(name):
+                grace = self.policy.stop_grace_s if isinstance(event, StopRequested) else 0.0
+                reason = f"{name} received: workers have {grace:g} s to stop" if grace else f"{name} received again"
+                number = self.round.number if self.round is not None else 0
+                self.events.write(
+                    eventlog.StopRequested(round=number, mono=event.at, reason=reason, by=name, grace_seconds=grace)
+                )
+
+    def _worker_exited(self, event: WorkerExited) -> None:
+        asked = event.number in self._asked
+        status = event.status
+        if not status.ok and not asked and self._fault_at is None:
+            self._fault_at = event.at
+        kind = "asked" if asked else "success" if status.ok else "signal" if status.signal else "exit_code"
+        self.metrics.worker_exited(kind)
+        pid = self._pids.pop(event.local_rank, 0)
+        self.events.write(
+            eventlog.WorkerExited(
+                round=event.number,
+                mono=event.at,
+                reason=f"rank {event.rank} (pid {pid}) {status.text}",
+                rank=event.rank,
+                local_rank=event.local_rank,
+                pid=pid,
+                exit_code=status.code,
+                signal=status.signal,
+                asked=asked,
+                step=self._step_of(event.local_rank),
+            )
+        )
+
+    def _store_exited(self, number: int, why: str, at: float) -> None:
+        if all(local_rank == STORE for local_rank in self._pids):
+            return  # every worker is done: its end is ours
+        self._fault_at = at
+        self.events.write(
+            eventlog.StoreExited(
+                round=number, mono=at, reason=f"the workers' store {why}", pid=self._pids.get(STORE, 0)
+            )
+        )
+
+    def _step_of(self, local_rank: int) -> int | None:
+        beats = self._seen.beats if self._seen is not None else ()
+        return beats[local_rank].step or None if local_rank < len(beats) else None
+
+    def _first_step(self, number: int, at: float) -> None:
+        self.first_step_seen = True
+        recovery = at - self._fault_at if self._fault_at is not None else None
+        self._fault_at = None
+        beats = self._seen.beats if self._seen is not None else ()
+        first = min(range(len(beats)), key=lambda i: beats[i].first_step_ns or 1 << 63, default=0)
+        start = at - self._started_at
+        self.metrics.first_step(start, recovery)
+        reason = f"first step {start:.2f} s after the start"
+        if recovery is not None:
+            reason = f"training again {recovery:.2f} s after the fault"
+        self.console.said(f"round {number}: {reason}")
+        assert self.round is not None
+        ranks = self.round.ranks(self.node)
+        self.events.write(
+            eventlog.FirstStep(
+                round=number,
+                mono=at,
+                reason=reason,
+                step=max(beats[first].step, 1) if beats else 1,
+                rank=ranks[first] if first < len(ranks) else 0,
+                start_seconds=start,
+                recovery_seconds=recovery,
+            )
+        )
+
+    def _group_gone(self, number: int) -> None:
+        now = time.monotonic()
+        seconds = now - self._ending_since if self._ending_since is not None else 0.0
+        if self._fault_at is None and any(local_rank != STORE for local_rank in self._pids):
+            self._fault_at = now  # the workers went without a word, as when their owner is killed
+        self.metrics.group_gone()
+        self.logs_end(number)
+        self.events.write(
+            eventlog.GroupGone(round=number, mono=now, reason=f"nothing is left of round {number}", seconds=seconds)
+        )
+        self._pids.clear()
+
+    def failed(self, failure: Failure) -> None:
+        self._failure = failure
+        self.console.said(f"round {failure.round}: {failure.why}", "warning")
+
+    def seen(self, seen: Seen, now: float) -> None:
+        """One look at the workers: numbers for the metrics, the live line, and what they noted."""
+        for note in seen.notes:
+            self._noted(note)
+        before, self._seen = self._seen, seen
+        if self.round is None or seen.number != self.round.number:
+            return
+        if seen.first_step_at is not None:
+            self.step = seen.step
+        rate = self._steps_per_second(seen, now)
+        moved = before is None or before.number != seen.number or seen.progress_at != before.progress_at
+        if moved and seen.progress_at is not None:
+            steps = dict(zip(self.round.ranks(self.node), (beat.step for beat in seen.beats), strict=False))
+            self.metrics.progress(steps, rate, time.time() - (now - seen.progress_at))
+        self.metrics.event_lines_lost(self.events.lost)
+        self.console.progress(
+            ProgressView(
+                self.round.number,
+                self.round.world_size,
+                target=self.spec.max_workers,
+                step=self.step,
+                steps_per_second=rate,
+                checkpoint_at=self._checkpoint_at,
+                restarts=self.round.restarts,
+            )
+        )
+
+    def _steps_per_second(self, seen: Seen, now: float) -> float | None:
+        self._rate.append((now, seen.step))
+        while self._rate[0][0] < now - RATE_WINDOW_S:
+            self._rate.popleft()
+        (then, first), (_, last) = self._rate[0], self._rate[-1]
+        return (last - first) / (now - then) if now - then > 0.5 else None
+
+    def _noted(self, note: Note) -> None:
+        """What a worker said: into the log as it was said, to the person where it matters."""
+        known: dict[str, Any] = {"round": note.round, "mono": note.mono, "reason": note.reason}
+        path = str(note.more.get("path", ""))
+        match note.kind:
+            case "checkpoint_saved" if note.step is not None:
+                size, seconds = int(note.more.get("bytes", 0)), float(note.more.get("seconds", 0.0))
+                self._checkpoint_at = note.mono
+                self.metrics.checkpoint_saved(note.step, note.wall, size, seconds)
+                self.events.write(
+                    eventlog.CheckpointSaved(**known, step=note.step, path=path, bytes=size, seconds=seconds)
+                )
+                return
+            case "checkpoint_failed":
+                self.metrics.checkpoint_failed()
+                self.events.write(eventlog.CheckpointFailed(**known, step=note.step, path=path))
+            case "checkpoint_skipped":
+                self.metrics.checkpoint_skipped()
+                self.events.write(eventlog.CheckpointSkipped(**known, step=note.step, path=path))
+            case "resumed" if note.step is not None:
+                origin = int(note.more.get("from_round", 0))
+                self.events.write(eventlog.Resumed(**known, step=note.step, from_round=origin, path=path))
+        trouble = note.kind in ("checkpoint_failed", "checkpoint_skipped")
+        self.console.said(note.reason, "warning" if trouble else "info")
+
+    def ended(self, exit_code: int, why: str, round: Round | None) -> None:
+        """The last words: how the job ended, and the traceback where a script's own mistake ended it."""
+        outcome = round.outcome if round is not None and round.outcome else "stopped" if exit_code else "succeeded"
+        if self._failure is not None and self._failure.detail:
+            self.console.said(f"the traceback of the rank that failed first:\n{self._failure.detail.rstrip()}", "error")
+        self.console.said(f"job {self.spec.job_id} has {outcome}: {why}", "info" if exit_code == 0 else "error")
+        self.events.write(
+            eventlog.JobEnded(
+                round=round.number if round is not None else 0,
+                mono=time.monotonic(),
+                reason=why,
+                outcome=outcome,
+                exit_code=exit_code,
+                restarts=round.restarts if round is not None else 0,
+                step=self.step,
+            )
+        )
+
+
+def budget_left(round: Round, policy: Policy) -> int | None:
+    """Restarts left before the job is given up."""
+    if policy.max_restarts is not None:
+        return max(0, policy.max_restarts - round.budget.counted)
+    return max(0, policy.no_progress_limit - round.budget.streak)

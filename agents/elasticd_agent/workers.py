@@ -1,0 +1,415 @@
+"""The agent's side of its worker groups: start them, warm where possible, signal them, and say how they ended.
+
+It turns Rounds into messages to the owner and the owner's messages into Events. It belongs to the deciding thread,
+decides nothing about the job, and never waits: what takes time shows up as a message later, or as a deadline in `tick`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from elasticd import beat
+from elasticd.errors import WireError
+from elasticd.wire import Round
+from elasticd_agent.config import JobSpec, Mode
+from elasticd_agent.launcher.client import HERE, OwnerClient, OwnerSaid
+from elasticd_agent.launcher.preload import Preload
+from elasticd_agent.messages import (
+    Event,
+    ExitStatus,
+    GroupGone,
+    LastWords,
+    StartFailed,
+    StoreExited,
+    WorkerExited,
+)
+
+PRELOAD_DEADLINE_S = 180.0
+"""Importing torch from a cold network file system has been seen to take minutes; after that the start is cold."""
+FORK_DEADLINE_S = 10.0
+TEMPLATE_TRIES = 3
+STORE = -1
+
+LAUNCHER_FILES = {
+    "template": HERE / "template.py",
+    "store_module": HERE / "store.py",
+    "hidden_module": HERE / "hidden.py",
+    "beat_module": Path(beat.__file__),
+    "errors_module": Path(beat.__file__).with_name("errors.py"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker to start: what differs from the job's base environment, and where its output and its beat go."""
+
+    env: dict[str, str]
+    stdout: str | None
+    stderr: str | None
+    beat: str
+
+
+@dataclass(slots=True)
+class Start:
+    """A Round on its way to running: asked for, not yet started."""
+
+    round: Round
+    workers: tuple[Worker, ...]
+    deadline: float
+
+
+@dataclass(slots=True)
+class Group:
+    """A started group."""
+
+    round: Round
+    workers: tuple[Worker, ...]
+    warm: bool
+    pids: list[int] = field(default_factory=list)
+    store_pid: int = 0
+
+
+@dataclass(slots=True)
+class Spare:
+    """A parked group: forked ahead, waiting to be released."""
+
+    name: int
+    size: int
+    ready: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What the person and the metrics want to know of a start; not an Event, the core does not need it."""
+
+    number: int
+    pids: list[int]
+    store_pid: int
+    warm: bool
+
+
+class Listener(Protocol):
+    """Who is told of what is no Event."""
+
+    def said(self, sentence: str) -> None: ...
+    def launcher(self, mode: str, reason: str, seconds: float | None) -> None: ...
+
+
+class Workers:
+    """All groups of one job on this node: at most one running, at most one parked."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        node: str,
+        base_env: dict[str, str],
+        preload: Preload,
+        owner: OwnerClient,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._spec, self._node = spec, node
+        self._base_env = {**base_env, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals)}
+        self._preload, self._owner, self._host = preload, owner, host
+        self._listener: Listener | None = None
+        self._untold: list[Callable[[Listener], None]] = []
+        self._cold = preload.cold
+        self._template_ready = False
+        self._template_since: float | None = None
+        self._template_tries = 0
+        self._names = 0
+        self._spare: Spare | None = None
+        self._start: Start | None = None
+        self._groups: dict[int, Group] = {}
+        if self._cold is None:
+            self._begin_template()
+        else:
+            self._launcher("cold", f"workers start cold: {self._cold}")
+
+    def tell(self, listener: Listener) -> None:
+        """Say everything to `listener` from now on, and what there was to say before it was there."""
+        self._listener = listener
+        for untold in self._untold:
+            untold(listener)
+        self._untold.clear()
+
+    def _tell(self, telling: Callable[[Listener], None]) -> None:
+        if self._listener is None:
+            self._untold.append(telling)
+        else:
+            telling(self._listener)
+
+    def _say(self, sentence: str) -> None:
+        self._tell(lambda listener: listener.said(sentence))
+
+    def _launcher(self, mode: str, reason: str, seconds: float | None = None) -> None:
+        self._tell(lambda listener: listener.launcher(mode, reason, seconds))
+
+    # --- asked by the loop ----------------------------------------------------------------------------------------
+
+    def start(self, round: Round, workers: tuple[Worker, ...]) -> None:
+        """Begin to start this node's group of `round`; Started or StartFailed follows."""
+        within = FORK_DEADLINE_S if self._template_ready else PRELOAD_DEADLINE_S
+        self._start = Start(round, workers, time.monotonic() + within)
+        self._advance()
+
+    def park(self, size: int) -> None:
+        """Fork the next group ahead, if there is none yet and forking works."""
+        if self._spare is None and self._template_ready and self._start is None:
+            self._ask_for_spare(size)
+
+    def signal(self, number: int, signum: int) -> list[Event]:
+        """Signal every process of the round's group at once; a group that has not begun to run is gone by any."""
+        running = [name for name, group in self._groups.items() if group.round.number == number]
+        for name in running:
+            self._owner.send(do="signal", group=name, signal=int(signum))
+        if self._start is not None and self._start.round.number == number:
+            self._start = None
+        return [] if running else [GroupGone(number)]
+
+    def request_stop(self, number: int) -> None:
+        """Put the stop request into every worker's beat, so that a Session stops at a decision point."""
+        for group in self._groups.values():
+            if group.round.number == number:
+                for worker in group.workers:
+                    try:
+                        with beat.BeatReader(worker.beat) as reader:
+                            reader.request(beat.STOP)
+                    except (OSError, WireError):
+                        continue  # the signal that follows is enough for a worker without a beat
+
+    def close(self) -> None:
+        """End the owner and every process it has."""
+        self._owner.close()
+
+    def tick(self, now: float) -> float | None:
+        """Give up on what is overdue. Returns the next monotonic time this wants to be called, or None."""
+        if self._template_since is not None and now >= self._template_since + PRELOAD_DEADLINE_S:
+            self._template_since = None
+            self._owner.send(do="end_template")
+            self._go_cold(f"preloading took longer than {PRELOAD_DEADLINE_S:.0f} s")
+        elif self._start is not None and now >= self._start.deadline:
+            self._go_cold("the template did not fork in time")
+        deadlines = [self._start.deadline] if self._start is not None else []
+        if self._template_since is not None:
+            deadlines.append(self._template_since + PRELOAD_DEADLINE_S)
+        return min(deadlines, default=None)
+
+    # --- told by the owner ----------------------------------------------------------------------------------------
+
+    def heard(self, said: OwnerSaid) -> list[Event | Started]:
+        """Turn one message of the owner's into what it means for the agent."""
+        message = said.message
+        match message["is"]:
+            case "template_ready":
+                self._template_is_ready(message)
+            case "template_gone":
+                self._template_is_gone(message["why"])
+            case "parked":
+                self._parked(message["group"])
+            case "refused":
+                return self._refused(message)
+            case "started":
+                return self._started(message)
+            case "exited":
+                return self._exited(message)
+            case "gone":
+                return self._gone(message)
+        return []
+
+    def _template_is_ready(self, message: dict[str, Any]) -> None:
+        self._template_since = None
+        if message["cold"] is not None:
+            self._owner.send(do="end_template")
+            self._template_tries = TEMPLATE_TRIES
+            self._go_cold(message["cold"])
+            return
+        self._template_ready = True
+        self._launcher("warm", f"the warm launcher is ready after {message['seconds']:.1f} s", message["seconds"])
+        self._advance()
+
+    def _template_is_gone(self, why: str) -> None:
+        was_ready, self._template_ready, self._template_since = self._template_ready, False, None
+        if self._spare is not None and not self._spare.ready:
+            self._spare = None
+        if self._cold is not None:
+            return
+        if self._start is not None:
+            self._say(f"the warm launcher {why}: round {self._start.round.number} starts cold")
+            self._execute()
+        elif was_ready:
+            self._say(f"the warm launcher {why}: the workers go on, and a new one is being started")
+        if self._template_tries < TEMPLATE_TRIES:
+            self._begin_template()
+        else:
+            self._go_cold(f"the launcher ended {TEMPLATE_TRIES} times, the last time because it {why}")
+
+    def _parked(self, name: int) -> None:
+        self._template_tries = 0
+        if self._spare is not None and self._spare.name == name:
+            self._spare.ready = True
+        self._advance()
+
+    def _refused(self, message: dict[str, Any]) -> list[Event | Started]:
+        """A cold group that could not be started is a failed start; a warm one is started cold instead."""
+        name, why = message["group"], message["why"]
+        was_spare = self._spare is not None and self._spare.name == name
+        if was_spare:
+            self._spare = None
+        group = self._groups.pop(name, None)
+        if group is not None and not group.warm:
+            return [StartFailed(group.round.number, why, time.monotonic()), GroupGone(group.round.number)]
+        if group is not None:  # released, but the parked group it was to become is gone
+            self._start = Start(group.round, group.workers, time.monotonic() + FORK_DEADLINE_S)
+        if self._start is not None and (was_spare or group is not None):
+            self._say(f"round {self._start.round.number}: {why}; starting its workers cold")
+            self._execute()
+        return []
+
+    def _started(self, message: dict[str, Any]) -> list[Event | Started]:
+        group = self._groups.get(message["group"])
+        if group is None:
+            return []
+        group.pids, group.store_pid = message["pids"], message["store"]
+        return [Started(group.round.number, group.pids, group.store_pid, group.warm)]
+
+    def _exited(self, message: dict[str, Any]) -> list[Event | Started]:
+        group = self._groups.get(message["group"])
+        if group is None:
+            return []
+        number, local_rank, at = group.round.number, message["local_rank"], message["at"]
+        status = ExitStatus.of(os.waitstatus_to_exitcode(message["status"]))
+        if local_rank == STORE:
+            return [StoreExited(number, status.text, at)]
+        member = group.round.member(self._node)
+        assert member is not None
+        rank = group.round.ranks(self._node)[local_rank]
+        words = last_words(group.workers[local_rank].beat)
+        return [WorkerExited(number, rank, local_rank, member.slots[local_rank], status, words, at)]
+
+    def _gone(self, message: dict[str, Any]) -> list[Event | Started]:
+        group = self._groups.pop(message["group"], None)
+        if group is None:
+            return []
+        if message["undying"]:
+            pids = ", ".join(map(str, message["undying"]))
+            self._say(f"round {group.round.number}: processes {pids} do not die of SIGKILL; going on without them")
+        return [GroupGone(group.round.number)]
+
+    # --- the way to a start ---------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Take the pending start one step further: release the spare, ask for one, or wait for the template."""
+        start = self._start
+        if start is None:
+            return
+        if self._cold is not None:
+            self._execute()
+        elif self._spare is not None and self._spare.ready and self._spare.size >= len(start.workers):
+            self._release(self._spare, start)
+        elif self._spare is not None and self._spare.ready:
+            self._owner.send(do="signal", group=self._spare.name, signal=int(signal.SIGKILL))
+            self._spare = None
+            self._advance()
+        elif self._spare is None and self._template_ready:
+            start.deadline = time.monotonic() + FORK_DEADLINE_S
+            self._ask_for_spare(len(start.workers))
+
+    def _ask_for_spare(self, size: int) -> None:
+        self._names += 1
+        self._spare = Spare(self._names, size)
+        port = self._spec.master_port or 0
+        self._owner.send(do="park", group=self._names, workers=size, host=self._host, port=port)
+
+    def _release(self, spare: Spare, start: Start) -> None:
+        self._groups[spare.name] = Group(start.round, start.workers, warm=True)
+        self._spare = self._start = None
+        self._owner.send(
+            do="release",
+            group=spare.name,
+            host=self._host,
+            port=self._spec.master_port or 0,
+            workers=[{"env": w.env, "stdout": w.stdout, "stderr": w.stderr} for w in start.workers],
+        )
+
+    def _execute(self) -> None:
+        """Start the pending group cold."""
+        start, self._start = self._start, None
+        assert start is not None
+        self._names += 1
+        self._groups[self._names] = Group(start.round, start.workers, warm=False)
+        hook = {}
+        if self._spec.mode is not Mode.EXEC:
+            hook = {"PYTHONPATH": self._hooked_path(), "ELASTICD_LAUNCH": json.dumps(self._launch(mode="cold"))}
+        self._owner.send(
+            do="exec",
+            group=self._names,
+            host=self._host,
+            port=self._spec.master_port or 0,
+            cwd=str(self._spec.cwd),
+            env=self._base_env,
+            store={"argv": [self._spec.python, "-u", str(LAUNCHER_FILES["store_module"])]},
+            workers=[
+                {"argv": self._argv(rank), "env": {**hook, **w.env}, "stdout": w.stdout, "stderr": w.stderr}
+                for rank, w in enumerate(start.workers)
+            ],
+        )
+
+    def _go_cold(self, why: str) -> None:
+        self._cold = why
+        self._template_ready = False
+        self._launcher("cold", f"workers start cold from now on: {why}")
+        if self._spare is not None:
+            self._owner.send(do="signal", group=self._spare.name, signal=int(signal.SIGKILL))
+            self._spare = None
+        self._advance()
+
+    def _begin_template(self) -> None:
+        self._template_tries += 1
+        self._template_since = time.monotonic()
+        module = self._spec.mode is Mode.MODULE
+        script_dir = str(self._spec.cwd if module else (self._spec.cwd / self._spec.entrypoint).resolve().parent)
+        launch = self._launch(
+            mode="template",
+            preload=self._preload.modules,
+            required=self._preload.required,
+            script_dir=script_dir,
+        )
+        env = {**self._base_env, "PYTHONPATH": self._hooked_path()}
+        self._owner.send(do="template", argv=self._argv(0), env=env, cwd=str(self._spec.cwd), launch=launch)
+
+    def _argv(self, local_rank: int) -> list[str]:
+        spec = self._spec
+        args = [arg.replace("${local_rank}", str(local_rank)) for arg in spec.args]
+        if spec.mode is Mode.EXEC:
+            return [spec.entrypoint, *args]
+        return [spec.python, "-u", *(["-m"] if spec.mode is Mode.MODULE else []), spec.entrypoint, *args]
+
+    def _launch(self, **launch: Any) -> dict[str, Any]:
+        """What the start-up hook needs to know."""
+        files = {name: str(path) for name, path in LAUNCHER_FILES.items()}
+        return {**files, "pythonpath": self._base_env.get("PYTHONPATH"), **launch}
+
+    def _hooked_path(self) -> str:
+        """The PYTHONPATH on which the interpreter finds our start-up hook first."""
+        return os.pathsep.join(filter(None, [str(HERE / "hook"), self._base_env.get("PYTHONPATH")]))
+
+
+def last_words(path: str) -> LastWords | None:
+    """What the worker's beat says of its end, None if it said nothing."""
+    try:
+        with beat.BeatReader(path) as reader:
+            words = reader.read().last_words
+    except (OSError, WireError):
+        return None
+    if words is None:
+        return None
+    return LastWords(
+        "exception" if words.kind == "exception" else "exit", words.type, words.message, words.traceback, words.bases
+    )

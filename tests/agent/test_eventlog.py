@@ -1,0 +1,182 @@
+"""The event log is what programs read: its format holds, and no file system can stop the job through it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd.errors import UsageError
+from elasticd_agent.eventlog import (
+    MAX_LINE,
+    RECORDS,
+    CheckpointSaved,
+    EventLog,
+    JobEnded,
+    NullEventLog,
+    RoundPublished,
+    document,
+    open_event_log,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def ended(reason: str = "all workers are done", **values: Any) -> JobEnded:
+    given: dict[str, Any] = {"round": 3, "mono": time.monotonic(), "outcome": "succeeded", "exit_code": 0}
+    return JobEnded(reason=reason, restarts=2, **(given | values))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_a_line_carries_the_common_fields_and_its_own(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events", "job-1", "node-a")
+    before = time.time()
+    mono = time.monotonic()
+    nodes = ("node-a",)
+    log.write(RoundPublished(round=1, mono=mono, reason="began", world_size=2, nodes=nodes, restarts=0, cause="start"))
+    log.close()
+    (line,) = lines(tmp_path / "events")
+    assert abs(line.pop("wall") - before) < 1
+    assert line == {
+        "v": 1, "kind": "round_published", "job": "job-1", "node": "node-a", "round": 1, "mono": mono,
+        "reason": "began", "world_size": 2, "nodes": ["node-a"], "restarts": 0, "cause": "start",
+    }  # fmt: skip
+
+
+def test_wall_and_mono_say_when_it_happened_not_when_it_was_written(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events", "j", "n")
+    log.write(ended(mono=time.monotonic() - 100))
+    log.close()
+    (line,) = lines(tmp_path / "events")
+    assert 99 < time.time() - line["wall"] < 102
+
+
+def test_a_later_run_appends_and_a_new_file_is_private(tmp_path: Path) -> None:
+    path = tmp_path / "with space ünd ünicode"
+    for _ in range(2):
+        log = open_event_log(path, "j", "n")
+        log.write(ended())
+        log.close()
+        log.close()
+    assert len(lines(path)) == 2
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_without_a_path_nothing_is_done() -> None:
+    log = open_event_log(None, "j", "n")
+    assert isinstance(log, NullEventLog)
+    log.write(ended())
+    log.close()
+    assert log.lost == 0
+
+
+@pytest.mark.parametrize("name", ["no/such/folder/events", ".", "a" * 300, "pipe"])
+def test_a_path_that_cannot_be_opened_is_a_usage_error_of_one_line(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError) as raised:
+        open_event_log(tmp_path / name, "j", "n")
+    assert "--event-log" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_two_processes_never_mix_within_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    code = (
+        "import sys, time; from pathlib import Path; from elasticd_agent.eventlog import *\n"
+        "log = EventLog(Path(sys.argv[1]), 'j', sys.argv[2])\n"
+        "for i in range(300):\n"
+        "    log.write(StopRequested(round=i, mono=time.monotonic(), reason='x' * 3000, by='me', grace_seconds=1.0))\n"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), node]) for node in "ab"]
+    assert [w.wait(30) for w in writers] == [0, 0]
+    found = lines(path)
+    for node in "ab":
+        assert [line["round"] for line in found if line["node"] == node] == list(range(300))
+
+
+def test_a_full_disk_costs_lines_but_not_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """RLIMIT_FSIZE makes the kernel answer a write as a full disk does: first a part, then an error."""
+    path = tmp_path / "events"
+    log = EventLog(path, "j", "n")
+    log.write(ended("before"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
+        with caplog.at_level(logging.WARNING):
+            for _ in range(5):
+                log.write(ended("lost"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+    assert log.lost == 5
+    assert len(caplog.records) == 1
+    log.write(ended("after"))
+    log.close()
+    assert "5 lines were lost" in caplog.text
+    whole = [json.loads(line)["reason"] for line in path.read_bytes().splitlines() if line.endswith(b"}")]
+    assert whole == ["before", "after"]
+
+
+def test_a_pipe_whose_reader_stalls_loses_lines_not_time(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    log = EventLog(tmp_path / "pipe", "j", "n")
+    begun = time.monotonic()
+    for _ in range(100):
+        log.write(ended("x" * 3000))
+    assert log.lost > 0
+    os.close(reader)
+    log.write(ended())  # EPIPE
+    log.close()
+    assert time.monotonic() - begun < 5
+
+
+def test_a_line_is_bounded_and_says_that_it_was_cut(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events", "j" * 100_000, "n")
+    log.write(ended("ü" * 1_000_000))
+    many = tuple("node-with-a-long-name" * 100 for _ in range(5000))
+    log.write(RoundPublished(round=1, mono=0.0, reason="r", world_size=2, nodes=many, restarts=0, cause="start"))
+    log.close()
+    for raw, line in zip((tmp_path / "events").read_bytes().splitlines(), lines(tmp_path / "events"), strict=True):
+        assert len(raw) < MAX_LINE
+        assert line["cut"] is True
+
+
+def test_odd_values_still_make_json(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events", "j", "n")
+    odd = os.fsdecode(b"/data/\xff\xfe\n")
+    log.write(CheckpointSaved(round=1, mono=time.monotonic(), reason="r", step=1, path=odd, bytes=1, seconds=math.nan))
+    log.close()
+    (line,) = lines(tmp_path / "events")
+    assert line["seconds"] is None
+    assert os.fsencode(line["path"]) == b"/data/\xff\xfe\n"
+
+
+def test_kinds_are_the_promised_ones() -> None:
+    """Adding a kind is fine, so add it here; renaming or removing one breaks readers."""
+    assert [kind.kind for kind in RECORDS] == [
+        "round_published", "group_started", "first_step", "worker_exited", "checkpoint_saved", "checkpoint_skipped",
+        "checkpoint_failed", "resumed", "launcher", "store_exited", "group_gone", "stop_requested", "job_ended",
+    ]  # fmt: skip
+
+
+def test_the_page_is_the_one_the_code_generates() -> None:
+    page = (ROOT / "docs" / "events.md").read_text()
+    assert page == document(), "run: python -m elasticd_agent.eventlog > docs/events.md"
+    assert re.findall(r"^### (\w+)$", page, re.M) == [kind.kind for kind in RECORDS]

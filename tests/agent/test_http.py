@@ -1,0 +1,234 @@
+"""The metrics port: it answers, it refuses, and nobody on the other end of it can hold the agent up."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from elasticd.errors import UsageError
+from elasticd_agent.http import MAX_CONNECTIONS, HttpServer, NullServer, Pages, Verdict, open_server
+from elasticd_agent.metrics import Metrics
+
+DEADLINE = 10.0
+
+
+def pages(**given: Any) -> Pages:
+    defaults: dict[str, Any] = {
+        "metrics": Metrics("j").render,
+        "status": lambda: {"round": 3, "phase": "running", "members": ["a"], "steps": {"0": 7}},
+        "healthy": lambda: Verdict(True, "the loop turns"),
+        "ready": lambda: Verdict(False, "no group runs yet"),
+    }
+    return Pages(**(defaults | given))
+
+
+@pytest.fixture
+def server() -> Iterator[HttpServer]:
+    before = threading.active_count()
+    made = HttpServer("127.0.0.1", 0, pages())
+    yield made
+    assert made.close()
+    assert threading.active_count() == before
+
+
+def ask(server: HttpServer, path: str, method: str = "GET", **more: Any) -> tuple[int, str, dict[str, str]]:
+    assert server.address is not None
+    connection = http.client.HTTPConnection(*server.address, timeout=DEADLINE)
+    try:
+        connection.request(method, path, **more)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), dict(answer.getheaders())
+    finally:
+        connection.close()
+
+
+def connected(server: HttpServer) -> socket.socket:
+    assert server.address is not None
+    return socket.create_connection(server.address, timeout=DEADLINE)
+
+
+def ended(sock: socket.socket) -> bool:
+    """Whether the other end closes within the deadline."""
+    try:
+        while sock.recv(65536):
+            pass
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def eventually(true: Callable[[], bool]) -> bool:
+    until = time.monotonic() + DEADLINE
+    while not true():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_the_four_pages(server: HttpServer) -> None:
+    code, body, headers = ask(server, "/metrics?x=1")
+    assert (code, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert 'elasticd_agent_up{job_id="j"} 1.0' in body
+    assert ask(server, "/healthz")[:2] == (200, "the loop turns\n")
+    assert ask(server, "/readyz")[:2] == (503, "no group runs yet\n")
+    code, body, headers = ask(server, "/status")
+    assert (code, headers["Content-Type"]) == (200, "application/json")
+    assert json.loads(body) == {"round": 3, "phase": "running", "members": ["a"], "steps": {"0": 7}}
+
+
+def test_what_is_refused(server: HttpServer) -> None:
+    assert ask(server, "/")[0] == 404
+    assert ask(server, "/../etc/passwd")[0] == 404
+    assert ask(server, "/status", "POST", body=b"x" * 100)[0] == 405
+    assert ask(server, "/status", "GET", body=b"x" * 100)[0] == 413
+    code, body, headers = ask(server, "/status", "HEAD")
+    assert (code, body) == (200, "")
+    assert int(headers["Content-Length"]) > 10
+
+
+def test_only_loopback_unless_told(server: HttpServer) -> None:
+    made = open_server(None, 0, pages())
+    assert made.address is not None
+    assert made.address[0] == "127.0.0.1"
+    assert made.close()
+    everywhere = open_server("0.0.0.0", 0, pages())
+    assert everywhere.address is not None
+    assert everywhere.address[0] == "0.0.0.0"
+    assert everywhere.close()
+
+
+def test_without_a_port_there_is_nothing() -> None:
+    made = open_server(None, None, pages())
+    assert isinstance(made, NullServer)
+    assert made.address is None
+    assert made.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_in_use_is_a_usage_error_of_one_line(server: HttpServer, address: str) -> None:
+    assert server.address is not None
+    port = server.address[1]
+    with pytest.raises(UsageError, match=rf"--metrics-port {port}: .*in use.*choose another one") as raised:
+        HttpServer(address, port, pages())
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("address", "port"), [("203.0.113.7", 0), ("127.0.0.1", 70000), ("no.such.host.invalid", 0)])
+def test_an_address_that_cannot_be_had_is_a_usage_error(address: str, port: int) -> None:
+    with pytest.raises(UsageError, match="--metrics-port"):
+        HttpServer(address, port, pages())
+
+
+def test_ipv6() -> None:
+    made = HttpServer("::1", 0, pages())
+    assert ask(made, "/healthz")[0] == 200
+    assert made.close()
+
+
+def test_a_page_with_a_defect_is_a_500_and_the_rest_goes_on() -> None:
+    def broken() -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    made = HttpServer("127.0.0.1", 0, pages(status=broken))
+    assert ask(made, "/status")[0] == 500
+    assert ask(made, "/healthz")[0] == 200
+    assert made.close()
+
+
+def test_silent_and_trickling_clients_are_cut_and_a_flood_is_turned_away() -> None:
+    server = HttpServer("127.0.0.1", 0, pages(), connection_s=0.5)
+    held = [connected(server) for _ in range(MAX_CONNECTIONS)]
+    assert eventually(lambda: len(server._listener.threads()) == len(held))
+    begun = time.monotonic()
+    with connected(server) as one_too_many:
+        assert ended(one_too_many)
+    assert time.monotonic() - begun < 0.4, "turned away at once, not when the others are cut"
+    while time.monotonic() - begun < 2 and server._listener.threads():
+        for sock in held:
+            with contextlib.suppress(OSError):
+                sock.sendall(b"G")
+        time.sleep(0.05)
+    assert all(ended(sock) for sock in held)
+    for sock in held:
+        sock.close()
+    assert ask(server, "/healthz")[0] == 200
+    assert server.close()
+
+
+def test_a_client_that_stops_reading_does_not_keep_the_port_open() -> None:
+    server = HttpServer("127.0.0.1", 0, pages(metrics=lambda: b"x" * 50_000_000))
+    with connected(server) as sock:
+        sock.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert sock.recv(1) == b"H"
+        begun = time.monotonic()
+        assert server.close()
+        assert time.monotonic() - begun < 2
+
+
+def test_a_page_that_hangs_cannot_hold_up_the_end() -> None:
+    release = threading.Event()
+
+    def hangs() -> dict[str, Any]:
+        release.wait(DEADLINE)
+        return {}
+
+    server = HttpServer("127.0.0.1", 0, pages(status=hangs))
+    with connected(server) as sock:
+        sock.sendall(b"GET /status HTTP/1.0\r\n\r\n")
+        assert eventually(lambda: len(server._listener.threads()) == 1)
+        stuck = server._listener.threads()
+        begun = time.monotonic()
+        assert not server.close(within=0.3)
+        assert time.monotonic() - begun < 1.5
+        release.set()
+        stuck[0].join(DEADLINE)
+        assert not stuck[0].is_alive()
+
+
+def test_out_of_file_descriptors_the_port_waits_and_then_answers() -> None:
+    """The pending connection must neither end the server nor make it spin."""
+    server = HttpServer("127.0.0.1", 0, pages())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    sock = socket.socket()
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    assert server.address is not None
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        sock.settimeout(DEADLINE)
+        sock.connect(server.address)
+        sock.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        spent = time.process_time()
+        time.sleep(0.4)
+        assert time.process_time() - spent < 0.2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert sock.recv(15) == b"HTTP/1.0 200 OK"
+    sock.close()
+    assert server.close()
+
+
+def test_nothing_is_left_open() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    server = HttpServer("127.0.0.1", 0, pages())
+    for _ in range(30):
+        ask(server, "/status")
+    with connected(server) as sock:
+        sock.sendall(b"\x00\xff not http \r\n\r\n")
+        assert ended(sock)
+    assert server.close()
+    assert server.close()
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,420 @@
+"""Worker logs with real processes and files: kept, bounded, shown, and never in a worker's way."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from elasticd.errors import UsageError
+from elasticd_agent.config import JobSpec, Mode, Streams
+from elasticd_agent.logfiles import LogDirectory, WorkerError, highest_round, read_error
+from elasticd_agent.logs import JobLogs, WorkerFiles
+from elasticd_agent.outlet import Outlet
+from elasticd_agent.tail import Filter, Followed, Tail
+
+DEADLINE = 20.0
+OUT = {0: Streams.OUT, 1: Streams.OUT}
+
+
+def spec(**given: Any) -> JobSpec:
+    return JobSpec(
+        python=sys.executable, mode=Mode.SCRIPT, entrypoint="t.py", args=(), cwd=Path("/"), job_id="j", run="r",
+        max_workers=2, **given,
+    )  # fmt: skip
+
+
+def eventually(true: Callable[[], bool]) -> bool:
+    until = time.monotonic() + DEADLINE
+    while not true():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class Sink:
+    """A console: a pipe that a thread reads, unless told not to."""
+
+    def __init__(self) -> None:
+        reader, self.fd = os.pipe()
+        self.outlet = Outlet(self.fd)
+        self.data = bytearray()
+        self.reading = threading.Event()
+        self.reading.set()
+        self.thread = threading.Thread(target=self.read, args=(reader,))
+        self.thread.start()
+
+    def read(self, reader: int) -> None:
+        with open(reader, "rb", buffering=0) as file:
+            while self.reading.wait() and (data := file.read(1 << 16)):
+                self.data += data
+
+    def close(self) -> None:
+        self.reading.set()
+        assert self.outlet.close(DEADLINE)
+        os.close(self.fd)
+        self.thread.join(DEADLINE)
+
+
+@pytest.fixture
+def out() -> Iterator[Sink]:
+    sink = Sink()
+    yield sink
+    sink.close()
+
+
+@pytest.fixture
+def err() -> Iterator[Sink]:
+    sink = Sink()
+    yield sink
+    sink.close()
+
+
+def run(files: WorkerFiles, script: str) -> int:
+    """A worker as the launcher starts it: its streams opened for appending."""
+
+    def opened(path: str | None) -> IO[bytes] | None:
+        return None if path is None else open(path, "ab")
+
+    stdout, stderr = opened(files.stdout), opened(files.stderr)
+    try:
+        return subprocess.run(["sh", "-c", script], stdout=stdout, stderr=stderr, timeout=DEADLINE).returncode
+    finally:
+        for file in (stdout, stderr):
+            if file is not None:
+                file.close()
+
+
+def test_files_by_round_and_rank_private_and_shown_as_usual(tmp_path: Path, out: Sink, err: Sink) -> None:
+    base = tmp_path / "with space ünd so"
+    logs = JobLogs(spec(log_dir=base), tmp_path, out.outlet, err.outlet, print)
+    files = logs.worker(7, 1, 3)
+    assert run(files, r"echo hello; printf 'caf\351 \377'; echo oops >&2") == 0
+    logs.group_gone(7)
+    logs.close()
+    rank_dir = base / "round-7" / "rank-3"
+    assert (rank_dir / "stdout.log").read_bytes() == b"hello\ncaf\xe9 \xff"
+    assert (rank_dir / "stderr.log").read_bytes() == b"oops\n"
+    assert files.error == str(rank_dir / "error.json")
+    for path in (base, base / "round-7", rank_dir, *rank_dir.iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+    assert out.outlet.flush(DEADLINE)
+    assert err.outlet.flush(DEADLINE)
+    assert eventually(lambda: bytes(out.data) == b"hello\ncaf\xe9 \xff")
+    assert eventually(lambda: bytes(err.data) == b"oops\n")
+
+
+def test_tee_prefixes_lines_as_torchrun_does(tmp_path: Path, out: Sink, err: Sink) -> None:
+    logs = JobLogs(spec(log_dir=tmp_path, tee=OUT), tmp_path, out.outlet, err.outlet, print)
+    for local_rank in range(2):
+        files = logs.worker(1, local_rank, local_rank)
+        assert files.stderr is None, "not asked for: inherited"
+        assert run(files, r"echo a; echo; printf '\377\r\n'; printf ' 0%%\r50%%\rno end'") == 0
+    logs.group_gone(1)
+    logs.close()
+    lines = (b"a", b"", b"\xff", b" 0%", b"50%", b"no end")
+    expected = {prefix + line for prefix in (b"[default0]:", b"[default1]:") for line in lines}
+    assert eventually(lambda: len(out.data.splitlines()) >= len(expected))
+    assert set(bytes(out.data).split(b"\n")) == expected | {b""}
+
+
+def test_lines_arrive_while_the_worker_runs(tmp_path: Path, out: Sink, err: Sink) -> None:
+    logs = JobLogs(
+        spec(log_dir=tmp_path, tee=OUT, role="trainer"), tmp_path, out.outlet, err.outlet, print, "${rank}> "
+    )
+    files = logs.worker(1, 0, 4)
+    assert files.stdout is not None
+    with open(files.stdout, "ab", buffering=0) as file:
+        file.write(b"half a l")
+        file.write(b"ine\n")
+        assert eventually(lambda: bytes(out.data) == b"4> half a line\n")
+    logs.close()
+
+
+def test_filters_pick_lines_into_a_file_of_their_own(tmp_path: Path, out: Sink, err: Sink) -> None:
+    wanted = spec(log_dir=tmp_path, tee=OUT, duplicate_stdout_filters=("apple", "ürange"))
+    logs = JobLogs(wanted, tmp_path, out.outlet, err.outlet, print)
+    assert run(logs.worker(1, 0, 0), "echo an apple; echo a pear; echo ürange") == 0
+    assert run(logs.worker(1, 1, 1), "echo apples") == 0
+    logs.group_gone(1)
+    logs.close()
+    picked = (tmp_path / "round-1" / "filtered_stdout.log").read_text().splitlines()
+    assert sorted(picked) == ["[default0]:an apple", "[default0]:ürange", "[default1]:apples"]
+
+
+def test_a_restart_and_a_later_job_never_overwrite(tmp_path: Path, out: Sink, err: Sink) -> None:
+    base = tmp_path / "logs"
+    assert highest_round(base) == 0
+    for number in (1, 2):
+        logs = JobLogs(spec(log_dir=base), tmp_path, out.outlet, err.outlet, print)
+        assert logs.highest_round() == number - 1
+        assert run(logs.worker(number, 0, 0), f"echo run {number}") == 0
+        logs.close()
+    (base / "round-007").mkdir()
+    (base / "round-x").mkdir()
+    assert highest_round(base) == 2
+    assert [(base / f"round-{n}" / "rank-0" / "stdout.log").read_text() for n in (1, 2)] == ["run 1\n", "run 2\n"]
+
+
+def test_old_rounds_go_beyond_the_number_kept(tmp_path: Path, out: Sink, err: Sink) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    logs = JobLogs(spec(log_dir=tmp_path), tmp_path, out.outlet, err.outlet, print, keep_rounds=3)
+    for number in range(1, 13):
+        logs.worker(number, 0, 0)
+        logs.group_gone(number)
+    logs.close()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".elasticd.lock") == [
+        "notes.txt", "round-10", "round-11", "round-12",
+    ]  # fmt: skip
+
+
+def test_100_mb_are_shown_and_kept_bounded(tmp_path: Path, out: Sink, err: Sink) -> None:
+    limit = 8 << 20
+    logs = JobLogs(spec(log_dir=tmp_path, tee=OUT), tmp_path, out.outlet, err.outlet, print, limit=limit)
+    files = logs.worker(1, 0, 0)
+    rank_dir = Path(files.error).parent
+    script = "import sys\nfor i in range(100): sys.stdout.write(('x' * 99 + '\\n') * 10486)"
+    begun = time.monotonic()
+    with open(files.stdout or "", "ab") as file:
+        worker = subprocess.Popen([sys.executable, "-c", script], stdout=file)
+    largest = 0
+    while worker.poll() is None:
+        largest = max(largest, sum(path.stat().st_size for path in rank_dir.iterdir()))
+        time.sleep(0.005)
+    logs.group_gone(1)
+    assert worker.returncode == 0
+    logs.close(DEADLINE)
+    assert time.monotonic() - begun < DEADLINE
+    assert largest < 80 << 20, "a bound plus what a worker can write between two looks"
+    assert sum(path.stat().st_size for path in rank_dir.iterdir()) <= 3 * limit
+    assert out.outlet.flush(DEADLINE)
+    whole = b"[default0]:" + b"x" * 99
+    odd = [text for text in bytes(out.data).split(b"\n")[:-1] if text != whole]
+    assert len(odd) < 40, "only at a truncation may a line be torn or missing, and then it is said"
+    assert all(text.startswith(b"[default0]:x") or b"not shown here" in text for text in odd)
+
+
+def test_a_stopped_console_costs_no_lines_below_the_limit_and_blocks_nobody(
+    tmp_path: Path, out: Sink, err: Sink
+) -> None:
+    limit = 1 << 20
+    out.reading.clear()
+    logs = JobLogs(spec(log_dir=tmp_path, tee=OUT), tmp_path, out.outlet, err.outlet, print, limit=limit)
+    files = logs.worker(1, 0, 0)
+    path = Path(files.stdout or "")
+    lines = [b"%09d\n" % i for i in range(150_000)]
+    with open(path, "ab", buffering=0) as file:
+        file.write(b"".join(lines))
+        time.sleep(0.3)
+        assert path.stat().st_size == 1_500_000, "above the limit but the console may still come back"
+        for _ in range(4):
+            file.write(b"y" * limit + b"\n")
+            assert eventually(lambda: path.stat().st_size < 2 * limit)
+    out.reading.set()
+    logs.group_gone(1)
+    logs.close(DEADLINE)
+    assert out.outlet.flush(DEADLINE)
+    assert eventually(lambda: out.data.endswith(b"y\n"))
+    assert b"bytes of rank 0's stdout are not shown here; see " in out.data
+    assert path.with_name("stdout.log.1").stat().st_size <= limit
+
+
+def test_a_console_that_went_away_changes_nothing_for_the_files(tmp_path: Path, err: Sink) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    outlet = Outlet(writer)
+    os.close(writer)
+    logs = JobLogs(spec(log_dir=tmp_path, tee=OUT), tmp_path, outlet, err.outlet, print)
+    files = logs.worker(1, 0, 0)
+    assert run(files, "seq 1 200000") == 0
+    logs.group_gone(1)
+    logs.close()
+    assert Path(files.stdout or "").read_bytes().endswith(b"\n200000\n")
+    assert outlet.broken
+    outlet.close()
+
+
+def test_the_last_round_is_shown_before_the_next(tmp_path: Path, out: Sink) -> None:
+    tail = Tail([out.outlet], interval_s=0.01)
+    out.reading.clear()
+    for number in (1, 2):
+        path = tmp_path / str(number)
+        tail.follow(Followed(path, number, "x", out.outlet, b"%d:" % number))
+        path.write_bytes(b"line\n" * 400_000)
+        tail.finish(number, within=DEADLINE)
+    out.reading.set()
+    assert tail.close(DEADLINE)
+    assert out.outlet.flush(DEADLINE)
+    assert eventually(lambda: len(out.data) == 800_000 * 7)
+    assert bytes(out.data).rindex(b"1:line") < bytes(out.data).index(b"2:line")
+
+
+def test_a_file_that_outgrows_its_old_size_right_after_a_truncation_is_shown_whole(tmp_path: Path, out: Sink) -> None:
+    path = tmp_path / "log"
+    followed = Followed(path, 1, "x", out.outlet, limit=10_000)
+    for letter in (b"a", b"b", b"c"):
+        with open(path, "ab") as file:
+            file.write(letter * 30_000 + b"\n")
+        assert eventually(lambda: not followed.turn(show=True) and followed.done() and path.stat().st_size == 0)
+    followed.close()
+    assert eventually(lambda: len(out.data) == 3 * 30_001)
+
+
+def test_a_disk_that_is_full_keeps_the_bound_not_the_copy(tmp_path: Path, out: Sink) -> None:
+    """RLIMIT_FSIZE makes writing the copy fail as a full disk does."""
+    path = tmp_path / "log"
+    followed = Followed(path, 1, "x", out.outlet, limit=10_000)
+    path.write_bytes(b"x\n" * 10_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        while followed.turn(show=True) or not followed.done():
+            pass
+        followed.turn(show=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+    assert path.stat().st_size == 0
+    assert not path.with_name("log.1").exists()
+    followed.close()
+
+
+def test_a_filtered_file_is_bounded_too(tmp_path: Path, out: Sink) -> None:
+    picked = Filter(tmp_path / "filtered", (b"x",))
+    followed = Followed(tmp_path / "log", 1, "x", out.outlet, b"p:", picked, limit=100_000)
+    for _ in range(20):
+        with open(tmp_path / "log", "ab") as file:
+            file.write(b"x" * 9 + b"\n" + b"y\n" * 5000)
+            file.write((b"x" * 9 + b"\n") * 5000)
+        assert eventually(lambda: not followed.turn(show=True) and followed.done())
+    followed.close()
+    assert picked.path.stat().st_size <= 300_000
+    assert picked.path.with_name("filtered.1").stat().st_size <= 300_000
+    assert set(picked.path.read_bytes().splitlines()) == {b"p:" + b"x" * 9}
+
+
+def test_a_log_directory_that_fails_later_costs_the_logs_not_the_start(tmp_path: Path, out: Sink, err: Sink) -> None:
+    said: list[str] = []
+    base = tmp_path / "logs"
+    logs = JobLogs(spec(log_dir=base), tmp_path, out.outlet, err.outlet, said.append)
+    (base / "round-1").write_text("in the way")
+    assert logs.worker(1, 0, 0) == WorkerFiles(None, None, str(tmp_path / "round-1" / "error-0.json"))
+    assert "rank 0's output goes to the console" in said[0]
+    logs.close()
+
+
+def test_without_files_only_the_error_file_is_set(tmp_path: Path, out: Sink, err: Sink) -> None:
+    logs = JobLogs(spec(), tmp_path, out.outlet, err.outlet, print)
+    assert logs.worker(1, 0, 0) == WorkerFiles(None, None, str(tmp_path / "round-1" / "error-0.json"))
+    assert logs.highest_round() == 0
+    logs.group_gone(1)
+    logs.close()
+
+
+def test_tee_without_a_log_dir_makes_one_and_says_where(
+    tmp_path: Path, out: Sink, err: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    said: list[str] = []
+    logs = JobLogs(spec(tee=OUT), tmp_path, out.outlet, err.outlet, said.append)
+    files = logs.worker(1, 0, 0)
+    logs.close()
+    made = Path(files.stdout or "").parents[2]
+    assert made.parent == tmp_path
+    assert str(made) in said[0]
+
+
+def test_two_jobs_never_share_a_log_directory_but_agents_of_one_run_do(tmp_path: Path) -> None:
+    first = LogDirectory(tmp_path, "job one", "r1")
+    with pytest.raises(UsageError, match=r"--log-dir .*: job job one run r1 pid \d+ is writing") as raised:
+        LogDirectory(tmp_path, "job two", "r1")
+    assert "\n" not in str(raised.value)
+    with pytest.raises(UsageError):
+        LogDirectory(tmp_path, "job one", "r2")
+    LogDirectory(tmp_path, "job one", "r1").close()
+    first.close()
+    first.close()
+    LogDirectory(tmp_path, "job two", "r1").close()
+
+
+def test_the_lock_ends_with_its_holder_however_it_ends(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from elasticd_agent.logfiles import LogDirectory\n"
+        "held = LogDirectory(Path(sys.argv[1]), 'a', 'r'); print('held', flush=True); sys.stdin.read()\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(UsageError):
+            LogDirectory(tmp_path, "b", "r")
+        holder.kill()
+    LogDirectory(tmp_path, "b", "r").close()
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "\0"])
+def test_a_log_directory_that_cannot_be_is_a_usage_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--log-dir"):
+        LogDirectory(tmp_path / name, "j", "r")
+
+
+def test_the_lock_is_not_inherited_by_workers(tmp_path: Path) -> None:
+    directory = LogDirectory(tmp_path, "a", "r")
+    assert fcntl.fcntl(directory._fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    directory.close()
+
+
+def test_an_error_file_as_record_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    try:
+        raise ValueError("no süch file")
+    except ValueError as error:
+        ErrorHandler().record_exception(error)
+    found = read_error(tmp_path / "error.json")
+    assert found is not None
+    assert found.message == "ValueError: no süch file"
+    assert "raise ValueError" in found.traceback
+    assert found.timestamp is not None
+    assert abs(found.timestamp - time.time()) < 60
+
+
+ODD_ERRORS: list[tuple[bytes, WorkerError | None]] = [
+    (b"", None),
+    (b"\xff\xfe", None),
+    (b"[1]", None),
+    (b'{"message": 5}', None),
+    (b"[" * 100_000, None),
+    (b'{"message": "plain", "timestamp": 7}', WorkerError("plain", "", 7)),
+    (b'{"message": {"message": "m", "extraInfo": "?"}}', WorkerError("m", "", None)),
+    (json.dumps({"message": "x" * (2 << 20)}).encode(), None),
+]
+
+
+@pytest.mark.parametrize(("content", "expected"), ODD_ERRORS, ids=range(len(ODD_ERRORS)))
+def test_an_error_file_of_any_content(tmp_path: Path, content: bytes, expected: WorkerError | None) -> None:
+    path = tmp_path / "error.json"
+    path.write_bytes(content)
+    assert read_error(path) == expected
+
+
+def test_no_error_file(tmp_path: Path) -> None:
+    assert read_error(tmp_path / "error.json") is None

@@ -1,0 +1,165 @@
+"""Metrics: the names keep Prometheus' rules, the values are what happened, and nobody pays who did not ask."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.metrics import CAUSES, EXIT_KINDS, METRICS, Metrics, NullMetrics, Spec, document
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """`name{labels but job_id}` to value."""
+    found = {}
+    for line in metrics.render().decode().splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            assert 'job_id="j"' in name
+            name = re.sub(r'job_id="j",?', "", name).replace(",}", "}").replace("{}", "")
+            found[name] = float(value)
+    return found
+
+
+def lived() -> Metrics:
+    """A job that started, lost a worker, came back smaller, saved a checkpoint and went on."""
+    metrics = Metrics("j", "node-a", "0.1.0")
+    metrics.round_published(1, 2, 2, [0, 1])
+    metrics.restart_budget(3)
+    metrics.group_started(2, warm=True)
+    metrics.first_step(2.5, None)
+    metrics.progress({0: 10, 1: 9}, 100.5, 1700000000.0)
+    metrics.checkpoint_saved(10, 1700000001.0, 4096, 0.25)
+    metrics.worker_exited("signal")
+    metrics.group_gone()
+    metrics.round_published(2, 1, 2, [0], restart_cause="crash")
+    metrics.restart_budget(2)
+    metrics.group_started(1, warm=False)
+    metrics.first_step(0.1, 0.12)
+    metrics.progress({0: 11}, None, 1700000002.0)
+    metrics.checkpoint_failed()
+    metrics.checkpoint_skipped()
+    metrics.event_lines_lost(2)
+    metrics.event_lines_lost(5)
+    metrics.event_lines_lost(1)
+    return metrics
+
+
+def test_what_happened_is_what_is_served() -> None:
+    found = samples(lived())
+    expected = {
+        "elasticd_agent_up": 1, 'elasticd_agent_info{node="node-a",version="0.1.0"}': 1, "elasticd_round": 2,
+        "elasticd_world_size": 1, "elasticd_world_size_target": 2, "elasticd_workers_running": 1,
+        'elasticd_restarts_total{cause="crash"}': 1, 'elasticd_restarts_total{cause="other"}': 0,
+        "elasticd_restart_budget_remaining": 2, 'elasticd_worker_exits_total{kind="signal"}': 1,
+        "elasticd_step": 11, 'elasticd_worker_step{rank="0"}': 11,
+        "elasticd_last_progress_timestamp_seconds": 1700000002.0, "elasticd_start_to_first_step_seconds": 0.1,
+        "elasticd_recovery_seconds_count": 1, 'elasticd_recovery_seconds_bucket{le="0.15"}': 1,
+        'elasticd_recovery_seconds_bucket{le="0.1"}': 0, "elasticd_checkpoints_saved_total": 1,
+        "elasticd_checkpoint_failures_total": 1, "elasticd_checkpoints_skipped_total": 1,
+        "elasticd_checkpoint_last_step": 10, "elasticd_checkpoint_last_timestamp_seconds": 1700000001.0,
+        "elasticd_checkpoint_last_size_bytes": 4096, "elasticd_checkpoint_last_write_seconds": 0.25,
+        'elasticd_launcher_starts_total{mode="warm"}': 1, 'elasticd_launcher_starts_total{mode="cold"}': 1,
+        "elasticd_event_log_lines_lost_total": 5,
+    }  # fmt: skip
+    assert {name: found.get(name) for name in expected} == expected
+    assert time.time() - 60 < found["elasticd_agent_start_timestamp_seconds"] <= time.time()
+
+
+def test_a_rank_that_left_loses_its_series_and_comes_back_with_the_next_report() -> None:
+    metrics = lived()
+    assert 'elasticd_worker_step{rank="1"}' not in samples(metrics)
+    metrics.round_published(3, 2, 2, [0, 1], restart_cause="resize")
+    assert 'elasticd_worker_step{rank="1"}' not in samples(metrics)
+    metrics.progress({0: 12, 1: 12}, 1.0, 1.0)
+    assert samples(metrics)['elasticd_worker_step{rank="1"}'] == 12
+
+
+def test_nothing_is_claimed_before_it_is_known() -> None:
+    found = samples(Metrics("j"))
+    assert "elasticd_last_progress_timestamp_seconds" not in found, "an alert on its age would fire at once"
+    assert "elasticd_restart_budget_remaining" not in found
+    for cause in CAUSES:
+        assert found[f'elasticd_restarts_total{{cause="{cause}"}}'] == 0, "increase() needs the zero"
+    for kind in EXIT_KINDS:
+        assert found[f'elasticd_worker_exits_total{{kind="{kind}"}}'] == 0
+
+
+def test_labels_stay_bounded() -> None:
+    metrics = Metrics("j")
+    metrics.round_published(2, 1, 1, [0], restart_cause="some new cause")
+    assert samples(metrics)['elasticd_restarts_total{cause="other"}'] == 1
+    with pytest.raises(KeyError):
+        metrics.worker_exited("SIGKILL of rank 17")
+
+
+def test_two_jobs_have_two_registries_and_any_id_is_a_label() -> None:
+    Metrics("j")
+    assert b'job_id="with \\"quotes\\" \xc3\xbc"' in Metrics('with "quotes" ü').render()
+
+
+def test_the_null_object_has_every_verb() -> None:
+    verbs = {name for name in vars(Metrics) if not name.startswith("_")}
+    assert verbs == {name for name in vars(NullMetrics) if not name.startswith("_")}
+    assert NullMetrics().render() == b""
+
+
+def test_without_a_metrics_port_the_library_is_not_imported() -> None:
+    code = "import sys, elasticd_agent.metrics as m; m.NullMetrics(); print('prometheus_client' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert ran.stdout.strip() == "False", ran.stderr
+
+
+UNITS = ("seconds", "bytes")
+OTHER_UNITS = re.compile(
+    r"(^|_)((pico|nano|micro|milli|centi|deci|deca|hecto|kilo|kibi|mega|mibi|giga|gibi|tera|tebi|peta|pebi)"
+    r"(seconds|bytes|bits|meters|grams)|minutes|hours|days|weeks|bits|s|ms|us|ns|sec|b|kb|mb|gb|tb|pb|m|h|d)(_|$)"
+)
+
+
+@pytest.mark.parametrize("spec", METRICS, ids=lambda spec: spec.name)
+def test_names_keep_the_rules_promtool_checks_and_ours(spec: Spec) -> None:
+    assert re.fullmatch(r"elasticd_[a-z][a-z0-9]*(_[a-z0-9]+)*", spec.name)
+    assert not OTHER_UNITS.search(spec.name), "base units, spelled out"
+    assert not re.search(r"_(gauge|counter|histogram|summary)(_|$)", spec.name), "the type is no part of the name"
+    assert spec.name.endswith("_total") == (spec.kind == "counter")
+    assert not spec.name.endswith(("_count", "_sum", "_bucket", "_created")), "reserved for histograms"
+    if spec.name.endswith("_info"):
+        assert spec.kind == "gauge"
+    if "timestamp" in spec.name:
+        assert spec.name.endswith("_timestamp_seconds")
+    assert spec.help.strip() == spec.help
+    assert spec.help[0].isupper() or spec.help[0].isdigit()
+    assert spec.help.endswith(".")
+    assert "|" not in spec.help, "it would break the table in docs/metrics.md"
+    assert not {"job", "instance", "le", "quantile", "job_id"} & set(spec.labels)
+    assert all(re.fullmatch(r"[a-z_]+", label) for label in spec.labels)
+    assert (spec.kind == "histogram") == bool(spec.buckets)
+    assert list(spec.buckets) == sorted(set(spec.buckets))
+
+
+def test_names_are_unique_and_nothing_else_is_served() -> None:
+    names = [spec.name for spec in METRICS]
+    assert len(set(names)) == len(names)
+    assert re.findall(r"^# TYPE (\S+)", lived().render().decode(), re.M) == names
+
+
+def test_promtool_has_nothing_to_say() -> None:
+    """tests/install-servers puts Debian's promtool into .venv; where it could not, the rules above are the check."""
+    promtool = shutil.which("promtool") or shutil.which("promtool", path=ROOT / ".venv" / "prometheus" / "usr" / "bin")
+    if promtool is None:
+        return
+    ran = subprocess.run([promtool, "check", "metrics"], input=lived().render(), capture_output=True, timeout=30)
+    assert (ran.returncode, ran.stdout + ran.stderr) == (0, b"")
+
+
+def test_the_page_is_the_one_the_code_generates() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert page == document(), "run: python -m elasticd_agent.metrics > docs/metrics.md"

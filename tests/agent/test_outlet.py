@@ -1,0 +1,112 @@
+"""An outlet: whoever writes to it never waits, and what it accepted arrives whole and in order, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from elasticd_agent.outlet import Outlet
+
+DEADLINE = 10.0
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        with contextlib.suppress(OSError):
+            os.close(end)
+
+
+def drain(fd: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (more := os.read(fd, 1 << 16)):
+        data += more
+    return data
+
+
+def test_everything_accepted_arrives_in_order(pipe: tuple[int, int]) -> None:
+    outlet = Outlet(pipe[1])
+    pieces = [b"line %d\n" % i * (i % 50) for i in range(500)]
+    assert all(outlet.put(piece) for piece in pieces)
+    whole = b"".join(pieces)
+    assert drain(pipe[0], len(whole)) == whole
+    assert outlet.close()
+
+
+def test_a_reader_that_stopped_costs_no_time_and_no_memory(pipe: tuple[int, int]) -> None:
+    outlet = Outlet(pipe[1], capacity=100_000)
+    begun = time.monotonic()
+    accepted = sum(outlet.put(b"x" * 999 + b"\n") for _ in range(1000))
+    assert time.monotonic() - begun < 1
+    assert 100 <= accepted <= 100_000 // 1000 + 65_536 // 1000 + 66
+    assert outlet.room() < 1000
+    assert not outlet.close(within=0.1), "it says that not all of it was written"
+    assert time.monotonic() - begun < 2
+    assert drain(pipe[0], accepted * 1000) == (b"x" * 999 + b"\n") * accepted
+
+
+def test_room_that_comes_back_is_told(pipe: tuple[int, int]) -> None:
+    outlet, told = Outlet(pipe[1], capacity=100_000), threading.Event()
+    outlet.when_drained(told.set)
+    assert outlet.put(b"x" * 100_000)
+    assert not outlet.put(b"y")
+    assert len(drain(pipe[0], 100_000)) == 100_000
+    assert told.wait(DEADLINE)
+    assert outlet.put(b"y")
+    assert outlet.close()
+
+
+def test_a_reader_that_went_away_is_noticed_and_forgotten(pipe: tuple[int, int]) -> None:
+    outlet = Outlet(pipe[1])
+    os.close(pipe[0])
+    until = time.monotonic() + DEADLINE
+    while not outlet.broken and time.monotonic() < until:
+        assert outlet.put(b"x\n")
+    assert outlet.broken
+    assert all(outlet.put(b"x" * 100_000) for _ in range(100)), "swallowed, so nobody waits for room"
+    assert outlet.close()
+
+
+def test_a_descriptor_somebody_made_non_blocking(pipe: tuple[int, int]) -> None:
+    os.set_blocking(pipe[1], False)
+    outlet = Outlet(pipe[1])
+    assert outlet.put(b"x" * 500_000)
+    assert outlet.put(b"y")
+    assert drain(pipe[0], 500_001) == b"x" * 500_000 + b"y"
+    assert outlet.close()
+
+
+def test_a_closed_descriptor_is_broken_from_the_start() -> None:
+    outlet = Outlet(12345)
+    assert outlet.broken
+    assert outlet.put(b"x")
+    assert outlet.close()
+
+
+def test_it_leaves_the_shared_flags_alone(pipe: tuple[int, int]) -> None:
+    before = fcntl.fcntl(pipe[1], fcntl.F_GETFL)
+    outlet = Outlet(pipe[1])
+    outlet.put(b"x")
+    assert outlet.close()
+    assert outlet.close()
+    assert fcntl.fcntl(pipe[1], fcntl.F_GETFL) == before
+
+
+@pytest.mark.parametrize(("err", "same"), [(subprocess.STDOUT, True), (subprocess.PIPE, False)])
+def test_output_and_error_to_one_place_share_an_outlet(err: int, same: bool) -> None:
+    code = (
+        "from elasticd_agent.outlet import *\n"
+        "out, err = open_outlets(); out.put(b'%d\\n' % (out is err)); out.close(); err.close()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=err, timeout=30)
+    assert ran.stdout == b"%d\n" % same

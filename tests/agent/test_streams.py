@@ -1,0 +1,86 @@
+"""Where output goes: ours against what torchrun's own code answers for the same flags."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd_agent.config import JobSpec, Mode, Streams
+from elasticd_agent.streams import NAMES, Stream, keeps_files, line_prefix, plan_stream
+
+WORKERS = 2
+CHOICES: list[Mapping[int, Streams]] = [
+    {},
+    {0: Streams.OUT, 1: Streams.OUT},
+    {0: Streams.BOTH, 1: Streams.BOTH},
+    {0: Streams.OUT, 1: Streams.ERR},
+    {1: Streams.BOTH},
+]
+
+
+def spec(**given: Any) -> JobSpec:
+    return JobSpec(
+        python=sys.executable, mode=Mode.SCRIPT, entrypoint="t.py", args=(), cwd=Path("/"), job_id="j", run="r",
+        max_workers=WORKERS, **given,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [None, frozenset({0}), frozenset({1})])
+def test_the_same_as_torchrun(tmp_path: Path, ranks: frozenset[int] | None) -> None:
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
+
+    for redirects, tee in itertools.product(CHOICES, CHOICES):
+        if not redirects and not tee:
+            continue
+        theirs = DefaultLogsSpecs(
+            log_dir=str(tmp_path),
+            redirects={rank: Std(int(streams)) for rank, streams in redirects.items()},
+            tee={rank: Std(int(streams)) for rank, streams in tee.items()},
+            local_ranks_filter=set(ranks) if ranks is not None else None,
+        ).reify({rank: {} for rank in range(WORKERS)})
+        ours = spec(log_dir=tmp_path, redirects=redirects, tee=tee, local_ranks_filter=ranks)
+        for rank, (which, paths, teed) in itertools.product(
+            range(WORKERS),
+            [
+                (Streams.OUT, theirs.stdouts, theirs.tee_stdouts),
+                (Streams.ERR, theirs.stderrs, theirs.tee_stderrs),
+            ],
+        ):
+            planned = plan_stream(ours, which, tmp_path / "dir", rank, b"p:")
+            expected = {"": None, os.devnull: Path(os.devnull)}.get(
+                paths[rank], tmp_path / "dir" / f"{NAMES[which]}.log"
+            )
+            assert (planned.path, planned.shown) == (expected, rank in teed), (redirects, tee, ranks, rank, which)
+            assert planned.prefix == (b"p:" if rank in teed else b"")
+
+
+def test_a_log_dir_alone_keeps_a_copy_of_everything_and_shows_it_as_usual(tmp_path: Path) -> None:
+    ours = spec(log_dir=tmp_path, local_ranks_filter=frozenset({1}))
+    assert plan_stream(ours, Streams.ERR, tmp_path, 1, b"p:") == Stream(tmp_path / "stderr.log", shown=True)
+    assert plan_stream(ours, Streams.ERR, tmp_path, 0, b"p:") == Stream(tmp_path / "stderr.log")
+
+
+def test_without_a_log_dir_nothing_is_kept_and_a_filter_still_silences() -> None:
+    assert plan_stream(spec(), Streams.OUT, Path("x"), 0, b"p:") == Stream()
+    filtered = spec(local_ranks_filter=frozenset({1}))
+    assert plan_stream(filtered, Streams.OUT, Path("x"), 0, b"p:") == Stream(Path(os.devnull))
+    assert plan_stream(filtered, Streams.OUT, Path("x"), 1, b"p:") == Stream()
+
+
+def test_when_files_are_kept(tmp_path: Path) -> None:
+    assert not keeps_files(spec())
+    assert not keeps_files(spec(log_dir=Path(os.devnull)))
+    assert keeps_files(spec(log_dir=tmp_path))
+    assert keeps_files(spec(tee=CHOICES[1])), "in a temporary directory"
+
+
+def test_prefixes_are_torchruns() -> None:
+    assert line_prefix(None, "default", 5, 1) == b"[default1]:"
+    template = "${role_name}/${rank}/${local_rank}/${unknown} "
+    assert line_prefix(template, "trainer", 5, 1) == b"trainer/5/1/${unknown} "

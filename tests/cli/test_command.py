@@ -1,0 +1,115 @@
+"""The command itself, as a person types it: how fast it answers, on which stream, with which exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "elasticd_agent"]
+
+
+def elasticd(*argv: str | bytes, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command: list[str | bytes] = [*COMMAND, *argv]
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="surrogateescape", timeout=60, cwd=cwd, check=False
+    )
+
+
+@pytest.mark.parametrize("argv", [["run", "--help"], ["run", "--no-such-flag", "x.py"], ["run", "nope.py"], ["--help"]])
+def test_answers_in_a_fifth_of_a_second(argv: list[str]) -> None:
+    def once() -> float:
+        start = time.perf_counter()
+        with subprocess.Popen([*COMMAND, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            took = time.perf_counter() - start
+            # What it waited for a CPU that other work had is not its own slowness (nanoseconds).
+            waited = int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[1])
+        return took - waited / 1e9
+
+    assert min(once() for _ in range(5)) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["run", "nope.py"], "elasticd run: error: the script 'nope.py' does not exist in "),
+        (["run", "two\nlines.py"], "elasticd run: error: the script 'two\\nlines.py' does not exist in "),
+        (["run", "--two\nlines", "x.py"], "elasticd run: error: unknown option --two\\nlines"),
+        (["run", b"\xff.py"], "elasticd run: error: the script '\\udcff.py' does not exist in "),
+        (
+            ["run", "--max-restarts", "x", "x.py"],
+            "elasticd run: error: argument --max-restarts/--max_restarts: invalid",
+        ),
+        (["run"], "elasticd run: error: the script to run is missing"),
+        (["walk", "x.py"], "elasticd: error: unknown command 'walk'"),
+        ([], "elasticd: error: a command is missing"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(argv: list[str | bytes], line: str, tmp_path: Path) -> None:
+    run = elasticd(*argv, cwd=tmp_path)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith(line)
+    assert run.stderr.count("\n") == 1
+
+
+def test_help_and_version_are_answers() -> None:
+    for argv in (["--help"], ["run", "--help"], ["run", "-h"], ["run", "--nproc-per-node", "2", "-h"], ["--version"]):
+        run = elasticd(*argv)
+        assert (run.returncode, run.stderr) == (0, "")
+        assert run.stdout.startswith("elasticd " if argv == ["--version"] else "usage: elasticd run [options] SCRIPT")
+
+
+def test_help_can_be_printed_in_a_plain_locale() -> None:
+    run = subprocess.run(
+        [*COMMAND, "run", "--help"],
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"},
+    )
+    assert (run.returncode, run.stderr) == (0, b"")
+
+
+def test_nothing_slow_is_imported_before_the_command_line_is_understood(tmp_path: Path) -> None:
+    look = (
+        "import sys; from elasticd_agent.cli import main\n"
+        "code = main(['run', '--nproc-per-node', '2:4', '-t', '3', '-m', 'nope'])\n"
+        "slow = {'torch', 'numpy', 'rich', 'prometheus_client', 'asyncio', 'http.server', 'multiprocessing'}\n"
+        "print(code, sorted(slow & set(sys.modules)))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True
+    )
+    assert run.stdout == "2 []\n"
+
+
+def test_no_module_of_the_agent_imports_torch() -> None:
+    look = (
+        "import importlib, pkgutil, sys, elasticd_agent\n"
+        "for module in pkgutil.walk_packages(elasticd_agent.__path__, 'elasticd_agent.'):\n"
+        "    if module.name not in ('elasticd_agent.__main__', 'elasticd_agent.launcher.template'):\n"
+        "        importlib.import_module(module.name)\n"
+        "        assert not {'torch', 'numpy'} & set(sys.modules), module.name\n"
+        "assert 'elasticd_agent.run' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", look], timeout=60, check=True)
+
+
+def test_a_current_directory_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    leave = (
+        "import os, sys; os.rmdir(os.getcwd()); from elasticd_agent.cli import main; sys.exit(main(['run', 'x.py']))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", leave], capture_output=True, text=True, timeout=60, cwd=gone, check=False
+    )
+    assert run.returncode == 2
+    assert run.stderr == (
+        "elasticd run: error: the current directory does not exist any more; change to one that does\n"
+    )

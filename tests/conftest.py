@@ -1,0 +1,177 @@
+"""Every test leaves the machine as it found it: this fails one that leaves a process, a thread, an fd or shared memory.
+
+Processes are found by a mark in their environment, so that daemonised ones count too. What other people run on the same
+machine at the same time never counts. LEAK_WAIT_S is how long a test's remains may take to go away by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import pytest
+
+_MARK = f"ELASTICD_TEST_RUN={os.getpid()}.{time.monotonic_ns()}"
+_WAIT_S = float(os.environ.get("LEAK_WAIT_S", "5"))
+_SHM = Path("/dev/shm")
+_FOREIGN: set[str] = set()  # processes seen to be others': they need not be looked at before and after every test
+
+os.environ.update([_MARK.split("=", 1)])
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What is there at one moment, each thing with the words a person needs to find it."""
+
+    processes: dict[int, str]
+    threads: dict[int, str]
+    fds: dict[tuple[int, str], str]
+    shared_memory: dict[str, str]
+
+    def since(self, before: Remains) -> list[str]:
+        """What is here and was not there before."""
+        return [
+            *(f"process {pid}: {what}" for pid, what in self.processes.items() if pid not in before.processes),
+            *(f"thread {what}" for ident, what in self.threads.items() if ident not in before.threads),
+            *(f"fd {key[0]}: {what}" for key, what in self.fds.items() if key not in before.fds),
+            *(f"shared memory {what}" for name, what in self.shared_memory.items() if name not in before.shared_memory),
+        ]
+
+
+def _remains() -> Remains:
+    return Remains(_processes(), _threads(), _fds(), {name: f"/dev/shm/{name}" for name in os.listdir(_SHM)})
+
+
+def _processes() -> dict[int, str]:
+    children = set(map(int, Path("/proc/self/task", str(os.getpid()), "children").read_text().split()))
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid() and (int(entry) in children or _marked(entry)):
+            what = _command(entry)
+            # Python's own, one per process that used shared memory; ends with us.
+            if "multiprocessing.resource_tracker" not in what:
+                found[int(entry)] = what
+    return found
+
+
+def _marked(pid: str) -> bool:
+    if pid in _FOREIGN:
+        return False
+    try:
+        environ = Path("/proc", pid, "environ").read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return False
+    if environ and _MARK.encode() not in environ.split(b"\0"):
+        _FOREIGN.add(pid)
+        return False
+    return bool(environ)
+
+
+def _command(pid: str) -> str:
+    try:
+        command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return command or f"a zombie nobody waited for ({Path('/proc', pid, 'comm').read_text().strip()})"
+    except OSError:
+        return "(just ended)"
+
+
+def _threads() -> dict[int, str]:
+    # Python's own only: the pools torch makes at its first operation are not in this list and stay for good.
+    return {thread.ident or 0: repr(thread.name) for thread in threading.enumerate()}
+
+
+def _fds() -> dict[tuple[int, str], str]:
+    tracker = getattr(resource_tracker._resource_tracker, "_fd", None)
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:  # the one that listed the directory
+            continue
+        if int(entry) != tracker:
+            found[int(entry), target] = target
+    return found
+
+
+def _listening(fd: int, target: str) -> str:
+    if not target.startswith("socket:"):
+        return ""
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return f", listening on {sock.getsockname()}" if listening else ""
+
+
+def _held_by_others(path: Path) -> bool:
+    """Another test run's, or a job's, on this machine: a living process is in its name, or has it open or mapped."""
+    ours = {os.getpid(), *_processes()}
+    if any(int(pid) not in ours and Path("/proc", pid).exists() for pid in re.findall(r"\d{2,}", path.name)):
+        return True
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        if pid in ours:
+            continue
+        try:
+            if str(path) in Path("/proc", str(pid), "maps").read_text(errors="replace"):
+                return True
+            if any(os.readlink(fd).startswith(str(path)) for fd in Path("/proc", str(pid), "fd").iterdir()):
+                return True
+        except OSError:  # it has ended, or is another user's
+            continue
+    return False
+
+
+def _left_behind(before: Remains) -> list[str]:
+    now = _remains()
+    kept = {name: what for name, what in now.shared_memory.items() if name not in before.shared_memory}
+    foreign = {name for name in kept if _held_by_others(_SHM / name) or not (_SHM / name).exists()}
+    fds = {key: what + _listening(*key) for key, what in now.fds.items() if key not in before.fds}
+    ours = {name: what for name, what in kept.items() if name not in foreign}
+    return Remains(now.processes, now.threads, fds, ours).since(before)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    before = _remains()
+    yield
+    deadline = time.monotonic() + _WAIT_S
+    # Twice, because a process that forks and ends while /proc is read can be missed once.
+    left = _left_behind(before) or _left_behind(before)
+    while left and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+        left = _left_behind(before)
+    for pid in _processes().keys() - before.processes.keys():
+        _end(pid)
+    if left:
+        pytest.fail("left behind after the test:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def _end(pid: int) -> None:
+    """So that one leak does not become every later test's leak."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], object], float], object]:
+    """Waits for a condition, never for a time: until(lambda: …, seconds) returns its first true value or fails."""
+
+    def wait(condition: Callable[[], object], seconds: float) -> object:
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            assert time.monotonic() < deadline, f"not true within {seconds} s"
+            time.sleep(0.01)
+        return value
+
+    return wait

@@ -1,0 +1,146 @@
+"""Jobs with checkpoints: what was saved is never trained again, what is damaged is passed over and said."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import StartJob
+from tests.faults.job import Fault, Job, until
+
+KEPT = ["--keep", "100"]
+
+
+def losses(run: Job) -> dict[int, float]:
+    """By step, of the last round that trained it."""
+    lines = (line.split() for line in (run.work / "steps-0").read_text().splitlines())
+    return {int(step): float(loss) for _, step, loss in lines}
+
+
+def test_an_interrupted_run_equals_the_uninterrupted_one_bit_for_bit(job: StartJob, tmp_path: Path) -> None:
+    whole = job("resume.py", "--steps", "40", flags=["--checkpoint-dir", str(tmp_path / "whole")])
+    assert whole.wait() == 0
+    faults = [Fault(1, 13, "SIGKILL"), Fault(0, 27, "SIGKILL"), Fault(1, 38, "exit 3")]
+    hurt = job("resume.py", "--steps", "40", faults=faults, flags=["--checkpoint-dir", str(tmp_path / "hurt")])
+    assert hurt.wait() == 0
+    assert hurt.file("digest") == whole.file("digest")
+    assert losses(hurt) == losses(whole)
+    assert [(event["round"], event["step"]) for event in hurt.events("resumed")] == [(2, 10), (3, 25), (4, 35)]
+    # Nothing that a checkpoint holds is trained again.
+    for number, saved in ((2, 10), (3, 25), (4, 35)):
+        assert min(step for round_, step in hurt.steps() if round_ == number) == saved + 1
+
+
+def test_stopped_and_submitted_again_with_fewer_workers(job: StartJob, tmp_path: Path) -> None:
+    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--rdzv-id", "mine"]
+    first = job("resume.py", "--steps", "100000", flags=flags)
+    first.step(12)
+    first.process.terminate()
+    assert first.wait() == 128 + signal.SIGTERM
+    stopped_at = max(first.steps())[1]
+    assert first.event("checkpoint_saved", step=stopped_at)  # a stop saves, and then loses nothing
+    again = job("resume.py", "--steps", str(stopped_at + 10), workers="1", flags=flags)
+    whole = job("resume.py", "--steps", str(stopped_at + 10), flags=["--checkpoint-dir", str(tmp_path / "whole")])
+    assert again.wait() == 0
+    assert again.event("resumed", step=stopped_at, round=2, from_round=1)
+    assert [event["round"] for event in again.events("group_started")] == [2]
+    assert whole.wait() == 0
+    assert sorted(losses(again)) == list(range(stopped_at + 1, stopped_at + 11))
+    assert {**losses(first), **losses(again)} == pytest.approx(losses(whole), rel=1e-4)
+
+
+def test_a_crash_during_a_checkpoint_write(job: StartJob, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    run = job("resume.py", "--steps", "20", "--ballast", str(1 << 26), flags=["--checkpoint-dir", str(directory)])
+    run.step(5)
+    names = until(lambda: unfinished(directory), "a checkpoint being written")
+    run.kill(0, round=1)
+    # It died writing: what it wrote never got its name.
+    assert not [name for name in names if (directory / name.split(".")[1]).exists()]
+    assert run.wait(120) == 0
+    resumed = run.event("resumed", round=2)
+    assert run.event("checkpoint_saved", round=1, step=resumed["step"])
+    assert not unfinished(directory)
+    assert run.event("job_ended", step=20)
+
+
+def unfinished(directory: Path) -> set[str]:
+    """What lies in the directory and is no checkpoint under its final name."""
+    return {name for name in os.listdir(directory) if not name.startswith("r") and "lock" not in name}
+
+
+def test_damaged_checkpoints_are_passed_over_and_said(job: StartJob, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    flags = ["--checkpoint-dir", str(directory)]
+    assert job("resume.py", "--steps", "25", *KEPT, flags=flags).wait() == 0
+    truncate(directory / "r1-s25" / "state.pt")
+    flip(directory / "r1-s20" / "state.pt")
+    (directory / "r1-s15" / "manifest.json").unlink()
+    manifest = directory / "r1-s10" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": "7.0"}))
+    again = job("resume.py", "--steps", "30", *KEPT, flags=flags)
+    assert again.wait() == 0
+    assert again.event("resumed", from_round=1)["step"] == 5
+    said = {Path(event["path"]).name: event["reason"] for event in again.events("checkpoint_skipped")}
+    assert set(said) == {"r1-s25", "r1-s20", "r1-s15", "r1-s10"}
+    assert "7.0" in said["r1-s10"]
+    assert min(again.steps())[1] == 6
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_two_jobs_into_one_directory(job: StartJob, tmp_path: Path) -> None:
+    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    first = job("resume.py", "--steps", "100000", flags=[*flags, "--rdzv-id", "first"])
+    first.event("round_published")
+    second = job("resume.py", "--steps", "10", flags=[*flags, "--rdzv-id", "second"])
+    assert second.wait() == 2
+    (line,) = second.err.splitlines()
+    assert line.startswith("elasticd run: error:")
+    assert "first" in line
+    assert str(tmp_path / "checkpoints") in line
+    first.process.terminate()
+    assert first.wait() == 128 + signal.SIGTERM
+
+
+def on_a_small_disk(directory: Path) -> list[str]:
+    """A command's head that gives the job a disk of its own, of 4 MB, 3 of them taken; it goes with the job."""
+    directory.mkdir()
+    mount = 'mount -t tmpfs -o size=4m none "$0" && head -c 3M /dev/zero > "$0/filler" && exec "$@"'
+    for unshare in (["unshare", "-m"], ["unshare", "-r", "-m"]):
+        if not subprocess.run([*unshare, "sh", "-c", "mount -t tmpfs none /mnt"], capture_output=True).returncode:
+            return [*unshare, "sh", "-c", mount, str(directory)]
+    return []
+
+
+def test_a_full_disk_and_a_read_only_one_stop_nobody(job: StartJob, tmp_path: Path) -> None:
+    directory = tmp_path / "disk"
+    prefix = on_a_small_disk(directory)
+    if not prefix:  # without the right to mount: the library's tests do the same with a limit on file sizes
+        shutil.rmtree(directory)
+        return
+    how = ["--ballast", "1100000", "--keep", "1", "--disk", str(directory), "--free-at", "12", "--remount", "18", "23"]
+    run = job("resume.py", "--steps", "30", *how, prefix=prefix, flags=["--checkpoint-dir", str(directory)])
+    assert run.wait() == 0
+    assert run.file("freed").split() == ["12"]
+    assert run.file("remounted").split() == ["18", "23"]
+    failed = {event["step"]: event["reason"] for event in run.events("checkpoint_failed")}
+    assert set(failed) == {5, 10, 20}
+    assert "No space left" in failed[5]
+    assert "Read-only" in failed[20]
+    assert [event["step"] for event in run.events("checkpoint_saved")] == [15, 25, 30]
+    assert run.event("job_ended", outcome="succeeded", restarts=0)

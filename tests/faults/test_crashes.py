@@ -1,0 +1,60 @@
+"""Workers die in every way they can, at a step or before the first one: the next round trains, and the log says why."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.faults.conftest import StartJob
+from tests.faults.job import Fault
+
+WAYS = [
+    (Fault(1, 3, "SIGKILL", round=1), "rank 1 was killed by SIGKILL"),
+    (Fault(0, 3, "SIGKILL", round=2), "rank 0 was killed by SIGKILL"),
+    (Fault(0, 5, "SIGSEGV", round=3), "rank 0 was killed by SIGSEGV"),
+    (Fault(1, 1, "SIGABRT", round=4), "rank 1 was killed by SIGABRT"),
+    (Fault(1, 4, "exit 3", round=5), "rank 1 exited with code 3"),
+    (Fault(0, 4, "raise ValueError", round=6), "rank 0 exited with code 1 (ValueError: a fault)"),
+    (Fault(1, 2, "sys.exit 5", round=7), "rank 1 exited with code 5"),
+    (Fault(0, 2, "raise ValueError", round=8), "rank 0 exited with code 1 (ValueError: a fault)"),
+]
+
+
+def test_every_way_to_die_at_a_step(job: StartJob) -> None:
+    run = job("train.py", "20", faults=[fault for fault, _ in WAYS])
+    assert run.wait(90) == 0
+    for number, (fault, why) in enumerate(WAYS, start=1):
+        published = run.event("round_published", round=number + 1)
+        assert published["reason"].startswith(why), published
+        assert published["restarts"] == number
+        assert run.event("group_started", round=number + 1)["warm"]
+        assert run.event("worker_exited", round=number, rank=fault.rank, asked=False)
+    assert run.steps(0)[-20:] == run.steps(1)[-20:] == [(len(WAYS) + 1, step) for step in range(1, 21)]
+    assert run.event("job_ended", outcome="succeeded", exit_code=0)["restarts"] == len(WAYS)
+
+
+def test_ten_kills_in_a_row_and_then_all_ranks_at_once(job: StartJob) -> None:
+    run = job("train.py", "100000")
+    for number in range(1, 11):
+        run.step(2, round=number)
+        run.kill(number % 2, number)
+        assert run.event("first_step", round=number + 1)["recovery_seconds"] < 10
+    run.step(2, round=11)
+    for rank in (0, 1):
+        run.kill(rank, 11)
+    run.step(5, round=12)
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+
+
+def test_death_before_the_first_step(job: StartJob) -> None:
+    """One rank alone that raises is no user's mistake: those are all ranks'."""
+    ways = [
+        (Fault(1, 0, "SIGKILL", round=1), "rank 1 was killed by SIGKILL"),
+        (Fault(0, 0, "exit 3", round=2), "rank 0 exited with code 3"),
+        (Fault(1, 0, "raise ValueError", round=3), "rank 1 exited with code 1 (ValueError: a fault)"),
+    ]
+    run = job("train.py", "5", faults=[fault for fault, _ in ways])
+    assert run.wait() == 0
+    for number, (_, why) in enumerate(ways, start=2):
+        assert run.event("round_published", round=number)["reason"].startswith(why)
+    assert run.event("job_ended")["restarts"] == len(ways)

@@ -1,0 +1,93 @@
+"""A person stops the job, once or twice: workers hear of it, the exit code says so, nothing is left."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.faults.conftest import StartJob
+from tests.faults.job import Job, until
+
+COLD = "${local_rank}"
+
+
+def ready(run: Job) -> Job:
+    for rank in (0, 1):
+        run.file(f"ready-{rank}")
+    return run
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_one_signal_reaches_the_workers_as_it_is(job: StartJob, signum: signal.Signals) -> None:
+    run = ready(job("plain.py", COLD, "polite"))
+    run.process.send_signal(signum)
+    assert run.wait() == 128 + signum
+    assert [run.file(f"got-{rank}") for rank in (0, 1)] == [signum.name, signum.name]
+    assert run.event("job_ended", outcome="stopped", exit_code=128 + signum, restarts=0)
+    assert run.event("stop_requested", by=signum.name)
+    assert not run.events("worker_exited", asked=False)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_does_not_wait(job: StartJob, signum: signal.Signals) -> None:
+    run = ready(job("plain.py", COLD, "deaf"))
+    run.process.send_signal(signum)
+    run.event("stop_requested", grace_seconds=30.0)
+    started = time.monotonic()
+    run.process.send_signal(signum)
+    assert run.wait() == 128 + signum
+    assert time.monotonic() - started < 5
+    assert {event["signal"] for event in run.events("worker_exited")} == {signal.SIGKILL}
+
+
+def test_a_worker_that_ignores_the_signal_is_killed_after_the_shutdown_timeout(job: StartJob) -> None:
+    run = ready(job("plain.py", COLD, "deaf", flags=["--shutdown-timeout", "1"]))
+    run.process.terminate()
+    asked = run.event("stop_requested")["mono"]
+    assert run.wait() == 128 + signal.SIGTERM
+    exits = run.events("worker_exited", signal=int(signal.SIGKILL), asked=True)
+    assert len(exits) == 2
+    assert all(0.9 < event["mono"] - asked < 5 for event in exits)
+    assert "did not stop in time" in run.err
+
+
+def test_what_a_stopped_worker_daemonised_ends_with_it(job: StartJob) -> None:
+    run = ready(job("plain.py", COLD, "family"))
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+    assert len(run.file("family").split()) == 6
+
+
+def test_hangup_means_nothing_under_nohup(job: StartJob) -> None:
+    run = ready(job("plain.py", COLD, "polite", prefix=["nohup"]))
+    run.process.send_signal(signal.SIGHUP)
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+    assert [event["by"] for event in run.events("stop_requested")] == ["SIGTERM"]
+
+
+def test_a_signal_before_there_are_workers_ends_the_job(job: StartJob) -> None:
+    run = job("train.py", "1000")
+    run.event("round_published", round=1)
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+    assert run.steps(0) == []
+
+
+def test_a_signal_during_the_backoff_ends_the_job(job: StartJob) -> None:
+    run = job("test", "-d", "/no/such/directory", flags=["--no-python"])
+    run.event("round_published", round=3)  # the next one is due two seconds after this one has failed
+    until(lambda: run.events("group_gone", round=3), "the end of round 3")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 128 + signal.SIGINT
+    assert not run.events("round_published", round=4)
+
+
+def test_a_signal_at_the_very_start_is_not_lost(job: StartJob) -> None:
+    for _ in range(4):
+        run = job("plain.py", COLD, "sleep")
+        run.event("group_started")
+        run.process.terminate()
+        assert run.wait(15) == 128 + signal.SIGTERM
