@@ -1,0 +1,45 @@
+"""The launchers that are compared, and how each is asked to start the same script.
+
+torchrun appears twice: with its defaults, and at its best. By default it shares the agent's store with the workers, and
+a restarted gloo group then often reads the dead group's addresses and stalls; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+keeps the stores apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """A way to start workers on this machine: its command and the environment it needs."""
+
+    name: str
+    title: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self, script: str, workers: int, *args: str) -> list[str]:
+        return [*self.command, "--nproc-per-node", str(workers), script, *args]
+
+
+ELASTICD = Launcher(
+    "elasticd",
+    "elasticd",
+    # More restarts than anything here needs: what is measured is a restart, not the budget for them.
+    (sys.executable, "-m", "elasticd_agent", "run", "--standalone", "--max-restarts", "1000"),
+)
+TORCHRUN = Launcher(
+    "torchrun",
+    "torchrun, defaults",
+    (sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "100"),
+)
+TORCHRUN_TUNED = Launcher(
+    "torchrun_tuned",
+    "torchrun, at its best",
+    TORCHRUN.command,
+    {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+)
+ALL = (ELASTICD, TORCHRUN, TORCHRUN_TUNED)
