@@ -107,6 +107,12 @@ class Owner:
             self.running = False  # the agent is gone; the loop ends everything
 
     def run(self) -> None:
+        try:
+            self.serve()
+        finally:  # a mistake of ours, too, ends with nothing left behind
+            self.end_everything()
+
+    def serve(self) -> None:
         while self.running:
             waiting = any(group.running and not group.workers() for group in self.groups.values())
             for fd, _ in self.poll.poll(50 if waiting else None):
@@ -119,10 +125,12 @@ class Owner:
             self.reap()
             for group in list(self.groups.values()):
                 self.finish(group)
-        self.end_everything()
 
     def hear_agent(self) -> None:
-        packet = self.agent.recv(PACKET)
+        try:
+            packet = self.agent.recv(PACKET)
+        except OSError:  # a reset, not an end of file, when the agent died with words of ours unread
+            packet = b""
         if not packet:
             self.running = False
             return

@@ -1,0 +1,51 @@
+"""The owner by itself: whatever way its agent goes, it ends without a word and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import elasticd_agent.launcher
+
+OWNER = Path(elasticd_agent.launcher.__file__).with_name("owner.py")
+
+
+def owner(tmp_path: Path) -> tuple[subprocess.Popen[str], socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    (tmp_path / "run").mkdir()
+    with theirs:
+        argv = [sys.executable, "-I", "-S", str(OWNER), str(theirs.fileno()), str(tmp_path / "run")]
+        process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
+    ours.settimeout(20)
+    return process, ours
+
+
+def test_an_agent_that_dies_with_words_unread_is_a_death_like_any_other(tmp_path: Path) -> None:
+    process, agent = owner(tmp_path)
+    refused = json.dumps({"do": "park", "group": 1, "workers": 1, "host": "127.0.0.1", "port": 0}).encode()
+    agent.send(refused)
+    agent.recv(1 << 16)
+    agent.send(refused)  # its answer stays unread: closing then resets the connection
+    until_unread(agent)
+    agent.close()
+    _, said = process.communicate(timeout=20)
+    assert (process.returncode, said) == (0, "")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_of_its_own_ends_everything_all_the_same(tmp_path: Path) -> None:
+    process, agent = owner(tmp_path)
+    spawn = {"do": "template", "argv": ["sleep", "600"], "env": {"PATH": "/usr/bin:/bin"}, "cwd": "/", "launch": {}}
+    agent.send(json.dumps(spawn).encode())
+    agent.send(b"no JSON")
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 1 and "JSONDecodeError" in said
+    assert not (tmp_path / "run").exists()  # the leak check finds the sleeper, were it left
+    agent.close()
+
+
+def until_unread(channel: socket.socket) -> None:
+    assert channel.recv(1, socket.MSG_PEEK)
