@@ -18,6 +18,7 @@ from benchmarks.launchers import Launcher
 from benchmarks.processes import command_line, descendants, end_all, pss_megabytes
 
 SCRIPT = Path(__file__).with_name("scripts") / "steps.py"
+_THAW_S = 0.1  # after SIGCONT, before steps count: sockets and caches warm up again
 _LOOK_EVERY_S = 0.005  # how often the step files are read; no measured time depends on it
 
 
@@ -60,6 +61,7 @@ class Job:
         # group (its restart count) -> rank -> what it noted
         self.groups: dict[int, dict[int, RankInGroup]] = {}
         self._read: dict[int, int] = {}
+        self._times_read = 0
 
     def __enter__(self) -> Job:
         # The same for all launchers, and what each would set by itself; said here so that torchrun need not warn of it.
@@ -108,6 +110,33 @@ class Job:
         at = time.monotonic()
         os.kill(self.groups[group][rank].pid, signal.SIGKILL)
         return at
+
+    def freeze(self) -> None:
+        """SIGSTOP the launcher and everything below it."""
+        self._signal_all(signal.SIGSTOP)
+
+    def thaw_for(self, seconds: float) -> float:
+        """Let a frozen job run for so long; rank 0's steps a second meanwhile, less a moment of settling."""
+        self._signal_all(signal.SIGCONT)
+        time.sleep(_THAW_S)
+        begin = time.monotonic()
+        time.sleep(seconds)
+        end = time.monotonic()
+        self.freeze()
+        self._times_read, new = self._rank0_times(self._times_read)
+        return sum(begin <= at < end for at in new) / (end - begin)
+
+    def _signal_all(self, signum: signal.Signals) -> None:
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            os.kill(pid, signum)
+
+    def _rank0_times(self, offset: int) -> tuple[int, list[float]]:
+        """When the steps noted after `offset` bytes of the file were done, and how long the file is now."""
+        with (self.directory / "rank0.steps").open("rb") as file:
+            file.seek(offset)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        return offset + len(whole), [float(line.split()[3]) for line in whole.splitlines()]
 
     def wait_for_end(self, deadline_s: float) -> None:
         try:

@@ -18,7 +18,7 @@ from benchmarks.launchers import ELASTICD, TORCHRUN, Launcher
 _START_DEADLINE_S = 90.0
 # Between a group's first step and the kill, the same for all launchers: faults rarely come in the first second.
 _SETTLE_S, _SETTLE_STEPS = 1.0, 50
-_WARM_UP_STEPS = 500  # left out of the step rate: page faults, DDP's bucket rebuild, the launcher's own start
+_WARM_UP_STEPS = 500  # left out of the step rate: page faults, DDP's bucket rebuild, the launcher's own parking
 
 Say = Callable[[str], None]
 
@@ -44,7 +44,8 @@ class Recoveries:
 
 def warm_up(launcher: Launcher, scratch: Iterator[Path]) -> None:
     """A run that does not count. Raises Stalled if the launcher cannot do even that, with what it printed."""
-    _steps_per_second(launcher, 2, 10, next(scratch))
+    with Job(launcher, 2, next(scratch), "--steps", "10") as job:
+        job.wait_for_end(_START_DEADLINE_S)
 
 
 def recoveries(
@@ -102,32 +103,35 @@ def _last(result: Recoveries) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Steps a second without faults, run by run, and elasticd's share of torchrun's."""
+    """Steps a second without faults, slice by slice, and elasticd's share of torchrun's."""
 
     workers: int
-    steps: int
+    slice_s: float
     elasticd: list[float]
     torchrun: list[float]
     ratio: Interval
 
 
-def overhead(pairs: int, steps: int, rng: random.Random, scratch: Iterator[Path], say: Say) -> Overhead:
-    """Interleaved pairs of short runs of 2 workers; which of a pair goes first is drawn."""
+def overhead(pairs: int, slice_s: float, rng: random.Random, scratch: Iterator[Path], say: Say) -> Overhead:
+    """One job of 2 workers under each launcher, which take turns: one trains, the other one is stopped as a whole.
+
+    A machine that others use changes its speed by a third within minutes; turns of a second meet the same machine.
+    """
     rates: dict[str, list[float]] = {ELASTICD.name: [], TORCHRUN.name: []}
-    for pair in range(pairs):
-        for launcher in rng.sample((ELASTICD, TORCHRUN), 2):
-            rates[launcher.name].append(_steps_per_second(launcher, 2, steps, next(scratch)))
-        ours, theirs = rates[ELASTICD.name][-1], rates[TORCHRUN.name][-1]
-        say(f"steady pair {pair + 1}/{pairs}: elasticd {ours:.0f}, torchrun {theirs:.0f} steps/s, {ours / theirs:.3f}")
-    ratios = [ours / theirs for ours, theirs in zip(*rates.values(), strict=True)]
-    return Overhead(2, steps, rates[ELASTICD.name], rates[TORCHRUN.name], median_interval(ratios))
-
-
-def _steps_per_second(launcher: Launcher, workers: int, steps: int, directory: Path) -> float:
-    with Job(launcher, workers, directory, "--steps", str(_WARM_UP_STEPS + steps)) as job:
-        job.wait_for_end(_START_DEADLINE_S + steps * 0.05)
-        times = [float(line.split()[3]) for line in (directory / "rank0.steps").read_text().splitlines()]
-        return (len(times) - 1 - _WARM_UP_STEPS) / (times[-1] - times[_WARM_UP_STEPS])
+    with Job(ELASTICD, 2, next(scratch)) as ours, Job(TORCHRUN, 2, next(scratch)) as theirs:
+        jobs = {ELASTICD.name: ours, TORCHRUN.name: theirs}
+        for job in jobs.values():
+            job.train(job.wait_for_group(-1, _START_DEADLINE_S), 1.0, _WARM_UP_STEPS, _START_DEADLINE_S)
+        for job in jobs.values():
+            job.freeze()
+        for pair in range(pairs):
+            for name in rng.sample(list(jobs), 2):
+                rates[name].append(jobs[name].thaw_for(slice_s))
+            if (pair + 1) % 20 == 0:
+                so_far = median_interval([a / b for a, b in zip(*rates.values(), strict=True)])
+                say(f"steady pair {pair + 1}/{pairs}: {so_far.median:.3f} ({so_far.low:.3f} to {so_far.high:.3f})")
+    ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
+    return Overhead(2, slice_s, rates[ELASTICD.name], rates[TORCHRUN.name], median_interval(ratios))
 
 
 def memory(launchers: tuple[Launcher, ...], workers: int, scratch: Iterator[Path], say: Say) -> dict[str, Memory]:

@@ -71,7 +71,7 @@ def measure(
         text.append(report.recovery_table(results))
         ok = all(r.all_recovered for r in results if r.launcher == ELASTICD.name)
     if "steady" in args.parts:
-        steady = measurements.overhead(args.pairs, args.steps, rng, scratch, say)
+        steady = measurements.overhead(args.pairs, args.slice, rng, scratch, say)
         found["steady"] = steady
         text.append(report.overhead_line(steady))
     if "memory" in args.parts:
@@ -99,18 +99,18 @@ def as_plain(value: object) -> object:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="2 repetitions, 2 workers, 4 pairs: a look, not a figure")
+    parser.add_argument("--quick", action="store_true", help="2 repetitions, 2 workers, 20 pairs: a look, not a figure")
     parser.add_argument("--repetitions", type=int, help="of start and recovery, each launcher (default 5)")
     parser.add_argument("--workers", type=int, nargs="+", help="numbers of workers (default 2 4)")
-    parser.add_argument("--pairs", type=int, help="interleaved pairs of steady runs (default 20)")
-    parser.add_argument("--steps", type=int, default=2500, help="steps that count in a steady run")
+    parser.add_argument("--pairs", type=int, help="of turns in the steady state (default 120)")
+    parser.add_argument("--slice", type=float, default=1.0, help="seconds a turn in the steady state takes")
     parser.add_argument("--deadline", type=float, default=30.0, help="seconds after which a restart counts as stalled")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--kills", type=int, default=0, help="only this: kills in a row in one elasticd job")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where the figures go (default bench-results/)")
     args = parser.parse_args(argv)
-    repetitions, workers, pairs = (2, [2], 4) if args.quick else (5, [2, 4], 20)
+    repetitions, workers, pairs = (2, [2], 20) if args.quick else (5, [2, 4], 120)
     args.repetitions = args.repetitions or repetitions
     args.workers = args.workers or workers
     args.pairs = args.pairs or pairs

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,10 @@ from elasticd.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+LAST_WORK_S = 0.02
+"""Gloo's thread may still want the GIL to drop its last collective; if DDP's reducer is then the last to hold the
+process group, it joins that thread under the GIL, for ever (pytorch/pytorch#56297). A pause lets the thread finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,7 @@ def leave(group: Group) -> None:
     import torch.distributed as dist
 
     if group.made and dist.is_initialized():
+        time.sleep(LAST_WORK_S)
         dist.destroy_process_group()
 
 
