@@ -7,6 +7,7 @@ counted and left out of the medians, so a median alone flatters a launcher that 
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from benchmarks.launchers import ELASTICD, TORCHRUN, Launcher
 _START_DEADLINE_S = 90.0
 # Between a group's first step and the kill, the same for all launchers: faults rarely come in the first second.
 _SETTLE_S, _SETTLE_STEPS = 1.0, 50
+_TURN_S = 0.5
 _WARM_UP_STEPS = 500  # left out of the step rate: page faults, DDP's bucket rebuild, the launcher's own parking
 
 Say = Callable[[str], None]
@@ -103,35 +105,36 @@ def _last(result: Recoveries) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Steps a second without faults, slice by slice, and elasticd's share of torchrun's."""
+    """Steps a second without faults, turn by turn, and elasticd's share of torchrun's: a median for each start."""
 
     workers: int
-    slice_s: float
     elasticd: list[float]
     torchrun: list[float]
+    starts: list[float]
     ratio: Interval
 
 
-def overhead(pairs: int, slice_s: float, rng: random.Random, scratch: Iterator[Path], say: Say) -> Overhead:
-    """One job of 2 workers under each launcher, which take turns: one trains, the other one is stopped as a whole.
+def overhead(starts: int, turns: int, rng: random.Random, scratch: Iterator[Path], say: Say) -> Overhead:
+    """A job of 2 workers under each launcher at a time; they take turns: one trains, the other one is stopped whole.
 
-    A machine that others use changes its speed by a third within minutes; turns of a second meet the same machine.
+    A machine that others use changes its speed by a third within minutes; turns of half a second meet the same machine.
+    A start has its luck, too (where its memory lies): the same launcher, started again, differs by three per cent.
     """
     rates: dict[str, list[float]] = {ELASTICD.name: [], TORCHRUN.name: []}
-    with Job(ELASTICD, 2, next(scratch)) as ours, Job(TORCHRUN, 2, next(scratch)) as theirs:
-        jobs = {ELASTICD.name: ours, TORCHRUN.name: theirs}
-        for job in jobs.values():
-            job.train(job.wait_for_group(-1, _START_DEADLINE_S), 1.0, _WARM_UP_STEPS, _START_DEADLINE_S)
-        for job in jobs.values():
-            job.freeze()
-        for pair in range(pairs):
-            for name in rng.sample(list(jobs), 2):
-                rates[name].append(jobs[name].thaw_for(slice_s))
-            if (pair + 1) % 20 == 0:
-                so_far = median_interval([a / b for a, b in zip(*rates.values(), strict=True)])
-                say(f"steady pair {pair + 1}/{pairs}: {so_far.median:.3f} ({so_far.low:.3f} to {so_far.high:.3f})")
-    ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
-    return Overhead(2, slice_s, rates[ELASTICD.name], rates[TORCHRUN.name], median_interval(ratios))
+    medians: list[float] = []
+    for start in range(starts):
+        with Job(ELASTICD, 2, next(scratch)) as ours, Job(TORCHRUN, 2, next(scratch)) as theirs:
+            jobs = {ELASTICD.name: ours, TORCHRUN.name: theirs}
+            for job in jobs.values():
+                job.train(job.wait_for_group(-1, _START_DEADLINE_S), 1.0, _WARM_UP_STEPS, _START_DEADLINE_S)
+                job.freeze()
+            for _ in range(turns):
+                for name in rng.sample(list(jobs), 2):
+                    rates[name].append(jobs[name].thaw_for(_TURN_S))
+        pairs = list(zip(*rates.values(), strict=True))[-turns:]
+        medians.append(statistics.median(ours / theirs for ours, theirs in pairs))
+        say(f"steady start {start + 1}/{starts}: elasticd does {medians[-1]:.3f} of torchrun's steps")
+    return Overhead(2, rates[ELASTICD.name], rates[TORCHRUN.name], medians, median_interval(medians))
 
 
 def memory(launchers: tuple[Launcher, ...], workers: int, scratch: Iterator[Path], say: Say) -> dict[str, Memory]:

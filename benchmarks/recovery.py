@@ -71,7 +71,7 @@ def measure(
         text.append(report.recovery_table(results))
         ok = all(r.all_recovered for r in results if r.launcher == ELASTICD.name)
     if "steady" in args.parts:
-        steady = measurements.overhead(args.pairs, args.slice, rng, scratch, say)
+        steady = measurements.overhead(args.starts, args.turns, rng, scratch, say)
         found["steady"] = steady
         text.append(report.overhead_line(steady))
     if "memory" in args.parts:
@@ -99,21 +99,21 @@ def as_plain(value: object) -> object:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="2 repetitions, 2 workers, 20 pairs: a look, not a figure")
+    parser.add_argument("--quick", action="store_true", help="2 repetitions, 2 workers, 3 starts: a look, not a figure")
     parser.add_argument("--repetitions", type=int, help="of start and recovery, each launcher (default 5)")
     parser.add_argument("--workers", type=int, nargs="+", help="numbers of workers (default 2 4)")
-    parser.add_argument("--pairs", type=int, help="of turns in the steady state (default 120)")
-    parser.add_argument("--slice", type=float, default=1.0, help="seconds a turn in the steady state takes")
+    parser.add_argument("--starts", type=int, help="pairs of jobs in the steady state (default 12)")
+    parser.add_argument("--turns", type=int, default=20, help="that each of such a pair takes, of half a second")
     parser.add_argument("--deadline", type=float, default=30.0, help="seconds after which a restart counts as stalled")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--kills", type=int, default=0, help="only this: kills in a row in one elasticd job")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where the figures go (default bench-results/)")
     args = parser.parse_args(argv)
-    repetitions, workers, pairs = (2, [2], 20) if args.quick else (5, [2, 4], 120)
+    repetitions, workers, starts = (2, [2], 3) if args.quick else (5, [2, 4], 12)
     args.repetitions = args.repetitions or repetitions
     args.workers = args.workers or workers
-    args.pairs = args.pairs or pairs
+    args.starts = args.starts or starts
     if min(args.workers) < 2:
         parser.error("--workers: at least 2, or there is no rank other than 0 to kill")
     return args

@@ -68,8 +68,8 @@ def overhead_line(result: Overhead) -> str:
     ours, theirs, ratio = statistics.median(result.elasticd), statistics.median(result.torchrun), result.ratio
     return (
         f"Steady state, {result.workers} workers, {1000 / theirs:.2f} ms a step: elasticd {ours:.0f} steps/s, torchrun "
-        f"{theirs:.0f} steps/s; paired ratio {ratio.median:.3f}, {ratio.coverage:.0%} interval "
-        f"{ratio.low:.3f} to {ratio.high:.3f} ({len(result.elasticd)} pairs of turns of {result.slice_s:g} s)."
+        f"{theirs:.0f} steps/s; ratio of turns {ratio.median:.3f}, {ratio.coverage:.0%} interval "
+        f"{ratio.low:.3f} to {ratio.high:.3f} ({len(result.starts)} starts, {len(result.elasticd)} pairs of turns)."
     )
 
 
