@@ -2,6 +2,7 @@
 
     ElasticdError
     ├── UsageError              something the user typed or configured; the command line answers with exit code 2
+    │   └── StoreRefused        the store answered, and will not have us: credentials, TLS, not that kind of server
     ├── WireError               a record from a file, a process or the network that cannot be understood
     ├── StoreUnavailable        the coordination store did not answer (a lost race is a value, never an error)
     ├── LauncherError           the warm launcher could not do what it was asked; a cold start is tried instead
@@ -24,6 +25,10 @@ class ElasticdError(Exception):
 
 class UsageError(ElasticdError):
     """Something the user typed or configured cannot work; the message says what would."""
+
+
+class StoreRefused(UsageError):
+    """The coordination store answered and refused; trying again will not help."""
 
 
 class WireError(ElasticdError):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntFlag
 from pathlib import Path
+from typing import Literal
 
 from elasticd.errors import UsageError
 
@@ -96,6 +97,36 @@ class JobSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Tls:
+    """How a store is spoken to over TLS: PEM files; `cert` and `key` come together and prove who we are (mTLS)."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the agents of one job meet, and as whom this one comes.
+
+    `backend` "memory": one node, nobody to meet. `endpoints` are (host, port). `is_host` None: c10d's host is the agent
+    whose machine has the endpoint's address. `local_addr` None: the address of the interface that reaches the store.
+    `node` None: the machine's host name.
+    """
+
+    backend: Literal["memory", "c10d", "etcd"] = "memory"
+    endpoints: tuple[tuple[str, int], ...] = ()
+    tls: Tls | None = None
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    is_host: bool | None = None
+    local_addr: str | None = None
+    node: str | None = None
+    min_nodes: int = 1
+    max_nodes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """The numbers every decision is made by. All times are seconds.
 
@@ -113,6 +144,19 @@ class Policy:
     progress_ceiling_s: float = 1800.0
     slot_strikes: int = 2
     slot_cooloff_s: float = 60.0
+    lease_s: float = 3.0
+    renewal_s: float = 1.0
+    store_timeout_s: float = 0.9
+    seen_timeout_s: float = 1.0
+    last_call_s: float = 5.0
+    join_timeout_s: float = 600.0
+    replace_timeout_s: float = 600.0
+    adopt_timeout_s: float = 60.0
+    hold_timeout_s: float = 30.0
+    grow: Literal["auto", "always", "never"] = "auto"
+    grow_debounce_s: float = 1.0
+    node_cooloff_s: float = 5.0
+    store_away_s: float = 300.0
 
     def __post_init__(self) -> None:
         if self.max_restarts is not None and self.max_restarts < 0:

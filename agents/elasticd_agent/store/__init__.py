@@ -28,13 +28,29 @@ class Lease(Protocol):
         """What the store granted, which may differ from what was asked for."""
         ...
 
+    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+        """Set `key` if its version is `expected` (None: if it is not there), to live as long as this lease.
+
+        Returns its version; None: the race was lost, nothing has changed.
+        """
+        ...
+
     def renew(self) -> bool:
         """Live another `ttl_s`. False: the lease has ended, and its key with it; announce anew."""
         ...
 
     def withdraw(self) -> None:
-        """End the lease and delete its key now. Withdrawing an ended lease does nothing."""
+        """End the lease and delete its keys now. Withdrawing an ended lease does nothing."""
         ...
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this process asked of a store so far; renewals and watches count, too."""
+
+    requests: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
 
 class Watch(Protocol):
@@ -44,6 +60,9 @@ class Watch(Protocol):
 
 
 class Store(Protocol):
+    @property
+    def traffic(self) -> Traffic: ...
+
     def read(self, key: str) -> Versioned | None:
         """The value of `key`; None if it is not there."""
         ...
@@ -52,8 +71,14 @@ class Store(Protocol):
         """Every key that begins with `prefix`, sorted, with its value."""
         ...
 
-    def compare_and_swap(self, key: str, expected: int | None, value: bytes) -> bool:
-        """Set `key` if its version is `expected` (None: if it is not there). False: it was not, nothing has changed."""
+    def compare_and_swap(
+        self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
+    ) -> bool:
+        """Set `key` if its version is `expected` (None: if it is not there). False: it was not, nothing has changed.
+
+        `guard` names another key and the version that it, too, must have. A store that cannot compare two keys at once
+        (c10d) ignores it; its planner is the agent that hosts it. A leased key stays with its lease.
+        """
         ...
 
     def delete(self, key: str) -> bool:

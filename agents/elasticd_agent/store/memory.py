@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elasticd_agent.store import Lease, Versioned, Watch
+from elasticd_agent.store import Lease, Traffic, Versioned, Watch
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
     value: bytes
     version: int
-    expires_at: float | None  # None: not leased
+    lease: _MemoryLease | None
 
 
 class MemoryStore:
@@ -30,6 +30,7 @@ class MemoryStore:
         self._entries: dict[str, _Entry] = {}
         self._watches: list[_MemoryWatch] = []
         self._version = 0
+        self.traffic = Traffic()
 
     def read(self, key: str) -> Versioned | None:
         with self._lock:
@@ -43,13 +44,15 @@ class MemoryStore:
             found = sorted((k, e) for k, e in self._entries.items() if k.startswith(prefix))
             return {k: Versioned(e.value, e.version) for k, e in found}
 
-    def compare_and_swap(self, key: str, expected: int | None, value: bytes) -> bool:
+    def compare_and_swap(
+        self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
+    ) -> bool:
         with self._lock:
             self._expire()
-            entry = self._entries.get(key)
-            if (entry.version if entry else None) != expected:
+            if self._version_of(key) != expected or (guard is not None and self._version_of(guard[0]) != guard[1]):
                 return False
-            self._set(key, value, entry.expires_at if entry else None)
+            entry = self._entries.get(key)
+            self._set(key, value, entry.lease if entry else None)
             return True
 
     def delete(self, key: str) -> bool:
@@ -60,9 +63,8 @@ class MemoryStore:
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         with self._lock:
             self._expire()
-            if key in self._entries:
-                return None
-            return _MemoryLease(self, key, self._set(key, value, self._clock() + ttl_s), ttl_s)
+            lease = _MemoryLease(self, ttl_s, self._clock() + ttl_s)
+            return lease if lease.hold(key, value) is not None else None
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
         with self._lock:
@@ -74,15 +76,15 @@ class MemoryStore:
         with self._lock:
             self._watches.clear()
 
-    def _set(self, key: str, value: bytes, expires_at: float | None) -> _Entry:
-        self._version += 1
+    def _version_of(self, key: str) -> int | None:
         entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = _Entry(value, self._version, expires_at)
-        else:  # the same entry, so that a lease of this key keeps it
-            entry.value, entry.version = value, self._version
+        return entry.version if entry else None
+
+    def _set(self, key: str, value: bytes, lease: _MemoryLease | None) -> int:
+        self._version += 1
+        self._entries[key] = _Entry(value, self._version, lease)
         self._tell(key)
-        return entry
+        return self._version
 
     def _drop(self, key: str) -> bool:
         if self._entries.pop(key, None) is None:
@@ -92,7 +94,7 @@ class MemoryStore:
 
     def _expire(self) -> None:
         now = self._clock()
-        for key in [k for k, e in self._entries.items() if e.expires_at is not None and e.expires_at <= now]:
+        for key in [k for k, e in self._entries.items() if e.lease is not None and e.lease.expires_at <= now]:
             self._drop(key)
 
     def _tell(self, key: str) -> None:
@@ -100,25 +102,35 @@ class MemoryStore:
             watch.callback(key)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _MemoryLease:
     store: MemoryStore
-    key: str
-    entry: _Entry
     ttl_s: float
+    expires_at: float
+
+    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+        with self.store._lock:
+            self.store._expire()
+            if self.store._version_of(key) != expected or self.expires_at <= self.store._clock():
+                return None
+            return self.store._set(key, value, self)
 
     def renew(self) -> bool:
         with self.store._lock:
             self.store._expire()
-            if self.store._entries.get(self.key) is not self.entry:
+            if not self._keys():
                 return False
-            self.entry.expires_at = self.store._clock() + self.ttl_s
+            self.expires_at = self.store._clock() + self.ttl_s
             return True
 
     def withdraw(self) -> None:
         with self.store._lock:
-            if self.store._entries.get(self.key) is self.entry:
-                self.store._drop(self.key)
+            for key in self._keys():
+                self.store._drop(key)
+            self.expires_at = self.store._clock()
+
+    def _keys(self) -> list[str]:
+        return [key for key, entry in self.store._entries.items() if entry.lease is self]
 
 
 @dataclass(eq=False, frozen=True, slots=True)
