@@ -94,6 +94,20 @@ class Bench(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Exclusion(Record):
+    """A node that was left out of a Round although it may come back: how many `times` in a row, the last one `age_s`
+    seconds before this Round was published."""
+
+    node: str
+    times: int
+    age_s: float = 0.0
+
+    def check(self) -> None:
+        if not self.node or self.times < 1 or self.age_s < 0:
+            raise WireError(f"exclusion of {self.node!r}: {self.times} times, {self.age_s} s ago makes no sense")
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetState(Record):
     """The restart budget's counters as of this Round's publication.
 
@@ -116,7 +130,8 @@ class Round(Document):
     """One agreed membership, or, with an `outcome`, the end of the job.
 
     `resume` proposes a checkpoint as (round, step). Ranks are numbered through the members in order, and through
-    each member's slots in order. `restarts` counts the rounds started after the first one.
+    each member's slots in order. `restarts` counts the rounds started after the first one. `directory` names the
+    checkpoint directory of rank 0's node, as its NodeRecord does.
     """
 
     number: int
@@ -125,6 +140,8 @@ class Round(Document):
     restarts: int = 0
     budget: BudgetState = BudgetState()
     benched: tuple[Bench, ...] = ()
+    excluded: tuple[Exclusion, ...] = ()
+    directory: str = ""
     reason: str = ""
     outcome: Outcome | None = None
     exit_code: int | None = None
@@ -180,12 +197,29 @@ class Round(Document):
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord(Document):
-    """An agent's announcement of its node. `incarnation` is new whenever the owner of its workers starts anew."""
+    """An agent's announcement of its node, kept under its lease and up to date by itself.
+
+    `incarnation` is new whenever the owner of its workers starts anew. `address` is where it answers a knock,
+    "host:port". `directory` names its checkpoint directory: two nodes that say the same share it; `highest` is the
+    highest round number found there and among its logs. The rest is how far it is, each the number of a round, 0 if
+    none: it has `seen` the round, its group was started (`ready`), has `stepped`, could be held at a checkpoint
+    (`can_hold`), is `held` at one; it is `leaving` if somebody asked its agent to stop.
+    """
 
     id: str
     incarnation: str
     address: str
     slots: tuple[int, ...]
+    directory: str = ""
+    highest: int = 0
+    seen: int = 0
+    ready: int = 0
+    stepped: int = 0
+    can_hold: int = 0
+    held: int = 0
+    checkpoint: tuple[int, int] | None = None
+    high_water: int = 0
+    leaving: str = ""
 
     def check(self) -> None:
         if not self.id or not self.slots:

@@ -7,6 +7,8 @@ repeated or about another round changes nothing. An event of a group is obeyed o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elasticd.wire import Failure, Round
 from elasticd_agent.lastwords import mistake, said, victim
 from elasticd_agent.messages import (
@@ -21,6 +23,7 @@ from elasticd_agent.messages import (
     Phase,
     ReportDone,
     ReportFailure,
+    ReportLeaving,
     RoundPublished,
     Rules,
     Running,
@@ -33,6 +36,7 @@ from elasticd_agent.messages import (
     StopGroup,
     Stopping,
     StopRequested,
+    StoreAbandoned,
     StoreExited,
     TimeCame,
     Wake,
@@ -40,6 +44,9 @@ from elasticd_agent.messages import (
 )
 
 Move = tuple[Phase, list[Action]]
+
+REQUEUE = 75
+"""EX_TEMPFAIL of sysexits.h: nothing is wrong with the job, whoever scheduled it should start it again."""
 
 # From each phase, the phases it may turn into, and what must arrive for it to end. docs/states.md is made from this.
 MOVES: dict[type[Phase], tuple[tuple[type[Phase], ...], str]] = {
@@ -67,7 +74,10 @@ def _step(phase: Phase, event: Event, rules: Rules) -> Move:
         case Joining():
             return _joining(phase, event, rules)
         case Running():
-            return _running(phase, event, rules)
+            after, actions = _running(phase, event, rules)
+            if phase.stop is not None and isinstance(after, Stopping) and after.stop is None:
+                after = replace(after, stop=phase.stop)
+            return after, actions
         case Settling():
             return _settling(phase, event, rules)
         case Stopping():
@@ -82,6 +92,10 @@ def _joining(phase: Joining, event: Event, rules: Rules) -> Move:
             return _leave(r)
         case RoundPublished(r) if r.number > phase.past and phase.stop is None:
             return _enter(r, rules)
+        case StoreAbandoned(why):
+            return Ended(phase.past, REQUEUE), [Leave(REQUEUE, why)]
+        case StopRequested(signal, code) if rules.shared:
+            return Ended(phase.past, code), [Leave(code, f"stopped by {signal}")]
         case StopRequested(signal, code, at) if phase.stop is None:
             # The planner answers with the terminal Round; if it cannot, we leave all the same.
             until = at + rules.stop_grace_s
@@ -99,7 +113,7 @@ def _running(phase: Running, event: Event, rules: Rules) -> Move:
     round_ = phase.round
     match event:
         case RoundPublished(r) if r.number > round_.number:
-            return _superseded(round_, r, rules)
+            return _superseded(round_, r, rules, phase.stop)
         case WorkerExited(number) if number == round_.number and not _known(phase.exits, event):
             return _worker_exited(phase, event, rules)
         case StoreExited(number, why) if number == round_.number:
@@ -109,24 +123,37 @@ def _running(phase: Running, event: Event, rules: Rules) -> Move:
         case StartFailed(number, why) if number == round_.number:
             return _fail(round_, rules, "start_failed", (), f"the group could not be started: {why}")
         case FirstStep(number) if number == round_.number:
-            return Running(round_, phase.exits, first_step=True), []
+            return replace(phase, first_step=True), []
         case GroupGone(number) if number == round_.number:
             return _vanished(round_, phase.exits, rules)
+        case StopRequested() if rules.shared:
+            return _ask_to_leave(phase, event, rules)
+        case TimeCame(at) if phase.stop is not None and at >= phase.stop.until:
+            kill = KillGroup(round_.number, f"{phase.stop.signal}: no round without {rules.node} has come in time")
+            return Stopping(round_, stop=phase.stop), [kill]
         case StopRequested() | StopForced():
             return _stop(round_, event, rules)
         case _:
             return phase, []
 
 
+def _ask_to_leave(phase: Running, event: StopRequested, rules: Rules) -> Move:
+    """The other nodes go on without this one, from a checkpoint where they can be held at one."""
+    if phase.stop is not None:
+        return phase, []
+    stop = Stop(event.signal, event.exit_code, event.at + rules.stop_grace_s)
+    return replace(phase, stop=stop), [ReportLeaving(f"{rules.node} leaves: {event.signal}"), Wake(stop.until)]
+
+
 def _worker_exited(phase: Running, exit: WorkerExited, rules: Rules) -> Move:
     round_, exits = phase.round, (*phase.exits, exit)
     if not exit.status.ok:
-        if phase.first_step or phase.exits or mistake(exit) is None:
+        if phase.first_step or phase.exits or phase.stop or mistake(exit) is None:
             return _crash(round_, exit, rules)
         until = exit.at + rules.user_error_wait_s
         return _settled(Settling(round_, exits, until), rules, [Wake(until)])
     if len(exits) < _workers(round_, rules):
-        return Running(round_, exits, phase.first_step), []
+        return replace(phase, exits=exits), []
     return Stopping(round_), [ReportDone(round_.number)]
 
 
@@ -195,8 +222,9 @@ def _after(phase: Stopping, rules: Rules) -> Move:
 
 
 def _enter(r: Round, rules: Rules) -> Move:
-    if r.member(rules.node) is None:
-        return Joining(r.number), []
+    member = r.member(rules.node)
+    if member is None or rules.incarnation not in (None, member.incarnation):
+        return Joining(r.number), []  # not our round, or that of an agent that was here before us
     return Running(r), [StartGroup(r)]
 
 
@@ -205,9 +233,11 @@ def _leave(r: Round) -> Move:
     return Ended(r.number, r.exit_code), [Leave(r.exit_code, r.reason)]
 
 
-def _superseded(old: Round, new: Round, rules: Rules) -> Move:
+def _superseded(old: Round, new: Round, rules: Rules, stop: Stop | None = None) -> Move:
     """Only a stop gives the old group time: the survivors of a broken one have nothing to say."""
     why = f"round {new.number}: {new.reason}"
+    if stop is not None and not new.terminal:
+        return Stopping(old, stop=stop), [KillGroup(old.number, why)]
     if new.outcome == "stopped":
         return Stopping(old, new), [StopGroup(old.number, why, rules.stop_grace_s, "SIGTERM")]
     return Stopping(old, new), [KillGroup(old.number, why)]

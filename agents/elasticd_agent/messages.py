@@ -20,6 +20,9 @@ class Rules:
     node: str
     user_error_wait_s: float = 0.5
     stop_grace_s: float = 30.0
+    incarnation: str | None = None
+    shared: bool = False
+    """True when other nodes may go on without this one: a stop is then this node's alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,14 @@ class Stalled:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreAbandoned:
+    """The store has been away for so long that waiting for it makes no sense; `why` is a whole sentence."""
+
+    why: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """Someone asked the agent to stop: `signal` by name ("SIGTERM"), `exit_code` 128 + its number."""
 
@@ -161,6 +172,7 @@ Event = (
     | GroupGone
     | FirstStep
     | Stalled
+    | StoreAbandoned
     | StopRequested
     | StopForced
     | TimeCame
@@ -189,11 +201,15 @@ class Joining:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """This node's group of `round` was started. `exits` are its workers that have ended, all with code 0."""
+    """This node's group of `round` was started. `exits` are its workers that have ended, all with code 0.
+
+    `stop`: someone asked this agent to leave; a Round without its node is awaited.
+    """
 
     round: Round
     exits: tuple[WorkerExited, ...] = ()
     first_step: bool = False
+    stop: Stop | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +284,13 @@ class ReportDone:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportLeaving:
+    """Ask for a Round without this node, because of `why`."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Put TimeCame into the inbox at monotonic time `at` or soon after."""
 
@@ -282,4 +305,4 @@ class Leave:
     why: str
 
 
-Action = StartGroup | KillGroup | StopGroup | ReportFailure | ReportDone | Wake | Leave
+Action = StartGroup | KillGroup | StopGroup | ReportFailure | ReportDone | ReportLeaving | Wake | Leave
