@@ -11,7 +11,8 @@ and are guarded by `seq`.
 
     0     8s   magic "ELASTICD"          written once, by the agent
     8     u32  major, 12 u32 minor       another major is refused; a newer minor only adds fields
-    16    u64  request                   the agent's word to the worker: 0 nothing, 1 please stop
+    16    u64  request                   the agent's word to the worker; low byte: 0 nothing, 1 please stop, 2 please
+                                         hold; the rest may number holds: another number is another request
     64    u64  seq                       odd while the worker is writing the words marked *
     72    i64  step *                    steps of this process (hook) or of the job (session)
     80    u64  progress_ns *             CLOCK_MONOTONIC of the last progress: a step, or a change of phase
@@ -50,8 +51,10 @@ if TYPE_CHECKING:
 SIZE = 16 * 1024
 MAGIC = b"ELASTICD"
 MAJOR, MINOR = 1, 0
-STOP = 1
-"""The only request an agent makes so far."""
+STOP, HOLD = 1, 2
+"""What an agent may ask for; a worker that does not know HOLD takes it for nothing."""
+REQUEST_KIND = 0xFF
+"""The bits of a request that say which it is. The others may number it."""
 
 # Indices into the map seen as 64-bit words (Q, q) and as 32-bit words (I).
 _REQUEST, _SEQ, _STEP, _PROGRESS, _FIRST_STEP, _STARTED = 2, 8, 9, 10, 11, 12
@@ -192,7 +195,7 @@ class BeatWriter:
 
     @property
     def request(self) -> int:
-        """What the agent asks for: 0 nothing, STOP."""
+        """What the agent asks for: 0 nothing, STOP, HOLD (perhaps numbered, see REQUEST_KIND)."""
         return self._words[_REQUEST]
 
     def last_words(self, words: LastWords) -> None:
@@ -273,7 +276,7 @@ class BeatReader:
         return LastWords(kind, name, message, text, code, tuple(bases))
 
     def request(self, word: int) -> None:
-        """Ask the worker for something: STOP, or 0 to take it back."""
+        """Ask the worker for something: STOP or HOLD, or 0 to take it back."""
         os.pwrite(self._fd, struct.pack("<Q", word), _REQUEST * 8)
 
     def close(self) -> None:

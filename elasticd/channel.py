@@ -46,9 +46,9 @@ class Channel:
         """Leave a word."""
         self._store.set(self._prefix + key, value)
 
-    def take(self, key: str, what: str, waiting_for: str = "rank 0") -> bytes:
-        """Wait for a word and read it; `what` says for the error what was to come."""
-        self._wait([key], what, waiting_for)
+    def take(self, key: str, what: str, waiting_for: str = "rank 0", timeout_s: float | None = None) -> bytes:
+        """Wait for a word and read it; `what` says for the error what was to come. It may have its own deadline."""
+        self._wait([key], what, waiting_for, timeout_s)
         found: bytes = self._store.get(self._prefix + key)
         return found
 
@@ -108,11 +108,12 @@ class Channel:
             self.collect(key, b"", "their last word")
         self.timeout_s = patient_s
 
-    def _wait(self, keys: list[str], what: str, waiting_for: str) -> None:
+    def _wait(self, keys: list[str], what: str, waiting_for: str, timeout_s: float | None = None) -> None:
         from torch.distributed import DistStoreError
 
         full = [self._prefix + key for key in keys]
-        deadline = time.monotonic() + self.timeout_s
+        patience_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + patience_s
         while True:
             now = time.monotonic()
             piece = min(_PIECE_S, max(deadline - now, 0.001))
@@ -123,7 +124,7 @@ class Channel:
                 if time.monotonic() >= deadline:
                     missing = waiting_for or self._missing(keys)
                     raise DecisionTimeout(
-                        f"rank {self.rank} waited {self.timeout_s:g} s for {missing}: {what}. Ranks must call the same "
+                        f"rank {self.rank} waited {patience_s:g} s for {missing}: {what}. Ranks must call the same "
                         "session functions at the same steps; look at what that rank does"
                     ) from error
                 if waited < piece / 2:

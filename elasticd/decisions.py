@@ -1,4 +1,4 @@
-"""Decisions that all ranks take at the same step: go on, save now, stop.
+"""Decisions that all ranks take at the same step: go on, save now, hold, stop.
 
 Every K steps is a decision point. Rank 0 writes its verdict for that step into the round's store, with the step of the
 next decision in it; the others wait for it. A verdict that does not come in time raises: nobody ever "goes on" alone,
@@ -16,7 +16,7 @@ from typing import Literal
 from elasticd.channel import Channel
 from elasticd.errors import WireError
 
-Action = Literal["go", "save", "stop"]
+Action = Literal["go", "save", "stop", "hold"]
 
 # Of the training time; what a person loses to being able to stop and save at the same step on every rank.
 COST = 0.001
@@ -54,7 +54,7 @@ class Decisions:
     def __init__(self, channel: Channel, wish: Callable[[], tuple[Action, str]], kept: int = KEPT) -> None:
         self._channel, self._wish, self._kept = channel, wish, kept
         self._interval, self._cost_s = 1, 0.0
-        self._given: list[int] = []
+        self._given: list[str] = []
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -72,13 +72,33 @@ class Decisions:
         if self._channel.rank == 0:
             verdict = self._give(step)
         else:
-            word = self._channel.take(f"verdict/{step}", f"the verdict at step {step}")
-            try:
-                verdict = Verdict(**json.loads(word))
-            except (ValueError, TypeError) as error:
-                raise WireError(f"rank 0's verdict at step {step} cannot be understood: {word[:80]!r}") from error
+            verdict = self._take(f"verdict/{step}", step, self._channel.timeout_s)
         self.next = verdict.next
         return verdict
+
+    def again(self, step: int, decide: Callable[[], tuple[Action, str]], longest_s: float) -> Verdict:
+        """A second verdict for a step, where the first was "hold": what rank 0's `decide` returns when it does.
+
+        Raises DecisionTimeout on the others when it does not come, after `longest_s` and the channel's own time.
+        """
+        key = f"verdict/{step}/again"
+        if self._channel.rank == 0:
+            verdict = Verdict(step, self.next, *decide())
+            if self._channel.world_size > 1:
+                self._put(key, verdict)
+                self._drop_oldest()
+        else:
+            verdict = self._take(key, step, self._channel.timeout_s + longest_s)
+        # A hold is not what a step takes.
+        self._last_step, self._last_at = step, time.monotonic()
+        return verdict
+
+    def _take(self, key: str, step: int, timeout_s: float) -> Verdict:
+        word = self._channel.take(key, f"the verdict at step {step}", timeout_s=timeout_s)
+        try:
+            return Verdict(**json.loads(word))
+        except (ValueError, TypeError) as error:
+            raise WireError(f"rank 0's verdict at step {step} cannot be understood: {word[:80]!r}") from error
 
     def _give(self, step: int) -> Verdict:
         now = time.monotonic()
@@ -95,12 +115,21 @@ class Decisions:
     def _publish(self, verdict: Verdict) -> float:
         """Write it; returns what the decision costs a rank, in seconds."""
         start = time.perf_counter()
-        self._channel.put(f"verdict/{verdict.step}", json.dumps(asdict(verdict)).encode())
+        key = f"verdict/{verdict.step}"
+        self._put(key, verdict)
         written = time.perf_counter()
         # One round trip to the store, used to learn what it costs: the others need two (wait, get).
-        self._given.append(verdict.step)
-        if len(self._given) > self._kept:
-            self._channel.drop(f"verdict/{self._given.pop(0)}")
-        else:
-            self._channel.has(f"verdict/{verdict.step}")
+        if not self._drop_oldest():
+            self._channel.has(key)
         return written - start + 3 * (time.perf_counter() - written)
+
+    def _put(self, key: str, verdict: Verdict) -> None:
+        self._channel.put(key, json.dumps(asdict(verdict)).encode())
+        self._given.append(key)
+
+    def _drop_oldest(self) -> bool:
+        """True if there were so many verdicts that one had to go."""
+        if len(self._given) <= self._kept:
+            return False
+        self._channel.drop(self._given.pop(0))
+        return True

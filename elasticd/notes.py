@@ -13,6 +13,10 @@ many were lost.
     checkpoint_failed   path
     checkpoint_skipped  path
     resumed             path, from_round, from_step
+    can_hold            (holds are possible from now on; once a process)
+    cannot_hold         (what was asked for will not be: why)
+    holding             (all ranks wait at this step, whose checkpoint is on the disk)
+    hold_over           seconds
     said                (something worth a line)
 
 `mono` is CLOCK_MONOTONIC seconds, `wall` is for people only. Unknown kinds and fields are kept: a newer worker may say
@@ -33,7 +37,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 VERSION = 1
-KINDS = ("checkpoint_saved", "checkpoint_failed", "checkpoint_skipped", "resumed", "said")
+KINDS = (
+    *("checkpoint_saved", "checkpoint_failed", "checkpoint_skipped", "resumed", "said"),
+    *("can_hold", "cannot_hold", "holding", "hold_over"),
+)
 _KNOWN = ("v", "kind", "round", "rank", "step", "mono", "wall", "reason")
 # A line longer than this is no note of ours; a reader does not buffer without a bound.
 _LONGEST_LINE = 1 << 20

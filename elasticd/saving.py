@@ -124,8 +124,8 @@ class Saver:
         seconds = self.every.seconds if self.every else None
         return seconds is not None and time.monotonic() - self._last_at >= seconds
 
-    def save(self, step: int, attached: Mapping[str, Any], why: str) -> None:
-        """Save the attached objects and all ranks' random states.
+    def save(self, step: int, attached: Mapping[str, Any], why: str) -> bool:
+        """Save the attached objects and all ranks' random states; True on rank 0 once it is on the disk.
 
         Raises UsageError with nothing attached, CheckpointRefused (at the first save on every rank), DecisionTimeout
         when a rank does not take part, and what a state_dict() raises.
@@ -139,8 +139,7 @@ class Saver:
         if self._saves == 1:
             what = f"whether what it would save at step {step} can be loaded again"
             self._channel.together("first save", what, lambda: self._check(step, attached, every_rank))
-        if self._group.rank == 0:
-            self._write(step, attached, every_rank, why)
+        return self._group.rank == 0 and self._write(step, attached, every_rank, why)
 
     def _check(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes]) -> dict[str, Any]:
         from elasticd.loadable import check_loadable
@@ -153,10 +152,11 @@ class Saver:
         streams = [state.from_bytes(each) for each in every_rank]
         return {**state.gather(attached), state.RESERVED: {**own, "rng": streams}}
 
-    def _write(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes], why: str) -> None:
+    def _write(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes], why: str) -> bool:
         from elasticd import checkpoint
 
         assert self.directory is not None
+        saved = False
         before = self._beat.current
         self._beat.phase(Phase.CHECKPOINT)
         start = time.monotonic()
@@ -175,6 +175,7 @@ class Saver:
                 cursor=_cursor(attached),
                 state=self._content(step, attached, every_rank),
             )
+            saved = True
             seconds, size = time.monotonic() - start, entry.manifest.bytes
             reason = f"checkpoint of step {step} saved ({why})"
             self._notes.write("checkpoint_saved", reason, step, path=str(entry.path), bytes=size, seconds=seconds)
@@ -184,6 +185,7 @@ class Saver:
             self._say("checkpoint_failed", f"checkpoint of step {step} failed ({error}); {again}", path, step)
         finally:
             self._beat.phase(before)
+        return saved
 
     def _say(self, kind: str, reason: str, path: Path, step: int | None = None) -> None:
         logger.warning(reason)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd import beat as beats
 from elasticd import group as groups
+from elasticd import holding, restoring, state
 from elasticd import notes as all_notes
-from elasticd import restoring, state
 from elasticd.channel import open_channel
 from elasticd.decisions import Action, Decisions
 from elasticd.errors import UsageError
@@ -58,6 +58,7 @@ class Session:
         self._notes = all_notes.from_environment(here.round, group.rank)
         self._channel = open_channel(group.rank, group.world_size, here.round, group.device, decision_timeout_s)
         self._decisions = Decisions(self._channel, self._wish)
+        self._holds = holding.Holds(self._beat, self._notes, holding.timeout_from_environment())
         self._saver = Saver(here, group, self._channel, self._notes, self._beat)
         self._attached: dict[str, Any] = {}
         self._committing: list[Any] = []
@@ -172,6 +173,9 @@ class Session:
     def step(self) -> None:
         """The end of an optimizer step: count it, commit the sampler, beat, decide with the other ranks, save if due.
 
+        Where the agent expects another round soon it may ask for a hold: then a checkpoint is saved and this call
+        waits, on all ranks at the same step, for the agent to end the process or to let it go on.
+
         Raises DecisionTimeout when rank 0's verdict does not come, CheckpointRefused at the first save.
         """
         if not self._stepped:
@@ -183,10 +187,13 @@ class Session:
         self._beat.step(self._steps)
         verdict = None if self._should_stop else self._decisions.at(self._steps)
         action: Action = verdict.action if verdict else "go"
+        saved = False
         if self._saver.due_by_steps(self._steps):
-            self._saver.save(self._steps, self._attached, str(self._saver.every))
-        elif verdict and (action == "save" or (action == "stop" and self._saver.every)):
-            self._saver.save(self._steps, self._attached, verdict.reason)
+            saved = self._saver.save(self._steps, self._attached, str(self._saver.every))
+        elif verdict and (action in ("save", "hold") or (action == "stop" and self._saver.every)):
+            saved = self._saver.save(self._steps, self._attached, verdict.reason)
+        if action == "hold":
+            action = self._hold(saved)
         if action == "stop":
             # Rank 0 may serve the store itself, and may leave once it has stopped: not before all have heard of it.
             self._channel.collect("stopped", b"", "their stop")
@@ -231,10 +238,29 @@ class Session:
 
     def _wish(self) -> tuple[Action, str]:
         """Rank 0: what it wants all ranks to do at this decision point."""
-        if self._beat.request == beats.STOP:
-            return "stop", "the agent asked for a stop"
-        if self._termination.asked:
-            return "stop", "SIGTERM"
+        if why := self._wish_to_stop():
+            return "stop", why
+        if self._holds.look(self._steps, able=self._saver.directory is not None and bool(self._attached)):
+            return "hold", "the agent asked for a hold"
         if self._saver.due_by_time():
             return "save", str(self._saver.every)
         return "go", ""
+
+    def _wish_to_stop(self) -> str:
+        if self._beat.request & beats.REQUEST_KIND == beats.STOP:
+            return "the agent asked for a stop"
+        return "SIGTERM" if self._termination.asked else ""
+
+    def _hold(self, saved: bool) -> Action:
+        """Wait with all ranks until rank 0 says what comes after the hold."""
+        before = self._beat.current
+        self._beat.phase(beats.Phase.BARRIER, "hold")
+        try:
+            over = self._decisions.again(
+                self._steps,
+                lambda: self._holds.wait(self._steps, saved, self._wish_to_stop),
+                self._holds.timeout_s,
+            )
+        finally:
+            self._beat.phase(before)
+        return over.action

@@ -132,6 +132,23 @@ class Resumed(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holding(Record):
+    """All workers wait right after a checkpoint, for a round that is expected soon."""
+
+    kind: ClassVar[str] = "holding"
+    step: int = _is("the step they wait at; its checkpoint is on disk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldOver(Record):
+    """The workers stopped waiting by themselves; when the next round ends the wait there is no such line."""
+
+    kind: ClassVar[str] = "hold_over"
+    step: int = _is("the step they waited at")
+    seconds: float = _is("how long they waited, in seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher(Record):
     """How this node starts its workers from now on, and why when that is not the warm launcher."""
 
@@ -181,7 +198,7 @@ class JobEnded(Record):
 
 RECORDS: tuple[type[Record], ...] = (
     RoundPublished, GroupStarted, FirstStep, WorkerExited, CheckpointSaved, CheckpointSkipped, CheckpointFailed,
-    Resumed, Launcher, StoreExited, GroupGone, StopRequested, JobEnded,
+    Resumed, Holding, HoldOver, Launcher, StoreExited, GroupGone, StopRequested, JobEnded,
 )  # fmt: skip
 
 

@@ -269,6 +269,13 @@ class JobStory:
             case "resumed" if note.step is not None:
                 origin = int(note.more.get("from_round", 0))
                 self.events.write(eventlog.Resumed(**known, step=note.step, from_round=origin, path=path))
+            case "can_hold":
+                return
+            case "holding" if note.step is not None:
+                self.events.write(eventlog.Holding(**known, step=note.step))
+            case "hold_over" if note.step is not None:
+                seconds = float(note.more.get("seconds", 0.0))
+                self.events.write(eventlog.HoldOver(**known, step=note.step, seconds=seconds))
         trouble = note.kind in ("checkpoint_failed", "checkpoint_skipped")
         self.console.said(note.reason, "warning" if trouble else "info")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elasticd import checkpoint
-from elasticd.beat import Phase, Source
+from elasticd.beat import STOP, Phase, Source
 
 ENDLESS = {"steps": 10**9, "sleep": 0.002}
 
@@ -47,7 +47,7 @@ def test_the_agents_request_to_rank_0_stops_all_ranks_at_one_step_after_a_save(
 ) -> None:
     job = start("toy.py", {**ENDLESS, "directory": str(tmp_path / "shared"), "every": 10**6})
     wait_for(stepped(job, 20), "20 steps")
-    job.ranks[0].ask_to_stop()
+    job.ranks[0].ask(STOP)
     first, second = job.results()
     assert first["stopped"]
     assert second["stopped"]

@@ -1,0 +1,227 @@
+"""Holds: all ranks wait at one step, right after its checkpoint, and either go on from there or are killed there."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd import beat, checkpoint
+from elasticd.beat import HOLD, STOP, Phase
+from elasticd.channel import Channel
+from elasticd.decisions import Action, Decisions
+from elasticd.errors import DecisionTimeout, UsageError
+from elasticd.holding import TIMEOUT_S, Holds, timeout_from_environment
+from elasticd.notes import Note, NoteReader, Notes
+
+ENDLESS = {"steps": 10**9, "sleep": 0.002}
+NEVER_DUE = 10**6
+
+
+def held_at(job: Any, wait_for: Any) -> int:
+    """Ask for a hold; the step at which all ranks wait."""
+    job.ranks[0].ask(HOLD)
+    note: Note = wait_for(lambda: noted(job, "holding"), "the hold")[0]
+    assert note.step is not None
+    for rank in job.ranks:
+        wait_for(lambda rank=rank: rank.read_beat().barrier == "hold", "a rank to wait")
+        seen = rank.read_beat()
+        assert (seen.phase, seen.step) == (Phase.BARRIER, note.step)
+    return note.step
+
+
+def noted(job: Any, kind: str) -> list[Note]:
+    return [note for note in job.ranks[0].read_notes() if note.kind == kind]
+
+
+def stepped(job: Any, step: int) -> Callable[[], bool]:
+    return lambda: all(rank.read_beat().step >= step for rank in job.ranks)
+
+
+def steps_saved(directory: Path) -> list[int]:
+    return [entry.manifest.step for entry in checkpoint.lineage(directory, verify=True)[0]]
+
+
+@pytest.mark.parametrize(("world_size", "every"), [(2, NEVER_DUE), (1, 1)])
+def test_all_ranks_wait_after_a_checkpoint_and_go_on_when_the_request_is_withdrawn(
+    start: Any, tmp_path: Path, wait_for: Any, world_size: int, every: int
+) -> None:
+    options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": every}
+    job = start("toy.py", options, world_size=world_size, round=3)
+    step = held_at(job, wait_for)
+    assert steps_saved(tmp_path / "shared")[0] == step
+    job.ranks[0].ask(0)
+    wait_for(stepped(job, step + 5), "steps after the hold")
+    for rank in job.ranks:
+        assert (rank.read_beat().phase, rank.read_beat().barrier) != (Phase.BARRIER, "hold")
+    job.ranks[0].ask(STOP)
+    results = job.results()
+    assert {each["steps"] for each in results} == {results[0]["steps"]}
+    (holding,), (over,) = noted(job, "holding"), noted(job, "hold_over")
+    assert (holding.round, holding.reason) == (3, f"holding at step {step} for the next round, up to 30 s")
+    assert (over.step, over.reason) == (step, f"the hold at step {step} is over: the agent withdrew its request")
+    assert over.more["seconds"] <= over.mono - holding.mono
+    saved = [note for note in noted(job, "checkpoint_saved") if note.step == step]
+    assert len(saved) == 1
+    assert saved[0].mono <= holding.mono
+
+
+def test_ranks_that_are_killed_in_a_hold_resume_at_that_very_step(start: Any, tmp_path: Path, wait_for: Any) -> None:
+    broken = start("toy.py", {"directory": str(tmp_path / "broken"), "every": NEVER_DUE, "sleep": 0.05})
+    step = held_at(broken, wait_for)
+    assert step < 12
+    broken.kill()
+    whole = start("toy.py", {"directory": str(tmp_path / "whole")})
+    resumed = start("toy.py", {"directory": str(tmp_path / "broken")}, round=2)
+    for first, second in zip(whole.results(), resumed.results(), strict=True):
+        assert {**first, "round": 2, "resumed": [1, step, 2]} == second
+    assert [note.kind for note in NoteReader(broken.ranks[0].notes).read()[0]] == [
+        *("can_hold", "checkpoint_saved", "holding"),
+    ]
+
+
+def test_a_hold_that_ran_out_is_not_repeated_before_another_request(start: Any, tmp_path: Path, wait_for: Any) -> None:
+    # Holding needs no checkpoint() where restore() has named the directory.
+    options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": None}
+    job = start("toy.py", options, ELASTICD_HOLD_TIMEOUT_S="0.25")
+    job.ranks[0].ask(HOLD)
+    over = wait_for(lambda: noted(job, "hold_over"), "the end of the hold")[0]
+    assert over.reason.endswith("is over: no other round came within 0.25 s")
+    assert over.more["seconds"] >= 0.25
+    wait_for(stepped(job, over.step + 50), "steps after the hold")
+    job.ranks[0].ask(HOLD | 1 << 8)
+    wait_for(lambda: len(noted(job, "hold_over")) == 2, "the end of the second hold")
+    job.ranks[0].ask(STOP)
+    first, second = job.results()
+    assert first["steps"] == second["steps"]
+    assert job.ranks[0].kinds() == ["checkpoint_saved", "holding", "hold_over"] * 2
+
+
+def test_without_a_checkpoint_directory_a_request_is_answered_and_training_goes_on(start: Any, wait_for: Any) -> None:
+    job = start("toy.py", {**ENDLESS, "every": None, "restore": False})
+    job.ranks[0].ask(HOLD)
+    note = wait_for(lambda: noted(job, "cannot_hold"), "the answer")[0]
+    assert note.reason.endswith("nothing is attached, or the script uses no checkpoint directory")
+    wait_for(stepped(job, note.step + 50), "steps after it")
+    job.ranks[0].ask(STOP)
+    first, second = job.results()
+    assert first["steps"] == second["steps"]
+    assert [each.kind for each in NoteReader(job.ranks[0].notes).read()[0]] == ["cannot_hold"]
+
+
+def test_a_full_disk_means_no_hold(start: Any, tmp_path: Path, wait_for: Any) -> None:
+    options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": NEVER_DUE, "full": [2, 10**9]}
+    job = start("toy.py", options)
+    wait_for(stepped(job, 3), "the full disk")
+    job.ranks[0].ask(HOLD)
+    note = wait_for(lambda: noted(job, "cannot_hold"), "the answer")[0]
+    assert note.reason == f"no hold at step {note.step}: its checkpoint could not be saved"
+    wait_for(stepped(job, note.step + 50), "steps after it")
+    job.ranks[0].ask(STOP)
+    first, second = job.results()
+    assert first["steps"] == second["steps"]
+    assert job.ranks[0].kinds() == ["checkpoint_failed", "cannot_hold", "checkpoint_failed"]
+    assert steps_saved(tmp_path / "shared") == []
+
+
+@pytest.mark.parametrize("how", ["the agent asked for a stop", "SIGTERM"])
+def test_a_stop_ends_the_hold_at_its_step(start: Any, tmp_path: Path, wait_for: Any, how: str) -> None:
+    job = start("toy.py", {**ENDLESS, "directory": str(tmp_path / "shared"), "every": NEVER_DUE})
+    step = held_at(job, wait_for)
+    if how == "SIGTERM":
+        for rank in job.ranks:
+            rank.kill(signal.SIGTERM)
+    else:
+        job.ranks[0].ask(STOP)
+    assert [(each["steps"], each["stopped"]) for each in job.results()] == [(step, True)] * 2
+    assert job.ranks[0].kinds() == ["checkpoint_saved", "holding", "hold_over"]
+    assert noted(job, "hold_over")[0].reason == f"the hold at step {step} is over: {how}"
+
+
+class Agent:
+    """A beat and a notes file with both sides of each."""
+
+    def __init__(self, folder: Path, timeout_s: float = 5) -> None:
+        beat.create(folder / "beat")
+        self.holds = Holds(beat.BeatWriter(folder / "beat"), Notes(folder / "notes"), timeout_s)
+        self._beat, self._notes = folder / "beat", NoteReader(folder / "notes")
+
+    def ask(self, word: int) -> None:
+        with beat.BeatReader(self._beat) as reader:
+            reader.request(word)
+
+    def kinds(self) -> list[str]:
+        return [note.kind for note in self._notes.read()[0]]
+
+
+def not_stopped() -> str:
+    return ""
+
+
+def test_a_request_has_one_answer_and_counts_again_after_another_word(tmp_path: Path) -> None:
+    agent = Agent(tmp_path, timeout_s=0)
+    assert not agent.holds.look(1, able=False)
+    assert agent.kinds() == []
+    agent.ask(HOLD)
+    assert not agent.holds.look(2, able=False)
+    assert not agent.holds.look(3, able=False)
+    assert agent.kinds() == ["cannot_hold"]
+    agent.ask(HOLD | 1 << 8)
+    assert agent.holds.look(4, able=True)
+    assert agent.holds.wait(4, saved=True, stop=not_stopped)[0] == "go"
+    assert not agent.holds.look(5, able=True)
+    assert agent.kinds() == ["can_hold", "holding", "hold_over"]
+    agent.ask(0)
+    assert not agent.holds.look(6, able=True)
+    agent.ask(HOLD | 1 << 8)
+    assert agent.holds.look(7, able=True)
+    assert agent.holds.wait(7, saved=False, stop=not_stopped)[0] == "go"
+    assert not agent.holds.look(8, able=True)
+    assert agent.kinds() == ["cannot_hold"]
+
+
+def test_a_hold_that_was_withdrawn_may_be_asked_for_again_at_once(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask(HOLD)
+    assert agent.holds.look(1, able=True)
+    agent.ask(0)
+    assert agent.holds.wait(1, saved=True, stop=not_stopped) == (
+        *("go", "the hold at step 1 is over: the agent withdrew its request"),
+    )
+    agent.ask(HOLD)
+    assert agent.holds.look(2, able=True)
+
+
+def test_who_waits_for_the_end_of_a_hold_waits_longer_but_not_for_ever() -> None:
+    from torch._C._distributed_c10d import HashStore
+
+    shared = HashStore()
+    first, second = (Decisions(Channel(rank, 2, shared, "a", 0.1), lambda: ("go", "")) for rank in range(2))
+    with pytest.raises(DecisionTimeout, match=r"rank 1 waited 0\.4 s for rank 0: the verdict at step 7"):
+        second.again(7, lambda: ("go", ""), longest_s=0.3)
+    released, begun = threading.Event(), threading.Event()
+
+    def decide() -> tuple[Action, str]:
+        begun.set()
+        assert released.wait(20)
+        return "stop", "enough"
+
+    thread = threading.Thread(target=lambda: first.again(8, decide, longest_s=0))
+    thread.start()
+    assert begun.wait(20)
+    released.set()
+    verdict = second.again(8, decide, longest_s=20)
+    thread.join(20)
+    assert (verdict.step, verdict.action, verdict.reason) == (8, "stop", "enough")
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
+def test_a_time_that_cannot_be_is_a_usage_error(text: str) -> None:
+    assert timeout_from_environment({}) == TIMEOUT_S
+    assert timeout_from_environment({"ELASTICD_HOLD_TIMEOUT_S": "2.5"}) == 2.5
+    with pytest.raises(UsageError, match="ELASTICD_HOLD_TIMEOUT_S"):
+        timeout_from_environment({"ELASTICD_HOLD_TIMEOUT_S": text})
