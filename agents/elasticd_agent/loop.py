@@ -18,6 +18,7 @@ from typing import Protocol
 from elasticd.wire import Failure, Round
 from elasticd_agent import core
 from elasticd_agent.launcher.client import OwnerLost, OwnerSaid, end_orphans
+from elasticd_agent.launcher.commands import Worker
 from elasticd_agent.messages import (
     Action,
     Ended,
@@ -45,7 +46,7 @@ from elasticd_agent.plan import Wait
 from elasticd_agent.planner import Planner
 from elasticd_agent.stall import Stall
 from elasticd_agent.watch import Seen, Watch
-from elasticd_agent.workers import Started, Worker, Workers
+from elasticd_agent.workers import Started, StoreReady, Workers
 
 EAGER_LOOK_S = 0.02
 """How often a group is looked at until its first step, so that the next one is parked soon."""
@@ -145,7 +146,7 @@ class Loop:
                 for heard in self.workers.heard(message):
                     if isinstance(heard, Started):
                         self._story.started(heard, now)
-                    else:
+                    elif not isinstance(heard, StoreReady):  # nobody else has to know of it while the job is one node's
                         self._events.append(heard)
             case OwnerLost():
                 self._owner_lost()
@@ -222,7 +223,7 @@ class Loop:
             return
         self._stall.begin(round.number)
         self._look_at = time.monotonic() + EAGER_LOOK_S
-        self.workers.start(round, workers)
+        self.workers.start(round, workers, None)
 
     def _stop(self, number: int, why: str, grace_s: float, name: str) -> None:
         self._story.said(why)
@@ -250,7 +251,7 @@ class Loop:
         if first is not None and number != self._stepped:
             self._stepped = number
             self._events.append(FirstStep(number, first))
-            self.workers.park(self._most_workers)
+            self.workers.park(self._most_workers, with_store=True)
         for note in seen.notes:
             if note.kind == "checkpoint_saved" and note.step is not None:
                 self._planner.checkpoint = (note.round, note.step)

@@ -25,6 +25,7 @@ from elasticd.wire import NodeRecord, Round
 from elasticd_agent.config import AgentSettings, JobSpec, Mode, Policy
 from elasticd_agent.environment import WorkerPaths, visible_devices, worker_environment
 from elasticd_agent.launcher.client import OwnerClient
+from elasticd_agent.launcher.commands import Worker
 from elasticd_agent.launcher.preload import Preload, plan_preload, script_of, worker_base_environment
 from elasticd_agent.logs import JobLogs
 from elasticd_agent.loop import Loop, Message
@@ -34,7 +35,7 @@ from elasticd_agent.planner import Keys, Planner
 from elasticd_agent.stall import Stall
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_agent.watch import Watch
-from elasticd_agent.workers import Worker, Workers
+from elasticd_agent.workers import Workers
 
 
 def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings) -> int:

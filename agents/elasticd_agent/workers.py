@@ -6,20 +6,20 @@ decides nothing about the job, and never waits: what takes time shows up as a me
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elasticd import beat
 from elasticd.errors import WireError
 from elasticd.wire import Round
-from elasticd_agent.config import JobSpec, Mode
-from elasticd_agent.launcher.client import HERE, OwnerClient, OwnerSaid
+from elasticd_agent.config import JobSpec
+from elasticd_agent.groups import Group, Master, Spare, Start, joining
+from elasticd_agent.launcher.client import OwnerClient, OwnerSaid
+from elasticd_agent.launcher.commands import Commands, Worker
 from elasticd_agent.launcher.preload import Preload
 from elasticd_agent.messages import (
     Event,
@@ -37,53 +37,6 @@ FORK_DEADLINE_S = 10.0
 TEMPLATE_TRIES = 3
 STORE = -1
 
-LAUNCHER_FILES = {
-    "template": HERE / "template.py",
-    "store_module": HERE / "store.py",
-    "hidden_module": HERE / "hidden.py",
-    "beat_module": Path(beat.__file__),
-    "errors_module": Path(beat.__file__).with_name("errors.py"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """One worker to start: what differs from the job's base environment, and where its output and its beat go."""
-
-    env: dict[str, str]
-    stdout: str | None
-    stderr: str | None
-    beat: str
-
-
-@dataclass(slots=True)
-class Start:
-    """A Round on its way to running: asked for, not yet started."""
-
-    round: Round
-    workers: tuple[Worker, ...]
-    deadline: float
-
-
-@dataclass(slots=True)
-class Group:
-    """A started group."""
-
-    round: Round
-    workers: tuple[Worker, ...]
-    warm: bool
-    pids: list[int] = field(default_factory=list)
-    store_pid: int = 0
-
-
-@dataclass(slots=True)
-class Spare:
-    """A parked group: forked ahead, waiting to be released."""
-
-    name: int
-    size: int
-    ready: bool = False
-
 
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -92,7 +45,22 @@ class Started:
     number: int
     pids: list[int]
     store_pid: int
+    """0: the round's store is on another node."""
     warm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReady:
+    """The store of round `number` accepts connections on `port`: other nodes' workers may be started.
+
+    It comes before Started, at most once for a group, and only for one that was started without a master.
+    """
+
+    number: int
+    port: int
+
+
+Heard = Event | Started | StoreReady
 
 
 class Listener(Protocol):
@@ -114,9 +82,10 @@ class Workers:
         owner: OwnerClient,
         host: str = "127.0.0.1",
     ) -> None:
-        self._spec, self._node = spec, node
-        self._base_env = {**base_env, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals)}
-        self._preload, self._owner, self._host = preload, owner, host
+        """`host` is where the stores of rounds whose rank 0 is here listen: a literal address, "0.0.0.0" or "::"."""
+        self._node, self._owner = node, owner
+        self._commands = Commands(spec, base_env, preload)
+        self._store_at = {"host": host, "port": spec.master_port or 0}
         self._listener: Listener | None = None
         self._untold: list[Callable[[Listener], None]] = []
         self._cold = preload.cold
@@ -125,6 +94,7 @@ class Workers:
         self._template_tries = 0
         self._names = 0
         self._spare: Spare | None = None
+        self._wanted: tuple[int, bool] | None = None  # what to park once the template is there
         self._start: Start | None = None
         self._groups: dict[int, Group] = {}
         if self._cold is None:
@@ -153,16 +123,21 @@ class Workers:
 
     # --- asked by the loop ----------------------------------------------------------------------------------------
 
-    def start(self, round: Round, workers: tuple[Worker, ...]) -> None:
-        """Begin to start this node's group of `round`; Started or StartFailed follows."""
+    def start(self, round: Round, workers: tuple[Worker, ...], master: Master | None) -> None:
+        """Begin to start this node's group of `round`; Started or StartFailed follows.
+
+        Rank 0's node starts the round's store as well (`master` is None, StoreReady says its port); elsewhere `master`
+        is where that one listens.
+        """
         within = FORK_DEADLINE_S if self._template_ready else PRELOAD_DEADLINE_S
-        self._start = Start(round, workers, time.monotonic() + within)
+        self._start, self._wanted = Start(round, joining(master, workers), master, time.monotonic() + within), None
         self._advance()
 
-    def park(self, size: int) -> None:
-        """Fork the next group ahead, if there is none yet and forking works."""
-        if self._spare is None and self._template_ready and self._start is None:
-            self._ask_for_spare(size)
+    def park(self, size: int, with_store: bool) -> None:
+        """Fork the next group ahead, if there is none yet, as soon as forking works."""
+        if self._spare is None and self._start is None and self._cold is None:
+            self._wanted = (size, with_store)
+            self._advance()
 
     def signal(self, number: int, signum: int) -> list[Event]:
         """Signal every process of the round's group at once; a group that has not begun to run is gone by any."""
@@ -203,7 +178,7 @@ class Workers:
 
     # --- told by the owner ----------------------------------------------------------------------------------------
 
-    def heard(self, said: OwnerSaid) -> list[Event | Started]:
+    def heard(self, said: OwnerSaid) -> list[Heard]:
         """Turn one message of the owner's into what it means for the agent."""
         message = said.message
         match message["is"]:
@@ -215,6 +190,9 @@ class Workers:
                 self._parked(message["group"])
             case "refused":
                 return self._refused(message)
+            case "store_ready":
+                group = self._groups.get(message["group"])
+                return [StoreReady(group.round.number, message["port"])] if group is not None else []
             case "started":
                 return self._started(message)
             case "exited":
@@ -256,7 +234,7 @@ class Workers:
             self._spare.ready = True
         self._advance()
 
-    def _refused(self, message: dict[str, Any]) -> list[Event | Started]:
+    def _refused(self, message: dict[str, Any]) -> list[Heard]:
         """A cold group that could not be started is a failed start; a warm one is started cold instead."""
         name, why = message["group"], message["why"]
         was_spare = self._spare is not None and self._spare.name == name
@@ -266,20 +244,20 @@ class Workers:
         if group is not None and not group.warm:
             return [StartFailed(group.round.number, why, time.monotonic()), GroupGone(group.round.number)]
         if group is not None:  # released, but the parked group it was to become is gone
-            self._start = Start(group.round, group.workers, time.monotonic() + FORK_DEADLINE_S)
+            self._start = Start(group.round, group.workers, group.master, time.monotonic() + FORK_DEADLINE_S)
         if self._start is not None and (was_spare or group is not None):
             self._say(f"round {self._start.round.number}: {why}; starting its workers cold")
             self._execute()
         return []
 
-    def _started(self, message: dict[str, Any]) -> list[Event | Started]:
+    def _started(self, message: dict[str, Any]) -> list[Heard]:
         group = self._groups.get(message["group"])
         if group is None:
             return []
         group.pids, group.store_pid = message["pids"], message["store"]
         return [Started(group.round.number, group.pids, group.store_pid, group.warm)]
 
-    def _exited(self, message: dict[str, Any]) -> list[Event | Started]:
+    def _exited(self, message: dict[str, Any]) -> list[Heard]:
         group = self._groups.get(message["group"])
         if group is None:
             return []
@@ -293,7 +271,7 @@ class Workers:
         words = last_words(group.workers[local_rank].beat)
         return [WorkerExited(number, rank, local_rank, member.slots[local_rank], status, words, at)]
 
-    def _gone(self, message: dict[str, Any]) -> list[Event | Started]:
+    def _gone(self, message: dict[str, Any]) -> list[Heard]:
         group = self._groups.pop(message["group"], None)
         if group is None:
             return []
@@ -305,37 +283,41 @@ class Workers:
     # --- the way to a start ---------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Take the pending start one step further: release the spare, ask for one, or wait for the template."""
-        start = self._start
+        """Take the pending start, or what is to be parked, one step further; else wait for the template."""
+        start, spare = self._start, self._spare
         if start is None:
-            return
-        if self._cold is not None:
+            if self._wanted is not None and spare is None and self._template_ready:
+                self._ask_for_spare(*self._wanted)
+        elif self._cold is not None:
             self._execute()
-        elif self._spare is not None and self._spare.ready and self._spare.size >= len(start.workers):
-            self._release(self._spare, start)
-        elif self._spare is not None and self._spare.ready:
+        elif spare is not None and spare.ready and spare.fits(start):
+            self._release(spare, start)
+        elif spare is not None and spare.ready:
+            self._end_spare()
+            self._advance()
+        elif spare is None and self._template_ready:
+            start.deadline = time.monotonic() + FORK_DEADLINE_S
+            self._ask_for_spare(len(start.workers), start.master is None)
+
+    def _ask_for_spare(self, size: int, with_store: bool) -> None:
+        self._names += 1
+        self._spare, self._wanted = Spare(self._names, size, with_store), None
+        self._owner.send(do="park", group=self._names, workers=size, store=with_store, **self._store_at)
+
+    def _end_spare(self) -> None:
+        if self._spare is not None:
             self._owner.send(do="signal", group=self._spare.name, signal=int(signal.SIGKILL))
             self._spare = None
-            self._advance()
-        elif self._spare is None and self._template_ready:
-            start.deadline = time.monotonic() + FORK_DEADLINE_S
-            self._ask_for_spare(len(start.workers))
-
-    def _ask_for_spare(self, size: int) -> None:
-        self._names += 1
-        self._spare = Spare(self._names, size)
-        port = self._spec.master_port or 0
-        self._owner.send(do="park", group=self._names, workers=size, host=self._host, port=port)
 
     def _release(self, spare: Spare, start: Start) -> None:
-        self._groups[spare.name] = Group(start.round, start.workers, warm=True)
+        self._groups[spare.name] = Group(start.round, start.workers, start.master, warm=True)
         self._spare = self._start = None
         self._owner.send(
             do="release",
             group=spare.name,
-            host=self._host,
-            port=self._spec.master_port or 0,
+            store=start.master is None,
             workers=[{"env": w.env, "stdout": w.stdout, "stderr": w.stderr} for w in start.workers],
+            **self._store_at,
         )
 
     def _execute(self) -> None:
@@ -343,62 +325,21 @@ class Workers:
         start, self._start = self._start, None
         assert start is not None
         self._names += 1
-        self._groups[self._names] = Group(start.round, start.workers, warm=False)
-        hook = {}
-        if self._spec.mode is not Mode.EXEC:
-            hook = {"PYTHONPATH": self._hooked_path(), "ELASTICD_LAUNCH": json.dumps(self._launch(mode="cold"))}
-        self._owner.send(
-            do="exec",
-            group=self._names,
-            host=self._host,
-            port=self._spec.master_port or 0,
-            cwd=str(self._spec.cwd),
-            env=self._base_env,
-            store={"argv": [self._spec.python, "-u", str(LAUNCHER_FILES["store_module"])]},
-            workers=[
-                {"argv": self._argv(rank), "env": {**hook, **w.env}, "stdout": w.stdout, "stderr": w.stderr}
-                for rank, w in enumerate(start.workers)
-            ],
-        )
+        self._groups[self._names] = Group(start.round, start.workers, start.master, warm=False)
+        cold = self._commands.cold(start.workers, with_store=start.master is None)
+        self._owner.send(do="exec", group=self._names, **self._store_at, **cold)
 
     def _go_cold(self, why: str) -> None:
         self._cold = why
-        self._template_ready = False
+        self._template_ready, self._wanted = False, None
         self._launcher("cold", f"workers start cold from now on: {why}")
-        if self._spare is not None:
-            self._owner.send(do="signal", group=self._spare.name, signal=int(signal.SIGKILL))
-            self._spare = None
+        self._end_spare()
         self._advance()
 
     def _begin_template(self) -> None:
         self._template_tries += 1
         self._template_since = time.monotonic()
-        module = self._spec.mode is Mode.MODULE
-        script_dir = str(self._spec.cwd if module else (self._spec.cwd / self._spec.entrypoint).resolve().parent)
-        launch = self._launch(
-            mode="template",
-            preload=self._preload.modules,
-            required=self._preload.required,
-            script_dir=script_dir,
-        )
-        env = {**self._base_env, "PYTHONPATH": self._hooked_path()}
-        self._owner.send(do="template", argv=self._argv(0), env=env, cwd=str(self._spec.cwd), launch=launch)
-
-    def _argv(self, local_rank: int) -> list[str]:
-        spec = self._spec
-        args = [arg.replace("${local_rank}", str(local_rank)) for arg in spec.args]
-        if spec.mode is Mode.EXEC:
-            return [spec.entrypoint, *args]
-        return [spec.python, "-u", *(["-m"] if spec.mode is Mode.MODULE else []), spec.entrypoint, *args]
-
-    def _launch(self, **launch: Any) -> dict[str, Any]:
-        """What the start-up hook needs to know."""
-        files = {name: str(path) for name, path in LAUNCHER_FILES.items()}
-        return {**files, "pythonpath": self._base_env.get("PYTHONPATH"), **launch}
-
-    def _hooked_path(self) -> str:
-        """The PYTHONPATH on which the interpreter finds our start-up hook first."""
-        return os.pathsep.join(filter(None, [str(HERE / "hook"), self._base_env.get("PYTHONPATH")]))
+        self._owner.send(do="template", **self._commands.template())
 
 
 def last_words(path: str) -> LastWords | None:

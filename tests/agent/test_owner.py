@@ -25,7 +25,9 @@ def owner(tmp_path: Path) -> tuple[subprocess.Popen[str], socket.socket]:
 
 def test_an_agent_that_dies_with_words_unread_is_a_death_like_any_other(tmp_path: Path) -> None:
     process, agent = owner(tmp_path)
-    refused = json.dumps({"do": "park", "group": 1, "workers": 1, "host": "127.0.0.1", "port": 0}).encode()
+    refused = json.dumps(
+        {"do": "park", "group": 1, "workers": 1, "store": True, "host": "127.0.0.1", "port": 0}
+    ).encode()
     agent.send(refused)
     agent.recv(1 << 16)
     agent.send(refused)  # its answer stays unread: closing then resets the connection

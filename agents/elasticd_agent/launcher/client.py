@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import UsageError
-from elasticd_agent.launcher.owner import end_children
+from elasticd_agent.launcher.endings import end_children
+from elasticd_agent.launcher.sockets import PACKET, encode, pair
 
 HERE = Path(__file__).parent
-PACKET = 1 << 20
 PR_SET_CHILD_SUBREAPER = 36
 END_DEADLINE_S = 12.0
 """The owner gives SIGKILLed processes 10 s to vanish; then it says goodbye, whoever would not die."""
@@ -42,9 +42,7 @@ class OwnerClient:
     def __init__(self, runtime_dir: Path, post: Callable[[OwnerSaid | OwnerLost], None]) -> None:
         # Should the owner be killed, its descendants become ours to end.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (self._socket, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
+        self._socket, theirs = pair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(HERE / "owner.py"), str(theirs.fileno()), str(runtime_dir)],
@@ -65,7 +63,7 @@ class OwnerClient:
 
         Raises UsageError for what is too large to be said.
         """
-        packet = json.dumps(message, separators=(",", ":")).encode()
+        packet = encode(message)
         try:
             if len(packet) > PACKET:
                 raise OSError(errno.EMSGSIZE, f"{PACKET} bytes are the most")

@@ -5,15 +5,14 @@ not, becomes its child in the end; when the agent dies it sees the end of file o
 it has; when it dies itself, PDEATHSIG ends the template, the workers and the store. It decides nothing: it starts,
 releases, signals and reaps what the agent names, and says what happened.
 
-Runs as `python -I -S owner.py FD RUNTIME_DIR`: one file, standard library only, one thread.
+Runs as `python -I -S owner.py FD RUNTIME_DIR`, in one thread: the standard library and three files beside it.
 
 Messages are one JSON object a packet. From the agent ("do"): template, park, release, exec, signal, end_template.
-To the agent ("is"): template_ready, template_gone, parked, refused, started, exited, gone.
+To the agent ("is"): template_ready, template_gone, parked, refused, store_ready, started, exited, gone.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -25,28 +24,30 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PACKET = 1 << 20
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 1, 36, 15
+if __name__ == "__main__":  # run as a file, isolated: the standard library comes first, what we are part of last
+    sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")))
+
+from elasticd_agent.launcher.endings import CLEANER_GRACE_S, children, end, end_children, how_it_ended, is_cleaner
+from elasticd_agent.launcher.sockets import PACKET, encode, listen, pair
+from elasticd_agent.launcher.spawn import DEAF_TO, prctl, spawn
+
+PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 36, 15
 STORE = -1
 """The local rank under which the round's store process is known."""
 LEFTOVER_GRACE_S = 5.0
 """What a successful script left running may take to end by itself; the same bound holds for a SIGKILL to be obeyed."""
-DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-CLEANER_GRACE_S = 1.0
-CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-"""Processes that give back their parents' shared memory once these are dead, in milliseconds, and then end; killed
-together with them they would leave it behind."""
 
 Message = dict[str, Any]
 
 
 class Group:
-    """The workers and the store of one group: first parked, then running, then gone."""
+    """The workers of one group and, where the round's store is hosted, the store: parked, then running, then gone."""
 
-    def __init__(self, name: int, channels: dict[int, socket.socket], port: int) -> None:
+    def __init__(self, name: int, channels: dict[int, socket.socket]) -> None:
         self.name = name
         self.channels = channels  # local rank -> our end; the store's stays open: its end of file ends the store
-        self.port = port
+        self.port = 0  # the store's, once it listens
+        self.since = time.monotonic()
         self.alive: dict[int, int] = {}  # pid -> local rank
         self.running = False
         self.failed = False
@@ -54,30 +55,6 @@ class Group:
 
     def workers(self) -> list[int]:
         return [pid for pid, rank in self.alive.items() if rank != STORE]
-
-
-def prctl(option: int, argument: int | bytes) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0)
-
-
-def encode(message: Message) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode()
-
-
-def pair() -> tuple[socket.socket, socket.socket]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
-    return ours, theirs
-
-
-def listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    listener.listen(4096)
-    return listener
 
 
 class Owner:
@@ -90,7 +67,6 @@ class Owner:
         self.template: socket.socket | None = None
         self.template_pid = 0
         self.early: dict[int, tuple[int, float]] = {}  # exits of children we have not been told of yet
-        self.listeners: dict[int, socket.socket] = {}
         self.running = True
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -139,6 +115,9 @@ class Owner:
         try:
             verb(message)
         except OSError as error:
+            group = self.groups.get(message.get("group"))
+            if group is not None and not group.running:
+                self.drop(group)
             self.say(**{"is": "refused", "group": message.get("group"), "why": f"{message['do']}: {error}"})
 
     # --- the template -------------------------------------------------------------------------------------------
@@ -149,7 +128,7 @@ class Owner:
         launch = {**message["launch"], "fd": theirs.fileno(), "owner": os.getpid()}
         env = {**message["env"], "ELASTICD_LAUNCH": json.dumps(launch)}
         os.set_inheritable(theirs.fileno(), True)
-        self.template_pid = self.spawn(message["argv"], env, message["cwd"], None, None)
+        self.template_pid = spawn(message["argv"], env, message["cwd"], None, None)
         theirs.close()
         self.template = ours
         self.poll.register(ours.fileno(), select.POLLIN)
@@ -192,27 +171,25 @@ class Owner:
     # --- groups -------------------------------------------------------------------------------------------------
 
     def do_park(self, message: Message) -> None:
-        """Fork a group that waits: {group, workers, host, port}; port 0: its store starts at once, else at release."""
-        name, ranks = message["group"], [STORE, *range(message["workers"])]
+        """Fork a group that waits: {group, workers, store, host, port}.
+
+        With a `store` there is one more process, which starts to serve at once if the port is 0, else at release.
+        """
+        name, ranks = message["group"], [*[STORE] * message["store"], *range(message["workers"])]
         if self.template is None:
             raise OSError("there is no template")
         ours, theirs = {}, []
         for rank in ranks:
             ours[rank], end_for_child = pair()
             theirs.append(end_for_child)
-        group = Group(name, ours, 0)
-        if message["port"] == 0:
+        group = Group(name, ours)
+        if message["store"] and message["port"] == 0:
             self.give_store_its_port(group, message["host"], 0)
         self.groups[name] = group
-        request = encode({"fork": name, "workers": message["workers"]})
+        request = encode({"fork": name, "store": message["store"]})
         socket.send_fds(self.template, [request], [end_for_child.fileno() for end_for_child in theirs])
         for end_for_child in theirs:
             end_for_child.close()
-
-    def give_store_its_port(self, group: Group, host: str, port: int) -> None:
-        with listen(host, port) as listener:
-            group.port = listener.getsockname()[1]
-            socket.send_fds(group.channels[STORE], [encode({"host": host})], [listener.fileno()])
 
     def adopt(self, message: Message) -> None:
         group = self.groups.get(message["group"])
@@ -220,88 +197,86 @@ class Owner:
             for pid in message["pids"]:
                 end(pid, signal.SIGKILL)
             return
-        for rank, pid in zip([STORE, *range(len(message["pids"]) - 1)], message["pids"], strict=True):
+        for rank, pid in zip(group.channels, message["pids"], strict=True):
             group.alive[pid] = rank
-        self.say(**{"is": "parked", "group": group.name, "pids": message["pids"], "port": group.port})
+        self.say(**{"is": "parked", "group": group.name, "pids": message["pids"]})
         for pid in list(group.alive):
-            if pid in self.early:
-                self.member_exited(group, pid, *self.early.pop(pid))
+            status, at = self.early.pop(pid, (0, 0.0))
+            if at > group.since:  # otherwise another process had that number before
+                self.member_exited(group, pid, status, at)
 
     def do_release(self, message: Message) -> None:
-        """Let a parked group go: {group, host, port, workers: [{env, stdout, stderr}]}; surplus parked workers end."""
+        """Let a parked group go: {group, store, host, port, workers: [{env, stdout, stderr}]}; who is surplus ends.
+
+        Without a `store` of its own the group joins one elsewhere, which its workers' `env` names already.
+        """
         group = self.groups.get(message["group"])
         if group is None or not group.alive:
             raise OSError("there is no such parked group")
-        if group.port == 0:
-            self.give_store_its_port(group, message["host"], message["port"])
+        if message["store"]:
+            if group.port == 0:
+                self.give_store_its_port(group, message["host"], message["port"])
+            self.tell_port(group)
+        else:
+            group.port = 0  # a parked store that is not wanted serves nobody
         pids = {rank: pid for pid, rank in group.alive.items()}
         for rank, worker in enumerate(message["workers"]):
-            worker["env"]["MASTER_PORT"] = str(group.port)
             try:
-                group.channels[rank].send(encode(worker))
+                group.channels[rank].send(encode(self.with_port(group, worker)))
             except OSError:
                 pass  # it died while parked: its exit is told like any other
-        for rank in [rank for rank in group.channels if rank >= len(message["workers"])]:
-            group.alive.pop(pids[rank], None)
-            end(pids[rank], signal.SIGKILL)
-        for rank in [rank for rank in group.channels if rank != STORE]:
+        for rank in [rank for rank in pids if rank >= len(message["workers"]) or (rank == STORE and not group.port)]:
+            del group.alive[pids[rank]]
+            end(pids.pop(rank), signal.SIGKILL)
+        for rank in [rank for rank in group.channels if rank != STORE or rank not in pids]:
             group.channels.pop(rank).close()
         self.begin(group, pids)
 
     def do_exec(self, message: Message) -> None:
         """Start a group cold: {group, host, port, cwd, env, store, workers: [{argv, env, stdout, stderr}]}.
 
-        A worker's `env` is what it has besides everybody's.
+        A worker's `env` is what it has besides everybody's. `store` is {argv}, or None as in `do_release`.
         """
-        ours, theirs = pair()
-        group = self.groups[message["group"]] = Group(message["group"], {STORE: ours}, 0)
-        with theirs, listen(message["host"], message["port"]) as listener:
-            group.port = listener.getsockname()[1]
-            for fd in (listener.fileno(), theirs.fileno()):
-                os.set_inheritable(fd, True)
-            store = message["store"]
-            argv = [*store["argv"], message["host"], str(listener.fileno()), str(theirs.fileno())]
-            group.alive[self.spawn(argv, message["env"], message["cwd"], None, None)] = STORE
-            for fd in (listener.fileno(), theirs.fileno()):
-                os.set_inheritable(fd, False)
+        group = self.groups[message["group"]] = Group(message["group"], {})
+        if message["store"] is not None:
+            self.exec_store(group, message)
         for rank, worker in enumerate(message["workers"]):
-            env = {**message["env"], **worker["env"], "MASTER_PORT": str(group.port)}
-            pid = self.spawn(worker["argv"], env, message["cwd"], worker["stdout"], worker["stderr"])
-            group.alive[pid] = rank
+            env = {**message["env"], **self.with_port(group, worker)["env"]}
+            group.alive[spawn(worker["argv"], env, message["cwd"], worker["stdout"], worker["stderr"])] = rank
         self.begin(group, {rank: pid for pid, rank in group.alive.items()})
 
     def begin(self, group: Group, pids: dict[int, int]) -> None:
         group.running = True
-        workers = [pids[rank] for rank in sorted(pids) if rank != STORE and pids[rank] in group.alive]
-        self.say(**{"is": "started", "group": group.name, "pids": workers, "store": pids[STORE], "port": group.port})
+        workers = [pids[rank] for rank in sorted(pids) if rank != STORE]
+        self.say(**{"is": "started", "group": group.name, "pids": workers, "store": pids.get(STORE, 0)})
 
-    def spawn(self, argv: list[str], env: dict[str, str], cwd: str, stdout: str | None, stderr: str | None) -> int:
-        """Fork and exec as `Popen(start_new_session=True)` would; the parent's death is the child's."""
-        owner = os.getpid()
-        # Our handlers are the child's until it execs: a signal in between waits for the default action, or is lost.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
-        pid = os.fork()
-        if pid:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            return pid
-        try:
-            os.setsid()
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != owner:
-                os._exit(0)
-            signal.set_wakeup_fd(-1)
-            for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
-                signal.signal(ignored, signal.SIG_DFL)
-            for signum in DEAF_TO:
-                if signal.getsignal(signum) is not signal.SIG_IGN:
-                    signal.signal(signum, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            redirect(stdout, stderr)
-            os.chdir(cwd)
-            os.execvpe(argv[0], argv, env)
-        except BaseException as error:  # noqa: BLE001 this is a forked child: nothing may go back to the owner's loop
-            os.write(2, f"elasticd: cannot start {argv[0]}: {error}\n".encode())
-        os._exit(127)
+    # --- the round's store --------------------------------------------------------------------------------------
+
+    def give_store_its_port(self, group: Group, host: str, port: int) -> None:
+        with listen(host, port) as listener:
+            group.port = listener.getsockname()[1]
+            socket.send_fds(group.channels[STORE], [encode({"host": host})], [listener.fileno()])
+
+    def exec_store(self, group: Group, message: Message) -> None:
+        group.channels[STORE], theirs = pair()
+        with theirs, listen(message["host"], message["port"]) as listener:
+            group.port = listener.getsockname()[1]
+            for fd in (listener.fileno(), theirs.fileno()):
+                os.set_inheritable(fd, True)
+            argv = [*message["store"]["argv"], message["host"], str(listener.fileno()), str(theirs.fileno())]
+            group.alive[spawn(argv, message["env"], message["cwd"], None, None)] = STORE
+        self.tell_port(group)
+
+    def tell_port(self, group: Group) -> None:
+        """Before a worker runs: who listens accepts, and other nodes' workers need the port as soon as ours."""
+        self.say(**{"is": "store_ready", "group": group.name, "port": group.port})
+
+    def with_port(self, group: Group, worker: Message) -> Message:
+        """The worker, told of the group's own store if it has one."""
+        own = {"MASTER_PORT": str(group.port)} if group.port else {}
+        return {**worker, "env": {**worker["env"], **own}}
+
+    # --- signals ------------------------------------------------------------------------------------------------
 
     def do_signal(self, message: Message) -> None:
         """Send {group, signal}; SIGKILL reaches the store too, and what the workers left behind."""
@@ -391,78 +366,6 @@ class Owner:
         """Kill every descendant: each death hands us its children, until none is left. Bounded."""
         end_children(2 * LEFTOVER_GRACE_S)
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
-
-
-def redirect(stdout: str | None, stderr: str | None) -> None:
-    """Append this process' output to files; None leaves a stream as inherited. The files are the owner's alone."""
-    for path, fd in ((stdout, 1), (stderr, 2)):
-        if path is not None:
-            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            os.dup2(opened, fd)
-            os.close(opened)
-
-
-def end_children(within_s: float) -> None:
-    """Kill and reap our children and theirs, each of whose deaths makes more of them ours. Bounded."""
-    started = now = time.monotonic()
-    while now < started + within_s:
-        for pid in children():
-            if now > started + CLEANER_GRACE_S or not is_cleaner(pid):
-                end(pid, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(0.002)
-        now = time.monotonic()
-
-
-def children() -> list[int]:
-    """Pids of our direct children, zombies among them."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as listing:
-            return [int(pid) for pid in listing.read().split()]
-    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent_of(pid) == os.getpid()]
-
-
-def parent_of(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return int(stat.read().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return 0
-
-
-def is_cleaner(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as cmdline:
-            words = cmdline.read()
-        return any(cleaner in words for cleaner in CLEANERS)
-    except OSError:
-        return False
-
-
-def end(pid: int, signum: int) -> None:
-    """Signal a child that is not reaped yet, so that the pid is still its own, and once only.
-
-    The process group it leads hears of everything but SIGKILL, as it would of a terminal's signals: who is left of a
-    killed process is our child then, and gets its turn.
-    """
-    try:
-        if signum == signal.SIGKILL or os.getpgid(pid) != pid:
-            os.kill(pid, signum)
-        else:
-            os.killpg(pid, signum)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-def how_it_ended(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"exited with code {os.WEXITSTATUS(status)}"
 
 
 def main() -> None:

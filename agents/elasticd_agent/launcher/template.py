@@ -170,7 +170,7 @@ class Template:
     # --- forking ------------------------------------------------------------------------------------------------
 
     def fork(self, request: Config, channels: list[socket.socket]) -> Config | None:
-        """Fork a store and workers through an intermediate; None in the template, the release in a worker."""
+        """Fork a store, if asked for, and workers by an intermediate; None in the template, the release in a worker."""
         unfit = self.unfit()
         if unfit is not None:
             self.say(is_="refused", group=request["fork"], why=unfit)
@@ -190,7 +190,7 @@ class Template:
                 for other in channels:
                     if other is not channel:
                         other.close()
-                return self.child(is_store=role == 0, channel=channel)
+                return self.child(is_store=role == 0 and request["store"], channel=channel)
             pids.append(pid)
         self.say(is_="forked", group=request["fork"], pids=pids)
         os._exit(0)

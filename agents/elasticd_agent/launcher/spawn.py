@@ -1,0 +1,57 @@
+"""How the owner starts a program: the template, a cold worker, a cold store.
+
+Standard library only, since the owner runs without site-packages. It never lets anything in a forked child return into
+the owner's loop.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+PR_SET_PDEATHSIG = 1
+DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that do not end the owner, and mean to its children what they would have meant without it."""
+
+
+def prctl(option: int, argument: int | bytes) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0)
+
+
+def spawn(argv: list[str], env: dict[str, str], cwd: str, stdout: str | None, stderr: str | None) -> int:
+    """Fork and exec as `Popen(start_new_session=True)` would; the parent's death is the child's."""
+    owner = os.getpid()
+    # Our handlers are the child's until it execs: a signal in between waits for the default action, or is lost.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
+    pid = os.fork()
+    if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return pid
+    try:
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != owner:
+            os._exit(0)
+        signal.set_wakeup_fd(-1)
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(ignored, signal.SIG_DFL)
+        for signum in DEAF_TO:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        redirect(stdout, stderr)
+        os.chdir(cwd)
+        os.execvpe(argv[0], argv, env)
+    except BaseException as error:  # noqa: BLE001 this is a forked child: nothing may go back to the owner's loop
+        os.write(2, f"elasticd: cannot start {argv[0]}: {error}\n".encode())
+    os._exit(127)
+
+
+def redirect(stdout: str | None, stderr: str | None) -> None:
+    """Append this process' output to files; None leaves a stream as inherited. The files are the owner's alone."""
+    for path, fd in ((stdout, 1), (stderr, 2)):
+        if path is not None:
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            os.dup2(opened, fd)
+            os.close(opened)
