@@ -1,8 +1,8 @@
 """The command line of `elasticd run`, read into a JobSpec, a Policy and AgentSettings.
 
 It exists so that a torchrun user's command means here what it means there: the parser is made from the tables in
-torchrun_flags.py and follows argparse wherever torchrun does. It never looks at the disk or the network (preflight.py
-does) and never imports torch: usage errors are answered at once.
+torchrun_flags.py and follows argparse wherever torchrun does; rendezvous.py reads where several nodes meet. It never
+looks at the disk or the network (preflight.py does) and never imports torch: usage errors are answered at once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from elasticd.errors import UsageError
+from elasticd_agent import rendezvous
 from elasticd_agent.config import AgentSettings, JobSpec, Mode, Policy, Streams
 from elasticd_agent.devices import cpu_count, visible_gpus
-from elasticd_agent.torchrun_flags import OWN, TORCHRUN, Flag, Kind, Treatment
+from elasticd_agent.flags import Flag, Kind, Treatment
+from elasticd_agent.rendezvous import Meeting
+from elasticd_agent.torchrun_flags import OWN, TORCHRUN
 
 Choices = tuple[JobSpec, Policy, AgentSettings]
 
@@ -28,7 +31,9 @@ usage: elasticd run [options] SCRIPT [script's arguments]
 Runs SCRIPT in several worker processes, as torchrun does, and restarts them in a fraction of a second when one fails.
 With --max-restarts N the job is given up after N restarts; without it, after 3 in a row without progress (no new
 highest step, no new checkpoint) or after more than --max-restarts-per-hour (60).
-Exit code: 0 succeeded, 1 the job failed, 2 usage, 128+n stopped by signal n.
+Several nodes are one job when the same command is started on each, with a place to meet:
+  elasticd run --nnodes 2:8 --rdzv-backend etcd --rdzv-endpoint HOST:2379 --rdzv-id JOB train.py
+Exit code: 0 succeeded, 1 the job failed, 2 usage, 75 requeue the job, 128+n stopped by signal n.
 """
 
 
@@ -77,12 +82,14 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cho
     for flag in TORCHRUN:
         if flag.treatment is Treatment.REFUSED and getattr(parsed, flag.dest) != flag.default:
             raise UsageError(f"{flag.spellings[-1]} is not supported: {flag.says}")
-    _one_node(parsed)
+    meeting = rendezvous.read(parsed, environ, cwd)
     shutdown = _shutdown_timeout(parsed, environ)
     policy = Policy(
         max_restarts=parsed.max_restarts,
         max_restarts_per_hour=parsed.max_restarts_per_hour,
         stop_grace_s=float(shutdown),
+        grow=parsed.grow,
+        **meeting.numbers,
     )
     settings = AgentSettings(
         event_log=_path(parsed.event_log, cwd),
@@ -90,7 +97,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cho
         metrics_addr=parsed.metrics_addr,
         live=not parsed.no_live,
     )
-    return _job(parsed, environ, cwd), policy, settings
+    return _job(parsed, meeting, environ, cwd), policy, settings
 
 
 def help_text() -> str:
@@ -161,31 +168,7 @@ def _path(text: str | None, cwd: Path) -> Path | None:
 # ---- what it means
 
 
-def _one_node(parsed: argparse.Namespace) -> None:
-    counts = parsed.nnodes.split(":")
-    if not all(count.strip().isdigit() for count in counts) or len(counts) > 2:
-        raise UsageError(f"--nnodes {parsed.nnodes!r} is neither a number nor MIN:MAX")
-    low, high = int(counts[0]), int(counts[-1])
-    if not 0 < low <= high:
-        raise UsageError(f"--nnodes {parsed.nnodes}: MIN must be at least 1 and at most MAX")
-    if high > 1:
-        raise UsageError(f"--nnodes {parsed.nnodes}: this version runs a job on one node; leave it out or give 1")
-    if parsed.standalone:
-        return
-    if parsed.rdzv_backend not in ("static", "c10d"):
-        raise UsageError(
-            f"--rdzv-backend {parsed.rdzv_backend} is not supported: this version runs a job on one node and needs no "
-            "meeting place; leave it out, or give static or c10d"
-        )
-    if parsed.rdzv_backend == "static" and parsed.node_rank != 0:
-        raise UsageError(f"--node-rank {parsed.node_rank}: the only node of a job has rank 0")
-    for pair in filter(None, parsed.rdzv_conf.strip().split(",")):
-        key, _, value = pair.partition("=")
-        if not key.strip() or not value.strip():
-            raise UsageError(f"--rdzv-conf: {pair!r} is not KEY=VALUE")
-
-
-def _job(parsed: argparse.Namespace, environ: Mapping[str, str], cwd: Path) -> JobSpec:
+def _job(parsed: argparse.Namespace, meeting: Meeting, environ: Mapping[str, str], cwd: Path) -> JobSpec:
     low, high = _workers(parsed.nproc_per_node, environ)
     # torchrun leaves every GPU visible to every worker; we do, too, unless slots can be set aside or have one GPU each.
     gpus = visible_gpus(environ) if low < high or parsed.virtual_local_rank else ()
@@ -199,8 +182,8 @@ def _job(parsed: argparse.Namespace, environ: Mapping[str, str], cwd: Path) -> J
         entrypoint=parsed.training_script,
         args=tuple(parsed.training_script_args),
         cwd=cwd,
-        job_id=_random_id() if parsed.standalone or parsed.rdzv_id in ("none", "") else parsed.rdzv_id,
-        run=os.urandom(8).hex() if parsed.run is None else parsed.run,
+        job_id=_random_id() if meeting.job_id is None else meeting.job_id,
+        run=os.urandom(8).hex() if meeting.run is None else meeting.run,
         role=parsed.role,
         min_workers=low,
         max_workers=high,
@@ -217,6 +200,7 @@ def _job(parsed: argparse.Namespace, environ: Mapping[str, str], cwd: Path) -> J
         master_port=port,
         virtual_local_rank=parsed.virtual_local_rank,
         signals=tuple(dict.fromkeys(name.strip() for name in parsed.signals_to_handle.split(","))),
+        rendezvous=meeting.rendezvous,
     )
 
 
@@ -261,7 +245,7 @@ def _count(text: str, environ: Mapping[str, str]) -> int:
 
 
 def _store_address(parsed: argparse.Namespace) -> tuple[str, int | None]:
-    """Where the workers' store listens, and what MASTER_ADDR says; torchrun's rules for one node."""
+    """Where the workers' store listens, and what MASTER_ADDR says, on one node: torchrun's rules."""
     if parsed.standalone or parsed.rdzv_backend != "static":
         return "localhost", None
     if parsed.rdzv_endpoint:

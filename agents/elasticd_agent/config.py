@@ -35,8 +35,67 @@ class Streams(IntFlag):
 
 
 @dataclass(frozen=True, slots=True)
+class Tls:
+    """How a store is spoken to over TLS: PEM files; `cert` and `key` come together and prove who we are (mTLS)."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            given, missing = ("key", "cert") if self.cert is None else ("cert", "key")
+            raise UsageError(f"TLS: {given} without {missing}; a client certificate is both, or neither")
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the agents of one job meet, and as whom this one comes.
+
+    `backend` "memory": one node, nobody to meet. `endpoints` are (host, port). `is_host` None: c10d's host is the agent
+    whose machine has the endpoint's address. `local_addr` None: the address of the interface that reaches the store.
+    `node` None: the machine's host name.
+    """
+
+    backend: Literal["memory", "c10d", "etcd"] = "memory"
+    endpoints: tuple[tuple[str, int], ...] = ()
+    tls: Tls | None = None
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    is_host: bool | None = None
+    local_addr: str | None = None
+    node: str | None = None
+    min_nodes: int = 1
+    max_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.min_nodes < 1:
+            raise UsageError(f"a job needs at least 1 node, not {self.min_nodes}")
+        if self.min_nodes > self.max_nodes:
+            raise UsageError(
+                f"at least {self.min_nodes} nodes but at most {self.max_nodes} is impossible; "
+                f"write {self.max_nodes}:{self.min_nodes}"
+            )
+        if self.backend == "memory":
+            if self.max_nodes > 1:
+                raise UsageError(f"{self.max_nodes} nodes cannot meet in the memory of one; use c10d or etcd")
+        elif not self.endpoints:
+            raise UsageError(f"{self.backend} needs an endpoint, HOST:PORT")
+        if self.backend == "c10d" and len(self.endpoints) != 1:
+            raise UsageError(f"c10d has one endpoint, not {len(self.endpoints)}; several are etcd's")
+        for host, port in self.endpoints:
+            _port(f"the store on {host}", port, lowest=1)
+        if (self.user is None) != (self.password is None):
+            raise UsageError(
+                f"the store's user {self.user!r} needs a password" if self.user else "the store's password needs a user"
+            )
+        if self.node is not None:
+            _identifier("node id", self.node)
+
+
+@dataclass(frozen=True, slots=True)
 class JobSpec:
-    """One job on one node: what to run, how many times side by side, and where its files go.
+    """One node's part of a job: what to run, how many times side by side, and where its files go.
 
     `redirects` and `tee` map a local rank to streams; a rank that is not in them has none. `log_dir` may be /dev/null:
     no log files are kept. `devices` are the GPUs that slots stand for, as CUDA_VISIBLE_DEVICES spells them; empty when
@@ -66,6 +125,7 @@ class JobSpec:
     master_port: int | None = None
     virtual_local_rank: bool = False
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    rendezvous: Rendezvous = Rendezvous()
 
     def __post_init__(self) -> None:
         if self.min_workers < 1:
@@ -94,36 +154,6 @@ class JobSpec:
                 f"{what} names local rank {named}, but {self.max_workers} worker(s) have local ranks "
                 f"0 to {self.max_workers - 1}"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """How a store is spoken to over TLS: PEM files; `cert` and `key` come together and prove who we are (mTLS)."""
-
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where the agents of one job meet, and as whom this one comes.
-
-    `backend` "memory": one node, nobody to meet. `endpoints` are (host, port). `is_host` None: c10d's host is the agent
-    whose machine has the endpoint's address. `local_addr` None: the address of the interface that reaches the store.
-    `node` None: the machine's host name.
-    """
-
-    backend: Literal["memory", "c10d", "etcd"] = "memory"
-    endpoints: tuple[tuple[str, int], ...] = ()
-    tls: Tls | None = None
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-    is_host: bool | None = None
-    local_addr: str | None = None
-    node: str | None = None
-    min_nodes: int = 1
-    max_nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +213,62 @@ class Policy:
                 f"startup_ceiling_s {self.startup_ceiling_s:g} s must exceed user_error_wait_s "
                 f"{self.user_error_wait_s:g} s, a part of it; raise it by more than {short:g} s"
             )
+        for name in _SHARED_MORE_THAN_0 + _SHARED_0_OR_MORE:
+            value = getattr(self, name)
+            if not (value >= 0 if name in _SHARED_0_OR_MORE else value > 0):
+                least = "cannot be negative" if name in _SHARED_0_OR_MORE else "must be more than 0 seconds"
+                raise UsageError(f"{_spoken(name)} {value:g} s {least}")
+            if value > LONGEST_S:
+                raise UsageError(f"{_spoken(name)} {value:g} s is longer than a year")
+        self._times_fit()
+
+    def _times_fit(self) -> None:
+        """Every wait leaves room for what it waits for. The rules are DESIGN's, the store's time limits included."""
+        self._exceeds(
+            "lease_s",
+            self.renewal_s + 2 * self.store_timeout_s,
+            f"renewal {self.renewal_s:g} s + 2 × store_timeout {self.store_timeout_s:g} s",
+            "a renewal that fails can be tried once more",
+        )
+        self._exceeds(
+            "lease_s",
+            3 * self.store_timeout_s,
+            f"3 × store_timeout {self.store_timeout_s:g} s",
+            "an unanswered request costs less than a third of it",
+        )
+        self._exceeds(
+            "seen_timeout_s",
+            self.store_timeout_s,
+            f"store_timeout {self.store_timeout_s:g} s",
+            "a node that only waits for the store is not taken for dead",
+        )
+        self._exceeds(
+            "join_timeout_s",
+            self.last_call_s,
+            f"last_call_timeout {self.last_call_s:g} s, a part of it",
+            "a job that has enough nodes begins",
+        )
+        self._exceeds(
+            "hold_timeout_s",
+            self.grow_debounce_s + self.seen_timeout_s,
+            f"grow_debounce {self.grow_debounce_s:g} s + seen_timeout {self.seen_timeout_s:g} s",
+            "the round that a group holds for can come",
+        )
+        for name in ("adopt_timeout_s", "store_away_s"):
+            self._exceeds(
+                name,
+                self.lease_s + self.renewal_s,
+                f"lease {self.lease_s:g} s + renewal {self.renewal_s:g} s",
+                "leases are judged again before anybody is given up",
+            )
+
+    def _exceeds(self, name: str, least: float, sum_of: str, so_that: str) -> None:
+        value = getattr(self, name)
+        if not value > least:
+            raise UsageError(
+                f"{_spoken(name)} {value:g} s must exceed {sum_of}, so that {so_that}; "
+                f"raise it by more than {least - value:.6g} s"
+            )
 
     def cooloff_s(self, times_set_aside: int) -> float:
         """How long a slot stays out the n-th time it is set aside (n >= 1): doubles each time, at most an hour."""
@@ -205,6 +291,26 @@ class AgentSettings:
     def __post_init__(self) -> None:
         if self.metrics_port is not None:
             _port("metrics", self.metrics_port, lowest=0)
+
+
+LONGEST_S = 365 * 86400.0
+"""No wait is longer: "for ever" is not a deadline, and the system's own timers overflow at a few centuries."""
+_SHARED_MORE_THAN_0 = (
+    "lease_s",
+    "renewal_s",
+    "store_timeout_s",
+    "seen_timeout_s",
+    "join_timeout_s",
+    "adopt_timeout_s",
+    "hold_timeout_s",
+    "store_away_s",
+)
+_SHARED_0_OR_MORE = ("last_call_s", "replace_timeout_s", "grow_debounce_s", "node_cooloff_s")
+
+
+def _spoken(name: str) -> str:
+    """How --rdzv-conf calls it."""
+    return {"last_call_s": "last_call_timeout"}.get(name, name.removesuffix("_s"))
 
 
 def _port(what: str, port: int, *, lowest: int) -> None:

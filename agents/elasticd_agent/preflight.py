@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elasticd.errors import UsageError
-from elasticd_agent.config import AgentSettings, JobSpec, Mode
+from elasticd_agent.config import AgentSettings, JobSpec, Mode, Tls
 
 
 def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) -> None:
@@ -37,6 +37,10 @@ def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) ->
         _port("the workers' store", spec.master_addr, spec.master_port or 0)
     if settings.metrics_port is not None:
         _port("--metrics-port", settings.metrics_addr, settings.metrics_port)
+    if spec.rendezvous.backend != "memory" and spec.rendezvous.local_addr is not None:
+        _port("--local-addr", spec.rendezvous.local_addr, 0)
+    if spec.rendezvous.tls is not None:
+        _tls(spec.rendezvous.tls)
 
 
 def _script(spec: JobSpec) -> None:
@@ -108,6 +112,42 @@ def _appendable(option: str, path: Path | None) -> None:
         raise UsageError(f"{option} {str(path)!r}: there is no directory {str(path.parent)!r}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"{option} {str(path)!r} cannot be written: permission denied")
+
+
+def _tls(tls: Tls) -> None:
+    for name, path in (("cacert", tls.ca), ("cert", tls.cert), ("key", tls.key)):
+        if path is not None:
+            _readable(f"--rdzv-conf {name}", path)
+    import ssl  # 20 ms that only TLS needs
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if tls.ca is not None:
+        try:
+            context.load_verify_locations(tls.ca)
+        except ssl.SSLError:
+            raise UsageError(f"--rdzv-conf cacert {str(tls.ca)!r} holds no certificate in PEM form") from None
+    if tls.cert is not None and tls.key is not None:
+        try:
+            context.load_cert_chain(tls.cert, tls.key, password=_no_passphrase)
+        except ssl.SSLError as error:
+            if error.reason == "KEY_VALUES_MISMATCH":
+                why = "do not belong together"
+            else:
+                why = "are not a certificate and its key in PEM form"
+            raise UsageError(f"--rdzv-conf cert {str(tls.cert)!r} and key {str(tls.key)!r} {why}") from None
+
+
+def _no_passphrase() -> str:
+    raise UsageError("--rdzv-conf key is protected by a passphrase; give a key without one, readable by you alone")
+
+
+def _readable(option: str, path: Path) -> None:
+    if not path.exists():
+        raise UsageError(f"{option} {str(path)!r} does not exist")
+    if not path.is_file():
+        raise UsageError(f"{option} {str(path)!r} is not a file")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"{option} {str(path)!r} cannot be read: permission denied")
 
 
 def _port(what: str, address: str, port: int) -> None:

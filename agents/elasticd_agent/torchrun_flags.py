@@ -9,76 +9,19 @@ parses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-
-
-class Kind(Enum):
-    """What follows the option on the command line."""
-
-    TEXT = "text"
-    INT = "integer"
-    FLOAT = "number"
-    LIST = "comma-separated list"  # ",," is a comma inside an item
-    SWITCH = "switch"  # nothing follows
-
-
-class Treatment(Enum):
-    """What elasticd does with it."""
-
-    HONORED = "honored"
-    NO_EFFECT = "accepted, without effect"
-    REFUSED = "refused"  # any value but the default; `says` is the sentence
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One option. `default` is torchrun's, unless `differs` says why ours is another (and `default` is ours)."""
-
-    names: tuple[str, ...]
-    kind: Kind
-    says: str
-    default: str | int | float | tuple[str, ...] | bool | None = None
-    treatment: Treatment = Treatment.HONORED
-    choices: tuple[str, ...] | None = None
-    metavar: str | None = None
-    env: bool = True
-    differs: str | None = None
-    repeatable: bool = False
-
-    @property
-    def dest(self) -> str:
-        """The name argparse would give it: the first long spelling."""
-        long = next(name for name in self.names if name.startswith("--"))
-        return long[2:].replace("-", "_")
-
-    @property
-    def variable(self) -> str | None:
-        """The PET_ environment variable that stands in for the option when it is not given."""
-        return f"PET_{self.dest.upper()}" if self.env else None
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """What help and docs show; the underscore spellings are understood without being repeated everywhere."""
-        return tuple(name for name in self.names if "_" not in name)
-
-
-def _both(dashed: str, *short: str) -> tuple[str, ...]:
-    """torchrun spells every option of several words with dashes and with underscores."""
-    underscored = "--" + dashed[2:].replace("-", "_")
-    return (*short, dashed) if underscored == dashed else (*short, dashed, underscored)
-
+from elasticd_agent.flags import Flag, Kind, Treatment, both_spellings
 
 TORCHRUN: tuple[Flag, ...] = (
     Flag(
-        _both("--nnodes"),
+        both_spellings("--nnodes"),
         Kind.TEXT,
-        "This version runs one node: 1 or 1:1; anything else is refused.",
+        "Nodes of the job, N or MIN:MAX. More than one meet by --rdzv-backend c10d or etcd, with --rdzv-endpoint and "
+        "--rdzv-id; the job goes on while MIN are left and grows up to MAX.",
         default="1:1",
         metavar="N",
     ),
     Flag(
-        _both("--nproc-per-node"),
+        both_spellings("--nproc-per-node"),
         Kind.TEXT,
         "Workers on this node: a number, gpu, cpu, auto, or MIN:MAX (ours): start with MAX, and while a slot keeps "
         "failing go on with fewer, down to MIN. gpu and auto count NVIDIA GPUs, minding CUDA_VISIBLE_DEVICES; xpu and "
@@ -87,44 +30,49 @@ TORCHRUN: tuple[Flag, ...] = (
         metavar="N",
     ),
     Flag(
-        _both("--rdzv-backend"),
+        both_spellings("--rdzv-backend"),
         Kind.TEXT,
-        "static and c10d are the same on one node; others (etcd, etcd-v2, plug-ins) are refused.",
+        "Where nodes meet: c10d (torch's TCPStore, served by one of the agents) or etcd (v3, by its address). static "
+        "is one node; with more it is refused, as its nodes could not be replaced. etcd-v2 and plug-ins are refused.",
         default="static",
         metavar="NAME",
     ),
     Flag(
-        _both("--rdzv-endpoint"),
+        both_spellings("--rdzv-endpoint"),
         Kind.TEXT,
-        "With the static backend: HOST:PORT is where the workers' store listens, as --master-addr and --master-port. "
-        "With c10d: no effect, nobody needs to be met on one node.",
+        "c10d: HOST[:PORT] of the node that serves the store, port 29400 if none is given; one node without an "
+        "endpoint, or with port 0, meets nobody. etcd: HOST[:PORT][,…], port 2379 if none is given; https:// in front "
+        "means TLS. IPv6 in brackets. static: where the workers' store listens, as --master-addr and --master-port.",
         default="",
         metavar="HOST:PORT",
     ),
     Flag(
-        _both("--rdzv-id"),
+        both_spellings("--rdzv-id"),
         Kind.TEXT,
         "The job's id, TORCHELASTIC_RUN_ID for the workers; none means a random one. (torchrun replaces it by a "
-        "random one unless a backend or port is given.)",
+        "random one unless a backend or port is given.) Several nodes must be given the same one, or SLURM_JOB_ID.",
         default="none",
         metavar="ID",
     ),
     Flag(
-        _both("--rdzv-conf"),
+        both_spellings("--rdzv-conf"),
         Kind.TEXT,
-        "Read, for its form only: one node has no rendezvous to configure.",
+        "Times in seconds: join_timeout (or timeout), last_call_timeout, keep_alive_interval and "
+        "keep_alive_max_attempt (their product is the lease); ours: lease, renewal, store_timeout, seen_timeout, "
+        "replace_timeout, hold_timeout, adopt_timeout, store_away, grow_debounce, node_cooloff. c10d: is_host. etcd: "
+        "protocol, cacert, cert, key, user, password_file, password (or ELASTICD_ETCD_USER, ELASTICD_ETCD_PASSWORD). "
+        "Without effect: close_timeout, read_timeout, heartbeat_timeout, use_libuv, rank. Other keys are refused.",
         default="",
-        treatment=Treatment.NO_EFFECT,
         metavar="K=V,…",
     ),
     Flag(
-        _both("--standalone"),
+        both_spellings("--standalone"),
         Kind.SWITCH,
         "One node, a free port, a random job id; --rdzv-backend, --rdzv-endpoint and --rdzv-id are ignored.",
         default=False,
     ),
     Flag(
-        _both("--max-restarts"),
+        both_spellings("--max-restarts"),
         Kind.INT,
         "Given: a hard total of restarts, as in torchrun. Not given: 3 in a row without progress (no new highest step, "
         "no new checkpoint) and --max-restarts-per-hour.",
@@ -132,7 +80,7 @@ TORCHRUN: tuple[Flag, ...] = (
         metavar="N",
     ),
     Flag(
-        _both("--monitor-interval"),
+        both_spellings("--monitor-interval"),
         Kind.FLOAT,
         "The end of a worker is seen when it happens; nothing is polled.",
         default=0.1,
@@ -140,7 +88,7 @@ TORCHRUN: tuple[Flag, ...] = (
         metavar="S",
     ),
     Flag(
-        _both("--start-method"),
+        both_spellings("--start-method"),
         Kind.TEXT,
         "Concerns Python functions, which torchrun's command line never starts either.",
         default="spawn",
@@ -149,7 +97,7 @@ TORCHRUN: tuple[Flag, ...] = (
         metavar="NAME",
     ),
     Flag(
-        _both("--event-log-handler"),
+        both_spellings("--event-log-handler"),
         Kind.TEXT,
         "torch's event handlers run inside torchrun's process; use --event-log FILE for one JSON object per event.",
         default="null",
@@ -157,28 +105,38 @@ TORCHRUN: tuple[Flag, ...] = (
         metavar="NAME",
     ),
     Flag(
-        _both("--role"),
+        both_spellings("--role"),
         Kind.TEXT,
         "The workers' role, ROLE_NAME in their environment.",
         default="default",
         metavar="NAME",
     ),
-    Flag(_both("--module", "-m"), Kind.SWITCH, "The script is a module's name, run as python -m does.", default=False),
-    Flag(_both("--no-python"), Kind.SWITCH, "The script is a program, started as it is; not with -m.", default=False),
     Flag(
-        _both("--run-path"),
+        both_spellings("--module", "-m"),
+        Kind.SWITCH,
+        "The script is a module's name, run as python -m does.",
+        default=False,
+    ),
+    Flag(
+        both_spellings("--no-python"),
+        Kind.SWITCH,
+        "The script is a program, started as it is; not with -m.",
+        default=False,
+    ),
+    Flag(
+        both_spellings("--run-path"),
         Kind.SWITCH,
         "Runs the script as a script: that is what runpy.run_path imitates. Overrides --no-python and -m.",
         default=False,
     ),
     Flag(
-        _both("--log-dir"),
+        both_spellings("--log-dir"),
         Kind.TEXT,
         "Where worker logs go, in a directory per job, round and local rank; /dev/null keeps none.",
         metavar="DIR",
     ),
     Flag(
-        _both("--redirects", "-r"),
+        both_spellings("--redirects", "-r"),
         Kind.TEXT,
         "Which streams go to log files instead of the console: 0 none, 1 stdout, 2 stderr, 3 both; or per "
         "local rank, 0:3,1:1.",
@@ -186,62 +144,63 @@ TORCHRUN: tuple[Flag, ...] = (
         metavar="STREAMS",
     ),
     Flag(
-        _both("--tee", "-t"),
+        both_spellings("--tee", "-t"),
         Kind.TEXT,
         "Which streams go to log files and to the console; written as --redirects.",
         default="0",
         metavar="STREAMS",
     ),
     Flag(
-        _both("--local-ranks-filter"),
+        both_spellings("--local-ranks-filter"),
         Kind.TEXT,
         "Local ranks whose output reaches the console, 0,1,2; the log files keep everything.",
         default="",
         metavar="RANKS",
     ),
     Flag(
-        _both("--duplicate-stdout-filters"),
+        both_spellings("--duplicate-stdout-filters"),
         Kind.LIST,
         "Stdout lines that contain one of these words go to filtered_stdout.log as well; ',,' is a comma in a word.",
         default=(),
         metavar="WORDS",
     ),
     Flag(
-        _both("--duplicate-stderr-filters"),
+        both_spellings("--duplicate-stderr-filters"),
         Kind.LIST,
         "Stderr lines that contain one of these words go to filtered_stderr.log as well; ',,' is a comma in a word.",
         default=(),
         metavar="WORDS",
     ),
     Flag(
-        _both("--node-rank"),
+        both_spellings("--node-rank"),
         Kind.INT,
-        "On one node it is 0; another rank is refused where torchrun would mind it (static backend).",
+        "Static backend: the only node's rank is 0, another is refused. Otherwise, as in torchrun, nodes find their "
+        "ranks by themselves.",
         default=0,
         metavar="N",
     ),
     Flag(
-        _both("--master-addr"),
+        both_spellings("--master-addr"),
         Kind.TEXT,
         "With --master-port and the static backend: the address of this machine where the workers' store listens.",
         default="127.0.0.1",
         metavar="ADDR",
     ),
     Flag(
-        _both("--master-port"),
+        both_spellings("--master-port"),
         Kind.INT,
         "Static backend: the port of the workers' store, 0 for a free one; in use, it is an error. Not given: any.",
         metavar="PORT",
     ),
     Flag(
-        _both("--local-addr"),
+        both_spellings("--local-addr"),
         Kind.TEXT,
-        "Says which address other nodes should use; one node has no others.",
-        treatment=Treatment.NO_EFFECT,
+        "Which of this machine's addresses other nodes shall use, a name or a literal; else the one of the interface "
+        "that reaches the store. Without effect where there are no others.",
         metavar="ADDR",
     ),
     Flag(
-        _both("--logs-specs"),
+        both_spellings("--logs-specs"),
         Kind.TEXT,
         "torch's log plug-ins run inside torchrun's process; --log-dir, --redirects and --tee say where logs go.",
         treatment=Treatment.REFUSED,
@@ -249,7 +208,7 @@ TORCHRUN: tuple[Flag, ...] = (
         env=False,
     ),
     Flag(
-        _both("--numa-binding"),
+        both_spellings("--numa-binding"),
         Kind.TEXT,
         "Workers are forked from one warm process, so no numactl can be put in front of each; bind the whole job "
         "(numactl … elasticd run …), or call os.sched_setaffinity in the script.",
@@ -259,21 +218,21 @@ TORCHRUN: tuple[Flag, ...] = (
         env=False,
     ),
     Flag(
-        _both("--signals-to-handle"),
+        both_spellings("--signals-to-handle"),
         Kind.TEXT,
         "Signals that stop the job when sent to elasticd; they are passed on to the workers.",
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         metavar="NAMES",
     ),
     Flag(
-        _both("--shutdown-timeout"),
+        both_spellings("--shutdown-timeout"),
         Kind.INT,
         "Seconds a stopped worker has before SIGKILL; else TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30. The survivors of a "
         "broken group get none: they can only wait for the dead.",
         metavar="S",
     ),
     Flag(
-        _both("--virtual-local-rank"),
+        both_spellings("--virtual-local-rank"),
         Kind.SWITCH,
         "Every worker sees LOCAL_RANK=0 and its own GPU as device 0.",
         default=False,
@@ -332,8 +291,40 @@ OWN: tuple[Flag, ...] = (
         ("--run",),
         Kind.TEXT,
         "A token that tells this run of the job from others: only the same run may share a checkpoint directory. "
-        "Default: a random one.",
+        "Default: a random one; for several nodes, which must agree on it, SLURM_RESTART_COUNT, else 0.",
         metavar="TOKEN",
+        env=False,
+    ),
+    Flag(
+        ("--node-id",),
+        Kind.TEXT,
+        "This node's name among the job's nodes, unlike any other's. Default: the host name.",
+        metavar="NAME",
+        env=False,
+    ),
+    Flag(
+        ("--replace-timeout",),
+        Kind.FLOAT,
+        "Seconds a job with fewer than MIN nodes left waits for others before it is given up; 600 if not given.",
+        metavar="S",
+        env=False,
+    ),
+    Flag(
+        ("--hold-timeout",),
+        Kind.FLOAT,
+        "Seconds the workers wait, right after a checkpoint, for the round that takes newcomers in, before they go on "
+        "as they are; 30 if not given.",
+        metavar="S",
+        env=False,
+    ),
+    Flag(
+        ("--grow",),
+        Kind.TEXT,
+        "When newcomers are taken in. auto: at once where a checkpoint is attached, so that no step is lost, else at "
+        "the next restart; always: at once, even if that loses steps; never: only at a restart.",
+        default="auto",
+        choices=("auto", "always", "never"),
+        metavar="WHEN",
         env=False,
     ),
 )

@@ -11,7 +11,8 @@ import pytest
 
 from elasticd.errors import UsageError
 from elasticd_agent.arguments import build_parser
-from elasticd_agent.torchrun_flags import OWN, TORCHRUN, Flag, Kind, page
+from elasticd_agent.flags import Flag, Kind
+from elasticd_agent.torchrun_flags import OWN, TORCHRUN, page
 
 ROOT = Path(__file__).parents[2]
 
