@@ -1,0 +1,64 @@
+"""etcd's messages and stubs, from the `etcd3` package, on any protobuf from 4.25 on. Importing this loads all of it.
+
+etcd3 0.12.0 is from 2020 and its generated `*_pb2.py` files do not run on protobuf 4 and newer. What they describe is
+still right, so this takes the serialized descriptors out of them without running them, builds the message classes with
+today's protobuf in a private pool, and puts them where etcd3 looks for them; then etcd3 is imported unchanged. No
+environment variable is touched, and nothing else in this process that uses protobuf is affected.
+
+It costs 0.1 s (grpc and etcd3), therefore only code that is about to talk to an etcd imports it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from elasticd.errors import UsageError
+
+# In the order in which they build on each other.
+_FILES = ("kv", "auth", "rpc")
+# The one argument of the generated code that holds a whole .proto file, as a string of Latin-1 characters.
+_SERIALIZED = re.compile(r"serialized_pb=_b\(('(?:[^'\\]|\\.)*')\)")
+
+
+def _load() -> Any:
+    if "etcd3.etcdrpc" not in sys.modules:
+        package = importlib.util.find_spec("etcd3")
+        if package is None or not package.submodule_search_locations:
+            raise UsageError("the etcd3 package is not installed; 'pip install etcd3' installs it")
+        folder = Path(package.submodule_search_locations[0], "etcdrpc")
+        pool = descriptor_pool.DescriptorPool()
+        for name in _FILES:
+            sys.modules[f"etcd3.etcdrpc.{name}_pb2"] = _module(pool, name, folder / f"{name}_pb2.py")
+    import etcd3.etcdrpc
+
+    return etcd3.etcdrpc
+
+
+def _module(pool: descriptor_pool.DescriptorPool, name: str, generated: Path) -> ModuleType:
+    found = _SERIALIZED.search(generated.read_text(encoding="utf-8"))
+    if found is None:
+        raise UsageError(f"{generated} does not look like etcd3 0.12.0; 'pip install etcd3==0.12.0' installs it")
+    text: str = ast.literal_eval(found[1])
+    described = descriptor_pb2.FileDescriptorProto.FromString(text.encode("latin-1"))
+    pool.Add(described)
+    file = pool.FindFileByName(described.name)
+    module = ModuleType(f"etcd3.etcdrpc.{name}_pb2")
+    members: dict[str, object] = {"DESCRIPTOR": file}
+    for message in file.message_types_by_name.values():
+        members[message.name] = message_factory.GetMessageClass(message)
+    for enum in file.enum_types_by_name.values():
+        members.update((value.name, value.number) for value in enum.values)
+    vars(module).update(members)
+    return module
+
+
+rpc: Any = _load()
+"""The module `etcd3.etcdrpc`: message classes such as `RangeRequest`, stubs such as `KVStub`."""
