@@ -1,0 +1,225 @@
+"""Which address of this machine others can reach, which names mean this machine, and how host and port are written.
+
+It exists because a host name that means this machine here ("localhost", or 127.0.1.1 in /etc/hosts) means another one,
+or none, elsewhere: what agents tell each other are literal addresses, and the kernel's routes say which. It never sends
+anything: connecting a UDP socket only asks for the route. Names are looked up as the system is set up to, which may
+take the resolver's own timeout; literal addresses never ask it.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from elasticd.errors import UsageError
+
+Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback", "localhost.localdomain"})
+# Where the default route leads, for each family: addresses set aside for documentation (RFC 5737, RFC 3849).
+_ELSEWHERE = ("198.51.100.1", "2001:db8::1")
+_ANY_PORT = 9  # a route does not depend on it; 9 is "discard"
+# Linux's <linux/in6.h>, not in Python's socket: of several IPv6 addresses prefer the lasting one to a privacy address,
+# which a day later is gone (RFC 5014).
+_IPV6_ADDR_PREFERENCES = 72
+_IPV6_PREFER_SRC_PUBLIC = 0x0002
+_HOST = re.compile(r"[\w.:%-]+")
+
+
+def local_address(towards: Sequence[tuple[str, int]], given: str | None = None) -> str:
+    """A literal address of this machine by which those who reach the endpoints `towards` can reach it.
+
+    It is `given` (a name or an address of this machine) if there is one, else the address from which the first endpoint
+    with a route would be contacted. Loopback only when all endpoints are on loopback, too: everybody is here then.
+    Raises UsageError when there is none, in one line that says what would be right.
+    """
+    return _text(_towards(towards) if given is None else _given(given, towards))
+
+
+def is_own(host: str) -> bool:
+    """Whether this name or address belongs to this machine.
+
+    As torchrun matches its endpoint's host: localhost, this host's name (also in full), any address an interface has.
+    A name that also means another machine belongs to nobody: else each of the two would take it for its own.
+    """
+    name = _name(host)
+    if name in _LOOPBACK_NAMES or name == _name(socket.gethostname()):
+        return True
+    reached = [own for ip in _resolved(host) if (own := _owned(ip)) is not None]
+    return all(reached) if reached else name == _full_name()
+
+
+def joined(host: str, port: int) -> str:
+    """HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split(text: str) -> tuple[str, int]:
+    """The host and port that `joined` wrote, or a person did. Raises UsageError, saying how it is written."""
+    text = text.strip()
+    host, colon, digits = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    elif _is_ipv6(text) or (text.startswith("[") and text.endswith("]")):
+        bare = text.strip("[]")
+        raise UsageError(f"{text!r} has no port; an IPv6 address and its port are written [{bare}]:PORT")
+    elif ":" in host and "://" not in host:
+        raise UsageError(f"{text!r} has too many colons; an IPv6 address and its port are written [ADDRESS]:PORT")
+    if not colon or not digits:
+        raise UsageError(f"{text!r} has no port; write HOST:PORT")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 5 and int(digits) <= 65535):
+        raise UsageError(f"{text!r}: {digits!r} is not a port; a port is a number from 0 to 65535")
+    if not _HOST.fullmatch(host) or (bracketed and not _is_ipv6(host)):
+        raise UsageError(f"{text!r}: {host!r} is not a host name or address; write HOST:PORT")
+    return host, int(digits)
+
+
+def _towards(towards: Sequence[tuple[str, int]]) -> Ip:
+    loopback: Ip | None = None
+    elsewhere = False  # an endpoint that is here only by the name others know this machine by
+    for host, _ in towards:
+        for ip in _resolved(host):
+            source = None if ip.is_unspecified else _source(ip)
+            if source is not None and not source.is_loopback:
+                return source
+            if source is not None:
+                loopback = loopback or source
+                elsewhere = elsewhere or not _means_loopback(host)
+    named = ", ".join(joined(*endpoint) for endpoint in towards) or "anything"
+    if elsewhere:
+        for ip in map(ipaddress.ip_address, _ELSEWHERE):
+            source = _source(ip)
+            if source is not None and not source.is_loopback:
+                return source
+        raise UsageError(
+            f"{named} is on loopback as this machine resolves it, and there is no default route to tell which address "
+            "others reach it by; name it with --local-addr"
+        )
+    if loopback is None:
+        unknown = towards and not any(_resolved(host) for host, _ in towards)
+        why = "the name is not known" if unknown else "there is no route"
+        raise UsageError(
+            f"no address of this machine reaches {named}: {why}; check the endpoint and the network, "
+            "or name an address with --local-addr"
+        )
+    return loopback
+
+
+def _given(given: str, towards: Sequence[tuple[str, int]]) -> Ip:
+    found = _resolved(given)
+    own = [ip for ip in found if _owned(ip)]
+    outside = [ip for ip in own if not ip.is_loopback]
+    if outside:
+        return outside[0]
+    if not found:
+        raise UsageError(f"--local-addr {given}: no such name or address; {_instead(towards)}")
+    if not own:
+        listed = ", ".join(map(_text, found))
+        which = f"{listed} is" if listed == given else f"it means {listed}, which is"
+        if any(ip.is_link_local and ip.version == 6 and "%" not in _text(ip) for ip in found):
+            raise UsageError(f"--local-addr {given}: add the interface, as in fe80::1%eth0; {_instead(towards)}")
+        raise UsageError(f"--local-addr {given}: {which} not an address of this machine; {_instead(towards)}")
+    if not _means_loopback(given) and towards:
+        return _towards(towards)
+    if all(is_own(host) for host, _ in towards):
+        return own[0]
+    raise UsageError(f"--local-addr {given}: nobody on another machine can reach it; {_instead(towards)}")
+
+
+def _instead(towards: Sequence[tuple[str, int]]) -> str:
+    try:
+        right = _text(_towards(towards))
+    except UsageError:
+        return "leave it out to use the address the endpoint is reached from"
+    return f"leave it out to use {right}, from which the endpoint is reached"
+
+
+def _resolved(host: str) -> list[Ip]:
+    """The addresses a name has, best first (RFC 6724), or none."""
+    try:
+        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM) if host else []
+    except (OSError, ValueError):  # not known; or not even the form of a name
+        return []
+    return list(dict.fromkeys(_ip(where) for _, _, _, _, where in found))
+
+
+def _ip(where: tuple[Any, ...]) -> Ip:
+    """The address in a socket's address: an IPv6 one with its interface, an IPv4 one in IPv6's clothes as itself."""
+    text = str(where[0]).partition("%")[0]
+    ip = ipaddress.ip_address(text)
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        return ip.ipv4_mapped
+    if len(where) == 4 and where[3]:
+        return ipaddress.IPv6Address(f"{text}%{socket.if_indextoname(int(where[3]))}")
+    return ip
+
+
+def _source(ip: Ip) -> Ip | None:
+    """The address from which this machine would contact `ip`; None without a route."""
+    family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
+    try:
+        sock = socket.socket(family, socket.SOCK_DGRAM)
+    except OSError as error:
+        if error.errno == errno.EAFNOSUPPORT:  # a kernel without IPv6; anything else is no matter of routes
+            return None
+        raise
+    with sock:
+        text, _, interface = str(ip).partition("%")
+        try:
+            if ip.version == 4:
+                sock.connect((text, _ANY_PORT))
+            else:
+                sock.setsockopt(socket.IPPROTO_IPV6, _IPV6_ADDR_PREFERENCES, _IPV6_PREFER_SRC_PUBLIC)
+                sock.connect((text, _ANY_PORT, 0, socket.if_nametoindex(interface) if interface else 0))
+            return _ip(sock.getsockname())
+        except OSError:
+            return None
+
+
+def _owned(ip: Ip) -> bool | None:
+    """Whether an interface of this machine has this address; None when that cannot be told for want of a route."""
+    if ip.is_loopback:
+        return True
+    if ip.is_unspecified or ip.is_multicast:
+        return False
+    # To itself, a machine sends from the very address it sends to.
+    source = _source(ip)
+    return None if source is None else int(source) == int(ip) and source.version == ip.version
+
+
+def _means_loopback(host: str) -> bool:
+    """Whether `host` is loopback on every machine, and not by one machine's host table."""
+    if _name(host) in _LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _full_name() -> str:
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_DGRAM, flags=socket.AI_CANONNAME)
+    except (OSError, ValueError):
+        return ""
+    return _name(found[0][3])
+
+
+def _name(host: str) -> str:
+    return host.rstrip(".").lower()
+
+
+def _text(ip: Ip) -> str:
+    return str(ip)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False

@@ -1,0 +1,367 @@
+"""Knocking: who answers, who is gone for certain, and who only does not speak."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd.errors import UsageError
+from elasticd_agent import knock as knocking
+from elasticd_agent.knock import AGAIN_S, Answered, KnockServer, Refused, Silent, knock
+
+DEADLINE = 20.0
+LONG = 10.0  # a knock's timeout where an answer is expected: only a failure ever takes it
+SHORT = 0.3  # where silence is expected: this long it takes
+
+AGENT = """
+import sys
+from elasticd_agent.knock import KnockServer
+server = KnockServer("127.0.0.1", "a", "i1")
+print(server.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def serving(address: str = "127.0.0.1", node: str = "a", **given: object) -> Iterator[KnockServer]:
+    server = KnockServer(address, node, "i1", **given)  # type: ignore[arg-type]
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def agent(program: str = AGENT, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A real process that answers knocks, and its port."""
+    path = os.pathsep.join(map(str, (Path(knocking.__file__).parents[1], Path(knocking.__file__).parents[2])))
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def saying(what: bytes, reset: bool = False) -> Iterator[int]:
+    """The port of a server that is no agent: it sends these bytes and closes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with listener.accept()[0] as sock:
+                sock.sendall(what)
+                if reset:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            thread.join(DEADLINE)
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """One nobody listens on: below the range that other programs' outgoing connections are numbered from."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for port in range(20000 + os.getpid() % 5000, 32000):
+        with socket.socket(family) as sock:
+            try:
+                sock.bind((address, port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port is free")
+
+
+def one(address: str, port: int, timeout_s: float = LONG) -> Answered | Refused | Silent:
+    return knock({"a": (address, port)}, timeout_s)["a"]
+
+
+def why(result: Answered | Refused | Silent) -> str:
+    assert isinstance(result, Silent), result
+    return result.why
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.77", "::1"])
+def test_an_agent_says_who_it_is(address: str) -> None:
+    with serving(address) as server:
+        assert one(address, server.port) == Answered("a", "i1")
+
+
+def test_the_answer_is_one_line_of_json() -> None:
+    with serving() as server, socket.create_connection(("127.0.0.1", server.port), DEADLINE) as sock:
+        text = b""
+        while data := sock.recv(1000):
+            text += data
+    assert text.endswith(b"\n") and text.count(b"\n") == 1
+    assert json.loads(text) == {"node": "a", "incarnation": "i1", "version": "1.0"}
+
+
+def test_nobody_asked() -> None:
+    assert knock({}, LONG) == {}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_port_nobody_listens_on_has_refused_twice(address: str) -> None:
+    begun = time.monotonic()
+    assert one(address, free_port(address)) == Refused()
+    assert AGAIN_S <= time.monotonic() - begun < LONG, "not before the second knock, and not at the timeout"
+
+
+def test_refused_is_said_even_if_the_timeout_is_shorter_than_the_pause() -> None:
+    assert one("127.0.0.1", free_port(), timeout_s=AGAIN_S / 2) == Refused()
+
+
+def test_a_closed_server_refuses_and_closing_again_is_nothing() -> None:
+    with serving() as server:
+        assert isinstance(one("127.0.0.1", server.port), Answered)
+        server.close()
+        assert one("127.0.0.1", server.port) == Refused()
+
+
+def test_a_port_that_is_back_within_the_pause_is_not_refused() -> None:
+    deadline = time.monotonic() + DEADLINE
+    result: Answered | Refused | Silent = Refused()
+    # Whether the port is back in time is a race against the pause, so it is run until it is won once.
+    while result == Refused() and time.monotonic() < deadline:
+        port, back = free_port(), list[KnockServer]()
+
+        def come_back(port: int = port, back: list[KnockServer] = back) -> bool:
+            # The second node is dialled after the first: when it is, the first has been refused.
+            if not back:
+                back.append(KnockServer("127.0.0.1", "a", "i2", port))
+            return True
+
+        with serving(node="b", answering=come_back) as b:
+            results = knock({"a": ("127.0.0.1", port), "b": ("127.0.0.1", b.port)}, LONG)
+        for server in back:
+            server.close()
+        assert results["b"] == Answered("b", "i1")
+        result = results["a"]
+    assert result == Answered("a", "i2")
+
+
+def test_a_stopped_agent_is_silent_a_killed_one_refuses() -> None:
+    with agent() as (process, port):
+        assert one("127.0.0.1", port) == Answered("a", "i1")
+        process.send_signal(signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+        assert why(one("127.0.0.1", port, SHORT)) == "connected, but no answer within 0.3 s"
+        process.send_signal(signal.SIGCONT)
+        assert one("127.0.0.1", port) == Answered("a", "i1")
+        process.kill()
+        process.wait(DEADLINE)
+        assert one("127.0.0.1", port) == Refused()
+
+
+def test_an_agent_whose_main_thread_ended_without_closing_ends_too() -> None:
+    with agent(AGENT.replace("sys.stdin.read()", "")) as (process, _):
+        assert process.wait(DEADLINE) == 0
+
+
+def test_a_stuck_agent_is_silent_and_answers_when_it_no_longer_is() -> None:
+    stuck = threading.Event()
+    stuck.set()
+    with serving(answering=lambda: not stuck.is_set()) as server:
+        assert why(one("127.0.0.1", server.port, SHORT)).startswith("connected, but no answer")
+        stuck.clear()
+        assert one("127.0.0.1", server.port) == Answered("a", "i1")
+
+
+def test_an_answer_that_comes_late_but_in_time_counts() -> None:
+    verdicts = iter([False, False, False])
+    with serving(answering=lambda: next(verdicts, True)) as server:
+        assert one("127.0.0.1", server.port) == Answered("a", "i1")
+
+
+def test_a_stuck_server_closes_at_once_and_resets_whoever_waits() -> None:
+    asked = threading.Event()
+
+    def stuck() -> bool:
+        asked.set()
+        return False
+
+    with serving(answering=stuck) as server, socket.create_connection(("127.0.0.1", server.port), DEADLINE) as sock:
+        assert asked.wait(DEADLINE)
+        server.close()
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+
+
+def test_a_machine_that_drops_everything_is_silent() -> None:
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(3):  # the first fills the backlog; the kernel drops what comes after
+            filler = held.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        assert why(one("127.0.0.1", listener.getsockname()[1], SHORT)) == "no connection within 0.3 s"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (b"", "closed the connection without an answer"),
+        (b'{"node":"a","incarnation":"i1","version":"1.0"}', "closed the connection without an answer"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "not as an agent does: KnockAnswer: not JSON"),
+        (b"[1]\n", "expected an object"),
+        (b'{"node":"","incarnation":"i1","version":"1.0"}\n', "needs a node"),
+        (b'{"node":"a","incarnation":"i1","version":"2.0"}\n', "version 2.0 cannot be read"),
+        (b"\xff" * 5000, "something that is not an agent's"),
+    ],
+)
+def test_whoever_else_answers_there_is_silent(said: bytes, words: str) -> None:
+    with saying(said) as port:
+        assert words in why(one("127.0.0.1", port))
+
+
+def test_a_reset_before_an_answer_is_silence() -> None:
+    with saying(b"", reset=True) as port:
+        assert why(one("127.0.0.1", port)) == "connection reset by peer"
+
+
+def test_an_agent_one_minor_version_newer_is_understood() -> None:
+    with saying(b'{"node":"a","incarnation":"i9","mood":3,"version":"1.7"}\n') as port:
+        assert one("127.0.0.1", port) == Answered("a", "i9")
+
+
+@pytest.mark.parametrize(
+    ("address", "port"),
+    [
+        ("localhost", 80),  # a name could take the resolver's own timeout
+        ("", 80),
+        ("no address", 80),
+        ("a" * 300, 80),
+        ("127.0.0.1", 0),
+        ("127.0.0.1", 70000),
+        ("127.0.0.1", -1),
+        ("0.0.0.0", 1),  # the kernel would take it for this very machine, and refuse
+        ("::", 1),
+        ("fe80::1", 80),  # whose link?
+        ("224.0.0.1", 80),
+    ],
+)
+def test_what_cannot_be_dialled_is_silent_at_once(address: str, port: int) -> None:
+    begun = time.monotonic()
+    assert why(one(address, port))
+    assert time.monotonic() - begun < LONG
+
+
+def test_a_socket_that_connects_with_itself_is_seen() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", free_port()))
+        where = sock.getsockname()
+        sock.connect(where)
+        assert knocking._is_itself(sock, where)
+    with serving() as server, socket.create_connection(("127.0.0.1", server.port), DEADLINE) as sock:
+        assert not knocking._is_itself(sock, ("127.0.0.1", server.port))
+
+
+def test_three_hundred_at_once_take_one_timeout() -> None:
+    # One server on every loopback address is 100 that answer; one socket nobody accepts from is 100 that do not.
+    with serving("0.0.0.0") as server, socket.create_server(("127.0.0.1", 0), backlog=200) as mute:
+        port, gone = server.port, free_port()
+        answer = {f"a{i}": (f"127.0.1.{i}", port) for i in range(100)}
+        refuse = {f"r{i}": (f"127.0.2.{i}", gone) for i in range(100)}
+        silent = {f"s{i}": mute.getsockname() for i in range(100)}
+        begun = time.monotonic()
+        results = knock({**silent, **refuse, **answer}, 1.0)
+        took = time.monotonic() - begun
+        begun = time.monotonic()
+        quick = knock({**refuse, **answer}, LONG)
+        assert time.monotonic() - begun < LONG / 2, "nobody waits for a timeout where all speak"
+    assert 1.0 <= took < 5.0
+    assert all(results[node] == quick[node] == Answered("a", "i1") for node in answer)
+    assert all(results[node] == quick[node] == Refused() for node in refuse)
+    assert all(isinstance(results[node], Silent) for node in silent)
+    assert len(results) == 300
+
+
+def test_a_thousand_callers_at_once_are_all_answered() -> None:
+    with serving() as server:
+        results = knock({str(i): ("127.0.0.1", server.port) for i in range(1000)}, LONG)
+    assert set(results.values()) == {Answered("a", "i1")}
+    assert len(results) == 1000
+
+
+def test_hostile_callers_hold_nobody_up() -> None:
+    with serving() as server, contextlib.ExitStack() as held:
+        for turn in range(100):
+            sock = held.enter_context(socket.create_connection(("127.0.0.1", server.port), DEADLINE))
+            if turn % 3 == 0:
+                with contextlib.suppress(OSError):  # it may have hung up already
+                    sock.sendall(b"GET / HTTP/1.1\r\n" * 1000)
+            elif turn % 3 == 1:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                sock.close()
+        assert one("127.0.0.1", server.port) == Answered("a", "i1")
+
+
+CRAMPED = """
+import os, resource, sys
+from elasticd_agent.knock import knock
+print(0, flush=True)
+nodes = {str(i): ("127.0.0.1", int(sys.argv[1])) for i in range(200)}
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+few = knock(nodes, 10.0)
+taken = []
+try:
+    while True:
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+none = knock(nodes, 10.0)
+for fd in taken[-3:]:  # the selector's, and two to knock with
+    os.close(fd)
+fewer = knock(nodes, 10.0)
+os.close(taken[0])
+print(*({str(answer) for answer in found.values()} for found in (few, none, fewer)), sep="\\n")
+"""
+
+
+def test_with_few_file_descriptors_all_are_asked_and_with_none_nobody_is_taken_for_dead() -> None:
+    with serving() as server, agent(CRAMPED, str(server.port)) as (process, _):
+        assert process.stdout is not None
+        few, none, fewer = process.stdout.read().splitlines()
+        assert process.wait(DEADLINE) == 0
+    assert few == fewer == str({str(Answered("a", "i1"))})
+    assert none == str({str(Silent("could not be asked: too many open files"))})
+
+
+def test_a_port_or_address_that_cannot_be_had_is_one_clear_line() -> None:
+    with serving() as server, pytest.raises(UsageError, match=rf"127\.0\.0\.1 port {server.port}: .*in use"):
+        KnockServer("127.0.0.1", "a", "i1", server.port)
+    for address, port in (("203.0.113.7", 0), ("localhost", 0), ("", 0), ("127.0.0.1", 70000)):
+        with pytest.raises(UsageError, match="cannot listen for other agents on"):
+            KnockServer(address, "a", "i1", port)
+
+
+def test_a_restarted_agent_has_its_port_again_at_once() -> None:
+    with serving() as server:
+        assert isinstance(one("127.0.0.1", server.port), Answered)
+        port = server.port
+    with serving(port=port, node="b"):
+        assert one("127.0.0.1", port) == Answered("b", "i1")
