@@ -1,0 +1,223 @@
+"""torch's RendezvousHandler over our rounds: errors by torch's names, and a fresh TCPStore for every round.
+
+It exists to be what torchrun's agent expects, and nothing more: who is in a round is decided elsewhere. torch is
+imported inside functions only, because the agent's own modules are imported without it. It never reuses a TCPStore:
+a group that starts in the store of the one before it finds the dead group's addresses there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
+from elasticd_agent.addresses import joined, local_address
+from elasticd_agent.store import Store
+from elasticd_agent.torchrun_plugin.attendance import Attendance, Closed, TimedOut, Times
+from elasticd_agent.torchrun_plugin.conf import Conf
+from elasticd_agent.torchrun_plugin.rounds import Seat, TorchrunRound
+
+BACKEND = "elasticd"
+_CHECK_IN_S = 0.02
+_FAREWELL_S = 1.0
+"""How long rank 0 keeps its TCPStore for members that are still reading from it that all have finished."""
+_STORE_TIMEOUT_S = 300.0
+"""torch's own default for a TCPStore's clients."""
+
+_log = logging.getLogger(__name__)
+
+
+def over_etcd(conf: Conf) -> Handler:
+    """A handler that connects when torchrun first asks it for something."""
+    from elasticd_agent.store.etcd import EtcdStore
+
+    where = conf.rendezvous
+    store = EtcdStore(
+        where.endpoints,
+        tls=where.tls,
+        user=where.user,
+        password=where.password,
+        timeout_s=conf.store_timeout_s,
+        say=_log.info,  # outages are said by the attendance
+    )
+    return make(conf, store, lambda: local_address(where.endpoints, where.local_addr))
+
+
+def make(conf: Conf, store: Store, address: Callable[[], str]) -> Handler:
+    """A handler over any store; `address` is how others reach this machine."""
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    RendezvousHandler.register(Handler)  # a subclass by declaration: this module is imported without torch
+    return Handler(conf, store, address)
+
+
+class Handler:
+    """See torch.distributed.elastic.rendezvous.RendezvousHandler for what each method promises."""
+
+    def __init__(self, conf: Conf, store: Store, address: Callable[[], str]) -> None:
+        self._conf, self._store, self._address = conf, store, address
+        # A new handler is a new node, also on the same machine: what its predecessor ran is gone.
+        self._node = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        times = Times(conf.lease_s, conf.renewal_s)
+        self._attendance = Attendance(store, conf.run_id, self._node, conf.asked, times, _log.warning)
+        self._tcp_store: Any = None
+        self._hosts = self._left = False
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._conf.run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers share the round's TCPStore, which is as fresh as they are; torch's switch against that is kept."""
+        return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+    def next_rendezvous(self) -> Any:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+        from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+
+        deadline = time.monotonic() + self._conf.join_timeout_s
+        with self._torchs_errors():
+            address = self._address()
+            while True:
+                with _listen(address) as listener:
+                    seat = Seat(self._node, address, listener.getsockname()[1])
+                    current = self._join(seat, deadline)
+                    rank = current.members.index(seat)
+                    store = self._check_in(current, rank, listener, deadline)
+                if store is not None:
+                    break
+        # Only now, so that the last round's store lives until its peers have seen that there is a new one.
+        self._tcp_store, self._hosts = store, rank == 0
+        _log.info("rank %d of round %d, %d node(s)", rank, current.number, len(current.members))
+        agents = PrefixStore("elasticd/agents", store)
+        if self.use_agent_store:
+            host = current.members[0]
+            workers = RendezvousStoreInfo(host.address, host.port)
+        else:
+            workers = RendezvousStoreInfo.build(rank, agents, address)
+        return RendezvousInfo(agents, rank, len(current.members), workers)
+
+    def is_closed(self) -> bool:
+        with self._torchs_errors():
+            return self._attendance.closed() is not None
+
+    def set_closed(self) -> None:
+        with self._torchs_errors():
+            self._attendance.close()
+
+    def num_nodes_waiting(self) -> int:
+        return self._attendance.waiting()
+
+    def shutdown(self) -> bool:
+        """Close the job and leave it. False: the store could not be told; this node's lease runs out by itself."""
+        if self._left:
+            return True
+        self._left = True
+        try:
+            self._attendance.close()
+            told = True
+        except (StoreUnavailable, StoreRefused) as e:
+            _log.warning("job %s could not be closed: %s", self._conf.run_id, str(e))
+            told = False
+        if told and self._hosts:
+            self._attendance.others_left(time.monotonic() + _FAREWELL_S)
+        self._attendance.leave()
+        self._tcp_store = None
+        self._store.close()
+        return told
+
+    def _join(self, seat: Seat, deadline: float) -> TorchrunRound:
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+
+        outcome = self._attendance.join(seat, deadline)
+        if isinstance(outcome, Closed):
+            raise RendezvousClosedError(
+                f"job {self._conf.run_id} has ended, closed by {outcome.by}; a new run needs another --rdzv-id, "
+                "or has to start 10 minutes later"
+            )
+        if isinstance(outcome, TimedOut):
+            raise RendezvousTimeoutError(
+                f"job {self._conf.run_id}: no round within {self._conf.join_timeout_s:g} s: {outcome.why}"
+            )
+        return outcome
+
+    def _check_in(self, current: TorchrunRound, rank: int, listener: socket.socket, deadline: float) -> Any:
+        """The round's TCPStore once every member is connected to it. None: one was lost first; join another round.
+
+        Without this, a node that dies between the round and its first use would end the others' agents: torchrun does
+        not try a second time after an error there.
+        """
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+        host = current.members[0]
+        patience_s = 1.0 + self._conf.lease_s + self._conf.renewal_s  # by then a dead host's lease is out
+        try:
+            if rank != 0:
+                # Asked first, because TCPStore answers a refusal with retries and a page of C++ frames.
+                socket.create_connection((host.address, host.port), patience_s).close()
+            store = TCPStore(
+                host.address,
+                host.port,
+                is_master=rank == 0,
+                timeout=timedelta(seconds=patience_s),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach() if rank == 0 else None,
+            )
+            if store.add("elasticd/here", 1) == len(current.members):
+                store.set("elasticd/all", "here")
+            while not store.check(["elasticd/all"]):
+                if self._attendance.waiting():
+                    return None
+                if time.monotonic() >= deadline:
+                    raise RendezvousTimeoutError(f"round {current.number}: not all nodes reach {host.address}")
+                time.sleep(_CHECK_IN_S)
+        except RendezvousTimeoutError:
+            raise
+        except (OSError, RuntimeError) as e:  # the socket's and TCPStore's: the host is gone
+            where = joined(host.address, host.port)
+            _log.warning("round %d has no store at %s any more, joining the next: %s", current.number, where, str(e))
+            return None
+        store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        return store
+
+    @contextmanager
+    def _torchs_errors(self) -> Iterator[None]:
+        from torch.distributed.elastic.rendezvous import (
+            RendezvousConnectionError,
+            RendezvousError,
+            RendezvousStateError,
+        )
+
+        try:
+            yield
+        except (StoreUnavailable, StoreRefused) as e:
+            raise RendezvousConnectionError(str(e)) from e
+        except WireError as e:
+            raise RendezvousStateError(f"job {self._conf.run_id}: {e}") from e
+        except UsageError as e:
+            raise RendezvousError(str(e)) from e
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket that peers may connect to before it is known who serves: they wait in its backlog."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        host, _, interface = address.partition("%")
+        listener.bind((host, 0, 0, socket.if_nametoindex(interface)) if interface else (host, 0))
+        listener.listen(4096)  # the kernel's own upper limit may be lower
+    except OSError:
+        listener.close()
+        raise
+    return listener

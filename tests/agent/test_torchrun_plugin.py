@@ -1,0 +1,357 @@
+"""The torchrun plug-in: handlers as threads over one store in memory, each with a line to it that can be cut."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed.elastic.rendezvous as torchs
+import torch.distributed.elastic.rendezvous.registry as torchs_registry
+from torch.distributed import TCPStore
+
+from elasticd.errors import StoreUnavailable, UsageError
+from elasticd_agent.config import Rendezvous
+from elasticd_agent.store import Lease, Traffic, Versioned, Watch
+from elasticd_agent.store.memory import MemoryStore
+from elasticd_agent.torchrun_plugin.conf import Conf, read
+from elasticd_agent.torchrun_plugin.handler import Handler, make
+from elasticd_agent.torchrun_plugin.rounds import Asked, Candidate, Seat, TorchrunRound
+
+Until = Callable[[Callable[[], object], float], object]
+
+ROOT = "/elasticd/v1/jobs/job/torchrun/"
+LEASE_S = 1.0
+SOON_S = 20.0
+"""For what shall happen: far more than it takes, also on a busy machine."""
+
+
+class Line:
+    """One node's line to the shared store: the store itself, unless it is cut. Closing it hurts nobody else."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self._watches: list[Watch] = []
+        self.cut = False
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._store.traffic
+
+    def _there(self) -> MemoryStore:
+        if self.cut:
+            raise StoreUnavailable("the line to the store is cut")
+        return self._store
+
+    def read(self, key: str) -> Versioned | None:
+        return self._there().read(key)
+
+    def list(self, prefix: str) -> dict[str, Versioned]:
+        return self._there().list(prefix)
+
+    def compare_and_swap(
+        self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
+    ) -> bool:
+        return self._there().compare_and_swap(key, expected, value, guard)
+
+    def delete(self, key: str) -> bool:
+        return self._there().delete(key)
+
+    def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
+        lease = self._there().announce(key, value, ttl_s)
+        return None if lease is None else LineLease(self, lease)
+
+    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
+        self._watches.append(self._there().watch(prefix, callback))
+        return self._watches[-1]
+
+    def close(self) -> None:
+        for watch in self._watches:
+            watch.close()
+
+
+class LineLease:
+    def __init__(self, line: Line, lease: Lease) -> None:
+        self._line, self._lease = line, lease
+
+    @property
+    def ttl_s(self) -> float:
+        return self._lease.ttl_s
+
+    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+        self._line._there()
+        return self._lease.hold(key, value, expected)
+
+    def renew(self) -> bool:
+        self._line._there()
+        return self._lease.renew()
+
+    def withdraw(self) -> None:
+        self._line._there()
+        self._lease.withdraw()
+
+
+class Job:
+    """Nodes of one job. A node joins in a thread of its own, as torchrun's would in its process."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.store = MemoryStore()
+        self.lines: dict[Handler, Line] = {}
+        self._pool = pool
+
+    def node(self, nodes: str, *, last_call_s: float = 60.0, **changes: Any) -> Handler:
+        low, high = map(int, nodes.split(":"))
+        asked = Asked(low, high, last_call_s, debounce_s=0.1)
+        conf = Conf("job", Rendezvous(), asked, LEASE_S, LEASE_S / 5, LEASE_S / 5, join_timeout_s=60.0)
+        line = Line(self.store)
+        handler = make(replace(conf, **changes), line, lambda: "127.0.0.1")
+        self.lines[handler] = line
+        return handler
+
+    def join(self, *nodes: Handler) -> list[Future[Any]]:
+        return [self._pool.submit(node.next_rendezvous) for node in nodes]
+
+    def joined(self, *nodes: Handler) -> list[Any]:
+        return [future.result(SOON_S) for future in self.join(*nodes)]
+
+    def kill(self, node: Handler) -> None:
+        """As SIGKILL would: nothing is withdrawn, and its TCPStore is gone."""
+        self.lines[node].cut = True
+        node.shutdown()
+
+    def round(self) -> TorchrunRound | None:
+        found = self.store.read(f"{ROOT}round")
+        return None if found is None else TorchrunRound.from_json(found.value)
+
+    def end(self) -> None:
+        for node, line in self.lines.items():
+            line.cut = True  # no farewells
+            node.shutdown()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _first_store() -> None:
+    """torch's first store makes libuv's pipe for signals, which stays for good and is not the first test's leak."""
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with ThreadPoolExecutor() as pool:
+        job = Job(pool)
+        try:
+            yield job
+        finally:
+            job.end()
+
+
+def test_all_of_max_go_at_once_and_share_one_fresh_store(job: Job) -> None:
+    infos = job.joined(job.node("2:2"), job.node("2:2"))
+    assert sorted(info.rank for info in infos) == [0, 1]
+    assert {info.world_size for info in infos} == {2}
+    infos[0].store.set("word", "heard")
+    assert infos[1].store.get("word") == b"heard"
+    first, second = (info.bootstrap_store_info for info in infos)
+    assert (first.master_addr, first.master_port) == (second.master_addr, second.master_port)
+    assert first.master_addr == "127.0.0.1"
+
+
+def test_fewer_than_max_go_after_the_last_call(job: Job) -> None:
+    began = time.monotonic()
+    (info,) = job.joined(job.node("1:2", last_call_s=0.5))
+    assert (info.rank, info.world_size) == (0, 1)
+    assert time.monotonic() - began >= 0.5
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_shows_as_waiting_and_the_survivor_goes_on_alone(job: Job, until: Until, lost: int) -> None:
+    nodes = [job.node("1:2"), job.node("1:2")]
+    infos = job.joined(*nodes)
+    by_rank = {info.rank: node for info, node in zip(infos, nodes, strict=True)}
+    survivor = by_rank[1 - lost]
+    assert survivor.num_nodes_waiting() == 0
+    job.kill(by_rank[lost])
+    until(lambda: survivor.num_nodes_waiting() == 1, SOON_S)
+    (info,) = job.joined(survivor)  # no last call, which would take a minute
+    assert (info.rank, info.world_size) == (0, 1)
+    assert info.bootstrap_store_info.master_port not in {i.bootstrap_store_info.master_port for i in infos}
+    assert survivor.num_nodes_waiting() == 0
+
+
+def test_a_newcomer_is_counted_and_let_in_behind_the_others(job: Job, until: Until) -> None:
+    first, second = job.node("1:2", last_call_s=0.1), job.node("1:2")
+    job.joined(first)
+    (coming,) = job.join(second)
+    until(lambda: first.num_nodes_waiting() == 1, SOON_S)
+    (info,) = job.joined(first)
+    assert (info.rank, info.world_size) == (0, 2)
+    assert coming.result(SOON_S).rank == 1
+
+
+def test_a_member_whose_workers_failed_calls_the_others(job: Job, until: Until) -> None:
+    first, second = job.node("2:2"), job.node("2:2")
+    job.joined(first, second)
+    (again,) = job.join(first)
+    until(lambda: second.num_nodes_waiting() == 1, SOON_S)
+    assert not again.done()
+    job.joined(second)
+    assert again.result(SOON_S).world_size == 2
+
+
+def test_a_node_too_many_waits_in_vain_and_disturbs_nobody(job: Job) -> None:
+    member = job.node("1:1")
+    job.joined(member)
+    spare = job.node("1:1", join_timeout_s=1.0)
+    with pytest.raises(torchs.RendezvousTimeoutError, match="round 1 runs"):
+        job.joined(spare)
+    assert member.num_nodes_waiting() == 0
+
+
+def test_a_spare_takes_the_place_of_a_lost_node(job: Job, until: Until) -> None:
+    nodes = [job.node("2:2"), job.node("2:2")]
+    job.joined(*nodes)
+    (spare,) = job.join(job.node("2:2"))
+    job.kill(nodes[1])
+    until(lambda: nodes[0].num_nodes_waiting() > 0, SOON_S)
+    (info,) = job.joined(nodes[0])
+    assert (info.rank, info.world_size) == (0, 2)
+    assert spare.result(SOON_S).rank == 1
+
+
+def test_the_end_of_the_job_restarts_nobody_and_lets_nobody_in(job: Job, until: Until) -> None:
+    first, second = job.node("1:2"), job.node("1:2")
+    job.joined(first, second)
+    assert first.shutdown()
+    until(lambda: not [key for key in job.store.list(f"{ROOT}nodes/") if first._node in key], SOON_S)
+    assert second.is_closed()
+    assert second.num_nodes_waiting() == 0
+    with pytest.raises(torchs.RendezvousClosedError, match="another --rdzv-id"):
+        job.joined(second)
+    with pytest.raises(torchs.RendezvousClosedError):
+        job.joined(job.node("1:2"))
+    assert first.shutdown()  # once more, as torchrun's callers may
+
+
+def test_too_few_nodes_time_out_and_are_no_candidates_any_more(job: Job, until: Until) -> None:
+    node = job.node("2:2", join_timeout_s=0.5)
+    with pytest.raises(torchs.RendezvousTimeoutError, match="1 of at least 2 nodes here"):
+        job.joined(node)
+    until(lambda: not job.store.list(f"{ROOT}nodes/"), SOON_S)
+    assert not node.is_closed()
+
+
+def test_an_outage_longer_than_the_lease_restarts_nobody(job: Job, until: Until) -> None:
+    nodes = [job.node("1:2"), job.node("1:2")]
+    job.joined(*nodes)
+    for node in nodes:
+        job.lines[node].cut = True
+    until(lambda: not job.store.list(f"{ROOT}nodes/"), SOON_S)
+    seen = {node.num_nodes_waiting() for node in nodes}
+    with pytest.raises(torchs.RendezvousConnectionError, match="cut"):
+        nodes[0].is_closed()
+    job.lines[nodes[0]].cut = False  # the first one back sees nobody else
+    until(lambda: len(job.store.list(f"{ROOT}nodes/")) == 1, SOON_S)
+    seen |= {nodes[0].num_nodes_waiting()}
+    job.lines[nodes[1]].cut = False
+    until(lambda: len(job.store.list(f"{ROOT}nodes/")) == 2, SOON_S)
+    assert seen | {node.num_nodes_waiting() for node in nodes} == {0}
+
+
+def test_a_join_gives_up_on_a_store_that_stays_away(job: Job) -> None:
+    node = job.node("1:1", lease_s=0.1, renewal_s=0.02)
+    job.lines[node].cut = True
+    with pytest.raises(torchs.RendezvousConnectionError, match="cut"):
+        job.joined(node)
+    assert not node.shutdown()
+
+
+def test_a_node_the_job_went_on_without_comes_back(job: Job, until: Until) -> None:
+    nodes = [job.node("1:2"), job.node("1:2")]
+    infos = job.joined(*nodes)
+    job.lines[nodes[1]].cut = True
+    until(lambda: nodes[0].num_nodes_waiting() == 1, SOON_S)
+    assert nodes[1].num_nodes_waiting() == 0
+    (alone,) = job.joined(nodes[0])
+    assert alone.world_size == 1
+    job.lines[nodes[1]].cut = False
+    until(lambda: nodes[1].num_nodes_waiting() > 0, SOON_S)
+    (back,) = job.join(nodes[1])
+    until(lambda: nodes[0].num_nodes_waiting() > 0, SOON_S)
+    job.joined(nodes[0])
+    assert back.result(SOON_S).world_size == len(infos)
+
+
+def test_a_node_that_dies_before_the_first_use_of_a_round_costs_another_round(job: Job) -> None:
+    # It was announced, was taken into round 1 as rank 0, and has never served the round's store.
+    seat = Seat("gone", "127.0.0.1", 9)
+    assert job.store.announce(f"{ROOT}nodes/gone.1", Candidate(seat, 0).to_json(), LEASE_S)
+    node = job.node("1:2", last_call_s=0.0)
+    (info,) = job.joined(node)
+    current = job.round()
+    assert current is not None
+    assert current.number > 1
+    assert (info.rank, info.world_size) == (0, 1)
+
+
+def test_a_store_that_came_back_empty_gets_its_round_back(job: Job, until: Until) -> None:
+    nodes = [job.node("1:2"), job.node("1:2")]
+    job.joined(*nodes)
+    before = job.round()
+    for key in job.store.list(ROOT):
+        job.store.delete(key)
+    until(lambda: job.round() == before and len(job.store.list(f"{ROOT}nodes/")) == 2, SOON_S)
+    assert [node.num_nodes_waiting() for node in nodes] == [0, 0]
+
+
+def test_what_others_wrote_under_our_keys(job: Job) -> None:
+    job.store.compare_and_swap(f"{ROOT}nodes/other.1", None, b"\xff")
+    job.joined(job.node("1:1"))
+    found = job.store.read(f"{ROOT}round")
+    assert found is not None
+    job.store.compare_and_swap(f"{ROOT}round", found.version, b'{"version": "2.0"}')
+    with pytest.raises(torchs.RendezvousStateError, match=r"version 2\.0"):
+        job.joined(job.node("1:1"))
+
+
+def test_torchs_switch_against_sharing_the_store_is_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = job.node("1:1")
+    assert node.use_agent_store
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert not node.use_agent_store
+    (info,) = job.joined(node)
+    current = job.round()
+    assert current is not None
+    assert info.bootstrap_store_info.master_port != current.members[0].port
+
+
+def test_torchrun_finds_the_handler_by_its_entry_point() -> None:
+    (entry,) = importlib.metadata.entry_points(group="torchrun.handlers", name="elasticd")
+    assert entry.value == "elasticd_agent.torchrun_plugin:get_handler"
+    params = torchs.RendezvousParameters("elasticd", "127.0.0.1:9", "job", 1, 2, is_host=True, timeout=900)
+    handler = torchs_registry.get_rendezvous_handler(params)
+    assert isinstance(handler, torchs.RendezvousHandler)
+    assert handler.get_backend() == "elasticd"
+    assert handler.get_run_id() == "job"
+    assert handler.num_nodes_waiting() == 0
+    assert handler.shutdown() is False  # nobody listens there
+
+
+def test_options_mean_what_they_mean_to_elasticd_run() -> None:
+    given = {"lease": "6", "renewal": "2", "join_timeout": "40", "last_call_timeout": "4", "timeout": 900}
+    conf = read("job", "https://a:1,https://b:2", 2, 4, "10.0.0.1", given)
+    assert conf.rendezvous.endpoints == (("a", 1), ("b", 2))
+    assert conf.rendezvous.tls is not None
+    assert conf.rendezvous.local_addr == "10.0.0.1"
+    assert (conf.lease_s, conf.renewal_s, conf.join_timeout_s) == (6, 2, 40)
+    assert (conf.asked.min_nodes, conf.asked.max_nodes, conf.asked.last_call_s) == (2, 4, 4)
+    assert read("job", "a", 1, 1, None, {"local_addr": "10.0.0.2"}).rendezvous.local_addr == "10.0.0.2"
+    with pytest.raises(UsageError, match="did you mean join_timeout"):
+        read("job", "a", 1, 1, None, {"join_timout": "1"})
+    with pytest.raises(UsageError, match="lease"):
+        read("job", "a", 1, 1, None, {"lease": "1", "renewal": "2"})
+    with pytest.raises(UsageError, match="rdzv-id"):
+        read("a/b", "a", 1, 1, None, {})
