@@ -131,7 +131,7 @@ class Round(Document):
 
     `resume` proposes a checkpoint as (round, step). Ranks are numbered through the members in order, and through
     each member's slots in order. `restarts` counts the rounds started after the first one. `directory` names the
-    checkpoint directory of rank 0's node, as its NodeRecord does.
+    checkpoint directory of rank 0's node, as its NodeRecord does; `run` tells two runs of one job apart.
     """
 
     number: int
@@ -142,6 +142,7 @@ class Round(Document):
     benched: tuple[Bench, ...] = ()
     excluded: tuple[Exclusion, ...] = ()
     directory: str = ""
+    run: str = ""
     reason: str = ""
     outcome: Outcome | None = None
     exit_code: int | None = None

@@ -149,6 +149,21 @@ class HoldOver(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAway(Record):
+    """The store in which agents meet does not answer; training goes on, and what there is to say to others waits."""
+
+    kind: ClassVar[str] = "store_away"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreBack(Record):
+    """The store answers again."""
+
+    kind: ClassVar[str] = "store_back"
+    seconds: float = _is("how long it was away, in seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher(Record):
     """How this node starts its workers from now on, and why when that is not the warm launcher."""
 
@@ -198,7 +213,7 @@ class JobEnded(Record):
 
 RECORDS: tuple[type[Record], ...] = (
     RoundPublished, GroupStarted, FirstStep, WorkerExited, CheckpointSaved, CheckpointSkipped, CheckpointFailed,
-    Resumed, Holding, HoldOver, Launcher, StoreExited, GroupGone, StopRequested, JobEnded,
+    Resumed, Holding, HoldOver, StoreAway, StoreBack, Launcher, StoreExited, GroupGone, StopRequested, JobEnded,
 )  # fmt: skip
 
 

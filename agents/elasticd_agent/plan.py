@@ -7,96 +7,120 @@ the caller's monotonic clock, and asking twice with the same view gives the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from elasticd.wire import Bench, BudgetState, Failure, Member, NodeRecord, Outcome, Round
+from elasticd.wire import Bench, BudgetState, Exclusion, Failure, Outcome, Round
 from elasticd_agent.budget import Granted, Refused, carry, progressed, spend
 from elasticd_agent.config import Policy
+from elasticd_agent.membership import Losses, cast, count, exclusions, losses, members, newcomers
 from elasticd_agent.messages import StopForced, StopRequested
+from elasticd_agent.view import Asked, Hold, Present, View, Wait
+
+__all__ = ["Asked", "Hold", "Present", "View", "Wait", "plan"]
+
+VICTIMS_S = 0.15
+"""How long to wait for the one that failed first, when all that was heard are those who lost a peer by it."""
+
+Verdict = Round | Hold | Wait
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """How much the job asked for: workers on each node, nodes, and how long to wait for more nodes than the fewest."""
-
-    min_workers: int
-    max_workers: int
-    min_nodes: int = 1
-    max_nodes: int = 1
-    last_call_s: float = 5.0
+def plan(view: View, policy: Policy, now: float) -> Verdict:
+    """The next Round, numbered above the current one; or what must happen before it; or why there is none."""
+    verdict = _plan(view, policy, now)
+    if isinstance(verdict, Wait) and view.short_since is not None:
+        return _short(view, policy, verdict, now)
+    return verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Present:
-    """A node whose record is in the store, and when the planner first saw this incarnation of it."""
-
-    record: NodeRecord
-    joined_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """All the planner knows. Times are the planner's own monotonic seconds.
-
-    `round_at`: when it first saw `current`; `failed_at`: when it first saw a failure of it, meaningless without one.
-    `done`: members whose workers of `current` have all ended with code 0. `first_number`: what the first Round must be
-    numbered, above all that the checkpoint and log directories hold. `checkpoint`: newest usable (round, step).
-    `high_water`: the highest step seen in any round.
-    """
-
-    current: Round | None
-    nodes: tuple[Present, ...]
-    asked: Asked
-    failures: tuple[Failure, ...] = ()
-    done: frozenset[str] = frozenset()
-    stop: StopRequested | StopForced | None = None
-    first_number: int = 1
-    checkpoint: tuple[int, int] | None = None
-    high_water: int = 0
-    round_at: float = 0.0
-    failed_at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Nothing to publish now. Ask again when the view changes, and at `until` unless it is None."""
-
-    why: str
-    until: float | None
-
-
-def plan(view: View, policy: Policy, now: float) -> Round | Wait:
-    """The next Round, numbered above the current one, or why there is none yet."""
+def _plan(view: View, policy: Policy, now: float) -> Verdict:
     current = view.current
-    if current is None:
-        return _end(view, "stopped", view.stop.exit_code, _asked_to(view.stop)) if view.stop else _first(view, now)
+    if current is None or (current.terminal and current.run != view.asked.run):
+        if view.stop:
+            return _end(view, "stopped", view.stop.exit_code, _asked_to(view.stop))
+        return _first(view, policy, now)
     if current.terminal:
         return Wait(f"the job has {current.outcome}: {current.reason}", None)
     failures = tuple(f for f in view.failures if f.round == current.number and current.member(f.node))
     if not failures and all(m.node in view.done for m in current.members):
-        workers = _count(current.world_size, "worker")
+        workers = count(current.world_size, "worker")
         return _end(view, "succeeded", 0, f"{workers} ended with code 0 in round {current.number}")
     if view.stop is not None:
         return _end(view, "stopped", view.stop.exit_code, _asked_to(view.stop))
-    if failures:
-        return _after_failure(view, current, failures, policy, now)
-    here = {(p.record.id, p.record.incarnation) for p in view.nodes}
-    lost = [m.node for m in current.members if (m.node, m.incarnation) not in here and m.node not in view.done]
-    if lost:
-        progress = progressed(current, (), view.high_water)
-        budget = carry(current.budget, progress=progress, high_water=view.high_water)
-        benched, _ = _judge(view, current, (), policy, progress, now)
-        return _next(view, current, budget, benched, f"lost {', '.join(lost)}", now)
-    return Wait(f"round {current.number} runs with {_count(current.world_size, 'worker')}", None)
+    lost = losses(view, current, policy, now)
+    if failures and not (lost.nodes and not any(f.culprits or f.kind == "user_error" for f in failures)):
+        return _after_failure(view, current, failures, lost, policy, now)
+    if lost.nodes:
+        return _free(view, current, "; ".join(lost.nodes.values()), lost.nodes, policy, now)
+    wanted = _wanted(view, current, policy, now)
+    if isinstance(wanted, Round):
+        return wanted
+    return replace(wanted, until=min((at for at in (lost.until, wanted.until) if at is not None), default=None))
+
+
+def _free(view: View, current: Round, why: str, lost: dict[str, str], policy: Policy, now: float) -> Round | Wait:
+    """A Round that costs nothing of the restart budget: nodes came or went."""
+    progress = progressed(current, view.failures, view.high_water)
+    budget = carry(current.budget, progress=progress, high_water=view.high_water)
+    benched, _ = _judge(view, current, (), policy, progress, now)
+    return _next(view, current, budget, benched, why, lost, policy, now)
+
+
+def _short(view: View, policy: Policy, wait: Wait, now: float) -> Round | Wait:
+    """Too few nodes: for how long that goes on is bounded."""
+    assert view.short_since is not None
+    started = view.current is not None
+    bound_s, name = (
+        (policy.replace_timeout_s, "--replace-timeout") if started else (policy.join_timeout_s, "join_timeout")
+    )
+    until = view.short_since + bound_s
+    if now >= until:
+        return _end(view, "failed", 1, f"{wait.why}, and no more came within {bound_s:g} s ({name})")
+    return replace(wait, until=min(until, wait.until) if wait.until is not None else until)
+
+
+# ---- who comes and who leaves
+
+
+def _wanted(view: View, current: Round, policy: Policy, now: float) -> Verdict:
+    """A Round with other nodes because some want to leave or have come, once it costs no step."""
+    runs = Wait(f"round {current.number} runs with {count(current.world_size, 'worker')}", None)
+    if view.done:
+        return runs
+    leaving = [r.leaving for m in current.members if (r := view.record(m.node)) is not None and r.leaving]
+    first = view.record(current.members[0].node)
+    stepped = first is not None and first.stepped == current.number
+    room = view.asked.max_nodes - len(current.members) + len(leaving)
+    came = newcomers(view, current, policy, now)[: max(0, room)] if stepped and policy.grow != "never" else []
+    if came:
+        settled = max(p.joined_at for p in came) + policy.grow_debounce_s
+        if now < settled and not leaving:
+            return Wait(f"{_names(came)} joined; waiting whether more come", settled)
+    if not (leaving or came):
+        return runs
+    why = "; ".join([*leaving, *([f"{_names(came)} joined"] if came else [])])
+    if len(current.members) - len(leaving) + len(came) < view.asked.min_nodes:
+        return Wait(f"{why}; too few nodes would be left", None)
+    if first is not None and first.can_hold == current.number and first.held != current.number:
+        return Hold(current.number, why)
+    if leaving or policy.grow == "always" or (first is not None and first.held == current.number):
+        return _free(view, current, why, {}, policy, now)
+    return Wait(f"{why}; the script cannot be held at a checkpoint, so that waits for the next restart", None)
+
+
+def _names(came: list[Present]) -> str:
+    return ", ".join(p.record.id for p in came)
 
 
 # ---- what a failure leads to
 
 
 def _after_failure(
-    view: View, current: Round, failures: tuple[Failure, ...], policy: Policy, now: float
+    view: View, current: Round, failures: tuple[Failure, ...], lost: Losses, policy: Policy, now: float
 ) -> Round | Wait:
-    first = failures[0]
+    first = next((f for f in failures if f.culprits), failures[0])
+    victims = all(f.kind == "crash" and not f.culprits for f in failures)
+    if victims and len(failures) < len(current.members) and now < view.failed_at + VICTIMS_S:
+        return Wait(f"{first.why}; waiting for word of what it lost them by", view.failed_at + VICTIMS_S)
     mistakes = [f for f in failures if f.kind == "user_error"]
     if len(mistakes) == len(failures) and len({f.error for f in mistakes}) == 1:
         missing = len(current.members) - len({f.node for f in mistakes})
@@ -104,7 +128,7 @@ def _after_failure(
             return _end(view, "failed", 1, f"an error in the script, not restarted: {first.why}")
         settled = view.failed_at + policy.user_error_wait_s
         if now < settled:
-            return Wait(f"{first.why}; waiting whether {_count(missing, 'more node')} will say the same", settled)
+            return Wait(f"{first.why}; waiting whether {count(missing, 'more node')} will say the same", settled)
     high_water = max(view.high_water, *(f.high_water for f in failures))
     progress = progressed(current, failures, high_water)
     benched, set_aside = _judge(view, current, failures, policy, progress, now)
@@ -124,8 +148,8 @@ def _after_failure(
             until = view.failed_at + delay_s
             if now < until:
                 return Wait(f"{first.why}; restarting {delay_s:g} s after it (backoff)", until)
-            why = "; ".join([first.why, *(_aside(b) for b in set_aside)])
-            return _next(view, current, state, benched, why, now)
+            why = "; ".join([first.why, *(_aside(b) for b in set_aside), *lost.nodes.values()])
+            return _next(view, current, state, benched, why, lost.nodes, policy, now)
 
 
 def _judge(
@@ -170,74 +194,58 @@ def _aside(bench: Bench) -> str:
     return f"{where} set aside for {bench.left_s:g} s after {bench.strikes} failures without progress"
 
 
-# ---- who is in
+# ---- the next Round
 
 
-def _first(view: View, now: float) -> Round | Wait:
-    cast = _cast(view, now)
-    if isinstance(cast, Wait):
-        return cast
-    members = _members(view, cast, ())
-    if isinstance(members, Wait):
-        return members
-    return Round(view.first_number, members, view.checkpoint, reason=f"first round: {_with(view, members)}")
+def _first(view: View, policy: Policy, now: float) -> Round | Wait:
+    number = max([view.first_number, *(p.record.highest + 1 for p in view.nodes)])
+    if view.current is not None:
+        number = max(number, view.current.number + 1)
+    chosen = cast(view, policy, now, {}, ())
+    if isinstance(chosen, Wait):
+        return chosen
+    found = members(view, chosen, ())
+    if isinstance(found, Wait):
+        return found
+    workers = sum(len(m.slots) for m in found)
+    reason = f"first round: {_with(view, workers, [m.node for m in found])}"
+    return Round(number, found, view.checkpoint, directory=chosen[0].directory, reason=reason, run=view.asked.run)
 
 
 def _next(
-    view: View, current: Round, budget: BudgetState, benched: tuple[Bench, ...], why: str, now: float
+    view: View,
+    current: Round,
+    budget: BudgetState,
+    benched: tuple[Bench, ...],
+    why: str,
+    lost: dict[str, str],
+    policy: Policy,
+    now: float,
 ) -> Round | Wait:
-    cast = _cast(view, now)
-    if isinstance(cast, Wait):
-        return cast
-    members = _members(view, cast, benched)
-    if isinstance(members, Wait):
-        return members
+    excluded: tuple[Exclusion, ...] = exclusions(view, current, lost, now)
+    chosen = cast(view, policy, now, lost, excluded)
+    if isinstance(chosen, Wait):
+        return replace(chosen, why=f"{why}; {chosen.why}")
+    found = members(view, chosen, benched)
+    if isinstance(found, Wait):
+        return found
     restarts = current.restarts + 1
+    workers = sum(len(m.slots) for m in found)
+    reason = f"{why}; restart {restarts}: {_with(view, workers, [m.node for m in found])}"
+    if chosen[0].directory != current.directory:
+        reason += f"; {chosen[0].id} has a checkpoint directory of its own and starts from what is in there"
     return replace(
         current,
         number=max(current.number + 1, view.first_number),
-        members=members,
+        members=found,
         resume=view.checkpoint,
         restarts=restarts,
         budget=budget,
         benched=benched,
-        reason=f"{why}; restart {restarts}: {_with(view, members)}",
+        excluded=excluded,
+        directory=chosen[0].directory,
+        reason=reason,
     )
-
-
-def _cast(view: View, now: float) -> list[NodeRecord] | Wait:
-    """The nodes of the next Round in order: survivors of the current one as they were, then newcomers by arrival.
-
-    So rank 0 stays where it was if it can, and what a survivor knows of its place stays true if it can.
-    """
-    old = {(m.node, m.incarnation): i for i, m in enumerate(view.current.members)} if view.current else {}
-    placed = [(old.get((p.record.id, p.record.incarnation), len(old)), p.joined_at, p.record.id, p) for p in view.nodes]
-    cast = [p for *_, p in sorted(placed, key=lambda entry: entry[:3])]
-    asked = view.asked
-    if len(cast) < asked.min_nodes:
-        return Wait(f"{len(cast)} of at least {_count(asked.min_nodes, 'node')} here", None)
-    if len(cast) < asked.max_nodes and not any(first < len(old) for first, *_ in placed):
-        newest = max(p.joined_at for p in cast)
-        if now < newest + asked.last_call_s:
-            why = f"{len(cast)} of {asked.max_nodes} nodes here; last call, {asked.last_call_s:g} s after the newest"
-            return Wait(why, newest + asked.last_call_s)
-    return [p.record for p in cast[: asked.max_nodes]]
-
-
-def _members(view: View, cast: list[NodeRecord], benched: tuple[Bench, ...]) -> tuple[Member, ...] | Wait:
-    left_s = {(b.node, b.slot): b.left_s for b in benched}
-    members = []
-    for node in cast:
-        # Slots set aside come last, those nearest their return first, and only to reach the fewest workers asked for.
-        ready = [s for s in node.slots if not left_s.get((node.id, s))]
-        rest = sorted((s for s in node.slots if s not in ready), key=lambda s: left_s[node.id, s])
-        missing = max(0, view.asked.min_workers - len(ready))
-        slots = sorted((ready + rest[:missing])[: view.asked.max_workers])
-        if len(slots) < view.asked.min_workers:
-            workers = _count(view.asked.min_workers, "worker")
-            return Wait(f"{node.id} has {_count(len(slots), 'slot')}, the job needs {workers} on each node", None)
-        members.append(Member(node.id, node.incarnation, tuple(slots)))
-    return tuple(members)
 
 
 # ---- the end, and words
@@ -247,9 +255,16 @@ def _end(view: View, outcome: Outcome, exit_code: int, why: str) -> Round:
     """The terminal Round. It has no members: nobody runs anything in it."""
     current = view.current
     if current is None:
-        return Round(view.first_number, (), reason=why, outcome=outcome, exit_code=exit_code)
+        return Round(view.first_number, (), reason=why, outcome=outcome, exit_code=exit_code, run=view.asked.run)
     return replace(
-        current, number=current.number + 1, members=(), resume=None, reason=why, outcome=outcome, exit_code=exit_code
+        current,
+        number=current.number + 1,
+        members=(),
+        resume=None,
+        run=view.asked.run,
+        reason=why,
+        outcome=outcome,
+        exit_code=exit_code,
     )
 
 
@@ -257,12 +272,7 @@ def _asked_to(stop: StopRequested | StopForced) -> str:
     return f"stopped by {stop.signal}"
 
 
-def _with(view: View, members: tuple[Member, ...]) -> str:
-    workers = _count(sum(len(m.slots) for m in members), "worker")
-    nodes = members[0].node if len(members) == 1 else _count(len(members), "node")
+def _with(view: View, world_size: int, nodes: list[str]) -> str:
+    where = nodes[0] if len(nodes) == 1 else count(len(nodes), "node")
     start = "from the beginning" if view.checkpoint is None else "from checkpoint r{}-s{}".format(*view.checkpoint)
-    return f"{workers} on {nodes}, {start}"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+    return f"{count(world_size, 'worker')} on {where}, {start}"

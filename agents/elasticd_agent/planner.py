@@ -1,18 +1,33 @@
 """The planner's hands: reads the view of a job from the store, asks `plan`, publishes by compare-and-swap.
 
-Whatever it knows is in the store, but for the times at which it saw things, which are its own clock's. A lost race is
-no news: the Round that won is read at the next turn.
+Whatever it knows is in the store, but for the times at which it saw things, which are its own clock's, and who answered
+its knocks: any other agent can take over at any moment. Of what it reads it keeps copies, and reads again what a watch
+has named. A lost race is no news: the Round that won is read at the next turn.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from elasticd.wire import Failure, NodeRecord, Round
+from elasticd.errors import WireError
+from elasticd.wire import Document, Failure, NodeRecord, Round
+from elasticd_agent.addresses import split
 from elasticd_agent.config import Policy
+from elasticd_agent.knock import Answered, Refused, Silent
 from elasticd_agent.messages import StopForced, StopRequested
-from elasticd_agent.plan import Asked, Present, View, Wait, plan
-from elasticd_agent.store import Store
+from elasticd_agent.plan import plan
+from elasticd_agent.store import Store, Versioned
+from elasticd_agent.view import Asked, Hold, Knocked, Present, View, Wait
+
+KNOCK_AGAIN_S = 1.0
+REFRESH_S = 30.0
+"""Everything is read again so often, in case a watch missed something."""
+DELETES_A_TURN = 32
+
+Knock = Callable[[Mapping[str, tuple[str, int]]], Mapping[str, Answered | Refused | Silent]]
+D = TypeVar("D", bound=Document)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +41,20 @@ class Keys:
         return f"/elasticd/v1/jobs/{self.job}"
 
     @property
+    def spec(self) -> str:
+        return f"{self._root}/spec"
+
+    @property
+    def planner(self) -> str:
+        return f"{self._root}/planner"
+
+    @property
     def round(self) -> str:
         return f"{self._root}/round"
+
+    @property
+    def hold(self) -> str:
+        return f"{self._root}/hold"
 
     @property
     def nodes(self) -> str:
@@ -36,68 +63,216 @@ class Keys:
     def node(self, node: str) -> str:
         return f"{self.nodes}{node}"
 
-    def failures(self, number: int) -> str:
-        return f"{self._root}/failures/{number}/"
+    def master(self, number: int | None = None) -> str:
+        return f"{self._root}/master/" + ("" if number is None else str(number))
 
-    def done(self, number: int) -> str:
-        return f"{self._root}/done/{number}/"
+    def failures(self, number: int | None = None) -> str:
+        return f"{self._root}/failures/" + ("" if number is None else f"{number}/")
+
+    def done(self, number: int | None = None) -> str:
+        return f"{self._root}/done/" + ("" if number is None else f"{number}/")
+
+
+@dataclass(slots=True)
+class Facts:
+    """What this node's loop knows and the planner here may use. Written by one thread, read by another."""
+
+    first_number: int = 1
+    checkpoint: tuple[int, int] | None = None
+    high_water: int = 0
+    stop: StopRequested | StopForced | None = None
+    advances_by: float | None = None
 
 
 @dataclass(slots=True)
 class Planner:
-    """One job's planner on this node. Times are monotonic seconds."""
+    """One job's planner, asleep until its agent holds the planner's key. Times are monotonic seconds."""
 
     store: Store
     keys: Keys
     policy: Policy
     asked: Asked
-    first_number: int = 1
-    checkpoint: tuple[int, int] | None = None
-    high_water: int = 0
-    stop: StopRequested | StopForced | None = None
+    facts: Facts
+    knock: Knock
+    node: str
+    say: Callable[[str], None]
+    store_up_since: float = 0.0
+    _copies: dict[str, dict[str, Versioned]] = field(default_factory=dict)
+    _read_at: float = float("-inf")
     _round_at: dict[int, float] = field(default_factory=dict)
     _failed_at: dict[int, float] = field(default_factory=dict)
     _joined_at: dict[tuple[str, str], float] = field(default_factory=dict)
+    _absent: dict[str, float] = field(default_factory=dict)
+    _short_since: float | None = None
+    _answered: set[tuple[str, str]] = field(default_factory=set)
+    _knocked: dict[str, Knocked] = field(default_factory=dict)
+    _knocked_for: tuple[object, ...] = ()
+    _knock_at: float = 0.0
+    _litter: list[str] = field(default_factory=list)
+    _unread: set[str] = field(default_factory=set)
 
-    def turn(self, now: float) -> Round | Wait:
+    def hint(self, key: str) -> None:
+        """`key` may have changed. Safe from any thread."""
+        for prefix in list(self._copies):
+            if key.startswith(prefix):
+                self._copies.pop(prefix, None)
+
+    def forget(self) -> None:
+        """Somebody else plans, or the store was away: what was read and heard so far is not to be trusted."""
+        self._copies.clear()
+        self._absent.clear()
+        self._knocked.clear()
+        self._knocked_for = ()
+        self._short_since = None
+
+    def turn(self, current: Versioned | None, now: float, guard: tuple[str, int] | None) -> Round | Hold | Wait:
         """Look at the job once; publish the next Round if there shall be one. Raises StoreUnavailable."""
-        found = self.store.read(self.keys.round)
-        view = self._view(None if found is None else Round.from_json(found.value), now)
+        if now >= self._read_at + REFRESH_S:
+            self._copies.clear()
+            self._read_at = now
+        round = None if current is None else Round.from_json(current.value)
+        view = self._view(round, now)
+        if round is not None and not round.terminal:
+            view = self._knocking(view, round, now)
         verdict = plan(view, self.policy, now)
-        if isinstance(verdict, Wait):
-            return verdict
-        version = None if found is None else found.version
-        if not self.store.compare_and_swap(self.keys.round, version, verdict.to_json()):
-            return Wait("another planner was faster", now)
-        self._forget(verdict.number - 1)
+        if isinstance(verdict, Round):
+            version = None if current is None else current.version
+            if not self.store.compare_and_swap(self.keys.round, version, verdict.to_json(), guard):
+                return Wait("another planner was faster", now)
+            self._forget_before(verdict.number)
+        self._hold(verdict, current is not None)
+        self._tidy()
+        if self._litter and isinstance(verdict, Wait):
+            return Wait(verdict.why, now)
         return verdict
+
+    # --- the view ---------------------------------------------------------------------------------------------------
 
     def _view(self, current: Round | None, now: float) -> View:
         number = current.number if current is not None else 0
-        nodes = [NodeRecord.from_json(item.value) for item in self.store.list(self.keys.nodes).values()]
-        failures = [Failure.from_json(item.value) for item in self.store.list(self.keys.failures(number)).values()]
-        done = self.store.list(self.keys.done(number))
+        records = self._records(self.keys.nodes, NodeRecord)
+        failures = self._records(self.keys.failures(number), Failure)
+        done = self._list(self.keys.done(number))
         if failures:
             self._failed_at.setdefault(number, now)
+        here = {r.id for r in records}
+        members = {m.node for m in current.members} if current is not None else set()
+        self._absent = {node: self._absent.get(node, now) for node in sorted(members - here)}
+        few = len([r for r in records if not r.leaving]) < self.asked.min_nodes
+        self._short_since = (self._short_since or now) if few else None
+        saved = [r.checkpoint for r in records if r.checkpoint is not None]
         return View(
             current=current,
-            nodes=tuple(Present(n, self._joined_at.setdefault((n.id, n.incarnation), now)) for n in nodes),
+            nodes=tuple(Present(r, self._joined_at.setdefault((r.id, r.incarnation), now)) for r in records),
             asked=self.asked,
             failures=tuple(failures),
             done=frozenset(key.rpartition("/")[2] for key in done),
-            stop=self.stop,
-            first_number=self.first_number,
-            checkpoint=self.checkpoint,
-            high_water=self.high_water,
+            stop=self.facts.stop,
+            first_number=self.facts.first_number,
+            checkpoint=max([*saved, *([self.facts.checkpoint] if self.facts.checkpoint else [])], default=None),
+            high_water=max([self.facts.high_water, *(r.high_water for r in records)]),
             round_at=self._round_at.setdefault(number, now),
             failed_at=self._failed_at.get(number, now),
+            absent=tuple(self._absent.items()),
+            store_up_since=self.store_up_since,
+            advances_by=self.facts.advances_by,
+            short_since=self._short_since,
         )
 
-    def _forget(self, number: int) -> None:
+    def _list(self, prefix: str) -> dict[str, Versioned]:
+        copy = self._copies.get(prefix)
+        if copy is None:
+            # In this order: what changes while it is being read makes the next turn read it again.
+            self._copies[prefix] = {}
+            try:
+                copy = self.store.list(prefix)
+            except BaseException:
+                self._copies.pop(prefix, None)
+                raise
+            if prefix in self._copies:
+                self._copies[prefix] = copy
+        return copy
+
+    def _records(self, prefix: str, kind: type[D]) -> list[D]:
+        found = []
+        for key, item in self._list(prefix).items():
+            try:
+                found.append(kind.from_json(item.value))
+            except WireError as error:
+                if key not in self._unread:
+                    self._unread.add(key)
+                    self.say(f"{key} in the store cannot be understood and is left alone: {error}")
+        return found
+
+    # --- knocking ---------------------------------------------------------------------------------------------------
+
+    def _knocking(self, view: View, round: Round, now: float) -> View:
+        """Ask members' agents whether they are there: once while all is well, and at every new sign of trouble."""
+        others = {m.node: m.incarnation for m in round.members if m.node != self.node}
+        late = now >= view.round_at + self.policy.seen_timeout_s
+        unseen = tuple(n for n in others if (r := view.record(n)) is not None and r.seen < round.number) if late else ()
+        trouble = (tuple(f.node for f in view.failures), unseen, tuple(node for node, _ in view.absent))
+        if not any(trouble):
+            self._knocked.clear()
+            unknown = {n: i for n, i in others.items() if (n, i) not in self._answered}
+            if unknown and now >= self._knock_at:
+                self._ask(view, unknown, now)
+                self._knocked.clear()
+            return view
+        signs = (round.number, *trouble)
+        if signs != self._knocked_for or now >= self._knock_at:
+            self._knocked_for = signs
+            self._ask(view, others, now)
+            self.hint(self.keys.failures(round.number))
+            view = self._view(round, now)  # the answers took a moment
+        return replace(view, knocked=tuple(self._knocked.items()))
+
+    def _ask(self, view: View, incarnations: dict[str, str], now: float) -> None:
+        addresses = {
+            node: split(record.address)
+            for node, incarnation in incarnations.items()
+            if (record := view.record(node)) is not None and record.incarnation == incarnation and record.address
+        }
+        self._knocked.clear()
+        for node, answer in (self.knock(addresses) if addresses else {}).items():
+            incarnation = incarnations[node]
+            match answer:
+                case Answered():
+                    same = (answer.node, answer.incarnation) == (node, incarnation)
+                    self._knocked[node] = "answered" if same else "refused"
+                    if same:
+                        self._answered.add((node, incarnation))
+                case Refused():
+                    self._knocked[node] = "refused" if (node, incarnation) in self._answered else "silent"
+                case Silent():
+                    self._knocked[node] = "silent"
+        self._knock_at = now + KNOCK_AGAIN_S
+
+    # --- after the verdict ------------------------------------------------------------------------------------------
+
+    def _hold(self, verdict: Round | Hold | Wait, started: bool) -> None:
+        """Ask rank 0's agent to hold its round, or take that back."""
+        if not started or self.asked.max_nodes == 1:
+            return
+        asked = self._list(self.keys.hold).get(self.keys.hold)
+        wanted = str(verdict.number).encode() if isinstance(verdict, Hold) else None
+        if wanted is None and asked is not None:
+            self.store.delete(self.keys.hold)
+        elif wanted is not None and (asked is None or asked.value != wanted):
+            self.store.compare_and_swap(self.keys.hold, None if asked is None else asked.version, wanted)
+
+    def _forget_before(self, number: int) -> None:
         """Records of rounds before this one serve nobody any more."""
-        for prefix in (self.keys.failures(number - 1), self.keys.done(number - 1)):
-            for key in self.store.list(prefix):
-                self.store.delete(key)
+        for prefix in [p for p in self._copies if p.startswith((self.keys.failures(), self.keys.done()))]:
+            self._litter += self._copies.pop(prefix)
+        self._litter.append(self.keys.master(number - 1))
         for times in (self._round_at, self._failed_at):
             for old in [known for known in times if known < number]:
                 del times[old]
+        self._knocked_for = ()
+        self._short_since = None
+
+    def _tidy(self) -> None:
+        """A few at a time: nobody waits for it."""
+        for _ in range(min(DELETES_A_TURN, len(self._litter))):
+            self.store.delete(self._litter.pop())

@@ -17,6 +17,7 @@ from elasticd.wire import Failure, Round
 from elasticd_agent import eventlog
 from elasticd_agent.config import JobSpec, Policy
 from elasticd_agent.console import Console, ProgressView
+from elasticd_agent.coordinator import StoreSeen
 from elasticd_agent.messages import (
     Event,
     FirstStep,
@@ -92,6 +93,17 @@ class JobStory:
         )
         self.console.said(f"round {round.number}: {round.reason}")
         self.round, self._failure = round, None
+
+    def store_seen(self, seen: StoreSeen, now: float) -> None:
+        """The store went away, or came back: training went on, and somebody may want to know."""
+        number = self.round.number if self.round is not None else 0
+        if seen.away:
+            self.console.said(f"the store is away, training goes on: {seen.why}", "warning")
+            self.events.write(eventlog.StoreAway(round=number, mono=now, reason=seen.why))
+        else:
+            self.console.said(f"the store is back after {seen.seconds:.1f} s")
+            reason = f"the store answers again after {seen.seconds:.1f} s"
+            self.events.write(eventlog.StoreBack(round=number, mono=now, reason=reason, seconds=seen.seconds))
 
     def started(self, started: Started, now: float) -> None:
         assert self.round is not None

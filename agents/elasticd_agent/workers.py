@@ -148,14 +148,14 @@ class Workers:
             self._start = None
         return [] if running else [GroupGone(number)]
 
-    def request_stop(self, number: int) -> None:
-        """Put the stop request into every worker's beat, so that a Session stops at a decision point."""
+    def request(self, number: int, word: int, only: int | None = None) -> None:
+        """Put a request into the beats of the round's workers (of local rank `only`), which a Session obeys."""
         for group in self._groups.values():
             if group.round.number == number:
-                for worker in group.workers:
+                for worker in group.workers if only is None else group.workers[only : only + 1]:
                     try:
                         with beat.BeatReader(worker.beat) as reader:
-                            reader.request(beat.STOP)
+                            reader.request(word)
                     except (OSError, WireError):
                         continue  # the signal that follows is enough for a worker without a beat
 

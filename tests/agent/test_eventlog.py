@@ -172,7 +172,9 @@ def test_kinds_are_the_promised_ones() -> None:
     """Adding a kind is fine, so add it here; renaming or removing one breaks readers."""
     assert [kind.kind for kind in RECORDS] == [
         "round_published", "group_started", "first_step", "worker_exited", "checkpoint_saved", "checkpoint_skipped",
-        "checkpoint_failed", "resumed", "holding", "hold_over", "launcher", "store_exited", "group_gone",
+        "checkpoint_failed", "resumed", "holding", "hold_over",
+    "store_away",
+    "store_back", "launcher", "store_exited", "group_gone",
         "stop_requested", "job_ended",
     ]  # fmt: skip
 

@@ -14,7 +14,7 @@ STOP = StopRequested("SIGTERM", 143, 5.0)
 
 
 def node(name: str, *, slots: tuple[int, ...] = (0, 1), incarnation: str = "i", joined_at: float = 0.0) -> Present:
-    return Present(NodeRecord(name, incarnation, f"{name}.lan", slots), joined_at)
+    return Present(NodeRecord(name, incarnation, f"{name}.lan", slots, seen=9, ready=9), joined_at)
 
 
 def crash(why: str = "rank 1 was killed by SIGKILL", *, node: str = "a", slot: int = 1, step: int = 0) -> Failure:
@@ -111,11 +111,12 @@ def test_a_lost_node_costs_nothing_and_the_survivors_keep_their_order() -> None:
     view = running(first(node("c", joined_at=1), node("a", joined_at=2), node("b", joined_at=3)))
     assert view.current is not None
     assert [m.node for m in view.current.members] == ["c", "a", "b"]
-    view = replace(view, high_water=40, asked=replace(view.asked, min_nodes=1))
+    gone = (("c", -100.0),)  # for longer than anyone may be away
+    view = replace(view, high_water=40, asked=replace(view.asked, min_nodes=1), absent=gone, store_up_since=-100.0)
     left = (node("aa", joined_at=9), node("b", joined_at=3), node("a", joined_at=2, incarnation="new"), node("c"))
     r = decided(replace(view, nodes=left[:3]))
     assert [(m.node, m.incarnation) for m in r.members] == [("b", "i"), ("a", "new"), ("aa", "i")]
-    assert r.reason.startswith("lost c, a; restart 1: 6 workers on 3 nodes")
+    assert r.reason.startswith("c is gone: its lease has ended; a started anew; restart 1: 6 workers on 3 nodes")
     assert r.budget == BudgetState(high_water=40)
     assert waiting(replace(view, nodes=left[1:], done=frozenset({"a"}))).until is None, "who is done cannot be lost"
 

@@ -30,7 +30,7 @@ from elasticd_agent.messages import (
     TimeCame,
     Wake,
 )
-from elasticd_agent.plan import Asked, Present, View, Wait, plan
+from elasticd_agent.plan import Asked, Hold, Present, View, Wait, plan
 
 NODE = "a"
 
@@ -76,6 +76,7 @@ class World:
     def look(self) -> None:
         """The planner looks at the job and publishes what it decides."""
         verdict = plan(self.view, self.policy, self.now)
+        assert not isinstance(verdict, Hold), "one node has nobody to wait for"
         assert plan(self.view, self.policy, self.now) == verdict
         if isinstance(verdict, Wait):
             assert verdict.until is None or verdict.until > self.now, verdict
@@ -90,7 +91,10 @@ class World:
         assert verdict.reason
         self.rounds.append(verdict)
         self.lines.append(f"round {verdict.number}{_outcome(verdict)}: {verdict.reason}")
-        self.view = replace(self.view, current=verdict, failures=(), done=frozenset(), round_at=self.now)
+        here = tuple(
+            replace(p, record=replace(p.record, seen=verdict.number, ready=verdict.number)) for p in self.view.nodes
+        )
+        self.view = replace(self.view, current=verdict, nodes=here, failures=(), done=frozenset(), round_at=self.now)
         self.publish(verdict)
 
     def pass_time(self, until: float) -> None:

@@ -1,0 +1,120 @@
+"""How the deciding loop takes part in its job: at once where the store is this process's memory, else through a thread.
+
+Both ways have the same face, so that the loop is one. The thread owns the coordinator's turns: a store that does not
+answer costs the loop nothing. Neither decides anything.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elasticd.errors import ElasticdError, StoreUnavailable
+from elasticd.wire import Failure
+from elasticd_agent.coordinator import Coordinator, News, Turned
+from elasticd_agent.planner import Facts
+
+LINGER_S = 5.0
+"""How long the host of a store waits, once the job has ended, for the others to have heard of it."""
+CLOSE_S = 5.0
+
+
+class Meeting(Protocol):
+    """What the loop may say to the other agents of its job, and when it hears from them."""
+
+    @property
+    def facts(self) -> Facts: ...
+    def update(self, **fields: Any) -> None: ...
+    def failed(self, failure: Failure) -> None: ...
+    def done(self, number: int) -> None: ...
+    def master(self, number: int, address: str, port: int) -> None: ...
+
+    def turn(self, now: float) -> Turned:
+        """What there is to hear, and when to ask again at the latest."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The thread that talks to the store has ended by a mistake of ours."""
+
+    error: BaseException
+
+
+class LocalMeeting:
+    """Every turn of the loop is a turn of the coordinator."""
+
+    def __init__(self, coordinator: Coordinator, facts: Facts) -> None:
+        self._coordinator, self.facts = coordinator, facts
+        self.update, self.done, self.master = coordinator.update, coordinator.done, coordinator.master
+
+    def failed(self, failure: Failure) -> None:
+        self._coordinator.failed(failure, time.monotonic())
+
+    def turn(self, now: float) -> Turned:
+        return self._coordinator.turn(now)
+
+
+class RemoteMeeting:
+    """The coordinator's turns are a thread's, which puts what the loop must hear into its inbox."""
+
+    def __init__(
+        self, coordinator: Coordinator, facts: Facts, post: Callable[[News | Broken], None], hosts: bool
+    ) -> None:
+        self._coordinator, self.facts, self._post, self._hosts = coordinator, facts, post, hosts
+        self._changed = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="elasticd-store", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Something has changed: take a turn soon. Safe from any thread."""
+        self._changed.set()
+
+    def update(self, **fields: Any) -> None:
+        self._coordinator.update(**fields)
+        self._changed.set()
+
+    def failed(self, failure: Failure) -> None:
+        self._coordinator.failed(failure, time.monotonic())
+        self._changed.set()
+
+    def done(self, number: int) -> None:
+        self._coordinator.done(number)
+        self._changed.set()
+
+    def master(self, number: int, address: str, port: int) -> None:
+        self._coordinator.master(number, address, port)
+        self._changed.set()
+
+    def turn(self, now: float) -> Turned:
+        return [], None
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._changed.clear()
+                news, until = self._coordinator.turn(time.monotonic())
+                for said in news:
+                    self._post(said)
+                self._changed.wait(None if until is None else max(0.0, until - time.monotonic()))
+        except BaseException as error:  # noqa: BLE001 nobody else would hear of it
+            self._post(Broken(error))
+
+    def close(self) -> None:
+        """Leave the job's table; a host waits until the others have, too. Bounded."""
+        self._closing = True
+        self._changed.set()
+        self._thread.join(CLOSE_S)
+        deadline = time.monotonic() + LINGER_S
+        try:
+            while self._hosts and time.monotonic() < deadline and not self._coordinator.others_gone():
+                time.sleep(0.05)
+        except (StoreUnavailable, ElasticdError):
+            pass  # nobody can be told any more
+        self._coordinator.close()

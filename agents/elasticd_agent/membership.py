@@ -1,0 +1,172 @@
+"""Pure: which nodes are in a Round: who of the last one is lost, who must wait, who comes first, with which slots.
+
+It exists so that everything about membership is in one place and each answer carries its reason. Nothing here looks at
+failures of the script, and nothing keeps anything between calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elasticd.wire import Bench, Exclusion, Member, NodeRecord, Round
+from elasticd_agent.config import Policy
+from elasticd_agent.view import Present, View, Wait
+
+STUCK_S = 0.5
+"""Workers that train together stop within a step of a peer's end; a step that takes longer is told apart by waiting."""
+READY_S = 30.0
+"""What a node may take from seeing a Round to having started its group: the old one is killed, or stops for so long."""
+FORGIVEN_S = 600.0
+"""A node that stayed for so long after it came back is a node like any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Members that are lost, each with its reason, and when to look again."""
+
+    nodes: dict[str, str]
+    until: float | None
+
+
+def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
+    """Who of `current` cannot go on. A node that is done cannot be lost."""
+    lost: dict[str, str] = {}
+    until: list[float] = []
+    knocked = dict(view.knocked)
+    absent = dict(view.absent)
+    heard_of = {f.node for f in view.failures if f.round == current.number}
+    for member in current.members:
+        node = member.node
+        if node in view.done:
+            continue
+        record = view.record(node)
+        if record is not None and record.incarnation != member.incarnation:
+            lost[node] = f"{node} started anew"
+        elif knocked.get(node) == "refused":
+            lost[node] = f"{node} is gone: its agent's port refuses connections"
+        elif record is None:
+            counts_at = _absence_counts_at(view, policy, absent.get(node, now))
+            if now >= counts_at:
+                lost[node] = f"{node} is gone: its lease has ended"
+            else:
+                until.append(counts_at)
+        elif node in heard_of:
+            continue
+        elif record.seen < current.number:
+            due = view.round_at + policy.seen_timeout_s
+            if now < due:
+                until.append(due)
+            elif knocked.get(node) != "answered":
+                lost[node] = f"{node} has not seen round {current.number} within {policy.seen_timeout_s:g} s"
+        elif record.ready < current.number:
+            due = view.round_at + READY_S
+            if now < due:
+                until.append(due)
+            else:
+                lost[node] = f"{node} has not started round {current.number} within {READY_S:g} s"
+    return Losses(lost, min(until, default=None))
+
+
+def _absence_counts_at(view: View, policy: Policy, since: float) -> float:
+    """When a missing lease is a lost node: not while the job trains on, nor soon after the store was away."""
+    trusted = view.store_up_since + policy.lease_s + policy.renewal_s
+    at_last = since + policy.adopt_timeout_s
+    if view.failures:
+        return max(since, trusted)
+    if view.advances_by is None:
+        return max(trusted, at_last)
+    return max(trusted, min(at_last, max(since, view.advances_by) + STUCK_S))
+
+
+def exclusions(view: View, current: Round, lost: dict[str, str], now: float) -> tuple[Exclusion, ...]:
+    """What is held against nodes that were left out, these losses included."""
+    elapsed_s = max(0.0, now - view.round_at)
+    ledger = {e.node: replace(e, age_s=e.age_s + elapsed_s) for e in current.excluded}
+    ledger = {node: e for node, e in ledger.items() if e.age_s < FORGIVEN_S}
+    for node in lost:
+        times = ledger[node].times + 1 if node in ledger else 1
+        ledger[node] = Exclusion(node, times)
+    return tuple(ledger[node] for node in sorted(ledger))
+
+
+def cooling_s(node: str, excluded: tuple[Exclusion, ...], policy: Policy) -> float:
+    """For how much longer a node is not taken again: nothing the first time, then twice as long each time."""
+    for e in excluded:
+        if e.node == node:
+            cooloff_s = 0.0 if e.times == 1 else policy.node_cooloff_s * 2.0 ** (min(e.times, 16) - 2)
+            return max(0.0, min(cooloff_s, FORGIVEN_S) - e.age_s)
+    return 0.0
+
+
+def newcomers(view: View, current: Round, policy: Policy, now: float) -> list[Present]:
+    """Nodes that are here, not in `current`, and may be taken, the longest waiting first."""
+    excluded = exclusions(view, current, {}, now)
+    here = {(m.node, m.incarnation) for m in current.members}
+    found = [
+        p
+        for p in view.nodes
+        if (p.record.id, p.record.incarnation) not in here
+        and not p.record.leaving
+        and not cooling_s(p.record.id, excluded, policy)
+    ]
+    return sorted(found, key=lambda p: (p.joined_at, p.record.id))
+
+
+def cast(
+    view: View, policy: Policy, now: float, lost: dict[str, str], excluded: tuple[Exclusion, ...]
+) -> list[NodeRecord] | Wait:
+    """The nodes of the next Round in order: survivors of the current one as they were, then newcomers by arrival.
+
+    So rank 0 stays where it was if it can, and what a survivor knows of its place stays true if it can. The first one
+    has the checkpoint directory that the job has used so far, if anyone has.
+    """
+    current, asked = view.current, view.asked
+    running = current is not None and not current.terminal
+    old = {(m.node, m.incarnation): i for i, m in enumerate(current.members)} if current and running else {}
+    here = [p for p in view.nodes if not p.record.leaving and _not_lost(p.record, lost, old)]
+    placed = sorted((old.get((p.record.id, p.record.incarnation), len(old)), p.joined_at, p.record.id) for p in here)
+    by_id = {p.record.id: p for p in here}
+    willing = [by_id[node] for _, _, node in placed if not cooling_s(node, excluded, policy)]
+    if len(willing) < asked.min_nodes:  # better one that keeps failing than none
+        willing = [by_id[node] for _, _, node in placed]
+    if len(willing) < asked.min_nodes:
+        return Wait(f"{len(willing)} of at least {count(asked.min_nodes, 'node')} here", None)
+    survivors = any(first < len(old) for first, *_ in placed)
+    if len(willing) < asked.max_nodes and not survivors:
+        newest = max(p.joined_at for p in willing)
+        if now < newest + asked.last_call_s:
+            why = f"{len(willing)} of {asked.max_nodes} nodes here; last call, {asked.last_call_s:g} s after the newest"
+            return Wait(why, newest + asked.last_call_s)
+    chosen = [p.record for p in willing[: asked.max_nodes]]
+    if current is not None and running:
+        reader = next((record for record in chosen if record.directory == current.directory), None)
+        chosen.sort(key=lambda record: record is not reader)
+    return chosen
+
+
+def _not_lost(record: NodeRecord, lost: dict[str, str], old: dict[tuple[str, str], int]) -> bool:
+    """A node that was lost because it started anew is here anew."""
+    return record.id not in lost or (record.id, record.incarnation) not in old
+
+
+def members(view: View, chosen: list[NodeRecord], benched: tuple[Bench, ...]) -> tuple[Member, ...] | Wait:
+    """Their slots. What each node's own command line gave it is the most it may have."""
+    left_s = {(b.node, b.slot): b.left_s for b in benched}
+    found = []
+    for node in chosen:
+        # Slots set aside come last, those nearest their return first, and only to reach the fewest workers asked for.
+        fewest = min(view.asked.min_workers, len(node.slots)) if len(chosen) > 1 else view.asked.min_workers
+        ready = [s for s in node.slots if not left_s.get((node.id, s))]
+        rest = sorted((s for s in node.slots if s not in ready), key=lambda s: left_s[node.id, s])
+        missing = max(0, fewest - len(ready))
+        most = len(node.slots) if view.asked.max_nodes > 1 else view.asked.max_workers
+        slots = sorted((ready + rest[:missing])[:most])
+        if len(slots) < fewest:
+            workers = count(view.asked.min_workers, "worker")
+            return Wait(f"{node.id} has {count(len(slots), 'slot')}, the job needs {workers} on each node", None)
+        found.append(Member(node.id, node.incarnation, tuple(slots)))
+    return tuple(found)
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

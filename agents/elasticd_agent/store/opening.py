@@ -1,0 +1,37 @@
+"""Opens the store a rendezvous names. Adapters are imported only when they are needed: a job on one node pays for none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elasticd_agent.addresses import is_own
+from elasticd_agent.config import Policy, Rendezvous
+from elasticd_agent.store import Store
+from elasticd_agent.store.memory import MemoryStore
+
+
+def open_store(meets: Rendezvous, python: str, policy: Policy, say: Callable[[str], None]) -> tuple[Store, bool]:
+    """The store, and whether it is this agent that hosts it. Raises StoreRefused for what can never work."""
+    match meets.backend:
+        case "etcd":
+            from elasticd_agent.store.etcd import EtcdStore
+
+            return (
+                EtcdStore(
+                    meets.endpoints,
+                    tls=meets.tls,
+                    user=meets.user,
+                    password=meets.password,
+                    timeout_s=policy.store_timeout_s,
+                    say=say,
+                ),
+                False,
+            )
+        case "c10d":
+            from elasticd_agent.store.c10d import C10dStore
+
+            ((host, port),) = meets.endpoints
+            serve = is_own(host) if meets.is_host is None else meets.is_host
+            return C10dStore(host, port, serve=serve, python=python, timeout_s=policy.store_timeout_s, say=say), serve
+        case "memory":
+            return MemoryStore(), False
