@@ -1,0 +1,160 @@
+"""Addresses others can reach. What takes a machine with other links and names than this one is in tests/multihost."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+
+import pytest
+
+from elasticd.errors import UsageError
+from elasticd_agent.addresses import is_own, joined, local_address, split
+
+FOREIGN = "203.0.113.9"  # set aside for documentation (RFC 5737): no machine has it
+UNKNOWN = "no-such-host.invalid"  # nor this name (RFC 2606)
+
+
+@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", "127.0.0.1"), ("127.0.0.9", "127.0.0.1"), ("::1", "::1")])
+def test_a_store_on_loopback_is_reached_from_loopback(host: str, expected: str) -> None:
+    assert local_address([(host, 2379)]) == expected
+
+
+def test_a_name_becomes_an_address() -> None:
+    assert ipaddress.ip_address(local_address([("localhost", 2379)])).is_loopback
+
+
+def test_an_endpoint_whose_name_is_not_known_is_passed_over() -> None:
+    assert local_address([(UNKNOWN, 2379), ("fe80::1", 2379), ("::1", 2379)]) == "::1"
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        (UNKNOWN, rf"{UNKNOWN}:2379: the name is not known"),
+        ("a" * 300, "the name is not known"),
+        ("", "the name is not known"),
+        ("fe80::1", r"\[fe80::1\]:2379: there is no route"),  # on which link?
+        ("0.0.0.0", "there is no route"),
+        ("255.255.255.255", "there is no route"),
+    ],
+)
+def test_an_endpoint_nothing_routes_to_is_one_clear_line(host: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as raised:
+        local_address([(host, 2379)])
+    assert "\n" not in str(raised.value)
+    assert "--local-addr" in str(raised.value)
+
+
+def test_no_endpoint_is_an_error_unless_an_address_is_given() -> None:
+    with pytest.raises(UsageError):
+        local_address([])
+    assert local_address([], "127.0.0.5") == "127.0.0.5"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("127.0.0.5", "127.0.0.5"), ("::1", "::1"), ("::ffff:127.0.0.1", "127.0.0.1")],
+)
+def test_a_given_address_of_this_machine_is_taken(given: str, expected: str) -> None:
+    assert local_address([("127.0.0.1", 2379)], given) == expected
+
+
+def test_a_given_name_becomes_an_address() -> None:
+    assert ipaddress.ip_address(local_address([("::1", 2379)], "localhost")).is_loopback
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (FOREIGN, f"{FOREIGN} is not an address of this machine"),
+        ("2001:db8::9", "2001:db8::9 is not an address of this machine"),
+        (UNKNOWN, "no such name or address"),
+        ("", "no such name or address"),
+        ("0.0.0.0", "not an address of this machine"),
+        ("::", "not an address of this machine"),
+        ("224.0.0.1", "not an address of this machine"),
+        ("fe80::1", "add the interface, as in fe80::1%eth0"),
+    ],
+)
+def test_a_given_address_that_is_not_ours_names_what_would_be_right(given: str, words: str) -> None:
+    with pytest.raises(UsageError, match=f"^--local-addr {given}: .*{words}") as raised:
+        local_address([("127.0.0.9", 2379)], given)
+    assert "leave it out to use 127.0.0.1" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(UsageError, match="leave it out to use the address the endpoint is reached from"):
+        local_address([(UNKNOWN, 2379)], given)
+
+
+@pytest.mark.parametrize("given", ["127.0.0.5", "localhost", "::1"])
+def test_loopback_is_no_address_for_a_job_that_meets_elsewhere(given: str) -> None:
+    with pytest.raises(UsageError, match=f"^--local-addr {given}: nobody on another machine can reach it"):
+        local_address([(FOREIGN, 2379)], given)
+
+
+def test_it_is_cheap_enough_for_every_round() -> None:
+    begun = time.monotonic()
+    for _ in range(1000):
+        local_address([("127.0.0.1", 2379)])
+    assert time.monotonic() - begun < 5.0, "about 20 ms where nothing else runs"
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST.", "127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1", "ip6-localhost"]
+)
+def test_loopback_is_this_machine(host: str) -> None:
+    assert is_own(host)
+
+
+def test_the_host_name_is_this_machine() -> None:
+    name = socket.gethostname()
+    assert is_own(name)
+    assert is_own(name.upper() + ".")
+
+
+@pytest.mark.parametrize(
+    "host", [FOREIGN, "2001:db8::9", UNKNOWN, "", "a" * 300, "a b", "0.0.0.0", "::", "224.0.0.1", "fe80::1"]
+)
+def test_what_is_not_this_machine(host: str) -> None:
+    assert not is_own(host)
+
+
+ENDPOINTS = [
+    ("etcd-1.example:2379", ("etcd-1.example", 2379)),
+    ("10.0.0.1:0", ("10.0.0.1", 0)),
+    ("host_x:65535", ("host_x", 65535)),
+    ("[::1]:80", ("::1", 80)),
+    ("[fe80::1%eth0]:80", ("fe80::1%eth0", 80)),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), ENDPOINTS)
+def test_host_and_port_are_split_and_joined(text: str, expected: tuple[str, int]) -> None:
+    assert split(text) == split(f" {text}\n") == expected
+    assert joined(*expected) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has no port; write HOST:PORT"),
+        ("host", "has no port; write HOST:PORT"),
+        ("host:", "has no port; write HOST:PORT"),
+        (":80", "'' is not a host name or address"),
+        ("::1", r"written \[::1\]:PORT"),
+        ("::1:80", r"written \[::1:80\]:PORT"),
+        ("[::1]", r"written \[::1\]:PORT"),
+        ("a:b:80", r"written \[ADDRESS\]:PORT"),
+        ("[host]:80", "'host' is not a host name or address"),
+        ("http://host:80", "'http://host' is not a host name or address"),
+        ("a b:80", "'a b' is not a host name or address"),
+        ("host:http", "'http' is not a port"),
+        ("host:65536", "'65536' is not a port"),
+        ("host:-1", "'-1' is not a port"),
+        ("host:８０", "'８０' is not a port"),  # digits, but not ASCII's
+        ("host:" + "9" * 5000, "is not a port"),
+    ],
+)
+def test_what_is_not_host_and_port_says_how_it_is_written(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        split(text)

@@ -1,0 +1,135 @@
+"""Addresses and knocks between machines: names that mean loopback at home, links that drop, machines that refuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from elasticd_agent.knock import Answered, Refused, Silent, knock
+from tests.multihost.conftest import StartNetwork
+from tests.multihost.net import Host
+
+DEADLINE_S = 20.0
+REPOSITORY = Path(__file__).parents[2]
+PATH = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'agents'}"}
+
+ASK = """
+import json, sys
+from elasticd.errors import UsageError
+from elasticd_agent.addresses import is_own, local_address
+
+def answer(what):
+    if isinstance(what, str):
+        return is_own(what)
+    towards, given = what
+    try:
+        return local_address([(host, 2379) for host in towards], given)
+    except UsageError as error:
+        return str(error)
+
+print(json.dumps([answer(what) for what in json.loads(sys.argv[1])]))
+"""
+
+AGENT = """
+import sys
+from elasticd_agent.knock import KnockServer
+server = KnockServer(sys.argv[1], "b", "i1")
+print(server.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def ask(host: Host, *questions: object) -> list[object]:
+    """What `is_own` says of each name there, and `local_address` of each (endpoints, given)."""
+    answers = json.loads(host.run([sys.executable, "-c", ASK, json.dumps(questions)], PATH))
+    assert isinstance(answers, list)
+    return answers
+
+
+def test_which_address_a_machine_is_reached_by(network: StartNetwork) -> None:
+    a, b = network(hosts=2).hosts
+    expected = {
+        "towards IPv4": (([b.address], None), a.address),
+        "towards IPv6": (([b.address6], None), a.address6),
+        "towards itself": (([a.address], None), a.address),
+        "the first that has a route": ((["198.51.100.7", b.address6], None), a.address6),
+        "a given address": (([b.address], a.address6), a.address6),
+    }
+    answers = ask(a, *(question for question, _ in expected.values()))
+    assert dict(zip(expected, answers, strict=True)) == {what: answer for what, (_, answer) in expected.items()}
+    named, given, nowhere, wrong = ask(
+        a, (["node1"], None), ([b.address], "node0"), (["198.51.100.7"], None), ([b.address], "node1")
+    )
+    assert {named, given} <= {a.address, a.address6}, "names have both here; the resolver says which is better"
+    assert str(nowhere).startswith("no address of this machine reaches 198.51.100.7:2379: there is no route")
+    assert f"which is not an address of this machine; leave it out to use {a.address}," in str(wrong)
+    assert ask(a, "node0", a.address, a.address6, "node1", b.address, b.address6) == [True] * 3 + [False] * 3
+
+
+def test_a_name_that_means_loopback_at_home(network: StartNetwork, tmp_path: Path) -> None:
+    a, b = network(hosts=2).hosts
+    # Debian's installer writes the first line; `both` is a name of two machines.
+    table = f"127.0.1.1 node0.cluster node0\n127.0.0.1 localhost\n{a.address} both\n{b.address} both node1\n"
+    (tmp_path / "hosts").write_text(table)
+    a.run(["umount", "/etc/hosts"])
+    a.run(["mount", "--bind", tmp_path / "hosts", "/etc/hosts"])
+
+    assert ask(a, "node0", "node0.cluster", "NODE0.Cluster.", "both", "node1") == [True, True, True, False, False]
+    lost, other, named, local = ask(
+        a, (["node0"], None), (["node0", "node1"], None), (["node1"], "node0"), (["localhost"], None)
+    )
+    assert "node0:2379 is on loopback as this machine resolves it" in str(lost)
+    assert "name it with --local-addr" in str(lost)
+    assert other == named == a.address
+    assert local == "127.0.0.1"
+
+    a.run(["ip", "route", "add", "default", "via", b.address])
+    assert ask(a, (["node0"], None), (["node0"], "node0")) == [a.address, a.address]
+
+
+def test_a_link_local_address_comes_with_its_interface(network: StartNetwork) -> None:
+    a, _ = network(hosts=2).hosts
+    a.run(["ip", "addr", "add", "fe80::77/64", "dev", "eth0", "nodad"])
+    towards, given, bare = ask(a, (["fe80::99%eth0"], None), (["::1"], "fe80::77%eth0"), (["::1"], "fe80::77"))
+    assert str(towards).startswith("fe80::") and str(towards).endswith("%eth0")
+    assert given == "fe80::77%eth0"
+    assert "add the interface" in str(bare)
+    assert ask(a, "fe80::77%eth0", "fe80::99%eth0") == [True, False]
+
+
+def test_a_cut_machine_is_silent_and_a_dead_agent_refuses(network: StartNetwork) -> None:
+    net = network(hosts=2)
+    a, b = net.hosts
+    pipe = subprocess.PIPE
+    where = {}
+    agents = []
+    for address in (b.address, b.address6):
+        agents.append(b.popen([sys.executable, "-c", AGENT, address], PATH, stdin=pipe, stdout=pipe))
+        stdout = agents[-1].stdout
+        assert stdout is not None
+        where[address] = (address, int(stdout.readline()))
+
+    def knocked(timeout_s: float) -> set[Answered | Refused | Silent]:
+        return set(a.call(lambda: knock(where, timeout_s)).values())
+
+    try:
+        assert knocked(DEADLINE_S) == {Answered("b", "i1")}
+        net.cut(a, b)
+        assert knocked(0.2) == {Silent("no connection within 0.2 s")}
+        net.heal(a, b)
+        assert knocked(DEADLINE_S) == {Answered("b", "i1")}
+        b.freeze()
+        assert knocked(0.2) == {Silent("connected, but no answer within 0.2 s")}
+        b.thaw()
+        assert knocked(DEADLINE_S) == {Answered("b", "i1")}
+        b.kill_all()
+        begun = time.monotonic()
+        assert knocked(DEADLINE_S) == {Refused()}
+        assert time.monotonic() - begun < DEADLINE_S / 2
+    finally:
+        for process in agents:
+            process.kill()
+            process.communicate()
