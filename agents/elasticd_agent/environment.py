@@ -1,7 +1,8 @@
 """The environment a worker sees: torchrun's, variable for variable, and elasticd's own beside it.
 
-Pure. The names and meanings are those of torch.distributed.elastic's local agent (torch 2.13); MASTER_PORT is added by
-the owner, which knows where the round's store listens.
+Pure. The names and meanings are those of torch.distributed.elastic's local agent (torch 2.13), also where nodes have
+different numbers of slots; all nodes of a job have the same role. MASTER_PORT is added when the group starts: by the
+owner, which knows where the round's store listens, or with MASTER_ADDR when that store is another node's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ def worker_environment(
     checkpoint_dir: str | None,
     virtual_local_rank: bool = False,
 ) -> dict[str, str]:
-    """What differs from the job's base environment for the worker with `local_rank` on `node`."""
+    """What differs from the job's base environment for the worker with `local_rank` on `node`.
+
+    `master_addr` is where the workers on this node reach this round's store if it is here: with several nodes, the
+    literal address by which other nodes reach it, too.
+    """
     ranks = round.ranks(node)
     rank, world = ranks[local_rank], round.world_size
     env = {

@@ -56,3 +56,8 @@ def joining(master: Master | None, workers: tuple[Worker, ...]) -> tuple[Worker,
         return workers
     env = {"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])}
     return tuple(replace(worker, env={**worker.env, **env}) for worker in workers)
+
+
+def keeps_store(round: Round) -> bool:
+    """Whether a store outlives its own node's group: the workers of others may end later, as under torchrun."""
+    return len(round.members) > 1

@@ -17,7 +17,7 @@ from elasticd import beat
 from elasticd.errors import WireError
 from elasticd.wire import Round
 from elasticd_agent.config import JobSpec
-from elasticd_agent.groups import Group, Master, Spare, Start, joining
+from elasticd_agent.groups import Group, Master, Spare, Start, joining, keeps_store
 from elasticd_agent.launcher.client import OwnerClient, OwnerSaid
 from elasticd_agent.launcher.commands import Commands, Worker
 from elasticd_agent.launcher.preload import Preload
@@ -97,6 +97,7 @@ class Workers:
         self._wanted: tuple[int, bool] | None = None  # what to park once the template is there
         self._start: Start | None = None
         self._groups: dict[int, Group] = {}
+        self._stores: list[int] = []  # groups that have ended, but for their store
         if self._cold is None:
             self._begin_template()
         else:
@@ -130,6 +131,7 @@ class Workers:
         is where that one listens.
         """
         within = FORK_DEADLINE_S if self._template_ready else PRELOAD_DEADLINE_S
+        self.end_store()
         self._start, self._wanted = Start(round, joining(master, workers), master, time.monotonic() + within), None
         self._advance()
 
@@ -138,6 +140,15 @@ class Workers:
         if self._spare is None and self._start is None and self._cold is None:
             self._wanted = (size, with_store)
             self._advance()
+
+    def end_store(self) -> None:
+        """End the store of a round that is over; a new one's start does so too.
+
+        With several nodes the store outlives this node's group if that ended well: the others' workers may still run.
+        """
+        for name in self._stores:
+            self._owner.send(do="signal", group=name, signal=int(signal.SIGKILL))
+        self._stores.clear()
 
     def signal(self, number: int, signum: int) -> list[Event]:
         """Signal every process of the round's group at once; a group that has not begun to run is gone by any."""
@@ -278,6 +289,8 @@ class Workers:
         if message["undying"]:
             pids = ", ".join(map(str, message["undying"]))
             self._say(f"round {group.round.number}: processes {pids} do not die of SIGKILL; going on without them")
+        if group.store_pid and keeps_store(group.round):
+            self._stores.append(message["group"])
         return [GroupGone(group.round.number)]
 
     # --- the way to a start ---------------------------------------------------------------------------------------
@@ -316,6 +329,7 @@ class Workers:
             do="release",
             group=spare.name,
             store=start.master is None,
+            keep=keeps_store(start.round),
             workers=[{"env": w.env, "stdout": w.stdout, "stderr": w.stderr} for w in start.workers],
             **self._store_at,
         )
@@ -327,7 +341,7 @@ class Workers:
         self._names += 1
         self._groups[self._names] = Group(start.round, start.workers, start.master, warm=False)
         cold = self._commands.cold(start.workers, with_store=start.master is None)
-        self._owner.send(do="exec", group=self._names, **self._store_at, **cold)
+        self._owner.send(do="exec", group=self._names, keep=keeps_store(start.round), **self._store_at, **cold)
 
     def _go_cold(self, why: str) -> None:
         self._cold = why

@@ -50,11 +50,16 @@ class Group:
         self.since = time.monotonic()
         self.alive: dict[int, int] = {}  # pid -> local rank
         self.running = False
+        self.keeps_store = False  # until told otherwise, once all has ended well: other nodes' workers may need it
+        self.gone = False  # but for the store that it keeps
         self.failed = False
         self.leftovers_since: float | None = None
 
     def workers(self) -> list[int]:
         return [pid for pid, rank in self.alive.items() if rank != STORE]
+
+    def ending(self) -> bool:
+        return self.running and not self.gone and not self.workers()
 
 
 class Owner:
@@ -90,7 +95,7 @@ class Owner:
 
     def serve(self) -> None:
         while self.running:
-            waiting = any(group.running and not group.workers() for group in self.groups.values())
+            waiting = any(group.ending() for group in self.groups.values())
             for fd, _ in self.poll.poll(50 if waiting else None):
                 if fd == self.wakeup:
                     os.read(fd, 4096)
@@ -206,9 +211,10 @@ class Owner:
                 self.member_exited(group, pid, status, at)
 
     def do_release(self, message: Message) -> None:
-        """Let a parked group go: {group, store, host, port, workers: [{env, stdout, stderr}]}; who is surplus ends.
+        """Let a parked group go: {group, store, keep, host, port, workers: [{env, stdout, stderr}]}; the surplus ends.
 
-        Without a `store` of its own the group joins one elsewhere, which its workers' `env` names already.
+        Without a `store` of its own the group joins one elsewhere, which its workers' `env` names already. With `keep`
+        the store outlives a group that ends well, until the group is sent SIGKILL.
         """
         group = self.groups.get(message["group"])
         if group is None or not group.alive:
@@ -230,12 +236,12 @@ class Owner:
             end(pids.pop(rank), signal.SIGKILL)
         for rank in [rank for rank in group.channels if rank != STORE or rank not in pids]:
             group.channels.pop(rank).close()
-        self.begin(group, pids)
+        self.begin(group, pids, message["keep"])
 
     def do_exec(self, message: Message) -> None:
-        """Start a group cold: {group, host, port, cwd, env, store, workers: [{argv, env, stdout, stderr}]}.
+        """Start a group cold: {group, store, keep, host, port, cwd, env, workers: [{argv, env, stdout, stderr}]}.
 
-        A worker's `env` is what it has besides everybody's. `store` is {argv}, or None as in `do_release`.
+        A worker's `env` is what it has besides everybody's. `store` is {argv} or None; all else is as in `do_release`.
         """
         group = self.groups[message["group"]] = Group(message["group"], {})
         if message["store"] is not None:
@@ -243,10 +249,10 @@ class Owner:
         for rank, worker in enumerate(message["workers"]):
             env = {**message["env"], **self.with_port(group, worker)["env"]}
             group.alive[spawn(worker["argv"], env, message["cwd"], worker["stdout"], worker["stderr"])] = rank
-        self.begin(group, {rank: pid for pid, rank in group.alive.items()})
+        self.begin(group, {rank: pid for pid, rank in group.alive.items()}, message["keep"])
 
-    def begin(self, group: Group, pids: dict[int, int]) -> None:
-        group.running = True
+    def begin(self, group: Group, pids: dict[int, int], keeps_store: bool) -> None:
+        group.running, group.keeps_store = True, keeps_store
         workers = [pids[rank] for rank in sorted(pids) if rank != STORE]
         self.say(**{"is": "started", "group": group.name, "pids": workers, "store": pids.get(STORE, 0)})
 
@@ -285,7 +291,7 @@ class Owner:
             return
         if message["signal"] == signal.SIGKILL:
             group.failed = True
-            if not group.running:
+            if not group.running or group.gone:
                 self.drop(group)
                 return
         for pid in group.workers() if message["signal"] != signal.SIGKILL else list(group.alive):
@@ -329,13 +335,16 @@ class Owner:
             self.drop(group)
             self.say(**{"is": "refused", "group": group.name, "why": f"a parked process {how_it_ended(status)}"})
             return
+        if group.gone:  # its store was all that was left of it
+            self.drop(group)
         self.say(**{"is": "exited", "group": group.name, "local_rank": rank, "pid": pid, "status": status, "at": at})
 
     def finish(self, group: Group) -> None:
-        """A running group whose last worker ended is over: its store and what its workers left behind end with it."""
-        if not group.running or group.workers():
+        """A running group whose last worker ended is over, and what its workers left behind; and its store, mostly."""
+        if not group.ending():
             return
-        for pid in group.alive:
+        keeps_store = bool(group.alive) and group.keeps_store and not group.failed
+        for pid in group.alive if not keeps_store else ():
             end(pid, signal.SIGKILL)
         leftovers = self.leftovers()
         if leftovers and any(not group.running and not group.alive for group in self.groups.values()):
@@ -350,11 +359,11 @@ class Owner:
             for pid in leftovers:
                 if waited > CLEANER_GRACE_S or not is_cleaner(pid):
                     end(pid, signal.SIGKILL)
-        if group.alive or (leftovers and waited <= 2 * LEFTOVER_GRACE_S):
+        if (group.alive and not keeps_store) or (leftovers and waited <= 2 * LEFTOVER_GRACE_S):
             return
-        for channel in group.channels.values():
-            channel.close()
-        del self.groups[group.name]
+        group.gone = True
+        if not keeps_store:
+            self.drop(group)
         self.say(**{"is": "gone", "group": group.name, "undying": leftovers})
 
     def leftovers(self) -> list[int]:

@@ -1,0 +1,66 @@
+"""Which network interface has an address, so that gloo can be told to use it.
+
+Left alone, gloo (torch 2.13) listens on whatever this machine's host name resolves to, and on loopback where it does
+not: on a machine that calls itself 127.0.1.1, as Debian's do, no peer on another machine ever reaches it. It takes no
+address but an interface's name, and then the first address that getifaddrs(3) lists for it. This sends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import socket
+from collections.abc import Iterator, Mapping
+
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+def gloo_environment(environ: Mapping[str, str], address: str) -> dict[str, str]:
+    """What workers need so that gloo listens where this node's `address` is; nothing if the person has chosen."""
+    interface = None if GLOO_VARIABLE in environ else interface_of(address)
+    return {} if interface is None else {GLOO_VARIABLE: interface}
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface with this literal address ("eth0", or an alias, "eth0:1"); None if none has it."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(wanted, ipaddress.IPv6Address) and wanted.ipv4_mapped is not None:
+        wanted = wanted.ipv4_mapped
+    names = [name for name, ip in _addresses() if ip == wanted]
+    scope = address.partition("%")[2]  # a link-local address says itself which of several it is
+    if not names and wanted.is_loopback:
+        names = [name for name, ip in _addresses() if ip.is_loopback]  # all of 127.0.0.0/8 is here
+    return next((name for name in names if scope in ("", name)), None)
+
+
+class _Entry(ctypes.Structure):
+    """struct ifaddrs, as far as it is read here (getifaddrs(3))."""
+
+
+_Entry._fields_ = (
+    ("next", ctypes.POINTER(_Entry)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+)
+
+
+def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    """(interface, address) in the order that gloo sees them in."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Entry)()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        return
+    with contextlib.ExitStack() as ending:
+        ending.callback(libc.freeifaddrs, first)
+        entry = first
+        while entry:  # type: ignore[truthy-bool]  # a null pointer is false
+            here = entry.contents
+            if here.address is not None:
+                family = ctypes.c_ushort.from_address(here.address).value
+                if family == socket.AF_INET:  # struct sockaddr_in: family, port, address
+                    yield here.name.decode(), ipaddress.IPv4Address(ctypes.string_at(here.address + 4, 4))
+                elif family == socket.AF_INET6:  # struct sockaddr_in6: family, port, flow label, address
+                    yield here.name.decode(), ipaddress.IPv6Address(ctypes.string_at(here.address + 8, 16))
+            entry = here.next

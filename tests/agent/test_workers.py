@@ -1,0 +1,233 @@
+"""Workers of several nodes, each with an owner of its own, on one machine: one round's store for all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import pytest
+
+from elasticd import beat
+from elasticd.wire import Member, Round
+from elasticd_agent.config import JobSpec, Mode
+from elasticd_agent.environment import WorkerPaths, worker_environment
+from elasticd_agent.launcher.client import OwnerClient, OwnerLost, OwnerSaid
+from elasticd_agent.launcher.commands import Worker
+from elasticd_agent.launcher.preload import Preload, plan_preload, worker_base_environment
+from elasticd_agent.messages import GroupGone, StartFailed, StoreExited, WorkerExited
+from elasticd_agent.workers import Heard, Started, StoreReady, Workers
+
+SCRIPT = Path(__file__).parent / "scripts" / "sum.py"
+PATIENCE_S = 60.0
+COLD = "the test says so"
+
+T = TypeVar("T")
+
+
+class Node:
+    """One node's Workers, followed: everything they said is in `heard`."""
+
+    def __init__(self, name: str, directory: Path, spec: JobSpec, preload: Preload, host: str) -> None:
+        self.name, self.directory = name, directory
+        runtime = directory / "runtime"
+        runtime.mkdir(parents=True)
+        self.inbox: queue.SimpleQueue[OwnerSaid | OwnerLost] = queue.SimpleQueue()
+        self.owner = OwnerClient(runtime, self.inbox.put)
+        self.workers = Workers(spec, name, worker_base_environment(os.environ, 2), preload, self.owner, host)
+        self.heard: list[Heard] = []
+        self.said: list[dict[str, Any]] = []
+
+    def until(self, kind: type[T], within: float = PATIENCE_S) -> T:
+        """The first such thing, once it was heard."""
+        return self.wait(lambda: next((h for h in self.heard if isinstance(h, kind)), None), kind.__name__, within)
+
+    def told(self, what: str) -> dict[str, Any]:
+        """The owner's first such message."""
+        return self.wait(lambda: next((m for m in self.said if m["is"] == what), None), what)
+
+    def wait(self, condition: Callable[[], T | None], what: str, within: float = PATIENCE_S) -> T:
+        deadline = time.monotonic() + within
+        while (found := condition()) is None:
+            assert time.monotonic() < deadline, f"no {what} on {self.name}: {self.heard} {self.said} {self.output()}"
+            self.workers.tick(time.monotonic())
+            try:
+                message = self.inbox.get(timeout=0.05)
+            except queue.Empty:
+                continue
+            assert isinstance(message, OwnerSaid)
+            self.said.append(message.message)
+            self.heard += self.workers.heard(message)
+        return found
+
+    def group(self, round: Round, master_addr: str = "127.0.0.1") -> tuple[Worker, ...]:
+        workers = []
+        for local_rank in range(len(round.ranks(self.name))):
+            directory = self.directory / f"{round.number}-{local_rank}"
+            directory.mkdir()
+            paths = WorkerPaths(str(directory / "beat"), str(directory / "notes"), str(directory / "error"))
+            beat.create(paths.beat)
+            env = worker_environment(
+                round,
+                self.name,
+                local_rank,
+                paths,
+                job="job",
+                run="1",
+                role="default",
+                max_restarts=0,
+                master_addr=master_addr,
+                checkpoint_dir=None,
+            )
+            workers.append(Worker(env, str(directory / "out"), str(directory / "out"), paths.beat))
+        return tuple(workers)
+
+    def start(self, round: Round, master: tuple[str, int] | None = None, master_addr: str = "127.0.0.1") -> None:
+        self.heard.clear()
+        self.said.clear()
+        self.workers.start(round, self.group(round, master_addr), master)
+
+    def output(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.directory.glob("*/out")))
+
+
+class StartNode(Protocol):
+    def __call__(self, name: str, *args: str, host: str = "127.0.0.1", **how: Any) -> Node: ...
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[StartNode]:
+    nodes: list[Node] = []
+
+    def start(
+        name: str, *args: str, host: str = "127.0.0.1", mode: Mode = Mode.SCRIPT, entrypoint: str | Path = SCRIPT
+    ) -> Node:
+        spec = JobSpec(sys.executable, mode, str(entrypoint), args or (str(tmp_path),), tmp_path, "job", "1")
+        preload = plan_preload(SCRIPT, (), ()) if mode is Mode.SCRIPT else Preload(cold=COLD)
+        nodes.append(Node(name, tmp_path / name, spec, preload, host))
+        return nodes[-1]
+
+    yield start
+    for each in nodes:
+        each.workers.close()
+
+
+def a_round(number: int, **slots: int) -> Round:
+    return Round(number=number, members=tuple(Member(name, name, tuple(range(n))) for name, n in slots.items()))
+
+
+def seen(tmp_path: Path, round: int, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tmp_path / f"sum-{round}-{rank}").read_text())
+    return found
+
+
+def finished(node: Node) -> None:
+    """Wait for the group's end. It ended well, and its store is no event."""
+    node.until(GroupGone)
+    ends = [heard.status.text for heard in node.heard if isinstance(heard, WorkerExited)]
+    assert ends and set(ends) == {"exited with code 0"}, node.output()
+    assert not any(isinstance(heard, StoreExited) for heard in node.heard)
+
+
+def until(condition: Callable[[], T], what: str) -> T:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.01)
+    return value
+
+
+def running(name: str) -> int:
+    """How many processes below this one go by that name."""
+    found, unseen = 0, [os.getpid()]
+    while unseen:
+        pid = unseen.pop()
+        try:
+            found += Path(f"/proc/{pid}/comm").read_text().strip() == name
+            unseen += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        except OSError:
+            continue  # it has just ended
+    return found
+
+
+def test_one_nodes_store_serves_all_of_them_until_the_last_has_ended(node: StartNode, tmp_path: Path) -> None:
+    a, b = node("a"), node("b", host="::")
+    b.workers.park(1, with_store=False)  # before it can be: it is done as soon as the template is there
+    assert len(b.told("parked")["pids"]) == 1
+    first = a_round(1, a=2, b=1)
+    a.start(first)
+    port = a.until(StoreReady).port
+    b.start(first, ("127.0.0.1", port))
+    finished(a)
+    assert running("elasticd-store") == 1  # the other node's worker still needs it
+    (tmp_path / "alone-1").touch()
+    finished(b)
+    assert [type(heard) for heard in a.heard][:2] == [StoreReady, Started]
+    assert not any(isinstance(heard, StoreReady) for heard in b.heard)
+    assert a.until(Started).store_pid > 0 == b.until(Started).store_pid
+    assert not any(message["is"] == "parked" for message in b.said)  # what was parked is what ran
+    for rank, local_rank, group, size in ((0, 0, 0, 2), (1, 1, 0, 2), (2, 0, 1, 1)):
+        told = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": group, "ROLE_RANK": rank, "WORLD_SIZE": 3}
+        told |= {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        assert seen(tmp_path, 1, rank) == {**{name: str(value) for name, value in told.items()}, "total": 6}
+    rank_0_moves(a, b, port, tmp_path)
+
+
+def rank_0_moves(a: Node, b: Node, before: int, tmp_path: Path) -> None:
+    """Rank 0 is on the other node now. What is parked is of the wrong kind on both: too much here, too little there."""
+    a.workers.park(2, with_store=True)
+    b.workers.park(1, with_store=False)
+    b.said.clear()
+    assert len(a.told("parked")["pids"]) == 3 and len(b.told("parked")["pids"]) == 1
+    second = a_round(2, b=1, a=1)
+    b.start(second, master_addr="::1")
+    port = b.until(StoreReady).port
+    assert port != before
+    a.start(second, ("::1", port))
+    assert a.until(Started).store_pid == 0
+    until(lambda: running("elasticd-store") == 1, "the end of the first round's store and the parked one")
+    (tmp_path / "alone-2").touch()
+    finished(a)
+    finished(b)
+    for rank in (0, 1):
+        assert seen(tmp_path, 2, rank).items() >= {("MASTER_ADDR", "::1"), ("MASTER_PORT", str(port)), ("total", 3)}
+    b.workers.end_store()
+    until(lambda: running("elasticd-store") == 0, "the end of the store")
+
+
+def test_cold_groups_share_a_store_whose_end_is_only_its_own_nodes_matter(node: StartNode) -> None:
+    how: dict[str, Any] = {"mode": Mode.EXEC, "entrypoint": "/bin/sh"}
+    args = ("-c", "echo $MASTER_ADDR $MASTER_PORT; exec sleep 600")
+    a, b = node("a", *args, host="0.0.0.0", **how), node("b", *args, **how)
+    both = a_round(1, a=1, b=1)
+    a.start(both)
+    port = a.until(StoreReady).port
+    with socket.create_connection(("127.0.0.1", port), timeout=20):
+        pass  # it waits in the backlog until the store has loaded torch
+    b.start(both, ("127.0.0.1", port))
+    assert b.until(Started).store_pid == 0
+    for each in (a, b):
+        assert until(each.output, "output") == f"127.0.0.1 {port}\n"
+    os.kill(a.until(Started).store_pid, signal.SIGKILL)
+    assert a.until(StoreExited).why == "was killed by SIGKILL"
+    for each in (a, b):
+        assert each.workers.signal(1, signal.SIGKILL) == []
+        each.until(GroupGone)
+        ends = [heard.status.text for heard in each.heard if isinstance(heard, WorkerExited)]
+        assert ends == ["was killed by SIGKILL"]
+    assert not any(isinstance(heard, StoreExited) for heard in b.heard)
+
+
+def test_a_store_that_cannot_listen_is_a_failed_start_that_leaves_nothing(node: StartNode) -> None:
+    a = node("a", "-c", "sleep 600", host="198.51.100.1", mode=Mode.EXEC, entrypoint="/bin/sh")  # RFC 5737: nobody's
+    a.start(a_round(1, a=1, b=1))
+    assert "Cannot assign requested address" in a.until(StartFailed).why
+    a.until(GroupGone)
+    assert not any(isinstance(heard, StoreReady) for heard in a.heard)
