@@ -11,7 +11,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
@@ -19,7 +19,8 @@ from elasticd.wire import Failure, NodeRecord, Round
 from elasticd_agent.addresses import split
 from elasticd_agent.config import Policy
 from elasticd_agent.knock import Answered, Refused
-from elasticd_agent.messages import Event, RoundPublished, StoreAbandoned
+from elasticd_agent.messages import RoundPublished, StoreAbandoned
+from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Rejected, StoreSeen
 from elasticd_agent.planner import Keys, Planner
 from elasticd_agent.store import Lease, Store, Versioned, Watch
 from elasticd_agent.view import Wait
@@ -29,43 +30,11 @@ USURP_AFTER_S = 0.15
 VACANT_S = 1.0
 """How long the members of a Round have the planner's key to themselves when it is free."""
 CONFLICT_S = 0.5
+FIRST_CONTACT_S = 60.0
+"""A store that has never answered is a wrong endpoint, or starts later than everybody else: torchrun waits as long."""
 RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
-@dataclass(frozen=True, slots=True)
-class MasterKnown:
-    """Where the workers' store of round `number` listens."""
-
-    number: int
-    address: str
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
-class HoldAsked:
-    """The planner wants round `number` held at a checkpoint (`on`), or wants that no more."""
-
-    number: int
-    on: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSeen:
-    """The store has gone away (`away`), or has come back after `seconds`."""
-
-    away: bool
-    why: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """This agent cannot take part in this job; `why` says what to do."""
-
-    why: str
-
-
-News = Event | MasterKnown | HoldAsked | StoreSeen | Rejected
 Turned = tuple[list[News], float | None]
 
 
@@ -111,7 +80,7 @@ class Coordinator:
         self._last_turn = float("-inf")
         self._agreed_on = False
         self._news: list[News] = []
-        self._rejected = ""
+        self._rejected = self._awaited = ""
         self._hinted: Callable[[], None] = lambda: None
 
     def on_hint(self, call: Callable[[], None]) -> None:
@@ -193,7 +162,9 @@ class Coordinator:
         self._stale |= {self._keys.round, self._keys.planner, self._keys.hold, self._keys.master()}
         self._renew_at = now
         away_s = now - self._away_since
-        if away_s >= self._policy.store_away_s:
+        if not self._agreed_on and away_s >= min(FIRST_CONTACT_S, self._policy.join_timeout_s):
+            self._news.append(Rejected(f"no answer from the store within {away_s:.0f} s: {why}"))
+        elif away_s >= self._policy.store_away_s:
             self._news.append(StoreAbandoned(f"the store has been away for {away_s:.0f} s: {why}", now))
         retry_s = RETRY_S[min(self._tries, len(RETRY_S) - 1)]
         self._tries += 1
@@ -348,6 +319,9 @@ class Coordinator:
             return now
         if isinstance(verdict, Wait) and verdict.until == now:
             self._stale |= {self._keys.round, self._keys.planner}
+        if isinstance(verdict, Wait) and self._planner.waits_for_nodes and verdict.why != self._awaited:
+            self._awaited = verdict.why
+            self._news.append(Awaited(verdict.why))
         return verdict.until
 
     def _see_planner(self, now: float) -> None:

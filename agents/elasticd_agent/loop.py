@@ -19,7 +19,6 @@ from elasticd import beat
 from elasticd.errors import StoreRefused
 from elasticd.wire import Failure, Round
 from elasticd_agent import core
-from elasticd_agent.coordinator import HoldAsked, MasterKnown, News, Rejected, StoreSeen
 from elasticd_agent.launcher.client import OwnerLost, OwnerSaid, end_orphans
 from elasticd_agent.launcher.commands import Worker
 from elasticd_agent.meeting import Broken, Meeting
@@ -47,6 +46,7 @@ from elasticd_agent.messages import (
     TimeCame,
     Wake,
 )
+from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Rejected, StoreSeen
 from elasticd_agent.stall import Stall
 from elasticd_agent.watch import Seen, Watch
 from elasticd_agent.workers import Started, StoreReady, Workers
@@ -166,7 +166,7 @@ class Loop:
                         self._events.append(heard)
             case OwnerLost():
                 self._owner_lost()
-            case MasterKnown() | HoldAsked() | StoreSeen() | Rejected() | Broken():
+            case MasterKnown() | HoldAsked() | StoreSeen() | Awaited() | Rejected() | Broken():
                 self._heard(message, now)
             case None:
                 pass
@@ -177,7 +177,7 @@ class Loop:
         self._meet(now)
         self._drain()
 
-    def _heard(self, news: MasterKnown | HoldAsked | StoreSeen | Rejected | Broken, now: float) -> None:
+    def _heard(self, news: MasterKnown | HoldAsked | StoreSeen | Awaited | Rejected | Broken, now: float) -> None:
         match news:
             case MasterKnown():
                 self._master = news
@@ -187,6 +187,8 @@ class Loop:
                 self.workers.request(number, beat.HOLD if on else 0, only=0)
             case StoreSeen():
                 self._story.store_seen(news, now)
+            case Awaited(why):
+                self._story.said(why)
             case Rejected(why):
                 if not isinstance(self._phase, Joining):
                     self._story.said(why)
@@ -353,7 +355,7 @@ class Loop:
             return
         news, self._meet_at = self._meeting.turn(now)
         for said in news:
-            if isinstance(said, MasterKnown | HoldAsked | StoreSeen | Rejected):
+            if isinstance(said, MasterKnown | HoldAsked | StoreSeen | Awaited | Rejected):
                 self._heard(said, now)
             else:
                 self._events.append(said)

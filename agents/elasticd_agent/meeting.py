@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from elasticd.errors import ElasticdError, StoreUnavailable
 from elasticd.wire import Failure
-from elasticd_agent.coordinator import Coordinator, News, Turned
+from elasticd_agent.coordinator import Coordinator, Turned
+from elasticd_agent.news import News
 from elasticd_agent.planner import Facts
 
 LINGER_S = 5.0

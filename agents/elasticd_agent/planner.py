@@ -25,6 +25,8 @@ KNOCK_AGAIN_S = 1.0
 REFRESH_S = 30.0
 """Everything is read again so often, in case a watch missed something."""
 DELETES_A_TURN = 32
+ENDED_S = 600.0
+"""An ended job's records stay so long for those who come late; then its id may be used again."""
 
 Knock = Callable[[Mapping[str, tuple[str, int]]], Mapping[str, Answered | Refused | Silent]]
 D = TypeVar("D", bound=Document)
@@ -51,6 +53,10 @@ class Keys:
     @property
     def round(self) -> str:
         return f"{self._root}/round"
+
+    @property
+    def ended(self) -> str:
+        return f"{self._root}/ended"
 
     @property
     def hold(self) -> str:
@@ -110,6 +116,7 @@ class Planner:
     _knock_at: float = 0.0
     _litter: list[str] = field(default_factory=list)
     _unread: set[str] = field(default_factory=set)
+    _not_shared: bool = False
 
     def hint(self, key: str) -> None:
         """`key` may have changed. Safe from any thread."""
@@ -140,11 +147,19 @@ class Planner:
             if not self.store.compare_and_swap(self.keys.round, version, verdict.to_json(), guard):
                 return Wait("another planner was faster", now)
             self._forget_before(verdict.number)
+            self._say_what_is_odd(verdict, view)
+            if verdict.terminal:
+                self._bury()
         self._hold(verdict, current is not None)
         self._tidy()
         if self._litter and isinstance(verdict, Wait):
             return Wait(verdict.why, now)
         return verdict
+
+    @property
+    def waits_for_nodes(self) -> bool:
+        """True while there are fewer nodes than the job needs."""
+        return self._short_since is not None
 
     # --- the view ---------------------------------------------------------------------------------------------------
 
@@ -271,6 +286,28 @@ class Planner:
                 del times[old]
         self._knocked_for = ()
         self._short_since = None
+
+    def _say_what_is_odd(self, round: Round, view: View) -> None:
+        directories = {r.directory for m in round.members if (r := view.record(m.node)) is not None}
+        if len(directories) > 1 and not self._not_shared:
+            self._not_shared = True
+            self.say(
+                "THE CHECKPOINT DIRECTORY IS NOT SHARED: the nodes of this job have directories of their own. Only "
+                "rank 0's node holds checkpoints; if it is lost, training starts again from what another one has. Put "
+                "--checkpoint-dir on storage that all nodes mount"
+            )
+
+    def _bury(self) -> None:
+        """Leave the ended job's records to the store's clock, and take the rest away."""
+        while self._litter:
+            self._tidy()
+        self.store.delete(self.keys.hold)
+        lease = self.store.announce(self.keys.ended, b"", ENDED_S) if self.asked.max_nodes > 1 else None
+        if lease is not None:
+            for key in (self.keys.round, self.keys.spec):
+                found = self.store.read(key)
+                if found is not None:
+                    lease.hold(key, found.value, found.version)
 
     def _tidy(self) -> None:
         """A few at a time: nobody waits for it."""

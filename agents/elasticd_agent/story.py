@@ -17,7 +17,6 @@ from elasticd.wire import Failure, Round
 from elasticd_agent import eventlog
 from elasticd_agent.config import JobSpec, Policy
 from elasticd_agent.console import Console, ProgressView
-from elasticd_agent.coordinator import StoreSeen
 from elasticd_agent.messages import (
     Event,
     FirstStep,
@@ -28,6 +27,7 @@ from elasticd_agent.messages import (
     WorkerExited,
 )
 from elasticd_agent.metrics import Measures
+from elasticd_agent.news import StoreSeen
 from elasticd_agent.watch import Seen
 from elasticd_agent.workers import STORE, Started
 
@@ -77,7 +77,11 @@ class JobStory:
         cause = "start" if self.round is None else (self._failure.kind if self._failure is not None else "resize")
         ranks = round.ranks(self.node)
         self.metrics.round_published(
-            round.number, round.world_size, self.spec.max_workers, ranks, None if self.round is None else cause
+            round.number,
+            round.world_size,
+            max(self.spec.max_workers, round.world_size),
+            ranks,
+            None if self.round is None else cause,
         )
         self.metrics.restart_budget(budget_left(round, self.policy))
         self.events.write(
@@ -244,7 +248,7 @@ class JobStory:
             ProgressView(
                 self.round.number,
                 self.round.world_size,
-                target=self.spec.max_workers,
+                target=max(self.spec.max_workers, self.round.world_size),
                 step=self.step,
                 steps_per_second=rate,
                 checkpoint_at=self._checkpoint_at,

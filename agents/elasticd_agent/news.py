@@ -1,0 +1,50 @@
+"""What the coordinator tells the deciding loop besides Events: words about the job that the pure core need not know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticd_agent.messages import Event
+
+
+@dataclass(frozen=True, slots=True)
+class MasterKnown:
+    """Where the workers' store of round `number` listens."""
+
+    number: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class HoldAsked:
+    """The planner wants round `number` held at a checkpoint (`on`), or wants that no more."""
+
+    number: int
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSeen:
+    """The store has gone away (`away`), or has come back after `seconds`."""
+
+    away: bool
+    why: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What the job waits for while nothing runs; `why` is for the person."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """This agent cannot take part in this job; `why` says what to do."""
+
+    why: str
+
+
+News = Event | MasterKnown | HoldAsked | StoreSeen | Awaited | Rejected
