@@ -1,9 +1,10 @@
 """A network of hosts on one machine, for tests of what happens between machines: cut, silence, death, return.
 
-A host is a network, a host name and an /etc/hosts of its own (Linux namespaces, nothing virtual about its kernel). All
-of them are plugged into a switch, a bridge in one more namespace. Needs root; touches nothing of the machine's own
-network. A packet that does not arrive vanishes without a word, as between real machines that do not share a wire:
-every host knows its neighbours' hardware addresses from the start, so that no failed look-up turns into an error.
+A host is a network, a host name, an /etc/hosts and a /dev/shm of its own (Linux namespaces); every other file, the
+clock and the process ids are the machine's. All of them are plugged into a switch, a bridge in one more namespace. It
+needs root and touches nothing of the machine's own network. A packet that does not arrive vanishes without a word, as
+between real machines that do not share a wire: every host knows its neighbours' hardware addresses from the start, so
+that no failed look-up turns into an error.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _owner_of(pid: int) -> str:
 
 
 class Namespace:
-    """One machine's network, name and /etc/hosts, and every process in them."""
+    """One machine's network, name, /etc/hosts and /dev/shm, and every process in them."""
 
     def __init__(self, name: str, hosts: Path) -> None:
         self.name = name
@@ -102,6 +103,11 @@ class Namespace:
     def pid(self) -> int:
         """Of the process that holds it."""
         return self._holder.pid
+
+    @property
+    def shared_memory(self) -> Path:
+        """Its /dev/shm, seen from outside."""
+        return Path("/proc", str(self.pid), "root/dev/shm")
 
     def ready(self) -> None:
         """Wait until it is a machine of its own; its links come later."""

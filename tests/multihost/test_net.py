@@ -30,8 +30,17 @@ DEAF = (
     "import socket, sys; s = socket.create_server((sys.argv[1], 7000)); c = s.accept(); print(flush=True); s.accept()"
 )
 
-# A process that daemonised itself: a test run that only kills its own children leaves it behind.
-DAEMON = "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); time.sleep(600)"
+# Leaves one process behind that daemonised itself: a test run that only kills its own children misses it.
+DAEMON = """
+import os, time
+middle = os.fork()
+if middle:
+    os.waitpid(middle, 0)
+    os._exit(0)
+os.setsid()
+os.fork() and os._exit(0)
+time.sleep(600)
+"""
 
 
 def listen(host: Host, address: str) -> socket.socket:
@@ -109,6 +118,13 @@ def test_a_process_on_a_host_keeps_its_directory_and_gets_what_is_added_to_the_e
 ) -> None:
     said = net.hosts[2].run(["sh", "-c", "pwd; echo $ADDED $ELASTICD_TEST_RUN"], {"ADDED": "yes"}, cwd=tmp_path)
     assert said.split() == [str(tmp_path), "yes", os.environ["ELASTICD_TEST_RUN"]]
+
+
+def test_hosts_share_files_but_no_memory(net: Network, tmp_path: Path) -> None:
+    net.hosts[0].run(["touch", "/dev/shm/only-here", tmp_path / "everywhere"])
+    assert os.listdir(net.hosts[0].shared_memory) == ["only-here"]
+    assert os.listdir(net.hosts[1].shared_memory) == []
+    assert net.hosts[1].run(["ls", tmp_path]).split() == ["everywhere"]
 
 
 def test_a_port_is_there_for_its_own_network_only(network: StartNetwork) -> None:
@@ -302,10 +318,14 @@ def test_what_was_killed_together_with_its_holders_is_swept_at_the_next_start(ru
     network, *holders = map(int, run.stdout.readline().split())
     for pid in holders:
         os.kill(pid, signal.SIGKILL)
-    living = processes_in(network, 0)
-    assert not living & set(sweep())  # its test run lives
+    deadline = time.monotonic() + DEADLINE_S
+    while any(map(network_of, holders)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    left = processes_in(network, 0)
+    assert len(left) == 1  # the daemon
+    assert not left & set(sweep())  # its test run lives
     run.kill()
     run.wait(DEADLINE_S)
-    assert len(left := processes_in(network, 0)) == 1
-    assert left <= set(sweep())
+    sweep()
     until_empty(network)
