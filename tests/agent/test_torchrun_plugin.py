@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed.elastic.rendezvous as torchs
 import torch.distributed.elastic.rendezvous.registry as torchs_registry
@@ -20,7 +27,19 @@ from elasticd_agent.store import Lease, Traffic, Versioned, Watch
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_agent.torchrun_plugin.conf import Conf, read
 from elasticd_agent.torchrun_plugin.handler import Handler, make
-from elasticd_agent.torchrun_plugin.rounds import Asked, Candidate, Seat, TorchrunRound
+from elasticd_agent.torchrun_plugin.rounds import (
+    STOP_S,
+    Asked,
+    Candidate,
+    Present,
+    Seat,
+    TorchrunRound,
+    View,
+    Wait,
+    next_round,
+    unrest,
+)
+from tests.etcd import etcd_servers
 
 Until = Callable[[Callable[[], object], float], object]
 
@@ -121,7 +140,7 @@ class Job:
     def kill(self, node: Handler) -> None:
         """As SIGKILL would: nothing is withdrawn, and its TCPStore is gone."""
         self.lines[node].cut = True
-        node.shutdown()
+        assert node.shutdown() is False
 
     def round(self) -> TorchrunRound | None:
         found = self.store.read(f"{ROOT}round")
@@ -209,6 +228,8 @@ def test_a_node_too_many_waits_in_vain_and_disturbs_nobody(job: Job) -> None:
     with pytest.raises(torchs.RendezvousTimeoutError, match="round 1 runs"):
         job.joined(spare)
     assert member.num_nodes_waiting() == 0
+    assert spare.shutdown()  # as torchrun does then
+    assert not member.is_closed()
 
 
 def test_a_spare_takes_the_place_of_a_lost_node(job: Job, until: Until) -> None:
@@ -266,7 +287,6 @@ def test_a_join_gives_up_on_a_store_that_stays_away(job: Job) -> None:
     job.lines[node].cut = True
     with pytest.raises(torchs.RendezvousConnectionError, match="cut"):
         job.joined(node)
-    assert not node.shutdown()
 
 
 def test_a_node_the_job_went_on_without_comes_back(job: Job, until: Until) -> None:
@@ -337,7 +357,7 @@ def test_torchrun_finds_the_handler_by_its_entry_point() -> None:
     assert handler.get_backend() == "elasticd"
     assert handler.get_run_id() == "job"
     assert handler.num_nodes_waiting() == 0
-    assert handler.shutdown() is False  # nobody listens there
+    assert handler.shutdown()
 
 
 def test_options_mean_what_they_mean_to_elasticd_run() -> None:
@@ -355,3 +375,102 @@ def test_options_mean_what_they_mean_to_elasticd_run() -> None:
         read("job", "a", 1, 1, None, {"lease": "1", "renewal": "2"})
     with pytest.raises(UsageError, match="rdzv-id"):
         read("a/b", "a", 1, 1, None, {})
+
+
+def test_torchrun_itself_restarts_when_a_node_is_killed(tmp_path: Path, until: Until) -> None:
+    """Two real torchruns over a real etcd. Without restarts to spend: a lost node is no failure of the script."""
+    with etcd_servers() as etcd, contextlib.ExitStack() as ending:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--rdzv-backend=elasticd", f"--rdzv-endpoint=127.0.0.1:{etcd.port}", "--rdzv-id=job"),
+            *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=0"),
+            "--rdzv-conf=lease=5,renewal=0.5,last_call_timeout=60",
+            *(str(Path(__file__).parent / "scripts" / "lone_survivor.py"), str(tmp_path)),
+        ]
+        log = ending.enter_context((tmp_path / "log").open("wb"))
+        agents: dict[int, subprocess.Popen[bytes]] = {}
+        for _ in range(2):
+            agent = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            ending.callback(agent.wait, 10)
+            ending.callback(agent.kill)
+            agents[agent.pid] = agent
+
+        def said(world: int, rank: int) -> list[int]:
+            ended = [agent.returncode for agent in agents.values() if agent.poll()]
+            assert not ended, (tmp_path / "log").read_text(errors="replace")[-4000:]
+            note = tmp_path / f"{world}-{rank}"
+            return [int(pid) for pid in note.read_text().split()] if note.exists() else []
+
+        until(lambda: said(2, 0) and said(2, 1), 60)
+        lost = agents.pop(said(2, 0)[1])  # rank 0's: the round's store goes, too
+        lost.send_signal(signal.SIGSTOP)  # so that it cannot see its worker end first
+        for process in [*psutil.Process(lost.pid).children(recursive=True), lost]:
+            process.kill()
+        until(lambda: said(1, 0), 30)
+        (survivor,) = agents.values()
+        assert survivor.wait(20) == 0, (tmp_path / "log").read_text(errors="replace")[-4000:]
+
+
+# ---- the rules, without a clock
+
+
+def _view(current: TorchrunRound | None, *here: tuple[str, int, float], closed: str | None = None) -> View:
+    """`here` are (node, past, since)."""
+    return View(current, tuple(Present(Candidate(_seat(n), past), since) for n, past, since in here), closed)
+
+
+def _seat(node: str) -> Seat:
+    return Seat(node, "127.0.0.1", 1)
+
+
+def _round(number: int, *nodes: str) -> TorchrunRound:
+    return TorchrunRound(number, tuple(map(_seat, nodes)))
+
+
+ASKED = Asked(min_nodes=1, max_nodes=3, last_call_s=5.0, debounce_s=1.0)
+AB = _round(4, "a", "b")
+
+
+@pytest.mark.parametrize(
+    ("view", "now", "settled", "expected"),
+    [
+        pytest.param(_view(None, ("b", 0, 2), ("a", 0, 0)), 6.9, True, 7.0, id="last call after the newest"),
+        pytest.param(_view(None, ("b", 0, 2), ("a", 0, 0)), 7.0, True, "ab", id="by arrival"),
+        pytest.param(_view(None, ("b", 0, 2), ("a", 0, 2), ("c", 0, 2)), 2.0, True, "abc", id="all of max"),
+        pytest.param(_view(AB, ("b", 4, 9), ("a", 4, 9)), 9.0, True, "ab", id="all survivors, in their old order"),
+        pytest.param(_view(AB, ("b", 4, 9)), 9.0, True, "b", id="the only survivor"),
+        pytest.param(_view(AB, ("b", 4, 9)), 9.0, False, 9.0 + STOP_S, id="the other may live: the store was away"),
+        pytest.param(_view(AB, ("a", 0, 1), ("b", 4, 9)), 9.0, True, 9.0 + STOP_S, id="the other has yet to stop"),
+        pytest.param(_view(AB, ("a", 0, 1), ("b", 4, 9)), 9.0 + STOP_S, True, "b", id="it never stopped"),
+        pytest.param(_view(AB, ("a", 0, 1), ("c", 0, 1)), 999.0, True, None, id="nobody left a round that runs"),
+        pytest.param(_view(AB, ("c", 0, 8), ("b", 4, 9), ("a", 4, 9)), 9.0, True, "abc", id="newcomers come last"),
+        pytest.param(_view(AB, ("c", 0, 3)), 4.0, True, 8.0, id="nobody survived: as a first round"),
+    ],
+)
+def test_who_forms_the_next_round(view: View, now: float, settled: bool, expected: str | float | None) -> None:
+    verdict = next_round(view, ASKED, now, settled=settled)
+    if isinstance(expected, str):
+        assert verdict == _round(1 + (4 if view.current else 0), *expected)
+    else:
+        assert isinstance(verdict, Wait)
+        assert verdict.until == expected
+
+
+@pytest.mark.parametrize(
+    ("view", "settled", "expected"),
+    [
+        pytest.param(_view(AB, ("a", 0, 0), ("b", 0, 0)), True, 0, id="peace"),
+        pytest.param(_view(AB, ("a", 0, 0)), True, 1, id="lost"),
+        pytest.param(_view(AB, ("a", 0, 0)), False, 0, id="perhaps not lost: the store was away"),
+        pytest.param(_view(AB, ("a", 0, 0), closed="b"), True, 0, id="finished, not lost"),
+        pytest.param(_view(AB, ("a", 0, 0), ("b", 4, 0)), True, 1, id="back"),
+        pytest.param(_view(AB, ("a", 0, 0), ("b", 0, 0), ("c", 0, 8)), True, 1, id="a newcomer"),
+        pytest.param(_view(AB, ("a", 0, 0), ("b", 0, 0), ("c", 0, 9.5)), True, 0, id="one that others may follow"),
+        pytest.param(_view(AB, ("a", 0, 0), ("b", 0, 0), ("c", 0, 0), ("d", 0, 9.5)), True, 1, id="not for ever"),
+        pytest.param(_view(AB, ("a", 0, 0), ("c", 0, 0), ("d", 0, 0), ("e", 0, 0)), True, 3, id="lost, room for two"),
+        pytest.param(_view(_round(5, "b"), ("a", 0, 0), ("b", 4, 0)), True, 1, id="the job went on without it"),
+        pytest.param(_view(None, ("a", 0, 0)), True, 0, id="the store has forgotten the round"),
+    ],
+)
+def test_what_calls_for_a_new_round(view: View, settled: bool, expected: int) -> None:
+    assert unrest(view, AB, ASKED, 10.0, settled=settled).nodes == expected

@@ -25,6 +25,7 @@ from elasticd_agent.torchrun_plugin.rounds import (
     Present,
     Seat,
     TorchrunRound,
+    Unrest,
     View,
     Wait,
     next_round,
@@ -128,13 +129,18 @@ class Attendance:
                     self._nudge()
             return outcome
 
-    def waiting(self) -> int:
-        """How many nodes' coming or going calls for a new round. 0 while the store is away: nothing is known then."""
+    def waiting(self) -> Unrest:
+        """Whose coming or going calls for a new round. Nobody's while the store is away: nothing is known then."""
         with self._changed:
             if self._view is None or self._mine is None or self._down_since is not None:
-                return 0
+                return Unrest(0, "")
             now = self._clock()
             return unrest(self._view, self._mine, self._asked, now, settled=self._settled(now))
+
+    @property
+    def takes_part(self) -> bool:
+        """True from a successful join to the next one."""
+        return self._mine is not None
 
     def closed(self) -> Closed | None:
         """Raises StoreUnavailable, StoreRefused, WireError."""
@@ -364,7 +370,7 @@ class Attendance:
         """A lost race is no news: the round that won is seen next."""
         self._urgent = True
         if self._store.compare_and_swap(self._round_key, self._round_version, proposal.to_json()):
-            self._say(f"round {proposal.number} has {len(proposal.members)} node(s)")
+            self._say(f"round {proposal.number}, {len(proposal.members)} node(s), rank 0 on {proposal.members[0].node}")
 
     def _away(self, error: StoreUnavailable) -> None:
         with self._changed:

@@ -28,6 +28,8 @@ BACKEND = "elasticd"
 _CHECK_IN_S = 0.02
 _FAREWELL_S = 1.0
 """How long rank 0 keeps its TCPStore for members that are still reading from it that all have finished."""
+_LONGEST_PAUSE_S = 30.0
+"""Between rounds that come to nothing because a node cannot be reached that the store says is there."""
 _STORE_TIMEOUT_S = 300.0
 """torch's own default for a TCPStore's clients."""
 
@@ -66,7 +68,7 @@ class Handler:
         # A new handler is a new node, also on the same machine: what its predecessor ran is gone.
         self._node = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         times = Times(conf.lease_s, conf.renewal_s)
-        self._attendance = Attendance(store, conf.run_id, self._node, conf.asked, times, _log.warning)
+        self._attendance = Attendance(store, conf.run_id, self._node, conf.asked, times, self._say)
         self._tcp_store: Any = None
         self._hosts = self._left = False
 
@@ -86,6 +88,7 @@ class Handler:
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
         deadline = time.monotonic() + self._conf.join_timeout_s
+        pause_s = self._conf.renewal_s
         with self._torchs_errors():
             address = self._address()
             while True:
@@ -96,6 +99,8 @@ class Handler:
                     store = self._check_in(current, rank, listener, deadline)
                 if store is not None:
                     break
+                time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         # Only now, so that the last round's store lives until its peers have seen that there is a new one.
         self._tcp_store, self._hosts = store, rank == 0
         _log.info("rank %d of round %d, %d node(s)", rank, current.number, len(current.members))
@@ -116,19 +121,25 @@ class Handler:
             self._attendance.close()
 
     def num_nodes_waiting(self) -> int:
-        return self._attendance.waiting()
+        unrest = self._attendance.waiting()
+        if unrest.nodes:  # torchrun restarts at once, so this is said once
+            self._say(f"a new round is needed: {unrest.why}")
+        return unrest.nodes
 
     def shutdown(self) -> bool:
-        """Close the job and leave it. False: the store could not be told; this node's lease runs out by itself."""
+        """Leave the job, and end it for all if this node took part in it to the last. False: the store was not told.
+
+        A node that did not get in must not end the others' job: torchrun calls this also after a join that timed out.
+        """
         if self._left:
             return True
-        self._left = True
-        try:
-            self._attendance.close()
-            told = True
-        except (StoreUnavailable, StoreRefused) as e:
-            _log.warning("job %s could not be closed: %s", self._conf.run_id, str(e))
-            told = False
+        self._left = told = True
+        if self._attendance.takes_part:
+            try:
+                self._attendance.close()
+            except (StoreUnavailable, StoreRefused) as e:
+                self._say(f"the job could not be closed: {e}")
+                told = False
         if told and self._hosts:
             self._attendance.others_left(time.monotonic() + _FAREWELL_S)
         self._attendance.leave()
@@ -177,7 +188,7 @@ class Handler:
             if store.add("elasticd/here", 1) == len(current.members):
                 store.set("elasticd/all", "here")
             while not store.check(["elasticd/all"]):
-                if self._attendance.waiting():
+                if self._attendance.waiting().nodes:
                     return None
                 if time.monotonic() >= deadline:
                     raise RendezvousTimeoutError(f"round {current.number}: not all nodes reach {host.address}")
@@ -186,10 +197,13 @@ class Handler:
             raise
         except (OSError, RuntimeError) as e:  # the socket's and TCPStore's: the host is gone
             where = joined(host.address, host.port)
-            _log.warning("round %d has no store at %s any more, joining the next: %s", current.number, where, str(e))
+            self._say(f"round {current.number} has no store at {where}, joining the next: {e}")
             return None
         store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         return store
+
+    def _say(self, sentence: str) -> None:
+        _log.warning("elasticd, job %s: %s", self._conf.run_id, sentence)
 
     @contextmanager
     def _torchs_errors(self) -> Iterator[None]:

@@ -93,6 +93,14 @@ class Wait:
     until: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Unrest:
+    """How many nodes call for a new round, and why. torchrun restarts its workers for any number above 0."""
+
+    nodes: int
+    why: str
+
+
 def wanting(view: View) -> list[Present]:
     """Who waits for the next round, in the order of its ranks: survivors as they were, then newcomers by arrival.
 
@@ -126,25 +134,27 @@ def next_round(view: View, asked: Asked, now: float, *, settled: bool) -> Torchr
     return TorchrunRound(number + 1, tuple(p.candidate.seat for p in cast[: asked.max_nodes]))
 
 
-def unrest(view: View, mine: TorchrunRound, asked: Asked, now: float, *, settled: bool) -> int:
-    """How many nodes' coming or going makes the round `mine` obsolete; 0: its group trains on."""
+def unrest(view: View, mine: TorchrunRound, asked: Asked, now: float, *, settled: bool) -> Unrest:
+    """Whose coming or going makes the round `mine` obsolete; nobody's: its group trains on."""
     if view.closed is not None or view.current is None or view.current.number < mine.number:
-        return 0  # ended: a node that is gone has finished; gone or older: the store has lost the round, not we
+        return Unrest(0, "")  # ended: a node that is gone has finished; gone or older: the store lost the round, not we
     if view.current != mine:
-        return 1  # the job went on without this node
+        return Unrest(1, f"the job went on with round {view.current.number}, without this node")
     there = {p.node for p in view.here}
-    lost = [m for m in mine.members if m.node not in there] if settled else []
+    lost = [m.node for m in mine.members if m.node not in there] if settled else []
     waiting = wanting(view)
-    back = [p for p in waiting if mine.rank(p.node) is not None]
+    back = [p.node for p in waiting if mine.rank(p.node) is not None]
     newcomers = [p for p in waiting if mine.rank(p.node) is None]
-    room = asked.max_nodes - len(mine.members) + len(lost)
-    counted = min(len(newcomers), room) if newcomers and _gathered(newcomers, asked.debounce_s, now) else 0
-    return len(lost) + len(back) + counted
+    room = max(0, asked.max_nodes - len(mine.members) + len(lost))
+    counted = [p.node for p in newcomers[:room]] if _gathered(newcomers, asked.debounce_s, now) else []
+    said = ((lost, "lost"), (back, "left the round"), (counted, "waiting to join"))
+    why = "; ".join(f"{_count(nodes)} {what}" for nodes, what in said if nodes)
+    return Unrest(len(lost) + len(back) + len(counted), why)
 
 
 def _gathered(newcomers: list[Present], debounce_s: float, now: float) -> bool:
     times = [p.since for p in newcomers]
-    return now >= min(max(times) + debounce_s, min(times) + ENDLESS_JOINS * debounce_s)
+    return bool(times) and now >= min(max(times) + debounce_s, min(times) + ENDLESS_JOINS * debounce_s)
 
 
 def _of(current: TorchrunRound | None) -> tuple[int, dict[str, int]]:
