@@ -44,7 +44,10 @@ def spec_document(spec: JobSpec) -> dict[str, Any]:
 
 
 def digest(spec: JobSpec) -> str:
-    """16 hex digits that are equal on two nodes when their documents are."""
+    """16 hex digits that are equal on two nodes when their documents are.
+
+    A version whose documents have more fields has other digests: where digests differ, `differences` decides.
+    """
     canonical = json.dumps(spec_document(spec), sort_keys=True, separators=(",", ":"))
     return sha256(canonical.encode()).hexdigest()[:16]
 

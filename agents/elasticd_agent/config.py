@@ -213,11 +213,12 @@ class Policy:
                 f"startup_ceiling_s {self.startup_ceiling_s:g} s must exceed user_error_wait_s "
                 f"{self.user_error_wait_s:g} s, a part of it; raise it by more than {short:g} s"
             )
-        for name in _SHARED_MORE_THAN_0 + _SHARED_0_OR_MORE:
+        for name in _SHARED_TIMES:
             value = getattr(self, name)
-            if not (value >= 0 if name in _SHARED_0_OR_MORE else value > 0):
-                least = "cannot be negative" if name in _SHARED_0_OR_MORE else "must be more than 0 seconds"
-                raise UsageError(f"{_spoken(name)} {value:g} s {least}")
+            if name in _MAY_BE_0 and not value >= 0:
+                raise UsageError(f"{_spoken(name)} {value:g} s cannot be negative")
+            if name not in _MAY_BE_0 and not value > 0:
+                raise UsageError(f"{_spoken(name)} {value:g} s must be more than 0 seconds")
             if value > LONGEST_S:
                 raise UsageError(f"{_spoken(name)} {value:g} s is longer than a year")
         self._times_fit()
@@ -295,7 +296,7 @@ class AgentSettings:
 
 LONGEST_S = 365 * 86400.0
 """No wait is longer: "for ever" is not a deadline, and the system's own timers overflow at a few centuries."""
-_SHARED_MORE_THAN_0 = (
+_SHARED_TIMES = (
     "lease_s",
     "renewal_s",
     "store_timeout_s",
@@ -304,8 +305,12 @@ _SHARED_MORE_THAN_0 = (
     "adopt_timeout_s",
     "hold_timeout_s",
     "store_away_s",
+    "last_call_s",
+    "replace_timeout_s",
+    "grow_debounce_s",
+    "node_cooloff_s",
 )
-_SHARED_0_OR_MORE = ("last_call_s", "replace_timeout_s", "grow_debounce_s", "node_cooloff_s")
+_MAY_BE_0 = frozenset({"last_call_s", "replace_timeout_s", "grow_debounce_s", "node_cooloff_s"})
 
 
 def _spoken(name: str) -> str:

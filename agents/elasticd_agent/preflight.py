@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -126,19 +127,23 @@ def _tls(tls: Tls) -> None:
             context.load_verify_locations(tls.ca)
         except ssl.SSLError:
             raise UsageError(f"--rdzv-conf cacert {str(tls.ca)!r} holds no certificate in PEM form") from None
+        ends = [ssl.cert_time_to_seconds(str(ca["notAfter"])) for ca in context.get_ca_certs()]
+        if ends and max(ends) < time.time():
+            day = time.strftime("%Y-%m-%d", time.gmtime(max(ends)))
+            raise UsageError(f"--rdzv-conf cacert {str(tls.ca)!r} expired on {day}; get a new one")
     if tls.cert is not None and tls.key is not None:
+
+        def ask() -> str:
+            raise UsageError(f"--rdzv-conf key {str(tls.key)!r} is protected by a passphrase; give one that is not")
+
         try:
-            context.load_cert_chain(tls.cert, tls.key, password=_no_passphrase)
+            context.load_cert_chain(tls.cert, tls.key, password=ask)
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
                 why = "do not belong together"
             else:
                 why = "are not a certificate and its key in PEM form"
             raise UsageError(f"--rdzv-conf cert {str(tls.cert)!r} and key {str(tls.key)!r} {why}") from None
-
-
-def _no_passphrase() -> str:
-    raise UsageError("--rdzv-conf key is protected by a passphrase; give a key without one, readable by you alone")
 
 
 def _readable(option: str, path: Path) -> None:

@@ -330,13 +330,18 @@ def _credentials(conf: Mapping[str, str], environ: Mapping[str, str], cwd: Path)
     return user, password
 
 
+_LONGEST_PASSWORD = 1024
+"""Characters; a file that holds more is another file than was meant."""
+
+
 def _password(path: Path) -> str:
     try:
-        text = path.read_text()
+        with path.open() as file:
+            text = file.read(_LONGEST_PASSWORD + 2)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"--rdzv-conf: password_file {str(path)!r} cannot be read: {why}") from None
     password = text.rstrip("\r\n")
-    if not password or "\n" in password:
+    if not password or "\n" in password or len(password) > _LONGEST_PASSWORD:
         raise UsageError(f"--rdzv-conf: password_file {str(path)!r} must hold one line, the password")
     return password

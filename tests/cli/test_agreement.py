@@ -80,7 +80,8 @@ def test_the_digest_is_the_same_in_every_process_and_the_document_survives_json(
     argv = [sys.executable, "-c", look, *shlex.split(f"{MEET} train.py --lr 0.1")]
     run = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
     assert run.stdout.strip() == digest(MINE)
-    assert len(digest(MINE)) == 16
+    # Agents of neighbouring versions compare digests: as long as the document does not change, it must not, either.
+    assert digest(MINE) == "21f808c65d1f4087"
     document = spec_document(MINE)
     assert json.loads(json.dumps(document)) == document
 

@@ -20,7 +20,16 @@ def elasticd(*argv: str | bytes, cwd: Path | None = None) -> subprocess.Complete
     )
 
 
-@pytest.mark.parametrize("argv", [["run", "--help"], ["run", "--no-such-flag", "x.py"], ["run", "nope.py"], ["--help"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["run", "--help"],
+        ["run", "--no-such-flag", "x.py"],
+        ["run", "nope.py"],
+        ["run", "--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-id", "j", "--rdzv-endpoint", "h:", "x.py"],
+        ["--help"],
+    ],
+)
 def test_answers_in_a_fifth_of_a_second(argv: list[str]) -> None:
     def once() -> float:
         start = time.perf_counter()
@@ -46,6 +55,8 @@ def test_answers_in_a_fifth_of_a_second(argv: list[str]) -> None:
             "elasticd run: error: argument --max-restarts/--max_restarts: invalid",
         ),
         (["run"], "elasticd run: error: the script to run is missing"),
+        (["run", "--nnodes", "2", "x.py"], "elasticd run: error: --nnodes 2 with the static backend is not supported"),
+        (["run", "--rdzv-conf", "le\nase=1", "x.py"], "elasticd run: error: --rdzv-conf: unknown key 'le\\nase'"),
         (["walk", "x.py"], "elasticd: error: unknown command 'walk'"),
         ([], "elasticd: error: a command is missing"),
     ],
@@ -78,8 +89,10 @@ def test_help_can_be_printed_in_a_plain_locale() -> None:
 def test_nothing_slow_is_imported_before_the_command_line_is_understood(tmp_path: Path) -> None:
     look = (
         "import sys; from elasticd_agent.cli import main\n"
-        "code = main(['run', '--nproc-per-node', '2:4', '-t', '3', '-m', 'nope'])\n"
+        "meet = ['--nnodes', '2', '--rdzv-id', 'j', '--rdzv-backend', 'etcd', '--rdzv-endpoint', 'h']\n"
+        "code = main(['run', '--nproc-per-node', '2:4', '-t', '3', *meet, '-m', 'nope'])\n"
         "slow = {'torch', 'numpy', 'rich', 'prometheus_client', 'asyncio', 'http.server', 'multiprocessing'}\n"
+        "slow |= {'ssl', 'grpc', 'etcd3', 'tenacity', 'google.protobuf'}\n"
         "print(code, sorted(slow & set(sys.modules)))\n"
     )
     run = subprocess.run(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.config import JobSpec, Mode, Policy
+from elasticd_agent.config import JobSpec, Mode, Policy, Rendezvous, Tls
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"slot_strikes": 5}, "slot_strikes 5 must not exceed no_progress_limit 3, .* lower it by 2"),
@@ -20,6 +20,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"first_step_ceiling_s": float("nan")}, "first_step_ceiling_s nan must be more than 0"),
     ({"stop_grace_s": -1}, "stop_grace_s -1 cannot be negative"),
     ({"no_progress_limit": 0}, "no_progress_limit 0 must be at least 1"),
+    ({"lease_s": 2}, r"lease 2 s must exceed renewal 1 s \+ 2 × store_timeout 0.9 s, .*; raise it by more than 0.8 s"),
+    (
+        {"lease_s": 3.2, "renewal_s": 0.5, "store_timeout_s": 1.2, "seen_timeout_s": 2},
+        "lease 3.2 s must exceed 3 × store_timeout 1.2 s, .*; raise it by more than 0.4 s",
+    ),
+    ({"seen_timeout_s": 0.5}, "seen_timeout 0.5 s must exceed store_timeout 0.9 s, .*; raise it by more than 0.4 s"),
+    ({"join_timeout_s": 5}, "join_timeout 5 s must exceed last_call_timeout 5 s, a part of it, .* more than 0 s"),
+    ({"hold_timeout_s": 2}, r"hold_timeout 2 s must exceed grow_debounce 1 s \+ seen_timeout 1 s, .* more than 0 s"),
+    ({"adopt_timeout_s": 1}, r"adopt_timeout 1 s must exceed lease 3 s \+ renewal 1 s, .* more than 3 s"),
+    ({"store_away_s": 4}, "store_away 4 s must exceed lease"),
+    ({"renewal_s": 0}, "renewal 0 s must be more than 0 seconds"),
+    ({"node_cooloff_s": -1}, "node_cooloff -1 s cannot be negative"),
+    ({"store_away_s": float("inf")}, "store_away inf s is longer than a year"),
 ]
 
 
@@ -32,6 +45,32 @@ def test_a_policy_that_cannot_work_says_what_would(numbers: dict[str, Any], sent
 def test_a_slot_stays_out_longer_each_time_but_never_more_than_an_hour() -> None:
     assert [Policy().cooloff_s(times) for times in (1, 2, 3, 7, 99)] == [60, 120, 240, 3600, 3600]
     assert Policy(slot_cooloff_s=7200).cooloff_s(2) == 7200
+
+
+H = (("h", 1),)
+NOWHERE: list[tuple[dict[str, Any], str]] = [
+    ({"min_nodes": 0}, "at least 1 node, not 0"),
+    ({"min_nodes": 3, "max_nodes": 2}, "at least 3 nodes but at most 2 is impossible; write 2:3"),
+    ({"max_nodes": 2}, "2 nodes cannot meet in the memory of one"),
+    ({"backend": "etcd"}, "etcd needs an endpoint, HOST:PORT"),
+    ({"backend": "c10d", "endpoints": (*H, ("g", 2))}, "c10d has one endpoint, not 2"),
+    ({"backend": "c10d", "endpoints": (("h", 0),)}, "port 0 for the store on h is out of range"),
+    ({"backend": "etcd", "endpoints": H, "user": "u"}, "the store's user 'u' needs a password"),
+    ({"backend": "etcd", "endpoints": H, "password": "p"}, "the store's password needs a user"),
+    ({"node": "a/b"}, "node id 'a/b' must be printable"),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), NOWHERE, ids=[sentence for _, sentence in NOWHERE])
+def test_a_rendezvous_where_nobody_could_meet_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        Rendezvous(**fields)
+
+
+def test_a_client_certificate_is_two_files() -> None:
+    for name, missing in (("cert", "key"), ("key", "cert")):
+        with pytest.raises(UsageError, match=f"{name} without {missing}"):
+            Tls(**{name: Path("x")})
 
 
 def test_more_workers_at_least_than_at_most_is_refused_with_the_right_order() -> None:

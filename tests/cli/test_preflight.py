@@ -6,9 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
+import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from elasticd.errors import UsageError
 from elasticd_agent import preflight
@@ -102,6 +107,62 @@ def test_another_interpreter_must_be_there_and_is_not_asked_for_modules(here: Pa
     with pytest.raises(UsageError, match="PYTHON_EXEC"):
         check(here, "train.py", PYTHON_EXEC="/no/such/python")
     check(here, "-m", "nonesuch", PYTHON_EXEC=str(here / "tool"))
+
+
+ETCD = ["--rdzv-backend", "etcd", "--rdzv-endpoint", "https://h"]
+
+
+def test_the_address_others_shall_use_must_be_this_machines(here: Path) -> None:
+    check(here, *ETCD, "--local-addr", "127.0.0.1", "train.py")
+    check(here, "--local-addr", "192.0.2.1", "train.py")  # nobody uses it
+    with pytest.raises(UsageError, match=r"--local-addr: 192\.0\.2\.1 is not an address of this machine"):
+        check(here, *ETCD, "--local-addr", "192.0.2.1", "train.py")
+    with pytest.raises(UsageError, match=r"--local-addr: the address 'no\.such\.host\.invalid' cannot be resolved"):
+        check(here, *ETCD, "--local-addr", "no.such.host.invalid", "train.py")
+
+
+@pytest.fixture
+def certificates(here: Path) -> Path:
+    ca = trustme.CA()
+    ca.cert_pem.write_to_path(here / "ca.pem")
+    for name in ("one", "two"):
+        mine = ca.issue_cert("client")
+        mine.cert_chain_pems[0].write_to_path(here / f"{name}.pem")
+        mine.private_key_pem.write_to_path(here / f"{name}.key")
+    key = ec.generate_private_key(ec.SECP256R1())
+    locked = serialization.BestAvailableEncryption(b"a passphrase")
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8)
+    (here / "locked.key").write_bytes(key.private_bytes(*form, locked))
+    who = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "an old authority")])
+    old = x509.CertificateBuilder(who, who, key.public_key(), 1, datetime(2000, 2, 3), datetime(2001, 2, 3))
+    old = old.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    (here / "old.pem").write_bytes(old.sign(key, hashes.SHA256()).public_bytes(form[0]))
+    return here
+
+
+def test_tls_files_that_fit_pass(certificates: Path) -> None:
+    check(certificates, *ETCD, "train.py")
+    check(certificates, *ETCD, "--rdzv-conf", "cacert=ca.pem,cert=one.pem,key=one.key", "train.py")
+
+
+TLS = [
+    ("cacert=nope.pem", "--rdzv-conf cacert '.*/nope.pem' does not exist"),
+    ("cacert=dir", "--rdzv-conf cacert '.*/dir' is not a file"),
+    ("cacert=train.py", "holds no certificate in PEM form"),
+    ("cacert=one.key", "holds no certificate in PEM form"),
+    ("cert=one.pem,key=nope.key", "--rdzv-conf key '.*/nope.key' does not exist"),
+    ("cert=one.pem,key=two.key", "cert '.*/one.pem' and key '.*/two.key' do not belong together"),
+    ("cert=one.key,key=one.pem", "are not a certificate and its key in PEM form"),
+    ("cert=train.py,key=train.py", "are not a certificate and its key in PEM form"),
+    ("cert=one.pem,key=locked.key", "key '.*/locked.key' is protected by a passphrase"),
+    ("cacert=old.pem", "cacert '.*/old.pem' expired on 2001-02-03; get a new one"),
+]
+
+
+@pytest.mark.parametrize(("conf", "sentence"), TLS, ids=[conf for conf, _ in TLS])
+def test_tls_files_that_cannot_work_are_said(certificates: Path, conf: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        check(certificates, *ETCD, "--rdzv-conf", conf, "train.py")
 
 
 def test_a_script_that_may_not_be_read_is_said(here: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elasticd.errors import UsageError
 from elasticd_agent.arguments import parse_run
 from elasticd_agent.config import JobSpec, Policy, Rendezvous, Tls
+from elasticd_agent.launcher.preload import worker_base_environment
 
 HERE = Path("/somewhere")
 MEET = "--nnodes 2:8 --rdzv-id bert --rdzv-backend"
@@ -65,7 +69,7 @@ def test_endpoints(backend: str, text: str, wanted: list[tuple[str, int]], tls: 
 
 def test_who_this_node_is() -> None:
     meets = job(
-        f"{MEET} c10d --rdzv-endpoint h --local-addr 10.0.0.5 --node-id n7 --rdzv-conf is_host=yes t.py"
+        f"{MEET} c10d --rdzv-endpoint h --local-addr 10.0.0.5 --node-id n7 --rdzv-conf is_host=Yes t.py"
     ).rendezvous
     assert (meets.local_addr, meets.node, meets.is_host) == ("10.0.0.5", "n7", True)
     meets = job(f"{MEET} c10d --rdzv-endpoint h t.py", PET_RDZV_CONF="is_host=0", PET_LOCAL_ADDR="h5").rendezvous
@@ -181,6 +185,7 @@ WRONG = [
     (f"{MEET} c10d --rdzv-endpoint 10.0.0.256:1", "'10.0.0.256' is not an IPv4 address"),
     (f"{MEET} c10d --rdzv-endpoint 'a b:1'", "'a b' cannot be the name of a host"),
     (f"{MEET} c10d --rdzv-endpoint {'a' * 64}:1", "cannot be the name of a host"),
+    (f"{MEET} c10d --rdzv-endpoint {'a.' * 127}:1", "cannot be the name of a host"),
     (f"{MEET} etcd --rdzv-endpoint https://root:pw@h", "holds a user name: give --rdzv-conf user=NAME"),
     ("--rdzv-conf a", "'a' is not KEY=VALUE"),
     ("--rdzv-conf =1", "'=1' is not KEY=VALUE"),
@@ -222,6 +227,7 @@ WRONG = [
     (f"{MEET} etcd {H} --rdzv-conf user=u,password=u,password_file=x", "password and password_file contradict"),
     (f"{MEET} etcd {H} --rdzv-conf user=u,password_file=/nope", "password_file '/nope' cannot be read: No such file"),
     (f"{MEET} etcd {H} --rdzv-conf user=u,password_file=/dev/null", "must hold one line, the password"),
+    (f"{MEET} etcd {H} --rdzv-conf user=u,password_file=/dev/zero", "must hold one line, the password"),
 ]
 
 
@@ -232,7 +238,31 @@ def test_one_sentence_says_what_is_wrong(options: str, sentence: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+SCRAPS = st.sampled_from([*"h:/[]@%,.=-0 9\n", "c10d", "::1", "https://", "1.2", "2379", "ü", "\0", "lease", "=3"])
+TEXTS = st.lists(SCRAPS, max_size=8).map("".join)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.sampled_from(["--nnodes", "--rdzv-endpoint", "--rdzv-conf", "--node-id", "--run", "--rdzv-id"]), TEXTS, TEXTS)
+def test_whatever_is_typed_is_understood_or_refused(option: str, text: str, endpoint: str) -> None:
+    for backend in ("c10d", "etcd"):
+        argv = [*shlex.split(f"{MEET} {backend}"), f"--rdzv-endpoint={endpoint}", f"{option}={text}", "t.py"]
+        with contextlib.suppress(UsageError):
+            meets = parse_run(argv, {}, HERE)[0].rendezvous
+            for host, port in meets.endpoints:  # what was understood can be written down again
+                again = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+                assert job(f"{MEET} c10d --rdzv-endpoint {shlex.quote(again)} t.py").rendezvous.endpoints == (
+                    (host, port),
+                )
+
+
 def test_a_password_file_that_is_not_text_is_said(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="cannot be read: it is not text"):
         job(f"{MEET} etcd {H} --rdzv-conf user=u,password_file={tmp_path}/secret t.py")
+
+
+def test_the_stores_credentials_stay_with_the_agent() -> None:
+    theirs = worker_base_environment({"ELASTICD_ETCD_PASSWORD": "p", "ELASTICD_ETCD_USER": "u", "HOME": "/h"}, 1)
+    assert {name for name in theirs if name.startswith("ELASTICD")} == set()
+    assert theirs["HOME"] == "/h"

@@ -110,7 +110,8 @@ def _constants(nodes: list[ast.expr]) -> Iterator[str]:
 
 def worker_base_environment(environ: Mapping[str, str], workers: int) -> dict[str, str]:
     """What every worker inherits. Several workers get one OpenMP thread each by default, as torchrun does."""
-    env = {name: value for name, value in environ.items() if not name.startswith("ELASTICD_LAUNCH")}
+    # The store's credentials are the agents' own: scripts like to print their environment.
+    env = {name: value for name, value in environ.items() if not name.startswith(("ELASTICD_LAUNCH", "ELASTICD_ETCD"))}
     if workers > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
