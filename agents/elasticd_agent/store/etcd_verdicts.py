@@ -52,6 +52,8 @@ def judge(code: str, details: str, where: str, key: str) -> Verdict:
             return Verdict(kind, f"etcd at {where}: {meaning.format(key=key)}")
     if code == "UNIMPLEMENTED":
         return Verdict(Kind.REFUSED, not_an_etcd(where, "it does not know etcd's v3 calls"))
+    if code in ("INVALID_ARGUMENT", "OUT_OF_RANGE"):
+        return Verdict(Kind.REFUSED, f"etcd at {where} refuses a request about {key!r}: {details}")
     if code == "DEADLINE_EXCEEDED":
         return Verdict(Kind.UNAVAILABLE, f"etcd at {where} did not answer in time")
     # What gRPC puts before the reason is the same every time.
