@@ -39,18 +39,17 @@ from elasticd_agent.store.c10d_records import (
     lines,
     number,
     opened,
+    presence_key,
     split,
     value_key,
 )
 from elasticd_agent.store.c10d_wire import Wire
 
 PROTOCOL = "1"
-MARKER_WAIT_S = 3.0
+MARKER_WAIT_S = 5.0
 """Between a TCPStore's first answer and its host's mark lie milliseconds, on a crowded machine some more."""
-WATCH_TURN_S = 30.0
+WATCH_TURN_S = 60.0
 """How long a watch waits before it looks whether it missed something; the bound should a change get lost."""
-STREAK = 16
-"""A watch that is so many changes behind stops naming them and says once that much has changed."""
 _FIRST_COUNT = 1 << 40
 """Leases count from above this, so that a renewal in a store that came back empty cannot look alive."""
 _BUSY_S = 0.002
@@ -58,6 +57,10 @@ _BUSY_S = 0.002
 
 class Busy(Exception):
     """The deadline came while the host was removing what the request needs."""
+
+
+class _Refused(Exception):
+    """The store there is not for us."""
 
 
 class Operations:
@@ -120,13 +123,6 @@ class Operations:
             self._wire.set(lease_key(lease), ENDED)
             for key in lines(self._wire.read(held_key(lease))):
                 remove(self._wire, key, lease)
-
-    def register_watch(self, prefix: str) -> int:
-        """From now on changes below `prefix` are counted. Returns how many there were."""
-        count = self._wire.add(counter_key(prefix), 0)
-        if prefix not in lines(self._wire.read(WATCHED)):
-            self._wire.append(WATCHED, line(prefix))
-        return count
 
     def _alive(self, lease: str, first: int) -> bool:
         return (number(self._wire.read(lease_key(lease))) or 0) >= first
@@ -191,6 +187,15 @@ def tell(wire: Wire, key: str) -> None:
             wire.set(event_key(prefix, count), key.encode(errors="surrogateescape"))
 
 
+def register(wire: Wire, prefix: str) -> int:
+    """Begin or go on watching `prefix`; the host strikes it off when nobody has said so for long."""
+    wire.add(presence_key(prefix), 1)
+    count = wire.add(counter_key(prefix), 0)
+    if prefix not in lines(wire.read(WATCHED)):
+        wire.append(WATCHED, line(prefix))
+    return count
+
+
 class Client:
     """Serves one agent over `channel`, a stream of JSON lines, until its end or until the store is lost."""
 
@@ -200,6 +205,9 @@ class Client:
         self._sending = threading.Lock()
         self._requests: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._watched: set[str] = set()
+        """What the agent wants watched; a watch that finds itself no more in here ends at its next turn."""
+        self._watching: set[str] = set()
+        self._watch_lock = threading.Lock()
 
     def serve(self) -> NoReturn:
         """Only reads, so that the agent's end is noticed even while torch blocks for good."""
@@ -209,63 +217,80 @@ class Client:
         os._exit(0)
 
     def _guarded(self, run: Callable[..., None], *args: Any) -> None:
+        """`run` in a thread; whatever it fails of ends the process, in words where the words are for people."""
+        done = False
         try:
             run(*args)
-        except (RuntimeError, OSError) as error:
+            done = True
+        except _Refused as refused:
+            self._send({"refused": str(refused)})
+        except OSError as error:
+            self._send({"lost": error.strerror or str(error) or type(error).__name__})
+        except RuntimeError as error:
             # torch says the same over many lines, with addresses of C++ frames; the first is for people.
-            self._send({"lost": f"{type(error).__name__}: {error}".partition("\n")[0]})
+            self._send({"lost": str(error).partition("\n")[0]})
         finally:
             if sys.exc_info()[0] is not None:
                 traceback.print_exc()
-            os._exit(1)
+            if not done:
+                os._exit(1)
 
     def _work(self) -> None:
         wire = self._connect()
         if not wire.wait(MARKER, MARKER_WAIT_S):
-            self._send({"refused": "a TCPStore answers there, but no elasticd agent keeps it"})
-            return
+            raise _Refused("a TCPStore answers there, but no elasticd agent keeps it")
         protocol, _, start = (wire.read(MARKER) or b"").decode(errors="replace").partition(" ")
         if protocol != PROTOCOL:
             theirs = repr(protocol[:32])
-            self._send({"refused": f"the store there speaks elasticd's c10d protocol {theirs}, this agent {PROTOCOL}"})
-            return
+            raise _Refused(f"the store there speaks elasticd's c10d protocol {theirs}, this agent {PROTOCOL}")
         self._send({"ready": start, "counts": wire.taken_counts()})
         operations = Operations(wire)
         while True:
             request = self._requests.get()
             operations.deadline = time.monotonic() + request["within"]
             try:
-                if request["op"] == "watch":
-                    self._watch(operations, request["args"]["prefix"])
-                    answer: dict[str, Any] = {"ok": True}
-                else:
-                    answer = {"ok": getattr(operations, request["op"])(**request["args"])}
+                match request["op"]:
+                    case "watch":
+                        self._watch(wire, **request["args"])
+                        answer: dict[str, Any] = {"ok": True}
+                    case "unwatch":
+                        self._watched.discard(request["args"]["prefix"])
+                        answer = {"ok": True}
+                    case verb:
+                        answer = {"ok": getattr(operations, verb)(**request["args"])}
             except Busy:
                 answer = {"busy": True}
             self._send({"id": request["id"], "counts": wire.taken_counts(), **answer})
 
-    def _watch(self, operations: Operations, prefix: str) -> None:
-        if prefix not in self._watched:
+    def _watch(self, wire: Wire, prefix: str) -> None:
+        """Changes from now on will be heard of."""
+        with self._watch_lock:
             self._watched.add(prefix)
-            count = operations.register_watch(prefix)
-            threading.Thread(target=self._guarded, args=(self._attend, prefix, count), daemon=True).start()
+            if prefix in self._watching:
+                return
+            self._watching.add(prefix)
+        count = register(wire, prefix)
+        threading.Thread(target=self._guarded, args=(self._attend, prefix, count), daemon=True).start()
 
     def _attend(self, prefix: str, seen: int) -> None:
         wire = self._connect()
-        streak = 0
         while True:
-            began = time.monotonic()
-            if wire.wait(event_key(prefix, seen + 1), WATCH_TURN_S):
-                streak = streak + 1 if time.monotonic() - began < _BUSY_S else 0
-                if streak < STREAK:
-                    seen += 1
-                    raw = wire.read(event_key(prefix, seen)) or b""
-                    self._changed(wire, prefix, raw.decode(errors="surrogateescape") or prefix)
-                    continue
-            count = wire.add(counter_key(prefix), 0)
+            came = wire.wait(event_key(prefix, seen + 1), WATCH_TURN_S)
+            with self._watch_lock:
+                if prefix not in self._watched:
+                    self._watching.discard(prefix)
+                    return
+            if came:
+                seen += 1
+                raw = wire.read(event_key(prefix, seen)) or b""
+                self._changed(wire, prefix, raw.decode(errors="surrogateescape") or prefix)
+                continue
+            count = register(wire, prefix)
             if count != seen:
-                seen, streak = count, 0
+                seen = count
                 self._changed(wire, prefix, prefix)
+            else:
+                self._send({"counts": wire.taken_counts()})
 
     def _changed(self, wire: Wire, prefix: str, key: str) -> None:
         self._send({"changed": prefix, "key": key, "counts": wire.taken_counts()})

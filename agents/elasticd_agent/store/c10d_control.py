@@ -32,14 +32,19 @@ class Helper:
 
     def __init__(self, python: str) -> None:
         self._python = python
+        self._ready = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.process = subprocess.Popen(
-                [python, "-u", str(HELPER), str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            try:
+                self.process = subprocess.Popen(
+                    [python, "-u", str(HELPER), str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._control.close()
+                raise StoreRefused(f"cannot run {python}, which is to reach the c10d store: {error}") from None
 
     def wait_until_ready(self) -> None:
         message = self._receive(IMPORT_DEADLINE_S)
@@ -48,6 +53,8 @@ class Helper:
                 f"{self._python} has no torch that can serve or reach a c10d store "
                 f"({message['error']}); install torch there or meet at etcd"
             )
+
+        self._ready = True
 
     def ask(self, request: dict[str, Any], passed: socket.socket | None = None) -> dict[str, Any]:
         try:
@@ -78,6 +85,8 @@ class Helper:
     def end(self) -> None:
         """It ends its children first, and waits for them; it is killed, and they with it, if it does not."""
         self.interrupt()
+        if not self._ready:  # it imports torch, hears nothing meanwhile, and has no children
+            self.process.kill()
         try:
             self.process.wait(END_DEADLINE_S)
         except subprocess.TimeoutExpired:

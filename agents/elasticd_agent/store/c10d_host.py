@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticd_agent.store.c10d_client import PROTOCOL, remove
+from elasticd_agent.store.c10d_client import PROTOCOL, WATCH_TURN_S, remove
 from elasticd_agent.store.c10d_records import (
     CLOSING,
     DIRECTORIES,
@@ -31,9 +31,11 @@ from elasticd_agent.store.c10d_records import (
     index_key,
     joined,
     lease_key,
+    line,
     lines,
     number,
     opened,
+    presence_key,
     value_key,
 )
 from elasticd_agent.store.c10d_wire import Wire
@@ -43,6 +45,7 @@ TURN_S = 0.2
 SWEEP_S = 5.0
 BURY_AFTER_S = 30.0
 """Much longer than any request takes: whoever saw a key deleted, or its name announced, is done by then."""
+UNWATCHED_S = 4 * WATCH_TURN_S
 HOLES_AT_ONCE = 256
 _NOTHING = Envelope(State.GONE, 0, "", b"")
 
@@ -74,6 +77,8 @@ class _Lease:
 @dataclass(slots=True)
 class _Watched:
     told: int
+    moved_at: float
+    presence: bytes | None = None
     hole_at: int | None = None
     """The number that was missing at the last turn."""
     old: deque[tuple[float, int]] = field(default_factory=deque)
@@ -108,12 +113,15 @@ class Keeper:
         self._last = monotonic
         leases, watched = list(self._leases), list(self._watched)
         registers, rest = (VERSION, LEASES, WATCHED), [*map(lease_key, leases), *map(counter_key, watched)]
+        rest += map(presence_key, watched)
         version, registered, prefixes, *values = self._wire.read_all([*registers, *rest])
         self._learn(registered, prefixes)
         for lease, count in zip(leases, values, strict=False):
             self._look(lease, self._leases[lease], count)
-        for prefix, count in zip(watched, values[len(leases) :], strict=True):
+        counts, present = values[len(leases) :][: len(watched)], values[len(leases) + len(watched) :]
+        for prefix, count, presence in zip(watched, counts, present, strict=True):
             self._mend(prefix, self._watched[prefix], number(count) or 0)
+            self._see_off(prefix, self._watched[prefix], presence)
         if self._now - self._swept_at >= SWEEP_S and (version != self._swept or self._gone_since):
             self._swept_at, self._swept = self._now, version
             self._sweep()
@@ -125,7 +133,7 @@ class Keeper:
                 self._leases[lease] = _Lease(int(ttl_ms) / 1000, None, self._now)
         for prefix in lines(prefixes):
             if prefix not in self._watched:
-                self._watched[prefix] = _Watched(0)
+                self._watched[prefix] = _Watched(0, self._now)
 
     def _look(self, name: str, lease: _Lease, count: bytes | None) -> None:
         if lease.ended_at is None:
@@ -166,6 +174,21 @@ class Keeper:
             for n in range(watched.deleted + 1, watched.old.popleft()[1] + 1):
                 self._wire.delete(event_key(prefix, n))
                 watched.deleted = n
+
+    def _see_off(self, prefix: str, watched: _Watched, presence: bytes | None) -> None:
+        """Strike off a prefix that nobody watches any more, and forget its changes."""
+        if presence != watched.presence:
+            watched.presence, watched.moved_at = presence, self._now
+        elif self._now - watched.moved_at >= UNWATCHED_S:
+            self._strike_off(WATCHED, prefix)
+            if self._wire.read(presence_key(prefix)) != presence:  # somebody who still saw it listed relies on it
+                self._wire.append(WATCHED, line(prefix))
+                return
+            for n in range(watched.deleted + 1, watched.told + 1):
+                self._wire.delete(event_key(prefix, n))
+            self._wire.delete(counter_key(prefix))
+            self._wire.delete(presence_key(prefix))
+            del self._watched[prefix]
 
     def _sweep(self) -> None:
         """Remove what has been deleted for long, and the names of what never came."""

@@ -22,12 +22,14 @@ from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store import Traffic
 from elasticd_agent.store.c10d_control import END_DEADLINE_S, Helper, Lost, listen
 
-CONNECT_DEADLINE_S = 5.0
+CONNECT_DEADLINE_S = 8.0
 """A client that is not ready by then is tried anew; while the host is frozen, it would wait for ever."""
 BIND_DEADLINE_S = 3.0
 """A host that died a moment ago may hold its port still."""
 LEAST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.8
 """Between two attempts, doubling, jittered; the longest is below a third of the lease's 3 s."""
+LONGEST_RESTART_PAUSE_S = 8.0
+"""Before another helper is started, since importing torch takes a second of a core that the workers need."""
 CHUNK = 1 << 16
 
 
@@ -69,7 +71,7 @@ class Link:
         self._helper: Helper | None = None
         self._server = 0
         self._listener: socket.socket | None = None
-        if serve:
+        if serve:  # at once, so that the port is known, and who comes early waits instead of being refused
             try:
                 self._listener = listen(port)
                 self._port = self._listener.getsockname()[1]
@@ -115,7 +117,8 @@ class Link:
             self._calls.pop(number, None)
             if call.answer is not None and "ok" in call.answer:
                 return call.answer["ok"]
-            if not call.done.is_set() or not sent:
+            # A call that spent its time on waiting for the connection says nothing against it.
+            if (not call.done.is_set() or not sent) and within > self._timeout_s / 2:
                 self._why = f"no answer within {self._timeout_s:g} s"
                 self._abandon(channel)
             raise StoreUnavailable(self._sentence())
@@ -134,8 +137,12 @@ class Link:
     def unwatch(self, prefix: str) -> None:
         with self._state:
             self._prefixes[prefix] -= 1
-            if not self._prefixes[prefix]:
-                del self._prefixes[prefix]
+            if self._prefixes[prefix]:
+                return
+            del self._prefixes[prefix]
+            channel = self._channel if self._ready else None
+        if channel is not None:
+            self._tell(channel, "unwatch", prefix, self._timeout_s)
 
     def close(self) -> None:
         self._closing.set()
@@ -147,6 +154,11 @@ class Link:
             self._state.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * END_DEADLINE_S)
+
+    def _tell(self, channel: socket.socket, op: str, prefix: str, within: float) -> None:
+        """Ask without waiting for the answer."""
+        data = json.dumps({"id": 0, "op": op, "args": {"prefix": prefix}, "within": within}).encode() + b"\n"
+        self._send(channel, data, time.monotonic() + within)
 
     def _send(self, channel: socket.socket, data: bytes, deadline: float) -> bool:
         """False: it could not be sent in time; what was sent of it makes the channel useless."""
@@ -194,15 +206,18 @@ class Link:
             was_ready = False
             try:
                 was_ready = self._connection()
+                longest = LONGEST_PAUSE_S
             except Lost as lost:
                 self._end_helper()
-                self._why = str(lost)
+                self._why, longest = str(lost), LONGEST_RESTART_PAUSE_S
             except StoreRefused as refused:
-                with self._state:
-                    self._refused = str(refused)
-                    self._state.notify_all()
-                break
-            pause = LEAST_PAUSE_S if was_ready else min(2 * pause, LONGEST_PAUSE_S)
+                self._why, longest = str(refused), LONGEST_RESTART_PAUSE_S
+                if not self._was_ready:  # else what worked once may work again, and a job depends on it
+                    with self._state:
+                        self._refused = str(refused)
+                        self._state.notify_all()
+                    break
+            pause = LEAST_PAUSE_S if was_ready else min(2 * pause, longest)
             self._closing.wait(pause * random.uniform(0.5, 1.0))
         self._end_helper()
         if self._listener is not None:
@@ -299,8 +314,7 @@ class Link:
         with self._state:
             prefixes = list(self._prefixes)
         for prefix in prefixes:
-            data = json.dumps({"id": 0, "op": "watch", "args": {"prefix": prefix}, "within": CONNECT_DEADLINE_S})
-            self._send(channel, data.encode() + b"\n", time.monotonic() + CONNECT_DEADLINE_S)
+            self._tell(channel, "watch", prefix, CONNECT_DEADLINE_S)
         with self._state:
             back = self._away
             self._ready = self._was_ready = True

@@ -49,6 +49,11 @@ def counter_key(prefix: str) -> bytes:
     return ROOT + b"changes/" + _bytes(prefix)
 
 
+def presence_key(prefix: str) -> bytes:
+    """Moves as long as anyone watches the prefix."""
+    return ROOT + b"watching/" + _bytes(prefix)
+
+
 def event_key(prefix: str, number: int) -> bytes:
     """Which key the change `number` was about; it appears when the change is done, and watches wait for it."""
     return ROOT + b"change/%d/" % number + _bytes(prefix)

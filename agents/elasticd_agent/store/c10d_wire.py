@@ -13,6 +13,9 @@ from datetime import timedelta
 from typing import Any
 
 _GET_S = 0.2
+_ROUNDING_S = 0.01
+_GREETING = [2, 22, 4]
+"""torch's VALIDATE and PING at the start of a connection."""
 _HEADER_BYTES = 9
 """A request's type and one length, as TCPStore.cpp writes them."""
 
@@ -26,7 +29,7 @@ class Wire:
         self._nobody = b"?" + secrets.token_hex(8).encode()
         # The only request that looks at it is multi_get, and it only ever waits for a key that has just been removed.
         self._store.set_timeout(timedelta(seconds=_GET_S))
-        self._counts = [0, 0, 0]
+        self._counts = list(_GREETING)
 
     def taken_counts(self) -> list[int]:
         """Requests, bytes sent and bytes received since this was last asked. Bytes are the payload's, about."""
@@ -80,7 +83,7 @@ class Wire:
             self._asked(self._store.wait([key], timedelta(seconds=seconds)), key)
         except RuntimeError:
             # What is raised for a lost connection and for the time being up differs from version to version.
-            if time.monotonic() - started < seconds:
+            if time.monotonic() - started < seconds - _ROUNDING_S:
                 raise
             self._asked(None, key)
             return False
