@@ -34,6 +34,7 @@ class Group:
     warm: bool
     pids: list[int] = field(default_factory=list)
     store_pid: int = 0
+    stopping: bool = False
 
 
 @dataclass(slots=True)

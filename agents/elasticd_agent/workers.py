@@ -160,15 +160,16 @@ class Workers:
         return [] if running else [GroupGone(number)]
 
     def request(self, number: int, word: int, only: int | None = None) -> None:
-        """Put a request into the beats of the round's workers (of local rank `only`), which a Session obeys."""
+        """Put `word` (beat.STOP, beat.HOLD, 0) into the beats of the round's workers, or of rank `only`, if it is here.
+
+        A Session heeds it at its next decision point. STOP is the last word: nothing takes it back.
+        """
         for group in self._groups.values():
-            if group.round.number == number:
-                for worker in group.workers if only is None else group.workers[only : only + 1]:
-                    try:
-                        with beat.BeatReader(worker.beat) as reader:
-                            reader.request(word)
-                    except (OSError, WireError):
-                        continue  # the signal that follows is enough for a worker without a beat
+            if group.round.number == number and not group.stopping:
+                group.stopping = word & beat.REQUEST_KIND == beat.STOP
+                for rank, worker in zip(group.round.ranks(self._node), group.workers, strict=True):
+                    if only is None or rank == only:
+                        ask(worker.beat, word)
 
     def close(self) -> None:
         """End the owner and every process it has."""
@@ -354,6 +355,14 @@ class Workers:
         self._template_tries += 1
         self._template_since = time.monotonic()
         self._owner.send(do="template", **self._commands.template())
+
+
+def ask(path: str, word: int) -> None:
+    try:
+        with beat.BeatReader(path) as reader:
+            reader.request(word)
+    except (OSError, WireError):
+        pass  # a worker without a beat; after STOP comes a signal, which is enough
 
 
 def last_words(path: str) -> LastWords | None:

@@ -225,6 +225,29 @@ def test_cold_groups_share_a_store_whose_end_is_only_its_own_nodes_matter(node: 
     assert not any(isinstance(heard, StoreExited) for heard in b.heard)
 
 
+def test_a_request_reaches_the_rank_it_is_meant_for_and_a_stop_stands(node: StartNode) -> None:
+    nodes = [node(name, "-c", "exec sleep 600", mode=Mode.EXEC, entrypoint="/bin/sh") for name in "ab"]
+    for each in nodes:
+        each.start(a_round(1, a=2, b=1), ("127.0.0.1", 1))  # nobody asks who listens there
+        each.until(Started)
+
+    def asked(word: int, only: int | None = None, round: int = 1) -> list[int]:
+        for each in nodes:
+            each.workers.request(round, word, only)
+        return [request(path) for each in nodes for path in sorted(each.directory.glob("1-*/beat"))]
+
+    assert asked(beat.HOLD, only=0) == [beat.HOLD, 0, 0]
+    assert asked(0, only=0) == [0, 0, 0]
+    assert asked(beat.STOP, round=2) == [0, 0, 0]
+    assert asked(beat.STOP) == [beat.STOP] * 3
+    assert asked(0) == asked(beat.HOLD) == [beat.STOP] * 3
+
+
+def request(path: Path) -> int:
+    with beat.BeatReader(path) as reader:
+        return reader.read().request
+
+
 def test_a_store_that_cannot_listen_is_a_failed_start_that_leaves_nothing(node: StartNode) -> None:
     a = node("a", "-c", "sleep 600", host="198.51.100.1", mode=Mode.EXEC, entrypoint="/bin/sh")  # RFC 5737: nobody's
     a.start(a_round(1, a=1, b=1))
