@@ -51,15 +51,12 @@ class EtcdStore:
         self._password = password
         self._timeout_s = timeout_s
         self._say = say
+        self.traffic = Traffic()
         self._lock = threading.Lock()
         self._made: Requests | None = None
         self._closed = False
         self._watches: set[EtcdWatch] = set()
         self._unsure: list[int] = []
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._made.link.traffic if self._made else Traffic()
 
     def read(self, key: str) -> Versioned | None:
         return self._etcd().read(key)
@@ -136,7 +133,15 @@ class EtcdStore:
                 from elasticd_agent.store.etcd_requests import Requests
 
                 self._made = Requests(
-                    Link(self._endpoints, self._tls, self._user, self._password, self._timeout_s, self._say)
+                    Link(
+                        self._endpoints,
+                        self._tls,
+                        self._user,
+                        self._password,
+                        self._timeout_s,
+                        self._say,
+                        self.traffic,
+                    )
                 )
             return self._made
 

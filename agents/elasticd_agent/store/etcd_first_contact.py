@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import threading
 import time
 
 from elasticd.errors import StoreRefused, StoreUnavailable
@@ -48,12 +49,10 @@ def shake_hands(host: str, port: int, tls: ssl.SSLContext, timeout_s: float) -> 
     where = f"https://{host}:{port}"
     deadline = time.monotonic() + timeout_s
     try:
-        with socket.create_connection((host, port), timeout=timeout_s) as plain:
-            plain.settimeout(max(deadline - time.monotonic(), 0.001))
-            with tls.wrap_socket(plain, server_hostname=host) as secure:
-                # With TLS 1.3 a server that does not like our certificate says so only now.
-                secure.sendall(_PREFACE)
-                secure.recv(9)
+        with _connected(host, port, deadline) as plain, tls.wrap_socket(plain, server_hostname=host) as secure:
+            # With TLS 1.3 a server that does not like our certificate says so only now.
+            secure.sendall(_PREFACE)
+            secure.recv(9)
     except ssl.SSLCertVerificationError as error:
         raise StoreRefused(
             f"the certificate of etcd at {where} is not good: {error.verify_message}; check its dates, the names "
@@ -92,10 +91,33 @@ def doubt(host: str, port: int, timeout_s: float) -> str | None:
     return None
 
 
+def _connected(host: str, port: int, deadline: float) -> socket.socket:
+    """Raises OSError. A resolver has no deadline of its own, so it is asked in a thread that may stay behind."""
+    found: list[str] = []
+
+    def ask() -> None:
+        try:
+            found.extend(str(address[4][0]) for address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except OSError:
+            return
+
+    resolver = threading.Thread(target=ask, name=f"resolving {host}", daemon=True)
+    resolver.start()
+    resolver.join(max(deadline - time.monotonic(), 0))
+    failed: OSError = socket.gaierror(f"no address is known for the name {host}")
+    for address in found:
+        try:
+            connection = socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001))
+        except OSError as error:
+            failed = error
+        else:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            return connection
+    raise failed
+
+
 def _answer(host: str, port: int, deadline: float) -> bytes:
-    left = max(deadline - time.monotonic(), 0.001)
-    with socket.create_connection((host, port), timeout=left) as plain:
-        plain.settimeout(max(deadline - time.monotonic(), 0.001))
+    with _connected(host, port, deadline) as plain:
         try:
             plain.sendall(_PREFACE)
             said = plain.recv(9)
@@ -120,8 +142,7 @@ def _speaks_tls(host: str, port: int, deadline: float) -> bool:
     unchecked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     unchecked.check_hostname = False
     unchecked.verify_mode = ssl.CERT_NONE
-    left = max(deadline - time.monotonic(), 0.001)
-    with socket.create_connection((host, port), timeout=left) as plain:
+    with _connected(host, port, deadline) as plain:
         try:
             with unchecked.wrap_socket(plain, server_hostname=host):
                 return True

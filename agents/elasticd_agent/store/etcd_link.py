@@ -113,9 +113,10 @@ class Link:
         password: str | None,
         timeout_s: float,
         say: Callable[[str], None],
+        traffic: Traffic,
     ) -> None:
         self.timeout_s = timeout_s
-        self.traffic = Traffic()
+        self.traffic = traffic
         self.closing = threading.Event()
         self._say = say
         self._user = user

@@ -1,0 +1,304 @@
+"""Who may talk to an etcd, and what is said to those who may not: TLS, passwords, endpoints that are something else.
+
+Every refusal is one sentence with the endpoint and what to do in it, comes at the first call, and in time.
+"""
+
+from __future__ import annotations
+
+import http.server
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from elasticd.errors import StoreRefused, StoreUnavailable
+from elasticd_agent.config import Tls
+from elasticd_agent.store.etcd import EtcdStore
+from tests.etcd import Authority, EtcdServers, etcd_servers
+
+Until = Callable[[Callable[[], object], float], object]
+SOON_S = 20.0
+TIMEOUT_S = 5.0
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Authority:
+    (tmp_path / "stranger").mkdir()
+    return Authority(tmp_path / "stranger")
+
+
+@contextmanager
+def opened(endpoints: list[tuple[str, int]], **options: object) -> Iterator[EtcdStore]:
+    store = EtcdStore(endpoints, **{"timeout_s": TIMEOUT_S, **options})  # type: ignore[arg-type]
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def works(store: EtcdStore, key: str = "job/k") -> bool:
+    return store.compare_and_swap(key, None, b"1") and store.read(key) is not None
+
+
+def refused(endpoints: list[tuple[str, int]], *words: str, key: str = "job/k", **options: object) -> None:
+    with opened(endpoints, **options) as store, pytest.raises(StoreRefused) as caught:
+        store.read(key)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert str(endpoints[0][1]) in said
+    for word in words:
+        assert re.search(word, said), f"{word!r} is not in: {said}"
+
+
+# --- TLS
+
+
+def test_tls(authority: Authority, capfd: pytest.CaptureFixture[str]) -> None:
+    with etcd_servers(tls=authority.server()) as etcd:
+        with opened(etcd.endpoints, tls=authority.client()) as store:
+            assert works(store)
+        with opened([("localhost", etcd.port)], tls=authority.client()) as store:
+            assert store.read("job/k") is not None
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_certificate_we_cannot_trust(
+    authority: Authority, stranger: Authority, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with etcd_servers(tls=authority.server()) as etcd:
+        refused(etcd.endpoints, "certificate", "CA", tls=stranger.client())
+        # This machine's own authorities do not know it either.
+        refused(etcd.endpoints, "certificate", "CA", tls=Tls())
+        etcd.certify(authority.server(expired=True))
+        etcd.restart()
+        refused(etcd.endpoints, "certificate has expired", tls=authority.client())
+        etcd.certify(authority.server("other.test"))
+        etcd.restart()
+        refused(etcd.endpoints, "not valid for '127.0.0.1'", tls=authority.client())
+    assert capfd.readouterr() == ("", ""), "gRPC has nothing to add"
+
+
+def test_tls_on_one_side_only(authority: Authority) -> None:
+    with etcd_servers(tls=authority.server()) as etcd:
+        refused(etcd.endpoints, "uses TLS", "https://")
+    with etcd_servers() as etcd:
+        refused(etcd.endpoints, "does not use TLS", "http://", tls=authority.client())
+
+
+def test_certificates_on_both_sides(
+    authority: Authority, stranger: Authority, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with etcd_servers(tls=authority.server(ask_clients=True)) as etcd:
+        with opened(etcd.endpoints, tls=authority.client(certified=True)) as store:
+            assert works(store)
+        refused(etcd.endpoints, "does not accept our certificate", tls=authority.client())
+        theirs = stranger.client(certified=True)
+        mixed = Tls(ca=authority.ca, cert=theirs.cert, key=theirs.key)
+        refused(etcd.endpoints, "does not accept our certificate", tls=mixed)
+        refused(etcd.endpoints, "uses TLS", "https://")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_pem_files_that_are_none(authority: Authority, tmp_path: Path) -> None:
+    good, other = authority.client(certified=True), authority.client(certified=True)
+    rubbish = tmp_path / "rubbish.pem"
+    rubbish.write_text("rubbish")
+    nowhere = [("127.0.0.1", 1)]
+    for tls, words in (
+        (Tls(ca=tmp_path / "missing.pem"), "missing.pem"),
+        (Tls(ca=rubbish), "rubbish.pem"),
+        (Tls(ca=good.ca, cert=good.cert, key=tmp_path / "missing.pem"), "missing.pem"),
+        (Tls(ca=good.ca, cert=good.cert, key=other.key), "belong together"),
+    ):
+        with opened(nowhere, tls=tls) as store, pytest.raises(StoreRefused, match=words):
+            store.read("k")
+
+
+# --- passwords
+
+
+def test_a_user_and_a_password() -> None:
+    with etcd_servers() as etcd:
+        etcd.ask_for_passwords("agent", "secret", "job/")
+        with opened(etcd.endpoints, user="agent", password="secret") as store:
+            assert works(store)
+            lease = store.announce("job/node", b"", 10.0)
+            assert lease is not None
+            assert lease.renew()
+            with pytest.raises(StoreRefused, match=r"may not use 'other'; grant"):
+                store.read("other")
+            with pytest.raises(StoreRefused, match="may not use 'other'"):
+                store.compare_and_swap("other", None, b"")
+            assert store.read("job/k") is not None
+        refused(etcd.endpoints, "user or the password is wrong", user="agent", password="wrong")
+        refused(etcd.endpoints, "user or the password is wrong", user="nobody", password="secret")
+        refused(etcd.endpoints, "give both")
+
+
+def test_passwords_over_tls(authority: Authority) -> None:
+    with etcd_servers() as etcd:
+        etcd.ask_for_passwords("agent", "secret", "job/")
+        etcd.certify(authority.server())
+        etcd.restart()
+        with opened(etcd.endpoints, user="agent", password="secret", tls=authority.client()) as store:
+            assert works(store)
+
+
+def test_a_password_that_nobody_asks_for_is_no_obstacle() -> None:
+    said: list[str] = []
+    with etcd_servers() as etcd, opened(etcd.endpoints, user="agent", password="x", say=said.append) as store:
+        assert works(store)
+        assert works(store, "job/l")
+    assert len(said) == 1
+    assert "going on without" in said[0]
+
+
+def test_a_token_that_ends_is_renewed(until: Until) -> None:
+    with etcd_servers(flags=["--auth-token-ttl", "1"]) as etcd:
+        etcd.ask_for_passwords("agent", "secret", "job/")
+        _survives_its_token(etcd, until)
+
+
+def test_a_signed_token_that_ends_is_renewed(tmp_path: Path, until: Until) -> None:
+    key = tmp_path / "jwt.key"
+    key.write_text("a key that is shared by all members, 32 bytes at least")
+    with etcd_servers(flags=["--auth-token", f"jwt,priv-key={key},sign-method=HS256,ttl=2s"]) as etcd:
+        etcd.ask_for_passwords("agent", "secret", "job/")
+        _survives_its_token(etcd, until)
+
+
+def _survives_its_token(etcd: EtcdServers, until: Until) -> None:
+    said: list[str] = []
+    heard: list[str] = []
+    with opened(etcd.endpoints, user="agent", password="secret", say=said.append) as store:
+        assert works(store)
+        store.watch("job/", heard.append)
+        lease = store.announce("job/node", b"", 60.0)
+        assert lease is not None
+        # Nothing to wait for: that a token has ended shows only when it is used, and using it keeps a simple one alive.
+        time.sleep(3.2)
+        asked = store.traffic.requests
+        assert store.compare_and_swap("job/first", None, b""), "a write is asked again: it was not looked at"
+        assert store.traffic.requests - asked == 3, "refused, a new token, done"
+        assert lease.renew()
+        until(lambda: "job/first" in heard, SOON_S)
+        # Simple tokens are in etcd's memory only.
+        etcd.restart()
+        until(lambda: _answers(store), SOON_S)
+        heard.clear()
+        assert store.compare_and_swap("job/second", None, b"")
+        until(lambda: "job/second" in heard, SOON_S)
+    assert len(said) in (0, 2), said
+
+
+def _answers(store: EtcdStore) -> bool:
+    try:
+        store.read("job/k")
+    except StoreUnavailable:
+        return False
+    return True
+
+
+# --- endpoints that are something else
+
+
+@contextmanager
+def something_else(says: bytes | None) -> Iterator[list[tuple[str, int]]]:
+    """Accepts connections and says this and no more. Empty: ends them at once; None: keeps them, and silent."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    with ExitStack() as kept:
+
+        def serve() -> None:
+            while True:
+                try:
+                    sock = listener.accept()[0]
+                except OSError:
+                    return
+                if says is None:
+                    kept.enter_context(sock)
+                else:
+                    with sock:
+                        sock.sendall(says)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield [("127.0.0.1", listener.getsockname()[1])]
+        finally:
+            # close() alone would not wake up accept().
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+            thread.join(SOON_S)
+
+
+def test_a_port_where_nobody_listens_is_an_outage() -> None:
+    said: list[str] = []
+    with opened([("127.0.0.1", 1)], timeout_s=0.5, say=said.append) as store:
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:1 "):
+                store.read("k")
+            with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:1 "):
+                store.compare_and_swap("k", None, b"")
+    assert len(said) == 1
+
+
+def test_a_name_that_means_nothing_is_an_outage(authority: Authority) -> None:
+    for tls in (None, authority.client()):
+        with (
+            opened([("nowhere.invalid", 2379)], timeout_s=0.5, tls=tls) as store,
+            pytest.raises(StoreUnavailable, match=r"nowhere\.invalid"),
+        ):
+            store.read("k")
+
+
+def test_a_port_that_accepts_and_is_silent_is_an_outage(authority: Authority) -> None:
+    with something_else(None) as endpoints:
+        for tls in (None, authority.client()):
+            took = []
+            for _ in range(3):
+                with opened(endpoints, timeout_s=0.5, tls=tls) as store:
+                    began = time.monotonic()
+                    with pytest.raises(StoreUnavailable):
+                        store.read("k")
+                    took.append(time.monotonic() - began)
+            assert min(took) <= 0.8
+
+
+@pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"-ERR\r\n"])
+def test_servers_of_other_kinds(says: bytes) -> None:
+    with something_else(says) as endpoints:
+        refused(endpoints, "is not an etcd v3 server", "2379")
+
+
+def test_a_web_server(authority: Authority) -> None:
+    class Quiet(http.server.BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            endpoints = [("127.0.0.1", server.server_port)]
+            refused(endpoints, "is not an etcd v3 server")
+            refused(endpoints, "does not use TLS|do not agree on TLS", tls=authority.client())
+        finally:
+            server.shutdown()
+            thread.join(SOON_S)
+
+
+def test_one_good_endpoint_is_enough(authority: Authority) -> None:
+    with etcd_servers() as etcd, something_else(b"SSH-2.0-OpenSSH_9.2\r\n") as (wrong,):
+        for _ in range(6):  # which one is asked first is chance
+            with opened([("127.0.0.1", 1), wrong, *etcd.endpoints]) as store:
+                assert store.compare_and_swap("k", None, b"") or store.delete("k")
