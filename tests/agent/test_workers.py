@@ -107,10 +107,20 @@ def node(tmp_path: Path) -> Iterator[StartNode]:
     nodes: list[Node] = []
 
     def start(
-        name: str, *args: str, host: str = "127.0.0.1", mode: Mode = Mode.SCRIPT, entrypoint: str | Path = SCRIPT
+        name: str,
+        *args: str,
+        host: str = "127.0.0.1",
+        mode: Mode = Mode.SCRIPT,
+        entrypoint: str | Path = SCRIPT,
+        port: int | None = None,
+        preload: Preload | None = None,
     ) -> Node:
-        spec = JobSpec(sys.executable, mode, str(entrypoint), args or (str(tmp_path),), tmp_path, "job", "1")
-        preload = plan_preload(SCRIPT, (), ()) if mode is Mode.SCRIPT else Preload(cold=COLD)
+        arguments = args or (str(tmp_path),)
+        spec = JobSpec(
+            sys.executable, mode, str(entrypoint), arguments, tmp_path, job_id="job", run="1", master_port=port
+        )
+        if preload is None:
+            preload = plan_preload(SCRIPT, (), ()) if mode is Mode.SCRIPT else Preload(cold=COLD)
         nodes.append(Node(name, tmp_path / name, spec, preload, host))
         return nodes[-1]
 
@@ -158,7 +168,7 @@ def running(name: str) -> int:
 
 
 def test_one_nodes_store_serves_all_of_them_until_the_last_has_ended(node: StartNode, tmp_path: Path) -> None:
-    a, b = node("a"), node("b", host="::")
+    a, b = node("a", host="0.0.0.0"), node("b", host="::")
     b.workers.park(1, with_store=False)  # before it can be: it is done as soon as the template is there
     assert len(b.told("parked")["pids"]) == 1
     first = a_round(1, a=2, b=1)
@@ -205,7 +215,7 @@ def rank_0_moves(a: Node, b: Node, before: int, tmp_path: Path) -> None:
 def test_cold_groups_share_a_store_whose_end_is_only_its_own_nodes_matter(node: StartNode) -> None:
     how: dict[str, Any] = {"mode": Mode.EXEC, "entrypoint": "/bin/sh"}
     args = ("-c", "echo $MASTER_ADDR $MASTER_PORT; exec sleep 600")
-    a, b = node("a", *args, host="0.0.0.0", **how), node("b", *args, **how)
+    a, b = node("a", *args, host="::", **how), node("b", *args, **how)
     both = a_round(1, a=1, b=1)
     a.start(both)
     port = a.until(StoreReady).port
@@ -249,8 +259,11 @@ def request(path: Path) -> int:
 
 
 def test_a_store_that_cannot_listen_is_a_failed_start_that_leaves_nothing(node: StartNode) -> None:
-    a = node("a", "-c", "sleep 600", host="198.51.100.1", mode=Mode.EXEC, entrypoint="/bin/sh")  # RFC 5737: nobody's
-    a.start(a_round(1, a=1, b=1))
-    assert "Cannot assign requested address" in a.until(StartFailed).why
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        a = node("a", port=taken.getsockname()[1], preload=Preload())
+        a.start(a_round(1, a=1, b=1))
+        assert "Address already in use" in a.until(StartFailed).why
     a.until(GroupGone)
+    assert a.told("parked") and a.told("refused")["group"] == 1  # first what was parked, then a cold start
     assert not any(isinstance(heard, StoreReady) for heard in a.heard)
+    until(lambda: running("elasticd-store") == 0 and running("elasticd-templ") == 1, "the end of what was parked")
