@@ -29,6 +29,7 @@ from elasticd_agent.agreement import differences, spec_document
 from elasticd_agent.config import AgentSettings, JobSpec, Mode, Policy
 from elasticd_agent.coordinator import Coordinator
 from elasticd_agent.environment import WorkerPaths, visible_devices, worker_environment
+from elasticd_agent.interfaces import gloo_environment
 from elasticd_agent.knock import KnockServer, knock
 from elasticd_agent.launcher.client import OwnerClient
 from elasticd_agent.launcher.commands import Worker
@@ -247,6 +248,8 @@ class Files:
                 checkpoint_dir=str(spec.checkpoint_dir) if spec.checkpoint_dir is not None else None,
                 virtual_local_rank=spec.virtual_local_rank,
             )
+            if spec.rendezvous.backend != "memory":
+                env |= gloo_environment(os.environ, address)
             if spec.devices:
                 only = local_rank if spec.virtual_local_rank else None
                 env["CUDA_VISIBLE_DEVICES"] = visible_devices(member.slots, spec.devices, only)
