@@ -319,7 +319,7 @@ class Coordinator:
             return now
         if isinstance(verdict, Wait) and verdict.until == now:
             self._stale |= {self._keys.round, self._keys.planner}
-        if isinstance(verdict, Wait) and self._planner.waits_for_nodes and verdict.why != self._awaited:
+        if isinstance(verdict, Wait) and verdict.short and verdict.why != self._awaited:
             self._awaited = verdict.why
             self._news.append(Awaited(verdict.why))
         return verdict.until
@@ -341,6 +341,7 @@ class Coordinator:
         self._planned_by = (record, found.version)
         if self._planner_answered != record.incarnation and isinstance(self._knock(record), Answered):
             self._planner_answered = record.incarnation
+            self._planner.trust(record)
 
     def _claim(self, now: float) -> float | None:
         """Take the planner's key where it is free, or where the planner is gone."""
@@ -372,7 +373,6 @@ class Coordinator:
         if self._mine is not None:
             self._vacant_since = None
             self._planner.forget()
-            self._planner.store_up_since = now
             prefixes = [self._keys.nodes, self._keys.failures(), self._keys.done()]
             self._watches[4:] = [self._store.watch(prefix, self.hint) for prefix in prefixes]
         return now

@@ -106,6 +106,7 @@ def newcomers(view: View, current: Round, policy: Policy, now: float) -> list[Pr
         p
         for p in view.nodes
         if (p.record.id, p.record.incarnation) not in here
+        and p.record.seen == current.number
         and not p.record.leaving
         and not cooling_s(p.record.id, excluded, policy)
     ]
@@ -123,14 +124,22 @@ def cast(
     current, asked = view.current, view.asked
     running = current is not None and not current.terminal
     old = {(m.node, m.incarnation): i for i, m in enumerate(current.members)} if current and running else {}
-    here = [p for p in view.nodes if not p.record.leaving and _not_lost(p.record, lost, old)]
+    # A newcomer has seen the Round that runs; the record of a dead one has not, and stays until its lease ends.
+    number = current.number if current is not None and running else 0
+    here = [
+        p
+        for p in view.nodes
+        if not p.record.leaving
+        and _not_lost(p.record, lost, old)
+        and (p.record.seen >= number or (p.record.id, p.record.incarnation) in old)
+    ]
     placed = sorted((old.get((p.record.id, p.record.incarnation), len(old)), p.joined_at, p.record.id) for p in here)
     by_id = {p.record.id: p for p in here}
     willing = [by_id[node] for _, _, node in placed if not cooling_s(node, excluded, policy)]
     if len(willing) < asked.min_nodes:  # better one that keeps failing than none
         willing = [by_id[node] for _, _, node in placed]
     if len(willing) < asked.min_nodes:
-        return Wait(f"{len(willing)} of at least {count(asked.min_nodes, 'node')} here", None)
+        return Wait(f"{len(willing)} of at least {count(asked.min_nodes, 'node')} here", None, short=True)
     survivors = any(first < len(old) for first, *_ in placed)
     if len(willing) < asked.max_nodes and not survivors:
         newest = max(p.joined_at for p in willing)

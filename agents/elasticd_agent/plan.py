@@ -27,7 +27,7 @@ Verdict = Round | Hold | Wait
 def plan(view: View, policy: Policy, now: float) -> Verdict:
     """The next Round, numbered above the current one; or what must happen before it; or why there is none."""
     verdict = _plan(view, policy, now)
-    if isinstance(verdict, Wait) and view.short_since is not None:
+    if isinstance(verdict, Wait) and verdict.short and view.short_since is not None:
         return _short(view, policy, verdict, now)
     return verdict
 

@@ -156,10 +156,9 @@ class Planner:
             return Wait(verdict.why, now)
         return verdict
 
-    @property
-    def waits_for_nodes(self) -> bool:
-        """True while there are fewer nodes than the job needs."""
-        return self._short_since is not None
+    def trust(self, record: NodeRecord) -> None:
+        """This agent has answered a knock before: should it refuse the next one, it is gone."""
+        self._answered.add((record.id, record.incarnation))
 
     # --- the view ---------------------------------------------------------------------------------------------------
 

@@ -76,10 +76,14 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to publish now. Ask again when the view changes, and at `until` unless it is None."""
+    """Nothing to publish now. Ask again when the view changes, and at `until` unless it is None.
+
+    `short`: there are too few nodes to go on with.
+    """
 
     why: str
     until: float | None
+    short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
