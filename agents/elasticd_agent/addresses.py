@@ -185,8 +185,6 @@ def _owned(ip: Ip) -> bool | None:
     """Whether an interface of this machine has this address; None when that cannot be told for want of a route."""
     if ip.is_loopback:
         return True
-    if ip.is_unspecified or ip.is_multicast:
-        return False
     # To itself, a machine sends from the very address it sends to.
     source = _source(ip)
     return None if source is None else int(source) == int(ip) and source.version == ip.version

@@ -54,6 +54,8 @@ from elasticd_agent.workers import Started, StoreReady, Workers
 EAGER_LOOK_S = 0.02
 """How often a group is looked at until its first step, so that the next one is parked soon."""
 LOOK_S = 0.25
+TELL_CHECKPOINT_S = 10.0
+"""How often other nodes hear of a new checkpoint: what a Round says it resumes from is a proposal, and rank 0 looks."""
 
 Message = News | OwnerSaid | OwnerLost | Broken
 
@@ -107,6 +109,7 @@ class Loop:
         self._master: MasterKnown | None = None
         self._held = 0  # the round that the planner wants held
         self._step_at: tuple[int, float] = (0, 0.0)
+        self._told_at = float("-inf")
         self._watch: Watch | None = None
         self._look_at = 0.0
         self._stepped = 0  # the newest round that was seen to step
@@ -343,6 +346,10 @@ class Loop:
         match kind:
             case "checkpoint_saved" if step is not None:
                 self._meeting.facts.checkpoint = (number, step)
+                now = time.monotonic()
+                if self._rules.shared and now >= self._told_at + TELL_CHECKPOINT_S:
+                    self._told_at = now
+                    self._meeting.update(checkpoint=(number, step), high_water=self._meeting.facts.high_water)
             case "can_hold":
                 self._meeting.update(can_hold=number)
             case "holding" if step is not None:

@@ -174,7 +174,7 @@ class Planner:
         self._absent = {node: self._absent.get(node, now) for node in sorted(members - here)}
         few = len([r for r in records if not r.leaving]) < self.asked.min_nodes
         self._short_since = (self._short_since or now) if few else None
-        saved = [r.checkpoint for r in records if r.checkpoint is not None]
+        proposed = [*(r.checkpoint for r in records), self.facts.checkpoint, current.resume if current else None]
         return View(
             current=current,
             nodes=tuple(Present(r, self._joined_at.setdefault((r.id, r.incarnation), now)) for r in records),
@@ -183,7 +183,7 @@ class Planner:
             done=frozenset(key.rpartition("/")[2] for key in done),
             stop=self.facts.stop,
             first_number=self.facts.first_number,
-            checkpoint=max([*saved, *([self.facts.checkpoint] if self.facts.checkpoint else [])], default=None),
+            checkpoint=max((c for c in proposed if c is not None), default=None),
             high_water=max([self.facts.high_water, *(r.high_water for r in records)]),
             round_at=self._round_at.setdefault(number, now),
             failed_at=self._failed_at.get(number, now),

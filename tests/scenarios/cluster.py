@@ -1,4 +1,4 @@
-"""A job on several nodes without processes, sockets or time: real coordinators, planners and cores over one memory store.
+"""A job on several nodes without processes, sockets or time: real coordinators, planners and cores, one memory store.
 
 Whoever drives it says what happens to which node. A group trains while every member of its round has started it and
 can reach the others; a step takes 0.1 s; when a member's workers die, the others lose their peers 30 ms later, or never
@@ -313,7 +313,8 @@ class Cluster:
             case KillGroup(number) | StopGroup(number):
                 self._at(0.01, lambda: self._gone(node, number))
             case ReportFailure(failure):
-                node.coordinator.failed(replace(failure, high_water=self.step, checkpoint=node.facts.checkpoint), self.now)
+                failure = replace(failure, high_water=self.step, checkpoint=node.facts.checkpoint)
+                node.coordinator.failed(failure, self.now)
             case ReportDone(number):
                 node.coordinator.done(number)
                 self._at(0.01, lambda: self._gone(node, number))

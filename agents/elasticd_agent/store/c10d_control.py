@@ -56,10 +56,10 @@ class Helper:
 
         self._ready = True
 
-    def ask(self, request: dict[str, Any], passed: socket.socket | None = None) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], *passed: socket.socket) -> dict[str, Any]:
         try:
             self._control.settimeout(REQUEST_DEADLINE_S)
-            socket.send_fds(self._control, [json.dumps(request).encode()], [passed.fileno()] if passed else [])
+            socket.send_fds(self._control, [json.dumps(request).encode()], [sock.fileno() for sock in passed])
         except OSError as error:
             raise Lost(f"the helper process is gone: {error}") from None
         return self._receive(REQUEST_DEADLINE_S)

@@ -70,6 +70,8 @@ class Link:
         self._prefixes: dict[str, int] = {}
         self._helper: Helper | None = None
         self._server = 0
+        self._server_channel: socket.socket | None = None
+        """Whose end is the server's end."""
         self._listener: socket.socket | None = None
         if serve:  # at once, so that the port is known, and who comes early waits instead of being refused
             try:
@@ -228,9 +230,12 @@ class Link:
             helper, self._helper, self._server = self._helper, None, 0
         if helper is not None:
             helper.end()
+        self._drop_server_channel()
 
     def _connection(self) -> bool:
         """One client's life. True if it got as far as being ready."""
+        if self._serve and not self._server:
+            self._bind()  # before a second of a core is spent on the helper
         helper = self._helper
         if helper is None:
             helper = Helper(self._python)
@@ -263,6 +268,14 @@ class Link:
     def _see_to_the_server(self, helper: Helper) -> None:
         if self._server and helper.ask({"do": "living", "pid": self._server})["living"]:
             return
+        listening = self._bind()
+        self._drop_server_channel()
+        self._server_channel, theirs = socket.socketpair()
+        with listening as listener, theirs:
+            self._listener = None
+            self._server = helper.ask({"do": "serve"}, listener, theirs)["pid"]
+
+    def _bind(self) -> socket.socket:
         give_up_at = time.monotonic() + BIND_DEADLINE_S
         while self._listener is None:
             try:
@@ -273,17 +286,19 @@ class Link:
                         f"cannot host the c10d store at port {self._port}: {error.strerror or error}; end what uses "
                         "the port, or give --rdzv-endpoint another one on every node"
                     ) from None
-            if self._listener is None:
                 self._closing.wait(0.1)
-        with self._listener as listener:
-            self._listener = None
-            self._server = helper.ask({"do": "serve"}, listener)["pid"]
+        return self._listener
+
+    def _drop_server_channel(self) -> None:
+        channel, self._server_channel = self._server_channel, None
+        if channel is not None:
+            channel.close()
 
     def _attend(self, channel: socket.socket) -> bool:
         """Hand out what the client says until it has no more to say."""
         ready = False
         deadline = time.monotonic() + CONNECT_DEADLINE_S
-        lines = _Lines(channel)
+        lines = _Lines(channel, self._server_channel)
         while (text := lines.next(None if ready else deadline - time.monotonic())) is not None:
             message: dict[str, Any] = json.loads(text)
             self._count(message.get("counts", (0, 0, 0)))
@@ -332,12 +347,14 @@ class Link:
 
 
 class _Lines:
-    """The lines of a stream."""
+    """The lines of a stream, which counts as ended with `other`, on which nothing is said."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, other: socket.socket | None) -> None:
         self._channel = channel
         self._poll = select.poll()
         self._poll.register(channel, select.POLLIN)
+        if other is not None:
+            self._poll.register(other, select.POLLIN)
         self._complete: deque[bytes] = deque()
         self._rest = b""
 
@@ -346,7 +363,8 @@ class _Lines:
         deadline = None if seconds is None else time.monotonic() + seconds
         while not self._complete:
             left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-            if not self._poll.poll(left):
+            ready = self._poll.poll(left)
+            if not any(fd == self._channel.fileno() for fd, _ in ready):
                 return None
             try:
                 data = self._channel.recv(CHUNK)

@@ -5,7 +5,7 @@ a start costs a second, so a client stuck in torch is killed and replaced as if 
 each, answered with a packet:
 
     {"do": "connect", "host", "port", "timeout_s"}  + one end of a channel   -> {"pid"}
-    {"do": "serve"}  + a listening socket                                    -> {"pid"}
+    {"do": "serve"}  + a listening socket, one end of a channel              -> {"pid"}
     {"do": "end", "pid"}                                                     -> {"pid"}
     {"do": "living", "pid"}                                                  -> {"living"}
 
@@ -68,12 +68,11 @@ class Forker:
         self._tcp_store = tcp_store
         self._control = control
         self._libc = libc
-        self._children: dict[int, socket.socket] = {}
-        """A child's end is the other end's of this socket; clients have the agent's and need none."""
+        self._children: set[int] = set()
 
     def serve(self) -> None:
         while True:
-            packet, fds, _, _ = socket.recv_fds(self._control, PACKET, 1)
+            packet, fds, _, _ = socket.recv_fds(self._control, PACKET, 2)
             if not packet:
                 break
             self._control.send(json.dumps(self._do(json.loads(packet), fds)).encode())
@@ -87,8 +86,8 @@ class Forker:
                 with socket.socket(fileno=fds[0]) as channel:
                     return {"pid": self._fork(lambda: self._connect(request, channel))}
             case "serve":
-                with socket.socket(fileno=fds[0]) as listener:
-                    return {"pid": self._fork(lambda: self._host(listener))}
+                with socket.socket(fileno=fds[0]) as listener, socket.socket(fileno=fds[1]) as channel:
+                    return {"pid": self._fork(lambda: self._host(listener, channel))}
             case "end":
                 self._end(request["pid"])
                 return {"pid": request["pid"]}
@@ -96,22 +95,18 @@ class Forker:
                 return {"living": self._living(request["pid"])}
 
     def _fork(self, run: Callable[[], None]) -> int:
-        mine, theirs = socket.socketpair()
         me = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._child(me, mine, theirs, run)
-        theirs.close()
-        self._children[pid] = mine
+            self._child(me, run)
+        self._children.add(pid)
         return pid
 
-    def _child(self, parent: int, mine: socket.socket, theirs: socket.socket, run: Callable[[], None]) -> NoReturn:
+    def _child(self, parent: int, run: Callable[[], None]) -> NoReturn:
         status = 1
         try:
             die_with(self._libc, parent)
-            for other in (mine, self._control, *self._children.values()):
-                other.close()
-            self._ours = theirs
+            self._control.close()
             run()
             status = 0
         finally:
@@ -132,12 +127,12 @@ class Forker:
 
         Client(connect, channel).serve()
 
-    def _host(self, listener: socket.socket) -> None:
+    def _host(self, listener: socket.socket, channel: socket.socket) -> None:
         self._libc.prctl(PR_SET_NAME, b"elasticd-c10d-h", 0, 0, 0)
         # A connection for each agent and each watch of an agent: thousands in a large job.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        keep(self._tcp_store, listener, self._ours)
+        keep(self._tcp_store, listener, channel)
 
     def _living(self, pid: int) -> bool:
         """Whoever has ended is waited for here, so that no other process can have the number meanwhile."""
@@ -145,14 +140,14 @@ class Forker:
             return False
         if os.waitpid(pid, os.WNOHANG)[0] == 0:
             return True
-        self._children.pop(pid).close()
+        self._children.remove(pid)
         return False
 
     def _end(self, pid: int) -> None:
         if self._living(pid):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            self._children.pop(pid).close()
+            self._children.remove(pid)
 
 
 if __name__ == "__main__":

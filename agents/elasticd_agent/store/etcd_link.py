@@ -23,6 +23,7 @@ import tenacity
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.config import Tls
 from elasticd_agent.store import Traffic, etcd_first_contact
+from elasticd_agent.store.etcd_outage import Outage
 from elasticd_agent.store.etcd_proto import rpc
 from elasticd_agent.store.etcd_verdicts import Kind, Verdict, judge
 
@@ -76,30 +77,6 @@ class _Member:
     @property
     def where(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-class Outage:
-    """Says the first sentence of an outage, and when it is over."""
-
-    def __init__(self, say: Callable[[str], None], where: str) -> None:
-        self._say = say
-        self._where = where
-        self._lock = threading.Lock()
-        self._since: float | None = None
-
-    def goes_on(self, why: str) -> None:
-        with self._lock:
-            begun, self._since = self._since, self._since or time.monotonic()
-        if begun is None:
-            self._say(f"the store is away: {why}; asking on")
-
-    def is_over(self) -> None:
-        if self._since is None:
-            return
-        with self._lock:
-            begun, self._since = self._since, None
-        if begun is not None:
-            self._say(f"the store is back: etcd at {self._where} answers after {time.monotonic() - begun:.1f} s")
 
 
 class Link:

@@ -1,4 +1,4 @@
-"""Opens the store a rendezvous names. Adapters are imported only when they are needed: a job on one node pays for none."""
+"""Opens the store a rendezvous names. Adapters are imported when they are needed: a job on one node pays for none."""
 
 from __future__ import annotations
 
