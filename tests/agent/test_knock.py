@@ -327,6 +327,7 @@ print(0, flush=True)
 nodes = {str(i): ("127.0.0.1", int(sys.argv[1])) for i in range(200)}
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 few = knock(nodes, 10.0)
+mute = knock({str(i): ("127.0.0.1", int(sys.argv[2])) for i in range(100)}, 0.1)
 taken = []
 try:
     while True:
@@ -339,16 +340,21 @@ for fd in taken[-3:]:  # the selector's, and two to knock with
 fewer = knock(nodes, 10.0)
 os.close(taken[0])
 print(*({str(answer) for answer in found.values()} for found in (few, none, fewer)), sep="\\n")
+print(sum("connected" in answer.why for answer in mute.values()))
+print(sum("not asked: too few file descriptors" in answer.why for answer in mute.values()))
 """
 
 
 def test_with_few_file_descriptors_all_are_asked_and_with_none_nobody_is_taken_for_dead() -> None:
-    with serving() as server, agent(CRAMPED, str(server.port)) as (process, _):
-        assert process.stdout is not None
-        few, none, fewer = process.stdout.read().splitlines()
-        assert process.wait(DEADLINE) == 0
+    with serving() as server, socket.create_server(("127.0.0.1", 0), backlog=100) as mute:
+        ports = str(server.port), str(mute.getsockname()[1])
+        with agent(CRAMPED, *ports) as (process, _):
+            assert process.stdout is not None
+            few, none, fewer, connected, left = process.stdout.read().splitlines()
+            assert process.wait(DEADLINE) == 0
     assert few == fewer == str({str(Answered("a", "i1"))})
     assert none == str({str(Silent("could not be asked: too many open files"))})
+    assert (connected, left) == ("32", "68"), "half of them are the rest of the agent's"
 
 
 def test_a_port_or_address_that_cannot_be_had_is_one_clear_line() -> None:

@@ -71,13 +71,19 @@ def test_which_address_a_machine_is_reached_by(network: StartNetwork) -> None:
 
 def test_a_name_that_means_loopback_at_home(network: StartNetwork, tmp_path: Path) -> None:
     a, b = network(hosts=2).hosts
-    # Debian's installer writes the first line; `both` is a name of two machines.
-    table = f"127.0.1.1 node0.cluster node0\n127.0.0.1 localhost\n{a.address} both\n{b.address} both node1\n"
-    (tmp_path / "hosts").write_text(table)
+    table = [
+        "127.0.1.1 node0.cluster node0",  # as Debian's installer writes it
+        "127.0.0.1 localhost",
+        f"{b.address} node1",
+        *(f"{address} both" for address in (a.address, b.address)),  # a name of two machines
+        *(f"{address} other" for address in (a.address, "198.51.100.7")),  # one of its addresses has no route here
+    ]
+    (tmp_path / "hosts").write_text("\n".join(table) + "\n")
     a.run(["umount", "/etc/hosts"])
     a.run(["mount", "--bind", tmp_path / "hosts", "/etc/hosts"])
 
-    assert ask(a, "node0", "node0.cluster", "NODE0.Cluster.", "both", "node1") == [True, True, True, False, False]
+    assert ask(a, "node0", "node0.cluster", "NODE0.Cluster.", "other") == [True] * 4
+    assert ask(a, "both", "node1") == [False, False]
     lost, other, named, local = ask(
         a, (["node0"], None), (["node0", "node1"], None), (["node1"], "node0"), (["localhost"], None)
     )
