@@ -14,6 +14,8 @@ import pytest
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.store import Store
 from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.store.etcd_requests import Requests
+from elasticd_agent.store.etcd_watch import EtcdWatch
 from tests.contract.proxy import Proxy
 from tests.etcd import EtcdServers, etcd_servers
 
@@ -59,14 +61,22 @@ def answers(store: Store) -> bool:
 
 
 def fails_promptly(call: Callable[[], object], within_s: float) -> None:
-    """Slow machines: the best of three counts."""
+    """A slow machine has three tries."""
     took = []
-    for _ in range(3):
+    while len(took) < 3:
         began = time.monotonic()
         with pytest.raises(StoreUnavailable):
             call()
         took.append(time.monotonic() - began)
-    assert min(took) <= within_s + 0.3
+        if took[-1] <= within_s + 0.3:
+            return
+    raise AssertionError(f"took {took} s, should have taken {within_s} s")
+
+
+def version(store: Store, key: str) -> int:
+    found = store.read(key)
+    assert found is not None
+    return found.version
 
 
 def put(store: Store, key: str, value: bytes) -> None:
@@ -121,19 +131,58 @@ def test_what_happened_while_a_watch_was_cut_off_is_heard(etcd: EtcdServers, ope
         proxy.close()
 
 
+class Interrupted(Requests):
+    """Lets something happen between a watch's look at the keys and its following them."""
+
+    meanwhile: tuple[Callable[[], object], ...] = ()
+
+    def keys(self, prefix: str) -> tuple[set[str], int]:
+        found = super().keys(prefix)
+        happening, self.meanwhile = self.meanwhile, ()
+        for happen in happening:
+            happen()
+        return found
+
+
+def test_a_watch_survives_that_its_revision_is_compacted(etcd: EtcdServers, opened: Open, until: Until) -> None:
+    store = opened(etcd.endpoints)
+    put(store, "job/round", b"1")
+    requests = Interrupted(store._etcd().link)
+    requests.meanwhile = (
+        lambda: put(store, "job/round", b"2"),
+        lambda: put(store, "job/other", b"1"),
+        lambda: etcd.ctl("compaction", str(version(store, "job/other"))),
+    )
+    heard: list[str] = []
+    watch = EtcdWatch(requests, "job/", heard.append, lambda _: None)
+    until(lambda: {"job/round", "job/other"} <= set(heard), SOON_S)
+    heard.clear()
+    put(store, "job/round", b"3")
+    until(lambda: heard, SOON_S)
+    watch.close()
+
+
 def test_a_lost_answer_is_never_taken_for_a_lost_race(etcd: EtcdServers, opened: Open, until: Until) -> None:
     proxy = Proxy(etcd.port)
+    outcome: list[object] = []
     try:
-        store = opened([("127.0.0.1", proxy.port)], timeout_s=PROMPT_S)
-        put(store, "other", b"1")
+        store, other = opened([("127.0.0.1", proxy.port)], timeout_s=SOON_S), opened(etcd.endpoints)
+        assert answers(store)
+
+        def swap() -> None:
+            try:
+                outcome.append(store.compare_and_swap("k", None, b"unmistakable"))
+            except StoreUnavailable as error:
+                outcome.append(error)
+
         proxy.lose_answers_to(b"unmistakable")
-        with pytest.raises(StoreUnavailable):
-            store.compare_and_swap("k", None, b"unmistakable")
+        swapping = threading.Thread(target=swap)
+        swapping.start()
+        until(lambda: other.read("k"), SOON_S)
+        # From now on asking again would be answered: no, it is there.
         proxy.heal()
-        until(lambda: answers(store), SOON_S)
-        found = store.read("k")
-        assert found is not None, "it was done, only we were not told"
-        assert found.value == b"unmistakable"
+        swapping.join(2 * SOON_S)
+        assert isinstance(outcome[0], StoreUnavailable), outcome
     finally:
         proxy.close()
 
@@ -177,19 +226,13 @@ def test_a_frozen_etcd_keeps_nobody_waiting(etcd: EtcdServers, opened: Open, unt
     heard: list[str] = []
     watch = store.watch("k", heard.append)
     etcd.stop()
-    calls: dict[str, Callable[[], object]] = {
-        "read": lambda: store.read("k"),
-        "list": lambda: store.list(""),
-        "compare_and_swap": lambda: store.compare_and_swap("k", 1, b"2"),
-        "delete": lambda: store.delete("other"),
-        "announce": lambda: store.announce("other", b"", 30.0),
-        "renew": lease.renew,
-        "hold": lambda: lease.hold("other", b""),
-    }
-    for call in calls.values():
-        began = time.monotonic()
-        fails_promptly(call, PROMPT_S)
-        assert time.monotonic() - began < 3 * (PROMPT_S + 1.0)
+    fails_promptly(lambda: store.read("k"), PROMPT_S)
+    fails_promptly(lambda: store.list(""), PROMPT_S)
+    fails_promptly(lambda: store.compare_and_swap("k", 1, b"2"), PROMPT_S)
+    fails_promptly(lambda: store.delete("other"), PROMPT_S)
+    fails_promptly(lambda: store.announce("other", b"", 30.0), PROMPT_S)
+    fails_promptly(lease.renew, PROMPT_S)
+    fails_promptly(lambda: lease.hold("other", b""), PROMPT_S)
     began = time.monotonic()
     late = store.watch("late", heard.append)
     late.close()
@@ -236,19 +279,32 @@ def test_a_quorum_lost_and_found(three: EtcdServers, opened: Open, until: Until)
     until(lambda: answers(store) and (put(store, "k", b"3") or heard), SOON_S)
 
 
-def test_one_of_three_killed_or_frozen_is_no_outage(three: EtcdServers, opened: Open, until: Until) -> None:
-    stores = [opened(three.endpoints, timeout_s=4.0) for _ in range(6)]
-    heard: list[list[str]] = [[] for _ in stores]
-    for store, words in zip(stores, heard, strict=True):
-        assert answers(store)
-        store.watch("job/", words.append)
-    three.stop(2)
-    for store in stores:
+def test_one_of_three_frozen_is_no_outage(three: EtcdServers, opened: Open, until: Until) -> None:
+    said: list[str] = []
+    heard: list[str] = []
+    store, other = opened(three.endpoints, timeout_s=6.0, say=said.append), opened(three.endpoints, timeout_s=6.0)
+    assert answers(store)
+    store.watch("job/", heard.append)
+    for index in range(3):  # the one that it talks to is among them
+        three.stop(index)
         assert answers(store), "a read finds another member within its time"
-    put(stores[0], "job/round", b"1")
-    for words in heard:
-        until(lambda words=words: words, SOON_S)  # type: ignore[misc]
-    three.kill(2)
+        until(lambda: answers(other), SOON_S)
+        put(other, "job/round", b"1")
+        until(lambda: heard, SOON_S)
+        three.cont(index)
+        heard.clear()
+    assert said == []
+
+
+def test_one_of_three_killed_is_no_outage_for_readers(three: EtcdServers, opened: Open) -> None:
+    said: list[str] = []
+    store = opened(three.endpoints, say=said.append)
+    for index in range(3):
+        assert answers(store)
+        three.kill(index)
+        assert answers(store)
+        three.restart(index)
+    assert said == []
 
 
 def test_a_lease_ended_behind_our_back(etcd: EtcdServers, opened: Open, until: Until) -> None:
