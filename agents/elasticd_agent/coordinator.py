@@ -384,7 +384,7 @@ class Coordinator:
             for watch in self._watches[4:]:
                 watch.close()
             del self._watches[4:]
-        self._stale.add(self._keys.planner)
+            self._stale.add(self._keys.planner)
 
     def _knock(self, record: NodeRecord) -> object:
         return self._planner.knock({record.id: split(record.address)}).get(record.id) if record.address else None

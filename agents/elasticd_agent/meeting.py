@@ -107,11 +107,15 @@ class RemoteMeeting:
         except BaseException as error:  # noqa: BLE001 nobody else would hear of it
             self._post(Broken(error))
 
-    def close(self) -> None:
-        """Leave the job's table; a host waits until the others have, too. Bounded."""
+    def abandon(self) -> None:
+        """Take no more turns, and take nothing back: what a killed agent does."""
         self._closing = True
         self._changed.set()
         self._thread.join(CLOSE_S)
+
+    def close(self) -> None:
+        """Leave the job's table; a host waits until the others have, too. Bounded."""
+        self.abandon()
         deadline = time.monotonic() + LINGER_S
         try:
             while self._hosts and time.monotonic() < deadline and not self._coordinator.others_gone():

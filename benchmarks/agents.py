@@ -1,0 +1,116 @@
+"""Many agents as threads of one process: real coordinators, stores and knock ports, but no workers.
+
+Started by rendezvous.py as `python -m benchmarks.agents STORE HOST PORT JOB MIN MAX NAME…`; it reads one command a line
+("kill NAME", "fail NUMBER NAME", "start NAME", "traffic", "end") and answers with JSON lines: what each agent heard, by
+time.monotonic(), which is one clock for the whole machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import threading
+import time
+
+from elasticd.wire import Failure, NodeRecord
+from elasticd_agent.config import Policy
+from elasticd_agent.coordinator import Coordinator
+from elasticd_agent.knock import KnockServer, knock
+from elasticd_agent.meeting import Broken, RemoteMeeting
+from elasticd_agent.messages import RoundPublished
+from elasticd_agent.news import News
+from elasticd_agent.planner import Facts, Keys, Planner
+from elasticd_agent.store import Store
+from elasticd_agent.store.c10d import C10dStore
+from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.view import Asked
+
+KNOCK_S = 0.2
+_talking = threading.Lock()
+
+
+def say(**said: object) -> None:
+    with _talking:
+        print(json.dumps({"at": time.monotonic(), **said}), flush=True)
+
+
+class Agent:
+    """Hears rounds and says that it has started them."""
+
+    def __init__(self, name: str, store: Store, hosts: bool, plans: bool, job: str, asked: Asked) -> None:
+        self.name, self.store = name, store
+        incarnation = f"{name}-{time.monotonic_ns()}"
+        self.knock = KnockServer("127.0.0.1", name, incarnation)
+        facts, keys, policy = Facts(), Keys(job), Policy()
+        record = NodeRecord(name, incarnation, f"127.0.0.1:{self.knock.port}", (0,))
+        planner = Planner(store, keys, policy, asked, facts, lambda nodes: knock(nodes, KNOCK_S), name, self.said)
+        coordinator = Coordinator(store, keys, policy, record, planner, b"{}", lambda a, b: None, may_plan=plans)
+        self.meeting = RemoteMeeting(coordinator, facts, self.heard, hosts)
+        coordinator.on_hint(self.meeting.wake)
+        self.meeting.start()
+
+    def said(self, sentence: str) -> None:
+        say(kind="said", node=self.name, sentence=sentence)
+
+    def heard(self, news: News | Broken) -> None:
+        match news:
+            case RoundPublished(round):
+                if not round.terminal:
+                    self.meeting.update(ready=round.number, stepped=round.number)
+                say(kind="round", node=self.name, number=round.number, size=len(round.members), why=round.reason[:200])
+            case Broken(error):
+                say(kind="broken", node=self.name, error=repr(error))
+
+    def kill(self) -> None:
+        """As a killed process: its port refuses, its lease is not renewed, and it takes nothing back."""
+        self.knock.close()
+        self.meeting.abandon()
+        self.store.close()
+
+    def fail(self, number: int) -> None:
+        """What gloo's reset connections make every survivor say."""
+        self.meeting.failed(Failure(number, self.name, "crash", (), "lost its peers"))
+
+    def end(self) -> None:
+        self.knock.close()
+        self.meeting.close()
+        self.store.close()
+
+
+def main() -> None:
+    kind, host, port, job, fewest, most, *names = sys.argv[1:]
+    asked = Asked(1, 1, int(fewest), int(most))
+    first = True
+
+    def start(name: str) -> Agent:
+        nonlocal first
+        hosts = kind == "c10d" and name == "n0" and first
+        first = False
+        store: Store = EtcdStore([(host, int(port))]) if kind == "etcd" else C10dStore(host, int(port), serve=hosts)
+        return Agent(name, store, hosts, kind == "etcd" or hosts, job, asked)
+
+    say(kind="ready")
+    agents: dict[str, Agent] = {}
+    for line in sys.stdin:
+        verb, *words = line.split()
+        match verb:
+            case "go":
+                for name in names:
+                    agents[name] = start(name)
+            case "start":
+                agents[words[0]] = start(words[0])
+            case "kill":
+                agents.pop(words[0]).kill()
+            case "fail":
+                agents[words[1]].fail(int(words[0]))
+            case "traffic":
+                say(kind="traffic", nodes={name: dataclasses.asdict(a.store.traffic) for name, a in agents.items()})
+            case "end":
+                break
+    for agent in agents.values():
+        agent.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""What meeting costs: N agents join, lose one, lose a tenth, get a tenth back; torch's own rendezvous beside it.
+
+Real protocol code over a real etcd and a real TCPStore; agents are threads of a few processes and have no workers, so
+what is measured is the rendezvous alone. Prints a markdown table and writes what it saw as JSON. torch's rendezvous is
+measured joining only, for as many nodes as it can do within the deadline: nothing else of it survives a lost node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import report
+from tests.etcd import etcd_servers
+
+PROCESSES = 4
+_START_S = 60.0
+
+
+class Late(Exception):
+    """What was waited for did not happen before the deadline."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """Seconds, and store requests and bytes per node, of one step of a job's life."""
+
+    seconds: float
+    requests: float
+    sent: float
+    received: float
+
+
+@dataclass(slots=True)
+class Life:
+    """One job of `nodes` agents over `store`."""
+
+    store: str
+    nodes: int
+    steps: dict[str, Figures] = field(default_factory=dict)
+    idle_requests_a_second: float = 0.0
+    trouble: str = ""
+
+
+class Agents:
+    """All agents of one job, spread over processes; what they hear arrives in one queue."""
+
+    def __init__(self, store: str, endpoint: tuple[str, int], job: str, count: int, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.heard: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+        self.alive = [f"n{i}" for i in range(count)]
+        self.sizes: dict[str, tuple[int, int, float]] = {}
+        self.broken: list[str] = []
+        processes = min(PROCESSES, count)
+        spread = [self.alive[i::processes] for i in range(processes)]
+        # All of them at first: min = max. Afterwards fewer will do, or nobody could be lost.
+        base = [sys.executable, "-m", "benchmarks.agents", store, endpoint[0], str(endpoint[1]), job, "1", str(count)]
+        self._processes = [
+            subprocess.Popen([*base, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for names in spread
+        ]
+        self._home = {name: i for i, names in enumerate(spread) for name in names}
+        for process in self._processes:
+            threading.Thread(target=self._read, args=(process,), daemon=True).start()
+        for _ in self._processes:
+            self._next("ready", time.monotonic() + _START_S)
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.heard.put(json.loads(line))
+
+    def _next(self, kind: str, deadline: float) -> dict[str, object]:
+        while True:
+            try:
+                said = self.heard.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise Late(f"no {kind} before the deadline; {self.broken[-1:]}") from None
+            if said["kind"] in ("broken", "said"):
+                self.broken.append(str(said))
+            if said["kind"] == kind:
+                return said
+
+    def tell(self, name: str, *words: str) -> None:
+        self._write(self._home[name], " ".join(words))
+
+    def _write(self, process: int, line: str) -> None:
+        stdin = self._processes[process].stdin
+        assert stdin is not None
+        stdin.write(line.encode() + b"\n")
+        stdin.flush()
+
+    def everyone(self, line: str) -> None:
+        for process in range(len(self._processes)):
+            self._write(process, line)
+
+    def until_all_in(self, size: int) -> float:
+        """When the last living agent had heard of one Round with `size` members."""
+        deadline = time.monotonic() + self.deadline_s
+        while True:
+            rounds = {self.sizes[name][:2] for name in self.alive if name in self.sizes}
+            if len(rounds) == 1 and all(n in self.sizes for n in self.alive) and next(iter(rounds))[1] == size:
+                return max(self.sizes[name][2] for name in self.alive)
+            said = self._next("round", deadline)
+            number, members = int(str(said["number"])), int(str(said["size"]))
+            self.sizes[str(said["node"])] = number, members, float(str(said["at"]))
+
+    def traffic(self) -> tuple[float, float, float]:
+        """Requests, bytes sent and received, of all living agents."""
+        self.everyone("traffic")
+        sums = [0.0, 0.0, 0.0]
+        for _ in self._processes:
+            nodes = self._next("traffic", time.monotonic() + _START_S)["nodes"]
+            assert isinstance(nodes, dict)
+            for used in nodes.values():
+                for i, what in enumerate(("requests", "sent_bytes", "received_bytes")):
+                    sums[i] += used[what]
+        return sums[0], sums[1], sums[2]
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+
+
+def life(store: str, endpoint: tuple[str, int], count: int, deadline_s: float, idle_s: float) -> Life:
+    """Join, idle, lose one, lose a tenth, get a tenth back."""
+    result = Life(store, count)
+    agents = Agents(store, endpoint, f"bench-{store}-{count}-{os.getpid()}", count, deadline_s)
+    try:
+        before = (0.0, 0.0, 0.0)
+
+        def step(name: str, began: float, size: int) -> None:
+            nonlocal before
+            seconds = agents.until_all_in(size) - began
+            used = agents.traffic()
+            requests, sent, received = (max(0.0, b - a) / len(agents.alive) for a, b in zip(before, used, strict=True))
+            result.steps[name] = Figures(seconds, requests, sent, received)
+            before = used
+
+        began = time.monotonic()
+        agents.everyone("go")
+        step("join", began, count)
+        time.sleep(1.0)  # what follows a round: its records are cleaned, everybody is known by a knock
+        before = agents.traffic()
+        time.sleep(idle_s)
+        after = agents.traffic()
+        result.idle_requests_a_second = (after[0] - before[0]) / count / idle_s
+        before = after
+        tenth = max(1, count // 10)
+        for name, lost in (("lose one", 1), ("lose a tenth", tenth)):
+            number = max(heard[0] for heard in agents.sizes.values())
+            gone, agents.alive = agents.alive[-lost:], agents.alive[:-lost]
+            before = agents.traffic()
+            for node in gone:
+                agents.tell(node, "kill", node)
+            began = time.monotonic()
+            for node in agents.alive:
+                agents.tell(node, "fail", str(number), node)
+            step(name, began, len(agents.alive))
+    except Late as late:
+        result.trouble = str(late)
+    finally:
+        agents.end()
+    return result
+
+
+def torch_joins(count: int, deadline_s: float) -> float | None:
+    """Seconds for `count` of torch's own handlers to join, as threads of one process; None: not before the deadline."""
+    try:
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("scripts") / "torch_rendezvous.py"), str(count)],
+            capture_output=True,
+            timeout=deadline_s + _START_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    text = done.stdout.decode().strip()
+    return float(text) if done.returncode == 0 and text else None
+
+
+def table(lives: Sequence[Life], torch: dict[int, float | None]) -> str:
+    lines = [
+        "| nodes | store | join s | lose one s | lose a tenth s | requests a node: join / lose one "
+        "| kB a node: join / lose one | idle requests a node and second | torch's rendezvous, join s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in lives:
+        steps = one.steps
+        seconds = [f"{steps[n].seconds:.2f}" if n in steps else "–" for n in ("join", "lose one", "lose a tenth")]
+        known = [steps[n] for n in ("join", "lose one") if n in steps]
+        requests = " / ".join(f"{f.requests:.1f}" for f in known)
+        size = " / ".join(f"{(f.sent + f.received) / 1000:.1f}" for f in known)
+        peer = torch.get(one.nodes)
+        peers = "–" if one.nodes not in torch else (f"{peer:.1f}" if peer is not None else "not in time")
+        idle = f"{one.idle_requests_a_second:.2f}"
+        lines.append(f"| {one.nodes} | {one.store} | {' | '.join(seconds)} | {requests} | {size} | {idle} | {peers} |")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def endpoints(kind: str) -> Iterator[tuple[str, int]]:
+    if kind == "c10d":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        yield "127.0.0.1", port
+        return
+    with etcd_servers() as etcd:
+        yield etcd.endpoints[0]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--stores", nargs="+", choices=("etcd", "c10d"), default=["etcd"])
+    parser.add_argument(
+        "--torch", type=int, nargs="*", default=[8, 64], help="nodes torch's own rendezvous is tried with"
+    )
+    parser.add_argument("--deadline", type=float, default=60.0)
+    parser.add_argument("--idle", type=float, default=10.0, help="seconds an idle job is watched")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    facts = report.machine()
+    lives: list[Life] = []
+    torch: dict[int, float | None] = {}
+    for count in args.nodes:
+        for kind in args.stores:
+            with endpoints(kind) as endpoint:
+                lives.append(life(kind, endpoint, count, args.deadline, args.idle))
+            print(f"{kind}, {count} nodes: {lives[-1]}", file=sys.stderr, flush=True)
+        if count in args.torch:
+            torch[count] = torch_joins(count, args.deadline)
+            print(f"torch, {count} nodes: {torch[count]}", file=sys.stderr, flush=True)
+    print(f"Measured on {report.machine_line(facts)}.\n\n{table(lives, torch)}")
+    folder = Path(tempfile.mkdtemp(prefix="elasticd-bench-")) if args.json is None else None
+    path: Path = args.json or (folder or Path()) / "rendezvous.json"
+    plain = [{**dataclasses.asdict(one), "torch_join_seconds": torch.get(one.nodes)} for one in lives]
+    path.write_text(json.dumps({"machine": facts, "wall": time.time(), "lives": plain}, indent=1) + "\n")
+    print(f"\nAll figures: {path}", file=sys.stderr)
+    return 1 if any(one.trouble for one in lives) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
