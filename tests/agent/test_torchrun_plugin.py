@@ -282,6 +282,19 @@ def test_an_outage_longer_than_the_lease_restarts_nobody(job: Job, until: Until)
     assert seen | {node.num_nodes_waiting() for node in nodes} == {0}
 
 
+def test_newcomers_do_not_count_while_the_store_is_away(job: Job, until: Until) -> None:
+    member = job.node("1:2", last_call_s=0.0)
+    job.joined(member)
+    (coming,) = job.join(job.node("1:2"))
+    until(lambda: member.num_nodes_waiting() == 1, SOON_S)
+    job.lines[member].cut = True
+    until(lambda: member.num_nodes_waiting() == 0, SOON_S)
+    job.lines[member].cut = False
+    until(lambda: member.num_nodes_waiting() == 1, SOON_S)
+    job.joined(member)
+    coming.result(SOON_S)
+
+
 def test_a_join_gives_up_on_a_store_that_stays_away(job: Job) -> None:
     node = job.node("1:1", lease_s=0.1, renewal_s=0.02)
     job.lines[node].cut = True
@@ -305,16 +318,24 @@ def test_a_node_the_job_went_on_without_comes_back(job: Job, until: Until) -> No
     assert back.result(SOON_S).world_size == len(infos)
 
 
-def test_a_node_that_dies_before_the_first_use_of_a_round_costs_another_round(job: Job) -> None:
-    # It was announced, was taken into round 1 as rank 0, and has never served the round's store.
-    seat = Seat("gone", "127.0.0.1", 9)
-    assert job.store.announce(f"{ROOT}nodes/gone.1", Candidate(seat, 0).to_json(), LEASE_S)
-    node = job.node("1:2", last_call_s=0.0)
-    (info,) = job.joined(node)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_that_dies_before_the_first_use_of_a_round_costs_another_round(
+    job: Job, until: Until, rank: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # It was announced, is taken into round 1, and never serves the round's store, or never comes to it.
+    gone = Candidate(Seat("gone", "127.0.0.1", 9), 0).to_json()
+    if rank == 0:
+        assert job.store.announce(f"{ROOT}nodes/gone.1", gone, LEASE_S)
+    (coming,) = job.join(job.node("1:2"))
+    if rank == 1:
+        until(lambda: job.store.list(f"{ROOT}nodes/"), SOON_S)
+        assert job.store.announce(f"{ROOT}nodes/gone.1", gone, LEASE_S)
+    info = coming.result(SOON_S)
     current = job.round()
     assert current is not None
     assert current.number > 1
     assert (info.rank, info.world_size) == (0, 1)
+    assert "Exception raised from" not in capfd.readouterr().err  # TCPStore's page for a host that refuses
 
 
 def test_a_store_that_came_back_empty_gets_its_round_back(job: Job, until: Until) -> None:

@@ -377,6 +377,6 @@ class Attendance:
             if self._down_since is None:
                 self._say(f"the store is away, which restarts nothing: {error}")
                 self._down_since = self._clock()
-            self._up_since, self._why = None, str(error)
+            self._why = str(error)
             self._changed.notify_all()
         self._urgent = True
