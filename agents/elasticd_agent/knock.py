@@ -154,8 +154,8 @@ def _listening(address: str, port: int) -> socket.socket:
 def knock(nodes: Mapping[str, tuple[str, int]], timeout_s: float) -> dict[str, Answered | Refused | Silent]:
     """Ask at every node's (literal address, port), all at once; every node is in the result.
 
-    Takes `timeout_s` plus AGAIN_S at the most. More nodes than half of this process's file descriptors are asked as
-    others answer.
+    Takes `timeout_s` plus AGAIN_S at the most. Whoever hangs up without an answer is asked once more, at once. More
+    nodes than half of this process's file descriptors are asked as others answer.
     """
     try:
         selector = selectors.DefaultSelector()
@@ -177,6 +177,7 @@ class _Call:
     port: int
     due: float
     refused: bool = False
+    hung_up: bool = False
     heard: bytearray = field(default_factory=bytearray)
     sock: socket.socket | None = None
 
@@ -259,6 +260,9 @@ class _Knocking:
         except ConnectionRefusedError:
             self._refused(call)
             return
+        except ConnectionResetError as error:
+            self._hung_up(call, _words(error))
+            return
         except OSError as error:
             self._done(call, Silent(_words(error)))
             return
@@ -267,7 +271,7 @@ class _Knocking:
         if ended:
             self._done(call, _understood(line))
         elif not data:
-            self._done(call, Silent("closed the connection without an answer"))
+            self._hung_up(call, "closed the connection without an answer")
         elif len(call.heard) >= ANSWER_BYTES:
             self._done(call, Silent("answered something that is not an agent's"))
 
@@ -278,6 +282,16 @@ class _Knocking:
         else:
             call.refused, call.due = True, time.monotonic() + AGAIN_S
             self._waiting.append(call)
+
+    def _hung_up(self, call: _Call, words: str) -> None:
+        """It may have died just now: the kernel ends what its backlog holds, once the port is closed. So ask again."""
+        if call.hung_up:
+            self._done(call, Silent(words))
+            return
+        self._close(call)
+        call.hung_up, call.due = True, time.monotonic()
+        call.heard.clear()
+        self._waiting.appendleft(call)
 
     def _done(self, call: _Call, result: Answered | Silent) -> None:
         self._close(call)
@@ -292,7 +306,7 @@ class _Knocking:
             sock.close()
 
     def _silence(self, call: _Call) -> str:
-        before = "refused once, then " if call.refused else ""
+        before = "refused once, then " if call.refused else "hung up once, then " if call.hung_up else ""
         if call.sock is None:
             return before + ("there was no time to ask again" if before else "not asked: too few file descriptors")
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -63,21 +65,27 @@ def agent(program: str = AGENT, *arguments: str) -> Iterator[tuple[subprocess.Po
 
 
 @contextlib.contextmanager
-def saying(what: bytes, reset: bool = False) -> Iterator[int]:
-    """The port of a server that is no agent: it sends these bytes and closes."""
+def saying(what: bytes, reset: bool = False, then: bytes | None = None) -> Iterator[int]:
+    """The port of a server that is no agent: it sends these bytes and closes; `then` is for its second caller."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
-            with listener.accept()[0] as sock:
-                sock.sendall(what)
-                if reset:
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            for answer in itertools.chain([what], itertools.repeat(what if then is None else then)):
+                try:
+                    sock = listener.accept()[0]
+                except OSError:  # the test is over
+                    return
+                with sock:
+                    sock.sendall(answer)
+                    if reset:
+                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
         thread = threading.Thread(target=serve)
         thread.start()
         try:
             yield listener.getsockname()[1]
         finally:
+            listener.shutdown(socket.SHUT_RDWR)
             thread.join(DEADLINE)
 
 
@@ -209,6 +217,24 @@ def test_a_stuck_server_closes_at_once_and_resets_whoever_waits() -> None:
             sock.recv(1)
 
 
+@pytest.mark.parametrize("accepted", [False, True])
+def test_an_agent_that_dies_while_it_is_asked_refuses(accepted: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def die() -> None:
+            # When it is readable the caller is in the backlog; what is there when it closes is reset.
+            assert select.select([listener], [], [], DEADLINE)[0]
+            caller = listener.accept()[0] if accepted else contextlib.nullcontext()
+            with caller:
+                listener.close()
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        assert one("127.0.0.1", port) == Refused()
+        thread.join(DEADLINE)
+
+
 def test_a_machine_that_drops_everything_is_silent() -> None:
     with contextlib.ExitStack() as held:
         listener = held.enter_context(socket.socket())
@@ -238,9 +264,15 @@ def test_whoever_else_answers_there_is_silent(said: bytes, words: str) -> None:
         assert words in why(one("127.0.0.1", port))
 
 
-def test_a_reset_before_an_answer_is_silence() -> None:
+def test_a_reset_before_an_answer_is_silence_if_somebody_still_listens() -> None:
     with saying(b"", reset=True) as port:
         assert why(one("127.0.0.1", port)) == "connection reset by peer"
+
+
+def test_half_an_answer_is_forgotten_when_it_is_asked_again() -> None:
+    whole = b'{"node":"a","incarnation":"i1","version":"1.0"}\n'
+    with saying(whole[:20], then=whole) as port:
+        assert one("127.0.0.1", port) == Answered("a", "i1")
 
 
 def test_an_agent_one_minor_version_newer_is_understood() -> None:
