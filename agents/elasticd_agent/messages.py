@@ -109,7 +109,7 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class GroupGone:
-    """Every process of round `number`'s group has been reaped; its store, too, unless other nodes' workers may need it."""
+    """Every process of round `number`'s group has been reaped; so has its store, unless other nodes may need it."""
 
     number: int
 
