@@ -145,19 +145,24 @@ class Operations:
                 version = self._wire.add(VERSION, found.version - version + 1)
             owner = lease if lease is not None else here.lease if here is not None else ""
             if self._wire.swap(value_key(key), raw, Envelope(State.HERE, version, owner, value).seal()):
+                if raw is None:
+                    self._index(key)
                 tell(self._wire, key)
                 return version
             # Somebody was faster, or a gravestone was removed: what is there now decides.
 
     def _index(self, key: str) -> None:
-        """Make `list` find `key`, before it is there: a name too many hurts nobody."""
+        """Make `list` find `key`. Called before it is created, since we may be killed right after, and a name too many
+        hurts nobody; and after it, since only then the host will not take the name for one that never came."""
         directory, leaf = split(key)
         while True:
-            self._wire.append(index_key(directory), line(leaf))
             index = self._wire.read(index_key(directory))
-            if index is not None and CLOSING not in index and leaf in lines(index):
+            if index is not None and CLOSING in index:
+                self._let_the_host_work()
+            elif leaf in lines(index):
                 break
-            self._let_the_host_work()
+            else:
+                self._wire.append(index_key(directory), line(leaf))
         if directory not in lines(self._wire.read(DIRECTORIES)):
             self._wire.append(DIRECTORIES, line(directory))
 

@@ -1,0 +1,383 @@
+"""What a c10d store makes of torch's TCPStore: for several clients at once, over time, and beside strangers.
+
+Time that would be long is passed by hand: the host's keeper is given it. The TCPStore is always a real one.
+"""
+
+from __future__ import annotations
+
+import base64
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from typing import TypeVar
+
+import pytest
+from torch.distributed import TCPStore
+
+from elasticd_agent.store import Versioned
+from elasticd_agent.store.c10d import C10dStore
+from elasticd_agent.store.c10d_client import Operations, register, remove
+from elasticd_agent.store.c10d_host import BURY_AFTER_S, TURN_S, UNWATCHED_S, Keeper
+from elasticd_agent.store.c10d_records import (
+    DIRECTORIES,
+    LEASES,
+    WATCHED,
+    Envelope,
+    State,
+    counter_key,
+    event_key,
+    held_key,
+    index_key,
+    lease_key,
+    lines,
+    opened,
+    value_key,
+)
+from elasticd_agent.store.c10d_wire import Wire
+
+W = TypeVar("W", bound=Wire)
+Until = Callable[[Callable[[], object], float], object]
+SOON_S = 20.0
+
+
+# --- several clients of one host, each with its own helper ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stores() -> Iterator[list[C10dStore]]:
+    with ExitStack() as cleanup:
+        made = [C10dStore("127.0.0.1", 0, serve=True, timeout_s=10.0)]
+        cleanup.callback(made[0].close)
+        made.append(C10dStore("localhost", made[0].port, serve=False, timeout_s=10.0))
+        cleanup.callback(made[1].close)
+        for store in made:
+            assert store.read("nothing") is None
+        yield made
+
+
+def found(store: C10dStore, key: str) -> Versioned:
+    value = store.read(key)
+    assert value is not None
+    return value
+
+
+def test_every_increment_of_racing_clients_counts_once(stores: list[C10dStore]) -> None:
+    stores[0].compare_and_swap("race/n", None, b"0")
+
+    def count_up(store: C10dStore) -> None:
+        for _ in range(50):
+            while True:
+                before = found(store, "race/n")
+                if store.compare_and_swap("race/n", before.version, b"%d" % (int(before.value) + 1)):
+                    break
+
+    threads = [threading.Thread(target=count_up, args=(store,)) for store in stores * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+    assert found(stores[1], "race/n").value == b"200"
+
+
+def test_of_identical_creations_one_wins(stores: list[C10dStore]) -> None:
+    """A TCPStore's own compare_set would tell all of them that they have won."""
+    wins: list[str] = []
+
+    def create(store: C10dStore, key: str) -> None:
+        if store.compare_and_swap(key, None, b"same"):
+            wins.append(key)
+
+    keys = [f"create/{turn}" for turn in range(20)]
+    for key in keys:
+        threads = [threading.Thread(target=create, args=(store, key)) for store in stores * 2]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SOON_S)
+    assert wins == keys
+
+
+def test_a_watch_of_another_client_hears_at_once(stores: list[C10dStore], until: Until) -> None:
+    heard: list[tuple[str, float]] = []
+    watch = stores[1].watch("watched/", lambda key: heard.append((key, time.monotonic())))
+    delays = []
+    for turn in range(20):
+        began = time.monotonic()
+        assert stores[0].compare_and_swap(f"watched/{turn}", None, b"")
+        until(lambda turn=turn: len(heard) > turn, SOON_S)
+        delays.append(heard[turn][1] - began)
+    assert [key for key, _ in heard] == [f"watched/{turn}" for turn in range(20)]
+    assert statistics.median(delays) < 0.1, "a polling watch would take longer"
+    watch.close()
+    before = len(heard)
+    assert stores[0].compare_and_swap("watched/more", None, b"")
+    assert found(stores[1], "watched/more").value == b""
+    assert len(heard) == before
+
+
+def test_an_idle_agent_asks_little(stores: list[C10dStore]) -> None:
+    """One renewal a second and four watches: what the design grants is 1.5 requests a second."""
+    lease = stores[1].announce("idle/n", b"", 3.0)
+    assert lease is not None
+    watches = [stores[1].watch(f"idle/{name}", lambda key: None) for name in ("round", "planner", "master", "hold")]
+    before = stores[1].traffic.requests
+    for _ in range(5):
+        assert lease.renew()
+        assert stores[0].compare_and_swap("elsewhere", None, b"") and stores[0].delete("elsewhere")
+    assert stores[1].traffic.requests - before == 5, "one a renewal, and nothing for what others write"
+    for watch in watches:
+        watch.close()
+    lease.withdraw()
+    assert stores[0].read("idle/n") is None
+
+
+def test_what_strangers_left_is_a_value_of_version_0(stores: list[C10dStore]) -> None:
+    """The one who reads it can tell that it is no record of ours; nothing of ours is hurt by it."""
+    wire = Wire(TCPStore, "127.0.0.1", stores[0].port, 10.0)
+    assert stores[0].compare_and_swap("strange/ours", None, b"ours")
+    wire.append(index_key("strange/"), b"\xff\x00 no entry\n=theirs\n=\xff\n=theirs\n")
+    wire.append(DIRECTORIES, b"rubbish\n\n=\xfe\xff/\n")
+    wire.append(LEASES, b"=\xb2 x\n=lease\n=lease \xb2\n=lease 10 20\n")
+    wire.append(WATCHED, b"rubbish")
+    for garbage in (b"\xff\xfe", b"elasticd1 here nonsense\n", b"elasticd2 here 7 0 -\nnewer", b"{}"):
+        wire.set(value_key("strange/theirs"), garbage)
+        assert stores[1].read("strange/theirs") == Versioned(garbage, 0)
+        listed = stores[1].list("strange/")
+        assert listed == {"strange/ours": found(stores[0], "strange/ours"), "strange/theirs": Versioned(garbage, 0)}
+    assert not stores[1].compare_and_swap("strange/theirs", None, b"mine"), "nothing is overwritten unseen"
+    assert stores[1].compare_and_swap("strange/theirs", 0, b"mine")
+    assert found(stores[1], "strange/theirs").version > 0
+    assert stores[1].announce("strange/n", b"", 3.0) is not None
+    with pytest.raises(ValueError, match="line break"):
+        stores[0].read("a\nb")
+
+
+# --- what the host does as time goes by -----------------------------------------------------------------------------
+
+
+class Place:
+    """A real TCPStore in this process, the keeper of it, and the verbs; minutes pass in no time."""
+
+    def __init__(self) -> None:
+        self._now = 1000.0
+        self._server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.wire = self.another_wire()
+        self.verbs = Operations(self.wire)
+        self.keeper = Keeper(self.wire)
+        self.keeper.begin()
+        self.keeper.turn(self._now)
+
+    def another_wire(self, kind: type[W] = Wire) -> W:  # type: ignore[assignment]
+        return kind(TCPStore, "127.0.0.1", self._server.port, 10.0)
+
+    def close(self) -> None:
+        """torch closes what nobody refers to any more."""
+        vars(self).clear()
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(round(seconds / TURN_S)):
+            self._now += TURN_S
+            self.keeper.turn(self._now)
+
+    def sleep_through(self, seconds: float) -> None:
+        """The host's machine is suspended, or its process is stopped."""
+        self._now += seconds
+        self.keeper.turn(self._now)
+
+
+@pytest.fixture(scope="module")
+def _what_torch_keeps() -> None:
+    """Before a test looks at its descriptors: a process's first server opens a pipe for good."""
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def place(_what_torch_keeps: None) -> Iterator[Place]:
+    with closing(Place()) as made:
+        yield made
+
+
+VALUE = base64.b64encode(b"v").decode()
+
+
+def test_a_lease_ends_its_time_after_the_last_renewal_while_the_host_was_awake(place: Place) -> None:
+    lease, first = place.verbs.announce("n/a", VALUE, 3.0) or ("", 0)
+    place.pass_time(2.8)
+    assert place.verbs.renew(lease, first)
+    place.sleep_through(1000.0)
+    assert place.verbs.read("n/a") is not None, "nobody could renew while the host slept"
+    place.pass_time(2.4)
+    assert place.verbs.renew(lease, first)
+    place.pass_time(2.8)
+    assert place.verbs.read("n/a") is not None
+    place.pass_time(0.6)
+    assert place.verbs.read("n/a") is None
+    assert not place.verbs.renew(lease, first)
+    assert place.verbs.hold(lease, first, "n/b", VALUE, None) is None
+    place.pass_time(BURY_AFTER_S + 1)
+    assert lines(place.wire.read(LEASES)) == {}
+    assert place.wire.read(lease_key(lease)) is None
+    assert place.wire.read(held_key(lease)) is None
+    assert not place.verbs.renew(lease, first)
+    assert place.wire.read(lease_key(lease)) is None, "what the late renewal made is gone again"
+
+
+def test_a_key_put_by_a_holder_whose_lease_had_just_ended_goes_too(place: Place) -> None:
+    lease, _ = place.verbs.announce("n/a", VALUE, 1.0) or ("", 0)
+    place.pass_time(1.6)
+    late = Envelope(State.HERE, 7, lease, b"late")
+    place.wire.append(held_key(lease), b"=n/late\n")
+    assert place.wire.swap(value_key("n/late"), None, late.seal())
+    place.pass_time(BURY_AFTER_S + 1)
+    found = opened(place.wire.read(value_key("n/late")))
+    assert found is None or found.state is not State.HERE
+
+
+def test_what_is_deleted_leaves_nothing(place: Place) -> None:
+    for number in range(3):
+        assert place.verbs.swap(f"done/{number}/a", None, VALUE)
+        assert place.verbs.swap(f"done/{number}/b", None, VALUE)
+    assert place.verbs.delete("done/0/a") and place.verbs.delete("done/0/b") and place.verbs.delete("done/1/a")
+    place.pass_time(2 * BURY_AFTER_S)
+    assert list(place.verbs.found_below("")) == ["done/1/b", "done/2/a", "done/2/b"]
+    assert list(lines(place.wire.read(DIRECTORIES))) == ["done/1/", "done/2/"]
+    assert list(lines(place.wire.read(index_key("done/1/")))) == ["b"]
+    for key in (index_key("done/0/"), value_key("done/0/a"), value_key("done/1/a")):
+        assert place.wire.read(key) is None
+    assert place.verbs.swap("done/0/a", None, VALUE)
+    assert "done/0/a" in place.verbs.found_below("done/0/")
+
+
+def test_a_name_that_was_announced_and_never_came_goes(place: Place) -> None:
+    """As of a writer that was killed between the two."""
+    place.wire.append(index_key("seen/"), b"=a\n")
+    place.wire.append(DIRECTORIES, b"=seen/\n")
+    assert place.verbs.found_below("seen/") == {}
+    assert place.verbs.swap("other", None, VALUE)
+    place.pass_time(2 * BURY_AFTER_S)
+    assert place.wire.read(index_key("seen/")) is None
+
+
+def test_creating_waits_while_the_host_buries(place: Place) -> None:
+    assert place.verbs.swap("k", None, VALUE)
+    buried = Envelope(State.BURIED, 1, "", b"").seal()
+    place.wire.set(value_key("k"), buried)
+    other = Operations(place.another_wire())
+    other.deadline = time.monotonic() + SOON_S
+    made: list[bool] = []
+    creating = threading.Thread(target=lambda: made.append(other.swap("k", None, VALUE)))
+    creating.start()
+    while not other._wire._counts[0] > 6:  # it has looked more than once
+        time.sleep(0.001)
+    assert place.wire.read(value_key("k")) == buried
+    place.wire.delete(value_key("k"))
+    creating.join(SOON_S)
+    assert made == [True]
+    assert list(place.verbs.found_below("k")) == ["k"]
+
+
+class Interrupted(Wire):
+    """A client that is slow at its worst moment: the rest of the world acts between two of its requests."""
+
+    meanwhile: Callable[[], None]
+
+    def add(self, key: bytes, amount: int) -> int:
+        self.meanwhile()
+        return super().add(key, amount)
+
+
+def test_a_key_whose_name_the_host_buries_while_it_is_created_is_found(place: Place) -> None:
+    place.wire.append(index_key("d/"), b"=k\n")  # left by a writer that was killed before it made the key
+    place.wire.append(DIRECTORIES, b"=d/\n")
+    place.keeper._sweep()
+
+    def bury() -> None:
+        place.keeper._now += BURY_AFTER_S
+        place.keeper._sweep()
+
+    slow = place.another_wire(Interrupted)
+    slow.meanwhile = bury
+    assert Operations(slow).swap("d/k", None, VALUE)
+    assert list(place.verbs.found_below("d/")) == ["d/k"]
+
+
+def test_a_deleted_key_that_is_created_again_while_the_host_buries_it_is_found(place: Place) -> None:
+    assert place.verbs.swap("d/k", None, VALUE)
+    assert place.verbs.delete("d/k")
+    place.keeper._sweep()
+
+    def bury() -> None:
+        place.keeper._now += BURY_AFTER_S
+        place.keeper._sweep()
+
+    slow = place.another_wire(Interrupted)
+    slow.meanwhile = bury
+    assert Operations(slow).swap("d/k", None, VALUE)
+    assert list(place.verbs.found_below("d/")) == ["d/k"]
+
+
+def test_keys_that_come_and_go_while_the_host_buries_are_all_found(place: Place) -> None:
+    """Writers against a host that thinks half a minute passes between any two of its looks."""
+    wrong: list[str] = []
+
+    def come_and_go(me: int) -> None:
+        verbs = Operations(place.another_wire())
+        key = f"d{me % 2}/{me}"
+        for _ in range(200):
+            verbs.deadline = time.monotonic() + SOON_S
+            if not verbs.swap(key, None, VALUE):
+                wrong.append(f"{key} was there")
+            if key not in verbs.found_below(key):
+                wrong.append(f"{key} was not found")
+            if not verbs.delete(key):
+                wrong.append(f"{key} was gone")
+
+    writers = [threading.Thread(target=come_and_go, args=(me,)) for me in range(4)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        place.keeper._now += BURY_AFTER_S
+        place.keeper._sweep()
+    assert wrong == []
+
+
+def test_a_change_that_was_counted_and_never_named_is_named(place: Place) -> None:
+    """A writer killed between the two would leave every watch waiting."""
+    register(place.wire, "p/")
+    place.pass_time(1.0)
+    place.wire.add(counter_key("p/"), 1)
+    assert place.verbs.swap("p/k", None, VALUE)
+    assert place.wire.read(event_key("p/", 1)) is None
+    place.pass_time(3 * TURN_S)
+    assert place.wire.read(event_key("p/", 1)) == b"p/"
+    assert place.wire.read(event_key("p/", 2)) == b"p/k"
+    place.pass_time(BURY_AFTER_S + 1)
+    assert place.wire.read(event_key("p/", 1)) is None, "nobody waits for it any more"
+    assert place.wire.read(event_key("p/", 2)) is None
+
+
+def test_a_prefix_nobody_watches_any_more_costs_writers_nothing(place: Place) -> None:
+    register(place.wire, "kept/")
+    register(place.wire, "left/")
+    for _ in range(4):
+        place.pass_time(UNWATCHED_S / 3)
+        register(place.wire, "kept/")
+    assert list(lines(place.wire.read(WATCHED))) == ["kept/"]
+    assert register(place.wire, "left/") == 0
+    assert list(lines(place.wire.read(WATCHED))) == ["kept/", "left/"]
+
+
+def test_versions_of_two_starts_never_meet(place: Place) -> None:
+    assert place.verbs.swap("k", None, VALUE)
+    before = place.verbs.read("k")
+    again = Place()
+    assert again.verbs.read("k") is None
+    assert again.verbs.swap("k", None, VALUE)
+    after = again.verbs.read("k")
+    assert before is not None
+    assert after is not None
+    assert after[0] > before[0]
+    assert not again.verbs.swap("k", before[0], VALUE)
+    assert remove(again.wire, "k", None)

@@ -1,0 +1,301 @@
+"""The c10d store when its processes are stopped and killed, and where it is wrongly pointed at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from elasticd.errors import StoreRefused, StoreUnavailable
+from elasticd_agent.store.c10d import C10dStore
+
+Until = Callable[[Callable[[], object], float], object]
+SOON_S = 20.0
+TIMEOUT_S = 0.9
+
+
+class Pair:
+    """A host and a client of it, each with what it said."""
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self.host_said: list[str] = []
+        self.said: list[str] = []
+        self.host = C10dStore("127.0.0.1", 0, serve=True, timeout_s=timeout_s, say=self.host_said.append)
+        self.client = C10dStore("127.0.0.1", self.host.port, serve=False, timeout_s=timeout_s, say=self.said.append)
+        assert self.client.read("nothing") is None  # both helpers start at the same time
+        assert self.host.read("nothing") is None
+
+    def close(self) -> None:
+        self.client.close()
+        self.host.close()
+
+
+def helper(store: C10dStore) -> psutil.Process:
+    found = store._link._helper
+    assert found is not None
+    return psutil.Process(found.process.pid)
+
+
+def process(store: C10dStore, name: str) -> psutil.Process:
+    """The child of its helper that is called `name`: -h hosts, -c is the client."""
+    (found,) = (child for child in helper(store).children() if child.name() == f"elasticd-c10d-{name}")
+    return found
+
+
+def answers(store: C10dStore) -> bool:
+    try:
+        store.read("anything")
+    except StoreUnavailable:
+        return False
+    return True
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + SOON_S
+    while any(thread_state(path) != "T" for path in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline
+    try:
+        yield
+    finally:
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:  # ended meanwhile
+            pass
+
+
+def thread_state(path: Path) -> str:
+    return (path / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def a_frozen_host_costs_each_call_its_timeout_and_nothing_else(pair: Pair, until: Until) -> None:
+    lease = pair.client.announce("n/a", b"v", 3.0)
+    heard: list[str] = []
+    pair.client.watch("n/", heard.append)
+    assert lease is not None
+    lasted = []
+    with stopped(process(pair.host, "h").pid):
+        for call in (lambda: pair.client.read("n/a"), lease.renew, lambda: pair.client.list("n/")) * 2:
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailable, match=rf"127\.0\.0\.1:{pair.host.port}.*no answer"):
+                call()
+            lasted.append(time.monotonic() - began)
+    assert max(lasted) < TIMEOUT_S + 0.3, "torch's own client would have waited for the host"
+    until(lambda: answers(pair.client), SOON_S)
+    assert lease.renew(), "a host that slept ends nobody's lease"
+    assert pair.client.read("n/a") is not None
+    assert len(pair.said) == 2, "the outage and its end, once each"
+    heard.clear()
+    assert pair.host.compare_and_swap("n/b", None, b"")
+    until(lambda: "n/b" in heard, SOON_S)
+
+
+def closing_does_not_wait_for_a_frozen_host_or_helper(pair: Pair, until: Until) -> None:
+    with stopped(process(pair.host, "h").pid):
+        with pytest.raises(StoreUnavailable):
+            pair.client.read("k")
+        began = time.monotonic()
+        pair.client.close()
+        assert time.monotonic() - began < 1.0
+    with stopped(helper(pair.host).pid):
+        began = time.monotonic()
+        pair.host.close()
+        assert time.monotonic() - began < 4.0
+    for store in (pair.client, pair.host):
+        with pytest.raises(StoreUnavailable):
+            store.read("k")
+
+
+def a_host_that_comes_back_empty(pair: Pair, until: Until) -> None:
+    lease = pair.client.announce("n/e", b"v", 60.0)
+    assert lease is not None
+    assert pair.client.compare_and_swap("round", None, b"1")
+    before = pair.client.read("round")
+    assert before is not None
+    heard: list[str] = []
+    pair.client.watch("round", heard.append)
+    process(pair.host, "h").kill()
+    until(lambda: answers(pair.client) and answers(pair.host), SOON_S)
+    assert pair.client.list("") == {}
+    assert lease.renew() is False
+    assert lease.renew() is False
+    assert not pair.client.compare_and_swap("round", before.version, b"2"), "of another time"
+    assert pair.client.compare_and_swap("round", None, b"1")
+    after = pair.client.read("round")
+    assert after is not None
+    assert after.version > before.version
+    assert not pair.client.compare_and_swap("round", before.version, b"2"), "the same value, of another time"
+    until(lambda: heard, SOON_S)
+    assert len(pair.said) == 2
+
+
+def a_killed_helper_or_client_is_replaced(pair: Pair, until: Until) -> None:
+    assert pair.host.compare_and_swap("k", None, b"1")
+    lease = pair.client.announce("n/k", b"v", 60.0)
+    assert lease is not None
+    for victim in (process(pair.client, "c"), helper(pair.client)):
+        victim.kill()
+        until(lambda gone=victim: not gone.is_running() or gone.status() == psutil.STATUS_ZOMBIE, SOON_S)
+        until(lambda: answers(pair.client), SOON_S)
+        found = pair.client.read("k")
+        assert found is not None
+        assert found.value == b"1"
+        assert lease.renew(), "the lease is the agent's, not its helper's"
+
+
+def a_lease_ends_with_the_agent_that_renews_it(pair: Pair, until: Until) -> None:
+    """An agent killed without a word: its lease ends, its helper goes, and, was it the host, its port is free."""
+    code = (
+        "import sys, time\n"
+        "from elasticd_agent.store.c10d import C10dStore\n"
+        "mine, theirs = C10dStore('127.0.0.1', 0, serve=True), C10dStore('127.0.0.1', int(sys.argv[1]), serve=False)\n"
+        "assert theirs.announce('n/killed', b'', 1.0) and mine.read('k') is None\n"
+        "print(mine.port, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    paths = os.pathsep.join(str(Path(__file__).parents[2] / part) for part in (".", "agents"))
+    command = [sys.executable, "-c", code, str(pair.host.port)]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        port = int(agent.stdout.readline())
+        theirs = psutil.Process(agent.pid).children(recursive=True)
+        agent.kill()
+    assert pair.host.read("n/killed") is not None
+    until(lambda: pair.host.read("n/killed") is None, SOON_S)
+    assert len(theirs) == 5, "two helpers, two clients, one host"
+    until(lambda: not any(left.is_running() and left.status() != psutil.STATUS_ZOMBIE for left in theirs), SOON_S)
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_one_trouble_after_the_other(until: Until) -> None:
+    """In one test, since each start of a pair imports torch twice. None may be felt by the next."""
+    with closing(Pair()) as pair:
+        for trouble in (
+            a_frozen_host_costs_each_call_its_timeout_and_nothing_else,
+            a_killed_helper_or_client_is_replaced,
+            a_host_that_comes_back_empty,
+            a_lease_ends_with_the_agent_that_renews_it,
+            closing_does_not_wait_for_a_frozen_host_or_helper,
+        ):
+            until(lambda: answers(pair.client) and answers(pair.host), SOON_S)
+            pair.said.clear()
+            trouble(pair, until)
+
+
+# --- where it is wrongly pointed at ---------------------------------------------------------------------------------
+
+
+def failure(**given: object) -> Exception:
+    with ExitStack() as cleanup:
+        store = C10dStore(**{"host": "127.0.0.1", "serve": False, "start_timeout_s": 20.0, **given})  # type: ignore[arg-type]
+        cleanup.callback(store.close)
+        with pytest.raises((StoreUnavailable, StoreRefused)) as caught:
+            store.read("k")
+    return caught.value
+
+
+def test_a_port_in_use_cannot_be_hosted() -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        refused = failure(port=port, serve=True)
+    assert isinstance(refused, StoreRefused)
+    assert f"port {port}: Address already in use" in str(refused)
+    assert "--rdzv-endpoint" in str(refused)
+
+
+def test_a_python_without_torch_or_no_python(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o700)
+    refused = failure(port=1, python=str(bare))
+    assert isinstance(refused, StoreRefused)
+    assert f"{bare} has no torch" in str(refused)
+    refused = failure(port=1, python=str(tmp_path / "none"))
+    assert isinstance(refused, StoreRefused)
+    assert "No such file" in str(refused)
+
+
+def test_a_host_that_comes_later_is_waited_for(until: Until) -> None:
+    """Its port is still another's for a moment, as when the agent of before is still ending."""
+    with ExitStack() as cleanup:
+        other = socket.create_server(("", 0))
+        cleanup.callback(other.close)
+        port = other.getsockname()[1]
+        host = C10dStore("127.0.0.1", port, serve=True)
+        cleanup.callback(host.close)
+        other.close()
+        early = C10dStore("127.0.0.1", port, serve=False)
+        cleanup.callback(early.close)
+        assert early.read("k") is None
+
+
+def test_a_host_that_never_comes_is_not_waited_for_any_longer(until: Until) -> None:
+    with ExitStack() as cleanup:
+        reserved = cleanup.enter_context(socket.socket())
+        reserved.bind(("127.0.0.1", 0))  # nobody listens there
+        port = reserved.getsockname()[1]
+        said: list[str] = []
+        store = C10dStore("127.0.0.1", port, serve=False, start_timeout_s=1.5, say=said.append)
+        cleanup.callback(store.close)
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable, match=rf"127\.0\.0\.1:{port} does not answer.*host's agent runs"):
+            store.read("k")
+        assert 1.4 < time.monotonic() - began < 1.8
+        until(lambda: "Connection refused" in unavailable(store), SOON_S)
+        assert len(said) == 1
+
+
+def unavailable(store: C10dStore) -> str:
+    with pytest.raises(StoreUnavailable) as caught:
+        store.read("k")
+    return str(caught.value)
+
+
+def test_something_else_that_answers_is_not_taken_for_a_store() -> None:
+    def babble(server: socket.socket) -> None:
+        while True:
+            try:
+                peer, _ = server.accept()
+            except OSError:
+                return
+            with peer:
+                try:
+                    peer.recv(100)
+                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                except OSError:
+                    pass
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        talking = threading.Thread(target=babble, args=(server,))
+        talking.start()
+        try:
+            found = failure(port=server.getsockname()[1], start_timeout_s=3.0)
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            talking.join(SOON_S)
+    assert isinstance(found, StoreUnavailable)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> TCPStore:
+    """Made before a test looks at its descriptors: torch keeps some of a server's for good."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_a_tcp_store_that_is_not_ours_is_refused(theirs: TCPStore) -> None:
+    """torchrun's own rendezvous, say."""
+    refused = failure(port=theirs.port)
+    assert isinstance(refused, StoreRefused)
+    assert f"127.0.0.1:{theirs.port}: a TCPStore answers there, but no elasticd agent keeps it" in str(refused)
