@@ -3,14 +3,15 @@
 Whoever drives it says what happens to which node. A group trains while every member of its round has started it and
 can reach the others; a step takes 0.1 s; when a member's workers die, the others lose their peers 30 ms later, or never
 where no connection is reset. The clock moves only when told, and stops at everything that is due on the way.
+
+An agent's label tells it from others of the same node id; it is the node id unless two agents have one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from elasticd.errors import StoreUnavailable
 from elasticd.wire import NodeRecord, Round
 from elasticd_agent import core
 from elasticd_agent.config import Policy
@@ -18,7 +19,6 @@ from elasticd_agent.coordinator import Coordinator
 from elasticd_agent.knock import Answered, Refused, Silent
 from elasticd_agent.messages import (
     Action,
-    Ended,
     Event,
     ExitStatus,
     FirstStep,
@@ -27,12 +27,12 @@ from elasticd_agent.messages import (
     KillGroup,
     LastWords,
     Leave,
-    Phase,
     ReportDone,
     ReportFailure,
     ReportLeaving,
     RoundPublished,
     Rules,
+    Running,
     StartGroup,
     StopGroup,
     StopRequested,
@@ -42,9 +42,10 @@ from elasticd_agent.messages import (
 )
 from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Rejected, StoreSeen
 from elasticd_agent.planner import Facts, Keys, Planner
-from elasticd_agent.store import Lease, Traffic, Versioned, Watch
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_agent.view import Asked
+from tests.scenarios.node import Away, Node
+from tests.scenarios.waystore import Killed, WayStore
 
 STEP_S = 0.1
 LOST_PEER_S = 0.03
@@ -52,100 +53,11 @@ START_S = 0.1
 SILENT = Silent("no answer")
 
 
-@dataclass(slots=True)
-class Away:
-    """What a node cannot reach now."""
-
-    store: bool = False
-    peers: bool = False
-
-
-class NodesStore:
-    """One node's way to the store: raises StoreUnavailable while it is cut."""
-
-    def __init__(self, store: MemoryStore, reachable: Callable[[], bool]) -> None:
-        self._store, self._reachable = store, reachable
-        self.traffic = Traffic()
-
-    def _reach(self) -> MemoryStore:
-        self.traffic.requests += 1
-        if not self._reachable():
-            raise StoreUnavailable("the store does not answer")
-        return self._store
-
-    def read(self, key: str) -> Versioned | None:
-        return self._reach().read(key)
-
-    def list(self, prefix: str) -> dict[str, Versioned]:
-        return self._reach().list(prefix)
-
-    def compare_and_swap(
-        self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
-    ) -> bool:
-        return self._reach().compare_and_swap(key, expected, value, guard)
-
-    def delete(self, key: str) -> bool:
-        return self._reach().delete(key)
-
-    def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
-        lease = self._reach().announce(key, value, ttl_s)
-        return None if lease is None else NodesLease(self, lease)
-
-    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        return self._reach().watch(prefix, lambda key: callback(key) if self._reachable() else None)
-
-    def close(self) -> None:
-        """The store is everybody's."""
-
-
-@dataclass(slots=True)
-class NodesLease:
-    """A lease that can be reached as its store can."""
-
-    store: NodesStore
-    lease: Lease
-
-    @property
-    def ttl_s(self) -> float:
-        return self.lease.ttl_s
-
-    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
-        self.store._reach()
-        return self.lease.hold(key, value, expected)
-
-    def renew(self) -> bool:
-        self.store._reach()
-        return self.lease.renew()
-
-    def withdraw(self) -> None:
-        self.store._reach()
-        self.lease.withdraw()
-
-
-@dataclass(eq=False, slots=True)
-class Node:
-    """One agent and its group. `group`: the round whose workers live here; `joined`: they know where their store is."""
-
-    name: str
-    incarnation: str
-    rules: Rules
-    facts: Facts
-    coordinator: Coordinator
-    away: Away = field(default_factory=Away)
-    phase: Phase = field(default_factory=Joining)
-    group: Round | None = None
-    joined: bool = False
-    stepping: int = 0
-    master: int = 0
-    due: float | None = 0.0
-    wakes: list[float] = field(default_factory=list)
-    frozen: bool = False
-    dead: bool = False
-    left: Leave | None = None
-
-
 class Cluster:
-    """All nodes of one job. `lines` is what happened since it was last looked at."""
+    """All nodes of one job. `lines` is what happened since it was last looked at: when, to whom, what.
+
+    `hints` is given every hint of a watch with its delivery, and may do with it what a bad network does.
+    """
 
     def __init__(self, asked: Asked, policy: Policy, slots: int = 1, holds: bool = False) -> None:
         self.now = 1000.0
@@ -156,61 +68,97 @@ class Cluster:
         self.nodes: dict[str, Node] = {}
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.step = 0
-        self.lines: list[str] = []
+        self.lines: list[tuple[float, str, str]] = []
         self.rounds: dict[int, Round] = {}
-        self._incarnations = 0
+        self.trained: dict[int, float] = {}
+        self.agents: dict[str, Node] = {}
+        self.hints: Callable[[Callable[[], None]], None] = lambda deliver: deliver()
+        self._training: set[int] = set()
 
     # ---- what happens
 
-    def start(self, name: str) -> Node:
-        self._incarnations += 1
-        incarnation = f"{name}{self._incarnations}"
-        facts = Facts()
-        away = Away()
-        store = NodesStore(self.store, lambda: self.store_up and not away.store)
-        said = lambda sentence: self.tell(name, sentence)  # noqa: E731
+    def start(self, label: str, name: str | None = None) -> Node:
+        name = name or label
+        port = len(self.agents) + 1
+        incarnation = f"{name}{port}"
+        facts, away = Facts(), Away()
+        way = WayStore(self.store, lambda: self.store_up and not away.store, lambda deliver: self.hints(deliver))
         planner = Planner(
-            store, self.keys, self.policy, self.asked, facts, lambda them: self._knock(name, them), name, said
+            way,
+            self.keys,
+            self.policy,
+            self.asked,
+            facts,
+            lambda them: self._knock(node, them),
+            name,
+            lambda sentence: self.tell(label, sentence),
         )
-        record = NodeRecord(name, incarnation, f"{name}:1", tuple(range(self.slots)), directory="d")
-        coordinator = Coordinator(store, self.keys, self.policy, record, planner, b"{}", lambda a, b: None)
+        record = NodeRecord(name, incarnation, f"{label}:{port}", tuple(range(self.slots)), directory="d")
+        coordinator = Coordinator(way, self.keys, self.policy, record, planner, b"{}", lambda a, b: None)
         rules = Rules(name, incarnation=incarnation, shared=True)
-        node = Node(name, incarnation, rules, facts, coordinator, away)
+        node = Node(label, name, incarnation, rules, facts, coordinator, way, away, due=self.now)
         coordinator.on_hint(lambda: self._hinted(node))
-        self.nodes[name] = node
+        self.nodes[label] = self.agents[incarnation] = node
         return node
 
-    def kill(self, name: str, *, silently: bool = False) -> None:
-        """The machine's processes are gone; `silently`: and with them the machine, nothing resets a connection."""
-        node = self.nodes[name]
+    def kill(self, label: str) -> None:
+        """The machine's processes are gone; the machine resets their connections."""
+        node = self.nodes[label]
         node.dead = True
-        node.away.store = True
-        if silently:
-            node.away.peers = True
-        elif node.group is not None:
+        if node.group is not None:
             self._lose_peers(node.group, node)
 
-    def exit(self, name: str, local_rank: int, status: ExitStatus, words: LastWords | None = None) -> None:
-        node = self.nodes[name]
-        assert node.group is not None, f"{name} has no group"
-        member = node.group.member(name)
+    def vanish(self, label: str) -> None:
+        """The machine is gone: nothing resets a connection, nothing answers."""
+        self.nodes[label].dead = self.nodes[label].away.network = True
+
+    def freeze(self, label: str) -> None:
+        """Every process of the node is stopped; its kernel still takes connections."""
+        self.nodes[label].frozen = True
+
+    def thaw(self, label: str) -> None:
+        node = self.nodes[label]
+        node.frozen = False
+        self._see_peers()
+
+    def cut(self, label: str, *, store: bool = False, peers: bool = False, peer: str | None = None) -> None:
+        away = self.nodes[label].away
+        away.store, away.network = away.store or store, away.network or peers
+        if peer is not None:
+            away.peers.add(peer)
+
+    def heal(self, label: str) -> None:
+        away = self.nodes[label].away
+        away.store, away.network, away.peers = False, False, set()
+        for node in self.nodes.values():
+            node.away.peers.discard(label)
+        self._see_peers()
+
+    def exit(self, label: str, local_rank: int, status: ExitStatus, words: LastWords | None = None) -> None:
+        node = self.nodes[label]
+        assert node.group is not None, f"{label} has no group"
+        member = node.group.member(node.name)
         assert member is not None
-        rank = node.group.ranks(name)[local_rank]
+        rank = node.group.ranks(node.name)[local_rank]
         self._feed(
             node, WorkerExited(node.group.number, rank, local_rank, member.slots[local_rank], status, words, self.now)
         )
         if not status.ok:
             self._lose_peers(node.group, node)
 
-    def finish(self) -> None:
-        """Every worker of the round that trains comes to its end."""
-        for node in self.nodes.values():
-            if node.group is not None and not node.dead:
-                for local_rank in range(self.slots):
-                    self.exit(node.name, local_rank, ExitStatus(0))
+    def finish(self, *labels: str) -> None:
+        """Every worker of these nodes, or of all, comes to its end; those that train together do so together."""
+        ending = [n for n in self._alive() if n.group is not None and (not labels or n.label in labels)]
+        for node in ending:
+            if node.group is not None:
+                node.done = node.group.number
+        for node in ending:
+            for local_rank in range(self.slots):
+                if isinstance(node.phase, Running):
+                    self.exit(node.label, local_rank, ExitStatus(0))
 
-    def stop(self, name: str) -> None:
-        self._feed(self.nodes[name], StopRequested("SIGTERM", 143, self.now))
+    def stop(self, label: str) -> None:
+        self._feed(self.nodes[label], StopRequested("SIGTERM", 143, self.now))
 
     def empty_store(self) -> None:
         """It came back without anything that was in it."""
@@ -258,7 +206,11 @@ class Cluster:
 
     def _turn(self, node: Node) -> None:
         node.due = None
-        news, until = node.coordinator.turn(self.now)
+        try:
+            news, until = node.coordinator.turn(self.now)
+        except Killed:
+            self.tell(node.label, "is killed in the middle of a turn")
+            return self.kill(node.label)
         if until is not None:  # a hint that came during the turn keeps its own time
             node.due = until if node.due is None else min(node.due, until)
             node.due = max(node.due, self.now + 1e-4)
@@ -274,11 +226,13 @@ class Cluster:
                 if on and self.holds:
                     self._at(STEP_S, lambda: self._hold(node, number))
             case StoreSeen(away, _, seconds):
-                self.tell(node.name, "the store is away" if away else f"the store is back after {seconds:.1f} s")
+                self.tell(node.label, "the store is away" if away else f"the store is back after {seconds:.1f} s")
             case Awaited(why):
-                self.tell(node.name, f"waits: {why}")
+                self.tell(node.label, f"waits: {why}")
+            case Rejected(why) if isinstance(node.phase, Joining):
+                self._perform(node, Leave(1, why))
             case Rejected(why):
-                self.tell(node.name, f"rejected: {why}")
+                self.tell(node.label, f"rejected: {why}")
             case _:
                 self._feed(node, said)
 
@@ -297,25 +251,28 @@ class Cluster:
         assert known == round, f"two rounds are numbered {round.number}"
         if known is round:
             end = "" if round.outcome is None else f" ({round.outcome}, exit code {round.exit_code})"
-            self.lines.append(f"round {round.number}{end}: {round.reason}")
+            self.tell("", f"round {round.number}{end}: {round.reason}")
 
     def _perform(self, node: Node, action: Action) -> None:
         match action:
             case StartGroup(round):
                 assert node.group is None, f"{node.name} starts {round.number} while {node.group} lives"
+                assert round.number > node.stepping, "numbers only grow"
                 node.group, node.joined = round, False
                 node.facts.advances_by = self.now
                 node.coordinator.update(ready=round.number)
                 if round.group_rank(node.name) == 0:
                     node.master = round.number
-                    node.coordinator.master(round.number, node.name, 1)
+                    node.coordinator.master(round.number, node.label, 1)
                 self._join(node)
             case KillGroup(number) | StopGroup(number):
                 self._at(0.01, lambda: self._gone(node, number))
             case ReportFailure(failure):
+                self.tell(node.label, f"reports {failure.kind}: {failure.why}")
                 failure = replace(failure, high_water=self.step, checkpoint=node.facts.checkpoint)
                 node.coordinator.failed(failure, self.now)
             case ReportDone(number):
+                self.tell(node.label, "is done")
                 node.coordinator.done(number)
                 self._at(0.01, lambda: self._gone(node, number))
             case ReportLeaving(why):
@@ -324,7 +281,7 @@ class Cluster:
                 node.wakes.append(at)
             case Leave(exit_code, why):
                 node.left = action
-                self.tell(node.name, f"leaves with {exit_code}: {why}")
+                self.tell(node.label, f"leaves with {exit_code}: {why}")
                 node.coordinator.close()
         node.due = self.now
 
@@ -338,19 +295,32 @@ class Cluster:
             self._at(START_S, lambda: self._train(round))
 
     def _members(self, round: Round) -> list[Node]:
-        return [self.nodes[m.node] for m in round.members]
+        return [self.agents[m.incarnation] for m in round.members]
 
     def _trains(self, round: Round) -> bool:
         members = self._members(round)
-        cut = sum(node.away.peers for node in members)
-        return all(node.group == round and not (node.dead or node.frozen) for node in members) and (
-            not cut or len(members) == 1
+        return all(self._lives(node, round) and node.joined and node.done != round.number for node in members) and (
+            all(self._reaches(one, other) for one in members for other in members if one is not other)
         )
+
+    @staticmethod
+    def _lives(node: Node, round: Round) -> bool:
+        return node.group == round and not (node.dead or node.frozen)
+
+    @staticmethod
+    def _reaches(one: Node, other: Node) -> bool:
+        cut = one.away.network or other.away.network
+        return not (cut or other.label in one.away.peers or one.label in other.away.peers)
 
     def _train(self, round: Round) -> None:
         if not self._trains(round):
+            self._training.discard(round.number)
             return
+        self._training.add(round.number)
         self.step += 1
+        if round.number not in self.trained:
+            self.tell("", f"round {round.number} trains on {' '.join(m.node for m in round.members)}")
+        self.trained[round.number] = self.now
         for node in self._members(round):
             node.facts.high_water = self.step
             node.facts.advances_by = self.now + 2 * STEP_S
@@ -361,52 +331,64 @@ class Cluster:
                 self._feed(node, FirstStep(round.number, self.now))
         self._at(STEP_S, lambda: self._train(round))
 
+    def _see_peers(self) -> None:
+        """Somebody is back: what waited for it goes on, and whoever waited for the dead hears that they are."""
+        groups = {node.group.number: node.group for node in self._alive() if node.group is not None}
+        for round in groups.values():
+            if self._trains(round) and round.number not in self._training:
+                self._training.add(round.number)
+                self._at(STEP_S, lambda round=round: self._train(round))  # type: ignore[misc]
+            for gone in self._members(round):
+                if gone.group != round or gone.dead:
+                    self._lose_peers(round, gone)
+
     def _hold(self, node: Node, number: int) -> None:
         if node.group is not None and node.group.number == number and not node.dead:
             node.facts.checkpoint = (number, self.step)
-            self.tell(node.name, f"holds round {number} at a checkpoint of its step")
+            self.tell(node.label, f"holds round {number} at a checkpoint of its step {self.step}")
             node.coordinator.update(held=number, checkpoint=(number, self.step), high_water=self.step)
             node.due = self.now
 
     def _gone(self, node: Node, number: int) -> None:
         if node.dead or node.group is None or node.group.number != number:
             return
+        if node.frozen:  # a stopped process does not hear of its children's end
+            return self._at(0.01, lambda: self._gone(node, number))
         round, node.group = node.group, None
         node.facts.advances_by = None
         self._feed(node, GroupGone(number))
-        if not isinstance(node.phase, Ended) and any(m.node != node.name for m in round.members):
-            self._lose_peers(round, node)
+        self._lose_peers(round, node)
 
-    def _lose_peers(self, round: Round, dead: Node) -> None:
+    def _lose_peers(self, round: Round, gone: Node) -> None:
         """Connections to a dead process are reset, where there is a machine that resets them."""
-        words = LastWords("exception", "RuntimeError", "Connection reset by peer", "")
+        if gone.done == round.number:
+            return
 
         def lose(node: Node) -> None:
-            training = node.group == round and not (node.dead or node.frozen or node.away.peers)
-            if training and not isinstance(dead.phase, Ended) and not self._all_done(round):
-                rank = round.ranks(node.name)[0]
-                self._feed(node, WorkerExited(round.number, rank, 0, 0, ExitStatus(1), words, self.now))
+            waits = isinstance(node.phase, Running) and node.done != round.number
+            if self._lives(node, round) and waits and self._reaches(node, gone):
+                words = LastWords("exception", "RuntimeError", "Connection reset by peer", "")
+                for local_rank in range(self.slots):
+                    if isinstance(node.phase, Running):
+                        self.exit(node.label, local_rank, ExitStatus(1), words)
 
         for node in self._members(round):
-            if node is not dead:
+            if node is not gone:
                 self._at(LOST_PEER_S, lambda node=node: lose(node))  # type: ignore[misc]
-
-    def _all_done(self, round: Round) -> bool:
-        done = self.store.list(self.keys.done(round.number))
-        return any(key.endswith(f"/{m.node}") for m in round.members for key in done)
 
     def _at(self, seconds: float, act: Callable[[], None]) -> None:
         self.later.append((self.now + seconds, act))
 
     # ---- knocking, and words
 
-    def _knock(self, who: str, them: Mapping[str, tuple[str, int]]) -> dict[str, Answered | Refused | Silent]:
-        return {name: self._answer(self.nodes[who], self.nodes[name]) for name in them}
+    def _knock(self, who: Node, them: Mapping[str, tuple[str, int]]) -> dict[str, Answered | Refused | Silent]:
+        agents = list(self.agents.values())
+        return {name: self._answer(who, agents[port - 1]) for name, (_, port) in them.items()}
 
     def _answer(self, who: Node, whom: Node) -> Answered | Refused | Silent:
-        if who.away.peers or whom.away.peers or whom.frozen:
+        if not self._reaches(who, whom) or whom.frozen:
             return SILENT
         return Refused() if whom.dead or whom.left else Answered(whom.name, whom.incarnation)
 
-    def tell(self, name: str, sentence: str) -> None:
-        self.lines.append(f"{name}: {sentence}")
+    def tell(self, who: str, what: str) -> None:
+        self.lines.append((self.now, who, what))

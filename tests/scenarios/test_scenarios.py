@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.interpreter import rerun
+from tests.scenarios import interpreter, nodes
 
-SCENARIOS = sorted(Path(__file__).parent.glob("*.txt"))
+HERE = Path(__file__).parent
+SCENARIOS = sorted(HERE.glob("*.txt")) + sorted((HERE / "nodes").glob("*.txt"))
 
 
-@pytest.mark.parametrize("path", SCENARIOS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda p: p.relative_to(HERE).with_suffix("").as_posix())
 def test_scenario(path: Path, request: pytest.FixtureRequest) -> None:
     written = path.read_text()
-    now = rerun(written)
+    now = (nodes if path.parent.name == "nodes" else interpreter).rerun(written)
     if request.config.getoption("--rewrite-scenarios", default=False):
         path.write_text(now)
     else:
@@ -22,4 +23,4 @@ def test_scenario(path: Path, request: pytest.FixtureRequest) -> None:
 
 
 def test_there_are_scenarios() -> None:
-    assert len(SCENARIOS) >= 10
+    assert len(SCENARIOS) >= 50

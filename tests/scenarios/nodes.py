@@ -1,0 +1,161 @@
+"""Runs a scenario of many nodes: lines that begin with '>' are what happens, those below each are what came of it.
+
+    > job nodes=2:3 holds             first line; also slots=N, and any number of Policy: adopt_timeout_s=5
+    > start a b c                     agents start; b2=b: one labelled b2 that says it is node b
+    > kill b | vanish b               its processes end; or the machine, and nothing resets a connection any more
+    > freeze b | thaw b               all its processes are stopped, or go on
+    > cut a from store | peers | b    packets are dropped silently; several words are several cuts
+    > heal a                          a reaches everything again
+    > exit a SIGKILL                  a worker of a ends: a signal's name, or code=N, or code=1 ValueError: bad value
+    > finish [a b]                    workers come to their end, code 0: of these nodes, or of all
+    > stop a SIGTERM                  somebody asks a's agent to stop
+    > store down | up | empty         it does not answer; it answers again; it has forgotten everything
+    > hints dropped | delivered       watches do not tell of anything, or do again
+    > wait 3                          so many seconds pass
+    > show                            which node runs what, and what it has asked of the store since the last show
+
+Times are seconds since the last input that was no wait. What several agents say in one moment is said once.
+'#' begins a comment.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import fields, replace
+
+from elasticd_agent.config import Policy
+from elasticd_agent.messages import ExitStatus, LastWords
+from elasticd_agent.view import Asked
+from tests.scenarios.cluster import Cluster
+
+TOGETHER_S = 0.05
+"""What comes so close together is one moment to a reader."""
+
+
+class Told:
+    """A Cluster driven by words, and when the last of them were said."""
+
+    def __init__(self, words: list[str]) -> None:
+        options = dict(w.partition("=")[::2] for w in words)
+        fewest, _, most = options.pop("nodes").partition(":")
+        holds = options.pop("holds", None) is not None
+        slots = int(options.pop("slots", 1))
+        kinds = {f.name: f.type for f in fields(Policy)}
+        numbers = {name: _number(kinds[name], text) for name, text in options.items()}
+        policy = replace(Policy(), **numbers)
+        asked = Asked(1, slots, int(fewest), int(most or fewest), policy.last_call_s)
+        self.cluster = Cluster(asked, policy, slots, holds)
+        self.at = self.shown_at = self.cluster.now
+        self._requests: dict[str, int] = {}
+
+    def happen(self, verb: str, words: list[str]) -> list[str]:
+        if verb != "wait":
+            self.at = self.cluster.now
+        if verb == "show":
+            return self._show()
+        self._happen(verb, words)
+        told, self.cluster.lines = self.cluster.lines, []
+        return [f"  +{at - self.at:.2f} {_to(who)}{what}" for at, who, what in _merged(told)]
+
+    def _happen(self, verb: str, words: list[str]) -> None:
+        c = self.cluster
+        match verb, words:
+            case "start", _:
+                for word in words:
+                    label, _, name = word.partition("=")
+                    c.start(label, name or label)
+            case (("kill" | "vanish" | "freeze" | "thaw" | "heal"), _):
+                for label in words:
+                    getattr(c, verb)(label)
+            case "cut", [label, "from", *others]:
+                for other in others:
+                    c.cut(
+                        label, store=other == "store", peers=other == "peers", peer=other if other in c.nodes else None
+                    )
+            case "exit", [label, *rest]:
+                c.exit(label, 0, *_end(rest))
+            case "finish", _:
+                c.finish(*words)
+            case "stop", [label, "SIGTERM"]:
+                c.stop(label)
+            case "store", ["down" | "up" as how]:
+                c.store_up = how == "up"
+            case "store", ["empty"]:
+                c.empty_store()
+            case "hints", ["dropped"]:
+                c.hints = lambda deliver: None
+            case "hints", ["delivered"]:
+                c.hints = lambda deliver: deliver()
+            case "wait", [seconds]:
+                c.wait(float(seconds))
+            case _:
+                raise ValueError(f"no such input: {verb} {' '.join(words)}")
+        if verb != "wait":
+            c.wait(0)
+
+    def _show(self) -> list[str]:
+        c, out = self.cluster, []
+        elapsed_s, self.shown_at = c.now - self.shown_at, c.now
+        for label, node in sorted(c.nodes.items()):
+            asked = node.way.traffic.requests
+            rate = (asked - self._requests.get(label, 0)) / elapsed_s if elapsed_s else 0.0
+            self._requests[label] = asked
+            if node.dead or node.left:
+                continue
+            runs = f"in round {node.group.number}" if node.group else "runs nothing"
+            plans = ", plans" if node.coordinator.plans else ""
+            out.append(f"  {label}: {runs}{plans}, {rate:.1f} requests/s")
+        trains = [n for n, at in c.trained.items() if at > c.now - 0.25]
+        return [*out, f"  trains: {', '.join(f'round {n}' for n in trains) or 'nothing'}"]
+
+
+def rerun(text: str) -> str:
+    """The scenario as it should read: its inputs and comments, and what they lead to now."""
+    told: Told | None = None
+    out: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith(">"):
+            if line.startswith("#") or not line:
+                out.append(line)
+            continue
+        verb, *words = line[1:].split()
+        out.append(line)
+        if told is None:
+            assert verb == "job", "a scenario begins with > job"
+            told = Told(words)
+        else:
+            out += told.happen(verb, words)
+    return "\n".join(out) + "\n"
+
+
+def _merged(told: Iterable[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
+    """What several said within one moment, under all their names, where the first of them said it."""
+    out: list[tuple[float, list[str], str]] = []
+    for at, who, what in told:
+        near = next((o for o in out if who and o[1][0] and o[2] == what and at - o[0] < TOGETHER_S), None)
+        if near is None:
+            out.append((at, [who], what))
+        else:
+            near[1].append(who)
+    return [(at, " ".join(sorted(who)), what) for at, who, what in out]
+
+
+def _to(who: str) -> str:
+    return f"{who}: " if who else ""
+
+
+def _number(kind: object, text: str) -> int | float | str:
+    if "int" in str(kind):
+        return int(text)
+    return float(text) if kind == "float" else text
+
+
+def _end(words: list[str]) -> tuple[ExitStatus, LastWords | None]:
+    if not words[0].startswith("code="):
+        return ExitStatus(None, signal.Signals[words[0]]), None
+    status = ExitStatus(int(words[0].removeprefix("code=")))
+    if not words[1:]:
+        return status, None
+    kind, _, message = " ".join(words[1:]).partition(": ")
+    return status, LastWords("exception", kind, message, f"Traceback …\n{kind}: {message}")

@@ -1,0 +1,99 @@
+"""One node's way to the store all nodes share: it can be cut, an answer can be lost on it, its agent can die on it.
+
+It exists so that a coordinator meets every kind of trouble at every request it makes. The store itself never fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from elasticd.errors import StoreUnavailable
+from elasticd_agent.store import Lease, Traffic, Versioned, Watch
+from elasticd_agent.store.memory import MemoryStore
+
+T = TypeVar("T")
+Fate = Literal["answer lost", "dies before", "dies after"]
+
+
+class Killed(BaseException):
+    """The agent has died in the middle of a turn. No handler in the agent's code may see it."""
+
+
+class WayStore:
+    """A Store. `fates`: what becomes of the n-th request from now on, counted from 1; each happens once.
+
+    `hints(deliver)` is given every hint and delivers it when, as often and if it likes.
+    """
+
+    def __init__(
+        self, store: MemoryStore, reachable: Callable[[], bool], hints: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._store, self._reachable, self._hints = store, reachable, hints
+        self.traffic = Traffic()
+        self.fates: dict[int, Fate] = {}
+
+    def ask(self, call: Callable[[], T]) -> T:
+        self.traffic.requests += 1
+        self.fates = {at - 1: fate for at, fate in self.fates.items()}
+        fate = self.fates.pop(0, None)
+        if fate == "dies before":
+            raise Killed
+        if not self._reachable():
+            raise StoreUnavailable("the store does not answer")
+        answer = call()
+        if fate == "dies after":
+            raise Killed
+        if fate == "answer lost":
+            raise StoreUnavailable("the store's answer was lost")
+        return answer
+
+    def read(self, key: str) -> Versioned | None:
+        return self.ask(lambda: self._store.read(key))
+
+    def list(self, prefix: str) -> dict[str, Versioned]:
+        return self.ask(lambda: self._store.list(prefix))
+
+    def compare_and_swap(
+        self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
+    ) -> bool:
+        return self.ask(lambda: self._store.compare_and_swap(key, expected, value, guard))
+
+    def delete(self, key: str) -> bool:
+        return self.ask(lambda: self._store.delete(key))
+
+    def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
+        lease = self.ask(lambda: self._store.announce(key, value, ttl_s))
+        return None if lease is None else WayLease(self, lease)
+
+    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
+        def changed(key: str) -> None:
+            if self._reachable():
+                self._hints(lambda: callback(key))
+
+        return self.ask(lambda: self._store.watch(prefix, changed))
+
+    def close(self) -> None:
+        """The store is everybody's."""
+
+
+@dataclass(slots=True)
+class WayLease:
+    """A lease that can be reached as its store can."""
+
+    way: WayStore
+    lease: Lease
+
+    @property
+    def ttl_s(self) -> float:
+        return self.lease.ttl_s
+
+    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+        return self.way.ask(lambda: self.lease.hold(key, value, expected))
+
+    def renew(self) -> bool:
+        return self.way.ask(lambda: self.lease.renew())
+
+    def withdraw(self) -> None:
+        self.way.ask(lambda: self.lease.withdraw())
