@@ -100,11 +100,15 @@ Start = Callable[..., Job]
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, str(SCRIPTS / "zygote.py")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
-        yield process
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as process:
         assert process.stdin is not None
+        assert process.stdout is not None
+        # On a busy machine importing torch can take longer than a test waits for its ranks.
+        assert process.stdout.readline() == "ready\n"
+        yield process
         process.stdin.close()
-        process.wait(10)
+        process.wait(30)
 
 
 @pytest.fixture

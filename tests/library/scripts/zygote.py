@@ -75,9 +75,13 @@ if __name__ == "__main__":
     for name in PRELOADED:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     for line in sys.stdin:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.close(0)
             os.open(os.devnull, os.O_RDONLY)
             watch(json.loads(line))
+    # Tidying up torch takes python most of a second of computing, and there is nothing to tidy up.
+    os._exit(0)
