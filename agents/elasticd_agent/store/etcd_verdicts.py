@@ -6,6 +6,7 @@ large. The words are those of etcd's `api/v3rpc/rpctypes/error.go` (3.4 to 3.6),
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -44,6 +45,9 @@ _WORDS: tuple[tuple[str, Kind, str], ...] = (
     ("no leader", Kind.UNAVAILABLE, "it has no leader: fewer than half of its members are up and see each other"),
 )
 
+# What gRPC puts around the reason: a status, the address once more, what it was about to do.
+_AROUND = re.compile(r"^[A-Z_]+: |ipv[46]:\S+: |Failed to connect to remote host: |: OK$")
+
 
 def judge(code: str, details: str, where: str, key: str) -> Verdict:
     """`code` is the name of a gRPC status code, `where` an endpoint, `key` what the request was about."""
@@ -56,8 +60,7 @@ def judge(code: str, details: str, where: str, key: str) -> Verdict:
         return Verdict(Kind.REFUSED, f"etcd at {where} refuses a request about {key!r}: {details}")
     if code == "DEADLINE_EXCEEDED":
         return Verdict(Kind.UNAVAILABLE, f"etcd at {where} did not answer in time")
-    # What gRPC puts before the reason is the same every time.
-    reason = details.rpartition("last error: ")[2] or code
+    reason = _AROUND.sub("", details.rpartition("last error: ")[2]) or code
     return Verdict(Kind.UNAVAILABLE, f"etcd at {where} cannot be reached: {reason}")
 
 
