@@ -28,6 +28,8 @@ def end_children(within_s: float) -> None:
                 pass
         except ChildProcessError:
             return
+        if not children():  # what another thread of ours has started is neither an orphan nor ours to wait for
+            return
         time.sleep(0.002)
         now = time.monotonic()
 
