@@ -121,7 +121,7 @@ class Planner:
     def hint(self, key: str) -> None:
         """`key` may have changed. Safe from any thread."""
         for prefix in list(self._copies):
-            if key.startswith(prefix):
+            if key.startswith(prefix) or prefix.startswith(key):  # a watch that may have missed some names its prefix
                 self._copies.pop(prefix, None)
 
     def forget(self) -> None:
