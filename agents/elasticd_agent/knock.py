@@ -3,7 +3,7 @@
 It exists to tell two things apart that look alike in a store: a process that is gone (its machine refuses the
 connection) and one that does not speak (stopped, stuck, or behind a broken network). The first may be acted on at once,
 the second only after `seen_timeout`. It decides nothing, resolves no names, and reads nothing that a caller sends: the
-answer is sent unasked and the connection closed, so there is no client for whom it would have to wait.
+answer is sent unasked, so there is no client for whom it would have to wait. Who stays connected hears us die (lines.py).
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class KnockServer:
         self._answering = answering
         self._listener = _listening(address, port)
         self.port: int = self._listener.getsockname()[1]
+        self._most_kept = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4  # the rest of them is for others
         self._closing = threading.Event()
         self._bell, self._ring = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="elasticd-knock", daemon=False)
@@ -104,16 +105,26 @@ class KnockServer:
             sock.close()
 
     def _run(self) -> None:
+        kept: set[socket.socket] = set()
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._bell, selectors.EVENT_READ)
             while not self._closing.is_set() and threading.main_thread().is_alive():
-                somebody = any(key.fileobj is self._listener for key, _ in selector.select(ORPHAN_S))
-                if somebody and not self._serve():
+                ready = [key.fileobj for key, _ in selector.select(ORPHAN_S)]
+                for caller in kept.intersection(ready):  # type: ignore[arg-type]
+                    selector.unregister(caller)
+                    kept.remove(caller)
+                    caller.close()
+                if self._listener in ready and not self._serve(selector, kept):
                     self._closing.wait(PAUSE_S)
+            for caller in kept:
+                caller.close()
 
-    def _serve(self) -> bool:
-        """Answer whoever waits; False when nobody can be answered at the moment."""
+    def _serve(self, selector: selectors.BaseSelector, kept: set[socket.socket]) -> bool:
+        """Answer whoever waits; False when nobody can be answered at the moment.
+
+        A caller stays connected for as long as it likes, and says nothing: it may want to hear us die.
+        """
         while not self._closing.is_set():
             if not self._answering():
                 return False
@@ -124,12 +135,17 @@ class KnockServer:
             except OSError:
                 # Out of file descriptors or of memory, most likely: it would fail again at once.
                 return False
-            with caller:
-                try:
-                    caller.setblocking(False)
-                    caller.send(self._answer)
-                except OSError:
-                    continue  # the caller has left
+            try:
+                caller.setblocking(False)
+                caller.send(self._answer)
+            except OSError:
+                caller.close()  # the caller has left
+                continue
+            if len(kept) < self._most_kept:
+                kept.add(caller)
+                selector.register(caller, selectors.EVENT_READ)
+            else:
+                caller.close()
         return True
 
 

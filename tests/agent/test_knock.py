@@ -119,6 +119,7 @@ def test_an_agent_says_who_it_is(address: str) -> None:
 
 def test_the_answer_is_one_line_of_json() -> None:
     with serving() as server, socket.create_connection(("127.0.0.1", server.port), DEADLINE) as sock:
+        sock.shutdown(socket.SHUT_WR)  # who does not stay is not kept
         text = b""
         while data := sock.recv(1000):
             text += data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -31,6 +32,9 @@ def main(steps: int) -> None:
         optimizer.zero_grad()
         faults.finished(step)
         time.sleep(0.01)
+    # Or DDP's reducer is the last to hold the process group, and may dead-lock with gloo's thread (pytorch#56297).
+    del model
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 
@@ -24,6 +25,9 @@ def main(steps: int) -> None:
         optimizer.zero_grad()
         faults.finished(step)
         time.sleep(0.01)
+    # Or DDP's reducer is the last to hold the process group, and may dead-lock with gloo's thread (pytorch#56297).
+    del model
+    gc.collect()
     dist.destroy_process_group()
 
 

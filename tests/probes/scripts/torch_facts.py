@@ -1,5 +1,6 @@
 """Facts that need torch or numpy. Imports them inside its functions only, in the order a script would."""
 
+import gc
 import os
 import sys
 
@@ -206,6 +207,9 @@ def train():
         "sum": sum(parameter.double().sum().item() for parameter in model.parameters()),
         "own hooks": len(optimizer._optimizer_step_post_hooks),
     }
+    # Or DDP's reducer is the last to hold the process group, and may dead-lock with gloo's thread (pytorch#56297).
+    del model, loss
+    gc.collect()
     dist.destroy_process_group()
     return found
 

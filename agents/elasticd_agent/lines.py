@@ -1,0 +1,119 @@
+"""Standing connections to other agents: a process that is killed hangs up at once, long before anybody misses it.
+
+The kernel closes a dead process's connections within a millisecond of its death, while its workers' peers may need a
+second to fail over it, and its lease needs three. A line that breaks proves nothing (the network may have broken it):
+whoever hears of it knocks. A line that stays proves nothing either. Nothing is sent over one.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+Address = tuple[str, int]
+
+AGAIN_S = 5.0
+"""A line that broke, or could not be had, is tried again no sooner: knocking has decided by then."""
+ORPHAN_S = 1.0
+
+
+class Lines:
+    """One thread holds them all. `broken(node)` is called from it, must return at once and must not call back."""
+
+    def __init__(self, broken: Callable[[str], None]) -> None:
+        self._broken = broken
+        self._wanted: dict[str, Address] = {}
+        self._lock = threading.Lock()
+        self._bell, self._ring = socket.socketpair()
+        self._ring.setblocking(False)
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def keep(self, nodes: Mapping[str, Address]) -> None:
+        """Hold a line to each of these nodes (literal address, port) and to nobody else. Safe from any thread."""
+        with self._lock:
+            if self._closing or dict(nodes) == self._wanted:
+                return
+            self._wanted = dict(nodes)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="elasticd-lines", daemon=False)
+                self._thread.start()
+        self._wake()
+
+    def close(self) -> None:
+        """Hang up everywhere. May be called again."""
+        with self._lock:
+            self._closing = True
+        self._wake()
+        if self._thread is not None:
+            self._thread.join()
+        for sock in (self._bell, self._ring):
+            sock.close()
+
+    def _wake(self) -> None:
+        try:
+            self._ring.send(b"!")
+        except OSError:
+            pass  # full: it is awake already; closed: there is nobody to wake
+
+    def _run(self) -> None:
+        held: dict[str, tuple[Address, socket.socket]] = {}
+        tried: dict[str, float] = {}
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._bell, selectors.EVENT_READ, None)
+            while not self._closing and threading.main_thread().is_alive():
+                with self._lock:
+                    wanted = dict(self._wanted)
+                for node in [node for node, (address, _) in held.items() if wanted.get(node) != address]:
+                    _hang_up(selector, held.pop(node)[1])
+                now = time.monotonic()
+                for node, address in wanted.items():
+                    if node not in held and now >= tried.get(node, 0.0) + AGAIN_S:
+                        tried[node] = now
+                        sock = _dial(address)
+                        if sock is not None:
+                            held[node] = address, sock
+                            selector.register(sock, selectors.EVENT_READ, node)
+                for key, _ in selector.select(ORPHAN_S):
+                    if key.data is None:
+                        self._bell.recv(4096)
+                    elif _is_over(held[key.data][1]):
+                        _hang_up(selector, held.pop(key.data)[1])
+                        if key.data in wanted:
+                            self._broken(key.data)
+            for _, sock in held.values():
+                _hang_up(selector, sock)
+
+
+def _dial(address: Address) -> socket.socket | None:
+    """A connection on its way; that it fails shows as its end."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    sock.setblocking(False)
+    try:
+        sock.connect_ex(address)
+    except OSError:
+        sock.close()
+        return None
+    return sock
+
+
+def _is_over(sock: socket.socket) -> bool:
+    """Reads what the other side says when it is called; True once it has hung up."""
+    try:
+        return not sock.recv(4096)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _hang_up(selector: selectors.BaseSelector, sock: socket.socket) -> None:
+    selector.unregister(sock)
+    sock.close()

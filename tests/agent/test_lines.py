@@ -1,0 +1,131 @@
+"""Standing connections between agents: they end with the process at the other end, and only then."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from elasticd_agent.knock import Answered, KnockServer, knock
+from elasticd_agent.lines import Lines
+
+WITHIN_S = 20.0
+AGENT = """
+import sys, time
+from elasticd_agent.knock import KnockServer
+server = KnockServer("127.0.0.1", "a", "i1")
+print(server.port, flush=True)
+sys.stdin.read()
+server.close()
+"""
+
+
+class Heard:
+    """What broke, in order."""
+
+    def __init__(self) -> None:
+        self.nodes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.lines = Lines(self.nodes.put)
+
+    def next(self) -> str:
+        return self.nodes.get(timeout=WITHIN_S)
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    made = Heard()
+    yield made
+    made.lines.close()
+
+
+@pytest.fixture
+def agent() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    process = subprocess.Popen([sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdin is not None
+    yield process, int(process.stdout.readline())
+    process.kill()
+    process.stdin.close()
+    process.stdout.close()
+    process.wait(WITHIN_S)
+
+
+def until_kept(port: int, callers: int) -> None:
+    """Until so many connections to `port` are established on the server's side, as the kernel counts them."""
+    deadline = time.monotonic() + WITHIN_S
+    ours = f":{port:04X}"
+    while time.monotonic() < deadline:
+        with open("/proc/net/tcp") as table:
+            rows = [line.split() for line in table.readlines()[1:]]
+        if sum(row[1].endswith(ours) and row[3] == "01" for row in rows) == callers:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"not {callers} callers at port {port}")
+
+
+def test_a_killed_process_hangs_up(heard: Heard, agent: tuple[subprocess.Popen[str], int]) -> None:
+    process, port = agent
+    heard.lines.keep({"a": ("127.0.0.1", port)})
+    until_kept(port, 1)
+    process.kill()
+    assert heard.next() == "a"
+
+
+def test_a_stopped_one_does_not(heard: Heard, agent: tuple[subprocess.Popen[str], int]) -> None:
+    process, port = agent
+    other = KnockServer("127.0.0.1", "b", "i2")
+    heard.lines.keep({"a": ("127.0.0.1", port), "b": ("127.0.0.1", other.port)})
+    until_kept(port, 1)
+    until_kept(other.port, 1)
+    os.kill(process.pid, signal.SIGSTOP)
+    other.close()  # heard after whatever the stop would have caused
+    assert heard.next() == "b"
+    assert heard.nodes.empty()
+
+
+def test_who_is_not_wanted_any_more_is_hung_up_on_and_not_reported(heard: Heard) -> None:
+    first, second = KnockServer("127.0.0.1", "a", "i1"), KnockServer("127.0.0.1", "b", "i2")
+    heard.lines.keep({"a": ("127.0.0.1", first.port), "b": ("127.0.0.1", second.port)})
+    until_kept(first.port, 1)
+    heard.lines.keep({"b": ("127.0.0.1", second.port)})
+    until_kept(first.port, 0)
+    until_kept(second.port, 1)
+    second.close()
+    assert heard.next() == "b"
+    assert heard.nodes.empty()
+    first.close()
+
+
+def test_nobody_there_is_a_broken_line_once(heard: Heard) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        heard.lines.keep({"a": unused.getsockname()})
+        assert heard.next() == "a"
+        heard.lines.keep({})
+
+
+def test_a_caller_that_stays_costs_knocking_nothing(heard: Heard) -> None:
+    server = KnockServer("127.0.0.1", "a", "i1")
+    heard.lines.keep({"a": ("127.0.0.1", server.port)})
+    until_kept(server.port, 1)
+    assert knock({"a": ("127.0.0.1", server.port)}, 5.0) == {"a": Answered("a", "i1")}
+    assert heard.nodes.empty()
+    server.close()
+    assert heard.next() == "a"
+
+
+def test_whoever_talks_is_hung_up_on() -> None:
+    server = KnockServer("127.0.0.1", "a", "i1")
+    with socket.create_connection(("127.0.0.1", server.port), WITHIN_S) as caller:
+        assert caller.recv(4096).endswith(b"\n")
+        caller.send(b"hello")
+        with pytest.raises(ConnectionResetError):  # what was said is thrown away unread
+            caller.recv(4096)
+    server.close()
