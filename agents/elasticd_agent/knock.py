@@ -3,7 +3,7 @@
 It exists to tell two things apart that look alike in a store: a process that is gone (its machine refuses the
 connection) and one that does not speak (stopped, stuck, or behind a broken network). The first may be acted on at once,
 the second only after `seen_timeout`. It decides nothing, resolves no names, and reads nothing that a caller sends: the
-answer is sent unasked, so there is no client for whom it would have to wait. Who stays connected hears us die (lines.py).
+answer is sent unasked, so there is no client for whom it would have to wait. Who stays connected hears us die.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class KnockServer:
             selector.register(self._bell, selectors.EVENT_READ)
             while not self._closing.is_set() and threading.main_thread().is_alive():
                 ready = [key.fileobj for key, _ in selector.select(ORPHAN_S)]
-                for caller in kept.intersection(ready):  # type: ignore[arg-type]
+                for caller in kept.intersection(ready):
                     selector.unregister(caller)
                     kept.remove(caller)
                     caller.close()
