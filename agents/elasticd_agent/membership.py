@@ -14,6 +14,8 @@ from elasticd_agent.view import Present, View, Wait
 
 STUCK_S = 0.5
 """Workers that train together stop within a step of a peer's end; a step that takes longer is told apart by waiting."""
+BACK_S = 1.5
+"""An agent that has lost the store, or its record in it, is back within a retry (0.8 s) once the store answers."""
 READY_S = 30.0
 """What a node may take from seeing a Round to having started its group: the old one is killed, or stops for so long."""
 FORGIVEN_S = 600.0
@@ -22,10 +24,11 @@ FORGIVEN_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Members that are lost, each with its reason, and when to look again."""
+    """Members that are lost, each with its reason, and when to look again. `awaited`: those who should be back soon."""
 
     nodes: dict[str, str]
     until: float | None
+    awaited: tuple[str, ...] = ()
 
 
 def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
@@ -34,6 +37,9 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
     until: list[float] = []
     knocked = dict(view.knocked)
     absent = dict(view.absent)
+    silent = dict(view.silent)
+    stuck = view.advances_by is not None and now >= view.advances_by + STUCK_S
+    awaited = []
     heard_of = {f.node for f in view.failures if f.round == current.number}
     for member in current.members:
         node = member.node
@@ -44,6 +50,16 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
             lost[node] = f"{node} started anew"
         elif knocked.get(node) == "refused":
             lost[node] = f"{node} is gone: its agent's port refuses connections"
+        elif record is None and view.failures:
+            # The group is broken: what matters is who can be in the next one.
+            back_by = max(absent.get(node, now), view.store_up_since) + BACK_S
+            if knocked.get(node) == "silent":
+                lost[node] = f"{node} is gone: it has no lease, and its agent does not answer"
+            elif now >= back_by:
+                lost[node] = f"{node} is gone: its lease has ended"
+            else:
+                awaited.append(node)
+                until.append(back_by)
         elif record is None:
             counts_at = _absence_counts_at(view, policy, absent.get(node, now))
             if now >= counts_at:
@@ -52,6 +68,12 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
                 until.append(counts_at)
         elif node in heard_of:
             continue
+        elif stuck and node in silent:
+            due = silent[node] + policy.lease_s
+            if now >= due:
+                lost[node] = f"{node} cannot be reached, and no worker has made a step meanwhile"
+            else:
+                until.append(due)
         elif record.seen < current.number:
             due = view.round_at + policy.seen_timeout_s
             if now < due:
@@ -64,15 +86,13 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
                 until.append(due)
             else:
                 lost[node] = f"{node} has not started round {current.number} within {READY_S:g} s"
-    return Losses(lost, min(until, default=None))
+    return Losses(lost, min(until, default=None), tuple(awaited))
 
 
 def _absence_counts_at(view: View, policy: Policy, since: float) -> float:
     """When a missing lease is a lost node: not while the job trains on, nor soon after the store was away."""
     trusted = view.store_up_since + policy.lease_s + policy.renewal_s
     at_last = since + policy.adopt_timeout_s
-    if view.failures:
-        return max(since, trusted)
     if view.advances_by is None:
         return max(trusted, at_last)
     return max(trusted, min(at_last, max(since, view.advances_by) + STUCK_S))
@@ -108,6 +128,7 @@ def newcomers(view: View, current: Round, policy: Policy, now: float) -> list[Pr
         if (p.record.id, p.record.incarnation) not in here
         and p.record.seen == current.number
         and not p.record.leaving
+        and p.record.id not in view.unreachable
         and not cooling_s(p.record.id, excluded, policy)
     ]
     return sorted(found, key=lambda p: (p.joined_at, p.record.id))
@@ -130,6 +151,7 @@ def cast(
         p
         for p in view.nodes
         if not p.record.leaving
+        and p.record.id not in view.unreachable
         and _not_lost(p.record, lost, old)
         and (p.record.seen >= number or (p.record.id, p.record.incarnation) in old)
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticd.wire import Bench, BudgetState, Exclusion, Failure, Outcome, Round
+from elasticd.wire import Bench, BudgetState, Exclusion, Failure, NodeRecord, Outcome, Round
 from elasticd_agent.budget import Granted, Refused, carry, progressed, spend
 from elasticd_agent.config import Policy
 from elasticd_agent.membership import Losses, cast, count, exclusions, losses, members, newcomers
@@ -18,6 +18,8 @@ from elasticd_agent.view import Asked, Hold, Present, View, Wait
 
 __all__ = ["Asked", "Hold", "Present", "View", "Wait", "plan"]
 
+EVERYBODY_LEFT = 143
+"""As a shell says it of SIGTERM, which is how schedulers ask."""
 VICTIMS_S = 0.15
 """How long to wait for the one that failed first, when all that was heard are those who lost a peer by it."""
 
@@ -34,7 +36,7 @@ def plan(view: View, policy: Policy, now: float) -> Verdict:
 
 def _plan(view: View, policy: Policy, now: float) -> Verdict:
     current = view.current
-    if current is None or (current.terminal and current.run != view.asked.run):
+    if current is None or (current.terminal and (current.run != view.asked.run or _may_go_on(view, current))):
         if view.stop:
             return _end(view, "stopped", view.stop.exit_code, _asked_to(view.stop))
         return _first(view, policy, now)
@@ -47,6 +49,9 @@ def _plan(view: View, policy: Policy, now: float) -> Verdict:
     if view.stop is not None:
         return _end(view, "stopped", view.stop.exit_code, _asked_to(view.stop))
     lost = losses(view, current, policy, now)
+    if failures and lost.awaited:
+        first = next((f for f in failures if f.culprits), failures[0])
+        return Wait(f"{first.why}; waiting for {', '.join(lost.awaited)} to be back in the store", lost.until)
     if failures and not (lost.nodes and not any(f.culprits or f.kind == "user_error" for f in failures)):
         return _after_failure(view, current, failures, lost, policy, now)
     if lost.nodes:
@@ -98,13 +103,28 @@ def _wanted(view: View, current: Round, policy: Policy, now: float) -> Verdict:
     if not (leaving or came):
         return runs
     why = "; ".join([*leaving, *([f"{_names(came)} joined"] if came else [])])
+    if len(leaving) == len(current.members) and not came and all(p.record.leaving for p in view.nodes):
+        if _holdable(first, current):
+            return Hold(current.number, why)
+        return _end(view, "stopped", EVERYBODY_LEFT, why)
     if len(current.members) - len(leaving) + len(came) < view.asked.min_nodes:
-        return Wait(f"{why}; too few nodes would be left", None)
-    if first is not None and first.can_hold == current.number and first.held != current.number:
+        return Wait(f"{why}; too few nodes would be left", None, told=True)
+    if _holdable(first, current):
         return Hold(current.number, why)
     if leaving or policy.grow == "always" or (first is not None and first.held == current.number):
-        return _free(view, current, why, {}, policy, now)
-    return Wait(f"{why}; the script cannot be held at a checkpoint, so that waits for the next restart", None)
+        return _free(view, current, "; ".join(leaving), {}, policy, now)
+    cannot = "the script cannot be held at a checkpoint, so that waits for the next restart"
+    return Wait(f"{why}; {cannot}", None, told=True)
+
+
+def _holdable(first: NodeRecord | None, current: Round) -> bool:
+    """True if rank 0's workers can still be asked to hold, and do not yet."""
+    return first is not None and first.can_hold == current.number and first.held != current.number
+
+
+def _may_go_on(view: View, ended: Round) -> bool:
+    """A job whose nodes were all asked to leave, as a scheduler does, goes on when they are started again."""
+    return ended.outcome == "stopped" and view.asked.max_nodes > 1
 
 
 def _names(came: list[Present]) -> str:
@@ -225,12 +245,14 @@ def _next(
     excluded: tuple[Exclusion, ...] = exclusions(view, current, lost, now)
     chosen = cast(view, policy, now, lost, excluded)
     if isinstance(chosen, Wait):
-        return replace(chosen, why=f"{why}; {chosen.why}")
+        return replace(chosen, why="; ".join(filter(None, [why, chosen.why])))
     found = members(view, chosen, benched)
     if isinstance(found, Wait):
         return found
     restarts = current.restarts + 1
     workers = sum(len(m.slots) for m in found)
+    came = [m.node for m in found if current.member(m.node) is None]
+    why = "; ".join([*filter(None, [why]), *([f"{', '.join(came)} joined"] if came else [])])
     reason = f"{why}; restart {restarts}: {_with(view, workers, [m.node for m in found])}"
     if chosen[0].directory != current.directory:
         reason += f"; {chosen[0].id} has a checkpoint directory of its own and starts from what is in there"

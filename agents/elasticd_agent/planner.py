@@ -16,13 +16,18 @@ from elasticd.wire import Document, Failure, NodeRecord, Round
 from elasticd_agent.addresses import split
 from elasticd_agent.config import Policy
 from elasticd_agent.knock import Answered, Refused, Silent
+from elasticd_agent.membership import STUCK_S
 from elasticd_agent.messages import StopForced, StopRequested
 from elasticd_agent.plan import plan
 from elasticd_agent.store import Store, Versioned
 from elasticd_agent.view import Asked, Hold, Knocked, Present, View, Wait
 
 KNOCK_AGAIN_S = 1.0
-REFRESH_S = 30.0
+APPLICANTS_S = 5.0
+"""Those who want to join are asked so often whether they can be reached."""
+STUCK_KNOCK_S = 30.0
+"""How far apart knocks get while no worker advances and everybody answers: it may be a long evaluation."""
+REFRESH_S = 20.0
 """Everything is read again so often, in case a watch missed something."""
 DELETES_A_TURN = 32
 ENDED_S = 600.0
@@ -108,6 +113,14 @@ class Planner:
     _round_at: dict[int, float] = field(default_factory=dict)
     _failed_at: dict[int, float] = field(default_factory=dict)
     _joined_at: dict[tuple[str, str], float] = field(default_factory=dict)
+    _addresses: dict[tuple[str, str], str] = field(default_factory=dict)
+    _silent: dict[str, float] = field(default_factory=dict)
+    _stuck_knocks: int = 0
+    _unreachable: frozenset[str] = frozenset()
+    _applicants: set[str] = field(default_factory=set)
+    _applicants_at: float = float("-inf")
+    _resigned: int = 0
+    cut_off: bool = False
     _absent: dict[str, float] = field(default_factory=dict)
     _short_since: float | None = None
     _answered: set[tuple[str, str]] = field(default_factory=set)
@@ -129,8 +142,10 @@ class Planner:
         self._copies.clear()
         self._absent.clear()
         self._knocked.clear()
+        self._silent.clear()
         self._knocked_for = ()
         self._short_since = None
+        self.cut_off = False
 
     def turn(self, current: Versioned | None, now: float, guard: tuple[str, int] | None) -> Round | Hold | Wait:
         """Look at the job once; publish the next Round if there shall be one. Raises StoreUnavailable."""
@@ -141,6 +156,10 @@ class Planner:
         view = self._view(round, now)
         if round is not None and not round.terminal:
             view = self._knocking(view, round, now)
+            view = self._see_applicants(view, round, now)
+            self._see_who_is_cut_off(view, round, now)
+            if self.cut_off:
+                return Wait("another node shall plan", now)
         verdict = plan(view, self.policy, now)
         if isinstance(verdict, Round):
             version = None if current is None else current.version
@@ -149,12 +168,23 @@ class Planner:
             self._forget_before(verdict.number)
             self._say_what_is_odd(verdict, view)
             if verdict.terminal:
-                self._bury()
+                self.bury(verdict)
         self._hold(verdict, current is not None)
         self._tidy()
         if self._litter and isinstance(verdict, Wait):
-            return Wait(verdict.why, now)
+            return replace(verdict, until=now)
         return verdict
+
+    def others_can(self, round: Round | None) -> bool:
+        """True if a member of `round` is here that could plan as well as we, or better."""
+        return round is not None and any(
+            record.seen == round.number
+            and (member := round.member(record.id)) is not None
+            and member.incarnation == record.incarnation
+            and record.id != self.node
+            and not record.leaving
+            for record in self._records(self.keys.nodes, NodeRecord)
+        )
 
     def trust(self, record: NodeRecord) -> None:
         """This agent has answered a knock before: should it refuse the next one, it is gone."""
@@ -191,6 +221,7 @@ class Planner:
             store_up_since=self.store_up_since,
             advances_by=self.facts.advances_by,
             short_since=self._short_since,
+            silent=tuple(self._silent.items()),
         )
 
     def _list(self, prefix: str) -> dict[str, Versioned]:
@@ -226,27 +257,35 @@ class Planner:
         late = now >= view.round_at + self.policy.seen_timeout_s
         unseen = tuple(n for n in others if (r := view.record(n)) is not None and r.seen < round.number) if late else ()
         trouble = (tuple(f.node for f in view.failures), unseen, tuple(node for node, _ in view.absent))
-        if not any(trouble):
+        stuck = view.advances_by is not None and now >= view.advances_by + STUCK_S
+        if not any(trouble) and not stuck:
             self._knocked.clear()
+            self._silent.clear()
+            self._stuck_knocks = 0
             unknown = {n: i for n, i in others.items() if (n, i) not in self._answered}
             if unknown and now >= self._knock_at:
                 self._ask(view, unknown, now)
                 self._knocked.clear()
+                self._silent.clear()
             return view
-        signs = (round.number, *trouble)
+        signs = (round.number, *trouble, stuck)
         if signs != self._knocked_for or now >= self._knock_at:
             self._knocked_for = signs
             self._ask(view, others, now)
+            if stuck and not any(trouble) and not self._silent:
+                self._stuck_knocks += 1
+                self._knock_at = now + min(KNOCK_AGAIN_S * 2.0 ** min(self._stuck_knocks, 16), STUCK_KNOCK_S)
             self.hint(self.keys.failures(round.number))
+            if unseen:
+                self.hint(self.keys.nodes)
             view = self._view(round, now)  # the answers took a moment
-        return replace(view, knocked=tuple(self._knocked.items()))
+        return replace(view, knocked=((self.node, "answered"), *self._knocked.items()))
 
     def _ask(self, view: View, incarnations: dict[str, str], now: float) -> None:
-        addresses = {
-            node: split(record.address)
-            for node, incarnation in incarnations.items()
-            if (record := view.record(node)) is not None and record.incarnation == incarnation and record.address
-        }
+        for present in view.nodes:
+            self._addresses[present.record.id, present.record.incarnation] = present.record.address
+        found = {node: self._addresses.get((node, incarnation)) for node, incarnation in incarnations.items()}
+        addresses = {node: split(address) for node, address in found.items() if address}
         self._knocked.clear()
         for node, answer in (self.knock(addresses) if addresses else {}).items():
             incarnation = incarnations[node]
@@ -260,7 +299,31 @@ class Planner:
                     self._knocked[node] = "refused" if (node, incarnation) in self._answered else "silent"
                 case Silent():
                     self._knocked[node] = "silent"
+        known = {node for node, incarnation in incarnations.items() if (node, incarnation) in self._answered}
+        silent = {node for node, answer in self._knocked.items() if answer == "silent"}
+        self._silent = {node: self._silent.get(node, now) for node in sorted(silent & known)}
         self._knock_at = now + KNOCK_AGAIN_S
+
+    def _see_applicants(self, view: View, round: Round, now: float) -> View:
+        """Who was lost because it cannot be reached shall not be taken again before it can."""
+        applicants = {
+            p.record.id: split(p.record.address)
+            for p in view.nodes
+            if round.member(p.record.id) is None and (p.record.id, p.record.incarnation) in self._answered
+        }
+        if now >= self._applicants_at or applicants.keys() != self._applicants:
+            self._applicants, self._applicants_at = set(applicants), now + APPLICANTS_S
+            answers = self.knock(applicants) if applicants else {}
+            self._unreachable = frozenset(n for n, answer in answers.items() if isinstance(answer, Silent))
+        return replace(view, unreachable=self._unreachable)
+
+    def _see_who_is_cut_off(self, view: View, round: Round, now: float) -> None:
+        """Where we reach fewer members than do not answer us, it is us: once a Round, somebody else shall judge it."""
+        silent = [node for node, since in view.silent if now >= since + self.policy.lease_s and view.record(node)]
+        self.cut_off = len(silent) > len(round.members) / 2 and self._resigned < round.number
+        if self.cut_off:
+            self._resigned = round.number
+            self.say(f"{self.node} does not reach {', '.join(silent)}, who reach the store: another node shall plan")
 
     # --- after the verdict ------------------------------------------------------------------------------------------
 
@@ -296,8 +359,10 @@ class Planner:
                 "--checkpoint-dir on storage that all nodes mount"
             )
 
-    def _bury(self) -> None:
-        """Leave the ended job's records to the store's clock, and take the rest away."""
+    def bury(self, round: Round) -> None:
+        """Leave the ended job's records to the store's clock, and take the rest away. Whoever ended it may not have."""
+        if not round.terminal or round.run != self.asked.run:
+            return
         while self._litter:
             self._tidy()
         self.store.delete(self.keys.hold)

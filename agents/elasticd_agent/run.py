@@ -122,6 +122,7 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, stack: contextl
         json.dumps(spec_document(spec), sort_keys=True).encode(),
         unlike,
         may_plan=meets.backend != "c10d" or hosts,
+        others_plan=meets.backend != "c10d",
         attentive=lambda: not loops or loops[0].overdue_s() < policy.lease_s,
     )
     meeting: LocalMeeting | RemoteMeeting

@@ -48,9 +48,11 @@ class View:
     `high_water`: the highest step seen in any round.
 
     `knocked`: what members' agents answered since the last sign of trouble; "refused" counts for an incarnation that
-    had answered before. `absent`: since when a member has had no record; `store_up_since`: since when the store has
-    answered without a break. `advances_by`: when the workers beside the planner should have made their next step,
-    None if it has none. `short_since`: since when there have been fewer nodes than the job needs.
+    had answered before. `silent`: since when one that had answered before has not answered any knock; `unreachable`:
+    who wants to join, had answered before and does not now. `absent`: since when a member has had no record;
+    `store_up_since`: since when the store has answered without a break. `advances_by`: when the workers beside the
+    planner should have made their next step, None if it has none. `short_since`: since when there have been fewer
+    nodes than the job needs.
     """
 
     current: Round | None
@@ -69,6 +71,8 @@ class View:
     store_up_since: float = 0.0
     advances_by: float | None = None
     short_since: float | None = None
+    silent: tuple[tuple[str, float], ...] = ()
+    unreachable: frozenset[str] = frozenset()
 
     def record(self, node: str) -> NodeRecord | None:
         return next((p.record for p in self.nodes if p.record.id == node), None)
@@ -78,12 +82,13 @@ class View:
 class Wait:
     """Nothing to publish now. Ask again when the view changes, and at `until` unless it is None.
 
-    `short`: there are too few nodes to go on with.
+    `short`: there are too few nodes to go on with. `told`: a person may wonder, and shall be told why once.
     """
 
     why: str
     until: float | None
     short: bool = False
+    told: bool = False
 
 
 @dataclass(frozen=True, slots=True)

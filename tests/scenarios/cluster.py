@@ -79,6 +79,8 @@ class Cluster:
 
     def start(self, label: str, name: str | None = None) -> Node:
         name = name or label
+        if not self._alive() and self.store.read(self.keys.round) is None:
+            self.rounds.clear()  # nobody remembers
         port = len(self.agents) + 1
         incarnation = f"{name}{port}"
         facts, away = Facts(), Away()
@@ -223,6 +225,7 @@ class Cluster:
                 node.master = number
                 self._join(node)
             case HoldAsked(number, on):
+                node.hold = number if on else 0
                 if on and self.holds:
                     self._at(STEP_S, lambda: self._hold(node, number))
             case StoreSeen(away, _, seconds):
@@ -343,7 +346,8 @@ class Cluster:
                     self._lose_peers(round, gone)
 
     def _hold(self, node: Node, number: int) -> None:
-        if node.group is not None and node.group.number == number and not node.dead:
+        if node.group is not None and node.group.number == number == node.hold and not node.dead:
+            node.hold = 0
             node.facts.checkpoint = (number, self.step)
             self.tell(node.label, f"holds round {number} at a checkpoint of its step {self.step}")
             node.coordinator.update(held=number, checkpoint=(number, self.step), high_water=self.step)

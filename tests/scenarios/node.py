@@ -41,6 +41,7 @@ class Node:
     done: int = 0
     stepping: int = 0
     master: int = 0
+    hold: int = 0
     due: float | None = 0.0
     wakes: list[float] = field(default_factory=list)
     frozen: bool = False

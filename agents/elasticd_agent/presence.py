@@ -1,0 +1,129 @@
+"""Being one of a job's nodes: the same job as the others', and a record in the store, kept alive under its lease.
+
+It exists so that the coordinator need not know how a name is taken, kept, lost and taken again. A record that goes
+behind our back is announced anew; one that is another agent's is never touched while that agent may live.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from elasticd.errors import StoreRefused
+from elasticd.wire import NodeRecord, Round
+from elasticd_agent.config import Policy
+from elasticd_agent.knock import Answered, Refused
+from elasticd_agent.planner import Keys
+from elasticd_agent.store import Lease, Store
+
+
+def agree(store: Store, keys: Keys, agreed: bytes, differences: Callable[[bytes, bytes], str | None]) -> None:
+    """The first agent of a job says what it is; every other one compares. Raises StoreRefused for another job."""
+    found = store.read(keys.spec)
+    if found is None:
+        if not store.compare_and_swap(keys.spec, None, agreed):
+            agree(store, keys, agreed, differences)
+    elif found.value != agreed and (why := differences(agreed, found.value)) is not None:
+        stored = store.read(keys.round)
+        if stored is None or not Round.from_json(stored.value).terminal:
+            raise StoreRefused(f"job {keys.job!r} runs with another command: {why}")
+        if not store.compare_and_swap(keys.spec, found.version, agreed):
+            agree(store, keys, agreed, differences)
+
+
+class Presence:
+    """`turn` and `send` belong to one thread, `update` to any."""
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        policy: Policy,
+        record: NodeRecord,
+        knock: Callable[[NodeRecord], object],
+        attentive: Callable[[], bool],
+    ) -> None:
+        self._store, self._key, self._policy = store, key, policy
+        self._knock, self._attentive = knock, attentive
+        self._record, self._written, self._version = record, b"", 0
+        self._lock = threading.Lock()
+        self.lease: Lease | None = None
+        self.renew_at = 0.0
+
+    @property
+    def record(self) -> NodeRecord:
+        return self._record
+
+    def update(self, **fields: Any) -> None:
+        """Set fields of the record; `send` writes them."""
+        with self._lock:
+            self._record = replace(self._record, **fields)
+
+    def turn(self, now: float) -> bool:
+        """Keep the record alive, announce it where it is not. False: somebody else has the name.
+
+        Raises StoreRefused if that is a living agent, StoreUnavailable.
+        """
+        if self.lease is not None and now >= self.renew_at and self._attentive():
+            if self.lease.renew():
+                self._renewed(now, self.lease)
+            else:
+                self.lease = None
+        return self.lease is not None or self._announce(now) or (self._freed() and self._announce(now))
+
+    def _renewed(self, now: float, lease: Lease) -> None:
+        self.renew_at = now + min(self._policy.renewal_s, lease.ttl_s / 3)
+
+    def _announce(self, now: float) -> bool:
+        value = self._record.to_json()
+        self.lease = self._store.announce(self._key, value, self._policy.lease_s)
+        if self.lease is None:
+            return False
+        self._written, self._version = value, 0
+        self._renewed(now, self.lease)
+        return True
+
+    def _freed(self) -> bool:
+        """Somebody has our name: another agent, or we before we were killed, whose record may go."""
+        found = self._store.read(self._key)
+        if found is None:
+            return True
+        other = NodeRecord.from_json(found.value)
+        if other.incarnation != self._record.incarnation:
+            answer = self._knock(other)
+            if isinstance(answer, Answered) and answer.incarnation == other.incarnation:
+                raise StoreRefused(
+                    f"another agent takes part in this job as node {other.id!r}, at {other.address}; "
+                    "give this one another name with --node-id"
+                )
+            if not isinstance(answer, Refused):
+                return False  # it does not speak: its lease decides
+        self._store.delete(self._key)
+        return True
+
+    def send(self) -> bool:
+        """Write the record if it has changed. False: the lease has ended behind our back, or the record is gone."""
+        value = self._record.to_json()
+        lease = self.lease
+        if value == self._written or lease is None:
+            return lease is not None
+        for _ in range(2):  # the second time with the version that a lost answer did not tell us
+            if not self._version:
+                found = self._store.read(self._key)
+                if found is None or NodeRecord.from_json(found.value).incarnation != self._record.incarnation:
+                    break
+                self._version = found.version
+            version = lease.hold(self._key, value, self._version)
+            if version is not None:
+                self._version, self._written = version, value
+                return True
+            self._version = 0
+        self.lease = None
+        return False
+
+    def withdraw(self) -> None:
+        """Take the record away, and whatever else is held by its lease. Raises StoreUnavailable."""
+        if self.lease is not None:
+            self.lease.withdraw()
