@@ -36,9 +36,14 @@ class Late(Exception):
 
 @dataclass(slots=True)
 class Figures:
-    """Seconds, and store requests and bytes per node, of one step of a job's life."""
+    """Seconds, and store requests and bytes per node, of one step of a job's life.
+
+    `cpu_s` is what all agents used of this machine, `rounds` how many Rounds it took; more than one is a detour.
+    """
 
     seconds: float
+    cpu_s: float
+    rounds: int
     requests: float
     sent: float
     received: float
@@ -129,6 +134,14 @@ class Agents:
                     sums[i] += used[what]
         return sums[0], sums[1], sums[2]
 
+    def cpu_s(self) -> float:
+        """Processor seconds of all agents so far."""
+        ticks = 0
+        for process in self._processes:
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def end(self) -> None:
         for process in self._processes:
             process.kill()
@@ -146,34 +159,37 @@ def life(store: str, endpoint: tuple[str, int], count: int, deadline_s: float, i
     try:
         before = (0.0, 0.0, 0.0)
 
-        def step(name: str, began: float, size: int) -> None:
-            nonlocal before
+        def step(name: str, began: float, size: int, cpu_s: float, number: int) -> None:
             seconds = agents.until_all_in(size) - began
+            cpu_s = agents.cpu_s() - cpu_s
             used = agents.traffic()
             requests, sent, received = (max(0.0, b - a) / len(agents.alive) for a, b in zip(before, used, strict=True))
-            result.steps[name] = Figures(seconds, requests, sent, received)
-            before = used
+            rounds = max(heard[0] for heard in agents.sizes.values()) - number
+            result.steps[name] = Figures(seconds, cpu_s, rounds, requests, sent, received)
 
+        cpu_s = agents.cpu_s()
         began = time.monotonic()
         agents.everyone("go")
-        step("join", began, count)
+        step("join", began, count, cpu_s, 0)
         time.sleep(1.0)  # what follows a round: its records are cleaned, everybody is known by a knock
         before = agents.traffic()
         time.sleep(idle_s)
         after = agents.traffic()
         result.idle_requests_a_second = (after[0] - before[0]) / count / idle_s
-        before = after
         tenth = max(1, count // 10)
         for name, lost in (("lose one", 1), ("lose a tenth", tenth)):
             number = max(heard[0] for heard in agents.sizes.values())
             gone, agents.alive = agents.alive[-lost:], agents.alive[:-lost]
-            before = agents.traffic()
             for node in gone:
                 agents.tell(node, "kill", node)
+            # A killed agent answers for no traffic; the others' in between is their renewals at most.
+            before = agents.traffic()
+            cpu_s = agents.cpu_s()
             began = time.monotonic()
             for node in agents.alive:
                 agents.tell(node, "fail", str(number), node)
-            step(name, began, len(agents.alive))
+            step(name, began, len(agents.alive), cpu_s, number)
+            time.sleep(1.0)  # as above
     except Late as late:
         result.trouble = str(late)
     finally:
@@ -215,13 +231,16 @@ def table(lives: Sequence[Life], torch: dict[int, float | None]) -> str:
     return "\n".join(lines)
 
 
+def free_endpoint() -> tuple[str, int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1", probe.getsockname()[1]
+
+
 @contextlib.contextmanager
 def endpoints(kind: str) -> Iterator[tuple[str, int]]:
     if kind == "c10d":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        yield "127.0.0.1", port
+        yield free_endpoint()
         return
     with etcd_servers() as etcd:
         yield etcd.endpoints[0]
