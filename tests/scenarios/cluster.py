@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from elasticd.wire import NodeRecord, Round
 from elasticd_agent import core
@@ -51,6 +52,7 @@ STEP_S = 0.1
 LOST_PEER_S = 0.03
 START_S = 0.1
 SILENT = Silent("no answer")
+T = TypeVar("T")
 
 
 class Cluster:
@@ -72,6 +74,8 @@ class Cluster:
         self.rounds: dict[int, Round] = {}
         self.trained: dict[int, float] = {}
         self.agents: dict[str, Node] = {}
+        self.saved: tuple[int, int] | None = None
+        self.highest: dict[str, int] = {}
         self.hints: Callable[[Callable[[], None]], None] = lambda deliver: deliver()
         self._training: set[int] = set()
 
@@ -83,7 +87,8 @@ class Cluster:
             self.rounds.clear()  # nobody remembers
         port = len(self.agents) + 1
         incarnation = f"{name}{port}"
-        facts, away = Facts(), Away()
+        highest = self.highest.get(name, 0)
+        facts, away = Facts(first_number=1 + highest, checkpoint=self.saved), Away()
         way = WayStore(self.store, lambda: self.store_up and not away.store, lambda deliver: self.hints(deliver))
         planner = Planner(
             way,
@@ -95,7 +100,7 @@ class Cluster:
             name,
             lambda sentence: self.tell(label, sentence),
         )
-        record = NodeRecord(name, incarnation, f"{label}:{port}", tuple(range(self.slots)), directory="d")
+        record = NodeRecord(name, incarnation, f"{label}:{port}", tuple(range(self.slots)), "d", highest)
         coordinator = Coordinator(way, self.keys, self.policy, record, planner, b"{}", lambda a, b: None)
         rules = Rules(name, incarnation=incarnation, shared=True)
         node = Node(label, name, incarnation, rules, facts, coordinator, way, away, due=self.now)
@@ -111,7 +116,7 @@ class Cluster:
             self._lose_peers(node.group, node)
 
     def vanish(self, label: str) -> None:
-        """The machine is gone: nothing resets a connection, nothing answers."""
+        """The machine is gone: nothing resets a connection."""
         self.nodes[label].dead = self.nodes[label].away.network = True
 
     def freeze(self, label: str) -> None:
@@ -119,8 +124,7 @@ class Cluster:
         self.nodes[label].frozen = True
 
     def thaw(self, label: str) -> None:
-        node = self.nodes[label]
-        node.frozen = False
+        self.nodes[label].frozen = False
         self._see_peers()
 
     def cut(self, label: str, *, store: bool = False, peers: bool = False, peer: str | None = None) -> None:
@@ -139,12 +143,9 @@ class Cluster:
     def exit(self, label: str, local_rank: int, status: ExitStatus, words: LastWords | None = None) -> None:
         node = self.nodes[label]
         assert node.group is not None, f"{label} has no group"
-        member = node.group.member(node.name)
-        assert member is not None
         rank = node.group.ranks(node.name)[local_rank]
-        self._feed(
-            node, WorkerExited(node.group.number, rank, local_rank, member.slots[local_rank], status, words, self.now)
-        )
+        slot = list(node.group.places())[rank][3]
+        self._feed(node, WorkerExited(node.group.number, rank, local_rank, slot, status, words, self.now))
         if not status.ok:
             self._lose_peers(node.group, node)
 
@@ -152,12 +153,10 @@ class Cluster:
         """Every worker of these nodes, or of all, comes to its end; those that train together do so together."""
         ending = [n for n in self._alive() if n.group is not None and (not labels or n.label in labels)]
         for node in ending:
-            if node.group is not None:
-                node.done = node.group.number
+            node.done = node.group.number if node.group else 0
         for node in ending:
-            for local_rank in range(self.slots):
-                if isinstance(node.phase, Running):
-                    self.exit(node.label, local_rank, ExitStatus(0))
+            for local_rank in range(self.slots if isinstance(node.phase, Running) else 0):
+                self.exit(node.label, local_rank, ExitStatus(0))
 
     def stop(self, label: str) -> None:
         self._feed(self.nodes[label], StopRequested("SIGTERM", 143, self.now))
@@ -208,16 +207,19 @@ class Cluster:
 
     def _turn(self, node: Node) -> None:
         node.due = None
-        try:
-            news, until = node.coordinator.turn(self.now)
-        except Killed:
-            self.tell(node.label, "is killed in the middle of a turn")
-            return self.kill(node.label)
+        news, until = self._guarded(node, lambda: node.coordinator.turn(self.now)) or ([], None)
         if until is not None:  # a hint that came during the turn keeps its own time
             node.due = until if node.due is None else min(node.due, until)
             node.due = max(node.due, self.now + 1e-4)
         for said in news:
             self._hear(node, said)
+
+    def _guarded(self, node: Node, call: Callable[[], T]) -> T | None:
+        try:
+            return call()
+        except Killed:
+            self.tell(node.label, "is killed in the middle of a turn")
+            return self.kill(node.label)
 
     def _hear(self, node: Node, said: News) -> None:
         match said:
@@ -232,10 +234,9 @@ class Cluster:
                 self.tell(node.label, "the store is away" if away else f"the store is back after {seconds:.1f} s")
             case Awaited(why):
                 self.tell(node.label, f"waits: {why}")
-            case Rejected(why) if isinstance(node.phase, Joining):
-                self._perform(node, Leave(1, why))
             case Rejected(why):
-                self.tell(node.label, f"rejected: {why}")
+                joining = isinstance(node.phase, Joining)
+                self._perform(node, Leave(1, why)) if joining else self.tell(node.label, f"rejected: {why}")
             case _:
                 self._feed(node, said)
 
@@ -262,6 +263,7 @@ class Cluster:
                 assert node.group is None, f"{node.name} starts {round.number} while {node.group} lives"
                 assert round.number > node.stepping, "numbers only grow"
                 node.group, node.joined = round, False
+                self.highest[node.name] = round.number
                 node.facts.advances_by = self.now
                 node.coordinator.update(ready=round.number)
                 if round.group_rank(node.name) == 0:
@@ -285,7 +287,7 @@ class Cluster:
             case Leave(exit_code, why):
                 node.left = action
                 self.tell(node.label, f"leaves with {exit_code}: {why}")
-                node.coordinator.close()
+                self._guarded(node, node.coordinator.close)
         node.due = self.now
 
     def _join(self, node: Node) -> None:
@@ -348,7 +350,7 @@ class Cluster:
     def _hold(self, node: Node, number: int) -> None:
         if node.group is not None and node.group.number == number == node.hold and not node.dead:
             node.hold = 0
-            node.facts.checkpoint = (number, self.step)
+            node.facts.checkpoint = self.saved = (number, self.step)
             self.tell(node.label, f"holds round {number} at a checkpoint of its step {self.step}")
             node.coordinator.update(held=number, checkpoint=(number, self.step), high_water=self.step)
             node.due = self.now

@@ -1,0 +1,198 @@
+"""Random lives of a job on several nodes against the real coordinators, planners and cores: invariants 1, 2, 4 and 5.
+
+Nodes are killed, frozen, cut off, stopped and started anew, also in the middle of a turn; the store goes down,
+forgets, loses answers; watches are late, repeat themselves or stay silent. Afterwards all is well again: then the job
+must train, or have ended with a reason that every agent gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elasticd.wire import Round
+from elasticd_agent.config import Policy
+from elasticd_agent.messages import Event, ExitStatus, RoundPublished, StoreAbandoned
+from elasticd_agent.view import Asked
+from tests.scenarios.cluster import Cluster
+from tests.scenarios.node import Node
+
+NAMES = "abcd"
+HEARD_S = 3.0
+"""Within this a node that reaches the store has heard of a Round and killed its old group: retries, a lost lease."""
+MISSED_S = 12.0
+"""The same where its watches stay silent: it reads its keys every 10 s."""
+
+Kind = Literal[
+    "start", "kill", "vanish", "freeze", "thaw", "cut store", "cut peers", "cut", "heal", "crash", "stop",
+    "store down", "store up", "store empty", "hints", "dies before", "dies after", "answer lost",
+]  # fmt: skip
+KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Act:
+    kind: Kind
+    who: int
+    n: int
+    wait_s: float
+
+
+acts = st.builds(
+    Act,
+    kind=st.sampled_from(KINDS),
+    who=st.integers(0, len(NAMES) - 1),
+    n=st.integers(1, 12),
+    wait_s=st.sampled_from((0.0, 0.02, 0.2, 1.3, 3.7, 12.0)),
+)
+
+
+class Judged(Cluster):
+    """A Cluster that looks at every move for a breach."""
+
+    def __init__(self, asked: Asked, policy: Policy, holds: bool) -> None:
+        super().__init__(asked, policy, 1, holds)
+        self.published_at: dict[int, float] = {}
+        self.listens_since: dict[str, float] = {}
+        self.deaf_until = 0.0
+        self.deliveries: tuple[float, ...] = (0.0,)
+        self.hints = self._hint
+
+    def _hint(self, deliver: Callable[[], None]) -> None:
+        for delay_s in self.deliveries:
+            if delay_s:
+                self._at(delay_s, deliver)
+            else:
+                deliver()
+
+    def _feed(self, node: Node, event: Event) -> None:
+        group = node.group
+        super()._feed(node, event)
+        if not self.store_up and isinstance(event, RoundPublished | StoreAbandoned):
+            assert node.group == group and node.left is None, "invariant 5: the store is down"
+
+    def _published(self, round: Round) -> None:
+        super()._published(round)
+        self.published_at.setdefault(round.number, self.now)
+
+    def _train(self, round: Round) -> None:
+        trains = self._trains(round)
+        super()._train(round)
+        newest = max(self.rounds)
+        if trains and newest > round.number:
+            for node in self._members(round):
+                if node.label in self.listens_since:
+                    since = max(self.listens_since[node.label], self.published_at[newest], self.deaf_until)
+                    assert self.now <= since + HEARD_S, f"invariant 2: {node.label} trains {round.number}, not {newest}"
+
+    def _run_due(self) -> None:
+        for node in self.nodes.values():
+            if node in self._alive() and self.store_up and not node.away.store:
+                self.listens_since.setdefault(node.label, self.now)
+            else:
+                self.listens_since.pop(node.label, None)
+        super()._run_due()
+
+
+def happen(c: Judged, act: Act) -> None:
+    label = NAMES[act.who]
+    node = c.nodes.get(label)
+    lives = node is not None and not (node.dead or node.left)
+    match act.kind:
+        case "start" if not lives:
+            c.start(label)
+        case "kill" | "vanish" | "freeze" | "thaw" | "heal" if lives:
+            getattr(c, act.kind)(label)
+        case "cut store" | "cut peers" | "cut" if lives:
+            c.cut(label, store=act.kind != "cut peers", peers=act.kind != "cut store")
+        case "crash" if node is not None and lives and not node.frozen and node.group is not None:
+            c.exit(label, 0, ExitStatus(None, 9))
+        case "stop" if node is not None and lives and not node.frozen:
+            c.stop(label)
+        case "store down" | "store up":
+            c.store_up = act.kind == "store up"
+        case "store empty" if c.store_up and any(_remembers(c, n) for n in c.nodes.values()):
+            c.empty_store()
+            c.wait(1.0)  # whoever runs the newest Round says so before anybody new plans
+        case "hints":
+            c.deliveries = ((), (0.0,), (0.5,), (2.0, 0.0, 0.3))[act.n % 4]
+            c.deaf_until = c.now + MISSED_S if c.deliveries else float("inf")
+        case "dies before" | "dies after" | "answer lost" if node is not None and lives:
+            node.way.fates[act.n] = act.kind
+    c.wait(act.wait_s)
+
+
+def _remembers(c: Judged, node: Node) -> bool:
+    """True if the newest Round that runs has a member here that can write it down again."""
+    newest = c.rounds.get(max(c.rounds, default=0))
+    running = newest is not None and not newest.terminal and node.group == newest
+    return running and node in c._alive() and not node.away.store and not node.way.fates
+
+
+def all_is_well(c: Judged) -> None:
+    c.store_up, c.deliveries = True, (0.0,)
+    for node in list(c.nodes.values()):
+        node.way.fates.clear()
+        if not (node.dead or node.left):
+            c.heal(node.label)
+            c.thaw(node.label)
+    c.deaf_until = c.now + MISSED_S
+
+
+def living(c: Judged) -> list[Node]:
+    return [n for n in c.nodes.values() if not (n.dead or n.left)]
+
+
+def check_rounds(c: Judged) -> None:
+    rounds = [c.rounds[number] for number in sorted(c.rounds)]
+    resumes = [r.resume or (0, 0) for r in rounds if not r.terminal]
+    assert resumes == sorted(resumes), "a checkpoint of a lineage that was left is resumed from"
+    assert all(r.resume is None or r.resume[0] < r.number for r in rounds)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    fewest=st.integers(1, 3),
+    holds=st.booleans(),
+    began=st.integers(1, 3),
+    acts=st.lists(acts, max_size=14),
+)
+def test_any_life_of_many_nodes(fewest: int, holds: bool, began: int, acts: list[Act]) -> None:
+    live(fewest, holds, began, acts)
+
+
+def live(fewest: int, holds: bool, began: int, acts: list[Act]) -> Judged:
+    c = Judged(Asked(1, 1, fewest, 3), Policy(max_restarts=50), holds)
+    for label in NAMES[:began]:
+        c.start(label)
+    c.wait(1.0)
+    for act in acts:
+        happen(c, act)
+    all_is_well(c)
+    c.wait(40)  # who was asked to leave has left
+    for label in NAMES:
+        if label not in c.nodes or c.nodes[label].dead or (c.nodes[label].left and not ended(c)):
+            c.start(label)
+    c.wait(90)
+    check_rounds(c)
+    newest = c.rounds[max(c.rounds)]
+    if not newest.terminal:
+        assert c.trained.get(newest.number, 0) > c.now - 1, f"round {newest.number} does not train: {newest.reason}"
+        c.finish()
+        c.wait(15)
+        newest = c.rounds[max(c.rounds)]
+        assert newest.outcome == "succeeded", newest
+    assert newest.reason
+    assert not living(c), f"{[n.label for n in living(c)]} have not heard that {newest.reason}"
+    last = {n.left.exit_code for n in c.nodes.values() if n.left is not None and n.phase.round == newest.number}
+    assert last == {newest.exit_code}
+    return c
+
+
+def ended(c: Judged) -> bool:
+    newest = c.rounds.get(max(c.rounds, default=0))
+    return newest is not None and newest.outcome in ("succeeded", "failed")
