@@ -1,0 +1,247 @@
+"""Several nodes on one machine: a node, the planner's node, a worker is killed, the store restarts; who steps when?
+
+Each node is a launcher of its own with one worker, all meet in one real store; the script is the same plain one as in
+recovery.py. A recovery is the time from the SIGKILL to the first step of the last rank of the new group. torchrun meets
+in its own c10d store and is killed the same way; it often needs more than a minute, so it is asked for with --torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.job import SCRIPT, Stalled
+from benchmarks.processes import adopt_orphans, descendants, end_all
+from benchmarks.rendezvous import free_endpoint
+from tests.etcd import EtcdServers, etcd_servers
+
+_START_S = 90.0
+_SETTLE_S = 1.5
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Seconds without a step, and how often there was an end to them."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    tried: int = 0
+
+
+class Nodes:
+    """One job of several launchers."""
+
+    def __init__(self, command: Sequence[str], count: int, folder: Path, environment: dict[str, str]) -> None:
+        self.folder, self.count = folder, count
+        self._command, self._environment = command, environment
+        self.launchers: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, node: int) -> None:
+        argv = [word.replace("{node}", str(node)) for word in self._command]
+        with (self.folder / f"output-{node}.log").open("ab") as out:
+            self.launchers[node] = subprocess.Popen(
+                [*argv, str(SCRIPT), "--notes", str(self.folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment},
+                start_new_session=True,
+            )
+
+    def steps(self) -> list[tuple[int, float]]:
+        """(pid, when) of every step noted so far."""
+        found = []
+        for path in self.folder.glob("rank*.steps"):
+            text = path.read_text()
+            for line in text[: text.rfind("\n") + 1].splitlines():
+                _, pid, _, at = line.split()
+                found.append((int(pid), float(at)))
+        return found
+
+    def until_stepping(self, size: int, after: float, old: set[int], deadline_s: float) -> float:
+        """When the last of `size` workers, none of them in `old`, had done its first step after `after`."""
+        deadline = time.monotonic() + deadline_s
+        while True:
+            first: dict[int, float] = {}
+            for pid, at in self.steps():
+                if at > after and pid not in old:
+                    first[pid] = min(at, first.get(pid, at))
+            if len(first) >= size:
+                return sorted(first.values())[-1]
+            if time.monotonic() > deadline:
+                raise Stalled(f"{len(first)} of {size} workers step")
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        for node in list(self.launchers):
+            self.kill_node(node)
+
+    def said(self) -> str:
+        logs = sorted(self.folder.glob("output-*.log"))
+        return "\n".join(line for log in logs for line in log.read_text(errors="replace").splitlines()[-4:])
+
+    def workers(self) -> set[int]:
+        return {pid for pid, _ in self.steps()}
+
+    def kill_node(self, node: int) -> float:
+        """SIGKILL everything of one node, as when the machine's power goes, but for its kernel."""
+        launcher = self.launchers.pop(node)
+        at = time.monotonic()
+        for pid in [launcher.pid, *descendants(launcher.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        launcher.wait(10)
+        return at
+
+    def planner(self, etcd: EtcdServers, job: str) -> int:
+        """Which node plans, as the store says."""
+        found = json.loads(etcd.ctl("get", "--print-value-only", f"/elasticd/v1/jobs/{job}/planner"))
+        return int(str(found["id"]).removeprefix("n"))
+
+
+def elasticd_command(store: str, endpoint: tuple[str, int], job: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "elasticd_agent", "run", "--nnodes", "1:4", "--rdzv-backend", store),
+        *("--rdzv-endpoint", f"{endpoint[0]}:{endpoint[1]}", "--rdzv-id", job, "--node-id", "n{node}"),
+        *("--nproc-per-node", "1", "--max-restarts", "1000", "--rdzv-conf", "last_call_timeout=2"),
+    ]
+
+
+def torchrun_command(endpoint: tuple[str, int], job: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:4", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", f"{endpoint[0]}:{endpoint[1]}", "--rdzv-id", job, "--nproc-per-node", "1"),
+        *("--max-restarts", "100", "--rdzv-conf", "last_call_timeout=5"),
+    ]
+
+
+def faults(kinds: Sequence[str], repetitions: int, deadline_s: float, rng: random.Random) -> list[Outcome]:
+    """Each fault hits a fresh job of 3 nodes; a node that was killed comes back for the next repetition."""
+    outcomes = {kind: Outcome(f"elasticd, etcd: {kind}") for kind in kinds}
+    with etcd_servers() as etcd, tempfile.TemporaryDirectory(prefix="elasticd-bench-") as scratch:
+        for repetition in range(repetitions):
+            for kind in kinds:
+                job = f"bench-{kind}-{repetition}-{os.getpid()}"
+                folder = Path(scratch) / job
+                folder.mkdir()
+                nodes = Nodes(elasticd_command("etcd", etcd.endpoints[0], job), 3, folder, {})
+                outcome = outcomes[kind]
+                outcome.tried += 1
+                try:
+                    outcome.seconds.append(_one(kind, nodes, etcd, job, deadline_s, rng))
+                except Stalled as stalled:
+                    say(f"{kind}: LOST: {stalled}; a node's last words:\n{nodes.said()}")
+                else:
+                    say(f"{kind} {repetition + 1}/{repetitions}: {outcome.seconds[-1]:.3f} s")
+                finally:
+                    nodes.end()
+    return list(outcomes.values())
+
+
+def _one(kind: str, nodes: Nodes, etcd: EtcdServers, job: str, deadline_s: float, rng: random.Random) -> float:
+    for node in range(3):
+        nodes.start(node)
+    nodes.until_stepping(3, 0.0, set(), _START_S)
+    time.sleep(_SETTLE_S)
+    planner, old = nodes.planner(etcd, job), nodes.workers()
+    if kind in ("node", "planner"):
+        victim = planner if kind == "planner" else rng.choice([node for node in range(3) if node != planner])
+        at = nodes.kill_node(victim)
+        return nodes.until_stepping(2, at, old, deadline_s) - at
+    if kind == "worker":
+        at = time.monotonic()
+        os.kill(rng.choice(sorted(old)), signal.SIGKILL)
+        return nodes.until_stepping(3, at, old, deadline_s) - at
+    assert kind == "store restart"
+    at = time.monotonic()
+    etcd.restart()
+    time.sleep(5.0)
+    if nodes.workers() != old:
+        raise Stalled("workers were restarted because the store was")
+    return _longest_pause(nodes, at)
+
+
+def _longest_pause(nodes: Nodes, after: float) -> float:
+    times = sorted(at for _, at in nodes.steps() if at > after)
+    return max(b - a for a, b in itertools.pairwise(times))
+
+
+def torchrun(repetitions: int, deadline_s: float) -> Outcome:
+    outcome = Outcome("torchrun, c10d: node")
+    with tempfile.TemporaryDirectory(prefix="elasticd-bench-") as scratch:
+        for repetition in range(repetitions):
+            folder = Path(scratch) / str(repetition)
+            folder.mkdir()
+            nodes = Nodes(torchrun_command(free_endpoint(), f"t{repetition}"), 3, folder, {})
+            outcome.tried += 1
+            try:
+                for node in range(3):
+                    nodes.start(node)
+                    time.sleep(0.5)  # the first one hosts the store
+                nodes.until_stepping(3, 0.0, set(), _START_S)
+                time.sleep(_SETTLE_S)
+                old = nodes.workers()
+                at = nodes.kill_node(2)
+                outcome.seconds.append(nodes.until_stepping(2, at, old, deadline_s) - at)
+                say(f"torchrun node {repetition + 1}/{repetitions}: {outcome.seconds[-1]:.1f} s")
+            except Stalled as stalled:
+                say(f"torchrun node {repetition + 1}/{repetitions}: {stalled}")
+            finally:
+                end_all()
+    return outcome
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    lines = ["| fault, 3 nodes of 1 worker | seconds without a step: median (max) | recovered/tried |", "|---|---|---|"]
+    for o in outcomes:
+        figure = f"{statistics.median(o.seconds):.2f} ({max(o.seconds):.2f})" if o.seconds else "never"
+        lines.append(f"| {o.name} | {figure} | {len(o.seconds)}/{o.tried} |")
+    return "\n".join(lines)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def ended() -> Iterator[None]:
+    adopt_orphans()
+    try:
+        yield
+    finally:
+        end_all()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    kinds = ("node", "planner", "worker", "store restart")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--deadline", type=float, default=30.0)
+    parser.add_argument("--torchrun", type=int, default=0, help="repetitions of torchrun beside it, up to 120 s each")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    with ended():
+        outcomes = faults(args.faults, args.repetitions, args.deadline, random.Random(args.seed))
+        if args.torchrun:
+            outcomes.append(torchrun(args.torchrun, 120.0))
+    print(f"Measured on {report.machine_line(report.machine())}.\n\n{table(outcomes)}")
+    return 0 if all(len(o.seconds) == o.tried for o in outcomes if o.name.startswith("elasticd")) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
