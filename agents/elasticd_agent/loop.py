@@ -187,7 +187,8 @@ class Loop:
                 self._start_joining()
             case HoldAsked(number, on):
                 self._held = number if on else 0
-                self.workers.request(number, beat.HOLD if on else 0, only=0)
+                # The number makes every round's request a new one.
+                self.workers.request(number, beat.HOLD | number << 8 if on else 0, only=0)
             case StoreSeen():
                 self._story.store_seen(news, now)
             case Awaited(why):
@@ -208,6 +209,8 @@ class Loop:
             if isinstance(event, RoundPublished) and (self._round is None or event.round.number > self._round.number):
                 self._round = event.round
                 self._story.round_published(event.round, time.monotonic())
+                if event.round.member(self._node) is None:
+                    self.workers.end_store()
             if isinstance(event, GroupGone):
                 self._forget(event.number)
             self._story.happened(event)
@@ -316,8 +319,8 @@ class Loop:
             self._stepped = number
             self._events.append(FirstStep(number, first))
             self._meeting.update(stepped=number)
-            round = self._watch_round()
-            self.workers.park(self._most_workers, with_store=round is None or round.group_rank(self._node) == 0)
+            # With a store, wherever rank 0 is now: it may be here in the next round, and then there is no time to fork.
+            self.workers.park(self._most_workers, with_store=True)
         facts = self._meeting.facts
         for note in seen.notes:
             self._noted(note.kind, note.round, note.step)
@@ -328,10 +331,6 @@ class Loop:
             self._events.append(Stalled(number, why, now))
         self._story.seen(seen, now)
         self._look_at = now + (LOOK_S if number == self._stepped else EAGER_LOOK_S)
-
-    def _watch_round(self) -> Round | None:
-        round = self._round
-        return round if round is not None and round.member(self._node) is not None else None
 
     def _advanced(self, step: int, now: float) -> None:
         """Work out when the next step should be done: what the planner may rely on to see that nobody trains."""

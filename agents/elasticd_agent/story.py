@@ -99,13 +99,11 @@ class JobStory:
         self.round, self._failure = round, None
 
     def store_seen(self, seen: StoreSeen, now: float) -> None:
-        """The store went away, or came back: training went on, and somebody may want to know."""
+        """The store went away, or came back; to the person the store has said so itself."""
         number = self.round.number if self.round is not None else 0
         if seen.away:
-            self.console.said(f"the store is away, training goes on: {seen.why}", "warning")
             self.events.write(eventlog.StoreAway(round=number, mono=now, reason=seen.why))
         else:
-            self.console.said(f"the store is back after {seen.seconds:.1f} s")
             reason = f"the store answers again after {seen.seconds:.1f} s"
             self.events.write(eventlog.StoreBack(round=number, mono=now, reason=reason, seconds=seen.seconds))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
 from elasticd_agent.addresses import is_own
@@ -31,7 +32,18 @@ def open_store(meets: Rendezvous, python: str, policy: Policy, say: Callable[[st
             from elasticd_agent.store.c10d import C10dStore
 
             ((host, port),) = meets.endpoints
-            serve = is_own(host) if meets.is_host is None else meets.is_host
+            serve = (is_own(host) and _free(port)) if meets.is_host is None else meets.is_host
             return C10dStore(host, port, serve=serve, python=python, timeout_s=policy.store_timeout_s, say=say), serve
         case "memory":
             return MemoryStore(), False
+
+
+def _free(port: int) -> bool:
+    """False where somebody listens there already: several agents on one machine, of which the first is the host."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
