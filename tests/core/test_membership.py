@@ -1,0 +1,210 @@
+"""`membership` rule by rule: who of a Round is lost and why, who may join, who comes first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticd.wire import Exclusion, Failure, Member, NodeRecord, Round
+from elasticd_agent.config import Policy
+from elasticd_agent.membership import (
+    BACK_S,
+    FORGIVEN_S,
+    READY_S,
+    STUCK_S,
+    cast,
+    cooling_s,
+    exclusions,
+    losses,
+    newcomers,
+)
+from elasticd_agent.view import Asked, Knocked, Present, View, Wait
+
+POLICY = Policy()
+NOW = 1000.0
+VICTIM = Failure(3, "a", "crash", (), "rank 0 lost its peers")
+
+
+def record(name: str, incarnation: str = "i", **fields: object) -> NodeRecord:
+    return replace(NodeRecord(name, incarnation, f"{name}:1", (0,), "d", seen=3, ready=3), **fields)  # type: ignore[arg-type]
+
+
+def present(name: str, incarnation: str = "i", joined_at: float = 0.0, **fields: object) -> Present:
+    return Present(record(name, incarnation, **fields), joined_at)
+
+
+ROUND = Round(3, tuple(Member(n, "i", (0,)) for n in "abc"), directory="d")
+VIEW = View(
+    ROUND,
+    tuple(present(n) for n in "abc"),
+    Asked(1, 1, 1, 4),
+    round_at=NOW - 100,
+    failed_at=NOW,
+    advances_by=NOW + 1,
+    store_up_since=NOW - 1000,
+)
+
+
+def without(*names: str, view: View = VIEW) -> View:
+    return replace(view, nodes=tuple(p for p in view.nodes if p.record.id not in names))
+
+
+def lost(view: View, now: float = NOW) -> dict[str, str]:
+    return losses(view, ROUND, POLICY, now).nodes
+
+
+def test_nobody_is_lost_while_all_is_well() -> None:
+    found = losses(VIEW, ROUND, POLICY, NOW)
+    assert (found.nodes, found.until, found.awaited) == ({}, None, ())
+
+
+def test_a_new_incarnation_is_a_lost_node_at_once() -> None:
+    view = replace(VIEW, nodes=(*without("b").nodes, present("b", "new")))
+    assert lost(view) == {"b": "b started anew"}
+
+
+def test_refused_is_gone_but_silence_alone_is_not() -> None:
+    assert lost(replace(VIEW, knocked=(("b", "refused"),))) == {"b": "b is gone: its agent's port refuses connections"}
+    assert lost(replace(VIEW, knocked=(("b", "silent"),))) == {}
+
+
+def test_who_is_done_cannot_be_lost() -> None:
+    assert lost(replace(without("b"), done=frozenset("b"), knocked=(("b", "refused"),))) == {}
+
+
+def test_a_missing_lease_counts_once_the_workers_here_have_stopped() -> None:
+    view = replace(without("b"), absent=(("b", NOW),))
+    due = NOW + 1 + STUCK_S
+    assert losses(view, ROUND, POLICY, NOW).until == due
+    assert lost(view, due) == {"b": "b is gone: its lease has ended"}
+    trains = replace(view, advances_by=NOW + 900)
+    assert losses(trains, ROUND, POLICY, due).until == NOW + POLICY.adopt_timeout_s, "not while they train on"
+    assert "b" in lost(trains, NOW + POLICY.adopt_timeout_s)
+    outside = replace(view, advances_by=None)
+    assert losses(outside, ROUND, POLICY, due).until == NOW + POLICY.adopt_timeout_s, "who has none cannot tell"
+
+
+def test_a_missing_lease_says_nothing_soon_after_the_store_was_away() -> None:
+    view = replace(without("b"), absent=(("b", NOW),), advances_by=NOW - 5, store_up_since=NOW)
+    due = NOW + POLICY.lease_s + POLICY.renewal_s
+    assert losses(view, ROUND, POLICY, NOW + 1).until == due
+    assert "b" in lost(view, due)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ("silent", "b is gone: it has no lease, and its agent does not answer"),
+        ("refused", "b is gone: its agent's port refuses connections"),
+    ],
+)
+def test_in_a_broken_round_who_has_no_lease_and_does_not_answer_is_gone(answer: Knocked, why: str) -> None:
+    view = replace(without("b"), failures=(VICTIM,), absent=(("b", NOW),), knocked=(("b", answer),))
+    assert lost(view) == {"b": why}
+
+
+def test_in_a_broken_round_who_answers_without_a_lease_is_awaited() -> None:
+    view = replace(without("b"), failures=(VICTIM,), absent=(("b", NOW - 9),), knocked=(("b", "answered"),))
+    back = replace(view, store_up_since=NOW)
+    found = losses(back, ROUND, POLICY, NOW)
+    assert (found.nodes, found.awaited, found.until) == ({}, ("b",), NOW + BACK_S)
+    assert lost(back, NOW + BACK_S) == {"b": "b is gone: its lease has ended"}
+    assert "b" in lost(view), "it has had its time"
+
+
+def test_unseen_rounds() -> None:
+    view = replace(VIEW, nodes=(*without("b").nodes, present("b", seen=2, ready=2)), round_at=NOW)
+    due = NOW + POLICY.seen_timeout_s
+    assert losses(view, ROUND, POLICY, NOW).until == due
+    assert lost(view, due) == {"b": "b has not seen round 3 within 1 s"}
+    assert lost(replace(view, knocked=(("b", "answered"),)), due) == {}, "it is there"
+    failed = Failure(3, "b", "crash", (), "lost")
+    assert lost(replace(view, failures=(failed,)), due) == {}, "who reports a failure of it has seen it"
+
+
+def test_rounds_that_are_never_started() -> None:
+    view = replace(VIEW, nodes=(*without("b").nodes, present("b", ready=2)), round_at=NOW)
+    assert losses(view, ROUND, POLICY, NOW + 2).until == NOW + READY_S
+    assert lost(view, NOW + READY_S) == {"b": "b has not started round 3 within 30 s"}
+
+
+def test_who_cannot_be_reached_is_lost_only_while_nobody_advances() -> None:
+    stuck = replace(VIEW, advances_by=NOW - STUCK_S, silent=(("b", NOW),))
+    due = NOW + POLICY.lease_s
+    assert losses(stuck, ROUND, POLICY, NOW).until == due
+    assert lost(stuck, due) == {"b": "b cannot be reached, and no worker has made a step meanwhile"}
+    assert lost(replace(stuck, advances_by=due), due) == {}
+    assert lost(replace(stuck, advances_by=None), due) == {}
+
+
+def test_exclusions_are_counted_and_forgiven() -> None:
+    current = replace(ROUND, excluded=(Exclusion("b", 2, 10.0), Exclusion("z", 5, FORGIVEN_S - 100)))
+    found = exclusions(replace(VIEW, round_at=NOW - 100), current, {"b": "gone", "c": "gone"}, NOW)
+    assert found == (Exclusion("b", 3), Exclusion("c", 1)), "z is forgiven"
+
+
+def test_cooling_off_is_nothing_at_first_and_doubles() -> None:
+    times = [cooling_s("b", (Exclusion("b", n),), POLICY) for n in (1, 2, 3, 4, 99)]
+    assert times == [0.0, 5.0, 10.0, 20.0, FORGIVEN_S]
+    assert cooling_s("b", (Exclusion("b", 3, 4.0),), POLICY) == 6.0
+    assert cooling_s("a", (Exclusion("b", 3),), POLICY) == 0.0
+
+
+def test_newcomers_have_seen_the_round_and_can_be_reached() -> None:
+    view = replace(VIEW, nodes=(*VIEW.nodes, present("e", joined_at=2), present("d", joined_at=1)))
+    assert [p.record.id for p in newcomers(view, ROUND, POLICY, NOW)] == ["d", "e"]
+    for other in (
+        replace(view, nodes=(*VIEW.nodes, present("d", seen=2))),
+        replace(view, nodes=(*VIEW.nodes, present("d", leaving="d leaves"))),
+        replace(view, nodes=(*VIEW.nodes, present("d")), unreachable=frozenset("d")),
+    ):
+        assert newcomers(other, ROUND, POLICY, NOW) == []
+    cooling = replace(ROUND, excluded=(Exclusion("d", 9),))
+    assert [p.record.id for p in newcomers(view, cooling, POLICY, NOW)] == ["e"]
+
+
+def chosen(view: View, lost: dict[str, str] | None = None, excluded: tuple[Exclusion, ...] = ()) -> list[str]:
+    found = cast(view, POLICY, NOW, lost or {}, excluded)
+    assert not isinstance(found, Wait), found
+    return [r.id for r in found]
+
+
+def test_survivors_keep_their_places_and_newcomers_follow_by_arrival() -> None:
+    view = replace(VIEW, nodes=(present("e", joined_at=2), present("d", joined_at=1), *reversed(VIEW.nodes)))
+    assert chosen(view) == ["a", "b", "c", "d"], "four at most"
+    assert chosen(view, {"a": "gone"}) == ["b", "c", "d", "e"]
+
+
+def test_records_of_the_dead_are_nobody() -> None:
+    dead = present("d", seen=2)
+    assert chosen(replace(VIEW, nodes=(*VIEW.nodes, dead))) == ["a", "b", "c"]
+    late = replace(VIEW, nodes=(present("a", seen=2), present("b"), present("c")))
+    assert chosen(late) == ["a", "b", "c"], "a member is judged by losses alone"
+
+
+def test_whoever_leaves_or_cannot_be_reached_is_not_taken() -> None:
+    assert chosen(replace(VIEW, nodes=(*without("b").nodes, present("b", leaving="b leaves")))) == ["a", "c"]
+    assert chosen(replace(VIEW, unreachable=frozenset("b"))) == ["a", "c"]
+
+
+def test_rank_0_goes_to_who_has_the_checkpoints() -> None:
+    view = replace(VIEW, nodes=(present("a", directory="x"), present("b"), present("c")))
+    assert chosen(view) == ["b", "a", "c"]
+
+
+def test_better_one_that_keeps_failing_than_none() -> None:
+    excluded = (Exclusion("a", 3), Exclusion("b", 3))
+    assert chosen(VIEW, excluded=excluded) == ["c"]
+    assert chosen(replace(VIEW, asked=Asked(1, 1, 2, 4)), excluded=excluded) == ["a", "b", "c"]
+    few = cast(replace(VIEW, asked=Asked(1, 1, 4, 4)), POLICY, NOW, {}, ())
+    assert few == Wait("3 of at least 4 nodes here", None, short=True)
+
+
+def test_last_call_is_for_strangers_only() -> None:
+    strangers = replace(VIEW, current=None, nodes=(present("a", joined_at=NOW - 1), present("b", joined_at=NOW - 3)))
+    found = cast(strangers, POLICY, NOW, {}, ())
+    assert isinstance(found, Wait)
+    assert found.until == NOW - 1 + 5
+    assert chosen(replace(strangers, asked=Asked(1, 1, 1, 2))) == ["b", "a"], "all who may come are here"
+    assert chosen(without("c")) == ["a", "b"], "a survivor waits for nobody"

@@ -1,0 +1,162 @@
+"""`plan()` where nodes come, leave and are lost: when it holds, waits, goes on with whom, and when the job ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticd.wire import Failure, Member, NodeRecord, Round
+from elasticd_agent.config import Policy
+from elasticd_agent.membership import BACK_S
+from elasticd_agent.plan import VICTIMS_S, plan
+from elasticd_agent.view import Asked, Hold, Present, View, Wait
+
+POLICY = Policy()
+NOW = 1000.0
+ROUND = Round(3, tuple(Member(n, "i", (0,)) for n in "abc"), directory="d", restarts=1)
+
+
+def present(name: str, joined_at: float = 0.0, **fields: object) -> Present:
+    record = NodeRecord(name, "i", f"{name}:1", (0,), "d", seen=3, ready=3)
+    return Present(replace(record, **fields), joined_at)  # type: ignore[arg-type]
+
+
+FIRST = present("a", stepped=3, can_hold=3)
+VIEW = View(
+    ROUND,
+    (FIRST, present("b"), present("c")),
+    Asked(1, 1, 2, 4),
+    round_at=NOW - 100,
+    failed_at=NOW,
+    advances_by=NOW + 1,
+    store_up_since=NOW - 1000,
+)
+
+
+def with_(*nodes: Present, view: View = VIEW) -> View:
+    names = {p.record.id for p in nodes}
+    return replace(view, nodes=(*nodes, *(p for p in view.nodes if p.record.id not in names)))
+
+
+def decided(view: View, now: float = NOW, policy: Policy = POLICY) -> Round:
+    verdict = plan(view, policy, now)
+    assert isinstance(verdict, Round), verdict
+    return verdict
+
+
+def nodes(round: Round) -> str:
+    return "".join(m.node for m in round.members)
+
+
+def test_growing_waits_whether_more_come_and_then_holds() -> None:
+    view = with_(present("d", NOW))
+    assert plan(view, POLICY, NOW) == Wait("d joined; waiting whether more come", NOW + POLICY.grow_debounce_s)
+    assert plan(view, POLICY, NOW + 1) == Hold(3, "d joined")
+    held = with_(present("a", stepped=3, can_hold=3, held=3), view=view)
+    grown = decided(held, NOW + 1)
+    assert nodes(grown) == "abcd"
+    assert grown.reason == "d joined; restart 2: 4 workers on 4 nodes, from the beginning"
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        with_(present("d"), view=replace(VIEW, done=frozenset("b"))),
+        with_(present("a", can_hold=3), present("d")),
+        with_(present("d"), view=replace(VIEW, asked=Asked(1, 1, 2, 3))),
+        with_(present("d", seen=2)),
+    ],
+    ids=["one is done", "before the first step", "no room", "a dead one's record"],
+)
+def test_no_growing(view: View) -> None:
+    assert plan(view, POLICY, NOW) == Wait("round 3 runs with 3 workers", None)
+
+
+def test_growing_is_the_scripts_and_the_policys_choice() -> None:
+    plain = with_(present("a", stepped=3), present("d"))
+    waits = plan(plain, POLICY, NOW)
+    assert isinstance(waits, Wait)
+    assert waits.told
+    assert waits.why == "d joined; the script cannot be held at a checkpoint, so that waits for the next restart"
+    assert nodes(decided(plain, policy=Policy(grow="always"))) == "abcd"
+    assert plan(with_(present("d")), Policy(grow="never"), NOW) == Wait("round 3 runs with 3 workers", None)
+
+
+def test_who_leaves_is_let_go_from_a_checkpoint() -> None:
+    leaving = with_(present("b", leaving="b leaves: SIGTERM"))
+    assert plan(leaving, POLICY, NOW) == Hold(3, "b leaves: SIGTERM")
+    held = with_(present("a", stepped=3, can_hold=3, held=3), view=leaving)
+    assert nodes(decided(held)) == "ac"
+    plain = with_(present("a", stepped=3), view=leaving)
+    assert decided(plain).reason.startswith("b leaves: SIGTERM; restart 2: 2 workers on 2 nodes")
+    taken_over = with_(present("d"), view=held)
+    assert nodes(decided(taken_over)) == "acd"
+
+
+def test_leaving_too_few_behind_waits_for_a_replacement() -> None:
+    gone = [present(n, leaving=f"{n} leaves") for n in "bc"]
+    waits = plan(with_(*gone), POLICY, NOW)
+    assert waits == Wait("b leaves; c leaves; too few nodes would be left", None, told=True)
+    assert plan(with_(*gone, present("d")), POLICY, NOW) == Hold(3, "b leaves; c leaves; d joined")
+
+
+def test_when_all_leave_the_job_is_stopped_and_may_be_begun_again() -> None:
+    gone = with_(*(present(n, leaving=f"{n} leaves", stepped=3, can_hold=3) for n in "abc"))
+    assert plan(gone, POLICY, NOW) == Hold(3, "a leaves; b leaves; c leaves")
+    held = with_(present("a", leaving="a leaves", can_hold=3, held=3), view=gone)
+    end = decided(held)
+    assert (end.outcome, end.exit_code, end.reason) == ("stopped", 143, "a leaves; b leaves; c leaves")
+    other = with_(present("d"), view=held)
+    assert not isinstance(plan(other, POLICY, NOW), Round), "d could still become one of many"
+    again = replace(VIEW, current=end, asked=Asked(1, 1, 2, 3))
+    assert (decided(again).number, nodes(decided(again))) == (5, "abc")
+    for outcome in ("succeeded", "failed"):
+        assert isinstance(plan(replace(again, current=replace(end, outcome=outcome)), POLICY, NOW), Wait)
+
+
+def victim(node: str) -> Failure:
+    return Failure(3, node, "crash", (), f"{node} lost its peers")
+
+
+def test_victims_wait_for_who_failed_first() -> None:
+    view = replace(VIEW, failures=(victim("a"),))
+    assert plan(view, POLICY, NOW) == Wait(
+        "a lost its peers; waiting for word of what it lost them by", NOW + VICTIMS_S
+    )
+    culprit = Failure(3, "b", "crash", ((1, 0),), "rank 1 was killed by SIGKILL")
+    named = decided(replace(view, failures=(victim("a"), culprit)))
+    assert named.reason.startswith("rank 1 was killed by SIGKILL; ")
+    assert named.budget.counted == 1
+    assert decided(replace(view, failures=tuple(victim(n) for n in "abc"))).budget.counted == 1, "nobody is missing"
+    assert decided(view, NOW + VICTIMS_S).budget.counted == 1
+
+
+def test_a_lost_node_explains_its_victims_and_costs_nothing() -> None:
+    view = replace(VIEW, failures=(victim("a"), victim("c")), knocked=(("b", "refused"),))
+    after = decided(view)
+    assert (nodes(after), after.budget.counted) == ("ac", 0)
+    assert after.reason.startswith("b is gone: its agent's port refuses connections; restart 2")
+
+
+def test_a_broken_round_waits_for_who_is_only_away_from_the_store() -> None:
+    view = replace(
+        VIEW, nodes=VIEW.nodes[:2], failures=(victim("a"),), absent=(("c", NOW),), knocked=(("c", "answered"),)
+    )
+    assert plan(view, POLICY, NOW) == Wait("a lost its peers; waiting for c to be back in the store", NOW + BACK_S)
+    assert nodes(decided(view, NOW + BACK_S)) == "ab"
+
+
+def test_too_few_nodes_are_waited_for_a_while() -> None:
+    lost = replace(VIEW, nodes=(FIRST,), knocked=(("b", "refused"), ("c", "refused")), short_since=NOW)
+    waits = plan(lost, POLICY, NOW)
+    assert isinstance(waits, Wait)
+    assert waits.short
+    assert waits.until == NOW + POLICY.replace_timeout_s
+    end = decided(lost, NOW + POLICY.replace_timeout_s)
+    assert (end.outcome, end.exit_code) == ("failed", 1)
+    assert end.reason.endswith("1 of at least 2 nodes here, and no more came within 600 s (--replace-timeout)")
+    never = View(None, (FIRST,), Asked(1, 1, 2, 2), short_since=NOW)
+    waits = plan(never, Policy(join_timeout_s=60), NOW)
+    assert waits.until == NOW + 60
+    assert decided(never, NOW + 60, Policy(join_timeout_s=60)).outcome == "failed"
