@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench soak fmt docs clean
+.PHONY: help demo test test-system check bench soak fmt docs clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +13,7 @@ CODE := $(wildcard elasticd agents tests examples benchmarks)
 TYPED := $(wildcard elasticd agents/elasticd_agent benchmarks)
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 # One stamp stands for "the environment holds what pyproject.toml and constraints.txt ask for".
 $(READY): pyproject.toml constraints.txt
@@ -28,6 +28,10 @@ demo: $(READY)  ## train a small GPT on 4 CPU workers, kill one, watch it come b
 test: check  ## everything CI runs: check, then the whole test suite
 	@tests/install-servers
 	@$(BIN)/python -m pytest -q
+
+test-system: $(READY)  ## jobs on several hosts under every fault there is: slow, needs root
+	@tests/install-servers
+	@$(BIN)/python -m pytest -q -m system
 
 check: $(READY)  ## style, types, floors
 	@$(BIN)/ruff check --quiet $(CODE)

@@ -23,7 +23,9 @@ from tests.faults.job import PATIENCE_S, REPOSITORY, SCRIPTS, Event, Fault, unti
 from tests.multihost.net import Host, Network
 
 TRAIN = Path(__file__).with_name("train.py")
-"""Trains until `Cluster.finish`."""
+"""Trains until `Cluster.finish`; knows nothing of elasticd."""
+LINEAGE = Path(__file__).with_name("lineage.py")
+"""The same with a Session: it goes back to checkpoints, can be held, and keeps a record of what it trained on."""
 
 _PORTS = {"etcd": 2379, "c10d": 29400}
 _LEFT_S = 5.0
@@ -207,7 +209,7 @@ class Cluster:
 
     def event(self, kind: str, within: float = PATIENCE_S, **having: Any) -> Event:
         """The first such line of any agent, once it is there."""
-        found: list[Event] = self._until(lambda: self.events(kind, **having), f"{kind} {having}", within)
+        found: list[Event] = self.until(lambda: self.events(kind, **having), f"{kind} {having}", within)
         return found[0]
 
     def round(self, number: int, within: float = PATIENCE_S) -> Event:
@@ -222,7 +224,7 @@ class Cluster:
             later = [event for event in self.events("round_published") if event["round"] > after]
             return [event for event in later if set(event["nodes"]) == set(nodes)]
 
-        found: list[Event] = self._until(look, f"a round after {after} of {' '.join(nodes)}", within)
+        found: list[Event] = self.until(look, f"a round after {after} of {' '.join(nodes)}", within)
         return self._agreed(found[0]["round"])
 
     def _agreed(self, number: int) -> Event:
@@ -243,7 +245,16 @@ class Cluster:
     def step(self, step: int, round: int = 1, rank: int = 0, within: float = PATIENCE_S) -> None:
         """Wait until that rank has finished that step in that round or a later one."""
         what = f"step {step} of rank {rank} in round {round}"
-        self._until(lambda: (round, step) <= max(self.steps(rank), default=(0, 0)), what, within)
+        self.until(lambda: (round, step) <= max(self.steps(rank), default=(0, 0)), what, within)
+
+    def trains(self, round: int, steps: int = 3) -> None:
+        """Wait until every rank of that round has made some steps in it, or in a later one."""
+        for rank in range(self.round(round)["world_size"]):
+
+            def made(rank: int = rank) -> bool:
+                return sum(in_round >= round for in_round, _ in self.steps(rank)) >= steps
+
+            self.until(made, f"{steps} steps of rank {rank} in round {round}")
 
     def more_steps(self, count: int = 20, rank: int = 0) -> int:
         """Wait until training has gone on by so many steps, counted from now; says in which round it did.
@@ -251,19 +262,19 @@ class Cluster:
         A new round may begin again at a lower step: the round counts first.
         """
         before = len(self.steps(rank))
-        self._until(lambda: len(self.steps(rank)) >= before + count, f"{count} more steps of rank {rank}")
+        self.until(lambda: len(self.steps(rank)) >= before + count, f"{count} more steps of rank {rank}")
         return self.steps(rank)[-1][0]
 
     def worker(self, rank: int, round: int) -> tuple[Host, int]:
         """Where that rank lives, and its process id."""
-        groups = self._until(
+        groups = self.until(
             lambda: [event for event in self.events("group_started", round=round) if rank in event["ranks"]],
             f"rank {rank} in round {round}",
         )
         pid = groups[0]["pids"][groups[0]["ranks"].index(rank)]
         return self.agent(groups[0]["node"]).host, int(pid)
 
-    def _until(self, condition: Callable[[], Any], what: str, within: float = PATIENCE_S) -> Any:
+    def until(self, condition: Callable[[], Any], what: str, within: float = PATIENCE_S) -> Any:
         """Its first true value; fails at once when no agent is left to bring it about."""
 
         def look() -> Any:
@@ -273,6 +284,13 @@ class Cluster:
             return value
 
         return until(look, lambda: f"{what}\n{self.told()}", within)
+
+    def stored(self, key: str) -> Event:
+        """What the job's key holds in etcd; empty when there is none."""
+        assert self.store is not None
+        value = self.store.ctl("get", "--print-value-only", f"/elasticd/v1/jobs/{self.job}/{key}")
+        found: Event = json.loads(value) if value.strip() else {}
+        return found
 
     # --- hurting -------------------------------------------------------------------------------------------------
 

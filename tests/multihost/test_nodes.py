@@ -2,48 +2,51 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from tests.multihost.cluster import Cluster
-from tests.multihost.conftest import StartNetwork
+from tests.multihost.conftest import StartTraining
 
 
-@pytest.fixture
-def cluster(network: StartNetwork, tmp_path: Path) -> Cluster:
-    """Three nodes that train and may become two, and an etcd."""
-    cluster = Cluster(network(hosts=3, others=("store",)), tmp_path / "job", nnodes="2:3")
-    cluster.start()
-    assert set(cluster.round(1)["nodes"]) == {"node0", "node1", "node2"}
-    for rank in range(3):
-        cluster.step(3, rank=rank)
-    return cluster
-
-
-def test_the_node_of_rank_0_is_killed_and_the_others_go_on_and_finish(cluster: Cluster) -> None:
+def test_the_node_of_rank_0_is_killed_and_the_others_go_on_and_finish(training: StartTraining) -> None:
     """With it go the workers' store and, as often as not, the planner."""
-    the_others_go_on_without(cluster, cluster.round(1)["nodes"][0])
+    cluster = training()
+    lost = cluster.round(1)["nodes"][0]
+    cluster.kill_node(lost)
+    the_others_go_on_without(cluster, lost)
     cluster.finish()
 
 
-def test_the_store_is_restarted_and_training_does_not_notice(cluster: Cluster) -> None:
+def test_a_link_goes_down_nothing_is_reset_and_the_node_is_back_once_it_is_up(training: StartTraining) -> None:
+    cluster = training(resumes=True)
+    nodes = cluster.round(1)["nodes"]
+    cut_off = cluster.agent(nodes[0])
+    cut_off.host.link(up=False)
+    number = the_others_go_on_without(cluster, nodes[0])
+    cut_off.event("store_away")  # that was its only link
+    cut_off.host.link(up=True)
+    cluster.trains(cluster.round_of(*nodes, after=number)["round"])
+    assert cut_off.running
+    cluster.finish()
+
+
+def test_the_store_is_restarted_and_training_does_not_notice(training: StartTraining) -> None:
+    cluster = training()
     assert cluster.store is not None
     cluster.store.kill()
     assert cluster.more_steps() == 1
     cluster.store.start()
     assert cluster.more_steps() == 1
     # Whether they have found each other again shows when they must agree.
-    the_others_go_on_without(cluster, cluster.round(1)["nodes"][-1])
+    lost = cluster.round(1)["nodes"][-1]
+    cluster.kill_node(lost)
+    the_others_go_on_without(cluster, lost)
     cluster.finish()
 
 
-def the_others_go_on_without(cluster: Cluster, lost: str) -> None:
+def the_others_go_on_without(cluster: Cluster, lost: str) -> int:
+    """Returns the round in which they do."""
     left = [node for node in cluster.round(1)["nodes"] if node != lost]
-    cluster.kill_node(lost)
     after = cluster.round_of(*left, after=1)
     assert (after["nodes"], after["world_size"]) == (left, 2)
     assert lost in after["reason"]
-    for rank in range(2):
-        cluster.step(3, round=after["round"], rank=rank)
-    assert cluster.last_round() == after["round"]
+    cluster.trains(after["round"])
+    return int(after["round"])

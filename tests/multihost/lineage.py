@@ -1,0 +1,71 @@
+"""Trains with a Session until the test that shares its directory has seen enough: it can be held, and it goes back to
+checkpoints. Every rank writes down which samples it trained on in which step of which round, for benchmarks/checker.py.
+
+A step is written down when it has been taken and before it is committed: whatever a checkpoint holds is in the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import time
+from typing import Any
+
+import faults
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import elasticd
+
+
+def main(args: argparse.Namespace) -> None:
+    faults.at(0)
+    session = elasticd.init()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sampler = elasticd.ElasticBatchSampler(args.samples, global_batch=args.batch)
+    session.attach(model=model, optimizer=optimizer, sampler=sampler)
+    resumed = session.restore()
+    session.checkpoint(every=args.every)
+    note(session, begins=[resumed.round, resumed.step] if resumed else None)
+    enough = torch.zeros(1)
+    while True:
+        sampler.set_epoch(sampler.epoch)
+        for samples in DataLoader(range(args.samples), batch_sampler=sampler):  # type: ignore[arg-type]
+            step = session.steps + 1
+            faults.at(step)
+            loss = model(torch.ones(len(samples), 16)).square().mean() * sampler.loss_scale()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            trained = samples.tolist()[: sampler.samples()]  # a stand-in is no sample
+            note(session, step=step, epoch=sampler.epoch, samples=trained)
+            session.step()
+            faults.finished(step)
+            time.sleep(args.pause)
+            enough[0] = (faults.WORK / "enough").exists()
+            dist.all_reduce(enough)
+            if enough or session.should_stop:
+                note(session, ends=session.steps)
+                os._exit(0)  # as in train.py: gloo may dead-lock in its own tear-down
+        sampler.set_epoch(sampler.epoch + 1)
+
+
+def note(session: elasticd.Session, **what: Any) -> None:
+    who = {"node": socket.gethostname(), "pid": os.getpid(), "mono": time.monotonic()}
+    where = {"round": session.round, "rank": session.rank, "world": session.world_size}
+    faults.write("record", json.dumps({**who, **where, **what}) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=12)
+    parser.add_argument("--pause", type=float, default=0.01)
+    main(parser.parse_args())

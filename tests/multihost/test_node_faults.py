@@ -1,0 +1,121 @@
+"""What happens to single nodes: frozen, replaced, asked to leave, started twice; and to the one that plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.job import until
+from tests.multihost.cluster import Agent, Cluster
+from tests.multihost.conftest import StartTraining
+
+pytestmark = pytest.mark.system
+
+
+def test_a_frozen_node_is_left_out_and_joins_again_once_it_is_thawed(training: StartTraining) -> None:
+    cluster = training(resumes=True)
+    nodes = cluster.round(1)["nodes"]
+    frozen = cluster.agent(nodes[0])
+    before = cluster.worker(0, round=1)[1]
+    frozen.host.freeze()
+    assert state_of(before) == "T"
+    without = cluster.round_of(*nodes[1:], after=1)
+    assert nodes[0] in without["reason"]
+    cluster.trains(without["round"])
+    assert state_of(before) == "T"
+    frozen.host.thaw()
+    back = cluster.round_of(*nodes, after=without["round"])
+    cluster.trains(back["round"])
+    # it has seen what it missed, and nothing of its old round is left
+    gone = frozen.event("group_gone", round=1)
+    assert gone["mono"] < frozen.event("group_started", round=back["round"])["mono"]
+    assert frozen.running
+    cluster.finish()
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_an_agent_is_killed_and_is_back_at_once_under_its_id(training: StartTraining, which: int) -> None:
+    cluster = training(resumes=True)
+    nodes = cluster.round(1)["nodes"]
+    again = cluster.replace_agent(nodes[which])
+    back = cluster.round_of(*nodes, after=1)
+    cluster.trains(back["round"])
+    assert again.event("group_started", round=back["round"])["ranks"]
+    cluster.finish()
+
+
+def test_a_second_agent_with_a_nodes_id_is_refused_and_the_first_one_trains_on(training: StartTraining) -> None:
+    cluster = training(hosts=2, spare=1)
+    first = cluster.agent("node1")
+    [second] = cluster.start(cluster.net.hosts[2], node="node1")
+    assert second.wait() == 2
+    assert "another agent takes part in this job as node 'node1'" in second.err, second.told()
+    assert "give this one another name with --node-id" in second.err
+    assert "Traceback" not in second.err
+    assert cluster.more_steps() == 1
+    assert first.running
+    cluster.finish()
+
+
+def test_one_agent_is_asked_to_leave_and_the_others_go_on_from_where_it_left(training: StartTraining) -> None:
+    cluster = training(resumes=True)
+    nodes = cluster.round(1)["nodes"]
+    leaver = cluster.agent(nodes[-1])
+    leaver.process.terminate()
+    leaver.event("stop_requested", by="SIGTERM")
+    without = cluster.round_of(*nodes[:-1], after=1)
+    assert f"{leaver.node} leaves: SIGTERM" in without["reason"]
+    assert leaver.wait() == 143
+    cluster.trains(without["round"])
+    # They were held at a checkpoint, so no step was lost.
+    held = cluster.event("holding", round=1)
+    assert cluster.event("resumed", round=without["round"])["step"] == held["step"]
+    assert max(step for in_round, step in cluster.steps() if in_round == 1) <= held["step"]
+    cluster.finish()
+
+
+def test_the_planners_node_is_killed(training: StartTraining) -> None:
+    cluster = training(hosts=3)
+    planner = who_plans(cluster)
+    cluster.kill_node(planner)
+    left = [node for node in cluster.round(1)["nodes"] if node != planner]
+    without = cluster.round_of(*left, after=1)
+    cluster.trains(without["round"])
+    assert until(lambda: who_plans(cluster) in left, "another planner")
+    cluster.finish()
+
+
+def test_the_planner_is_killed_while_it_has_to_see_to_another_loss(training: StartTraining) -> None:
+    cluster = training(hosts=4)
+    planner = who_plans(cluster)
+    lost = next(node for node in cluster.round(1)["nodes"] if node != planner)
+    cluster.kill_node(lost)
+    cluster.kill_node(planner)
+    left = [node for node in cluster.round(1)["nodes"] if node not in (planner, lost)]
+    cluster.trains(cluster.round_of(*left, after=1)["round"])
+    cluster.finish()
+
+
+def test_all_workers_are_done_and_every_agent_says_so_in_the_same_words(training: StartTraining) -> None:
+    cluster = training()
+    cluster.finish()
+    words = {agent.node: agent.event("job_ended")["reason"] for agent in cluster.agents}
+    assert set(words.values()) == {"3 workers ended with code 0 in round 1"}, words
+    assert len({last_line(agent) for agent in cluster.agents}) == 1
+    assert {event["outcome"] for event in cluster.events("job_ended")} == {"succeeded"}
+
+
+def who_plans(cluster: Cluster) -> str:
+    found = until(lambda: cluster.stored("planner"), "a planner")
+    return str(found["id"])
+
+
+def last_line(agent: Agent) -> str:
+    """What it told its user last, without the time."""
+    said = [line for line in agent.err.splitlines() if "elasticd[" in line]
+    return said[-1].partition("elasticd[")[2]
+
+
+def state_of(pid: int) -> str:
+    return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
