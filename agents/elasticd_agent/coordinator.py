@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
@@ -57,7 +57,11 @@ class Coordinator:
         may_plan: bool = True,
         others_plan: bool = True,
         attentive: Callable[[], bool] = lambda: True,
+        keep_lines: Callable[[Mapping[str, tuple[str, int]]], None] = lambda nodes: None,
     ) -> None:
+        """`keep_lines` is told to whom a standing connection shall be kept; `hung_up` hears of those that break."""
+        self._keep_lines = keep_lines
+        self._hung_up: deque[str] = deque()
         self._store, self._keys, self._policy, self._planner = store, keys, policy, planner
         self._agree: Callable[[], None] = lambda: agree(store, keys, agreed, differences)
         self._concerning = keys.round, keys.planner, keys.master(), keys.hold
@@ -116,6 +120,11 @@ class Coordinator:
         self._planner.hint(key)
         self._hinted()
 
+    def hung_up(self, node: str) -> None:
+        """The standing connection to `node`'s agent has broken: it may have been killed. Safe from any thread."""
+        self._hung_up.append(node)
+        self._hinted()
+
     @property
     def plans(self) -> bool:
         """True while this agent is the job's planner."""
@@ -154,7 +163,9 @@ class Coordinator:
         self._hear_rounds()
         self._hear_details()
         self._send()
+        self._suspect(now)
         until = self._lead(now)
+        self._keep_lines(self._lines())
         if self._away_since is not None:
             self._news.append(StoreSeen(False, "the store answers again", now - self._away_since))
             self._away_since, self._tries = None, 0
@@ -267,6 +278,23 @@ class Coordinator:
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
+    def _suspect(self, now: float) -> None:
+        """Who has hung up is asked whether it is still there: the planner by everybody, the others by the planner."""
+        while self._hung_up:
+            node = self._hung_up.popleft()
+            self._planner.suspects.add(node)
+            if self._planned_by is not None and self._planned_by[0].id == node:
+                self._trouble_since, self._usurp_at = now - USURP_AFTER_S, None
+
+    def _lines(self) -> dict[str, tuple[str, int]]:
+        """Whose death concerns us: every member's if we plan, else the planner's."""
+        if self._round is None or self._round.terminal:
+            return {}
+        if self.plans:
+            return self._planner.addresses(self._round)
+        record = self._planned_by[0] if self._planned_by is not None else None
+        return {record.id: split(record.address)} if record is not None and record.address else {}
+
     def _lead(self, now: float) -> float | None:
         if self._presence.lease is None:
             return now
@@ -348,6 +376,7 @@ class Coordinator:
             return self._usurp_at
         self._usurp_at = now + self._policy.renewal_s
         if self._planner_answered == record.incarnation and isinstance(self._knock(record), Refused):
+            self._planner.suspects.add(record.id)
             return self._take(version, now)
         return self._usurp_at
 

@@ -34,6 +34,7 @@ from elasticd_agent.knock import KnockServer, knock
 from elasticd_agent.launcher.client import OwnerClient
 from elasticd_agent.launcher.commands import Worker
 from elasticd_agent.launcher.preload import Preload, plan_preload, script_of, worker_base_environment
+from elasticd_agent.lines import Lines
 from elasticd_agent.logs import JobLogs
 from elasticd_agent.loop import Loop, Message
 from elasticd_agent.meeting import LocalMeeting, RemoteMeeting
@@ -113,6 +114,8 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, stack: contextl
     )
     planner = Planner(store, keys, times, asked, facts, lambda nodes: knock(nodes, KNOCK_S), node, outputs.story.said)
     loops: list[Loop] = []
+    lines = Lines(lambda node: coordinator.hung_up(node))
+    stack.callback(lines.close)
     coordinator = Coordinator(
         store,
         keys,
@@ -124,6 +127,7 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, stack: contextl
         may_plan=meets.backend != "c10d" or hosts,
         others_plan=meets.backend != "c10d",
         attentive=lambda: not loops or loops[0].overdue_s() < policy.lease_s,
+        keep_lines=lines.keep,
     )
     meeting: LocalMeeting | RemoteMeeting
     if shared:
