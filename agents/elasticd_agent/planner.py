@@ -108,7 +108,9 @@ class Planner:
     node: str
     say: Callable[[str], None]
     store_up_since: float = 0.0
+    suspects: set[str] = field(default_factory=set)
     _copies: dict[str, dict[str, Versioned]] = field(default_factory=dict)
+    _parsed: dict[str, tuple[Versioned, Document]] = field(default_factory=dict)
     _read_at: float = float("-inf")
     _round_at: dict[int, float] = field(default_factory=dict)
     _failed_at: dict[int, float] = field(default_factory=dict)
@@ -140,6 +142,7 @@ class Planner:
     def forget(self) -> None:
         """Somebody else plans, or the store was away: what was read and heard so far is not to be trusted."""
         self._copies.clear()
+        self._parsed.clear()
         self._absent.clear()
         self._knocked.clear()
         self._silent.clear()
@@ -151,6 +154,7 @@ class Planner:
         """Look at the job once; publish the next Round if there shall be one. Raises StoreUnavailable."""
         if now >= self._read_at + REFRESH_S:
             self._copies.clear()
+            self._parsed.clear()
             self._read_at = now
         round = None if current is None else Round.from_json(current.value)
         view = self._view(round, now)
@@ -185,6 +189,11 @@ class Planner:
             and not record.leaving
             for record in self._records(self.keys.nodes, NodeRecord)
         )
+
+    def addresses(self, round: Round) -> dict[str, tuple[str, int]]:
+        """Where the other members' agents answer, as far as it is known."""
+        found = {m.node: self._addresses.get((m.node, m.incarnation)) for m in round.members if m.node != self.node}
+        return {node: split(address) for node, address in found.items() if address}
 
     def trust(self, record: NodeRecord) -> None:
         """This agent has answered a knock before: should it refuse the next one, it is gone."""
@@ -241,8 +250,14 @@ class Planner:
     def _records(self, prefix: str, kind: type[D]) -> list[D]:
         found = []
         for key, item in self._list(prefix).items():
+            known = self._parsed.get(key)
+            if known is not None and known[0] == item and isinstance(known[1], kind):
+                found.append(known[1])
+                continue
             try:
-                found.append(kind.from_json(item.value))
+                record = kind.from_json(item.value)
+                self._parsed[key] = item, record
+                found.append(record)
             except WireError as error:
                 if key not in self._unread:
                     self._unread.add(key)
@@ -256,7 +271,8 @@ class Planner:
         others = {m.node: m.incarnation for m in round.members if m.node != self.node}
         late = now >= view.round_at + self.policy.seen_timeout_s
         unseen = tuple(n for n in others if (r := view.record(n)) is not None and r.seen < round.number) if late else ()
-        trouble = (tuple(f.node for f in view.failures), unseen, tuple(node for node, _ in view.absent))
+        suspects = tuple(sorted(self.suspects & others.keys()))
+        trouble = (tuple(f.node for f in view.failures), unseen, tuple(node for node, _ in view.absent), suspects)
         stuck = view.advances_by is not None and now >= view.advances_by + STUCK_S
         if not any(trouble) and not stuck:
             self._knocked.clear()
@@ -295,6 +311,7 @@ class Planner:
                     self._knocked[node] = "answered" if same else "refused"
                     if same:
                         self._answered.add((node, incarnation))
+                        self.suspects.discard(node)
                 case Refused():
                     self._knocked[node] = "refused" if (node, incarnation) in self._answered else "silent"
                 case Silent():
@@ -346,6 +363,7 @@ class Planner:
         for times in (self._round_at, self._failed_at):
             for old in [known for known in times if known < number]:
                 del times[old]
+        self.suspects.clear()
         self._knocked_for = ()
         self._short_since = None
 
