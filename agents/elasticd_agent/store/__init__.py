@@ -92,8 +92,9 @@ class Store(Protocol):
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
         """Call `callback(key)` soon after a key that begins with `prefix` has changed or gone.
 
-        A hint, nothing more: calls may repeat, come from any thread, or, after an outage, be missing. It must return
-        at once, must not raise and must not call the store.
+        A hint, nothing more: calls may repeat, come from any thread, or, after an outage, be missing. A call that names
+        `prefix` itself stands for all keys below it. The callback must return at once, must not raise and must not call
+        the store.
         """
         ...
 

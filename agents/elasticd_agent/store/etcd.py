@@ -90,7 +90,7 @@ class EtcdStore:
         return _EtcdLease(etcd, number, float(granted_s))
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        """Also during an outage: it begins when etcd is back, and says then every key that is there."""
+        """Also during an outage: it begins when etcd is back, and names then the whole prefix."""
         etcd = self._etcd()
         from elasticd_agent.store.etcd_watch import EtcdWatch
 

@@ -27,10 +27,9 @@ class Requests:
         answer = self._range(prefix)
         return {text(item.key): Versioned(item.value, item.mod_revision) for item in answer.kvs}
 
-    def keys(self, prefix: str) -> tuple[set[str], int]:
-        """Which are there, and the revision of the whole store at that moment."""
-        answer = self._range(prefix, keys_only=True)
-        return {text(item.key) for item in answer.kvs}, int(answer.header.revision)
+    def count(self, prefix: str) -> int:
+        """How many are there: the cheapest question about a prefix that etcd answers or refuses."""
+        return int(self._range(prefix, count_only=True).count)
 
     def put_if(
         self,
@@ -71,15 +70,15 @@ class Requests:
         except LeaseGone:
             return
 
-    def follow(self, prefix: str, after: int) -> Stream:
-        """What happens to these keys after this revision of the store."""
+    def follow(self, prefix: str) -> Stream:
+        """What happens to these keys after the first response, which says `created`."""
         first, end = _span(prefix)
-        create = rpc.WatchCreateRequest(key=first, range_end=end, start_revision=after + 1)
+        create = rpc.WatchCreateRequest(key=first, range_end=end)
         return self.link.follow(rpc.WatchRequest(create_request=create))
 
-    def _range(self, prefix: str, *, keys_only: bool = False) -> Any:
+    def _range(self, prefix: str, *, count_only: bool = False) -> Any:
         first, end = _span(prefix)
-        request = rpc.RangeRequest(key=first, range_end=end, keys_only=keys_only)
+        request = rpc.RangeRequest(key=first, range_end=end, count_only=count_only)
         return self.link.call(Verb.RANGE, request, key=prefix, repeatable=True)
 
 

@@ -1,9 +1,9 @@
 """A watch on etcd that survives whatever happens to etcd.
 
-Each subscription begins with a look at the keys that are there, and follows from the revision of that look on, so
-nothing is missed in between. When it breaks (restart, partition, no leader, compaction, a store that came back empty)
-it begins anew, and then says every key that it knew or finds: each may have changed. One thread per watch, so that a
-slow etcd keeps nobody waiting. Nothing is read for the caller: a call is a hint.
+Each subscription follows from the moment at which etcd confirms it, so there is no revision that could have been
+compacted, and nothing to look at first. When it breaks (restart, partition, no leader, a store that came back empty)
+anything may have happened until the next one is confirmed, which then names the whole prefix. One thread per watch, so
+that a slow etcd keeps nobody waiting. Nothing is read for the caller: a call is a hint.
 """
 
 from __future__ import annotations
@@ -33,18 +33,21 @@ class EtcdWatch:
         self._prefix = prefix
         self._callback = callback
         self._gone = gone
-        self._known: set[str] = set()
         self._stream: Stream | None = None
         self._closing = threading.Event()
         # Held during a call, so that none is begun after close() has returned; a callback may close its own watch.
         self._calling = threading.RLock()
-        # In the caller's thread: what changes from now on is heard.
-        try:
-            revision: int | None = self._look(tell=False)
-        except StoreUnavailable:
-            revision = None
-        self._thread = threading.Thread(target=self._run, args=(revision,), name=f"etcd watch {prefix}", daemon=True)
+        self._begun = threading.Event()
+        # The caller reads when we return: what was there before the first subscription needs no call, if that is soon.
+        self._awaited = True
+        self._refused: StoreRefused | None = None
+        self._thread = threading.Thread(target=self._run, name=f"etcd watch {prefix}", daemon=True)
         self._thread.start()
+        self._begun.wait(etcd.link.timeout_s)
+        with self._calling:
+            self._awaited = False
+        if self._refused is not None:
+            raise self._refused
 
     def close(self) -> None:
         self._closing.set()
@@ -53,11 +56,11 @@ class EtcdWatch:
         if stream is not None:
             stream.cancel()
         if self._thread is not threading.current_thread():
-            # It may be in the middle of a look.
+            # It may be in the middle of a request.
             self._thread.join(self._etcd.link.timeout_s + 1.0)
         self._gone(self)
 
-    def _run(self, revision: int | None) -> None:
+    def _run(self) -> None:
         # A subscription that etcd has confirmed counts as a success: the next one begins without a long pause.
         again = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type((StoreUnavailable, StoreRefused)),
@@ -66,59 +69,62 @@ class EtcdWatch:
             sleep=tenacity.sleep_using_event(self._closing),
             reraise=True,
         )
-        first = revision
+        first = True
         while not self._closing.is_set():
             try:
-                if first is not None:
-                    self._follow(first)
+                if first:
+                    self._follow()
                 else:
                     again(self._subscribe)
             except (StoreUnavailable, StoreRefused):
                 pass  # closing, or the first subscription failed; what it was has been said
-            first = None
-            self._closing.wait(random.uniform(0, _SPREAD_S))
+            if self._begun.is_set():
+                self._closing.wait(random.uniform(0, _SPREAD_S))
+            first = False
 
     def _subscribe(self) -> None:
+        """After a failure: a request first, which finds a member that answers, and a new token if ours has ended."""
         try:
-            self._follow(self._look(tell=True))
+            self._etcd.count(self._prefix)
+            self._follow()
         except StoreRefused as error:
+            with self._calling:
+                if self._awaited and not self._begun.is_set():
+                    self._refused = error
+                    self._begun.set()
+                    self._closing.set()
             self._etcd.link.outage.goes_on(str(error))
             raise
 
-    def _look(self, *, tell: bool) -> int:
-        """The revision at which these keys were there."""
-        present, revision = self._etcd.keys(self._prefix)
-        known, self._known = self._known, present
-        if tell:
-            for name in sorted(known | present):
-                self._tell(name)
-        return revision
-
-    def _follow(self, revision: int) -> None:
+    def _follow(self) -> None:
         """Returns when a confirmed subscription has ended. Raises StoreUnavailable if it was never confirmed."""
-        stream = self._etcd.follow(self._prefix, revision)
+        stream = self._etcd.follow(self._prefix)
         with self._calling:
             self._stream = stream
         if self._closing.is_set():
             stream.cancel()
         confirmed = False
         for response in stream:
-            if response.canceled:  # compacted, or not allowed
+            if response.canceled:  # not allowed, or the token has ended
                 stream.cancel()
                 break
-            confirmed = confirmed or response.created
+            if response.created and not confirmed:
+                confirmed = True
+                self._confirmed()
             self._hear(response.events)
         if not confirmed:
             raise StoreUnavailable(f"etcd ended the watch on {self._prefix!r} at once")
 
+    def _confirmed(self) -> None:
+        with self._calling:
+            first_and_in_time = self._awaited and not self._begun.is_set()
+            self._begun.set()
+            if not first_and_in_time:
+                self._tell(self._prefix)
+
     def _hear(self, events: Any) -> None:
         for event in events:
-            name = text(event.kv.key)
-            if event.type == event.DELETE:
-                self._known.discard(name)
-            else:
-                self._known.add(name)
-            self._tell(name)
+            self._tell(text(event.kv.key))
 
     def _tell(self, key: str) -> None:
         with self._calling:
