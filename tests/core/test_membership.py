@@ -207,4 +207,5 @@ def test_last_call_is_for_strangers_only() -> None:
     assert isinstance(found, Wait)
     assert found.until == NOW - 1 + 5
     assert chosen(replace(strangers, asked=Asked(1, 1, 1, 2))) == ["b", "a"], "all who may come are here"
-    assert chosen(without("c")) == ["a", "b"], "a survivor waits for nobody"
+    late = replace(VIEW, nodes=(*without("c").nodes, present("d", joined_at=NOW)))
+    assert chosen(late) == ["a", "b", "d"], "a survivor waits for nobody"

@@ -90,7 +90,7 @@ def test_who_leaves_is_let_go_from_a_checkpoint() -> None:
     assert nodes(decided(held)) == "ac"
     plain = with_(present("a", stepped=3), view=leaving)
     assert decided(plain).reason.startswith("b leaves: SIGTERM; restart 2: 2 workers on 2 nodes")
-    taken_over = with_(present("d"), view=held)
+    taken_over = with_(present("d"), view=replace(held, asked=Asked(1, 1, 3, 3)))
     assert nodes(decided(taken_over)) == "acd"
 
 
