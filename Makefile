@@ -42,7 +42,7 @@ check: $(READY)  ## style, types, floors
 bench: $(READY)  ## recovery time, start time and overhead, side by side with torchrun
 	@$(BIN)/python benchmarks/recovery.py
 
-soak: $(READY)  ## 200 kills in a row; none may be lost or stuck
+soak: $(READY)  ## 200 kills in a row, then 200 faults of nodes, network and store; needs root
 	@$(BIN)/python benchmarks/soak.py
 
 fmt: $(READY)  ## format the code, fix what can be fixed

@@ -1,0 +1,316 @@
+"""Did a job of many nodes keep its promises? Reads what was logged of it, and names every breach.
+
+    python -m benchmarks.checker WORK SAMPLES        # a directory with agent-*/events.jsonl, record and faults.jsonl
+
+It judges by the agents' event logs, by the record in which every rank of tests/multihost/lineage.py wrote down what it
+trained on, and by the list of faults, if there is one. Nothing here asks a store, an agent or the checkpoint directory:
+a defect in these shall not hide itself. All hosts of such a run share one monotonic clock, so times can be compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Line = Mapping[str, Any]
+
+STORE_FAULTS = ("store restart", "store freeze", "cut from store")
+"""Faults that must not end any round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """The event log of one start of an agent, in the order in which it was written."""
+
+    name: str
+    node: str
+    events: tuple[Line, ...]
+
+    def of(self, *kinds: str) -> Iterator[Line]:
+        return (event for event in self.events if event["kind"] in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Where a round's training began: after a step, from a checkpoint of `parent` (None: from nothing)."""
+
+    parent: int | None
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All that was logged of one job."""
+
+    logs: tuple[Log, ...]
+    record: tuple[Line, ...] = ()
+    faults: tuple[Line, ...] = ()
+    samples: int = 0
+    _begins: dict[int, Begin] = field(default_factory=dict)
+
+    def begins(self) -> dict[int, Begin]:
+        """By round: where rank 0 began. Rounds that never came so far are not in it."""
+        if not self._begins:
+            for line in self.record:
+                if "begins" in line and line["rank"] == 0:
+                    parent, step = line["begins"] or (None, 0)
+                    self._begins.setdefault(line["round"], Begin(parent, step))
+        return self._begins
+
+    def trained(self) -> dict[tuple[int, int], list[Line]]:
+        """By round and step: what its ranks wrote of it."""
+        found: dict[tuple[int, int], list[Line]] = defaultdict(list)
+        for line in self.record:
+            if "step" in line:
+                found[line["round"], line["step"]].append(line)
+        return found
+
+    def rounds(self) -> dict[int, Line]:
+        """By number: the first agent's word of each round, and its time."""
+        found: dict[int, Line] = {}
+        for log in self.logs:
+            for event in log.of("round_published"):
+                if event["round"] not in found or event["mono"] < found[event["round"]]["mono"]:
+                    found[event["round"]] = event
+        return found
+
+
+def breaches(evidence: Evidence) -> list[str]:
+    """Every promise that was not kept, each with the lines that show it; empty when all is well."""
+    checks = (
+        rounds_only_grow,
+        rounds_are_agreed_on,
+        restarts_have_reasons,
+        one_group_at_a_time,
+        resumes_come_from_the_chain,
+        no_loser_is_resumed_from,
+        no_sample_lost_or_repeated,
+        the_end_is_agreed_on,
+        the_store_restarts_nobody,
+    )
+    return [f"{check.__name__.replace('_', ' ')}: {breach}" for check in checks for breach in check(evidence)]
+
+
+def rounds_only_grow(evidence: Evidence) -> Iterator[str]:
+    """Every agent sees higher and higher numbers; a node's next agent sees the last one or a higher one."""
+    latest: dict[str, int] = {}
+    for log in evidence.logs:
+        known = latest.get(log.node, 0)
+        last = 0
+        for event in log.of("round_published"):
+            if event["round"] <= last or event["round"] < known:
+                yield f"{log.name} saw round {event['round']} after round {max(last, known)}"
+            last = max(last, event["round"])
+        latest[log.node] = max(known, last)
+
+
+def rounds_are_agreed_on(evidence: Evidence) -> Iterator[str]:
+    """There is one Round of a number: all agents tell the same of it."""
+    told: dict[int, dict[tuple[Any, ...], str]] = defaultdict(dict)
+    for log in evidence.logs:
+        for event in log.of("round_published"):
+            what = (tuple(event["nodes"]), event["world_size"], event["restarts"], event["reason"])
+            told[event["round"]].setdefault(what, log.name)
+    for number, versions in sorted(told.items()):
+        if len(versions) > 1:
+            yield f"round {number} is not the same to all: " + "; ".join(
+                f"to {who}: {' '.join(nodes)}, {reason!r}" for (nodes, _, _, reason), who in versions.items()
+            )
+
+
+def restarts_have_reasons(evidence: Evidence) -> Iterator[str]:
+    """Each Round after the first says why it is there, and counts one restart more."""
+    rounds = sorted(evidence.rounds().items())
+    for number, event in rounds:
+        why = event["reason"].partition(f"restart {event['restarts']}:")[0] if event["restarts"] else event["reason"]
+        if not why.strip("; "):
+            yield f"round {number} is restart {event['restarts']} and has no reason: {event['reason']!r}"
+    for (older, before), (newer, after) in itertools.pairwise(rounds):
+        if after["restarts"] <= before["restarts"]:
+            yield f"round {newer} counts {after['restarts']} restarts, round {older} {before['restarts']}"
+
+
+def one_group_at_a_time(evidence: Evidence) -> Iterator[str]:
+    """A node starts a group after its last one is gone, and only in a round that it is in; no rank trains on after."""
+    rounds = evidence.rounds()
+    for log in evidence.logs:
+        running: int | None = None
+        for event in log.of("group_started", "group_gone"):
+            number = event["round"]
+            if event["kind"] == "group_gone":
+                running = None if number == running else running
+                continue
+            if running is not None:
+                yield f"{log.name} started its group of round {number} while that of round {running} was not gone"
+            if number not in rounds or log.node not in rounds[number]["nodes"]:
+                yield f"{log.name} started a group of round {number}, in which it is not"
+            running = number
+    by_node: dict[str, list[Line]] = defaultdict(list)
+    for line in evidence.record:
+        by_node[line["node"]].append(line)
+    for node, lines in by_node.items():
+        for before, after in itertools.pairwise(sorted(lines, key=lambda line: float(line["mono"]))):
+            if after["round"] < before["round"]:
+                yield (
+                    f"a worker (pid {after['pid']}) of round {after['round']} on {node} still trained when one "
+                    f"(pid {before['pid']}) of round {before['round']} did"
+                )
+                break
+
+
+def resumes_come_from_the_chain(evidence: Evidence) -> Iterator[str]:
+    """What a round resumes from was written by an older round, and is the newest that this one's chain has written."""
+    begins = evidence.begins()
+    saved: dict[int, dict[int, float]] = defaultdict(dict)
+    resumed: dict[int, Line] = {}
+    for log in evidence.logs:
+        for event in log.of("checkpoint_saved"):
+            saved[event["round"]].setdefault(event["step"], event["mono"])
+        for event in log.of("resumed"):
+            if resumed.setdefault(event["round"], event) is not event:
+                yield f"round {event['round']} resumed twice: {resumed[event['round']]['reason']}; {event['reason']}"
+    trained = evidence.trained()
+    for number, begin in sorted(begins.items()):
+        event = resumed.get(number)
+        if event is not None and (event["from_round"], event["step"]) != (begin.parent, begin.step):
+            yield f"round {number} says that it {event['reason']}, its rank 0 began after step {begin.step}"
+        if begin.parent is None:
+            continue
+        if begin.parent >= number:
+            yield f"round {number} resumed from round {begin.parent}, which is not older"
+            continue
+        older = begins.get(begin.parent)
+        relinked = older is not None and older.step == begin.step
+        # An agent that was killed may have taken the word of the checkpoint with it; never that of the training.
+        made = begin.step in saved[begin.parent] or len(trained.get((begin.parent, begin.step), ())) > 0
+        if not (relinked or made):
+            yield f"round {number} resumed from step {begin.step} of round {begin.parent}, which never wrote that"
+        at = evidence.rounds()[number]["mono"] if number in evidence.rounds() else 0.0
+        newest = max((step for step, when in saved[begin.parent].items() if when < at), default=begin.step)
+        if newest > begin.step:
+            yield (
+                f"round {number} resumed from step {begin.step} of round {begin.parent}, "
+                f"which had saved step {newest} before"
+            )
+
+
+def no_loser_is_resumed_from(evidence: Evidence) -> Iterator[str]:
+    """Once a round has a checkpoint of its own, every later one descends from it: what others write counts no more."""
+    begins, rounds = evidence.begins(), evidence.rounds()
+    owned: dict[int, float] = {}
+    for line in evidence.record:
+        if line.get("begins") and line["rank"] == 0:
+            owned[line["round"]] = line["mono"]
+    for log in evidence.logs:
+        for event in log.of("checkpoint_saved"):
+            owned[event["round"]] = min(event["mono"], owned.get(event["round"], event["mono"]))
+    for number in sorted(begins.keys() & rounds.keys()):
+        before = [other for other, at in owned.items() if other < number and at < rounds[number]["mono"]]
+        chain = _chain(begins, number)
+        if before and max(before) not in chain:
+            yield f"round {number} goes back to {chain[1:2] or 'nothing'}, past round {max(before)}, which had gone on"
+
+
+def _chain(begins: Mapping[int, Begin], number: int) -> list[int]:
+    """The rounds that a round's state came through, newest first."""
+    chain = [number]
+    while (begin := begins.get(chain[-1])) is not None and begin.parent is not None and begin.parent < chain[-1]:
+        chain.append(begin.parent)
+    return chain
+
+
+def no_sample_lost_or_repeated(evidence: Evidence) -> Iterator[str]:
+    """Along the chain of the last round: every step once, by all ranks, and every epoch's samples exactly once."""
+    ends = [line for line in evidence.record if "ends" in line]
+    if not ends:
+        yield "no rank came to the end of its training"
+        return
+    last = max(ends, key=lambda line: (line["round"], line["ends"]))
+    begins, trained = evidence.begins(), evidence.trained()
+    upto = last["ends"]
+    lineage: list[tuple[int, int]] = []
+    for number in _chain(begins, last["round"]):
+        if number not in begins:
+            yield f"the chain of round {last['round']} goes back to round {number}, of which there is no record"
+            return
+        lineage += [(number, step) for step in range(upto, begins[number].step, -1)]
+        upto = begins[number].step
+    if upto:
+        yield f"the chain of round {last['round']} ends at step {upto}, not at the beginning"
+    seen: dict[int, Counter[int]] = defaultdict(Counter)
+    for number, step in reversed(lineage):
+        lines = trained.get((number, step), [])
+        ranks = sorted(line["rank"] for line in lines)
+        world = lines[0]["world"] if lines else 0
+        if ranks != list(range(world)) or not lines:
+            yield f"step {step} of round {number} was made by ranks {ranks} of {world}"
+        for line in lines:
+            seen[line["epoch"]].update(line["samples"])
+    yield from _epochs(seen, evidence.samples)
+
+
+def _epochs(seen: Mapping[int, Counter[int]], samples: int) -> Iterator[str]:
+    for epoch in range(max(seen, default=-1) + 1):
+        counts = seen.get(epoch, Counter())
+        repeated = sorted(sample for sample, count in counts.items() if count > 1)
+        if repeated:
+            yield f"epoch {epoch}: {len(repeated)} samples were trained on more than once, as {repeated[:5]}"
+        lost = sorted(set(range(samples)) - counts.keys())
+        if lost and epoch < max(seen):  # the last one is not over
+            yield f"epoch {epoch}: {len(lost)} samples were never trained on, as {lost[:5]}"
+
+
+def the_end_is_agreed_on(evidence: Evidence) -> Iterator[str]:
+    """All agents that saw the end tell the same of it."""
+    words: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    highest = max(evidence.rounds(), default=0)
+    for log in evidence.logs:
+        for event in log.of("job_ended"):
+            if event["round"] > highest:  # else it left before
+                words[event["round"], event["outcome"], event["exit_code"], event["reason"]].append(log.name)
+    if not words:
+        yield "no agent saw the job's end"
+    if len(words) > 1:
+        yield "the job ended in different ways: " + "; ".join(f"{' '.join(who)}: {how}" for how, who in words.items())
+
+
+def the_store_restarts_nobody(evidence: Evidence) -> Iterator[str]:
+    """No round is published while nothing but the store, or the way to it, is hurt."""
+    for fault in evidence.faults:
+        if fault["what"] not in STORE_FAULTS:
+            continue
+        for number, event in sorted(evidence.rounds().items()):
+            if fault["from"] < event["mono"] < fault["to"]:
+                yield f"{fault['what']} ({fault['number']}) led to round {number}: {event['reason']}"
+
+
+# ---- reading
+
+
+def read(work: Path, samples: int) -> Evidence:
+    """What a run left in its directory. Agents come in the order of their starts, which their directories number."""
+    directories = sorted(work.glob("agent-*"), key=lambda path: int(path.name.split("-")[1]))
+    logs = [Log(path.name, path.name.split("-", 2)[2], tuple(_lines(path / "events.jsonl"))) for path in directories]
+    return Evidence(tuple(logs), tuple(_lines(work / "record")), tuple(_lines(work / "faults.jsonl")), samples)
+
+
+def _lines(path: Path) -> Iterable[Line]:
+    """The last one may have been cut short by the fault."""
+    whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def main(argv: Sequence[str]) -> int:
+    found = breaches(read(Path(argv[0]), int(argv[1])))
+    print("\n".join(found) or "every promise was kept")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,254 @@
+"""Random faults of nodes, network and store, one after the other, in one job that has to come to its end.
+
+Hosts are network namespaces (tests/multihost/net.py), the store is a real etcd, the script goes back to checkpoints and
+keeps a record of every sample. After each fault the job must train again before the next one comes; a fault that has a
+second half (thaw, link up, heal, a new agent) is sometimes still on when the next one strikes. What the job promised
+is judged afterwards, from the logs alone, by checker.py.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import checker
+from tests.multihost.cluster import LINEAGE, Cluster
+from tests.multihost.net import Host, Network
+
+SAMPLES = 3000
+RECOVERY_S = 90.0
+"""Until a job trains again that was hurt: generous, since the machine may be busy. What takes longer is stuck."""
+END_S = 120.0
+
+_QUIET_S = 1.0  # so long a store fault is watched after it is over: who wrongly misses a node says so by then
+_HELD_S = (0.2, 5.0)  # a freeze, cut or outage lasts so long: shorter and longer than the lease of 3 s
+_TRAINS_S = (0.2, 2.0)  # between the end of one fault and the next
+_SETTLED_S = 4.5  # a lease, a renewal and the planner's doubts: what was to be said of earlier faults has been said
+_ENDS_A_ROUND = ("kill rank", "kill node", "replace agent")
+
+Say = Callable[[str], None]
+
+
+class Stuck(Exception):
+    """The job did not train again in time."""
+
+
+@dataclass(slots=True)
+class Soak:
+    """One job under faults."""
+
+    cluster: Cluster
+    rng: random.Random
+    say: Say
+    count: int = 0
+    struck: Counter[str] = field(default_factory=Counter)
+    _read: int = 0
+    _lines: int = 0
+    _seen: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def hosts(self) -> list[Host]:
+        return self.cluster.net.hosts
+
+    def strike(self) -> None:
+        """One fault, its end, and training again on all nodes."""
+        what, act = self.rng.choice(self._kinds())
+        store_only = what in checker.STORE_FAULTS
+        if store_only:
+            self._settle()
+        self.count += 1
+        self.struck[what] += 1
+        start, before = time.monotonic(), self.cluster.last_round()
+        detail = act()
+        if store_only:
+            self.until(self._stepping(), f"steps after {what}")
+            time.sleep(_QUIET_S)
+        self._journal(what=what, number=self.count, detail=detail, **{"from": start, "to": time.monotonic()})
+        self.everybody_trains(what, before + (what in _ENDS_A_ROUND))
+        took = time.monotonic() - start
+        self.say(f"{self.count:>4} {what:<15} {detail:<28} round {self.cluster.last_round():>4}  {took:5.1f} s")
+        time.sleep(self.rng.uniform(*_TRAINS_S))
+
+    def _settle(self) -> None:
+        """Wait until nothing is left to be done about earlier faults: what comes then is the store fault's doing."""
+
+        def settled() -> bool:
+            last = max(float(event["mono"]) for event in self.cluster.events("round_published"))
+            return time.monotonic() > max(last, struck) + _SETTLED_S
+
+        struck = time.monotonic()
+        self.until(settled, "quiet before a store fault")
+        self.everybody_trains("a quiet while", 0)
+
+    def _kinds(self) -> list[tuple[str, Callable[[], str]]]:
+        return [
+            ("kill rank", self._kill_rank),
+            ("kill node", self._kill_node),
+            ("replace agent", self._replace_agent),
+            ("freeze node", self._freeze_node),
+            ("link down", self._link_down),
+            ("cut peers", self._cut_peers),
+            ("cut from store", self._cut_from_store),
+            ("store restart", self._restart_store),
+            ("store freeze", self._freeze_store),
+        ]
+
+    # --- faults: each returns what it did it to --------------------------------------------------------------------
+
+    def _kill_rank(self) -> str:
+        number = self.cluster.last_round()
+        rank = self.rng.randrange(self.cluster.round(number)["world_size"])
+        self.cluster.kill_rank(rank, number)
+        return f"rank {rank}"
+
+    def _kill_node(self) -> str:
+        host = self.rng.choice(self.hosts)
+        self.cluster.kill_node(host.name)
+        time.sleep(self.rng.choice((0.0, self._some_time())))
+        self.cluster.start(host)
+        return host.name
+
+    def _replace_agent(self) -> str:
+        host = self.rng.choice(self.hosts)
+        self.cluster.replace_agent(host.name)
+        return host.name
+
+    def _freeze_node(self) -> str:
+        host, held_s = self.rng.choice(self.hosts), self._some_time()
+        host.freeze()
+        time.sleep(held_s)
+        host.thaw()
+        return f"{host.name} for {held_s:.1f} s"
+
+    def _link_down(self) -> str:
+        host, held_s = self.rng.choice(self.hosts), self._some_time()
+        host.link(up=False)
+        time.sleep(held_s)
+        host.link(up=True)
+        return f"{host.name} for {held_s:.1f} s"
+
+    def _cut_peers(self) -> str:
+        a, b = self.rng.sample(self.hosts, 2)
+        held_s, one_way = self._some_time(), self.rng.random() < 0.5
+        self.cluster.net.cut(a, b, one_way=one_way)
+        time.sleep(held_s)
+        self.cluster.net.heal(a, b)
+        return f"{a.name} {'->' if one_way else '<->'} {b.name} for {held_s:.1f} s"
+
+    def _cut_from_store(self) -> str:
+        host, held_s = self.rng.choice(self.hosts), self._some_time()
+        store, one_way = self.cluster.net["store"], self.rng.random() < 0.5
+        self.cluster.net.cut(host, store, one_way=one_way)
+        time.sleep(held_s)
+        self.cluster.net.heal(host, store)
+        return f"{host.name} {'->' if one_way else '<->'} for {held_s:.1f} s"
+
+    def _restart_store(self) -> str:
+        assert self.cluster.store is not None
+        held_s = self.rng.choice((0.0, self._some_time()))
+        self.cluster.store.kill()
+        time.sleep(held_s)
+        self.cluster.store.start()
+        return f"after {held_s:.1f} s"
+
+    def _freeze_store(self) -> str:
+        assert self.cluster.store is not None
+        held_s = self._some_time()
+        self.cluster.store.host.freeze()
+        time.sleep(held_s)
+        self.cluster.store.host.thaw()
+        return f"for {held_s:.1f} s"
+
+    # --- following -------------------------------------------------------------------------------------------------
+
+    def everybody_trains(self, after: str, least: int) -> None:
+        """Every agent runs, and the last round, numbered `least` or higher, has all nodes in it and goes on."""
+        everybody = {host.name for host in self.hosts}
+        steps: dict[int, int] = {}
+
+        def in_it() -> bool:
+            for host in self.hosts:
+                agent = self.cluster.agent(host.name)
+                if not agent.running:
+                    raise Stuck(f"an agent ended by itself: {agent.told()}")
+            number = self.cluster.last_round()
+            if number < max(least, 1) or set(self.cluster.round(number)["nodes"]) != everybody:
+                return False
+            return self._steps(number) > steps.setdefault(number, self._steps(number))
+
+        self.until(in_it, f"training on all nodes after {after}")
+
+    def _stepping(self) -> Callable[[], bool]:
+        """Something true once training has gone on from now."""
+        self._steps(0)
+        before = self._lines
+        return lambda: (self._steps(0), self._lines > before)[1]
+
+    def _steps(self, number: int) -> int:
+        """Steps written down in that round so far. What was read once is not read again: the record gets long."""
+        path = self.cluster.work / "record"
+        if path.exists():
+            with path.open("rb") as record:
+                record.seek(self._read)
+                whole = record.read().rpartition(b"\n")[0]
+            self._read += len(whole) + 1 if whole else 0
+            for line in map(json.loads, whole.splitlines()):
+                if "step" in line:
+                    self._lines += 1
+                    self._seen[line["round"]] = self._seen.get(line["round"], 0) + 1
+        return self._seen.get(number, 0)
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + RECOVERY_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise Stuck(f"no {what} within {RECOVERY_S:g} s")
+            time.sleep(0.1)
+
+    def _some_time(self) -> float:
+        """Often short, sometimes longer than a lease."""
+        least, most = _HELD_S
+        return least + (most - least) * self.rng.random() ** 2
+
+    def _journal(self, **entry: object) -> None:
+        with (self.cluster.work / "faults.jsonl").open("a") as journal:
+            journal.write(json.dumps(entry) + "\n")
+
+
+def soak(faults: int, hosts: int, seed: int, limit_s: float, keep: Path | None, say: Say) -> list[str]:
+    """Run it; returns every breach, none if all is well. Stops striking after `limit_s`, whatever is left."""
+    say(f"seed {seed}: {faults} faults on {hosts} nodes")
+    with tempfile.TemporaryDirectory(prefix="elasticd-soak-") as scratch:
+        work = keep or Path(scratch)
+        with Network(hosts, others=("store",)) as net:
+            flags = ("--checkpoint-dir", str(work / "checkpoints"), "--max-restarts", "1000000")
+            job = work / "job"
+            args = ("--samples", str(SAMPLES), "--pause", "0.02")
+            run = Soak(Cluster(net, job, f"1:{hosts}", LINEAGE, args, flags=flags), random.Random(seed), say)
+            found = _run(run, faults, limit_s)
+        say(", ".join(f"{count} × {what}" for what, count in sorted(run.struck.items())))
+        return found + checker.breaches(checker.read(job, SAMPLES))
+
+
+def _run(run: Soak, faults: int, limit_s: float) -> list[str]:
+    until = time.monotonic() + limit_s
+    run.cluster.start()
+    try:
+        run.everybody_trains("the start", 1)
+        while run.count < faults and time.monotonic() < until:
+            run.strike()
+        run.cluster.finish(END_S)
+    except (Stuck, AssertionError) as error:
+        return [f"stuck after fault {run.count}: {str(error)[:6000]}"]
+    missed = faults - run.count
+    return [f"only {run.count} of {faults} faults in {limit_s:g} s"] if missed else []
+
+
+def told(found: Sequence[str]) -> str:
+    return "\n".join(f"BREACH {each}" for each in found) or "every promise was kept"
