@@ -21,6 +21,8 @@ from elasticd_agent.planner import Facts
 LINGER_S = 5.0
 """How long the host of a store waits, once the job has ended, for the others to have heard of it."""
 CLOSE_S = 5.0
+GATHER_S = 0.05
+"""The planner rests after a turn for as long as the turn took, and no longer than this."""
 
 
 class Meeting(Protocol):
@@ -100,10 +102,15 @@ class RemoteMeeting:
         try:
             while not self._closing:
                 self._changed.clear()
-                news, until = self._coordinator.turn(time.monotonic())
+                began = time.monotonic()
+                news, until = self._coordinator.turn(began)
+                took_s = time.monotonic() - began
                 for said in news:
                     self._post(said)
                 self._changed.wait(None if until is None else max(0.0, until - time.monotonic()))
+                if self._coordinator.plans and not self._closing:
+                    # What many nodes say at once is answered by one look at all of them.
+                    time.sleep(min(took_s, GATHER_S))
         except BaseException as error:  # noqa: BLE001 nobody else would hear of it
             self._post(Broken(error))
 
