@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import rendezvous_plot, report
 from tests.etcd import etcd_servers
 
 PROCESSES = 4
@@ -274,6 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain = [{**dataclasses.asdict(one), "torch_join_seconds": torch.get(one.nodes)} for one in lives]
     path.write_text(json.dumps({"machine": facts, "wall": time.time(), "lives": plain}, indent=1) + "\n")
     print(f"\nAll figures: {path}", file=sys.stderr)
+    if rendezvous_plot.draw(plain, path.with_suffix(".png")):
+        print(f"As a picture: {path.with_suffix('.png')}", file=sys.stderr)
     return 1 if any(one.trouble for one in lives) else 0
 
 

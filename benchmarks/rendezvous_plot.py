@@ -1,0 +1,66 @@
+"""Draws what rendezvous.py measured: seconds and requests over the number of nodes, both axes logarithmic.
+
+It exists because growth shows as a slope: level is constant, one decade a decade is linear. Reads the JSON that
+rendezvous.py writes; needs matplotlib, which the `demo` extra brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def draw(lives: Sequence[dict[str, Any]], path: Path) -> bool:
+    """False: there is no matplotlib."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return False
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for store in sorted({one["store"] for one in lives}):
+        mine = sorted((one for one in lives if one["store"] == store), key=lambda one: one["nodes"])
+        for name, style in (("join", "o-"), ("lose one", "s--"), ("lose a tenth", "^:")):
+            steps = [(one["nodes"], one["steps"][name]) for one in mine if name in one["steps"]]
+            _line(left, [(nodes, step["seconds"]) for nodes, step in steps], style, f"{store}: {name}")
+            if name != "lose a tenth":
+                _line(right, [(nodes, step["requests"]) for nodes, step in steps], style, f"{store}: {name}")
+        idle = [(one["nodes"], one["idle_requests_a_second"]) for one in mine]
+        _line(right, idle, "x-.", f"{store}: idle, a second")
+    peers = {one["nodes"]: one["torch_join_seconds"] for one in lives if one.get("torch_join_seconds") is not None}
+    if peers:
+        left.plot(sorted(peers), [peers[nodes] for nodes in sorted(peers)], "k*-", label="torch's rendezvous: join")
+    for axes, title in ((left, "seconds"), (right, "store requests a node")):
+        ticks = sorted({one["nodes"] for one in lives})
+        axes.set(xscale="log", yscale="log", xlabel="nodes", title=title)
+        axes.set_xticks(ticks, [str(nodes) for nodes in ticks])
+        axes.minorticks_off()
+        axes.grid(True, alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True
+
+
+def _line(axes: Any, points: Sequence[tuple[int, float]], style: str, label: str) -> None:
+    """Nothing at all has no place on a logarithmic axis."""
+    points = [(x, y) for x, y in points if y > 0]
+    if points:
+        axes.plot([x for x, _ in points], [y for _, y in points], style, label=label)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("json", type=Path)
+    path: Path = parser.parse_args(argv).json
+    if not draw(json.loads(path.read_text())["lives"], path.with_suffix(".png")):
+        print("matplotlib is missing: pip install 'elasticd[demo]'", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
