@@ -46,7 +46,7 @@ from elasticd_agent.store.c10d_records import (
 from elasticd_agent.store.c10d_wire import Wire
 
 PROTOCOL = "1"
-MARKER_WAIT_S = 5.0
+MARKER_WAIT_S = 2.5
 """Between a TCPStore's first answer and its host's mark lie milliseconds, on a crowded machine some more."""
 WATCH_TURN_S = 120.0
 """How long a watch waits before it looks whether it missed something. Seven of them, a planner's, cost a quarter of a

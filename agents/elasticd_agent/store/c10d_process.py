@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 sys.path[0] = str(Path(__file__).parents[2])  # where elasticd_agent is: the job's interpreter need not have it
 from elasticd_agent.store.c10d_client import Client  # noqa: E402
 from elasticd_agent.store.c10d_host import keep  # noqa: E402
-from elasticd_agent.store.c10d_wire import Wire  # noqa: E402
+from elasticd_agent.store.c10d_wire import Wire, look_up_hosts  # noqa: E402
 
 del sys.path[0]
 
@@ -116,19 +116,24 @@ class Forker:
 
     def _connect(self, request: dict[str, Any], channel: socket.socket) -> None:
         self._libc.prctl(PR_SET_NAME, b"elasticd-c10d-c", 0, 0, 0)
-        host, port, timeout_s = request["host"], request["port"], request["timeout_s"]
+        port, timeout_s = request["port"], request["timeout_s"]
+        address = ""
 
         def connect() -> Wire:
+            nonlocal address
             # torch keeps trying a refused connection, and says why only in many lines of C++; this says it in one.
-            with socket.create_connection((host, port), timeout_s) as probe:
+            with socket.create_connection((address or request["host"], port), timeout_s) as probe:
                 if probe.getsockname() == probe.getpeername():  # a port that nobody listens at can be its own peer
                     raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            return Wire(self._tcp_store, host, port, timeout_s)
+                address = probe.getpeername()[0]
+            look_up_hosts(b"files")
+            return Wire(self._tcp_store, address, port, timeout_s)
 
         Client(connect, channel).serve()
 
     def _host(self, listener: socket.socket, channel: socket.socket) -> None:
         self._libc.prctl(PR_SET_NAME, b"elasticd-c10d-h", 0, 0, 0)
+        look_up_hosts(b"files")
         # A connection for each agent and each watch of an agent: thousands in a large job.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
