@@ -1,0 +1,64 @@
+"""What arrives at some and not at others: one lineage goes on, and who was left out joins again once it is healed."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.checker import breaches, read
+from tests.multihost.cluster import Cluster
+from tests.multihost.conftest import StartTraining
+
+pytestmark = pytest.mark.system
+
+SAMPLES = 1000  # lineage.py's
+
+
+@pytest.mark.parametrize("one_way", [False, True], ids=["both ways", "one way"])
+def test_a_node_reaches_the_store_and_not_its_peers(training: StartTraining, one_way: bool) -> None:
+    cluster = training(resumes=True)
+    nodes = cluster.round(1)["nodes"]
+    cut_off = cluster.agent(nodes[0]).host
+    peers = [cluster.agent(node).host for node in nodes[1:]]
+    for peer in peers:
+        cluster.net.cut(cut_off, peer, one_way=one_way)
+    without = cluster.round_of(*nodes[1:], after=1)
+    cluster.trains(without["round"])
+    for peer in peers:
+        cluster.net.heal(cut_off, peer)
+    one_lineage_ends(cluster, without["round"])
+
+
+def test_a_node_reaches_neither_the_store_nor_its_peers(training: StartTraining) -> None:
+    cluster = training(resumes=True)
+    nodes = cluster.round(1)["nodes"]
+    cut_off = cluster.agent(nodes[0])
+    others = [cluster.net["store"], *(cluster.agent(node).host for node in nodes[1:])]
+    for other in others:
+        cluster.net.cut(cut_off.host, other)
+    without = cluster.round_of(*nodes[1:], after=1)
+    cluster.trains(without["round"])
+    cut_off.event("store_away")
+    for other in others:
+        cluster.net.heal(cut_off.host, other)
+    one_lineage_ends(cluster, without["round"])
+
+
+def test_two_of_three_nodes_do_not_reach_each_other(training: StartTraining) -> None:
+    cluster = training(resumes=True)
+    a, b = (cluster.agent(node).host for node in cluster.round(1)["nodes"][:2])
+    cluster.net.cut(a, b)
+    without = cluster.until(
+        lambda: [e for e in cluster.events("round_published") if not {a.name, b.name} <= set(e["nodes"])],
+        "a round without one of the two",
+    )[0]
+    cluster.trains(without["round"])
+    cluster.net.heal(a, b)
+    one_lineage_ends(cluster, without["round"])
+
+
+def one_lineage_ends(cluster: Cluster, number: int) -> None:
+    """All are back, train to the end, and what was trained is one lineage."""
+    cluster.trains(cluster.round_of("node0", "node1", "node2", after=number)["round"])
+    assert all(agent.running for agent in cluster.agents)
+    cluster.finish()
+    assert breaches(read(cluster.work, SAMPLES)) == []
