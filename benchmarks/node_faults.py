@@ -1,15 +1,18 @@
 """Random faults of nodes, network and store, one after the other, in one job that has to come to its end.
 
 Hosts are network namespaces (tests/multihost/net.py), the store is a real etcd, the script goes back to checkpoints and
-keeps a record of every sample. After each fault the job must train again before the next one comes; a fault that has a
-second half (thaw, link up, heal, a new agent) is sometimes still on when the next one strikes. What the job promised
-is judged afterwards, from the logs alone, by checker.py.
+keeps a record of every sample. After each fault the job must train again before the next one comes; while one is on
+that has an end (thaw, link up, heal), a worker is sometimes killed, too. What the job promised is judged afterwards,
+from the logs alone, by checker.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -29,6 +32,7 @@ END_S = 120.0
 _QUIET_S = 1.0  # so long a store fault is watched after it is over: who wrongly misses a node says so by then
 _HELD_S = (0.2, 5.0)  # a freeze, cut or outage lasts so long: shorter and longer than the lease of 3 s
 _TRAINS_S = (0.2, 2.0)  # between the end of one fault and the next
+_NOT_ALONE = 0.25
 _SETTLED_S = 4.5  # a lease, a renewal and the planner's doubts: what was to be said of earlier faults has been said
 _ENDS_A_ROUND = ("kill rank", "kill node", "replace agent")
 
@@ -51,6 +55,7 @@ class Soak:
     _read: int = 0
     _lines: int = 0
     _seen: dict[int, int] = field(default_factory=dict)
+    _also: str = ""
 
     @property
     def hosts(self) -> list[Host]:
@@ -65,7 +70,10 @@ class Soak:
         self.count += 1
         self.struck[what] += 1
         start, before = time.monotonic(), self.cluster.last_round()
-        detail = act()
+        self._also = ""
+        detail = act() + self._also
+        if self._also:
+            what, store_only = f"{what} +", False
         if store_only:
             self.until(self._stepping(), f"steps after {what}")
             time.sleep(_QUIET_S)
@@ -107,6 +115,16 @@ class Soak:
         self.cluster.kill_rank(rank, number)
         return f"rank {rank}"
 
+    def _meanwhile(self, seconds: float) -> None:
+        """A fault is on for so long; sometimes it is not alone."""
+        time.sleep(seconds / 2)
+        groups = self.cluster.events("group_started", round=self.cluster.last_round())
+        if groups and self.rng.random() < _NOT_ALONE:
+            with contextlib.suppress(ProcessLookupError):  # the fault may have ended it
+                os.kill(self.rng.choice(groups)["pids"][0], signal.SIGKILL)
+                self._also = ", a worker killed"
+        time.sleep(seconds / 2)
+
     def _kill_node(self) -> str:
         host = self.rng.choice(self.hosts)
         self.cluster.kill_node(host.name)
@@ -122,14 +140,14 @@ class Soak:
     def _freeze_node(self) -> str:
         host, held_s = self.rng.choice(self.hosts), self._some_time()
         host.freeze()
-        time.sleep(held_s)
+        self._meanwhile(held_s)
         host.thaw()
         return f"{host.name} for {held_s:.1f} s"
 
     def _link_down(self) -> str:
         host, held_s = self.rng.choice(self.hosts), self._some_time()
         host.link(up=False)
-        time.sleep(held_s)
+        self._meanwhile(held_s)
         host.link(up=True)
         return f"{host.name} for {held_s:.1f} s"
 
@@ -137,7 +155,7 @@ class Soak:
         a, b = self.rng.sample(self.hosts, 2)
         held_s, one_way = self._some_time(), self.rng.random() < 0.5
         self.cluster.net.cut(a, b, one_way=one_way)
-        time.sleep(held_s)
+        self._meanwhile(held_s)
         self.cluster.net.heal(a, b)
         return f"{a.name} {'->' if one_way else '<->'} {b.name} for {held_s:.1f} s"
 
@@ -145,7 +163,7 @@ class Soak:
         host, held_s = self.rng.choice(self.hosts), self._some_time()
         store, one_way = self.cluster.net["store"], self.rng.random() < 0.5
         self.cluster.net.cut(host, store, one_way=one_way)
-        time.sleep(held_s)
+        self._meanwhile(held_s)
         self.cluster.net.heal(host, store)
         return f"{host.name} {'->' if one_way else '<->'} for {held_s:.1f} s"
 
@@ -153,7 +171,7 @@ class Soak:
         assert self.cluster.store is not None
         held_s = self.rng.choice((0.0, self._some_time()))
         self.cluster.store.kill()
-        time.sleep(held_s)
+        self._meanwhile(held_s)
         self.cluster.store.start()
         return f"after {held_s:.1f} s"
 
@@ -161,7 +179,7 @@ class Soak:
         assert self.cluster.store is not None
         held_s = self._some_time()
         self.cluster.store.host.freeze()
-        time.sleep(held_s)
+        self._meanwhile(held_s)
         self.cluster.store.host.thaw()
         return f"for {held_s:.1f} s"
 
@@ -227,7 +245,11 @@ def soak(faults: int, hosts: int, seed: int, limit_s: float, keep: Path | None, 
     with tempfile.TemporaryDirectory(prefix="elasticd-soak-") as scratch:
         work = keep or Path(scratch)
         with Network(hosts, others=("store",)) as net:
-            flags = ("--checkpoint-dir", str(work / "checkpoints"), "--max-restarts", "1000000")
+            # Nodes that keep failing are left out longer and longer, restarts are counted: here both are the point.
+            flags = (
+                *("--checkpoint-dir", str(work / "checkpoints"), "--max-restarts", "1000000"),
+                *("--rdzv-conf", "node_cooloff=0"),
+            )
             job = work / "job"
             args = ("--samples", str(SAMPLES), "--pause", "0.02")
             run = Soak(Cluster(net, job, f"1:{hosts}", LINEAGE, args, flags=flags), random.Random(seed), say)
