@@ -27,6 +27,8 @@ from elasticd_agent.store.etcd import EtcdStore
 from elasticd_agent.view import Asked
 
 KNOCK_S = 0.2
+LAST_CALL_S = 600.0
+"""All of them join, however long the last one's helper process takes to import torch."""
 SWITCH_S = 0.1
 """A thread that waits for the interpreter looks every 5 ms whether it may have it. Real agents have one each; here
 hundreds wait for four, and would do little else. Each gives it up by itself within a millisecond or so."""
@@ -84,7 +86,7 @@ class Agent:
 def main() -> None:
     sys.setswitchinterval(SWITCH_S)
     kind, host, port, job, fewest, most, *names = sys.argv[1:]
-    asked = Asked(1, 1, int(fewest), int(most))
+    asked = Asked(1, 1, int(fewest), int(most), last_call_s=LAST_CALL_S)
     first = True
 
     def start(name: str) -> Agent:
