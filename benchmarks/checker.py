@@ -177,9 +177,9 @@ def resumes_come_from_the_chain(evidence: Evidence) -> Iterator[str]:
                 yield f"round {event['round']} resumed twice: {resumed[event['round']]['reason']}; {event['reason']}"
     trained = evidence.trained()
     for number, begin in sorted(begins.items()):
-        event = resumed.get(number)
-        if event is not None and (event["from_round"], event["step"]) != (begin.parent, begin.step):
-            yield f"round {number} says that it {event['reason']}, its rank 0 began after step {begin.step}"
+        told = resumed.get(number)
+        if told is not None and (told["from_round"], told["step"]) != (begin.parent, begin.step):
+            yield f"round {number} says that it {told['reason']}, its rank 0 began after step {begin.step}"
         if begin.parent is None:
             continue
         if begin.parent >= number:
