@@ -20,7 +20,7 @@ from elasticd_agent.knock import Answered, Refused
 from elasticd_agent.messages import RoundPublished, StoreAbandoned
 from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Rejected, StoreSeen
 from elasticd_agent.planner import Keys, Planner
-from elasticd_agent.presence import Presence, agree
+from elasticd_agent.presence import Presence, Reports, agree
 from elasticd_agent.store import Store, Versioned, Watch
 from elasticd_agent.view import Wait
 
@@ -68,7 +68,7 @@ class Coordinator:
         self._may_plan, self._others_plan = may_plan, others_plan
         self._me = record.id, record.incarnation
         self._presence = Presence(store, keys.node(record.id), policy, record, self._knock, attentive)
-        self._outbox: deque[tuple[str, bytes]] = deque()
+        self._reports = Reports(store)
         self._stale: set[str] = set()
         self._reread_at = float("-inf")
         self._watches: dict[str, Watch] = {}
@@ -104,14 +104,14 @@ class Coordinator:
         self._presence.update(**fields)
 
     def failed(self, failure: Failure, now: float) -> None:
-        self._outbox.append((self._keys.failures(failure.round) + self._me[0], failure.to_json()))
+        self._reports.add(failure.round, self._keys.failures(failure.round) + self._me[0], failure.to_json())
         self._trouble_since = now
 
     def done(self, number: int) -> None:
-        self._outbox.append((self._keys.done(number) + self._me[0], b"done"))
+        self._reports.add(number, self._keys.done(number) + self._me[0], b"done")
 
     def master(self, number: int, address: str, port: int) -> None:
-        self._outbox.append((self._keys.master(number), json.dumps([address, port]).encode()))
+        self._reports.add(number, self._keys.master(number), json.dumps([address, port]).encode())
 
     def hint(self, key: str) -> None:
         """A watch has named `key`."""
@@ -150,14 +150,18 @@ class Coordinator:
         return self._news, until
 
     def _turn(self, now: float) -> float | None:
-        if now >= self._reread_at:
+        again = now >= self._reread_at
+        if again:
             self._reread_at = now + REREAD_S
             self._read_again()
+            # Once the group has made a step, nobody looks for its store any more.
+            number, stepped = (self._round.number if self._round else 0), self._presence.record.stepped
+            self._reports.again(number, without=self._keys.master(stepped))
         if not self._agreed_on:
             self._agree()
             self._agreed_on = True
         self._listen()
-        if not self._here(now):
+        if not self._here(now, check=again and not self.plans):
             return now + CONFLICT_S
         self._send()
         self._hear_rounds()
@@ -203,19 +207,20 @@ class Coordinator:
     def _read_again(self) -> None:
         self._stale |= set(self._concerning)
 
-    def _here(self, now: float) -> bool:
+    def _here(self, now: float, check: bool) -> bool:
         lease = self._presence.lease
         try:
+            if check or self._planner.forgotten:
+                self._planner.forgotten = False
+                self._presence.check()
             return self._presence.turn(now)
         finally:
             if self._presence.lease is not lease:
+                self._planner.store_up_since = now  # a store that forgot us may have forgotten others
                 self._lost_key()
 
     def _send(self) -> None:
-        while self._outbox:
-            key, value = self._outbox[0]
-            self._store.compare_and_swap(key, None, value)
-            self._outbox.popleft()
+        self._reports.send()
         if self._presence.lease is not None and not self._presence.send():
             self._lost_key()
 

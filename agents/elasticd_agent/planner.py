@@ -123,6 +123,7 @@ class Planner:
     _applicants_at: float = float("-inf")
     _resigned: int = 0
     cut_off: bool = False
+    forgotten: bool = False
     _absent: dict[str, float] = field(default_factory=dict)
     _short_since: float | None = None
     _answered: set[tuple[str, str]] = field(default_factory=set)
@@ -209,6 +210,9 @@ class Planner:
         if failures:
             self._failed_at.setdefault(number, now)
         here = {r.id for r in records}
+        self.forgotten = self.node not in here
+        if self.forgotten:  # perhaps others, too
+            self.store_up_since = max(self.store_up_since, now)
         members = {m.node for m in current.members} if current is not None else set()
         self._absent = {node: self._absent.get(node, now) for node in sorted(members - here)}
         few = len([r for r in records if not r.leaving]) < self.asked.min_nodes

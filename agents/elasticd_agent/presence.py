@@ -7,6 +7,7 @@ behind our back is announced anew; one that is another agent's is never touched 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -123,7 +124,44 @@ class Presence:
         self.lease = None
         return False
 
+    def check(self) -> None:
+        """Somebody may have deleted the record and left its lease alive: then both must come anew."""
+        if self.lease is None:
+            return
+        found = self._store.read(self._key)
+        if found is None or NodeRecord.from_json(found.value).incarnation != self._record.incarnation:
+            lease, self.lease = self.lease, None
+            lease.withdraw()
+
     def withdraw(self) -> None:
         """Take the record away, and whatever else is held by its lease. Raises StoreUnavailable."""
         if self.lease is not None:
             self.lease.withdraw()
+
+
+class Reports:
+    """What this node says of a Round, each thing once; and again, lest a store that came back empty does not know it.
+
+    `add` may be called from any thread, the rest belongs to one.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: deque[tuple[int, str, bytes]] = deque()
+        self._told: dict[str, tuple[int, bytes]] = {}
+
+    def add(self, number: int, key: str, value: bytes) -> None:
+        self._waiting.append((number, key, value))
+
+    def send(self) -> None:
+        """Raises StoreUnavailable; what was not sent then waits."""
+        while self._waiting:
+            number, key, value = self._waiting[0]
+            self._store.compare_and_swap(key, None, value)
+            self._told[key] = number, value
+            self._waiting.popleft()
+
+    def again(self, number: int, without: str) -> None:
+        """Say again at the next `send` what was said of round `number`, but for the key `without`."""
+        self._told = {key: told for key, told in self._told.items() if told[0] == number}
+        self._waiting.extend((number, key, value) for key, (_, value) in self._told.items() if key != without)

@@ -12,7 +12,7 @@
     > store down | up | empty         it does not answer; it answers again; it has forgotten everything
     > hints dropped | delivered       watches do not tell of anything, or do again
     > wait 3                          so many seconds pass
-    > show                            which node runs what, and what it has asked of the store since the last show
+    > show [requests]                 which node runs what; and how much it has asked of the store since the last show
 
 Times are seconds since the last input that was no wait. What several agents say in one moment is said once.
 '#' begins a comment.
@@ -53,7 +53,7 @@ class Told:
         if verb != "wait":
             self.at = self.cluster.now
         if verb == "show":
-            return self._show()
+            return self._show(requests=words == ["requests"])
         self._happen(verb, words)
         told, self.cluster.lines = self.cluster.lines, []
         return [f"  +{at - self.at:.2f} {_to(who)}{what}" for at, who, what in _merged(told)]
@@ -94,7 +94,7 @@ class Told:
         if verb != "wait":
             c.wait(0)
 
-    def _show(self) -> list[str]:
+    def _show(self, *, requests: bool) -> list[str]:
         c, out = self.cluster, []
         elapsed_s, self.shown_at = c.now - self.shown_at, c.now
         for label, node in sorted(c.nodes.items()):
@@ -105,7 +105,7 @@ class Told:
                 continue
             runs = f"in round {node.group.number}" if node.group else "runs nothing"
             plans = ", plans" if node.coordinator.plans else ""
-            out.append(f"  {label}: {runs}{plans}, {rate:.1f} requests/s")
+            out.append(f"  {label}: {runs}{plans}" + (f", {rate:.1f} requests/s" if requests else ""))
         trains = [n for n, at in c.trained.items() if at > c.now - 0.25]
         return [*out, f"  trains: {', '.join(f'round {n}' for n in trains) or 'nothing'}"]
 
