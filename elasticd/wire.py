@@ -204,7 +204,8 @@ class NodeRecord(Document):
     "host:port". `directory` names its checkpoint directory: two nodes that say the same share it; `highest` is the
     highest round number found there and among its logs. The rest is how far it is, each the number of a round, 0 if
     none: it has `seen` the round, its group was started (`ready`), has `stepped`, could be held at a checkpoint
-    (`can_hold`), is `held` at one; it is `leaving` if somebody asked its agent to stop.
+    (`can_hold`), is `held` at one; it is `leaving` if somebody asked its agent to stop, and `warm` (1, else 0)
+    once its workers would start at once.
     """
 
     id: str
@@ -221,6 +222,7 @@ class NodeRecord(Document):
     checkpoint: tuple[int, int] | None = None
     high_water: int = 0
     leaving: str = ""
+    warm: int = 1
 
     def check(self) -> None:
         if not self.id or not self.slots:

@@ -110,6 +110,7 @@ class Loop:
         self._held = 0  # the round that the planner wants held
         self._step_at: tuple[int, float] = (0, 0.0)
         self._told_at = float("-inf")
+        self._warm = False
         self._watch: Watch | None = None
         self._look_at = 0.0
         self._stepped = 0  # the newest round that was seen to step
@@ -167,6 +168,9 @@ class Loop:
                             self._meeting.master(heard.number, self._address(), heard.port)
                     else:
                         self._events.append(heard)
+                if self._rules.shared and not self._warm and self.workers.settled:
+                    self._warm = True
+                    self._meeting.update(warm=1)
             case OwnerLost():
                 self._owner_lost()
             case MasterKnown() | HoldAsked() | StoreSeen() | Awaited() | Rejected() | Broken():

@@ -18,6 +18,8 @@ BACK_S = 1.5
 """An agent that has lost the store, or its record in it, is back within a retry (0.8 s) once the store answers."""
 READY_S = 30.0
 """What a node may take from seeing a Round to having started its group: the old one is killed, or stops for so long."""
+WARM_S = 60.0
+"""A newcomer that takes longer than this to import what its workers need is taken all the same."""
 FORGIVEN_S = 600.0
 """A node that stayed for so long after it came back is a node like any other."""
 
@@ -127,6 +129,7 @@ def newcomers(view: View, current: Round, policy: Policy, now: float) -> list[Pr
         for p in view.nodes
         if (p.record.id, p.record.incarnation) not in here
         and p.record.seen == current.number
+        and (p.record.warm or now >= p.joined_at + WARM_S)  # or everybody would wait while it imports torch
         and not p.record.leaving
         and p.record.id not in view.unreachable
         and not cooling_s(p.record.id, excluded, policy)

@@ -94,6 +94,7 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, stack: contextl
         tuple(range(spec.max_workers)),
         directory=directory_id(spec.checkpoint_dir) if shared else "",
         highest=highest,
+        warm=int(not shared or running[0].settled),
     )
     # In this process's own memory nobody can be lost, so nothing has to be renewed.
     never = replace(

@@ -103,6 +103,11 @@ class Workers:
         else:
             self._launcher("cold", f"workers start cold: {self._cold}")
 
+    @property
+    def settled(self) -> bool:
+        """True once it is known how workers start: forked from a template that is there, or cold."""
+        return self._template_ready or self._cold is not None
+
     def tell(self, listener: Listener) -> None:
         """Say everything to `listener` from now on, and what there was to say before it was there."""
         self._listener = listener

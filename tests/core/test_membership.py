@@ -164,6 +164,12 @@ def test_newcomers_have_seen_the_round_and_can_be_reached() -> None:
     assert [p.record.id for p in newcomers(view, cooling, POLICY, NOW)] == ["e"]
 
 
+def test_a_newcomer_is_not_awaited_by_a_running_round_while_it_imports() -> None:
+    view = replace(VIEW, nodes=(*VIEW.nodes, present("d", joined_at=NOW - 10, warm=0)))
+    assert newcomers(view, ROUND, POLICY, NOW) == []
+    assert [p.record.id for p in newcomers(view, ROUND, POLICY, NOW + 60)] == ["d"], "but not for ever"
+
+
 def chosen(view: View, lost: dict[str, str] | None = None, excluded: tuple[Exclusion, ...] = ()) -> list[str]:
     found = cast(view, POLICY, NOW, lost or {}, excluded)
     assert not isinstance(found, Wait), found
