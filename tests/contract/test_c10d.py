@@ -210,9 +210,10 @@ def test_a_lease_ends_its_time_after_the_last_renewal_while_the_host_was_awake(p
     lease, first = place.verbs.announce("n/a", VALUE, 3.0) or ("", 0)
     place.pass_time(2.8)
     assert place.verbs.renew(lease, first)
+    place.pass_time(TURN_S)
     place.sleep_through(1000.0)
     assert place.verbs.read("n/a") is not None, "nobody could renew while the host slept"
-    place.pass_time(2.4)
+    place.pass_time(2.0)
     assert place.verbs.renew(lease, first)
     place.pass_time(2.8)
     assert place.verbs.read("n/a") is not None
@@ -320,6 +321,25 @@ def test_a_deleted_key_that_is_created_again_while_the_host_buries_it_is_found(p
     slow.meanwhile = bury
     assert Operations(slow).swap("d/k", None, VALUE)
     assert list(place.verbs.found_below("d/")) == ["d/k"]
+
+
+class Overtaken(Wire):
+    """A client that is slow between its look and its write."""
+
+    meanwhile: Callable[[], None]
+
+    def swap(self, key: bytes, expected: bytes | None, value: bytes) -> bool:
+        self.meanwhile()
+        return super().swap(key, expected, value)
+
+
+def test_of_two_who_delete_one_has_deleted(place: Place) -> None:
+    """Their gravestones are of the same version, and a TCPStore tells both writers of the same bytes that they won."""
+    assert place.verbs.swap("k", None, VALUE)
+    slow, others = place.another_wire(Overtaken), list[bool]()
+    slow.meanwhile = lambda: others.append(place.verbs.delete("k"))
+    assert not Operations(slow).delete("k")
+    assert others == [True]
 
 
 def test_keys_that_come_and_go_while_the_host_buries_are_all_found(place: Place) -> None:
