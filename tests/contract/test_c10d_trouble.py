@@ -191,7 +191,7 @@ def a_lease_ends_with_the_agent_that_renews_it(agents: Agents, until: Until) -> 
         "times = {'timeout_s': 20.0, 'start_timeout_s': 60.0}\n"
         "mine = C10dStore('127.0.0.1', 0, serve=True, **times)\n"
         "theirs = C10dStore('127.0.0.1', int(sys.argv[1]), serve=False, **times)\n"
-        "lease = theirs.announce('n/killed', b'', 3.0)\n"
+        "lease = theirs.announce('n/killed', b'', 2.0)\n"
         "assert mine.read('k') is None\n"
         "print(mine.port, flush=True)\n"
         "while lease.renew():\n"
@@ -311,7 +311,7 @@ def test_something_else_that_answers_is_not_taken_for_a_store() -> None:
         talking = threading.Thread(target=babble, args=(server,))
         talking.start()
         try:
-            found = failure(port=server.getsockname()[1], start_timeout_s=2.5)
+            found = failure(port=server.getsockname()[1], start_timeout_s=1.5)
         finally:
             server.shutdown(socket.SHUT_RDWR)
             talking.join(SOON_S)

@@ -24,7 +24,7 @@ from elasticd_agent.store.c10d_control import END_DEADLINE_S, Helper, Lost, list
 
 CONNECT_DEADLINE_S = 8.0
 """A client that is not ready by then is tried anew; while the host is frozen, it would wait for ever."""
-BIND_DEADLINE_S = 3.0
+BIND_DEADLINE_S = 2.0
 """A host that died a moment ago may hold its port still."""
 LEAST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.8
 """Between two attempts, doubling, jittered; the longest is below a third of the lease's 3 s."""
