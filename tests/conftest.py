@@ -7,6 +7,7 @@ machine at the same time never counts. LEAK_WAIT_S is how long a test's remains 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _MARK = f"ELASTICD_TEST_RUN={os.getpid()}.{time.monotonic_ns()}"
 _WAIT_S = float(os.environ.get("LEAK_WAIT_S", "5"))
 _SHM = Path("/dev/shm")
@@ -140,6 +142,8 @@ def _left_behind(before: Remains) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
+    # A test that plays the agent becomes a subreaper, and the next one would inherit the zombies of those it kills.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     before = _remains()
     yield
     deadline = time.monotonic() + _WAIT_S
