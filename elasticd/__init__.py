@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elasticd.errors import (
+        BarrierTimeout,
         CheckpointCorrupt,
         CheckpointError,
         CheckpointRefused,
@@ -32,6 +33,7 @@ _WHERE = {
     "ElasticBatchSampler": "sampler",
     "ElasticdError": "errors",
     "UsageError": "errors",
+    "BarrierTimeout": "errors",
     "DecisionTimeout": "errors",
     "SamplerError": "errors",
     "CheckpointError": "errors",
@@ -41,6 +43,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "BarrierTimeout",
     "CheckpointCorrupt",
     "CheckpointError",
     "CheckpointRefused",

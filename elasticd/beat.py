@@ -3,16 +3,18 @@
 The agent creates the file before the worker starts; the worker maps it and writes with plain stores, so a beat costs
 well under a microsecond and no system call. The agent reads it with `pread`, never through a map of its own: a worker
 that truncates the file can then only make a read fail (WireError), not kill the agent by SIGBUS. Ages are taken on
-CLOCK_MONOTONIC, which both processes share; no wall clock appears here. This module never waits for anybody, and
-imports torch only when the optimizer hook is asked for.
+CLOCK_MONOTONIC, which both processes share; no wall clock appears here. This module never waits for anybody and
+never imports torch. It is also loaded by file, where elasticd is not installed: with errors.py and last_words.py.
 
-Layout 1.0, little-endian, offsets in bytes. A word is stored whole; the words marked * belong together
+Layout 1.1, little-endian, offsets in bytes. A word is stored whole; the words marked * belong together
 and are guarded by `seq`.
 
     0     8s   magic "ELASTICD"          written once, by the agent
     8     u32  major, 12 u32 minor       another major is refused; a newer minor only adds fields
     16    u64  request                   the agent's word to the worker; low byte: 0 nothing, 1 please stop, 2 please
                                          hold; the rest may number holds: another number is another request
+    24    u64  dump_wanted               the agent's word to the background thread: another number is another dump
+                                         of PyTorch's flight recorder that it wants
     64    u64  seq                       odd while the worker is writing the words marked *
     72    i64  step *                    steps of this process (hook) or of the job (session)
     80    u64  progress_ns *             CLOCK_MONOTONIC of the last progress: a step, or a change of phase
@@ -21,51 +23,63 @@ and are guarded by `seq`.
     104   u32  phase *                   see Phase
     108   u32  source *                  see Source: who counts the steps
     112   64s  barrier *                 name of the barrier it waits at, UTF-8, zero-padded
-    192   i64  collectives               collectives issued; reserved for a background thread
-    200   u64  alive                     counts while that thread gets the GIL; reserved likewise
+    192   i64  collectives               issued by the default process group, -1 while there is none; this word, alive,
+                                         waited and timeout_ms are a background thread's (pulse.py)
+    200   u64  alive                     counts while that thread gets the GIL, 0 while there is no such thread
+    208   i64  usual *                   collectives issued during the last finished step, -1 unknown
+    216   u64  waited                    pulses in which the usual collectives of the running step had all been issued
+    224   u64  timeout_ms                the default process group's own timeout, 0 unknown
+    232   i64  issued_at_step *          collectives issued when the last step was finished, -1 unknown
+    240   u64  dumped                    the dump_wanted that has been seen to, even if there was nothing to write
     256   u32  length of the last words, written after them; 0 = none
     260        last words: UTF-8 JSON {"kind", "type", "message", "traceback", "code", "bases"}
     16384      end
+
+1.0 had nothing at 24 and between 208 and 256 and left those words zero; its readers skip them. A 1.0 writer leaves
+them as the agent made them, unknown.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import enum
-import json
 import mmap
 import os
+import signal
 import struct
-import sys
 import time
-import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import WireError
+from elasticd.last_words import LastWords, decode, encode
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+JOINING = "init_process_group"
+"""The name of the barrier in phase STARTING: torch's function in which all ranks wait for each other."""
 SIZE = 16 * 1024
 MAGIC = b"ELASTICD"
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1
 STOP, HOLD = 1, 2
 """What an agent may ask for; a worker that does not know HOLD takes it for nothing."""
 REQUEST_KIND = 0xFF
 """The bits of a request that say which it is. The others may number it."""
+STACKS_SIGNAL = signal.SIGRTMAX - 3
+"""Has a worker write the stacks of its threads into ELASTICD_STACKS, if it catches it (SigCgt in /proc/PID/status).
+
+Scripts use SIGUSR1 and SIGUSR2 (Slurm's warnings, libraries' dumps) and, if any, the first real-time signals; Valgrind
+has the last one to itself.
+"""
 
 # Indices into the map seen as 64-bit words (Q, q) and as 32-bit words (I).
-_REQUEST, _SEQ, _STEP, _PROGRESS, _FIRST_STEP, _STARTED = 2, 8, 9, 10, 11, 12
+_REQUEST, _DUMP_WANTED, _SEQ, _STEP, _PROGRESS, _FIRST_STEP, _STARTED = 2, 3, 8, 9, 10, 11, 12
 _PHASE, _SOURCE = 26, 27
+_COLLECTIVES, _ALIVE, _USUAL, _WAITED, _TIMEOUT, _ISSUED_AT_STEP, _DUMPED = 24, 25, 26, 27, 28, 29, 30
+_UNKNOWN = -1
 _BARRIER, _BARRIER_BYTES = 112, 64
 _WORDS_AT = 256
 _WORDS_ROOM = SIZE - _WORDS_AT - 4
-_HEADER = struct.Struct("<8sIIQ40x QqQQQII64s16x qQ48x I")
+_HEADER = struct.Struct("<8sIIQ40x QqQQQII64s16x qQqQQqQ8x I")
+_NOTHING_ISSUED = (_UNKNOWN, 0, _UNKNOWN, 0, 0, _UNKNOWN, 0)
 # A writer killed between two stores leaves `seq` odd for good: after this many looks the words are taken as they are.
 _LOOKS = 8
-_MESSAGE_CHARACTERS, _BASES = 1000, 8
 _PYBUF_WRITE = 0x200  # from CPython's stable ABI
 
 
@@ -89,24 +103,14 @@ class Source(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LastWords:
-    """What ended the script, as far as python could see; believe an "exception" only beside a non-zero exit code.
-
-    `kind` "exception": it went unhandled; `bases` names its type's base classes, nearest first. "exit": python ended in
-    order, so by no os._exit and no signal; with which exit code is the agent's to know.
-    """
-
-    kind: str
-    type: str = ""
-    message: str = ""
-    traceback: str = ""
-    code: int | None = None
-    bases: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Beat:
-    """One reading of a beat file. Times are CLOCK_MONOTONIC nanoseconds, 0 when the thing has not happened."""
+    """One reading of a beat file. Times are CLOCK_MONOTONIC nanoseconds, 0 when the thing has not happened.
+
+    `collectives` were issued by the default process group, `usual` of them during the last finished step and
+    `issued_at_step` until its end, -1: unknown. `timeout_s` is that group's own, 0: unknown. `alive` counts while the
+    background thread gets the GIL, 0: there is none; `waited` counts its pulses in which the step had nothing left to
+    issue. `dumped` is the answer to `want_dump`.
+    """
 
     step: int = 0
     progress_ns: int = 0
@@ -114,11 +118,16 @@ class Beat:
     started_ns: int = 0
     phase: Phase = Phase.STARTING
     source: Source = Source.NONE
-    collectives: int = 0
+    collectives: int = _UNKNOWN
     alive: int = 0
     barrier: str = ""
     request: int = 0
     last_words: LastWords | None = None
+    usual: int = _UNKNOWN
+    waited: int = 0
+    timeout_s: float = 0.0
+    issued_at_step: int = _UNKNOWN
+    dumped: int = 0
 
 
 def create(path: str | os.PathLike[str]) -> None:
@@ -126,7 +135,7 @@ def create(path: str | os.PathLike[str]) -> None:
 
     All of it is written, hence allocated: a store into a hole of a full tmpfs would be SIGBUS.
     """
-    content = _HEADER.pack(MAGIC, MAJOR, MINOR, 0, *([0] * 7), b"", 0, 0, 0).ljust(SIZE, b"\0")
+    content = _HEADER.pack(MAGIC, MAJOR, MINOR, 0, *([0] * 7), b"", *_NOTHING_ISSUED, 0).ljust(SIZE, b"\0")
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
         if os.write(fd, content) != SIZE:
@@ -158,20 +167,58 @@ class BeatWriter:
     def _mute(self) -> None:
         self._view(memoryview(bytearray(SIZE)))
 
-    def step(self, step: int, source: Source = Source.SESSION) -> None:
-        """One more step is done; `step` is the count now."""
+    def step(self, step: int, source: Source = Source.SESSION, issued: int = _UNKNOWN) -> None:
+        """One more step is done; `step` is the count now, `issued` what the default process group has issued so far."""
         now = time.monotonic_ns()
-        words = self._words
+        words, signed, halves = self._words, self._signed, self._halves
         # "| 1", not "+ 1": two threads writing at once must never leave the count odd for good.
         seq = words[_SEQ] | 1
         words[_SEQ] = seq
-        self._signed[_STEP] = step
+        signed[_STEP] = step
         words[_PROGRESS] = now
+        before = signed[_ISSUED_AT_STEP]
+        # Another group counts anew; another source's last step was not this one's.
+        known = 0 <= before <= issued and halves[_SOURCE] == source
+        signed[_USUAL] = issued - before if known else _UNKNOWN
+        signed[_ISSUED_AT_STEP] = issued
         if not words[_FIRST_STEP]:
             words[_FIRST_STEP] = now
-        self._halves[_PHASE] = 1  # Phase.STEP, without the enum's look-up
-        self._halves[_SOURCE] = source
+        halves[_PHASE] = 1  # Phase.STEP, without the enum's look-up
+        halves[_SOURCE] = source
         words[_SEQ] = seq + 1
+
+    def pulse(self, issued: int, timeout_ms: int) -> None:
+        """The background thread got the GIL; `issued` and `timeout_ms` are the default process group's."""
+        words, signed = self._words, self._signed
+        words[_ALIVE] += 1
+        signed[_COLLECTIVES] = issued
+        words[_TIMEOUT] = timeout_ms
+        if issued < signed[_ISSUED_AT_STEP]:  # the group has gone, or another one counts
+            signed[_USUAL] = signed[_ISSUED_AT_STEP] = _UNKNOWN
+        elif 0 < signed[_USUAL] <= issued - signed[_ISSUED_AT_STEP]:
+            words[_WAITED] += 1
+
+    def forget_usual(self) -> None:
+        """Whoever counts the steps now may be of layout 1.0, and leave here what was usual before."""
+        self._signed[_USUAL] = _UNKNOWN
+
+    def still(self) -> None:
+        """There is no background thread any more."""
+        self._words[_ALIVE] = 0
+
+    @property
+    def dump_wanted(self) -> int:
+        """The number of the dump of the flight recorder that the agent wants, 0 for none."""
+        return self._words[_DUMP_WANTED]
+
+    @property
+    def dumped(self) -> int:
+        """The number of the last one that was seen to."""
+        return self._words[_DUMPED]
+
+    @dumped.setter
+    def dumped(self, number: int) -> None:
+        self._words[_DUMPED] = number
 
     def phase(self, phase: Phase, barrier: str = "") -> None:
         """The script is somewhere else now; `barrier` names where it waits (cut to 64 bytes)."""
@@ -200,7 +247,7 @@ class BeatWriter:
 
     def last_words(self, words: LastWords) -> None:
         """Leave `words` for the agent, cut to fit; of the traceback the end is kept."""
-        data = _fit(words)
+        data = encode(words, _WORDS_ROOM)
         self._halves[_WORDS_AT // 4] = 0
         self._bytes[_WORDS_AT + 4 : _WORDS_AT + 4 + len(data)] = data
         self._halves[_WORDS_AT // 4] = len(data)
@@ -247,7 +294,8 @@ class BeatReader:
     def _decode(self, raw: bytes) -> Beat:
         _check_header(raw, SIZE, self._path)
         fields = _HEADER.unpack(raw)[2:]
-        minor, request, _, step, progress, first, started, phase, source, name, issued, alive, length = fields
+        minor, request, _, step, progress, first, started, phase, source, name, *counts, length = fields
+        issued, alive, usual, waited, timeout_ms, at_step, dumped = counts if minor else _NOTHING_ISSUED
         if minor > MINOR:
             # A newer layout may know more phases and sources; what counts here is that the worker runs.
             phase = phase if phase in tuple(Phase) else Phase.STEP
@@ -258,26 +306,30 @@ class BeatReader:
             raise WireError(f"beat file {os.fspath(self._path)}: {error} in layout {MAJOR}.{minor}") from error
         barrier = name.rstrip(b"\0").decode("utf-8", "replace")
         words = self._last_words(length) if length else None
-        return Beat(step, progress, first, started, where, who, issued, alive, barrier, request, words)
+        seen = (step, progress, first, started, where, who, issued, alive, barrier, request, words)
+        return Beat(*seen, usual, waited, timeout_ms / 1000, at_step, dumped)
 
     def _last_words(self, length: int) -> LastWords:
         if length > _WORDS_ROOM:
             raise WireError(f"beat file {os.fspath(self._path)}: last words of {length} bytes do not fit")
-        data = os.pread(self._fd, length, _WORDS_AT + 4)
         try:
-            found = json.loads(data)
-            texts = tuple(found[key] for key in ("kind", "type", "message", "traceback"))
-            code, bases = found["code"], found.get("bases", [])
-            if not all(isinstance(text, str) for text in (*texts, *bases)) or not isinstance(code, int | None):
-                raise TypeError("a field is of the wrong type")
+            return decode(os.pread(self._fd, length, _WORDS_AT + 4))
         except (ValueError, KeyError, TypeError) as error:
             raise WireError(f"beat file {os.fspath(self._path)}: last words cannot be understood: {error}") from error
-        kind, name, message, text = texts
-        return LastWords(kind, name, message, text, code, tuple(bases))
 
     def request(self, word: int) -> None:
         """Ask the worker for something: STOP or HOLD, or 0 to take it back."""
         os.pwrite(self._fd, struct.pack("<Q", word), _REQUEST * 8)
+
+    def want_dump(self) -> int:
+        """Have the flight recorder's content written to ELASTICD_FLIGHT. It is there once `Beat.dumped` is the answer.
+
+        If there is no such file then, this torch has no flight recorder, or nothing to write it with.
+        """
+        (last,) = struct.unpack("<Q", os.pread(self._fd, 8, _DUMP_WANTED * 8).ljust(8, b"\0"))
+        wanted = (int(last) + 1) % (1 << 64)
+        os.pwrite(self._fd, struct.pack("<Q", wanted), _DUMP_WANTED * 8)
+        return wanted
 
     def close(self) -> None:
         """Let go of the file; a second call does nothing."""
@@ -290,61 +342,6 @@ class BeatReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def install_last_words(writer: BeatWriter) -> None:
-    """Have the way this process ends written to its beat.
-
-    Call it before anybody else registers an exit handler: the first registered runs last. Python keeps the unhandled
-    exception in `sys.last_*`, so no hook is replaced and the script cannot tell. SystemExit leaves no trace there: then
-    "exit" is written, with no code, and means that python went down in order.
-    """
-    atexit.register(_say_last_words, writer)
-
-
-def _say_last_words(writer: BeatWriter) -> None:
-    # Whatever goes wrong here would be printed as the script's own failure.
-    with contextlib.suppress(Exception):
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if not isinstance(error, BaseException):
-            writer.last_words(LastWords("exit"))
-            return
-        name, *bases = (_name_of(base) for base in type(error).__mro__[:-1])
-        lines = traceback.TracebackException(type(error), error, error.__traceback__)
-        # "Type: message", with python's own words for a message that cannot be printed.
-        message = "".join(lines.format_exception_only()).partition(": ")[2].rstrip("\n")
-        writer.last_words(LastWords("exception", name, message, "".join(lines.format()), bases=tuple(bases)))
-
-
-def _name_of(cls: type) -> str:
-    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-
-
-def install_optimizer_hook(writer: BeatWriter, register: Callable[[Any], Any] | None = None) -> Callable[[], None]:
-    """Beat at every optimizer step of this process until a Session counts the steps. Returns what removes the hook.
-
-    `register` is torch's register_optimizer_step_post_hook; without it torch is imported. A step is over when an
-    optimizer steps again: a script that trains a generator and a discriminator in turn counts its iterations once.
-    """
-    if register is None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        register = register_optimizer_step_post_hook
-    stepped: set[int] = set()
-    steps = 0
-
-    def beat(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal steps
-        if id(optimizer) in stepped:
-            stepped.clear()
-        if not stepped:
-            steps += 1
-        stepped.add(id(optimizer))
-        if writer.source != Source.SESSION:
-            writer.step(steps, Source.HOOK)
-
-    handle = register(beat)
-    return lambda: handle.remove()
 
 
 def from_environment() -> BeatWriter:
@@ -383,17 +380,3 @@ def _check_header(raw: bytes, size: int, path: str | os.PathLike[str]) -> None:
             f"{where}: layout {major}.{minor}, this elasticd reads {MAJOR}.x; "
             "run the same elasticd in the agent and the worker"
         )
-
-
-def _fit(words: LastWords) -> bytes:
-    name, message = words.type[:_MESSAGE_CHARACTERS], words.message[:_MESSAGE_CHARACTERS]
-    fields = {"kind": words.kind, "type": name, "message": message, "code": words.code}
-    bases = [base[:_MESSAGE_CHARACTERS] for base in words.bases[:_BASES]]
-    text = words.traceback[-_WORDS_ROOM:]
-    while True:
-        data = json.dumps({**fields, "bases": bases, "traceback": text}, ensure_ascii=False).encode("utf-8", "replace")
-        if len(data) <= _WORDS_ROOM:
-            return data
-        if not text:
-            bases.pop()
-        text = text[len(text) // 8 + 1 :]

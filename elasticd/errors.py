@@ -7,6 +7,7 @@
     ├── StoreUnavailable        the coordination store did not answer (a lost race is a value, never an error)
     ├── LauncherError           the warm launcher could not do what it was asked; a cold start is tried instead
     ├── DecisionTimeout         rank 0's verdict at a decision point did not arrive in time
+    ├── BarrierTimeout          ranks did not come to `session.barrier` in time; names them
     ├── SamplerError            the elastic batch sampler was used in a way that would lose or repeat samples
     └── CheckpointError
         ├── CheckpointRefused   the state holds something `torch.load(weights_only=True)` would not load; names the key
@@ -45,6 +46,18 @@ class LauncherError(ElasticdError):
 
 class DecisionTimeout(ElasticdError):
     """Rank 0's verdict at a decision point did not arrive before the deadline."""
+
+
+class BarrierTimeout(ElasticdError):
+    """A barrier ended without all ranks; the message says where the missing ones are, as they last said.
+
+    `name` is the barrier's. `missing` holds the ranks that had not come, and is empty where the round's store itself
+    did not answer. `waited_s`: how long this rank waited.
+    """
+
+    def __init__(self, message: str, *, name: str = "", missing: tuple[int, ...] = (), waited_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.name, self.missing, self.waited_s = name, missing, waited_s
 
 
 class SamplerError(ElasticdError):

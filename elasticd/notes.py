@@ -13,6 +13,7 @@ many were lost.
     checkpoint_failed   path
     checkpoint_skipped  path
     resumed             path, from_round, from_step
+    attached            (this rank has something to save and a place for it; once a process, on every rank)
     can_hold            (holds are possible from now on; once a process)
     cannot_hold         (what was asked for will not be: why)
     holding             (all ranks wait at this step, whose checkpoint is on the disk)
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 VERSION = 1
 KINDS = (
     *("checkpoint_saved", "checkpoint_failed", "checkpoint_skipped", "resumed", "said"),
-    *("can_hold", "cannot_hold", "holding", "hold_over"),
+    *("attached", "can_hold", "cannot_hold", "holding", "hold_over"),
 )
 _KNOWN = ("v", "kind", "round", "rank", "step", "mono", "wall", "reason")
 # A line longer than this is no note of ours; a reader does not buffer without a bound.

@@ -1,8 +1,9 @@
 """A worker's handle on its job: which rank of which round it is, what survives a restart, and what all ranks do next.
 
 The same calls work under elasticd, under plain torchrun and in a plain `python train.py`; what is not there (an agent,
-a beat, other ranks) is replaced by something that does nothing. A session never ends the script and never starts a
-thread. How checkpoints are written and read, and how ranks agree, is in the modules it puts together here.
+a beat, other ranks) is replaced by something that does nothing. A session never ends the script; where there are other
+ranks it starts one thread, which tells them where this one is. How checkpoints are written and read, and how ranks
+agree and meet, is in the modules it puts together here.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from elasticd import beat as beats
 from elasticd import group as groups
 from elasticd import holding, restoring, state
 from elasticd import notes as all_notes
+from elasticd.barrier import Barriers, seconds_of
 from elasticd.channel import open_channel
+from elasticd.collectives import Collectives
 from elasticd.decisions import Action, Decisions
 from elasticd.errors import UsageError
 from elasticd.restoring import Resumed
 from elasticd.saving import Every, Saver
+from elasticd.standing import Roll, Standing
 from elasticd.termination import Termination
 
 if TYPE_CHECKING:
@@ -55,6 +59,7 @@ class Session:
     def __init__(self, here: groups.Place, group: groups.Group, decision_timeout_s: float) -> None:
         self._here, self._group = here, group
         self._beat = beats.from_environment()
+        self._issued = Collectives().issued
         self._notes = all_notes.from_environment(here.round, group.rank)
         self._channel = open_channel(group.rank, group.world_size, here.round, group.device, decision_timeout_s)
         self._decisions = Decisions(self._channel, self._wish)
@@ -65,6 +70,13 @@ class Session:
         self._termination = Termination()
         self._steps = 0
         self._stepped = self._restored = self._should_stop = self._closed = False
+        self._roll = Roll(
+            self._channel.another_store, self._channel.prefix, group.rank, group.world_size, self._standing
+        )
+        self._barriers = Barriers(self._channel, self._roll, self._beat)
+        self._barrier_s: float | None = None
+        if group.world_size > 1:
+            self._roll.start(self._channel.store)
 
     @property
     def round(self) -> int:
@@ -145,12 +157,17 @@ class Session:
         return resumed
 
     def checkpoint(
-        self, every: int | str | timedelta, directory: str | os.PathLike[str] | None = None, keep: int = 3
+        self,
+        every: int | str | timedelta,
+        directory: str | os.PathLike[str] | None = None,
+        keep: int = 3,
+        barrier: float | timedelta | None = None,
     ) -> None:
         """Save at the end of every so many steps (50), or every so often ("30s", a timedelta), by rank 0's clock.
 
         `directory` overrides ELASTICD_CHECKPOINT_DIR; the newest `keep` checkpoints stay. A disk that is full or
-        read-only is said and tried again when the next one is due.
+        read-only is said and tried again when the next one is due. With `barrier` (seconds, or a timedelta) all ranks
+        meet at a barrier of that timeout before each save, so that a rank that does not come is named.
 
         Raises UsageError without a directory or for arguments that cannot work, DirectoryInUse when another run holds
         the directory.
@@ -158,8 +175,9 @@ class Session:
         parsed = Every.parse(every)
         if keep < 1:
             raise UsageError(f"checkpoint(keep={keep!r}): keep at least 1 checkpoint")
+        barrier_s = None if barrier is None else seconds_of(barrier, "checkpoint(barrier=...)")
         self._saver.open(directory, "checkpoint")
-        self._saver.every, self._saver.keep = parsed, keep
+        self._saver.every, self._saver.keep, self._barrier_s = parsed, keep, barrier_s
 
     def save(self) -> None:
         """A checkpoint now, whatever `checkpoint()` says. A disk that is full is said and survived.
@@ -168,7 +186,7 @@ class Session:
         `torch.load(weights_only=True)` would not open, naming the key.
         """
         self._saver.open(None, "save")
-        self._saver.save(self._steps, self._attached, "asked for by the script")
+        self._save("asked for by the script")
 
     def step(self) -> None:
         """The end of an optimizer step: count it, commit the sampler, beat, decide with the other ranks, save if due.
@@ -176,28 +194,43 @@ class Session:
         Where the agent expects another round soon it may ask for a hold: then a checkpoint is saved and this call
         waits, on all ranks at the same step, for the agent to end the process or to let it go on.
 
-        Raises DecisionTimeout when rank 0's verdict does not come, CheckpointRefused at the first save.
+        Raises DecisionTimeout when rank 0's verdict does not come, CheckpointRefused at the first save, BarrierTimeout
+        where `checkpoint(barrier=...)` asks for one.
         """
         if not self._stepped:
             self._stepped = True
             self._termination.listen()
+            if self._attached and self._saver.directory is not None:
+                self._notes.write("attached", "a checkpoint is attached", self._steps)
         for obj in self._committing:
             obj.commit()
         self._steps += 1
-        self._beat.step(self._steps)
+        self._beat.step(self._steps, issued=self._issued())
         verdict = None if self._should_stop else self._decisions.at(self._steps)
         action: Action = verdict.action if verdict else "go"
         saved = False
         if self._saver.due_by_steps(self._steps):
-            saved = self._saver.save(self._steps, self._attached, str(self._saver.every))
+            saved = self._save(str(self._saver.every))
         elif verdict and (action in ("save", "hold") or (action == "stop" and self._saver.every)):
-            saved = self._saver.save(self._steps, self._attached, verdict.reason)
+            saved = self._save(verdict.reason)
         if action == "hold":
             action = self._hold(saved)
         if action == "stop":
             # Rank 0 may serve the store itself, and may leave once it has stopped: not before all have heard of it.
             self._channel.collect("stopped", b"", "their stop")
             self._should_stop = True
+
+    def barrier(self, name: str, timeout: float | timedelta | None = None) -> None:
+        """Wait until every rank is here: out of band, through the round's store, on any backend; one rank passes.
+
+        Each rank's n-th barrier is the same barrier, and must have the same name. `timeout` is in seconds or a
+        timedelta; without one it is `init`'s decision_timeout. The first rank whose time is over ends the barrier for
+        all, also for those that come later.
+
+        Raises BarrierTimeout, which says where the missing ranks are; UsageError on every rank where names differ, and
+        for arguments that cannot work; torch.distributed's own error when the store is gone.
+        """
+        self._barriers.wait(name, timeout)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -223,6 +256,8 @@ class Session:
         """
         self._saver.close()
         self._termination.close()
+        self._barriers.close()
+        self._roll.close()
         if not self._closed and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             self._channel.part()
         self._closed = True
@@ -235,6 +270,18 @@ class Session:
         # A rank that failed says no goodbyes: its peers are waiting for something else.
         self._closed = self._closed or kind is not None
         self.close()
+
+    def _standing(self) -> Standing:
+        """What the other ranks may read of this one; called by the roll's thread."""
+        name, phase = self._barriers.waiting_at, self._beat.current
+        if name is not None:
+            return Standing(self._steps, "barrier", name[:64])
+        return Standing(self._steps, "hold" if phase == beats.Phase.BARRIER else phase.name.lower())
+
+    def _save(self, why: str) -> bool:
+        if self._barrier_s is not None:
+            self.barrier(f"checkpoint at step {self._steps}", self._barrier_s)
+        return self._saver.save(self._steps, self._attached, why)
 
     def _wish(self) -> tuple[Action, str]:
         """Rank 0: what it wants all ranks to do at this decision point."""

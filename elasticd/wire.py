@@ -1,74 +1,30 @@
-"""Records that cross a process or the network: frozen dataclasses, JSON outside, never pickle.
+"""The records that cross a process or the network: who takes part in which round, and why one ended.
 
-They exist so that two processes, perhaps one minor version apart, agree on what was said. A document (`Round`,
-`NodeRecord`, `Failure`) carries `version`, "major.minor": fields this code does not know are kept and written back,
-another major is refused. Whatever cannot be understood raises `WireError` naming the field, and nothing else does.
-This module never imports torch, never reads a clock and never touches a file.
+How they are written, read and kept compatible is `records`'. This module never imports torch, never reads a clock and
+never touches a file.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import json
-import math
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 from elasticd.errors import WireError
-
-VERSION = "1.0"
-
-# Far above what any record needs, far below Python's recursion limit, so that what was read can be written back.
-_MAX_DEPTH = 32
+from elasticd.records import Document, Record
 
 Outcome = Literal["succeeded", "failed", "stopped"]
-
-_R = TypeVar("_R", bound="Record")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """Base of everything here: `unknown` holds the fields a newer minor version wrote, to be written back."""
-
-    unknown: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
-
-    def check(self) -> None:
-        """Raise WireError if the fields make no sense together. Called after decoding."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; unknown fields are beside the known ones."""
-        known = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "unknown"}
-        return {**self.unknown, **known}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document(Record):
-    """A record that is stored or sent on its own, and so says which version wrote it."""
-
-    version: str = VERSION
-
-    def to_json(self) -> bytes:
-        """UTF-8, one line, keys sorted. What UTF-8 cannot say (lone surrogates from undecodable output) becomes '?'."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        return text.encode("utf-8", "replace")
-
-    @classmethod
-    def from_json(cls: type[_R], text: bytes | str) -> _R:
-        """The record `text` holds. Raises WireError, naming the field, for anything else."""
-        return _document(cls, text)
 
 
 @dataclass(frozen=True, slots=True)
 class Member(Record):
-    """One node's part in a Round. `slots` are those in use; a slot's index is the worker's local rank."""
+    """One node's part in a Round. `slots` are those in use; a slot's index is the worker's local rank. `role`: its
+    workers', as torchrun's --role; "" where the planner knew of none, and then all nodes have the same."""
 
     node: str
     incarnation: str
     slots: tuple[int, ...]
+    role: str = ""
 
     def check(self) -> None:
         if not self.node or not self.slots:
@@ -80,13 +36,15 @@ class Member(Record):
 @dataclass(frozen=True, slots=True)
 class Bench(Record):
     """What is held against a slot: `strikes` failures without progress between them, `times` set aside so far,
-    `left_s` seconds of cool-off left when this Round was published (0: it may be used)."""
+    `left_s` seconds of cool-off left when this Round was published (0: it may be used). `hung`: the last one was a hang
+    of its, which progress does not forgive."""
 
     node: str
     slot: int
     strikes: int
     times: int = 0
     left_s: float = 0.0
+    hung: bool = False
 
     def check(self) -> None:
         if min(self.slot, self.strikes, self.times, self.left_s) < 0:
@@ -131,7 +89,8 @@ class Round(Document):
 
     `resume` proposes a checkpoint as (round, step). Ranks are numbered through the members in order, and through
     each member's slots in order. `restarts` counts the rounds started after the first one. `directory` names the
-    checkpoint directory of rank 0's node, as its NodeRecord does; `run` tells two runs of one job apart.
+    checkpoint directory of rank 0's node, as its NodeRecord does; `run` tells two runs of one job apart. `cause` is the
+    reason in one word: "start", "resize", or the kind of the Failure it answers.
     """
 
     number: int
@@ -144,6 +103,7 @@ class Round(Document):
     directory: str = ""
     run: str = ""
     reason: str = ""
+    cause: str = ""
     outcome: Outcome | None = None
     exit_code: int | None = None
 
@@ -201,11 +161,15 @@ class NodeRecord(Document):
     """An agent's announcement of its node, kept under its lease and up to date by itself.
 
     `incarnation` is new whenever the owner of its workers starts anew. `address` is where it answers a knock,
-    "host:port". `directory` names its checkpoint directory: two nodes that say the same share it; `highest` is the
+    "host:port", `leaving_code` the exit code that whoever asked it to stop expects, 0 if unknown.
+    `unreached` are members of the round it has seen that do not answer it. `directory` names its checkpoint directory:
+    two nodes that say the same share it; `highest` is the
     highest round number found there and among its logs. The rest is how far it is, each the number of a round, 0 if
     none: it has `seen` the round, its group was started (`ready`), has `stepped`, could be held at a checkpoint
     (`can_hold`), is `held` at one; it is `leaving` if somebody asked its agent to stop, and `warm` (1, else 0)
-    once its workers would start at once.
+    once its workers would start at once. `role` is its workers'. `slots` are those that can be used, none where too few
+    of them can; `unusable` says why some cannot. `pace` has of each of its ranks (rank, pulses, pulses in which
+    it waited).
     """
 
     id: str
@@ -223,11 +187,18 @@ class NodeRecord(Document):
     high_water: int = 0
     leaving: str = ""
     warm: int = 1
+    pace: tuple[tuple[int, int, int], ...] = ()
+    role: str = ""
+    unusable: str = ""
+    leaving_code: int = 0
+    unreached: tuple[str, ...] = ()
 
     def check(self) -> None:
-        if not self.id or not self.slots:
-            raise WireError(f"node {self.id!r} needs an id and at least one slot")
-        if min(self.slots) < 0 or len(set(self.slots)) != len(self.slots):
+        if not self.id:
+            raise WireError("a node needs an id")
+        if not 0 <= self.leaving_code <= 255:
+            raise WireError(f"node {self.id!r}: leaving_code {self.leaving_code} is not in 0..255")
+        if min(self.slots, default=0) < 0 or len(set(self.slots)) != len(self.slots):
             raise WireError(f"node {self.id!r}: slots must be distinct and not negative, got {list(self.slots)}")
 
 
@@ -235,9 +206,10 @@ class NodeRecord(Document):
 class Failure(Document):
     """Why a node's group of a round ended without success.
 
-    `kind` is "crash", "user_error", "store_lost", "stalled", "start_failed" or newer. `culprits` are (rank, slot);
-    none when nobody on this node is to blame. `high_water` is the highest step seen, `checkpoint` the newest
-    (round, step) saved, both by this round. `error` is the exception's type, `detail` its traceback.
+    `kind` is "crash", "user_error", "store_lost", "hung", "start_failed" or newer; `cause` is which kind of hang it is.
+    `culprits` are (rank, slot); none when nobody on this node is to blame. `high_water` is the highest step seen,
+    `checkpoint` the newest (round, step) saved, both by this round. `error` is the exception's type, `detail` its
+    traceback.
     """
 
     round: int
@@ -249,161 +221,4 @@ class Failure(Document):
     checkpoint: tuple[int, int] | None = None
     error: str | None = None
     detail: str | None = None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Record):
-        return value.to_dict()
-    if isinstance(value, tuple):
-        return [_plain(v) for v in value]
-    return value
-
-
-def _document(cls: type[_R], text: bytes | str) -> _R:
-    name = cls.__name__
-    try:
-        raw = json.loads(text, object_pairs_hook=_no_twins, parse_constant=_no_constant, parse_float=_finite)
-        _check_depth(raw)
-    except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise WireError(f"{name}: not JSON: {e}") from None
-    if not isinstance(raw, dict):
-        raise WireError(f"{name}: expected an object, got {_kind(raw)}")
-    version = raw.get("version")
-    major, dot, minor = version.partition(".") if isinstance(version, str) else ("", "", "")
-    if not (dot and _is_number(major) and _is_number(minor)):
-        raise WireError(f"{name}.version: expected 'major.minor', got {_short(version)}")
-    if major != VERSION.partition(".")[0]:
-        raise WireError(
-            f"{name}: version {version} cannot be read by this elasticd, which speaks {VERSION}; "
-            "run the same major version everywhere"
-        )
-    return _record(cls, raw, name)
-
-
-def _record(cls: type[_R], raw: Any, where: str) -> _R:
-    if not isinstance(raw, dict):
-        raise WireError(f"{where}: expected an object, got {_kind(raw)}")
-    known: dict[str, Any] = {}
-    for name, (read, required) in _readers(cls).items():  # type: ignore[arg-type]  # mypy: class taken for instance
-        if name in raw:
-            known[name] = read(raw[name], f"{where}.{name}")
-        elif required:
-            raise WireError(f"{where}.{name}: missing")
-    unknown = {k: v for k, v in raw.items() if k not in known}
-    record = cls(**known, unknown=unknown)
-    record.check()
-    return record
-
-
-_Reader = Callable[[Any, str], Any]
-
-
-@functools.cache  # keyed by the handful of classes above
-def _readers(cls: type[Record]) -> dict[str, tuple[_Reader, bool]]:
-    hints = typing.get_type_hints(cls)
-    no = dataclasses.MISSING
-    return {
-        f.name: (_reader(hints[f.name]), f.default is no and f.default_factory is no)
-        for f in dataclasses.fields(cls)
-        if f.name != "unknown"
-    }
-
-
-def _reader(hint: Any) -> _Reader:
-    """A function that turns a JSON value into what `hint` promises, or raises WireError."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        (inner,) = (a for a in args if a is not type(None))
-        read = _reader(inner)
-        return lambda v, where: None if v is None else read(v, where)
-    if origin is Literal:
-        return functools.partial(_choice, args)
-    if origin is tuple and args[-1] is Ellipsis:
-        return functools.partial(_list, _reader(args[0]))
-    if origin is tuple:
-        return functools.partial(_fixed, [_reader(a) for a in args])
-    if isinstance(hint, type) and issubclass(hint, Record):
-        return functools.partial(_record, hint)
-    return {str: _text, int: _int, float: _float}[hint]
-
-
-def _list(read: _Reader, value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise WireError(f"{where}: expected a list, got {_kind(value)}")
-    return tuple(read(v, f"{where}[{i}]") for i, v in enumerate(value))
-
-
-def _fixed(readers: list[_Reader], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list) or len(value) != len(readers):
-        raise WireError(f"{where}: expected a list of {len(readers)}, got {_short(value)}")
-    return tuple(read(v, f"{where}[{i}]") for i, (read, v) in enumerate(zip(readers, value, strict=True)))
-
-
-def _choice(allowed: tuple[Any, ...], value: Any, where: str) -> Any:
-    if not isinstance(value, str) or value not in allowed:
-        raise WireError(f"{where}: expected one of {', '.join(allowed)}, got {_short(value)}")
-    return value
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise WireError(f"{where}: expected a string, got {_kind(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise WireError(f"{where}: a string with half a surrogate pair cannot be written anywhere") from None
-    return value
-
-
-def _int(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise WireError(f"{where}: expected a whole number, got {_kind(value)}")
-    if not -(2**63) <= value < 2**63:
-        raise WireError(f"{where}: a number that does not fit 64 bits")
-    return value
-
-
-def _float(value: Any, where: str) -> float:
-    if isinstance(value, float):
-        return value
-    return float(_int(value, where))
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    known = dict(pairs)
-    if len(known) != len(pairs):
-        raise ValueError("an object names a field twice")
-    return known
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is too large")
-    return value
-
-
-def _check_depth(value: Any, depth: int = 0) -> None:
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
-    if isinstance(value, (dict, list)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            _check_depth(inner, depth + 1)
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def _short(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    cause: str = ""

@@ -54,7 +54,7 @@ class Rank:
         """All but the one that every session with a checkpoint makes."""
         found, wrong = notes.NoteReader(self.notes).read()
         assert wrong == []
-        return [note for note in found if note.kind != "can_hold"]
+        return [note for note in found if note.kind not in ("attached", "can_hold")]
 
     def kinds(self) -> list[str]:
         return [note.kind for note in self.read_notes()]

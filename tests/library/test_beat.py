@@ -11,12 +11,15 @@ import sys
 import time
 import timeit
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticd import beat
-from elasticd.beat import BeatReader, BeatWriter, LastWords, NullBeat, Phase, Source
+from elasticd.beat import BeatReader, BeatWriter, NullBeat, Phase, Source
 from elasticd.errors import WireError
+from elasticd.last_words import LastWords
+from elasticd.optimizer_hook import install_optimizer_hook
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def test_every_field_lies_where_the_docstring_says(path: Path) -> None:
     writer.phase(Phase.BARRIER, "gate")
     writer.last_words(LastWords("exit"))
     raw = path.read_bytes()
-    assert struct.unpack_from("<8sII", raw) == (b"ELASTICD", 1, 0)
+    assert struct.unpack_from("<8sII", raw) == (b"ELASTICD", 1, 1)
     seen = read(path)
     assert struct.unpack_from("<qQQQII", raw, 72) == (
         *(-7, seen.progress_ns, seen.first_step_ns, seen.started_ns),
@@ -74,11 +77,89 @@ def test_every_field_lies_where_the_docstring_says(path: Path) -> None:
     )
     length = struct.unpack_from("<I", raw, 256)[0]
     assert raw[260 : 260 + length].startswith(b'{"kind": "exit"')
-    for at, name in ((192, "collectives"), (200, "alive")):
-        with path.open("r+b") as file:
-            file.seek(at)
-            file.write(struct.pack("<q", 12345))
-        assert getattr(read(path), name) == 12345
+    words = {192: "collectives", 200: "alive", 208: "usual", 216: "waited", 232: "issued_at_step"}
+    for at, name in words.items():
+        overwrite(path, at, struct.pack("<q", 12345 + at))
+        assert getattr(read(path), name) == 12345 + at
+    overwrite(path, 224, struct.pack("<Q", 1800_000))
+    assert read(path).timeout_s == 1800
+
+
+def overwrite(path: Path, at: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def test_what_a_step_usually_issues_is_known_after_two_steps_of_one_group(path: Path) -> None:
+    writer = BeatWriter(path)
+
+    def counts() -> tuple[int, int]:
+        seen = read(path)
+        return seen.usual, seen.issued_at_step
+
+    writer.step(1)
+    assert counts() == (-1, -1), "there is no group"
+    writer.step(2, issued=7)
+    assert counts() == (-1, 7)
+    writer.step(3, issued=10)
+    assert counts() == (3, 10)
+    writer.step(4, issued=10)
+    assert counts() == (0, 10)
+    writer.step(5, issued=2)
+    assert counts() == (-1, 2), "another group counts anew"
+    writer.step(6, issued=4)
+    assert counts() == (2, 4)
+    writer.step(60, Source.HOOK, issued=5)
+    assert counts() == (-1, 5), "the steps of another source end elsewhere"
+
+
+# Layout 1.0, as its writers and readers have it.
+HEADER_1_0 = struct.Struct("<8sIIQ40x QqQQQII64s16x qQ48x I")
+
+
+def test_a_1_0_reader_reads_what_a_1_1_worker_writes(path: Path) -> None:
+    writer = BeatWriter(path)
+    writer.step(3, issued=10)
+    writer.step(4, issued=12)
+    writer.phase(Phase.BARRIER, "gate")
+    seen = read(path)
+    fields = HEADER_1_0.unpack_from(path.read_bytes())
+    assert fields[3:5] == (0, 6), "no request; written three times"
+    assert fields[5:9] == (4, seen.progress_ns, seen.first_step_ns, seen.started_ns)
+    assert (*fields[9:11], fields[11].rstrip(b"\0")) == (Phase.BARRIER, Source.SESSION, b"gate")
+    assert fields[14] == 0, "no last words"
+
+
+def test_a_1_1_reader_takes_what_1_0_never_wrote_as_unknown(tmp_path: Path) -> None:
+    path = tmp_path / "old"
+    path.write_bytes(HEADER_1_0.pack(b"ELASTICD", 1, 0, 0, 2, 42, 9, 8, 7, 1, 2, b"", 0, 0, 0).ljust(beat.SIZE, b"\0"))
+    seen = read(path)
+    assert (seen.step, seen.progress_ns, seen.phase, seen.source) == (42, 9, Phase.STEP, Source.SESSION)
+    assert (seen.collectives, seen.usual, seen.issued_at_step, seen.timeout_s) == (-1, -1, -1, 0.0)
+    writer = BeatWriter(path)  # a worker of 1.1 whose agent is of 1.0
+    writer.step(43, issued=5)
+    assert HEADER_1_0.unpack_from(path.read_bytes())[5] == 43
+
+
+def test_what_the_hook_knew_is_forgotten_when_a_session_of_1_0_counts(path: Path) -> None:
+    hooks: list[Any] = []
+    install_optimizer_hook(BeatWriter(path), hooks.append)
+    optimizer = object()
+    for _ in range(2):
+        hooks[0](optimizer, (), {})
+    assert (read(path).step, read(path).source) == (2, Source.HOOK)
+    overwrite(path, 208, struct.pack("<q", 5))  # as if a group had issued so many
+    overwrite(path, 72, struct.pack("<q", 100))
+    overwrite(path, 108, struct.pack("<I", Source.SESSION))
+    hooks[0](optimizer, (), {})
+    assert (read(path).step, read(path).usual) == (100, -1)
+
+
+def test_a_1_0_writer_leaves_the_new_words_unknown(path: Path) -> None:
+    overwrite(path, 64, struct.pack("<QqQQ", 2, 42, 9, 8))
+    overwrite(path, 104, struct.pack("<II", 1, 2))
+    assert read(path) == beat.Beat(42, 9, 8, 0, Phase.STEP, Source.SESSION)
 
 
 def test_the_agents_request_reaches_the_worker(path: Path) -> None:
@@ -159,20 +240,15 @@ def test_garbage_is_refused_by_both_sides(tmp_path: Path, content: bytes) -> Non
     ],
 )
 def test_garbage_written_later_is_a_wire_error(path: Path, at: int, value: bytes) -> None:
-    with BeatReader(path) as reader, path.open("r+b") as file:
-        file.seek(at)
-        file.write(value)
-        file.flush()
+    with BeatReader(path) as reader:
+        overwrite(path, at, value)
         with pytest.raises(WireError, match="beat file"):
             reader.read()
 
 
 def test_a_newer_minor_may_know_more_phases(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(12)
-        file.write(struct.pack("<I", 1))
-        file.seek(104)
-        file.write(struct.pack("<I", 77))
+    overwrite(path, 12, struct.pack("<I", beat.MINOR + 1))
+    overwrite(path, 104, struct.pack("<I", 77))
     assert read(path).phase is Phase.STEP
 
 
@@ -227,7 +303,7 @@ def python_path() -> dict[str, str]:
 
 
 def die(path: Path, script: str) -> tuple[int, str, LastWords | None]:
-    prefix = f"from elasticd import beat\nbeat.install_last_words(beat.BeatWriter({str(path)!r}))\n"
+    prefix = f"from elasticd import beat, last_words\nlast_words.install_last_words(beat.BeatWriter({str(path)!r}))\n"
     command = [sys.executable, "-c", prefix + script]
     done = subprocess.run(command, env=python_path(), capture_output=True, text=True, timeout=30, check=False)
     return done.returncode, done.stderr, read(path).last_words

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from elasticd.beat import Source
+
 # "adversarial" takes ten discriminator steps. In "one_after_another" the second optimizer's first step is taken for a
 # part of the first one's last iteration: nobody can tell.
 STEPS = {"adversarial": 10, "one_after_another": 4}
@@ -16,6 +18,15 @@ def test_every_kind_of_optimizer_step_beats_once(start: Any) -> None:
     assert seen.pop("taken_over") == [100, "SESSION"]
     assert seen == {name: [STEPS.get(name, 5), "HOOK"] for name in seen}
     assert len(seen) == 13
+
+
+def test_a_sessions_steps_say_what_they_usually_issue(start: Any) -> None:
+    job = start("plain.py", "7")
+    job.results()
+    for rank in job.ranks:
+        seen = rank.read_beat()
+        assert (seen.step, seen.source, seen.usual) == (7, Source.SESSION, 1), "DDP reduces one bucket a step"
+        assert seen.issued_at_step >= 7
 
 
 def test_installing_the_hook_imports_neither_dynamo_nor_torch_again(start: Any) -> None:

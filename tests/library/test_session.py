@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -133,12 +134,14 @@ def test_the_scripts_own_exception_passes_through(start: Any, tmp_path: Path) ->
     assert job.ranks[1].errors().endswith("RuntimeError: the script's own mistake\n")
 
 
-def test_a_verdict_that_does_not_come_raises_and_names_rank_and_step(start: Any) -> None:
+def test_a_verdict_that_does_not_come_raises_and_says_where_rank_0_is(start: Any) -> None:
     job = start("late.py")
     late, waiting = job.results()
     assert late["steps"] == 0
-    assert waiting["error"].startswith("rank 1 waited 0.3 s for rank 0: the verdict at step 1.")
-    assert waiting["seconds"] < 5
+    assert waiting["error"].startswith("rank 1 waited 2.5 s for rank 0: the verdict at step 1. ")
+    assert re.search(r"last heard: rank 0 \(step 0, phase eval(?: for \d s)?, said [^)]*\)$", waiting["error"])
+    assert waiting["seconds"] < 10
+    assert job.ranks[1].errors().count("timed out after") <= 1, "torch says so for each wait that runs out"
 
 
 def test_a_store_that_is_gone_is_torchs_error_at_once_and_no_timeout(start: Any) -> None:
@@ -168,6 +171,11 @@ def test_mistakes_are_usage_errors_that_say_what_to_do(start: Any) -> None:
     assert "'warmup'" in said["unknown phase"]
     for every in ("0", "-3", "True", "'soon'", "'0s'", "1.5"):
         assert f"every={every}" in said[f"every {every}"]
+    for timeout in ("0", "-1", "nan", "inf", "True", "'30s'", "datetime.timedelta(0)"):
+        assert f"barrier(timeout=...) is {timeout}: give seconds" in said[f"barrier {timeout}"]
+    assert "checkpoint(barrier=...) is 0" in said["no time"]
+    assert "barrier(3): the name must be a string" in said["no name"]
+    assert "after close()" in said["barrier after close"]
     assert "keep at least 1" in said["keep nothing"]
     assert "already uses" in said["another directory"]
     assert "before the first step" in said["restore after a step"]

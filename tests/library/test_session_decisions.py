@@ -128,11 +128,11 @@ def test_a_wait_ends_at_its_deadline_and_names_who_is_missing() -> None:
 
 def test_what_rank_0_collects_is_in_order_and_leaves_nothing_behind() -> None:
     ranks = channels(3)
-    before = ranks[0]._store.num_keys()
+    before = ranks[0].store.num_keys()
     ranks[2].collect("x", b"two", "")
     ranks[1].collect("x", b"one", "")
     assert ranks[0].collect("x", b"zero", "") == [b"zero", b"one", b"two"]
-    assert ranks[0]._store.num_keys() == before
+    assert ranks[0].store.num_keys() == before
 
 
 @pytest.mark.parametrize(

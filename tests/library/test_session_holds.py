@@ -80,7 +80,7 @@ def test_ranks_that_are_killed_in_a_hold_resume_at_that_very_step(start: Any, tm
     for first, second in zip(whole.results(), resumed.results(), strict=True):
         assert {**first, "round": 2, "resumed": [1, step, 2]} == second
     assert [note.kind for note in NoteReader(broken.ranks[0].notes).read()[0]] == [
-        *("can_hold", "checkpoint_saved", "holding"),
+        *("attached", "can_hold", "checkpoint_saved", "holding"),
     ]
 
 

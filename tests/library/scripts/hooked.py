@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elasticd import beat
+from elasticd import beat, optimizer_hook
 
 torch.set_num_threads(1)
 
@@ -197,7 +197,7 @@ def main() -> None:
         for name in [*CASES, "taken_over"]:
             path = f"{folder}/{name}"
             beat.create(path)
-            remove = beat.install_optimizer_hook(beat.BeatWriter(path))
+            remove = optimizer_hook.install_optimizer_hook(beat.BeatWriter(path))
             if name == "taken_over":
                 taken_over(path)
             else:

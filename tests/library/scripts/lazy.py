@@ -11,9 +11,9 @@ IMPORTS = f"import sys, elasticd.session, elasticd.sampler; print([m for m in {H
 HOOK = """
 import sys
 import torch
-from elasticd import beat
+from elasticd import beat, optimizer_hook
 before = 'torch._dynamo' in sys.modules
-beat.install_optimizer_hook(beat.NullBeat())
+optimizer_hook.install_optimizer_hook(beat.NullBeat())
 print(['torch._dynamo'] if 'torch._dynamo' in sys.modules and not before else [])
 """
 

@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ attempt("checkpoint without a directory", lambda: session.checkpoint(every=10))
 attempt("restore without a directory", session.restore)
 attempt("save without a directory", session.save)
 attempt("unknown phase", lambda: phase(session, "warmup"))
+impossible: list[Any] = [0, -1, float("nan"), float("inf"), True, "30s", timedelta(0)]
+for timeout in impossible:
+    attempt(f"barrier {timeout!r}", lambda timeout=timeout: session.barrier("epoch", timeout))  # type: ignore[misc]
+attempt("no name", lambda: session.barrier(3))  # type: ignore[arg-type]
 wrong: list[Any] = [0, -3, True, "soon", "0s", 1.5]
 for every in wrong:
     attempt(f"every {every!r}", lambda every=every: session.checkpoint(every=every))  # type: ignore[misc]
@@ -47,7 +52,10 @@ with tempfile.TemporaryDirectory() as directory:
     attempt("keep nothing", lambda: session.checkpoint(every=1, keep=0, directory=directory))
     session.checkpoint(every=1, directory=directory)
     attempt("another directory", lambda: session.checkpoint(every=1, directory=directory + "2"))
+    attempt("no time", lambda: session.checkpoint(every=1, directory=directory, barrier=0))
     session.step()
     attempt("restore after a step", session.restore)
     session.close()
+session.close()
+attempt("barrier after close", lambda: session.barrier("epoch"))
 sys.stdout.write(json.dumps(said) + "\n")

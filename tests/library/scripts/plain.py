@@ -20,6 +20,7 @@ for _ in range(int(sys.argv[1])):
     optimizer.step()
     optimizer.zero_grad()
     session.step()
+session.barrier("trained", 60)
 with session.phase("eval"):
     total = sum(float(parameter.detach().sum()) for parameter in model.parameters())
 seen = {

@@ -1,0 +1,223 @@
+"""How a frozen dataclass becomes JSON and comes back: the base of every record that crosses a process or the network.
+
+It exists so that two processes, perhaps one minor version apart, agree on what was said. A document carries `version`,
+"major.minor": fields this code does not know are kept and written back, another major is refused. Whatever cannot be
+understood raises `WireError` naming the field, and nothing else does. Never pickle; no clock, no file, no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from elasticd.errors import WireError
+
+VERSION = "1.0"
+
+# Far above what any record needs, far below Python's recursion limit, so that what was read can be written back.
+_MAX_DEPTH = 32
+
+_R = TypeVar("_R", bound="Record")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Base of everything here: `unknown` holds the fields a newer minor version wrote, to be written back."""
+
+    unknown: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
+
+    def check(self) -> None:
+        """Raise WireError if the fields make no sense together. Called after decoding."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; unknown fields are beside the known ones."""
+        known = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "unknown"}
+        return {**self.unknown, **known}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document(Record):
+    """A record that is stored or sent on its own, and so says which version wrote it."""
+
+    version: str = VERSION
+
+    def to_json(self) -> bytes:
+        """UTF-8, one line, keys sorted. What UTF-8 cannot say (lone surrogates from undecodable output) becomes '?'."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return text.encode("utf-8", "replace")
+
+    @classmethod
+    def from_json(cls: type[_R], text: bytes | str) -> _R:
+        """The record `text` holds. Raises WireError, naming the field, for anything else."""
+        return _document(cls, text)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _document(cls: type[_R], text: bytes | str) -> _R:
+    name = cls.__name__
+    try:
+        raw = json.loads(text, object_pairs_hook=_no_twins, parse_constant=_no_constant, parse_float=_finite)
+        _check_depth(raw)
+    except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise WireError(f"{name}: not JSON: {e}") from None
+    if not isinstance(raw, dict):
+        raise WireError(f"{name}: expected an object, got {_kind(raw)}")
+    version = raw.get("version")
+    major, dot, minor = version.partition(".") if isinstance(version, str) else ("", "", "")
+    if not (dot and _is_number(major) and _is_number(minor)):
+        raise WireError(f"{name}.version: expected 'major.minor', got {_short(version)}")
+    if major != VERSION.partition(".")[0]:
+        raise WireError(
+            f"{name}: version {version} cannot be read by this elasticd, which speaks {VERSION}; "
+            "run the same major version everywhere"
+        )
+    return _record(cls, raw, name)
+
+
+def _record(cls: type[_R], raw: Any, where: str) -> _R:
+    if not isinstance(raw, dict):
+        raise WireError(f"{where}: expected an object, got {_kind(raw)}")
+    known: dict[str, Any] = {}
+    for name, (read, required) in _readers(cls).items():  # type: ignore[arg-type]  # mypy: class taken for instance
+        if name in raw:
+            known[name] = read(raw[name], f"{where}.{name}")
+        elif required:
+            raise WireError(f"{where}.{name}: missing")
+    unknown = {k: v for k, v in raw.items() if k not in known}
+    record = cls(**known, unknown=unknown)
+    record.check()
+    return record
+
+
+_Reader = Callable[[Any, str], Any]
+
+
+@functools.cache  # keyed by the handful of classes above
+def _readers(cls: type[Record]) -> dict[str, tuple[_Reader, bool]]:
+    hints = typing.get_type_hints(cls)
+    no = dataclasses.MISSING
+    return {
+        f.name: (_reader(hints[f.name]), f.default is no and f.default_factory is no)
+        for f in dataclasses.fields(cls)
+        if f.name != "unknown"
+    }
+
+
+def _reader(hint: Any) -> _Reader:
+    """A function that turns a JSON value into what `hint` promises, or raises WireError."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        (inner,) = (a for a in args if a is not type(None))
+        read = _reader(inner)
+        return lambda v, where: None if v is None else read(v, where)
+    if origin is Literal:
+        return functools.partial(_choice, args)
+    if origin is tuple and args[-1] is Ellipsis:
+        return functools.partial(_list, _reader(args[0]))
+    if origin is tuple:
+        return functools.partial(_fixed, [_reader(a) for a in args])
+    if isinstance(hint, type) and issubclass(hint, Record):
+        return functools.partial(_record, hint)
+    return {str: _text, int: _int, float: _float, bool: _bool}[hint]
+
+
+def _list(read: _Reader, value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise WireError(f"{where}: expected a list, got {_kind(value)}")
+    return tuple(read(v, f"{where}[{i}]") for i, v in enumerate(value))
+
+
+def _fixed(readers: list[_Reader], value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list) or len(value) != len(readers):
+        raise WireError(f"{where}: expected a list of {len(readers)}, got {_short(value)}")
+    return tuple(read(v, f"{where}[{i}]") for i, (read, v) in enumerate(zip(readers, value, strict=True)))
+
+
+def _choice(allowed: tuple[Any, ...], value: Any, where: str) -> Any:
+    if not isinstance(value, str) or value not in allowed:
+        raise WireError(f"{where}: expected one of {', '.join(allowed)}, got {_short(value)}")
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise WireError(f"{where}: expected a string, got {_kind(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise WireError(f"{where}: a string with half a surrogate pair cannot be written anywhere") from None
+    return value
+
+
+def _int(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise WireError(f"{where}: expected a whole number, got {_kind(value)}")
+    if not -(2**63) <= value < 2**63:
+        raise WireError(f"{where}: a number that does not fit 64 bits")
+    return value
+
+
+def _float(value: Any, where: str) -> float:
+    if isinstance(value, float):
+        return value
+    return float(_int(value, where))
+
+
+def _bool(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise WireError(f"{where}: expected true or false, got {_kind(value)}")
+    return value
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    known = dict(pairs)
+    if len(known) != len(pairs):
+        raise ValueError("an object names a field twice")
+    return known
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _check_depth(value: Any, depth: int = 0) -> None:
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
+    if isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_depth(inner, depth + 1)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

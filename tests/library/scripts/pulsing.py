@@ -1,0 +1,118 @@
+"""Ranks with a pulse, which halt wherever a test wants to look at their beats: a request opens the next gate."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elasticd import beat
+from elasticd.optimizer_hook import install_optimizer_hook
+from elasticd.pulse import Pulse
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.set_num_threads(1)
+writer = beat.from_environment()
+pulse = Pulse(writer, os.environ["ELASTICD_BEAT"] + ".flight")
+
+
+def gate(number: int) -> None:
+    deadline = time.monotonic() + 60
+    while writer.request < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def all_reduce(times: int) -> None:
+    for _ in range(times):
+        dist.all_reduce(torch.ones(3))
+
+
+def join() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+
+
+def training() -> None:
+    """Steps of two collectives each; in the fourth rank 1 stops between them. Then another group."""
+    pulse.start()
+    gate(1)
+    join()
+    install_optimizer_hook(writer)
+    parameter = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for _ in range(3):
+        all_reduce(2)
+        optimizer.step()
+    gate(2)
+    all_reduce(1)
+    if RANK == 1:
+        gate(3)
+    all_reduce(1)
+    gate(4)
+    dist.destroy_process_group()
+    gate(5)
+    os.environ["MASTER_PORT"] = str(int(os.environ["OTHER_PORT"]))
+    join()
+    all_reduce(1)
+    gate(6)
+
+
+def holding_the_gil() -> None:
+    pulse.start()
+    gate(1)
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def a_class_of_its_own() -> None:
+    """A process group in python: it has a sequence number only if it says so."""
+    pulse.start()
+
+    class Mute(dist.ProcessGroup):
+        pass
+
+    class Loud(dist.ProcessGroup):
+        def _get_sequence_number_for_group(self) -> Any:
+            raise RuntimeError("do not ask")
+
+    class Counts(dist.ProcessGroup):
+        def _get_sequence_number_for_group(self) -> int:
+            return 123
+
+    for number, kind in enumerate((Mute, Loud, Counts), 1):
+        dist.GroupMember.WORLD = kind(0, 1)
+        gate(number)
+        dist.GroupMember.WORLD = None
+
+
+def exits() -> None:
+    """Children that end in every way, with pulses as dense as can be and a group alive; how each ended."""
+    children = []
+    for number in range(int(sys.argv[2])):
+        path = f"{os.environ['ELASTICD_BEAT']}-{number}"
+        beat.create(path)
+        pid = os.fork()
+        if pid == 0:
+            mine = beat.BeatWriter(path)
+            Pulse(mine, path + ".flight", period_s=0.0001).start()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            all_reduce(1 + number)
+            with beat.BeatReader(path) as reader:
+                reader.want_dump()
+            if number % 3 == 1:
+                dist.destroy_process_group()
+            if number % 3 == 2:
+                raise RuntimeError("on purpose")
+            sys.exit(7)
+        children.append(pid)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    sys.stdout.write(json.dumps(statuses) + "\n")
+
+
+globals()[sys.argv[1]]()

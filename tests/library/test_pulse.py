@@ -1,0 +1,278 @@
+"""The pulse: what a hung worker still says of itself, and that no script is the worse for it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd import beat
+from elasticd.beat import BeatReader, Phase
+
+
+def test_it_counts_what_the_default_group_issues_and_who_waits(start: Any, wait_for: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        other_port = free.getsockname()[1]
+    job = start("pulsing.py", "training", OTHER_PORT=str(other_port))
+    beats = [rank.read_beat for rank in job.ranks]
+
+    def go(gate: int) -> None:
+        for rank in job.ranks:
+            rank.ask(gate)
+
+    def both(condition: Callable[[beat.Beat], bool], what: str) -> None:
+        wait_for(lambda: all(condition(read()) for read in beats), what)
+
+    both(lambda seen: seen.alive > 1, "a pulse without a group")
+    assert {(seen.collectives, seen.usual, seen.timeout_s) for seen in (read() for read in beats)} == {(-1, -1, 0.0)}
+    go(1)
+    both(lambda seen: seen.collectives == 6 and seen.step == 3, "three steps of two collectives")
+    assert [(seen.usual, seen.issued_at_step, seen.timeout_s) for seen in (read() for read in beats)] == [
+        (2, 6, 77)
+    ] * 2
+    before = [read().waited for read in beats]
+    go(2)
+    wait_for(lambda: beats[0]().collectives == 8 and beats[1]().collectives == 7, "rank 1 to stop between two")
+    wait_for(lambda: beats[0]().waited > before[0] + 3, "rank 0 to wait")
+    assert beats[1]().waited == before[1], "rank 1 is the one that is waited for"
+    assert [flight_of(rank, wait_for) for rank in job.ranks] == [(8, False), (7, True)]
+    go(3)
+    both(lambda seen: seen.collectives == 8, "rank 1 to catch up")
+    go(4)
+    both(lambda seen: seen.collectives == -1, "the group to be destroyed")
+    assert {(seen.usual, seen.timeout_s) for seen in (read() for read in beats)} == {(-1, 0.0)}
+    go(5)
+    both(lambda seen: seen.collectives == 1, "another group to be counted anew")
+    go(6)
+    assert job.codes() == [0, 0], [rank.errors() for rank in job.ranks]
+
+
+def flight_of(rank: Any, wait_for: Any) -> tuple[int, bool]:
+    """The last collective that the flight recorder knows, and whether it is over."""
+    with BeatReader(rank.beat) as reader:
+        number = reader.want_dump()
+        wait_for(lambda: reader.read().dumped == number, "a dump")
+    last = json.loads(Path(f"{rank.beat}.flight").read_text())["entries"][-1]
+    assert last["profiling_name"] == "gloo:all_reduce"
+    return last["collective_seq_id"], last["retired"]
+
+
+def test_it_stands_still_while_the_gil_is_held(start: Any, wait_for: Any) -> None:
+    job = start("pulsing.py", "holding_the_gil", world_size=1)
+    (rank,) = job.ranks
+    wait_for(lambda: rank.read_beat().alive > 2, "a pulse")
+    rank.ask(1)
+    seen: list[int] = []
+
+    def stands_still() -> bool:
+        seen.append(rank.read_beat().alive)
+        return len(seen) > 300 and len(set(seen[-300:])) == 1  # 1.5 s, fifteen pulses
+
+    wait_for(stands_still, "the pulse to stand still")
+    assert seen[-1] > 0
+
+
+def test_a_group_of_the_scripts_own_class_counts_if_it_can(start: Any, wait_for: Any) -> None:
+    job = start("pulsing.py", "a_class_of_its_own", world_size=1)
+    (rank,) = job.ranks
+    wait_for(lambda: rank.read_beat().alive > 2, "a pulse")
+    for gate in (1, 2):
+        alive = rank.read_beat().alive
+        wait_for(lambda alive=alive: rank.read_beat().alive > alive + 2, "pulses")
+        assert rank.read_beat().collectives == -1
+        rank.ask(gate)
+    wait_for(lambda: rank.read_beat().collectives == 123, "its count")
+    rank.ask(3)
+    assert job.codes() == [0], rank.errors()
+
+
+def test_no_end_of_a_script_crashes_or_hangs_by_it(scripts: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    environment |= {"RANK": "0", "WORLD_SIZE": "1", "ELASTICD_BEAT": str(tmp_path / "beat")}
+    beat.create(tmp_path / "beat")
+    command = [sys.executable, str(scripts / "pulsing.py"), "exits", "3"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
+    assert json.loads(done.stdout) == [7, 7, 1]
+    assert done.stderr.count("RuntimeError: on purpose") == 1
+    for number in range(3):
+        with BeatReader(tmp_path / f"beat-{number}") as reader:
+            assert reader.read().alive == 0, "it was ended"
+
+
+# --- without torch ---
+
+PREFIX = """
+import os, sys, time
+from elasticd import beat
+from elasticd.pulse import Pulse
+writer = beat.from_environment()
+pulse = Pulse(writer)
+
+def until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+def alive():
+    with beat.BeatReader(os.environ["ELASTICD_BEAT"]) as reader:
+        return reader.read().alive
+"""
+
+
+@pytest.fixture
+def python(environment: dict[str, str], tmp_path: Path) -> Callable[[str], subprocess.Popen[str]]:
+    """Starts a script that may use what PREFIX gives; it ends well by itself."""
+    beat.create(tmp_path / "beat")
+
+    def start(script: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PREFIX + textwrap.dedent(script)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(
+            command, env=environment | {"ELASTICD_BEAT": str(tmp_path / "beat")}, text=True, **pipes
+        )
+
+    return start
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    return out
+
+
+def test_a_script_sees_one_thread_more_and_nothing_else(python: Any) -> None:
+    ended(
+        python("""
+        import signal, threading
+        def seen():
+            return set(os.listdir("/proc/self/fd")), threading.enumerate(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        def tasks():
+            return {open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")}
+        before = seen(), tasks()
+        pulse.start()
+        pulse.start()
+        until(lambda: alive() > 1 and tasks() - before[1] == {"elasticd-pulse\\n"})
+        assert seen() == before[0]
+        assert len(os.listdir("/proc/self/task")) == 2
+        assert "torch" not in sys.modules
+        """)
+    )
+
+
+def test_signals_go_where_they_would_go_without_it(python: Any) -> None:
+    """Whoever blocks a signal in all the threads he knows, to wait for it, must be the one who gets it."""
+    ended(
+        python("""
+        import signal
+        pulse.start()
+        until(alive)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signal.sigtimedwait({signal.SIGUSR1}, 30).si_signo == signal.SIGUSR1
+        """)
+    )
+
+
+def test_a_forked_child_has_none_and_ends_as_ever(python: Any) -> None:
+    ended(
+        python("""
+        pulse.start()
+        until(lambda: alive() > 1)
+        child = os.fork()
+        pulse.start()
+        if not child:
+            assert len(os.listdir("/proc/self/task")) == 1
+            sys.exit(5)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+        before = alive()
+        until(lambda: alive() > before)
+        """)
+    )
+
+
+def test_a_child_forked_before_it_starts_will_not_start_it(python: Any) -> None:
+    ended(
+        python("""
+        child = os.fork()
+        pulse.start()
+        if not child:
+            assert len(os.listdir("/proc/self/task")) == 1
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        until(alive)
+        """)
+    )
+
+
+def test_without_a_thread_to_be_had_the_script_runs_on(python: Any) -> None:
+    ended(
+        python("""
+        import _thread
+        _thread.stack_size(1 << 46)
+        pulse.start()
+        assert alive() == 0
+        """)
+    )
+
+
+def test_a_hang_in_an_exit_handler_is_seen_as_one(python: Any, tmp_path: Path, wait_for: Any) -> None:
+    with (
+        python("""
+        import atexit
+        atexit.register(sys.stdin.read)
+        pulse.start()
+        """) as process,
+        BeatReader(tmp_path / "beat") as reader,
+    ):
+        wait_for(lambda: reader.read().phase is Phase.EXIT, "the script to be over")
+        alive = reader.read().alive
+        wait_for(lambda: reader.read().alive > alive, "a pulse in the exit handler")
+        ended(process)
+        assert reader.read().alive == 0
+
+
+def test_threads_that_outlive_the_main_thread_may_train_on(python: Any, tmp_path: Path, wait_for: Any) -> None:
+    with (
+        python("""
+        import threading
+        def train():
+            sys.stdin.readline()
+            writer.step(1)
+            sys.stdin.readline()
+        threading.Thread(target=train).start()
+        pulse.start()
+        """) as process,
+        BeatReader(tmp_path / "beat") as reader,
+    ):
+        wait_for(lambda: reader.read().phase is Phase.EXIT, "the main thread to return")
+        process.stdin.write("step\n")
+        process.stdin.flush()
+        wait_for(lambda: reader.read().phase is Phase.STEP, "a step")
+        alive = reader.read().alive
+        wait_for(lambda: reader.read().alive > alive + 2, "pulses")
+        assert reader.read().phase is Phase.STEP
+        ended(process)
+
+
+def test_without_a_flight_recorder_the_answer_comes_and_no_file(python: Any, tmp_path: Path, wait_for: Any) -> None:
+    with (
+        python("""
+        pulse = Pulse(writer, os.environ["ELASTICD_BEAT"] + ".flight")
+        pulse.start()
+        sys.stdin.read()
+        """) as process,
+        BeatReader(tmp_path / "beat") as reader,
+    ):
+        for expected in (1, 2):
+            assert reader.want_dump() == expected
+            wait_for(lambda number=expected: reader.read().dumped == number, "an answer")
+        assert not (tmp_path / "beat.flight").exists()
+        assert reader.read().request == 0, "the other word is untouched"
+        ended(process)

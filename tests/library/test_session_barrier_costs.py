@@ -1,0 +1,172 @@
+"""What a barrier asks of the store, what it leaves there, and what is known of the age of a rank's last word."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd import checkpoint
+from elasticd.barrier import Barriers
+from elasticd.beat import NullBeat
+from elasticd.channel import Channel
+from elasticd.errors import BarrierTimeout
+from elasticd.standing import Looks, Roll, Standing, another
+
+RANKS = 16
+
+
+class Counting:
+    """A store in this process's memory, for ranks that are threads; counts what it is asked."""
+
+    def __init__(self) -> None:
+        from torch._C._distributed_c10d import HashStore
+
+        self.inner: Any = HashStore()
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self.asked += 1
+        found: Callable[..., Any] = getattr(self.inner, name)
+        return found
+
+    def clone(self) -> Counting:
+        return self
+
+
+@contextmanager
+def ranks(store: Counting, count: int = RANKS, timeout_s: float = 20) -> Iterator[list[Barriers]]:
+    rolls, found = [], []
+    for rank in range(count):
+        channel = Channel(rank, count, store, "a", timeout_s)
+        roll = Roll(channel.another_store, channel.prefix, rank, count, lambda: Standing(7, "eval"))
+        roll.start(store)
+        rolls.append(roll)
+        found.append(Barriers(channel, roll, NullBeat()))
+    try:
+        yield found
+    finally:
+        for roll in rolls:
+            roll.close()
+
+
+def meet(barriers: list[Barriers], name: str, timeout: float | timedelta | None = None) -> list[BaseException | None]:
+    """All of them at once, as ranks do; what each raised."""
+    raised: list[BaseException | None] = [None] * len(barriers)
+
+    def wait(number: int) -> None:
+        try:
+            barriers[number].wait(name, timeout)
+        except BarrierTimeout as error:
+            raised[number] = error
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(len(barriers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return raised
+
+
+def test_a_barrier_costs_a_few_messages_a_rank_and_leaves_as_many_keys_as_there_are_ranks() -> None:
+    store = Counting()
+    with ranks(store) as barriers:
+        before = store.asked
+        for number in range(10):
+            assert meet(barriers, f"number {number}") == [None] * RANKS
+        assert store.asked - before <= 10 * (5 * RANKS + 5)
+    # The sessions are closed. Each rank's number, last word and last barrier; and the last barrier itself.
+    assert store.inner.num_keys() <= 3 * RANKS + 3
+
+
+def test_a_barrier_that_runs_out_costs_a_few_messages_a_rank_too() -> None:
+    store = Counting()
+    with ranks(store) as barriers:
+        before = store.asked
+        raised = meet(barriers[:-2], "epoch", timedelta(seconds=1))
+        assert store.asked - before <= 15 * RANKS
+    (said,) = {str(error) for error in raised}
+    last = r"\(step 7, phase eval, said [^)]*\)"
+    assert re.fullmatch(rf"barrier 'epoch': 2 of 16 ranks are missing after 1 s: rank 14 {last}, rank 15 {last}", said)
+
+
+def test_two_threads_of_a_rank_cannot_wait_at_once() -> None:
+    from elasticd.errors import UsageError
+
+    with ranks(Counting(), 2) as barriers:
+        thread = threading.Thread(target=lambda: barriers[0].wait("first"))
+        thread.start()
+        while not barriers[0].waiting_at:
+            time.sleep(0.001)
+        with pytest.raises(UsageError, match="another thread waits at 'first'"):
+            barriers[0].wait("second")
+        barriers[1].wait("first")
+        thread.join(20)
+
+
+def test_the_age_of_a_word_is_what_the_observers_own_looks_tell() -> None:
+    store = Counting()
+    with ranks(store, 2):
+        looks = Looks("a/1/")
+        assert looks.told(0) == "not looked at"
+        looks.look(store, [0, 5])
+        assert looks.told(0) == "step 7, phase eval, said at some time before"
+        assert looks.told(5) == "never heard of since the round began"
+        assert not looks.heard(5)
+        time.sleep(0.2)
+        looks.look(store, [0])
+        assert looks.told(0).startswith("step 7, phase eval, said more than ")
+    looks.look(store, [0])  # it has closed meanwhile, which it said
+    assert re.fullmatch(r"step 7, phase exit, said in the last \d\.\d s", looks.told(0))
+    time.sleep(0.2)
+    assert re.fullmatch(r"step 7, phase exit, said 0\.\d to \d\.\d s ago", looks.told(0))
+
+
+def test_of_many_ranks_the_first_are_named_and_a_word_that_is_none_counts_as_none() -> None:
+    store = Counting()
+    store.set("a/1/word/0", "no json")
+    store.set("a/1/word/1", '{"n": 1}')
+    looks = Looks("a/1/")
+    before = store.asked
+    looks.look(store, range(100))
+    assert store.asked - before <= 2 * 16
+    told = looks.named(range(100))
+    assert told.count("never heard of") == 16
+    assert told.endswith("rank 15 (never heard of since the round began) and 84 more")
+
+
+def test_a_rank_says_where_it_waits_and_for_how_long() -> None:
+    assert str(Standing(3, "eval", "", 1.9)) == "step 3, phase eval"
+    assert str(Standing(3, "eval", "", 41.4)) == "step 3, phase eval for 41 s"
+    assert str(Standing(3, "barrier", "epoch", 5)) == "step 3, waits at barrier 'epoch' for 5 s"
+
+
+def test_another_connection_to_a_store_of_a_torch_that_cannot_clone() -> None:
+    from torch.distributed import HashStore, PrefixStore, TCPStore
+
+    class Old:
+        """As torch 2.6's PrefixStore."""
+
+        def __init__(self, inner: Any) -> None:
+            self.underlying_store = inner
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
+    found = another(Old(PrefixStore("a", server)))
+    found.set("key", "value")
+    assert server.get("key") == b"value"
+    memory = Old(HashStore())
+    assert another(memory) is memory
+
+
+def test_a_rank_that_does_not_come_to_a_checkpoint_is_named_before_it(start: Any, tmp_path: Path) -> None:
+    first, second = start("saves.py", str(tmp_path), "1.5").results()
+    assert "barrier 'checkpoint at step 6': 1 of 2 ranks is missing after 1.5 s: rank 1 (step 5, " in first["error"]
+    assert second["error"] == "rank 1 came too late to " + first["error"]
+    assert [entry.manifest.step for entry in checkpoint.lineage(tmp_path)[0]] == [3]
