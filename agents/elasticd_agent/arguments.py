@@ -1,8 +1,9 @@
 """The command line of `elasticd run`, read into a JobSpec, a Policy and AgentSettings.
 
 It exists so that a torchrun user's command means here what it means there: the parser is made from the tables in
-torchrun_flags.py and follows argparse wherever torchrun does; rendezvous.py reads where several nodes meet. It never
-looks at the disk or the network (preflight.py does) and never imports torch: usage errors are answered at once.
+torchrun_flags.py and own_flags.py and follows argparse wherever torchrun does; rendezvous.py reads where several nodes
+meet. It never looks at the disk or the network (preflight.py does) and never imports torch: usage errors are answered
+at once.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from elasticd_agent import rendezvous
 from elasticd_agent.config import AgentSettings, JobSpec, Mode, Policy, Streams
 from elasticd_agent.devices import cpu_count, visible_gpus
 from elasticd_agent.flags import Flag, Kind, Treatment
+from elasticd_agent.own_flags import OWN
 from elasticd_agent.rendezvous import Meeting
-from elasticd_agent.torchrun_flags import OWN, TORCHRUN
+from elasticd_agent.torchrun_flags import TORCHRUN
 
 Choices = tuple[JobSpec, Policy, AgentSettings]
 
@@ -89,6 +91,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cho
         max_restarts_per_hour=parsed.max_restarts_per_hour,
         stop_grace_s=float(shutdown),
         grow=parsed.grow,
+        **_hangs(parsed),
         **meeting.numbers,
     )
     settings = AgentSettings(
@@ -136,7 +139,25 @@ def _comma_separated(text: str) -> tuple[str, ...]:
 
 _comma_separated.__name__ = "list"  # argparse puts it into "invalid … value"
 
-_TYPES: Mapping[Kind, Any] = {Kind.TEXT: str, Kind.INT: int, Kind.FLOAT: float, Kind.LIST: _comma_separated}
+
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _seconds(text: str) -> float:
+    unit = next((unit for unit in _UNITS_S if text.endswith(unit)), "")
+    try:
+        return float(text.removesuffix(unit)) * _UNITS_S.get(unit, 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time as in 500ms, 5s, 2m or 1.5h") from None
+
+
+_TYPES: Mapping[Kind, Any] = {
+    Kind.TEXT: str,
+    Kind.INT: int,
+    Kind.FLOAT: float,
+    Kind.DURATION: _seconds,
+    Kind.LIST: _comma_separated,
+}
 
 
 def _default(flag: Flag, environ: Mapping[str, str]) -> Any:
@@ -284,6 +305,24 @@ def _modules(given: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
         if not all(part.isidentifier() for part in name.split(".")):
             raise UsageError(f"--preload {name!r} is not a module's name as in pkg.module")
     return tuple(dict.fromkeys(names))
+
+
+def _hangs(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Policy's fields on hangs. A time that only follows from the floor is shortened with it: one flag is enough."""
+    floor, evidence = parsed.hang_floor, parsed.evidence_timeout
+    if evidence is None:
+        evidence = Policy().evidence_s if floor is None else min(floor, Policy().evidence_s)
+    return {
+        "hang_floor_s": floor,
+        "hang_factor": parsed.hang_factor,
+        "stopped_after_s": parsed.stopped_after,
+        "slow_ceiling_s": parsed.slow_ceiling,
+        "evidence_s": evidence,
+        "on_hang": parsed.on_hang,
+        "startup_ceiling_s": parsed.startup_ceiling,
+        "first_step_ceiling_s": parsed.first_step_ceiling,
+        "progress_ceiling_s": parsed.progress_ceiling,
+    }
 
 
 def _shutdown_timeout(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:

@@ -81,6 +81,13 @@ def carry(state: BudgetState, *, progress: bool, high_water: int) -> BudgetState
     return replace(state, streak=0 if progress else state.streak, high_water=max(high_water, state.high_water))
 
 
+def left(round: Round, policy: Policy) -> int | None:
+    """Restarts left before the job is given up."""
+    if policy.max_restarts is not None:
+        return max(0, policy.max_restarts - round.budget.counted)
+    return max(0, policy.no_progress_limit - round.budget.streak)
+
+
 def _tokens(state: BudgetState, policy: Policy, elapsed_s: float) -> float:
     most = float(policy.max_restarts_per_hour)
     if state.tokens is None:

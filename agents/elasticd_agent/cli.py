@@ -15,11 +15,15 @@ from elasticd.errors import UsageError
 
 _HELP = """\
 usage: elasticd run [options] SCRIPT [script's arguments]
+       elasticd explain LOGDIR [options]
+       elasticd dump [options]
        elasticd --version
 
 Keeps a PyTorch training job running while its workers fail. `elasticd run` takes torchrun's options and its own:
-elasticd run --help lists them.
+elasticd run --help lists them. `elasticd explain` says who made a job hang and why, from the evidence in its log
+directory; `elasticd dump` takes the same evidence of a job that runs on this machine, without disturbing it.
 """
+_COMMANDS = ("run", "explain", "dump")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     if command == "run":
         return _run(rest)
+    if command == "explain":
+        return _explain(rest)
+    if command == "dump":
+        return _dump(rest)
     if command in ("-h", "--help"):
         print(_HELP, end="")
         return 0
@@ -38,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"elasticd {version()}")
         return 0
     wrong = f"unknown command {command!r}" if command else "a command is missing"
-    return _refuse("elasticd", f"{wrong}; the command is run, as in: elasticd run train.py")
+    return _refuse("elasticd", f"{wrong}; there are {', '.join(_COMMANDS)}, as in: elasticd run train.py")
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -52,6 +60,24 @@ def _run(argv: Sequence[str]) -> int:
         return run_job(spec, policy, settings)
     except UsageError as error:
         return _refuse("elasticd run", str(error))
+
+
+def _explain(argv: Sequence[str]) -> int:
+    from elasticd_agent.explain import explain
+
+    try:
+        return explain(argv)
+    except UsageError as error:
+        return _refuse("elasticd explain", str(error))
+
+
+def _dump(argv: Sequence[str]) -> int:
+    from elasticd_agent.dump import dump
+
+    try:
+        return dump(argv)
+    except UsageError as error:
+        return _refuse("elasticd dump", str(error))
 
 
 def _here() -> Path:

@@ -161,6 +161,8 @@ class Policy:
     """The numbers every decision is made by. All times are seconds.
 
     `max_restarts` None: only restarts without progress and restarts per hour are limited; a number is a hard total.
+    `hang_floor_s` None: 5 s with an attached checkpoint, 60 s otherwise. `slow_ceiling_s` None: the process group's own
+    timeout, 1800 s where that is unknown.
     """
 
     max_restarts: int | None = None
@@ -172,6 +174,13 @@ class Policy:
     startup_ceiling_s: float = 600.0
     first_step_ceiling_s: float = 1800.0
     progress_ceiling_s: float = 1800.0
+    hang_floor_s: float | None = None
+    hang_factor: float = 5.0
+    stopped_after_s: float = 2.5
+    slow_ceiling_s: float | None = None
+    slow_factor: float = 1.5
+    evidence_s: float = 3.0
+    on_hang: Literal["restart", "report"] = "restart"
     slot_strikes: int = 2
     slot_cooloff_s: float = 60.0
     lease_s: float = 3.0
@@ -222,6 +231,13 @@ class Policy:
             if value > LONGEST_S:
                 raise UsageError(f"{_spoken(name)} {value:g} s is longer than a year")
         self._times_fit()
+        self._hangs_fit()
+
+    def floor_s(self, attached: bool) -> float:
+        """How long a group may be quiet however short its steps; longer where a wrong restart costs more."""
+        if self.hang_floor_s is not None:
+            return self.hang_floor_s
+        return ATTACHED_FLOOR_S if attached else min(FLOOR_S, self.progress_ceiling_s)
 
     def _times_fit(self) -> None:
         """Every wait leaves room for what it waits for. The rules are DESIGN's, the store's time limits included."""
@@ -263,6 +279,36 @@ class Policy:
                 "leases are judged again before anybody is given up",
             )
 
+    def _hangs_fit(self) -> None:
+        """A hang is judged on more than one look, and not before there was time for its evidence."""
+        floor = ATTACHED_FLOOR_S if self.hang_floor_s is None else self.hang_floor_s
+        least = f"hang_floor {floor:g} s" if self.hang_floor_s is not None else f"the least hang floor, {floor:g} s"
+        for name in ("hang_floor_s", "stopped_after_s"):
+            value = getattr(self, name)
+            if value is not None and not LOOKS_S <= value <= LONGEST_S:
+                raise UsageError(
+                    f"{_spoken(name)} {value:g} s must be at least {LOOKS_S:g} s, two looks at the workers, and at "
+                    f"most a year"
+                )
+        for name in ("hang_factor", "slow_factor"):
+            value = getattr(self, name)
+            if not 1 < value < float("inf"):
+                raise UsageError(f"{name} {value:g} must be more than 1: it says how many times the usual is too long")
+        if not 0 < self.evidence_s <= floor:
+            raise UsageError(
+                f"evidence_timeout {self.evidence_s:g} s must be more than 0 and not exceed {least}, so that a hang is "
+                f"over soon after it is seen; lower it by {max(0.0, self.evidence_s - floor):.6g} s"
+            )
+        if self.slow_ceiling_s is not None:
+            self._exceeds("slow_ceiling_s", floor, least, "slow ranks have more time than idle ones")
+        if self.hang_floor_s is not None and self.progress_ceiling_s < floor:
+            raise UsageError(
+                f"progress_ceiling {self.progress_ceiling_s:g} s must not be less than {least}: it is the most a group "
+                f"may be quiet, the floor the least; raise it by {floor - self.progress_ceiling_s:.6g} s"
+            )
+        if self.on_hang not in ("restart", "report"):
+            raise UsageError(f"on_hang {self.on_hang!r} must be restart or report")
+
     def _exceeds(self, name: str, least: float, sum_of: str, so_that: str) -> None:
         value = getattr(self, name)
         if not value > least:
@@ -294,6 +340,10 @@ class AgentSettings:
             _port("metrics", self.metrics_port, lowest=0)
 
 
+FLOOR_S, ATTACHED_FLOOR_S = 60.0, 5.0
+"""The hang floor where none is given. With an attached checkpoint a wrong restart loses a step, without one hours."""
+LOOKS_S = 0.5
+"""The workers are looked at four times a second."""
 LONGEST_S = 365 * 86400.0
 """No wait is longer: "for ever" is not a deadline, and the system's own timers overflow at a few centuries."""
 _SHARED_TIMES = (
@@ -314,7 +364,7 @@ _MAY_BE_0 = frozenset({"last_call_s", "replace_timeout_s", "grow_debounce_s", "n
 
 
 def _spoken(name: str) -> str:
-    """How --rdzv-conf calls it."""
+    """How --rdzv-conf, or the flag, calls it."""
     return {"last_call_s": "last_call_timeout"}.get(name, name.removesuffix("_s"))
 
 

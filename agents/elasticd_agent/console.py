@@ -81,19 +81,6 @@ class Console(Protocol):
     def close(self) -> None: ...
 
 
-class NullConsole:
-    """Nobody looks."""
-
-    def said(self, sentence: str, level: Level = "info") -> None:
-        pass
-
-    def progress(self, view: ProgressView) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class _Lines:
     """Puts whole lines into an outlet, from any thread, and says how many it could not."""
 

@@ -15,19 +15,18 @@ from typing import Any
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd.wire import Failure, NodeRecord, Round
 from elasticd_agent.addresses import split
+from elasticd_agent.chair import Chair
 from elasticd_agent.config import Policy
-from elasticd_agent.knock import Answered, Refused
+from elasticd_agent.keys import Keys, address, understood
 from elasticd_agent.messages import RoundPublished, StoreAbandoned
-from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Rejected, StoreSeen
-from elasticd_agent.planner import Keys, Planner
-from elasticd_agent.presence import Presence, Reports, agree
+from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Rejected, ReportAsked, SlowSeen, StoreSeen
+from elasticd_agent.observation import Report
+from elasticd_agent.planner import Planner
+from elasticd_agent.presence import Presence, Reports, Sight, agree
+from elasticd_agent.reach import Reach
 from elasticd_agent.store import Store, Versioned, Watch
 from elasticd_agent.view import Wait
 
-USURP_AFTER_S = 0.15
-"""A planner that has not answered our report for so long is asked whether it is still there."""
-VACANT_S = 1.0
-"""How long the members of a Round have the planner's key to themselves when it is free."""
 CONFLICT_S = 0.5
 REREAD_S = 10.0
 """Every agent reads its keys again so often, in case a watch missed something; and says again why it is refused."""
@@ -64,11 +63,12 @@ class Coordinator:
         self._hung_up: deque[str] = deque()
         self._store, self._keys, self._policy, self._planner = store, keys, policy, planner
         self._agree: Callable[[], None] = lambda: agree(store, keys, agreed, differences)
-        self._concerning = keys.round, keys.planner, keys.master(), keys.hold
+        self._concerning = keys.round, keys.planner, keys.master(), keys.hold, keys.suspect
         self._may_plan, self._others_plan = may_plan, others_plan
         self._me = record.id, record.incarnation
         self._presence = Presence(store, keys.node(record.id), policy, record, self._knock, attentive)
-        self._reports = Reports(store)
+        self._reports, self._sight = Reports(store), Sight(store, keys, record.id)
+        self._reach = Reach(store, keys, policy, self._me, planner.knock)
         self._stale: set[str] = set()
         self._reread_at = float("-inf")
         self._watches: dict[str, Watch] = {}
@@ -77,13 +77,11 @@ class Coordinator:
         self._late = False
         self._master_for = 0
         self._held_for = 0
-        self._mine: int | None = None  # the version of the planner's key, if it is ours
-        self._planned_by: tuple[NodeRecord, int] | None = None
-        self._planner_answered: str | None = None
-        self._vacant_since: float | None = None
-        self._trouble_since: float | None = None  # of our own group
-        self._usurp_at: float | None = None
-        self._aloof_until = float("-inf")
+        self._reports_for = 0
+        self._slow: tuple[tuple[int, float], ...] = ()
+        self._chair = Chair(
+            store, keys, self._presence, planner, policy.renewal_s, self._knock, self._listen, self._read_key_again
+        )
         self._away_since: float | None = None
         self._tries = 0
         self._last_turn = float("-inf")
@@ -105,13 +103,17 @@ class Coordinator:
 
     def failed(self, failure: Failure, now: float) -> None:
         self._reports.add(failure.round, self._keys.failures(failure.round) + self._me[0], failure.to_json())
-        self._trouble_since = now
+        self._chair.trouble(now)
 
     def done(self, number: int) -> None:
         self._reports.add(number, self._keys.done(number) + self._me[0], b"done")
 
     def master(self, number: int, address: str, port: int) -> None:
         self._reports.add(number, self._keys.master(number), json.dumps([address, port]).encode())
+
+    def report(self, report: Report | None) -> None:
+        """What this node sees of its ranks, while anybody suspects a hang; None: nobody does any more."""
+        self._sight.seen = report
 
     def hint(self, key: str) -> None:
         """A watch has named `key`."""
@@ -128,7 +130,7 @@ class Coordinator:
     @property
     def plans(self) -> bool:
         """True while this agent is the job's planner."""
-        return self._mine is not None
+        return self._chair.ours is not None
 
     # --- turns ------------------------------------------------------------------------------------------------------
 
@@ -166,6 +168,10 @@ class Coordinator:
         self._send()
         self._hear_rounds()
         self._hear_details()
+        record = self._presence.record
+        reach_at = self._reach.turn(self._round, record.stepped, self._planner.facts.advances_by, now)
+        if self._reach.unreached != record.unreached:
+            self.update(unreached=self._reach.unreached)
         self._send()
         self._suspect(now)
         until = self._lead(now)
@@ -173,7 +179,7 @@ class Coordinator:
         if self._away_since is not None:
             self._news.append(StoreSeen(False, "the store answers again", now - self._away_since))
             self._away_since, self._tries = None, 0
-        times = (self._presence.renew_at, self._reread_at, until, self._usurp_at)
+        times = (self._presence.renew_at, self._reread_at, until, self._chair.usurp_at, reach_at)
         return min(at for at in times if at is not None)
 
     def _away(self, why: str, now: float) -> float:
@@ -197,7 +203,8 @@ class Coordinator:
 
     def _listen(self) -> None:
         """Have a watch on every key that concerns us."""
-        plans = [self._keys.nodes, self._keys.failures(), self._keys.done()] if self._mine is not None else []
+        keys = self._keys
+        plans = [keys.nodes, keys.failures(), keys.done(), keys.suspects()] if self.plans else []
         wanted = [*self._concerning, *plans]
         for prefix in [p for p in self._watches if p not in wanted]:
             self._watches.pop(prefix).close()
@@ -205,7 +212,12 @@ class Coordinator:
             self._watches[prefix] = self._store.watch(prefix, self.hint)
 
     def _read_again(self) -> None:
-        self._stale |= set(self._concerning)
+        # A question after a hang that was missed costs nothing: who is asked sees for itself that nobody trains. Not to
+        # hear that it was taken back does: one would report for ever.
+        self._stale |= set(self._concerning) - (set() if self._reports_for else {self._keys.suspect})
+
+    def _read_key_again(self) -> None:
+        self._stale |= {self._keys.planner, self._keys.round}
 
     def _here(self, now: float, check: bool) -> bool:
         lease = self._presence.lease
@@ -217,12 +229,14 @@ class Coordinator:
         finally:
             if self._presence.lease is not lease:
                 self._planner.store_up_since = now  # a store that forgot us may have forgotten others
-                self._lost_key()
+                self._chair.lost()
 
     def _send(self) -> None:
         self._reports.send()
         if self._presence.lease is not None and not self._presence.send():
-            self._lost_key()
+            self._chair.lost()
+        if self._presence.lease is not None and self._sight.send(self._presence.lease) and self.plans:
+            self._planner.hint(self._keys.suspects())
 
     # --- hearing ----------------------------------------------------------------------------------------------------
 
@@ -242,7 +256,7 @@ class Coordinator:
                 self._store.compare_and_swap(self._keys.round, None, known.to_json())
                 self._stale.add(self._keys.round)
             return
-        round = Round.from_json(found.value)
+        round = understood(Round, self._keys.round, found.value)
         if known is not None and not known.terminal and round.number < known.number:
             self._store.compare_and_swap(self._keys.round, found.version, known.to_json())
             self._stale.add(self._keys.round)
@@ -255,7 +269,7 @@ class Coordinator:
         self._late = self._round is None and round.terminal
         self._round = round
         self._awaited = ""
-        self._trouble_since = self._usurp_at = None
+        self._chair.answered()
         self._stale |= {self._keys.master(), self._keys.hold}
         self.update(seen=round.number, held=0)
         self._news.append(RoundPublished(round))
@@ -265,14 +279,21 @@ class Coordinator:
         round = self._round
         if round is None or round.terminal or round.member(self._me[0]) is None:
             return
+        if self._keys.suspect in self._stale:
+            self._stale.discard(self._keys.suspect)
+            found = self._store.read(self._keys.suspect)
+            asked = round.number if found is not None and found.value == str(round.number).encode() else 0
+            if asked != self._reports_for:
+                self._reports_for = asked
+                self._news.append(ReportAsked(round.number, bool(asked)))
         first = round.group_rank(self._me[0]) == 0
         if not first and self._master_for != round.number and self._keys.master() in self._stale:
             self._stale.discard(self._keys.master())
             found = self._store.read(self._keys.master(round.number))
             if found is not None:
-                address, port = json.loads(found.value)
+                where, port = address(self._keys.master(round.number), found.value)
                 self._master_for = round.number
-                self._news.append(MasterKnown(round.number, address, port))
+                self._news.append(MasterKnown(round.number, where, port))
         if first and self._keys.hold in self._stale:
             self._stale.discard(self._keys.hold)
             found = self._store.read(self._keys.hold)
@@ -288,8 +309,8 @@ class Coordinator:
         while self._hung_up:
             node = self._hung_up.popleft()
             self._planner.suspects.add(node)
-            if self._planned_by is not None and self._planned_by[0].id == node:
-                self._trouble_since, self._usurp_at = now - USURP_AFTER_S, None
+            if (holder := self._chair.holder) is not None and holder.id == node:
+                self._chair.hung_up(now)
 
     def _lines(self) -> dict[str, tuple[str, int]]:
         """Whose death concerns us: every member's if we plan, else the planner's."""
@@ -297,7 +318,7 @@ class Coordinator:
             return {}
         if self.plans:
             return self._planner.addresses(self._round)
-        record = self._planned_by[0] if self._planned_by is not None else None
+        record = self._chair.holder
         return {record.id: split(record.address)} if record is not None and record.address else {}
 
     def _lead(self, now: float) -> float | None:
@@ -306,24 +327,30 @@ class Coordinator:
         if not self._may_plan or self._over():
             return None
         if self._keys.planner in self._stale:
-            self._see_planner(now)
+            self._stale.discard(self._keys.planner)
+            self._chair.see(now)
         planned = self.plans
-        until = None if planned else self._claim(now)
-        if self._mine is None:
+        until = None if planned else self._chair.claim(now, outsider=self._outsider)
+        if (key := self._chair.ours) is None:
             return until
         if not planned:
             self._hear_rounds()
         elif self._others_plan and self._outsider and self._planner.others_can(self._round):
-            return self._resign(now, 0.0)
+            return self._chair.resign(now, 0.0)
         if self._planner.store_up_since == float("inf"):
             self._planner.store_up_since = now
-        verdict = self._planner.turn(self._stored, now, (self._keys.planner, self._mine))
+        verdict = self._planner.turn(self._stored, now, (self._keys.planner, key))
+        self._news += self._planner.judge.judged
+        self._planner.judge.judged.clear()
+        if self._round is not None and self._planner.slow != self._slow:
+            self._slow = self._planner.slow
+            self._news.append(SlowSeen(self._round.number, self._slow))
         if isinstance(verdict, Round):
             self._stale.add(self._keys.round)
             self._published(verdict)
             return now
         if self._others_plan and self._planner.cut_off:
-            return self._resign(now, CUT_OFF_S)
+            return self._chair.resign(now, CUT_OFF_S)
         if isinstance(verdict, Wait) and verdict.until == now:
             self._stale |= {self._keys.round, self._keys.planner}
         if isinstance(verdict, Wait) and (verdict.short or verdict.told) and verdict.why != self._awaited:
@@ -343,79 +370,6 @@ class Coordinator:
         round = self._round
         members = () if round is None or round.terminal else round.members
         return bool(members) and self._me not in {(m.node, m.incarnation) for m in members}
-
-    def _see_planner(self, now: float) -> None:
-        self._stale.discard(self._keys.planner)
-        found = self._store.read(self._keys.planner)
-        if found is None:
-            self._lost_key(reread=False)
-            self._vacant_since = now if self._vacant_since is None else self._vacant_since
-            return
-        self._vacant_since = None
-        record = NodeRecord.from_json(found.value)
-        if record.incarnation == self._me[1]:
-            return self._won_key(found.version)
-        self._lost_key(reread=False)
-        self._planned_by = (record, found.version)
-        if self._planner_answered != record.incarnation and isinstance(self._knock(record), Answered):
-            self._planner_answered = record.incarnation
-            self._planner.trust(record)
-
-    def _claim(self, now: float) -> float | None:
-        """Take the planner's key where it is free, or where the planner is gone."""
-        if now < self._aloof_until:
-            return self._aloof_until
-        if self._vacant_since is not None:
-            if self._outsider and now < self._vacant_since + VACANT_S:
-                return self._vacant_since + VACANT_S
-            return self._take(None, now)
-        if self._planned_by is None:
-            return None
-        record, version = self._planned_by
-        if record.id == self._me[0]:
-            return self._take(version, now)  # we before we were killed: the name is ours, so the key is nobody's
-        if self._trouble_since is None:
-            return None
-        self._usurp_at = max(self._usurp_at or 0.0, self._trouble_since + USURP_AFTER_S)
-        if now < self._usurp_at:
-            return self._usurp_at
-        self._usurp_at = now + self._policy.renewal_s
-        if self._planner_answered == record.incarnation and isinstance(self._knock(record), Refused):
-            self._planner.suspects.add(record.id)
-            return self._take(version, now)
-        return self._usurp_at
-
-    def _take(self, expected: int | None, now: float) -> float:
-        lease = self._presence.lease
-        assert lease is not None
-        self._stale |= {self._keys.planner, self._keys.round}
-        self._usurp_at = None
-        version = lease.hold(self._keys.planner, self._presence.record.to_json(), expected)
-        if version is not None:
-            self._won_key(version)
-        return now
-
-    def _won_key(self, version: int) -> None:
-        if self._mine is None:
-            self._planner.forget()
-            self._mine = version
-            self._listen()
-        self._mine, self._vacant_since, self._planned_by = version, None, None
-
-    def _lost_key(self, *, reread: bool = True) -> None:
-        if self._mine is not None:
-            self._mine = None
-            self._planner.forget()
-            self._listen()
-        if reread:
-            self._stale.add(self._keys.planner)
-
-    def _resign(self, now: float, aloof_s: float) -> float:
-        """Let another member plan, which can do it better."""
-        self._store.delete(self._keys.planner)
-        self._lost_key()
-        self._aloof_until = now + aloof_s
-        return now
 
     def _knock(self, record: NodeRecord) -> object:
         return self._planner.knock({record.id: split(record.address)}).get(record.id) if record.address else None

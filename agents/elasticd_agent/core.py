@@ -28,7 +28,6 @@ from elasticd_agent.messages import (
     Rules,
     Running,
     Settling,
-    Stalled,
     StartFailed,
     StartGroup,
     Stop,
@@ -51,7 +50,10 @@ REQUEUE = 75
 # From each phase, the phases it may turn into, and what must arrive for it to end. docs/states.md is made from this.
 MOVES: dict[type[Phase], tuple[tuple[type[Phase], ...], str]] = {
     Joining: ((Running, Ended), "a Round numbered above the last one; after a stop, its deadline"),
-    Running: ((Settling, Stopping, Joining), "exits of its workers or its store, a stall, a stop, a newer Round"),
+    Running: (
+        (Settling, Stopping, Joining),
+        "exits of its workers or its store, a stop, a newer Round (which also ends a hung group)",
+    ),
     Settling: ((Stopping, Joining), "the other workers' exits, or its own deadline"),
     Stopping: ((Joining, Running, Ended), "GroupGone, which follows every KillGroup and StopGroup"),
     Ended: ((), "nothing"),
@@ -118,8 +120,6 @@ def _running(phase: Running, event: Event, rules: Rules) -> Move:
             return _worker_exited(phase, event, rules)
         case StoreExited(number, why) if number == round_.number:
             return _fail(round_, rules, "store_lost", (), f"the workers' store {why}")
-        case Stalled(number, why) if number == round_.number:
-            return _fail(round_, rules, "stalled", (), why)
         case StartFailed(number, why) if number == round_.number:
             return _fail(round_, rules, "start_failed", (), f"the group could not be started: {why}")
         case FirstStep(number) if number == round_.number:
@@ -142,7 +142,10 @@ def _ask_to_leave(phase: Running, event: StopRequested, rules: Rules) -> Move:
     if phase.stop is not None:
         return phase, []
     stop = Stop(event.signal, event.exit_code, event.at + rules.stop_grace_s)
-    return replace(phase, stop=stop), [ReportLeaving(f"{rules.node} leaves: {event.signal}"), Wake(stop.until)]
+    return replace(phase, stop=stop), [
+        ReportLeaving(f"{rules.node} leaves: {event.signal}", event.exit_code),
+        Wake(stop.until),
+    ]
 
 
 def _worker_exited(phase: Running, exit: WorkerExited, rules: Rules) -> Move:
@@ -172,8 +175,6 @@ def _settling(phase: Settling, event: Event, rules: Rules) -> Move:
             return _crash(round_, first, rules)  # another rank trains: it is not the script as such
         case StoreExited(number, why) if number == round_.number:
             return _fail(round_, rules, "store_lost", (), f"the workers' store {why}")
-        case Stalled(number) if number == round_.number:
-            return _crash(round_, first, rules)
         case GroupGone(number) if number == round_.number:
             return _vanished(round_, phase.exits, rules)
         case StopRequested() | StopForced():

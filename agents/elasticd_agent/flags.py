@@ -15,6 +15,7 @@ class Kind(Enum):
     TEXT = "text"
     INT = "integer"
     FLOAT = "number"
+    DURATION = "time"  # 5s, 2m, 1.5h, 500ms; a bare number is seconds
     LIST = "comma-separated list"  # ",," is a comma inside an item
     SWITCH = "switch"  # nothing follows
 

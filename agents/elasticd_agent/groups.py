@@ -1,6 +1,7 @@
-"""What is remembered of a worker group on its way: parked ahead, asked for, running.
+"""What is remembered of a worker group on its way (parked ahead, asked for, running), and what is told of it.
 
-They are the deciding thread's: `workers.py` keeps them, nobody else sees them.
+What is remembered is the deciding thread's: `workers.py` keeps it, nobody else sees it. What is told beside Events are
+words for the person, the metrics and the loop, which the core does not need.
 """
 
 from __future__ import annotations
@@ -12,6 +13,51 @@ from elasticd_agent.launcher.commands import Worker
 
 Master = tuple[str, int]
 """Where a round's store is: what MASTER_ADDR and MASTER_PORT say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What the person and the metrics want to know of a start; not an Event, the core does not need it."""
+
+    number: int
+    pids: list[int]
+    store_pid: int
+    """0: the round's store is on another node."""
+    warm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReady:
+    """The store of round `number` accepts connections on `port`: other nodes' workers may be started.
+
+    It comes before Started, at most once for a group, and only for one that was started without a master.
+    """
+
+    number: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A process of round `number`'s group was sent SIGKILL and does not die; GroupGone comes all the same.
+
+    It runs no code any more, but may hold its device. `rank` and `slot` are its worker's, None for the round's store
+    and for what is no worker's as far as can be told; `state` and `wchan` are /proc's words, "" where unknown.
+    """
+
+    number: int
+    pid: int
+    rank: int | None
+    slot: int | None
+    state: str
+    wchan: str
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """A process that was stuck has ended at last."""
+
+    pid: int
 
 
 @dataclass(slots=True)

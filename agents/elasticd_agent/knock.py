@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from elasticd.errors import UsageError, WireError
-from elasticd.wire import Document
+from elasticd.records import Document
 
 # A thousand agents at once are the most this is measured with; the kernel keeps their connections until we take them.
 BACKLOG = 1024

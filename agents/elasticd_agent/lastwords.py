@@ -14,13 +14,17 @@ _NOT_OWN_TYPES = frozenset({
     # a peer or the network: torch.distributed's errors, the interpreter's own
     "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError",
     "ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError",
-    "TimeoutError", "DecisionTimeout",
+    "TimeoutError", "DecisionTimeout", "BarrierTimeout",
     # the machine, or a person
     "OutOfMemoryError", "MemoryError", "AcceleratorError", "KeyboardInterrupt",
 })  # fmt: skip
 
 # torch raises plain RuntimeError for these (seen on 2.13): gloo's transport names its C++ file, the others themselves.
 _NOT_OWN_TEXTS = ("/gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "CUDA error", "Timed out")
+
+# A first line is cut to so much, unless it names the ranks that were missing: that is what the reader is after.
+_LINE, _LINE_OF_NAMES = 160, 480
+_NAMING = ("BarrierTimeout", "DecisionTimeout")
 
 
 def own(words: LastWords | None) -> bool:
@@ -60,4 +64,5 @@ def said(exit: WorkerExited) -> str:
         return exit.status.text
     first_line = words.message.strip().partition("\n")[0]
     text = f"{words.type}: {first_line}" if first_line else words.type
-    return f"{exit.status.text} ({text if len(text) <= 160 else text[:157] + '...'})"
+    most = _LINE_OF_NAMES if words.type.rpartition(".")[2] in _NAMING else _LINE
+    return f"{exit.status.text} ({text if len(text) <= most else text[: most - 3] + '...'})"

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd.errors import UsageError
@@ -22,8 +20,6 @@ from elasticd.errors import UsageError
 KEEP_ROUNDS = 100
 LOCK = ".elasticd.lock"
 _ROUND = re.compile(r"round-([1-9][0-9]*)")
-# An error file is a traceback; anything much larger is not one of ours.
-_ERROR_FILE_LIMIT = 1 << 20
 
 _log = logging.getLogger("elasticd.logs")
 
@@ -101,39 +97,3 @@ def _rounds(path: Path) -> list[int]:
 
 def _name(job: str, run: str) -> str:
     return f"job {job} run {run}"
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerError:
-    """What a worker's error file says: `message` as "ValueError: no such file", `traceback` "" when there is none."""
-
-    message: str
-    traceback: str
-    timestamp: int | None
-
-
-def read_error(path: str | Path) -> WorkerError | None:
-    """What `torch.distributed.elastic`'s @record wrote to TORCHELASTIC_ERROR_FILE; None when nothing readable is there.
-
-    Its format: `{"message": {"message": str, "extraInfo": {"py_callstack": str, "timestamp": str}}}`, or a plain string
-    as the outer message (torch/distributed/elastic/multiprocessing/errors/error_handler.py).
-    """
-    try:
-        with open(path, "rb") as file:
-            data = json.loads(file.read(_ERROR_FILE_LIMIT))
-    except (OSError, ValueError, RecursionError):
-        return None
-    message = data.get("message") if isinstance(data, dict) else None
-    if isinstance(message, str):
-        return WorkerError(message, "", _whole(data.get("timestamp")))
-    if not isinstance(message, dict):
-        return None
-    more = message.get("extraInfo")
-    more = more if isinstance(more, dict) else {}
-    return WorkerError(
-        str(message.get("message", "")), str(more.get("py_callstack", "")), _whole(more.get("timestamp"))
-    )
-
-
-def _whole(value: object) -> int | None:
-    return int(value) if isinstance(value, (int, str)) and str(value).isdecimal() else None

@@ -82,6 +82,13 @@ class JobLogs:
             tail.later(lambda: directory.prune(self._keep_rounds, number))
         return WorkerFiles(out, err, str(rank_dir / "error.json"))
 
+    def evidence_dir(self, number: int) -> Path:
+        """Where the evidence of a hang in round `number` belongs; made by whoever writes it."""
+        if self._directory is None:
+            own = Path(tempfile.gettempdir()) / f"elasticd-evidence-{os.getuid()}" / self._spec.job_id
+            return own / f"round-{number}" / "evidence"
+        return self._directory.rank_dir(number, 0).with_name("evidence")
+
     def group_gone(self, number: int) -> None:
         """Nobody writes to the round's files any more."""
         if self._tail is not None:

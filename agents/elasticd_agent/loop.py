@@ -19,8 +19,13 @@ from elasticd import beat
 from elasticd.errors import StoreRefused
 from elasticd.wire import Failure, Round
 from elasticd_agent import core
-from elasticd_agent.launcher.client import OwnerLost, OwnerSaid, end_orphans
+from elasticd_agent.control import DumpAsked
+from elasticd_agent.device_memory import MemoryChecked
+from elasticd_agent.evidence import Gathered
+from elasticd_agent.explaining import last_lines
+from elasticd_agent.launcher.client import OwnerLost, OwnerSaid
 from elasticd_agent.launcher.commands import Worker
+from elasticd_agent.looking import Looking, Prepared
 from elasticd_agent.meeting import Broken, Meeting
 from elasticd_agent.messages import (
     Action,
@@ -37,7 +42,6 @@ from elasticd_agent.messages import (
     ReportLeaving,
     RoundPublished,
     Rules,
-    Stalled,
     StartFailed,
     StartGroup,
     StopForced,
@@ -45,19 +49,15 @@ from elasticd_agent.messages import (
     StopRequested,
     TimeCame,
     Wake,
+    WorkerExited,
 )
-from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Rejected, StoreSeen
-from elasticd_agent.stall import Stall
-from elasticd_agent.watch import Seen, Watch
-from elasticd_agent.workers import Started, StoreReady, Workers
+from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Rejected, ReportAsked, SlowSeen, StoreSeen
+from elasticd_agent.observation import Judged
+from elasticd_agent.slots import Slots
+from elasticd_agent.workers import Freed, Started, StoreReady, Stuck, Workers
 
-EAGER_LOOK_S = 0.02
-"""How often a group is looked at until its first step, so that the next one is parked soon."""
-LOOK_S = 0.25
-TELL_CHECKPOINT_S = 10.0
-"""How often other nodes hear of a new checkpoint: what a Round says it resumes from is a proposal, and rank 0 looks."""
-
-Message = News | OwnerSaid | OwnerLost | Broken
+Word = MasterKnown | HoldAsked | ReportAsked | Judged | SlowSeen | StoreSeen | Awaited | Rejected | Broken
+Message = News | OwnerSaid | OwnerLost | Broken | Gathered | DumpAsked | MemoryChecked
 
 
 class Story(Protocol):
@@ -71,7 +71,9 @@ class Story(Protocol):
     def happened(self, event: Event) -> None: ...
     def asked_to_end(self, number: int) -> None: ...
     def failed(self, failure: Failure) -> None: ...
-    def seen(self, seen: Seen, now: float) -> None: ...
+    def judged(self, judged: Judged) -> None: ...
+    def slow(self, seen: SlowSeen) -> None: ...
+    def stuck(self, heard: Stuck | Freed, sentence: str, now: float) -> None: ...
     def ended(self, exit_code: int, why: str, round: Round | None) -> None: ...
 
 
@@ -88,18 +90,19 @@ class Loop:
         rules: Rules,
         meeting: Meeting,
         address: Callable[[], str],
-        stall: Stall,
+        looking: Looking,
         workers: Workers,
         make_workers: Callable[[], Workers],
-        prepare: Callable[[Round, str], tuple[tuple[Worker, ...], Watch]],
+        prepare: Callable[[Round, str], Prepared],
         story: Story,
         inbox: queue.SimpleQueue[Message],
         most_workers: int,
+        slots: Slots,
     ) -> None:
-        self._node, self._rules, self._meeting, self._stall = node, rules, meeting, stall
-        self._address = address
+        self._node, self._rules, self._meeting = node, rules, meeting
+        self._looking, self._address = looking, address
         self._make_workers, self._prepare, self._story = make_workers, prepare, story
-        self._inbox, self._most_workers = inbox, most_workers
+        self._inbox, self._most_workers, self._slots = inbox, most_workers, slots
         self._phase: Phase = Joining()
         self._events: deque[Event] = deque()
         self._wakes: list[float] = []
@@ -108,12 +111,7 @@ class Loop:
         self._start_with: tuple[Round, tuple[Worker, ...]] | None = None  # waits to hear where the workers' store is
         self._master: MasterKnown | None = None
         self._held = 0  # the round that the planner wants held
-        self._step_at: tuple[int, float] = (0, 0.0)
-        self._told_at = float("-inf")
         self._warm = False
-        self._watch: Watch | None = None
-        self._look_at = 0.0
-        self._stepped = 0  # the newest round that was seen to step
         self._round: Round | None = None
         self._exit_code: int | None = None
         self._awake_by: float | None = None
@@ -148,7 +146,7 @@ class Loop:
     def _receive(self) -> Message | None:
         now = time.monotonic()
         times = [*self._wakes, *self._kill_at.values(), self.workers.tick(now)]
-        times += [self._meet_at, self._look_at if self._watch is not None else None]
+        times += [self._meet_at, self._looking.at]
         timeout = min((at - now for at in times if at is not None), default=None)
         self._awake_by = None if timeout is None else now + timeout
         try:
@@ -162,18 +160,30 @@ class Loop:
             case OwnerSaid():
                 for heard in self.workers.heard(message):
                     if isinstance(heard, Started):
+                        self._looking.started(heard)
                         self._story.started(heard, now)
                     elif isinstance(heard, StoreReady):
                         if self._rules.shared:
                             self._meeting.master(heard.number, self._address(), heard.port)
+                    elif isinstance(heard, Stuck | Freed):
+                        self._slot(heard, now)
                     else:
                         self._events.append(heard)
                 if self._rules.shared and not self._warm and self.workers.settled:
                     self._warm = True
                     self._meeting.update(warm=1)
+            case MemoryChecked():
+                self.workers.checked(message)
             case OwnerLost():
                 self._owner_lost()
-            case MasterKnown() | HoldAsked() | StoreSeen() | Awaited() | Rejected() | Broken():
+            case DumpAsked(out, reply):
+                self._looking.suspicion.dump(out, reply)
+            case Gathered():
+                self._looking.suspicion.gathered(message, now)
+                self._looking.soon(now)
+            case MasterKnown() | HoldAsked() | ReportAsked() | Judged() | SlowSeen():
+                self._heard(message, now)
+            case StoreSeen() | Awaited() | Rejected() | Broken():
                 self._heard(message, now)
             case None:
                 pass
@@ -184,7 +194,7 @@ class Loop:
         self._meet(now)
         self._drain()
 
-    def _heard(self, news: MasterKnown | HoldAsked | StoreSeen | Awaited | Rejected | Broken, now: float) -> None:
+    def _heard(self, news: Word, now: float) -> None:
         match news:
             case MasterKnown():
                 self._master = news
@@ -193,6 +203,14 @@ class Loop:
                 self._held = number if on else 0
                 # The number makes every round's request a new one.
                 self.workers.request(number, beat.HOLD | number << 8 if on else 0, only=0)
+            case ReportAsked(number, on):
+                self._looking.suspicion.asked(number, on)
+                self._looking.soon(now)
+            case Judged():
+                self._looking.suspicion.judged(news)
+                self._story.judged(news)
+            case SlowSeen():
+                self._story.slow(news)
             case StoreSeen():
                 self._story.store_seen(news, now)
             case Awaited(why):
@@ -217,6 +235,8 @@ class Loop:
                     self.workers.end_store()
             if isinstance(event, GroupGone):
                 self._forget(event.number)
+            if isinstance(event, WorkerExited) and event.status.ok:
+                self._looking.exited(event.rank)
             self._story.happened(event)
             self._phase, actions = core.step(self._phase, event, self._rules)
             for action in actions:
@@ -226,11 +246,8 @@ class Loop:
         """The round's group is gone: read what its workers noted last, and look no more."""
         self._kill_at.pop(number, None)
         self._start_with = None
-        self._meeting.facts.advances_by = None
-        if self._watch is not None and self._watch.number == number:
-            self._look(time.monotonic())
-            self._watch.close()
-            self._watch = None
+        self._slots.forget(number)
+        self._stepped(self._looking.end(number))
 
     def _due(self, now: float) -> None:
         """What time has brought: wakes, overdue kills, a look at the workers."""
@@ -241,7 +258,7 @@ class Loop:
             del self._kill_at[number]
             self._story.said(f"round {number}: the workers did not stop in time and are killed")
             self._events.extend(self.workers.signal(number, signal.SIGKILL))
-        if self._watch is not None and now >= self._look_at:
+        if (at := self._looking.at) is not None and now >= at:
             self._look(now)
 
     # --- performing -----------------------------------------------------------------------------------------------
@@ -251,6 +268,7 @@ class Loop:
             case StartGroup(round):
                 self._start(round)
             case KillGroup(number, _):
+                self._looking.ending()
                 self._story.asked_to_end(number)
                 self._events.extend(self.workers.signal(number, signal.SIGKILL))
             case StopGroup(number, why, grace_s, name):
@@ -259,33 +277,46 @@ class Loop:
                 self._report(failure)
             case ReportDone(number):
                 self._meeting.done(number)
-            case ReportLeaving(why):
+            case ReportLeaving(why, code):
                 self._story.said(why)
-                self._meeting.update(leaving=why)
+                self._meeting.update(leaving=why, leaving_code=code)
             case Wake(at):
                 self._wakes.append(at)
             case Leave(exit_code, why):
                 self._exit_code = exit_code
+                self._explain()
                 self._story.ended(exit_code, why, self._round)
 
+    def _explain(self) -> None:
+        """A job that was given up for a hang ends with who was to blame; the page has more."""
+        place, round = self._looking.suspicion.verdict_in, self._round
+        if place is not None and round is not None and round.outcome == "failed":
+            for line in last_lines(place):
+                self._story.said(line)
+
+    def _slot(self, heard: Stuck | Freed, now: float) -> None:
+        """What does not die keeps its slot: the other nodes hear of it, and a Round that needs it waits."""
+        sentence = self._slots.heard(heard)
+        if sentence is not None:
+            self._story.stuck(heard, sentence, now)
+        if (round := self._slots.unblocked()) is not None:
+            self._start(round)  # before the others hear of the slot: who has it and has not started would be late
+        self._meeting.update(slots=self._slots.usable, unusable=self._slots.why)
+
     def _start(self, round: Round) -> None:
-        if self._watch is not None:
-            self._watch.close()
+        if self._slots.blocks(round):
+            return  # the next Round will mind what this node announces; or the slot comes back before that
+        self._looking.drop()
         try:
-            workers, self._watch = self._prepare(round, self._address())
+            prepared = self._prepare(round, self._address())
         except OSError as error:  # no room for the beats, no right to the log directory
-            self._watch = None
             self._events.append(StartFailed(round.number, str(error), time.monotonic()))
             return
-        self._stall.begin(round.number)
-        now = time.monotonic()
-        self._look_at, self._step_at = now + EAGER_LOOK_S, (0, now)
-        self._meeting.facts.advances_by = now
-        self._meeting.update(ready=round.number)
+        self._looking.begin(round, prepared, time.monotonic())
         if round.group_rank(self._node) == 0:
-            self.workers.start(round, workers, None)
+            self.workers.start(round, prepared.workers, None)
         else:
-            self._start_with = round, workers
+            self._start_with = round, prepared.workers
             self._start_joining()
 
     def _start_joining(self) -> None:
@@ -298,6 +329,7 @@ class Loop:
 
     def _stop(self, number: int, why: str, grace_s: float, name: str) -> None:
         self._story.said(why)
+        self._looking.ending()
         self._story.asked_to_end(number)
         self._kill_at[number] = time.monotonic() + grace_s
         self.workers.request(number, beat.STOP)
@@ -305,7 +337,7 @@ class Loop:
 
     def _report(self, failure: Failure) -> None:
         now = time.monotonic()
-        if self._watch is not None and self._watch.number == failure.round:
+        if self._looking.number == failure.round:
             self._look(now)
         facts = self._meeting.facts
         failure = replace(failure, high_water=facts.high_water, checkpoint=facts.checkpoint)
@@ -315,57 +347,20 @@ class Loop:
     # --- looking and meeting --------------------------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        assert self._watch is not None
-        seen = self._watch.look(now)
-        number = seen.number
-        first = seen.first_step_at
-        if first is not None and number != self._stepped:
-            self._stepped = number
-            self._events.append(FirstStep(number, first))
-            self._meeting.update(stepped=number)
+        self._stepped(self._looking.look(now))
+
+    def _stepped(self, first: FirstStep | None) -> None:
+        if first is not None:
+            self._events.append(first)
             # With a store, wherever rank 0 is now: it may be here in the next round, and then there is no time to fork.
             self.workers.park(self._most_workers, with_store=True)
-        facts = self._meeting.facts
-        for note in seen.notes:
-            self._noted(note.kind, note.round, note.step)
-        facts.high_water = self._stall.high_water(seen)
-        self._advanced(seen.step, now)
-        why = self._stall.judge(seen)
-        if why is not None:
-            self._events.append(Stalled(number, why, now))
-        self._story.seen(seen, now)
-        self._look_at = now + (LOOK_S if number == self._stepped else EAGER_LOOK_S)
-
-    def _advanced(self, step: int, now: float) -> None:
-        """Work out when the next step should be done: what the planner may rely on to see that nobody trains."""
-        before, at = self._step_at
-        if step > before:
-            step_s = (now - at) / (step - before)
-            self._step_at = step, now
-            self._meeting.facts.advances_by = now + 2 * step_s
-
-    def _noted(self, kind: str, number: int, step: int | None) -> None:
-        """What a Session said that other agents must know."""
-        match kind:
-            case "checkpoint_saved" if step is not None:
-                self._meeting.facts.checkpoint = (number, step)
-                now = time.monotonic()
-                if self._rules.shared and now >= self._told_at + TELL_CHECKPOINT_S:
-                    self._told_at = now
-                    self._meeting.update(checkpoint=(number, step), high_water=self._meeting.facts.high_water)
-            case "can_hold":
-                self._meeting.update(can_hold=number)
-            case "holding" if step is not None:
-                self._meeting.update(held=number, checkpoint=(number, step), high_water=step)
-            case "hold_over" | "cannot_hold":
-                self._meeting.update(held=0, can_hold=0)
 
     def _meet(self, now: float) -> None:
         if isinstance(self._phase, Ended):
             return
         news, self._meet_at = self._meeting.turn(now)
         for said in news:
-            if isinstance(said, MasterKnown | HoldAsked | StoreSeen | Awaited | Rejected):
+            if isinstance(said, Word):
                 self._heard(said, now)
             else:
                 self._events.append(said)
@@ -374,8 +369,7 @@ class Loop:
         """The owner was killed and its processes with it; begin again with another."""
         self._story.said("the process that owns the workers was killed: its workers have ended, another one takes over")
         self.workers.close()
-        end_orphans()
         self.workers = self._make_workers()
         self.workers.tell(self._story)
-        if self._watch is not None:
-            self._events.append(GroupGone(self._watch.number))
+        if (number := self._looking.number) is not None:
+            self._events.append(GroupGone(number))

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from elasticd.errors import ElasticdError, StoreUnavailable
+from elasticd.errors import ElasticdError
 from elasticd.wire import Failure
 from elasticd_agent.coordinator import Coordinator, Turned
 from elasticd_agent.news import News
+from elasticd_agent.observation import Report
 from elasticd_agent.planner import Facts
 
 LINGER_S = 5.0
@@ -34,6 +35,7 @@ class Meeting(Protocol):
     def failed(self, failure: Failure) -> None: ...
     def done(self, number: int) -> None: ...
     def master(self, number: int, address: str, port: int) -> None: ...
+    def report(self, report: Report | None) -> None: ...
 
     def turn(self, now: float) -> Turned:
         """What there is to hear, and when to ask again at the latest."""
@@ -53,6 +55,7 @@ class LocalMeeting:
     def __init__(self, coordinator: Coordinator, facts: Facts) -> None:
         self._coordinator, self.facts = coordinator, facts
         self.update, self.done, self.master = coordinator.update, coordinator.done, coordinator.master
+        self.report = coordinator.report
 
     def failed(self, failure: Failure) -> None:
         self._coordinator.failed(failure, time.monotonic())
@@ -95,6 +98,10 @@ class RemoteMeeting:
         self._coordinator.master(number, address, port)
         self._changed.set()
 
+    def report(self, report: Report | None) -> None:
+        self._coordinator.report(report)
+        self._changed.set()
+
     def turn(self, now: float) -> Turned:
         return [], None
 
@@ -127,6 +134,6 @@ class RemoteMeeting:
         try:
             while self._hosts and time.monotonic() < deadline and not self._coordinator.others_gone():
                 time.sleep(0.05)
-        except (StoreUnavailable, ElasticdError):
+        except ElasticdError:
             pass  # nobody can be told any more
         self._coordinator.close()

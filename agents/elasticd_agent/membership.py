@@ -6,6 +6,7 @@ failures of the script, and nothing keeps anything between calls.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from elasticd.wire import Bench, Exclusion, Member, NodeRecord, Round
@@ -20,6 +21,8 @@ READY_S = 30.0
 """What a node may take from seeing a Round to having started its group: the old one is killed, or stops for so long."""
 WARM_S = 60.0
 """A newcomer that takes longer than this to import what its workers need is taken all the same."""
+SEARCHED = 100
+"""How many times the search for the largest set that reaches itself may branch: 0.3 s where 300 nodes are cut up."""
 FORGIVEN_S = 600.0
 """A node that stayed for so long after it came back is a node like any other."""
 
@@ -82,13 +85,84 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
                 until.append(due)
             elif knocked.get(node) != "answered":
                 lost[node] = f"{node} has not seen round {current.number} within {policy.seen_timeout_s:g} s"
-        elif record.ready < current.number:
+        elif record.ready < current.number and set(member.slots) <= set(record.slots):
             due = view.round_at + READY_S
             if now < due:
                 until.append(due)
             else:
                 lost[node] = f"{node} has not started round {current.number} within {READY_S:g} s"
+    if stuck or view.failures:
+        lost |= _parted(view, current, lost)
     return Losses(lost, min(until, default=None), tuple(awaited))
+
+
+def _parted(view: View, current: Round, lost: dict[str, str]) -> dict[str, str]:
+    """Those whom the largest set of members that reach each other leaves out; a node that is done needs nobody."""
+    here = [m.node for m in current.members if m.node not in lost and m.node not in view.done]
+    cuts = _cuts(view, here, current.number)
+    kept = together(here, cuts)
+    out = {}
+    for node in here:
+        if node not in kept:
+            others = [n for n in kept if frozenset((node, n)) in cuts] or [
+                n for n in here if frozenset((node, n)) in cuts
+            ]
+            out[node] = (
+                f"{node} and {', '.join(others)} do not reach each other, and no worker has made a step meanwhile"
+            )
+    return out
+
+
+def _cuts(view: View, nodes: Collection[str], number: int) -> set[frozenset[str]]:
+    """Pairs of these nodes of which one has not reached the other in round `number`."""
+    records = [p.record for p in view.nodes if p.record.id in nodes and p.record.seen == number]
+    return {frozenset((r.id, other)) for r in records for other in r.unreached if other in nodes and other != r.id}
+
+
+def together(nodes: Sequence[str], cuts: Collection[frozenset[str]]) -> list[str]:
+    """The largest set of `nodes`, in order, no two of which are cut from each other; of equal ones, one with the first.
+
+    With many cuts all over it is a large one, found in bounded time: no more can be asked (largest independent set).
+    """
+    foes: dict[str, set[str]] = {node: set() for node in nodes}
+    for one, other in cuts:
+        if one in foes and other in foes:
+            foes[one].add(other)
+            foes[other].add(one)
+    if not any(foes.values()):
+        return list(nodes)
+    budget = [SEARCHED]
+    first = nodes[0]
+    with_first = {first} | _most([n for n in nodes[1:] if n not in foes[first]], foes, budget)
+    budget = [SEARCHED]
+    without = _most(list(nodes[1:]), foes, budget)
+    kept = with_first if len(with_first) >= len(without) else without
+    return [node for node in nodes if node in kept]
+
+
+def _most(nodes: list[str], foes: dict[str, set[str]], budget: list[int]) -> set[str]:
+    kept: set[str] = set()
+    while nodes:
+        among = set(nodes)
+        degrees = {node: len(foes[node] & among) for node in nodes}
+        kept |= {node for node in nodes if not degrees[node]}
+        nodes = [node for node in nodes if degrees[node]]
+        easy = next((node for node in nodes if degrees[node] == 1), None)
+        if easy is not None:  # nothing is lost by keeping it
+            kept.add(easy)
+            nodes = [n for n in nodes if n != easy and n not in foes[easy]]
+            continue
+        if not nodes:
+            break
+        worst = max(reversed(nodes), key=lambda node: degrees[node])
+        others = [n for n in nodes if n != worst]
+        budget[0] -= 1
+        if budget[0] > 0:
+            keeping = {worst} | _most([n for n in others if n not in foes[worst]], foes, budget)
+            dropping = _most(others, foes, budget)
+            return kept | (keeping if len(keeping) > len(dropping) else dropping)
+        nodes = others
+    return kept
 
 
 def _absence_counts_at(view: View, policy: Policy, since: float) -> float:
@@ -120,10 +194,41 @@ def cooling_s(node: str, excluded: tuple[Exclusion, ...], policy: Policy) -> flo
     return 0.0
 
 
+def cramped(view: View, current: Round) -> list[str]:
+    """Why members cannot run the workers that `current` gives them: a slot of theirs cannot be used (any more)."""
+    found = []
+    for member in current.members:
+        record = view.record(member.node)
+        if record is None or record.incarnation != member.incarnation or member.node in view.done:
+            continue
+        if not set(member.slots) <= set(record.slots):
+            found.append(record.unusable or f"{member.node} has only {count(len(record.slots), 'slot')} to use")
+    return found
+
+
+def cooled(view: View, current: Round, now: float) -> tuple[Bench, ...]:
+    """What is held against slots, with the cool-off that is left by now."""
+    elapsed_s = max(0.0, now - view.round_at)
+    return tuple(replace(b, left_s=max(0.0, b.left_s - elapsed_s)) for b in current.benched)
+
+
+def ready(record: NodeRecord, benched: tuple[Bench, ...]) -> list[int]:
+    """The node's slots that are not set aside."""
+    out = {b.slot for b in benched if b.node == record.id and b.left_s}
+    return [slot for slot in record.slots if slot not in out]
+
+
+def fit(record: NodeRecord, view: View, benched: tuple[Bench, ...]) -> bool:
+    """True if the node has enough slots that are not set aside."""
+    return len(ready(record, benched)) >= max(1, min(view.asked.min_workers, len(record.slots)))
+
+
 def newcomers(view: View, current: Round, policy: Policy, now: float) -> list[Present]:
     """Nodes that are here, not in `current`, and may be taken, the longest waiting first."""
     excluded = exclusions(view, current, {}, now)
+    benched = cooled(view, current, now)
     here = {(m.node, m.incarnation) for m in current.members}
+    members = {m.node for m in current.members}
     found = [
         p
         for p in view.nodes
@@ -131,14 +236,22 @@ def newcomers(view: View, current: Round, policy: Policy, now: float) -> list[Pr
         and p.record.seen == current.number
         and (p.record.warm or now >= p.joined_at + WARM_S)  # or everybody would wait while it imports torch
         and not p.record.leaving
+        and p.record.slots
         and p.record.id not in view.unreachable
+        and not members.intersection(p.record.unreached)
         and not cooling_s(p.record.id, excluded, policy)
+        and fit(p.record, view, benched)
     ]
     return sorted(found, key=lambda p: (p.joined_at, p.record.id))
 
 
 def cast(
-    view: View, policy: Policy, now: float, lost: dict[str, str], excluded: tuple[Exclusion, ...]
+    view: View,
+    policy: Policy,
+    now: float,
+    lost: dict[str, str],
+    excluded: tuple[Exclusion, ...],
+    benched: tuple[Bench, ...] = (),
 ) -> list[NodeRecord] | Wait:
     """The nodes of the next Round in order: survivors of the current one as they were, then newcomers by arrival.
 
@@ -154,13 +267,17 @@ def cast(
         p
         for p in view.nodes
         if not p.record.leaving
+        and p.record.slots
         and p.record.id not in view.unreachable
         and _not_lost(p.record, lost, old)
         and (p.record.seen >= number or (p.record.id, p.record.incarnation) in old)
     ]
     placed = sorted((old.get((p.record.id, p.record.incarnation), len(old)), p.joined_at, p.record.id) for p in here)
+    reaching = _reaching(view, [node for _, _, node in placed], len([p for p in placed if p[0] < len(old)]), number)
+    placed = [p for p in placed if p[2] in reaching]
     by_id = {p.record.id: p for p in here}
     willing = [by_id[node] for _, _, node in placed if not cooling_s(node, excluded, policy)]
+    willing = [p for p in willing if fit(p.record, view, benched)]
     if len(willing) < asked.min_nodes:  # better one that keeps failing than none
         willing = [by_id[node] for _, _, node in placed]
     if len(willing) < asked.min_nodes:
@@ -178,6 +295,16 @@ def cast(
     return chosen
 
 
+def _reaching(view: View, nodes: list[str], survivors: int, number: int) -> list[str]:
+    """Of these, those that reach each other: survivors come first, and nobody new takes one's place."""
+    cuts = _cuts(view, nodes, number)
+    found = together(nodes[:survivors], cuts)
+    for node in nodes[survivors:]:
+        if not any(frozenset((node, other)) in cuts for other in found):
+            found.append(node)
+    return found
+
+
 def _not_lost(record: NodeRecord, lost: dict[str, str], old: dict[tuple[str, str], int]) -> bool:
     """A node that was lost because it started anew is here anew."""
     return record.id not in lost or (record.id, record.incarnation) not in old
@@ -190,15 +317,15 @@ def members(view: View, chosen: list[NodeRecord], benched: tuple[Bench, ...]) ->
     for node in chosen:
         # Slots set aside come last, those nearest their return first, and only to reach the fewest workers asked for.
         fewest = min(view.asked.min_workers, len(node.slots)) if len(chosen) > 1 else view.asked.min_workers
-        ready = [s for s in node.slots if not left_s.get((node.id, s))]
-        rest = sorted((s for s in node.slots if s not in ready), key=lambda s: left_s[node.id, s])
-        missing = max(0, fewest - len(ready))
+        usable = ready(node, benched)
+        rest = sorted((s for s in node.slots if s not in usable), key=lambda s: left_s[node.id, s])
+        missing = max(0, fewest - len(usable))
         most = len(node.slots) if view.asked.max_nodes > 1 else view.asked.max_workers
-        slots = sorted((ready + rest[:missing])[:most])
+        slots = sorted((usable + rest[:missing])[:most])
         if len(slots) < fewest:
             workers = count(view.asked.min_workers, "worker")
             return Wait(f"{node.id} has {count(len(slots), 'slot')}, the job needs {workers} on each node", None)
-        found.append(Member(node.id, node.incarnation, tuple(slots)))
+        found.append(Member(node.id, node.incarnation, tuple(slots), node.role))
     return tuple(found)
 
 

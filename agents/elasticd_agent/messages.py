@@ -123,15 +123,6 @@ class FirstStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Stalled:
-    """No worker of round `number` has made any progress for too long; `why` is a whole sentence."""
-
-    number: int
-    why: str
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
 class StoreAbandoned:
     """The store has been away for so long that waiting for it makes no sense; `why` is a whole sentence."""
 
@@ -171,7 +162,6 @@ Event = (
     | StartFailed
     | GroupGone
     | FirstStep
-    | Stalled
     | StoreAbandoned
     | StopRequested
     | StopForced
@@ -285,9 +275,10 @@ class ReportDone:
 
 @dataclass(frozen=True, slots=True)
 class ReportLeaving:
-    """Ask for a Round without this node, because of `why`."""
+    """Ask for a Round without this node, because of `why`; if all nodes ask so, the job ends with `exit_code`."""
 
     why: str
+    exit_code: int
 
 
 @dataclass(frozen=True, slots=True)

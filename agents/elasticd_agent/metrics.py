@@ -12,9 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-CAUSES = ("crash", "stalled", "store_lost", "start_failed", "resize", "other")
+from elasticd_agent.observation import CAUSES as HANGS
+
+CAUSES = ("crash", "hung", "store_lost", "start_failed", "resize", "other")
 EXIT_KINDS = ("success", "exit_code", "signal", "asked")
 MODES = ("warm", "cold")
+PARTS = ("detect", "evidence", "agree", "stop", "start", "first_step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +91,47 @@ CHECKPOINT_SECONDS = Spec(
 LAUNCHER_STARTS = Spec(
     "elasticd_launcher_starts_total", "counter", "Worker groups started on this node: warm (forked) or cold.", ("mode",)
 )
+SUSPICIONS = Spec(
+    "elasticd_suspicions_total", "counter", "Times this node's agent suspected a hang; most end by themselves."
+)
+HANGS_SEEN = Spec(
+    "elasticd_hangs_total",
+    "counter",
+    f"Hangs that were found, counted by the node whose agent judged, by cause: {', '.join(HANGS)}.",
+    ("cause",),
+)
+HANG_DETECTION = Spec(
+    "elasticd_hang_detection_seconds",
+    "histogram",
+    "From the last progress of a hung group to the verdict, on the node whose agent judged.",
+    buckets=(1.0, 1.5, 2.5, 3.5, 5.0, 7.5, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0),
+)
+RECOVERY_PART = Spec(
+    "elasticd_recovery_part_seconds",
+    "histogram",
+    "Of what a recovery was made: until the fault was seen (detect), evidence of a hang, until the next round was "
+    "agreed on (agree), until the old group was gone (stop), until the new one was started (start), until its "
+    "first step (first_step). A part that ran beside another one counts from that one's end.",
+    ("part",),
+    buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0),
+)
+SLOWNESS = Spec(
+    "elasticd_rank_slowness_ratio",
+    "gauge",
+    "How many times as long as its peers' the own work of a rank takes that the others wait for, told by the node "
+    "whose agent plans; absent for all others.",
+    ("rank",),
+)
+STUCK = Spec("elasticd_stuck_processes", "gauge", "Processes of this node that were sent SIGKILL and do not die.")
+STORE_UP = Spec("elasticd_store_up", "gauge", "1 while the store agents meet in answers this one, else 0.")
+STORE_OUTAGES = Spec("elasticd_store_outages_total", "counter", "Times the store went away for this agent.")
 LINES_LOST = Spec("elasticd_event_log_lines_lost_total", "counter", "Event-log lines that could not be written.")
 
 METRICS: tuple[Spec, ...] = (
     AGENT_UP, AGENT_INFO, AGENT_START, ROUND, WORLD_SIZE, WORLD_SIZE_TARGET, WORKERS_RUNNING, RESTARTS, BUDGET, EXITS,
     STEP, WORKER_STEP, STEPS_PER_SECOND, LAST_PROGRESS, FIRST_STEP, RECOVERY, CHECKPOINTS_SAVED, CHECKPOINT_FAILURES,
     CHECKPOINTS_SKIPPED, CHECKPOINT_STEP, CHECKPOINT_TIME, CHECKPOINT_BYTES, CHECKPOINT_SECONDS, LAUNCHER_STARTS,
+    SUSPICIONS, HANGS_SEEN, HANG_DETECTION, RECOVERY_PART, SLOWNESS, STUCK, STORE_UP, STORE_OUTAGES,
     LINES_LOST,
 )  # fmt: skip
 
@@ -113,6 +151,12 @@ class Measures(Protocol):
     def checkpoint_saved(self, step: int, wall: float, size: int, seconds: float) -> None: ...
     def checkpoint_failed(self) -> None: ...
     def checkpoint_skipped(self) -> None: ...
+    def suspected(self) -> None: ...
+    def hung(self, cause: str, seconds: float) -> None: ...
+    def recovered(self, parts: Mapping[str, float]) -> None: ...
+    def slowness(self, ratios: Mapping[int, float]) -> None: ...
+    def stuck(self, processes: int) -> None: ...
+    def store(self, up: bool) -> None: ...
     def event_lines_lost(self, total: int) -> None: ...
     def render(self) -> bytes: ...
 
@@ -152,6 +196,24 @@ class NullMetrics:
     def checkpoint_skipped(self) -> None:
         pass
 
+    def suspected(self) -> None:
+        pass
+
+    def hung(self, cause: str, seconds: float) -> None:
+        pass
+
+    def recovered(self, parts: Mapping[str, float]) -> None:
+        pass
+
+    def slowness(self, ratios: Mapping[int, float]) -> None:
+        pass
+
+    def stuck(self, processes: int) -> None:
+        pass
+
+    def store(self, up: bool) -> None:
+        pass
+
     def event_lines_lost(self, total: int) -> None:
         pass
 
@@ -169,15 +231,24 @@ class Metrics:
         self._registry = prometheus_client.CollectorRegistry()
         self._families: dict[str, Any] = {spec.name: self._family(spec) for spec in METRICS}
         self._ranks: frozenset[int] = frozenset()
+        self._slow: frozenset[int] = frozenset()
         self._lines_lost = 0
         self._of(AGENT_UP).set(1)
         self._of(AGENT_INFO, node, version).set(1)
         self._of(AGENT_START).set(time.time())
-        for spec, values in ((RESTARTS, CAUSES), (EXITS, EXIT_KINDS), (LAUNCHER_STARTS, MODES)):
+        labels = (
+            (RESTARTS, CAUSES),
+            (EXITS, EXIT_KINDS),
+            (LAUNCHER_STARTS, MODES),
+            (HANGS_SEEN, HANGS),
+            (RECOVERY_PART, PARTS),
+        )
+        for spec, values in labels:
             for value in values:
                 self._of(spec, value)
-        for spec in (CHECKPOINTS_SAVED, CHECKPOINT_FAILURES, CHECKPOINTS_SKIPPED, LINES_LOST, RECOVERY):
-            self._of(spec)
+        for spec in METRICS:
+            if spec.kind != "gauge" and not spec.labels:
+                self._of(spec)
 
     def _family(self, spec: Spec) -> Any:
         labels = ("job_id", *spec.labels)
@@ -251,6 +322,35 @@ class Metrics:
 
     def checkpoint_skipped(self) -> None:
         self._of(CHECKPOINTS_SKIPPED).inc()
+
+    def suspected(self) -> None:
+        self._of(SUSPICIONS).inc()
+
+    def hung(self, cause: str, seconds: float) -> None:
+        """`cause` is one of hang.CAUSES; anything else is a mistake of the caller: KeyError."""
+        self._of(HANGS_SEEN, {known: known for known in HANGS}[cause]).inc()
+        self._of(HANG_DETECTION).observe(seconds)
+
+    def recovered(self, parts: Mapping[str, float]) -> None:
+        """Seconds by part; a part that did not occur is left out."""
+        for part, seconds in parts.items():
+            self._of(RECOVERY_PART, {known: known for known in PARTS}[part]).observe(seconds)
+
+    def slowness(self, ratios: Mapping[int, float]) -> None:
+        """Of the slow ranks; the others lose their series."""
+        for rank, ratio in ratios.items():
+            self._of(SLOWNESS, str(rank)).set(ratio)
+        for rank in self._slow - ratios.keys():
+            self._without(SLOWNESS, str(rank))
+        self._slow = frozenset(ratios)
+
+    def stuck(self, processes: int) -> None:
+        self._of(STUCK).set(processes)
+
+    def store(self, up: bool) -> None:
+        self._of(STORE_UP).set(int(up))
+        if not up:
+            self._of(STORE_OUTAGES).inc()
 
     def event_lines_lost(self, total: int) -> None:
         """`total` as the event log counts it; a smaller one than before changes nothing."""

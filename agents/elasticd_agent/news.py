@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticd_agent.messages import Event
+from elasticd_agent.observation import Judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,22 @@ class HoldAsked:
 
     number: int
     on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReportAsked:
+    """The planner wants to hear what every node sees of its ranks of round `number` (`on`), or has heard enough."""
+
+    number: int
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SlowSeen:
+    """The ranks of round `number` the others wait for, and how many times as long as theirs its own work takes."""
+
+    number: int
+    ranks: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +64,4 @@ class Rejected:
     why: str
 
 
-News = Event | MasterKnown | HoldAsked | StoreSeen | Awaited | Rejected
+News = Event | MasterKnown | HoldAsked | ReportAsked | Judged | SlowSeen | StoreSeen | Awaited | Rejected

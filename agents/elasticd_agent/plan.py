@@ -12,14 +12,26 @@ from dataclasses import replace
 from elasticd.wire import Bench, BudgetState, Exclusion, Failure, NodeRecord, Outcome, Round
 from elasticd_agent.budget import Granted, Refused, carry, progressed, spend
 from elasticd_agent.config import Policy
-from elasticd_agent.membership import Losses, cast, count, exclusions, losses, members, newcomers
+from elasticd_agent.membership import (
+    BACK_S,
+    Losses,
+    cast,
+    cooled,
+    count,
+    cramped,
+    exclusions,
+    fit,
+    losses,
+    members,
+    newcomers,
+)
 from elasticd_agent.messages import StopForced, StopRequested
 from elasticd_agent.view import Asked, Hold, Present, View, Wait
 
 __all__ = ["Asked", "Hold", "Present", "View", "Wait", "plan"]
 
 EVERYBODY_LEFT = 143
-"""As a shell says it of SIGTERM, which is how schedulers ask."""
+"""As a shell says it of SIGTERM, which is how schedulers ask; unless one other signal has asked all of them."""
 VICTIMS_S = 0.15
 """How long to wait for the one that failed first, when all that was heard are those who lost a peer by it."""
 
@@ -48,6 +60,9 @@ def _plan(view: View, policy: Policy, now: float) -> Verdict:
         return _end(view, "succeeded", 0, f"{workers} ended with code 0 in round {current.number}")
     if view.stop is not None:
         return _end(view, "stopped", view.stop.exit_code, _asked_to(view.stop))
+    if twins := _twins(view, current):
+        why = f"{_names(twins)} ran another round {current.number}, which an empty store did not know"
+        return _free(view, current, why, {}, policy, now)
     lost = losses(view, current, policy, now)
     if failures and lost.awaited:
         first = next((f for f in failures if f.culprits), failures[0])
@@ -56,6 +71,8 @@ def _plan(view: View, policy: Policy, now: float) -> Verdict:
         return _after_failure(view, current, failures, lost, policy, now)
     if lost.nodes:
         return _free(view, current, "; ".join(lost.nodes.values()), lost.nodes, policy, now)
+    if unusable := cramped(view, current):
+        return _free(view, current, "; ".join(unusable), {}, policy, now)
     wanted = _wanted(view, current, policy, now)
     if isinstance(wanted, Round):
         return wanted
@@ -67,7 +84,7 @@ def _free(view: View, current: Round, why: str, lost: dict[str, str], policy: Po
     progress = progressed(current, view.failures, view.high_water)
     budget = carry(current.budget, progress=progress, high_water=view.high_water)
     benched, _ = _judge(view, current, (), policy, progress, now)
-    return _next(view, current, budget, benched, why, lost, policy, now)
+    return _next(view, current, budget, benched, why, lost, policy, now, cause="resize")
 
 
 def _short(view: View, policy: Policy, wait: Wait, now: float) -> Round | Wait:
@@ -106,7 +123,8 @@ def _wanted(view: View, current: Round, policy: Policy, now: float) -> Verdict:
     if len(leaving) == len(current.members) and not came and all(p.record.leaving for p in view.nodes):
         if _holdable(first, current):
             return Hold(current.number, why)
-        return _end(view, "stopped", EVERYBODY_LEFT, why)
+        codes = {p.record.leaving_code for p in view.nodes} - {0}
+        return _end(view, "stopped", codes.pop() if len(codes) == 1 else EVERYBODY_LEFT, why)
     if len(current.members) - len(leaving) + len(came) < view.asked.min_nodes:
         return Wait(f"{why}; too few nodes would be left", None, told=True)
     if _holdable(first, current):
@@ -129,6 +147,18 @@ def _may_go_on(view: View, ended: Round) -> bool:
 
 def _names(came: list[Present]) -> str:
     return ", ".join(p.record.id for p in came)
+
+
+def _twins(view: View, current: Round) -> list[Present]:
+    """Who has started a round of this number and is no member of it.
+
+    Strangers were the first in a store that came back empty, and numbered theirs as the one that runs. The next one
+    ends both.
+    """
+    members = {(m.node, m.incarnation) for m in current.members}
+    return [
+        p for p in view.nodes if p.record.ready == current.number and (p.record.id, p.record.incarnation) not in members
+    ]
 
 
 # ---- what a failure leads to
@@ -169,21 +199,28 @@ def _after_failure(
             if now < until:
                 return Wait(f"{first.why}; restarting {delay_s:g} s after it (backoff)", until)
             why = "; ".join([first.why, *(_aside(b) for b in set_aside), *lost.nodes.values()])
-            return _next(view, current, state, benched, why, lost.nodes, policy, now)
+            return _next(view, current, state, benched, why, lost.nodes, policy, now, cause=first.kind)
 
 
 def _judge(
     view: View, current: Round, failures: tuple[Failure, ...], policy: Policy, progress: bool, now: float
 ) -> tuple[tuple[Bench, ...], list[Bench]]:
-    """What is held against each slot after these failures, and which of them are set aside because of them."""
+    """What is held against each slot after these failures, and which of them are set aside because of them.
+
+    Progress shows that a slot works, but not that it will not hang again: that is held against it until somebody else
+    is to blame.
+    """
     used = {(node, slot) for _, node, _, slot in current.places()}
-    ledger = {(b.node, b.slot): b for b in _cooled(view, current, now)}
+    ledger = {(b.node, b.slot): b for b in cooled(view, current, now)}
+    blamed = {(f.node, slot) for f in failures for _, slot in f.culprits} & used
+    hung = {(f.node, slot) for f in failures if f.kind == "hung" for _, slot in f.culprits}
     if progress:  # who took part in it has shown that it works
-        ledger = {place: b for place, b in ledger.items() if place not in used}
+        again = hung or used if not blamed - hung else set()
+        ledger = {place: b for place, b in ledger.items() if place not in used or (b.hung and place in again)}
     set_aside: list[Bench] = []
-    for place in sorted({(f.node, slot) for f in failures for _, slot in f.culprits} & used):
+    for place in sorted(blamed):
         held = ledger.get(place, Bench(*place, strikes=0))
-        held = replace(held, strikes=held.strikes + 1)
+        held = replace(held, strikes=held.strikes + 1, hung=place in hung)
         if held.strikes >= policy.slot_strikes and _spare(view, ledger, place):
             times = held.times + 1
             held = replace(held, times=times, left_s=policy.cooloff_s(times))
@@ -193,32 +230,26 @@ def _judge(
 
 
 def _spare(view: View, ledger: dict[tuple[str, int], Bench], place: tuple[str, int]) -> bool:
-    """True if the node has enough slots without this one."""
-    node, slot = place
-    slots = next((p.record.slots for p in view.nodes if p.record.id == node), ())
-    left = [s for s in slots if s != slot and not _out(ledger.get((node, s)))]
-    return len(left) >= view.asked.min_workers
-
-
-def _cooled(view: View, current: Round, now: float) -> tuple[Bench, ...]:
-    elapsed_s = max(0.0, now - view.round_at)
-    return tuple(replace(b, left_s=max(0.0, b.left_s - elapsed_s)) for b in current.benched)
-
-
-def _out(bench: Bench | None) -> bool:
-    return bench is not None and bench.left_s > 0
+    """True if the node has enough slots without this one, or the job enough nodes without it."""
+    benched = (*(b for at, b in ledger.items() if at != place), Bench(*place, strikes=0, left_s=1.0))
+    here = [p.record for p in view.nodes if not p.record.leaving and fit(p.record, view, benched)]
+    return place[0] in {record.id for record in here} or len(here) >= view.asked.min_nodes
 
 
 def _aside(bench: Bench) -> str:
     where = f"slot {bench.slot} of {bench.node}"
-    return f"{where} set aside for {bench.left_s:g} s after {bench.strikes} failures without progress"
+    what = "hangs or failures" if bench.hung else "failures without progress"
+    return f"{where} set aside for {bench.left_s:g} s after {bench.strikes} {what}"
 
 
 # ---- the next Round
 
 
 def _first(view: View, policy: Policy, now: float) -> Round | Wait:
-    number = max([view.first_number, *(p.record.highest + 1 for p in view.nodes)])
+    runs = [p for p in view.nodes if p.record.ready and (view.current is None or p.record.ready > view.current.number)]
+    if runs and now < (until := max(p.joined_at for p in runs) + BACK_S):
+        return Wait(f"{_names(runs)} came from a round that the store does not know, and will write it down", until)
+    number = max([view.first_number, *(max(p.record.highest, p.record.seen) + 1 for p in view.nodes)])
     if view.current is not None:
         number = max(number, view.current.number + 1)
     chosen = cast(view, policy, now, {}, ())
@@ -229,7 +260,8 @@ def _first(view: View, policy: Policy, now: float) -> Round | Wait:
         return found
     workers = sum(len(m.slots) for m in found)
     reason = f"first round: {_with(view, workers, [m.node for m in found])}"
-    return Round(number, found, view.checkpoint, directory=chosen[0].directory, reason=reason, run=view.asked.run)
+    run = view.asked.run
+    return Round(number, found, view.checkpoint, directory=chosen[0].directory, reason=reason, cause="start", run=run)
 
 
 def _next(
@@ -241,9 +273,11 @@ def _next(
     lost: dict[str, str],
     policy: Policy,
     now: float,
+    *,
+    cause: str,
 ) -> Round | Wait:
     excluded: tuple[Exclusion, ...] = exclusions(view, current, lost, now)
-    chosen = cast(view, policy, now, lost, excluded)
+    chosen = cast(view, policy, now, lost, excluded, benched)
     if isinstance(chosen, Wait):
         return replace(chosen, why="; ".join(filter(None, [why, chosen.why])))
     found = members(view, chosen, benched)
@@ -267,6 +301,7 @@ def _next(
         excluded=excluded,
         directory=chosen[0].directory,
         reason=reason,
+        cause=cause,
     )
 
 
@@ -285,6 +320,7 @@ def _end(view: View, outcome: Outcome, exit_code: int, why: str) -> Round:
         resume=None,
         run=view.asked.run,
         reason=why,
+        cause="",
         outcome=outcome,
         exit_code=exit_code,
     )

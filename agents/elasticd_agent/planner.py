@@ -11,14 +11,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from elasticd.errors import WireError
-from elasticd.wire import Document, Failure, NodeRecord, Round
+from elasticd.records import Document
+from elasticd.wire import Failure, NodeRecord, Round
 from elasticd_agent.addresses import split
 from elasticd_agent.config import Policy
+from elasticd_agent.copies import Copies
+from elasticd_agent.judging import Judge, failures
+from elasticd_agent.keys import Keys, understood
 from elasticd_agent.knock import Answered, Refused, Silent
 from elasticd_agent.membership import STUCK_S
 from elasticd_agent.messages import StopForced, StopRequested
+from elasticd_agent.observation import Report
 from elasticd_agent.plan import plan
+from elasticd_agent.slow import Pace, slow
 from elasticd_agent.store import Store, Versioned
 from elasticd_agent.view import Asked, Hold, Knocked, Present, View, Wait
 
@@ -35,53 +40,6 @@ ENDED_S = 600.0
 
 Knock = Callable[[Mapping[str, tuple[str, int]]], Mapping[str, Answered | Refused | Silent]]
 D = TypeVar("D", bound=Document)
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The names a job's records have in the store."""
-
-    job: str
-
-    @property
-    def _root(self) -> str:
-        return f"/elasticd/v1/jobs/{self.job}"
-
-    @property
-    def spec(self) -> str:
-        return f"{self._root}/spec"
-
-    @property
-    def planner(self) -> str:
-        return f"{self._root}/planner"
-
-    @property
-    def round(self) -> str:
-        return f"{self._root}/round"
-
-    @property
-    def ended(self) -> str:
-        return f"{self._root}/ended"
-
-    @property
-    def hold(self) -> str:
-        return f"{self._root}/hold"
-
-    @property
-    def nodes(self) -> str:
-        return f"{self._root}/nodes/"
-
-    def node(self, node: str) -> str:
-        return f"{self.nodes}{node}"
-
-    def master(self, number: int | None = None) -> str:
-        return f"{self._root}/master/" + ("" if number is None else str(number))
-
-    def failures(self, number: int | None = None) -> str:
-        return f"{self._root}/failures/" + ("" if number is None else f"{number}/")
-
-    def done(self, number: int | None = None) -> str:
-        return f"{self._root}/done/" + ("" if number is None else f"{number}/")
 
 
 @dataclass(slots=True)
@@ -109,8 +67,6 @@ class Planner:
     say: Callable[[str], None]
     store_up_since: float = 0.0
     suspects: set[str] = field(default_factory=set)
-    _copies: dict[str, dict[str, Versioned]] = field(default_factory=dict)
-    _parsed: dict[str, tuple[Versioned, Document]] = field(default_factory=dict)
     _read_at: float = float("-inf")
     _round_at: dict[int, float] = field(default_factory=dict)
     _failed_at: dict[int, float] = field(default_factory=dict)
@@ -126,24 +82,29 @@ class Planner:
     forgotten: bool = False
     _absent: dict[str, float] = field(default_factory=dict)
     _short_since: float | None = None
+    _short: bool = False
     _answered: set[tuple[str, str]] = field(default_factory=set)
     _knocked: dict[str, Knocked] = field(default_factory=dict)
     _knocked_for: tuple[object, ...] = ()
     _knock_at: float = 0.0
     _litter: list[str] = field(default_factory=list)
-    _unread: set[str] = field(default_factory=set)
     _not_shared: bool = False
+    judge: Judge = field(init=False)
+    _copies: Copies = field(init=False)
+    slow: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        self.judge = Judge(self.policy)
+        self._copies = Copies(self.store, self.say)
 
     def hint(self, key: str) -> None:
         """`key` may have changed. Safe from any thread."""
-        for prefix in list(self._copies):
-            if key.startswith(prefix) or prefix.startswith(key):  # a watch that may have missed some names its prefix
-                self._copies.pop(prefix, None)
+        self._copies.hint(key)
 
     def forget(self) -> None:
         """Somebody else plans, or the store was away: what was read and heard so far is not to be trusted."""
-        self._copies.clear()
-        self._parsed.clear()
+        self._copies.forget()
+        self.judge.forget()
         self._absent.clear()
         self._knocked.clear()
         self._silent.clear()
@@ -154,10 +115,9 @@ class Planner:
     def turn(self, current: Versioned | None, now: float, guard: tuple[str, int] | None) -> Round | Hold | Wait:
         """Look at the job once; publish the next Round if there shall be one. Raises StoreUnavailable."""
         if now >= self._read_at + REFRESH_S:
-            self._copies.clear()
-            self._parsed.clear()
+            self._copies.forget()
             self._read_at = now
-        round = None if current is None else Round.from_json(current.value)
+        round = None if current is None else understood(Round, self.keys.round, current.value)
         view = self._view(round, now)
         if round is not None and not round.terminal:
             view = self._knocking(view, round, now)
@@ -165,7 +125,10 @@ class Planner:
             self._see_who_is_cut_off(view, round, now)
             if self.cut_off:
                 return Wait("another node shall plan", now)
+            view = self._see_hangs(view, round, now)
+            self._see_slow(view, round)
         verdict = plan(view, self.policy, now)
+        self._short = isinstance(verdict, Wait) and verdict.short
         if isinstance(verdict, Round):
             version = None if current is None else current.version
             if not self.store.compare_and_swap(self.keys.round, version, verdict.to_json(), guard):
@@ -175,9 +138,13 @@ class Planner:
             if verdict.terminal:
                 self.bury(verdict)
         self._hold(verdict, current is not None)
+        self._ask_for_reports(round)
         self._tidy()
         if self._litter and isinstance(verdict, Wait):
             return replace(verdict, until=now)
+        if self.judge.suspected and isinstance(verdict, Wait):
+            again = self.judge.until(now)
+            return replace(verdict, until=again if verdict.until is None else min(again, verdict.until))
         return verdict
 
     def others_can(self, round: Round | None) -> bool:
@@ -188,7 +155,7 @@ class Planner:
             and member.incarnation == record.incarnation
             and record.id != self.node
             and not record.leaving
-            for record in self._records(self.keys.nodes, NodeRecord)
+            for record in self._copies.records(self.keys.nodes, NodeRecord)
         )
 
     def addresses(self, round: Round) -> dict[str, tuple[str, int]]:
@@ -204,9 +171,9 @@ class Planner:
 
     def _view(self, current: Round | None, now: float) -> View:
         number = current.number if current is not None else 0
-        records = self._records(self.keys.nodes, NodeRecord)
-        failures = self._records(self.keys.failures(number), Failure)
-        done = self._list(self.keys.done(number))
+        records = self._copies.records(self.keys.nodes, NodeRecord)
+        failures = self._copies.records(self.keys.failures(number), Failure)
+        done = self._copies.list(self.keys.done(number))
         if failures:
             self._failed_at.setdefault(number, now)
         here = {r.id for r in records}
@@ -215,7 +182,8 @@ class Planner:
             self.store_up_since = max(self.store_up_since, now)
         members = {m.node for m in current.members} if current is not None else set()
         self._absent = {node: self._absent.get(node, now) for node in sorted(members - here)}
-        few = len([r for r in records if not r.leaving]) < self.asked.min_nodes
+        self._forget_who_left(records, current)
+        few = self._short or len([r for r in records if r.slots and not r.leaving]) < self.asked.min_nodes
         self._short_since = (self._short_since or now) if few else None
         proposed = [*(r.checkpoint for r in records), self.facts.checkpoint, current.resume if current else None]
         return View(
@@ -237,36 +205,17 @@ class Planner:
             silent=tuple(self._silent.items()),
         )
 
-    def _list(self, prefix: str) -> dict[str, Versioned]:
-        copy = self._copies.get(prefix)
-        if copy is None:
-            # In this order: what changes while it is being read makes the next turn read it again.
-            self._copies[prefix] = {}
-            try:
-                copy = self.store.list(prefix)
-            except BaseException:
-                self._copies.pop(prefix, None)
-                raise
-            if prefix in self._copies:
-                self._copies[prefix] = copy
-        return copy
-
-    def _records(self, prefix: str, kind: type[D]) -> list[D]:
-        found = []
-        for key, item in self._list(prefix).items():
-            known = self._parsed.get(key)
-            if known is not None and known[0] == item and isinstance(known[1], kind):
-                found.append(known[1])
-                continue
-            try:
-                record = kind.from_json(item.value)
-                self._parsed[key] = item, record
-                found.append(record)
-            except WireError as error:
-                if key not in self._unread:
-                    self._unread.add(key)
-                    self.say(f"{key} in the store cannot be understood and is left alone: {error}")
-        return found
+    def _forget_who_left(self, records: list[NodeRecord], current: Round | None) -> None:
+        """Who comes back joins anew then: once it has a record again and, if it was left out, can be taken again."""
+        here = {(r.id, r.incarnation) for r in records}
+        if current is not None and not current.terminal:
+            out = {e.node for e in current.excluded} - {m.node for m in current.members}
+            here -= {
+                (r.id, r.incarnation)
+                for r in records
+                if r.id in out and (r.seen != current.number or r.id in self._unreachable)
+            }
+        self._joined_at = {who: at for who, at in self._joined_at.items() if who in here}
 
     # --- knocking ---------------------------------------------------------------------------------------------------
 
@@ -346,13 +295,46 @@ class Planner:
             self._resigned = round.number
             self.say(f"{self.node} does not reach {', '.join(silent)}, who reach the store: another node shall plan")
 
+    # --- hangs ------------------------------------------------------------------------------------------------------
+
+    def _see_hangs(self, view: View, round: Round, now: float) -> View:
+        """Put a hang that was found among the failures, in the store, whoever plans next."""
+        if view.failures:
+            return view  # the group ends anyway
+        reports = self._copies.records(self.keys.suspects(round.number), Report)
+        judged = self.judge.turn(round, reports, view.done, now)
+        if judged is None:
+            return view
+        for failure in failures(judged, self.node, view.high_water, view.checkpoint):
+            key = f"{self.keys.failures(round.number)}{failure.node}.hung"
+            self.store.compare_and_swap(key, None, failure.to_json())
+        self.hint(self.keys.failures(round.number))
+        return self._view(round, now)
+
+    def _see_slow(self, view: View, round: Round) -> None:
+        records = [r for m in round.members if (r := view.record(m.node)) is not None and r.ready == round.number]
+        self.slow = slow([Pace(*counts) for record in records for counts in record.pace], self.policy)
+
+    def _ask_for_reports(self, round: Round | None) -> None:
+        """While one node is suspicious, all shall say what they see."""
+        if round is None or self.asked.max_nodes == 1:
+            return
+        asked = self._copies.list(self.keys.suspect).get(self.keys.suspect)
+        wanted = str(round.number).encode() if self.judge.suspected and not round.terminal else None
+        if wanted is None and asked is not None:
+            self.store.delete(self.keys.suspect)
+            self.hint(self.keys.suspect)
+        elif wanted is not None and (asked is None or asked.value != wanted):
+            self.store.compare_and_swap(self.keys.suspect, None if asked is None else asked.version, wanted)
+            self.hint(self.keys.suspect)
+
     # --- after the verdict ------------------------------------------------------------------------------------------
 
     def _hold(self, verdict: Round | Hold | Wait, started: bool) -> None:
         """Ask rank 0's agent to hold its round, or take that back."""
         if not started or self.asked.max_nodes == 1:
             return
-        asked = self._list(self.keys.hold).get(self.keys.hold)
+        asked = self._copies.list(self.keys.hold).get(self.keys.hold)
         wanted = str(verdict.number).encode() if isinstance(verdict, Hold) else None
         if wanted is None and asked is not None:
             self.store.delete(self.keys.hold)
@@ -361,8 +343,8 @@ class Planner:
 
     def _forget_before(self, number: int) -> None:
         """Records of rounds before this one serve nobody any more."""
-        for prefix in [p for p in self._copies if p.startswith((self.keys.failures(), self.keys.done()))]:
-            self._litter += self._copies.pop(prefix)
+        gone = self.keys.failures(), self.keys.done(), self.keys.suspects()
+        self._litter += self._copies.drop(gone)
         self._litter.append(self.keys.master(number - 1))
         for times in (self._round_at, self._failed_at):
             for old in [known for known in times if known < number]:
@@ -385,9 +367,12 @@ class Planner:
         """Leave the ended job's records to the store's clock, and take the rest away. Whoever ended it may not have."""
         if not round.terminal or round.run != self.asked.run:
             return
+        for prefix in (self.keys.failures(), self.keys.done(), self.keys.suspects(), self.keys.master()):
+            self._litter += self.store.list(prefix)  # of earlier planners, too, who may have died before they tidied up
         while self._litter:
             self._tidy()
-        self.store.delete(self.keys.hold)
+        for key in (self.keys.hold, self.keys.suspect):
+            self.store.delete(key)
         lease = self.store.announce(self.keys.ended, b"", ENDED_S) if self.asked.max_nodes > 1 else None
         if lease is not None:
             for key in (self.keys.round, self.keys.spec):

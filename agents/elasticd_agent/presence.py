@@ -15,8 +15,9 @@ from typing import Any
 from elasticd.errors import StoreRefused
 from elasticd.wire import NodeRecord, Round
 from elasticd_agent.config import Policy
+from elasticd_agent.keys import Keys, understood
 from elasticd_agent.knock import Answered, Refused
-from elasticd_agent.planner import Keys
+from elasticd_agent.observation import Report
 from elasticd_agent.store import Lease, Store
 
 
@@ -28,7 +29,7 @@ def agree(store: Store, keys: Keys, agreed: bytes, differences: Callable[[bytes,
             agree(store, keys, agreed, differences)
     elif found.value != agreed and (why := differences(agreed, found.value)) is not None:
         stored = store.read(keys.round)
-        if stored is None or not Round.from_json(stored.value).terminal:
+        if stored is None or not understood(Round, keys.round, stored.value).terminal:
             raise StoreRefused(f"job {keys.job!r} runs with another command: {why}")
         if not store.compare_and_swap(keys.spec, found.version, agreed):
             agree(store, keys, agreed, differences)
@@ -91,7 +92,7 @@ class Presence:
         found = self._store.read(self._key)
         if found is None:
             return True
-        other = NodeRecord.from_json(found.value)
+        other = understood(NodeRecord, self._key, found.value)
         if other.incarnation != self._record.incarnation:
             answer = self._knock(other)
             if isinstance(answer, Answered) and answer.incarnation == other.incarnation:
@@ -113,7 +114,7 @@ class Presence:
         for _ in range(2):  # the second time with the version that a lost answer did not tell us
             if not self._version:
                 found = self._store.read(self._key)
-                if found is None or NodeRecord.from_json(found.value).incarnation != self._record.incarnation:
+                if found is None or not self._mine(found.value):
                     break
                 self._version = found.version
             version = lease.hold(self._key, value, self._version)
@@ -129,9 +130,12 @@ class Presence:
         if self.lease is None:
             return
         found = self._store.read(self._key)
-        if found is None or NodeRecord.from_json(found.value).incarnation != self._record.incarnation:
+        if found is None or not self._mine(found.value):
             lease, self.lease = self.lease, None
             lease.withdraw()
+
+    def _mine(self, value: bytes) -> bool:
+        return understood(NodeRecord, self._key, value).incarnation == self._record.incarnation
 
     def withdraw(self) -> None:
         """Take the record away, and whatever else is held by its lease. Raises StoreUnavailable."""
@@ -157,7 +161,10 @@ class Reports:
         """Raises StoreUnavailable; what was not sent then waits."""
         while self._waiting:
             number, key, value = self._waiting[0]
-            self._store.compare_and_swap(key, None, value)
+            if not self._store.compare_and_swap(key, None, value):
+                found = self._store.read(key)  # told before; or what an earlier run of this job has left there
+                if found is not None and found.value != value:
+                    self._store.compare_and_swap(key, found.version, value)
             self._told[key] = number, value
             self._waiting.popleft()
 
@@ -165,3 +172,34 @@ class Reports:
         """Say again at the next `send` what was said of round `number`, but for the key `without`."""
         self._told = {key: told for key, told in self._told.items() if told[0] == number}
         self._waiting.extend((number, key, value) for key, (_, value) in self._told.items() if key != without)
+
+
+class Sight:
+    """What this node sees of its ranks while a hang is suspected. Under its lease: a lost node's is not waited for.
+
+    `seen` may be set from any thread, `send` belongs to one.
+    """
+
+    def __init__(self, store: Store, keys: Keys, node: str) -> None:
+        self._store, self._keys, self._node = store, keys, node
+        self.seen: Report | None = None
+        self._told: Report | None = None
+        self._version: int | None = None
+
+    def send(self, lease: Lease) -> bool:
+        """Write what is seen, or take it back. True if anything has changed. Raises StoreUnavailable."""
+        seen, told = self.seen, self._told
+        if seen is told:
+            return False
+        if told is not None and (seen is None or seen.round != told.round):
+            self._store.delete(self._keys.suspects(told.round) + self._node)
+            self._version = None
+        if seen is not None:
+            key, value = self._keys.suspects(seen.round) + self._node, seen.to_json()
+            version = lease.hold(key, value, self._version)
+            if version is None:
+                found = self._store.read(key)
+                version = lease.hold(key, value, None if found is None else found.version)
+            self._version = version
+        self._told = seen
+        return True

@@ -10,13 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from elasticd.notes import Note
 from elasticd.wire import Failure, Round
-from elasticd_agent import eventlog
+from elasticd_agent import budget, noted
+from elasticd_agent import events as happened
 from elasticd_agent.config import JobSpec, Policy
 from elasticd_agent.console import Console, ProgressView
+from elasticd_agent.eventlog import Events
 from elasticd_agent.messages import (
     Event,
     FirstStep,
@@ -27,9 +28,11 @@ from elasticd_agent.messages import (
     WorkerExited,
 )
 from elasticd_agent.metrics import Measures
-from elasticd_agent.news import StoreSeen
+from elasticd_agent.news import SlowSeen, StoreSeen
+from elasticd_agent.observation import Judged
+from elasticd_agent.recovery import Recovery
 from elasticd_agent.watch import Seen
-from elasticd_agent.workers import STORE, Started
+from elasticd_agent.workers import STORE, Freed, Started, Stuck
 
 RATE_WINDOW_S = 10.0
 
@@ -41,7 +44,7 @@ class JobStory:
     spec: JobSpec
     policy: Policy
     node: str
-    events: eventlog.Events
+    events: Events
     metrics: Measures
     console: Console
     logs_end: Callable[[int], None]
@@ -51,9 +54,12 @@ class JobStory:
     _seen: Seen | None = None
     _pids: dict[int, int] = field(default_factory=dict)  # local rank -> pid, of the group that runs
     _started_at: float = 0.0
-    _fault_at: float | None = None
+    _recovery: Recovery = field(default_factory=Recovery)
     _failure: Failure | None = None
+    _suspected_at: float | None = None
+    _slow: set[int] = field(default_factory=set)
     _asked: set[int] = field(default_factory=set)
+    _stuck: dict[int, int] = field(default_factory=dict)  # pid -> round
     _ending_since: float | None = None
     _checkpoint_at: float | None = None
     _rate: deque[tuple[float, int]] = field(default_factory=deque)
@@ -65,7 +71,7 @@ class JobStory:
         """How workers start from now on: warm, or cold and why."""
         number = self.round.number if self.round is not None else 0
         self.events.write(
-            eventlog.Launcher(round=number, mono=time.monotonic(), reason=reason, mode=mode, seconds=seconds)
+            happened.Launcher(round=number, mono=time.monotonic(), reason=reason, mode=mode, seconds=seconds)
         )
         if mode == "cold":
             self.console.said(reason, "warning")
@@ -74,7 +80,10 @@ class JobStory:
         if round.terminal:
             self.round = round
             return
-        cause = "start" if self.round is None else (self._failure.kind if self._failure is not None else "resize")
+        cause = round.cause or "resize"
+        if cause == "hung" and self._seen is not None:
+            self._recovery.fault(now - self._seen.idle_s)  # where another node's agent judged
+        self._recovery.passed("agree", now)
         ranks = round.ranks(self.node)
         self.metrics.round_published(
             round.number,
@@ -83,9 +92,10 @@ class JobStory:
             ranks,
             None if self.round is None else cause,
         )
-        self.metrics.restart_budget(budget_left(round, self.policy))
+        self.metrics.restart_budget(budget.left(round, self.policy))
+        self.metrics.store(up=True)  # it has just told us
         self.events.write(
-            eventlog.RoundPublished(
+            happened.RoundPublished(
                 round=round.number,
                 mono=now,
                 reason=round.reason,
@@ -101,21 +111,23 @@ class JobStory:
     def store_seen(self, seen: StoreSeen, now: float) -> None:
         """The store went away, or came back; to the person the store has said so itself."""
         number = self.round.number if self.round is not None else 0
+        self.metrics.store(up=not seen.away)
         if seen.away:
-            self.events.write(eventlog.StoreAway(round=number, mono=now, reason=seen.why))
+            self.events.write(happened.StoreAway(round=number, mono=now, reason=seen.why))
         else:
             reason = f"the store answers again after {seen.seconds:.1f} s"
-            self.events.write(eventlog.StoreBack(round=number, mono=now, reason=reason, seconds=seen.seconds))
+            self.events.write(happened.StoreBack(round=number, mono=now, reason=reason, seconds=seen.seconds))
 
     def started(self, started: Started, now: float) -> None:
         assert self.round is not None
         self._pids = {STORE: started.store_pid, **dict(enumerate(started.pids))}
         self._started_at, self._ending_since, self.first_step_seen = now, None, False
+        self._recovery.passed("start", now)
         self._rate.clear()
         self.metrics.group_started(len(started.pids), started.warm)
         how = "forked from the warm launcher" if started.warm else "started cold"
         self.events.write(
-            eventlog.GroupStarted(
+            happened.GroupStarted(
                 round=started.number,
                 mono=now,
                 reason=f"{len(started.pids)} workers {how}",
@@ -134,7 +146,7 @@ class JobStory:
         match event:
             case WorkerExited():
                 self._worker_exited(event)
-            case StoreExited(number, why, at) if number not in self._asked and self._fault_at is None and self._pids:
+            case StoreExited(number, why, at) if number not in self._asked and self._unhurt and self._pids:
                 self._store_exited(number, why, at)
             case FirstStep(number, at):
                 self._first_step(number, at)
@@ -145,19 +157,23 @@ class JobStory:
                 reason = f"{name} received: workers have {grace:g} s to stop" if grace else f"{name} received again"
                 number = self.round.number if self.round is not None else 0
                 self.events.write(
-                    eventlog.StopRequested(round=number, mono=event.at, reason=reason, by=name, grace_seconds=grace)
+                    happened.StopRequested(round=number, mono=event.at, reason=reason, by=name, grace_seconds=grace)
                 )
+
+    @property
+    def _unhurt(self) -> bool:
+        return self._recovery.fault_at is None
 
     def _worker_exited(self, event: WorkerExited) -> None:
         asked = event.number in self._asked
         status = event.status
-        if not status.ok and not asked and self._fault_at is None:
-            self._fault_at = event.at
+        if not status.ok and not asked:
+            self._recovery.fault(event.at)
         kind = "asked" if asked else "success" if status.ok else "signal" if status.signal else "exit_code"
         self.metrics.worker_exited(kind)
         pid = self._pids.pop(event.local_rank, 0)
         self.events.write(
-            eventlog.WorkerExited(
+            happened.WorkerExited(
                 round=event.number,
                 mono=event.at,
                 reason=f"rank {event.rank} (pid {pid}) {status.text}",
@@ -174,9 +190,9 @@ class JobStory:
     def _store_exited(self, number: int, why: str, at: float) -> None:
         if all(local_rank == STORE for local_rank in self._pids):
             return  # every worker is done: its end is ours
-        self._fault_at = at
+        self._recovery.fault(at)
         self.events.write(
-            eventlog.StoreExited(
+            happened.StoreExited(
                 round=number, mono=at, reason=f"the workers' store {why}", pid=self._pids.get(STORE, 0)
             )
         )
@@ -187,12 +203,13 @@ class JobStory:
 
     def _first_step(self, number: int, at: float) -> None:
         self.first_step_seen = True
-        recovery = at - self._fault_at if self._fault_at is not None else None
-        self._fault_at = None
+        recovered = self._recovery.over(at)
+        recovery, parts = recovered if recovered is not None else (None, {})
         beats = self._seen.beats if self._seen is not None else ()
         first = min(range(len(beats)), key=lambda i: beats[i].first_step_ns or 1 << 63, default=0)
         start = at - self._started_at
         self.metrics.first_step(start, recovery)
+        self.metrics.recovered(parts)
         reason = f"first step {start:.2f} s after the start"
         if recovery is not None:
             reason = f"training again {recovery:.2f} s after the fault"
@@ -200,7 +217,7 @@ class JobStory:
         assert self.round is not None
         ranks = self.round.ranks(self.node)
         self.events.write(
-            eventlog.FirstStep(
+            happened.FirstStep(
                 round=number,
                 mono=at,
                 reason=reason,
@@ -214,18 +231,100 @@ class JobStory:
     def _group_gone(self, number: int) -> None:
         now = time.monotonic()
         seconds = now - self._ending_since if self._ending_since is not None else 0.0
-        if self._fault_at is None and any(local_rank != STORE for local_rank in self._pids):
-            self._fault_at = now  # the workers went without a word, as when their owner is killed
+        if any(local_rank != STORE for local_rank in self._pids):
+            self._recovery.fault(now)  # the workers went without a word, as when their owner is killed
+        self._recovery.passed("stop", now)
+        survivors = tuple(pid for pid, its in self._stuck.items() if its == number)
         self.metrics.group_gone()
         self.logs_end(number)
         self.events.write(
-            eventlog.GroupGone(round=number, mono=now, reason=f"nothing is left of round {number}", seconds=seconds)
+            happened.GroupGone(
+                round=number,
+                mono=now,
+                reason=f"nothing is left of round {number}" + (" but what does not die" if survivors else ""),
+                seconds=seconds,
+                survivors=survivors,
+            )
         )
         self._pids.clear()
+
+    def stuck(self, heard: Stuck | Freed, sentence: str, now: float) -> None:
+        """A process does not die of SIGKILL, or has died of it at last."""
+        self.console.said(sentence, "warning" if isinstance(heard, Stuck) else "info")
+        if isinstance(heard, Freed):
+            self._stuck.pop(heard.pid, None)
+            self.metrics.stuck(len(self._stuck))
+            number = self.round.number if self.round is not None else 0
+            self.events.write(happened.ProcessFreed(round=number, mono=now, reason=sentence, pid=heard.pid))
+            return
+        self._stuck[heard.pid] = heard.number
+        self.metrics.stuck(len(self._stuck))
+        self.events.write(
+            happened.ProcessStuck(
+                round=heard.number,
+                mono=now,
+                reason=sentence,
+                pid=heard.pid,
+                rank=heard.rank,
+                slot=heard.slot,
+                state=heard.state,
+                wchan=heard.wchan,
+            )
+        )
 
     def failed(self, failure: Failure) -> None:
         self._failure = failure
         self.console.said(f"round {failure.round}: {failure.why}", "warning")
+
+    def suspected(self, number: int, why: str) -> None:
+        """This node suspects a hang. Only the log hears of it: most go on by themselves."""
+        now = time.monotonic()
+        self._suspected_at = now
+        self.metrics.suspected()
+        self.events.write(happened.Suspected(round=number, mono=now, reason=why))
+
+    def suspicion_over(self, number: int, seconds: float) -> None:
+        reason = f"the workers go on; they had been suspected of hanging for {seconds:.1f} s"
+        self._suspected_at = None
+        self.events.write(happened.SuspicionOver(round=number, mono=time.monotonic(), reason=reason, seconds=seconds))
+
+    def judged(self, judged: Judged) -> None:
+        """The group is hung, by what all nodes see; this node's agent has judged."""
+        now = time.monotonic()
+        self.metrics.hung(judged.cause, judged.hung_s)
+        if judged.restarts:
+            self._recovery.fault(now - judged.hung_s)
+            if self._suspected_at is not None:
+                self._recovery.passed("detect", self._suspected_at)
+            self._recovery.passed("evidence", now)
+        places = judged.culprits
+        self.events.write(
+            happened.Hung(
+                round=judged.round,
+                mono=now,
+                reason=judged.why,
+                cause=judged.cause,
+                nodes=tuple(node for node, _, _ in places),
+                ranks=tuple(rank for _, rank, _ in places),
+                slots=tuple(slot for _, _, slot in places),
+                seconds=judged.hung_s,
+                action="restart" if judged.restarts else "report",
+            )
+        )
+        what = "" if judged.restarts else " (only reported: --on-hang report)"
+        self.console.said(f"round {judged.round} hangs{what}: {judged.why}", "warning")
+
+    def slow(self, seen: SlowSeen) -> None:
+        """Ranks the others wait for: said once of each, and measured for as long as it lasts."""
+        self.metrics.slowness(dict(seen.ranks))
+        for rank, ratio in seen.ranks:
+            if rank not in self._slow:
+                reason = f"rank {rank} is slow: the others wait for it, its own work takes {ratio:.1f} times as long"
+                self.events.write(
+                    happened.SlowRank(round=seen.number, mono=time.monotonic(), reason=reason, rank=rank, ratio=ratio)
+                )
+                self.console.said(f"round {seen.number}: {reason}", "warning")
+        self._slow = {rank for rank, _ in seen.ranks}
 
     def seen(self, seen: Seen, now: float) -> None:
         """One look at the workers: numbers for the metrics, the live line, and what they noted."""
@@ -263,35 +362,19 @@ class JobStory:
 
     def _noted(self, note: Note) -> None:
         """What a worker said: into the log as it was said, to the person where it matters."""
-        known: dict[str, Any] = {"round": note.round, "mono": note.mono, "reason": note.reason}
-        path = str(note.more.get("path", ""))
-        match note.kind:
-            case "checkpoint_saved" if note.step is not None:
-                size, seconds = int(note.more.get("bytes", 0)), float(note.more.get("seconds", 0.0))
+        event = noted.event(note)
+        if event is not None:
+            self.events.write(event)
+        match event:
+            case happened.CheckpointSaved(step=step, bytes=size, seconds=seconds):
                 self._checkpoint_at = note.mono
-                self.metrics.checkpoint_saved(note.step, note.wall, size, seconds)
-                self.events.write(
-                    eventlog.CheckpointSaved(**known, step=note.step, path=path, bytes=size, seconds=seconds)
-                )
-                return
-            case "checkpoint_failed":
+                self.metrics.checkpoint_saved(step, note.wall, size, seconds)
+            case happened.CheckpointFailed():
                 self.metrics.checkpoint_failed()
-                self.events.write(eventlog.CheckpointFailed(**known, step=note.step, path=path))
-            case "checkpoint_skipped":
+            case happened.CheckpointSkipped():
                 self.metrics.checkpoint_skipped()
-                self.events.write(eventlog.CheckpointSkipped(**known, step=note.step, path=path))
-            case "resumed" if note.step is not None:
-                origin = int(note.more.get("from_round", 0))
-                self.events.write(eventlog.Resumed(**known, step=note.step, from_round=origin, path=path))
-            case "can_hold":
-                return
-            case "holding" if note.step is not None:
-                self.events.write(eventlog.Holding(**known, step=note.step))
-            case "hold_over" if note.step is not None:
-                seconds = float(note.more.get("seconds", 0.0))
-                self.events.write(eventlog.HoldOver(**known, step=note.step, seconds=seconds))
-        trouble = note.kind in ("checkpoint_failed", "checkpoint_skipped")
-        self.console.said(note.reason, "warning" if trouble else "info")
+        if note.kind not in noted.QUIET:
+            self.console.said(note.reason, "warning" if note.kind in noted.TROUBLE else "info")
 
     def ended(self, exit_code: int, why: str, round: Round | None) -> None:
         """The last words: how the job ended, and the traceback where a script's own mistake ended it."""
@@ -300,7 +383,7 @@ class JobStory:
             self.console.said(f"the traceback of the rank that failed first:\n{self._failure.detail.rstrip()}", "error")
         self.console.said(f"job {self.spec.job_id} has {outcome}: {why}", "info" if exit_code == 0 else "error")
         self.events.write(
-            eventlog.JobEnded(
+            happened.JobEnded(
                 round=round.number if round is not None else 0,
                 mono=time.monotonic(),
                 reason=why,
@@ -310,10 +393,3 @@ class JobStory:
                 step=self.step,
             )
         )
-
-
-def budget_left(round: Round, policy: Policy) -> int | None:
-    """Restarts left before the job is given up."""
-    if policy.max_restarts is not None:
-        return max(0, policy.max_restarts - round.budget.counted)
-    return max(0, policy.no_progress_limit - round.budget.streak)

@@ -1,6 +1,6 @@
-"""Every option of `elasticd run`, in two tables: torchrun's own, and ours.
+"""torchrun's own options in a table, and the page that shows them beside ours.
 
-They exist so that the parser, the page docs/torchrun.md and the test that compares us with the installed torch all
+It exists so that the parser, the page docs/torchrun.md and the test that compares us with the installed torch all
 read the same words. A torchrun option is honored, accepted without effect, or refused with its sentence. Nothing here
 parses.
 
@@ -10,6 +10,7 @@ parses.
 from __future__ import annotations
 
 from elasticd_agent.flags import Flag, Kind, Treatment, both_spellings
+from elasticd_agent.own_flags import OWN
 
 TORCHRUN: tuple[Flag, ...] = (
     Flag(
@@ -239,96 +240,6 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
 )
 
-OWN: tuple[Flag, ...] = (
-    Flag(
-        ("--checkpoint-dir",),
-        Kind.TEXT,
-        "Where session.checkpoint() writes; the workers find it in ELASTICD_CHECKPOINT_DIR.",
-        metavar="DIR",
-        env=False,
-    ),
-    Flag(
-        ("--preload",),
-        Kind.LIST,
-        "Modules imported once, before the workers are forked; may be repeated.",
-        default=(),
-        metavar="MOD,…",
-        env=False,
-        repeatable=True,
-    ),
-    Flag(
-        ("--event-log",),
-        Kind.TEXT,
-        "Appends one JSON object per event to FILE (docs/events.md).",
-        metavar="FILE",
-        env=False,
-    ),
-    Flag(
-        ("--metrics-port",),
-        Kind.INT,
-        "Serves Prometheus metrics on this port; 0 for a free one.",
-        metavar="PORT",
-        env=False,
-    ),
-    Flag(
-        ("--metrics-addr",),
-        Kind.TEXT,
-        "The address metrics are served on.",
-        default="127.0.0.1",
-        metavar="ADDR",
-        env=False,
-    ),
-    Flag(
-        ("--max-restarts-per-hour",),
-        Kind.INT,
-        "Restarts within one hour before the job is given up; without effect when --max-restarts is given.",
-        default=60,
-        metavar="N",
-        env=False,
-    ),
-    Flag(("--no-live",), Kind.SWITCH, "Plain log lines, also on a terminal.", default=False, env=False),
-    Flag(
-        ("--run",),
-        Kind.TEXT,
-        "A token that tells this run of the job from others: only the same run may share a checkpoint directory. "
-        "Default: a random one; for several nodes, which must agree on it, SLURM_RESTART_COUNT, else 0.",
-        metavar="TOKEN",
-        env=False,
-    ),
-    Flag(
-        ("--node-id",),
-        Kind.TEXT,
-        "This node's name among the job's nodes, unlike any other's. Default: the host name.",
-        metavar="NAME",
-        env=False,
-    ),
-    Flag(
-        ("--replace-timeout",),
-        Kind.FLOAT,
-        "Seconds a job with fewer than MIN nodes left waits for others before it is given up; 600 if not given.",
-        metavar="S",
-        env=False,
-    ),
-    Flag(
-        ("--hold-timeout",),
-        Kind.FLOAT,
-        "Seconds the workers wait, right after a checkpoint, for the round that takes newcomers in, before they go on "
-        "as they are; 30 if not given.",
-        metavar="S",
-        env=False,
-    ),
-    Flag(
-        ("--grow",),
-        Kind.TEXT,
-        "When newcomers are taken in. auto: at once where a checkpoint is attached, so that no step is lost, else at "
-        "the next restart; always: at once, even if that loses steps; never: only at a restart.",
-        default="auto",
-        choices=("auto", "always", "never"),
-        metavar="WHEN",
-        env=False,
-    ),
-)
-
 
 def page() -> str:
     """docs/torchrun.md, from the tables."""
@@ -354,7 +265,8 @@ def page() -> str:
         "## elasticd's own",
         "",
         "These cannot be abbreviated, so that torchrun's abbreviations keep their meaning; only `--event-log` and",
-        "`--run`, spelled out, are ours and no longer short for `--event-log-handler` and `--run-path`.",
+        "`--run`, spelled out, are ours and no longer short for `--event-log-handler` and `--run-path`. A TIME is",
+        "seconds, or has its unit: `500ms`, `5s`, `2m`, `1.5h`.",
         "",
         "| option | default | what it does |",
         "|---|---|---|",

@@ -10,14 +10,25 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elasticd import beat
-from elasticd.errors import WireError
 from elasticd.wire import Round
+from elasticd_agent.beats import ask, last_words
 from elasticd_agent.config import JobSpec
-from elasticd_agent.groups import Group, Master, Spare, Start, joining, keeps_store
+from elasticd_agent.device_memory import DeviceMemory, MemoryChecked, NoDevices
+from elasticd_agent.groups import (
+    Freed,
+    Group,
+    Master,
+    Spare,
+    Start,
+    Started,
+    StoreReady,
+    Stuck,
+    joining,
+    keeps_store,
+)
 from elasticd_agent.launcher.client import OwnerClient, OwnerSaid
 from elasticd_agent.launcher.commands import Commands, Worker
 from elasticd_agent.launcher.preload import Preload
@@ -25,42 +36,23 @@ from elasticd_agent.messages import (
     Event,
     ExitStatus,
     GroupGone,
-    LastWords,
     StartFailed,
     StoreExited,
     WorkerExited,
 )
 
+__all__ = ["STORE", "Freed", "Heard", "Started", "StoreReady", "Stuck", "Workers"]
+
 PRELOAD_DEADLINE_S = 180.0
 """Importing torch from a cold network file system has been seen to take minutes; after that the start is cold."""
 FORK_DEADLINE_S = 10.0
+MEMORY_DEADLINE_S = 15.0
+"""Whoever is asked about the memory of the dead answers in 12 s; this is for the case that it never does."""
 TEMPLATE_TRIES = 3
 STORE = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """What the person and the metrics want to know of a start; not an Event, the core does not need it."""
-
-    number: int
-    pids: list[int]
-    store_pid: int
-    """0: the round's store is on another node."""
-    warm: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StoreReady:
-    """The store of round `number` accepts connections on `port`: other nodes' workers may be started.
-
-    It comes before Started, at most once for a group, and only for one that was started without a master.
-    """
-
-    number: int
-    port: int
-
-
-Heard = Event | Started | StoreReady
+Heard = Event | Started | StoreReady | Stuck | Freed
 
 
 class Listener(Protocol):
@@ -81,6 +73,7 @@ class Workers:
         preload: Preload,
         owner: OwnerClient,
         host: str = "127.0.0.1",
+        memory: DeviceMemory | None = None,
     ) -> None:
         """`host` is where the stores of rounds whose rank 0 is here listen: a literal address, "0.0.0.0" or "::"."""
         self._node, self._owner = node, owner
@@ -96,6 +89,10 @@ class Workers:
         self._spare: Spare | None = None
         self._wanted: tuple[int, bool] | None = None  # what to park once the template is there
         self._start: Start | None = None
+        self._memory = memory or NoDevices()
+        self._held: Start | None = None  # until the memory of the dead is given back
+        self._asking = False
+        self._undying: set[int] = set()
         self._groups: dict[int, Group] = {}
         self._stores: list[int] = []  # groups that have ended, but for their store
         if self._cold is None:
@@ -133,11 +130,32 @@ class Workers:
         """Begin to start this node's group of `round`; Started or StartFailed follows.
 
         Rank 0's node starts the round's store as well (`master` is None, StoreReady says its port); elsewhere `master`
-        is where that one listens.
+        is where that one listens. It waits until whoever ended last has given its GPU memory back.
         """
-        within = FORK_DEADLINE_S if self._template_ready else PRELOAD_DEADLINE_S
         self.end_store()
-        self._start, self._wanted = Start(round, joining(master, workers), master, time.monotonic() + within), None
+        start = Start(round, joining(master, workers), master, time.monotonic() + MEMORY_DEADLINE_S)
+        self._asking = self._memory.ask(self._undying) or self._asking
+        if not self._asking:
+            self._begin(start)
+            return
+        self._held = start
+        self.park(len(workers), with_store=master is None)
+
+    def checked(self, memory: MemoryChecked) -> None:
+        """What the dead hold on the GPUs, for the group that waits to be started, if it still does."""
+        self._asking = False
+        start, self._held = self._held, None
+        if start is None:
+            return
+        held = ", ".join(f"process {pid} on GPU {gpu}" for pid, gpu in memory.held)
+        if held or memory.trouble:
+            what = f"GPU memory is still held by the dead ({held})" if held else memory.trouble
+            self._say(f"round {start.round.number}: {what}; starting all the same after {memory.seconds:.1f} s")
+        self._begin(start)
+
+    def _begin(self, start: Start) -> None:
+        start.deadline = time.monotonic() + (FORK_DEADLINE_S if self._template_ready else PRELOAD_DEADLINE_S)
+        self._start, self._wanted = start, None
         self._advance()
 
     def park(self, size: int, with_store: bool) -> None:
@@ -162,6 +180,8 @@ class Workers:
             self._owner.send(do="signal", group=name, signal=int(signum))
         if self._start is not None and self._start.round.number == number:
             self._start = None
+        if self._held is not None and self._held.round.number == number:
+            self._held = None
         return [] if running else [GroupGone(number)]
 
     def request(self, number: int, word: int, only: int | None = None) -> None:
@@ -188,7 +208,9 @@ class Workers:
             self._go_cold(f"preloading took longer than {PRELOAD_DEADLINE_S:.0f} s")
         elif self._start is not None and now >= self._start.deadline:
             self._go_cold("the template did not fork in time")
-        deadlines = [self._start.deadline] if self._start is not None else []
+        elif self._held is not None and now >= self._held.deadline:
+            self.checked(MemoryChecked((), MEMORY_DEADLINE_S, "nobody says whether GPU memory is free"))
+        deadlines = [start.deadline for start in (self._start, self._held) if start is not None]
         if self._template_since is not None:
             deadlines.append(self._template_since + PRELOAD_DEADLINE_S)
         return min(deadlines, default=None)
@@ -216,6 +238,9 @@ class Workers:
                 return self._exited(message)
             case "gone":
                 return self._gone(message)
+            case "freed":
+                self._undying.discard(message["pid"])
+                return [Freed(message["pid"])]
         return []
 
     def _template_is_ready(self, message: dict[str, Any]) -> None:
@@ -272,6 +297,7 @@ class Workers:
         if group is None:
             return []
         group.pids, group.store_pid = message["pids"], message["store"]
+        self._memory.used_by(group.pids)
         return [Started(group.round.number, group.pids, group.store_pid, group.warm)]
 
     def _exited(self, message: dict[str, Any]) -> list[Heard]:
@@ -292,12 +318,16 @@ class Workers:
         group = self._groups.pop(message["group"], None)
         if group is None:
             return []
-        if message["undying"]:
-            pids = ", ".join(map(str, message["undying"]))
-            self._say(f"round {group.round.number}: processes {pids} do not die of SIGKILL; going on without them")
         if group.store_pid and keeps_store(group.round):
             self._stores.append(message["group"])
-        return [GroupGone(group.round.number)]
+        self._undying.update(stuck["pid"] for stuck in message["stuck"])
+        return [*(self._stuck(group.round, stuck) for stuck in message["stuck"]), GroupGone(group.round.number)]
+
+    def _stuck(self, round: Round, stuck: dict[str, Any]) -> Stuck:
+        member, local_rank, rank, slot = round.member(self._node), stuck["local_rank"], None, None
+        if member is not None and local_rank is not None and local_rank != STORE:
+            rank, slot = round.ranks(self._node)[local_rank], member.slots[local_rank]
+        return Stuck(round.number, stuck["pid"], rank, slot, stuck["state"], stuck["wchan"])
 
     # --- the way to a start ---------------------------------------------------------------------------------------
 
@@ -360,25 +390,3 @@ class Workers:
         self._template_tries += 1
         self._template_since = time.monotonic()
         self._owner.send(do="template", **self._commands.template())
-
-
-def ask(path: str, word: int) -> None:
-    try:
-        with beat.BeatReader(path) as reader:
-            reader.request(word)
-    except (OSError, WireError):
-        pass  # a worker without a beat; after STOP comes a signal, which is enough
-
-
-def last_words(path: str) -> LastWords | None:
-    """What the worker's beat says of its end, None if it said nothing."""
-    try:
-        with beat.BeatReader(path) as reader:
-            words = reader.read().last_words
-    except (OSError, WireError):
-        return None
-    if words is None:
-        return None
-    return LastWords(
-        "exception" if words.kind == "exception" else "exit", words.type, words.message, words.traceback, words.bases
-    )

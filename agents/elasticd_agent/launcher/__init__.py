@@ -6,8 +6,9 @@
                              │                         │ fork
                              └── adopts, reaps <── workers and the round's store
 
-`owner.py` runs with the agent's interpreter and imports, of all that is installed, only `endings.py`, `sockets.py` and
-`spawn.py`. `template.py` runs inside the job's own interpreter, which may be another one; `store.py` is the round's
-store when it cannot be forked. Only the group on rank 0's node has a store. The agent's side: `client.py` speaks with
-the owner, `commands.py` composes what it is asked to start, `preload.py` what the template imports.
+`owner.py` runs with the agent's interpreter and imports, of all that is installed, only `endings.py`, `owned.py`,
+`sockets.py` and `spawn.py`. `template.py` runs inside the job's own interpreter, which may be another one; `store.py`
+is the round's store when it cannot be forked. Only the group on rank 0's node has a store. The agent's side:
+`client.py` speaks with the owner, `commands.py` composes what it is asked to start, `preload.py` what the template
+imports.
 """

@@ -51,6 +51,7 @@ class OwnerClient:
             )
         self._post = post
         self._closing = False
+        self._stuck: set[int] = set()  # the reader's: what the owner could not end, nobody can
         self._reader = threading.Thread(target=self._read, name="owner-reader", daemon=True)
         self._reader.start()
 
@@ -83,12 +84,20 @@ class OwnerClient:
                 packet = b""
             if not packet:
                 break
-            self._post(OwnerSaid(json.loads(packet)))
+            message = json.loads(packet)
+            if message["is"] == "gone":
+                self._stuck.update(stuck["pid"] for stuck in message["stuck"])
+            elif message["is"] == "freed":
+                self._stuck.discard(message["pid"])
+            self._post(OwnerSaid(message))
         if not self._closing:
             self._post(OwnerLost())
 
     def close(self) -> None:
-        """End the owner and with it every process it has; returns when all are gone, or after a deadline."""
+        """End the owner and with it every process it has; returns when all are gone, or after a deadline.
+
+        Should it have been killed, its processes are ours, and end here; but for those that are known not to die.
+        """
         self._closing = True
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -98,12 +107,10 @@ class OwnerClient:
             self._process.wait(END_DEADLINE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            try:
+                self._process.wait(END_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                pass  # it hangs in the kernel itself
         self._reader.join(END_DEADLINE_S)
         self._socket.close()
-        end_orphans()
-
-
-def end_orphans() -> None:
-    """Kill and reap whatever a killed owner left to us. Bounded."""
-    end_children(END_DEADLINE_S)
+        end_children(END_DEADLINE_S, but_for=self._stuck)  # what a killed owner has left to us

@@ -20,9 +20,13 @@ LAUNCHER_FILES = {
     "template": HERE / "template.py",
     "store_module": HERE / "store.py",
     "hidden_module": HERE / "hidden.py",
-    "beat_module": Path(beat.__file__),
-    "errors_module": Path(beat.__file__).with_name("errors.py"),
+    "stacks_module": HERE / "stacks.py",
 }
+LIBRARY = {
+    f"elasticd.{name}": str(Path(beat.__file__).with_name(f"{name}.py"))
+    for name in ("errors", "last_words", "beat", "collectives", "optimizer_hook", "pulse")
+}
+"""What of the library every worker gets, in the order in which one imports the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +82,10 @@ class Commands:
         return [spec.python, "-u", *(["-m"] if spec.mode is Mode.MODULE else []), spec.entrypoint, *args]
 
     def _launch(self, **launch: Any) -> dict[str, Any]:
-        """What the start-up hook needs to know."""
+        """What the start-up hook needs to know; `agent` may look into the workers, and so may what it starts."""
         files = {name: str(path) for name, path in LAUNCHER_FILES.items()}
-        return {**files, "pythonpath": self._base_env.get("PYTHONPATH"), **launch}
+        ours = {"library": LIBRARY, "agent": os.getpid()}
+        return {**files, **ours, "pythonpath": self._base_env.get("PYTHONPATH"), **launch}
 
     def _hooked_path(self) -> str:
         """The PYTHONPATH on which the interpreter finds our start-up hook first."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Collection
 
 CLEANER_GRACE_S = 1.0
 CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
@@ -16,8 +17,11 @@ CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 together with them they would leave it behind."""
 
 
-def end_children(within_s: float) -> None:
-    """Kill and reap our children and theirs, each of whose deaths makes more of them ours. Bounded."""
+def end_children(within_s: float, but_for: Collection[int] = ()) -> None:
+    """Kill and reap our children and theirs, each of whose deaths makes more of them ours. Bounded.
+
+    `but_for`: children that are known not to die of it, and are not waited for.
+    """
     started = now = time.monotonic()
     while now < started + within_s:
         for pid in children():
@@ -28,7 +32,9 @@ def end_children(within_s: float) -> None:
                 pass
         except ChildProcessError:
             return
-        if not children():  # what another thread of ours has started is neither an orphan nor ours to wait for
+        if not set(children()).difference(
+            but_for
+        ):  # what another thread of ours has started is neither an orphan nor ours to wait for
             return
         time.sleep(0.002)
         now = time.monotonic()
@@ -51,7 +57,27 @@ def parent_of(pid: int) -> int:
         return 0
 
 
+def in_the_kernel(pid: int) -> dict[str, str]:
+    """`state` and `wchan` of a process that does not die, "" where they cannot be known.
+
+    Only what the kernel tells without the process's own memory: reading its command line could wait for the very lock
+    that it holds.
+    """
+    wchan = _told(pid, "wchan").strip()
+    return {"state": _told(pid, "stat").rpartition(")")[2].strip()[:1], "wchan": "" if wchan == "0" else wchan}
+
+
+def _told(pid: int, name: str) -> str:
+    try:
+        with open(f"/proc/{pid}/{name}") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
 def is_cleaner(pid: int) -> bool:
+    if in_the_kernel(pid)["state"] == "D":
+        return False
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as cmdline:
             words = cmdline.read()

@@ -5,10 +5,11 @@ not, becomes its child in the end; when the agent dies it sees the end of file o
 it has; when it dies itself, PDEATHSIG ends the template, the workers and the store. It decides nothing: it starts,
 releases, signals and reaps what the agent names, and says what happened.
 
-Runs as `python -I -S owner.py FD RUNTIME_DIR`, in one thread: the standard library and three files beside it.
+Runs as `python -I -S owner.py FD RUNTIME_DIR`, in one thread: the standard library and four files beside it.
 
 Messages are one JSON object a packet. From the agent ("do"): template, park, release, exec, signal, end_template.
-To the agent ("is"): template_ready, template_gone, parked, refused, store_ready, started, exited, gone.
+To the agent ("is"): template_ready, template_gone, parked, refused, store_ready, started, exited, gone, freed.
+`gone` names what does not die (`stuck`); `freed` follows for each of these that does at last.
 """
 
 from __future__ import annotations
@@ -28,38 +29,12 @@ if __name__ == "__main__":  # run as a file, isolated: the standard library come
     sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")))
 
 from elasticd_agent.launcher.endings import CLEANER_GRACE_S, children, end, end_children, how_it_ended, is_cleaner
+from elasticd_agent.launcher.owned import LEFTOVER_GRACE_S, STORE, Group
 from elasticd_agent.launcher.sockets import PACKET, encode, listen, pair
 from elasticd_agent.launcher.spawn import DEAF_TO, prctl, spawn
 
 PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 36, 15
-STORE = -1
-"""The local rank under which the round's store process is known."""
-LEFTOVER_GRACE_S = 5.0
-"""What a successful script left running may take to end by itself; the same bound holds for a SIGKILL to be obeyed."""
-
 Message = dict[str, Any]
-
-
-class Group:
-    """The workers of one group and, where the round's store is hosted, the store: parked, then running, then gone."""
-
-    def __init__(self, name: int, channels: dict[int, socket.socket]) -> None:
-        self.name = name
-        self.channels = channels  # local rank -> our end; the store's stays open: its end of file ends the store
-        self.port = 0  # the store's, once it listens
-        self.since = time.monotonic()
-        self.alive: dict[int, int] = {}  # pid -> local rank
-        self.running = False
-        self.keeps_store = False  # until told otherwise, once all has ended well: other nodes' workers may need it
-        self.gone = False  # but for the store that it keeps
-        self.failed = False
-        self.leftovers_since: float | None = None
-
-    def workers(self) -> list[int]:
-        return [pid for pid, rank in self.alive.items() if rank != STORE]
-
-    def ending(self) -> bool:
-        return self.running and not self.gone and not self.workers()
 
 
 class Owner:
@@ -72,6 +47,7 @@ class Owner:
         self.template: socket.socket | None = None
         self.template_pid = 0
         self.early: dict[int, tuple[int, float]] = {}  # exits of children we have not been told of yet
+        self.stuck: set[int] = set()  # were sent SIGKILL and do not die; their groups are gone
         self.running = True
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -116,8 +92,10 @@ class Owner:
             self.running = False
             return
         message = json.loads(packet)
-        verb: Callable[[Message], None] = getattr(self, "do_" + message["do"])
+        verb: Callable[[Message], None] | None = getattr(self, f"do_{message['do']}", None)
         try:
+            if verb is None:  # an agent one minor version newer may ask for more than we can do
+                raise OSError("this launcher is older and cannot do that")
             verb(message)
         except OSError as error:
             group = self.groups.get(message.get("group"))
@@ -252,7 +230,7 @@ class Owner:
         self.begin(group, {rank: pid for pid, rank in group.alive.items()}, message["keep"])
 
     def begin(self, group: Group, pids: dict[int, int], keeps_store: bool) -> None:
-        group.running, group.keeps_store = True, keeps_store
+        group.running, group.keeps_store, group.ranks = True, keeps_store, dict(group.alive)
         workers = [pids[rank] for rank in sorted(pids) if rank != STORE]
         self.say(**{"is": "started", "group": group.name, "pids": workers, "store": pids.get(STORE, 0)})
 
@@ -294,8 +272,16 @@ class Owner:
             if not group.running or group.gone:
                 self.drop(group)
                 return
-        for pid in group.workers() if message["signal"] != signal.SIGKILL else list(group.alive):
-            end(pid, message["signal"])
+            self.kill_members(group)
+        else:
+            for pid in group.workers():
+                end(pid, message["signal"])
+
+    def kill_members(self, group: Group) -> None:
+        if group.killed_at is None:
+            group.killed_at = time.monotonic()
+        for pid in group.alive:
+            end(pid, signal.SIGKILL)
 
     def drop(self, group: Group) -> None:
         for channel in group.channels.values():
@@ -319,6 +305,9 @@ class Owner:
             group = next((g for g in self.groups.values() if dead in g.alive), None)
             if group is not None:
                 self.member_exited(group, dead, status, now)
+            elif dead in self.stuck:
+                self.stuck.discard(dead)
+                self.say(**{"is": "freed", "pid": dead})
             elif dead == self.template_pid:
                 self.template_pid = 0
                 why = how_it_ended(status)
@@ -331,6 +320,7 @@ class Owner:
 
     def member_exited(self, group: Group, pid: int, status: int, at: float) -> None:
         rank = group.alive.pop(pid)
+        group.bereaved_at = at
         if not group.running:
             self.drop(group)
             self.say(**{"is": "refused", "group": group.name, "why": f"a parked process {how_it_ended(status)}"})
@@ -340,40 +330,54 @@ class Owner:
         self.say(**{"is": "exited", "group": group.name, "local_rank": rank, "pid": pid, "status": status, "at": at})
 
     def finish(self, group: Group) -> None:
-        """A running group whose last worker ended is over, and what its workers left behind; and its store, mostly."""
+        """A running group whose last worker ended is over, and what its workers left behind; and its store, mostly.
+
+        What was sent SIGKILL and does not die is not waited for: it is told of, and reaped whenever it ends.
+        """
         if not group.ending():
             return
+        now = time.monotonic()
         keeps_store = bool(group.alive) and group.keeps_store and not group.failed
-        for pid in group.alive if not keeps_store else ():
-            end(pid, signal.SIGKILL)
+        if not keeps_store:
+            self.kill_members(group)
         leftovers = self.leftovers()
         if leftovers and any(not group.running and not group.alive for group in self.groups.values()):
             return  # some of these may be a parked group's: the template is about to tell
         if leftovers and group.leftovers_since is None:
-            group.leftovers_since = time.monotonic()
+            group.leftovers_since = now
             if not group.failed:
                 for pid in leftovers:
                     end(pid, signal.SIGTERM)
-        waited = time.monotonic() - (group.leftovers_since or time.monotonic())
+        waited = now - max(group.leftovers_since or now, group.bereaved_at)
         if leftovers and (group.failed or waited > LEFTOVER_GRACE_S):
             for pid in leftovers:
                 if waited > CLEANER_GRACE_S or not is_cleaner(pid):
                     end(pid, signal.SIGKILL)
-        if (group.alive and not keeps_store) or (leftovers and waited <= 2 * LEFTOVER_GRACE_S):
+        if group.alive and not keeps_store and not group.overdue(now):
             return
+        if leftovers and now <= group.leftovers_dead_by():
+            return
+        self.over(group, keeps_store, leftovers)
+
+    def over(self, group: Group, keeps_store: bool, leftovers: list[int]) -> None:
+        """Nothing is left of the group but what it keeps and what does not die."""
+        undying = [*leftovers, *([] if keeps_store else group.alive)]
+        stuck = group.stuck(undying)
+        self.stuck.update(undying)
         group.gone = True
         if not keeps_store:
+            group.alive.clear()
             self.drop(group)
-        self.say(**{"is": "gone", "group": group.name, "undying": leftovers})
+        self.say(**{"is": "gone", "group": group.name, "stuck": stuck})
 
     def leftovers(self) -> list[int]:
         """Our children that are neither the template nor in a group: orphans of ended workers."""
-        known = {self.template_pid, *(pid for group in self.groups.values() for pid in group.alive)}
+        known = {self.template_pid, *self.stuck, *(pid for group in self.groups.values() for pid in group.alive)}
         return [pid for pid in children() if pid not in known]
 
     def end_everything(self) -> None:
         """Kill every descendant: each death hands us its children, until none is left. Bounded."""
-        end_children(2 * LEFTOVER_GRACE_S)
+        end_children(2 * LEFTOVER_GRACE_S, but_for=self.stuck)
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
 

@@ -35,13 +35,12 @@ Config = dict[str, Any]
 
 def main(config: Config) -> None:
     """Return in a worker, when the script may run; a template never returns."""
-    beat = load_beat(config)
+    library = load_library(config["library"])
     if config["mode"] == "cold":
-        path = os.environ.get("ELASTICD_BEAT")
-        if path:
-            start_beating_cold(beat, path)
+        if "ELASTICD_BEAT" in os.environ:
+            after_import("torch.optim.optimizer", start_beating(config, library))
         return
-    Template(config, beat).serve()
+    Template(config, library).serve()
 
 
 def load_file(name: str, path: str) -> ModuleType:
@@ -57,24 +56,26 @@ def load_file(name: str, path: str) -> ModuleType:
     return module
 
 
-def load_beat(config: Config) -> ModuleType:
-    """The beat's writer, with the one module of the library that it imports."""
-    mine = "elasticd.errors" not in sys.modules
-    if mine:
-        sys.modules["elasticd.errors"] = load_file("elasticd.errors", config["errors_module"])
+def load_library(paths: dict[str, str]) -> dict[str, Any]:
+    """The library's files that every worker needs, by name, in the order in which one imports the other."""
+    before = {name: sys.modules.pop(name) for name in paths if name in sys.modules}
+    library: dict[str, Any] = {}
     try:
-        return load_file("_elasticd_beat", config["beat_module"])
+        for name, path in paths.items():
+            sys.modules[name] = library[name] = load_file(name, path)
     finally:
-        if mine:
-            del sys.modules["elasticd.errors"]
+        for name in paths:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+    return library
 
 
 class Template:
     """Preloads, hides what it loaded, and forks on request until the owner goes away."""
 
-    def __init__(self, config: Config, beat: ModuleType) -> None:
+    def __init__(self, config: Config, library: dict[str, Any]) -> None:
         self.config = config
-        self.beat = beat
+        self.library = library
         self.control = socket.socket(fileno=config["fd"])
         self.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
         self.libc = ctypes.CDLL(None, use_errno=True)
@@ -96,7 +97,7 @@ class Template:
             os._exit(0)
         gc.collect()
         gc.freeze()  # collections in the workers then leave the shared pages alone
-        cold = self.unfit() or self.shadowed()
+        cold = self.unfit() or self.shadowed() or self.bad_fork()
         self.say(is_="template_ready", cold=cold, seconds=time.monotonic() - started)
         while True:
             try:
@@ -166,6 +167,20 @@ class Template:
         if device is not None:
             return f"preloading opened {device}: an accelerator's driver does not survive a fork"
         return None
+
+    def bad_fork(self) -> str | None:
+        """torch refuses CUDA to the children of a process that has touched it, whatever that has open: ask one."""
+        cuda: Any = getattr(self.hidden.get("torch"), "cuda", None)
+        if not hasattr(cuda, "_is_in_bad_fork"):
+            return None
+        child = os.fork()
+        if not child:
+            try:
+                os._exit(bool(cuda._is_in_bad_fork()))
+            finally:
+                os._exit(2)  # an exception would end in the script being run here
+        _, status = os.waitpid(child, 0)
+        return "preloading initialised CUDA, which does not survive a fork" if status else None
 
     # --- forking ------------------------------------------------------------------------------------------------
 
@@ -240,11 +255,12 @@ class Template:
         self.reseed()
         self.forget()
         self.hidden.when_imported("numpy", self.give_blas_its_threads)
-        writer = self.beat.BeatWriter(release["env"]["ELASTICD_BEAT"])
-        self.beat.install_last_words(writer)
+        begin = start_beating(self.config, self.library)
         optimizer = self.hidden.get("torch.optim.optimizer")
-        if optimizer is not None:
-            self.beat.install_optimizer_hook(writer, optimizer.register_optimizer_step_post_hook)
+        if optimizer is None:
+            after_import("torch.optim.optimizer", begin)
+        else:
+            self.hidden.when_imported("torch.optim.optimizer", lambda: begin(optimizer))
 
     def reseed(self) -> None:
         """Fresh entropy for the generators a fork would share; Python's own `random` reseeds itself."""
@@ -329,11 +345,28 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def start_beating_cold(beat: ModuleType, path: str) -> None:
-    writer = beat.BeatWriter(path)
-    beat.install_last_words(writer)
+def after_import(name: str, then: Callable[[Any], None]) -> None:
+    if name in sys.modules:  # a .pth file of the job's environment has imported it
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, then))
 
-    def hook(module: Any) -> None:
-        beat.install_optimizer_hook(writer, module.register_optimizer_step_post_hook)
 
-    sys.meta_path.insert(0, _AfterImport("torch.optim.optimizer", hook))
+def start_beating(config: Config, library: dict[str, Any]) -> Callable[[Any], None]:
+    """Give this worker its beat; return what takes torch.optim.optimizer, and is to be called once that is imported."""
+    beat = library["elasticd.beat"]
+    writer = beat.from_environment()
+    # Exit handlers run last in, first out: the last words come last, just after the pulse has ended.
+    library["elasticd.last_words"].install_last_words(writer)
+    pulse = library["elasticd.pulse"].Pulse(writer, os.environ.get("ELASTICD_FLIGHT", ""))
+    stacks = load_file("_elasticd_stacks", config["stacks_module"])
+    stacks.allow(config["agent"])
+    if "ELASTICD_STACKS" in os.environ:
+        stacks.write_on(beat.STACKS_SIGNAL, os.environ["ELASTICD_STACKS"])
+
+    def begin(module: Any) -> None:
+        install = library["elasticd.optimizer_hook"].install_optimizer_hook
+        install(writer, module.register_optimizer_step_post_hook)
+        pulse.start()
+
+    return begin

@@ -10,6 +10,9 @@ from elasticd_agent.config import Policy, Rendezvous
 from elasticd_agent.store import Store
 from elasticd_agent.store.memory import MemoryStore
 
+FIRST_S = 30.0
+"""How long the first request to a c10d store waits: its host may start later than everybody else, and imports torch."""
+
 
 def open_store(meets: Rendezvous, python: str, policy: Policy, say: Callable[[str], None]) -> tuple[Store, bool]:
     """The store, and whether it is this agent that hosts it. Raises StoreRefused for what can never work."""
@@ -33,7 +36,11 @@ def open_store(meets: Rendezvous, python: str, policy: Policy, say: Callable[[st
 
             ((host, port),) = meets.endpoints
             serve = (is_own(host) and _free(port)) if meets.is_host is None else meets.is_host
-            return C10dStore(host, port, serve=serve, python=python, timeout_s=policy.store_timeout_s, say=say), serve
+            timeout_s, first_s = policy.store_timeout_s, min(FIRST_S, policy.join_timeout_s)
+            store = C10dStore(
+                host, port, serve=serve, python=python, timeout_s=timeout_s, start_timeout_s=first_s, say=say
+            )
+            return store, serve
         case "memory":
             return MemoryStore(), False
 

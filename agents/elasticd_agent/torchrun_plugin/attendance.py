@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elasticd.errors import ElasticdError, StoreRefused, StoreUnavailable, WireError
-from elasticd.wire import Document
+from elasticd.records import Document
 from elasticd_agent.store import Lease, Store, Versioned, Watch
 from elasticd_agent.torchrun_plugin.rounds import (
     Asked,

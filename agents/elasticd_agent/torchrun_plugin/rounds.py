@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticd.errors import WireError
-from elasticd.wire import Document, Record
+from elasticd.records import Document, Record
 
 STOP_S = 35.0
 """How long a member that lives is waited for: torchrun gives its workers 30 s to stop before it kills them."""

@@ -1,0 +1,269 @@
+"""The agent's control socket: how `elasticd dump` asks a running agent of the same user for something.
+
+It exists so that a person can ask without a port, a store or a signal. One thread serves a few callers at a time, each
+with a deadline; a request becomes a message in the loop's inbox, and whatever the deciding thread answers, in its own
+time, goes back. It never waits for the deciding thread, and a caller that stalls, floods or goes away costs nobody else
+anything. Only this user and root may ask: the socket lies in a private directory, and the kernel says who calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NAME = "control"
+"""The socket's name in the agent's runtime directory."""
+MOST_CALLERS = 8
+REQUEST_BYTES = 16 << 10
+ANSWER_BYTES = 1 << 20
+ANSWER_S = 30.0
+"""Evidence takes 3 s by default; an agent that has not answered by then is stuck, and says so by its silence."""
+_ORPHAN_S = 1.0
+_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
+
+Reply = Callable[[Path | str], None]
+
+
+class Unanswered(Exception):
+    """Nobody answers at this socket, or not in time, or not sensibly. The text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class DumpAsked:
+    """Evidence of the group that runs is wanted, in `out` if that is given.
+
+    `reply` takes the folder it is in, or a sentence that says why there is none. From any thread, once.
+    """
+
+    out: Path | None
+    reply: Reply = field(compare=False)
+
+
+@dataclass(slots=True)
+class _Caller:
+    """One connection. `number` tells a late reply to an earlier caller from one to this."""
+
+    number: int
+    until: float
+    heard: bytearray = field(default_factory=bytearray)
+    asked: bool = False
+
+
+class ControlServer:
+    """Listens at `path` until closed. `post` is called on the server's thread; `about` is what a caller may know."""
+
+    def __init__(
+        self,
+        path: Path,
+        post: Callable[[DumpAsked], None],
+        about: Mapping[str, Any] | None = None,
+        users: Sequence[int] | None = None,
+    ) -> None:
+        """`users` may ask, by default root and whoever this is. Raises OSError when the socket cannot be made."""
+        self._path, self._post, self._about = path, post, dict(about or {})
+        self._users = (0, os.geteuid()) if users is None else tuple(users)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            with _short(path) as name:
+                self._listener.bind(name)
+            os.chmod(path, 0o600)
+            self._listener.listen(MOST_CALLERS)
+        except OSError:
+            self._listener.close()
+            raise
+        self._callers: dict[socket.socket, _Caller] = {}
+        self._said: deque[tuple[int, dict[str, Any]]] = deque()
+        self._numbers = 0
+        self._closing = False
+        self._bell, self._ring = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ring.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="elasticd-control", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no more, and let callers go without an answer. May be called again."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake()
+        self._thread.join(1.0)
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def _run(self) -> None:
+        while not self._closing and threading.main_thread().is_alive():
+            until = min((caller.until for caller in self._callers.values()), default=time.monotonic() + _ORPHAN_S)
+            for key, _ in self._selector.select(max(0.0, min(until - time.monotonic(), _ORPHAN_S))):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._bell:
+                    self._hear_bell()
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._callers:
+                    self._hear(key.fileobj)
+            self._answer_all()
+            for sock in [sock for sock, caller in self._callers.items() if caller.until <= time.monotonic()]:
+                self._end(sock, {"error": f"the agent did not answer within {ANSWER_S:.0f} s"})
+        for sock in list(self._callers):
+            self._drop(sock)
+        self._selector.close()
+        for sock in (self._listener, self._bell, self._ring):
+            sock.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # gone again, or no file descriptor left: the backlog keeps it
+            time.sleep(0.01)
+            return
+        sock.setblocking(False)
+        if len(self._callers) >= MOST_CALLERS or _peer(sock) not in self._users:
+            sock.close()
+            return
+        self._numbers += 1
+        self._callers[sock] = _Caller(self._numbers, time.monotonic() + ANSWER_S)
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _hear(self, sock: socket.socket) -> None:
+        caller = self._callers[sock]
+        try:
+            data = sock.recv(REQUEST_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        caller.heard += data
+        if not data or len(caller.heard) > REQUEST_BYTES or caller.asked:
+            self._drop(sock)  # gone, or talking on and on: the answer to what it asked goes nowhere
+        elif b"\n" in caller.heard:
+            caller.asked = True
+            self._asked(sock, caller, bytes(caller.heard))
+
+    def _asked(self, sock: socket.socket, caller: _Caller, line: bytes) -> None:
+        try:
+            request = json.loads(line)
+        except (ValueError, RecursionError):
+            request = None
+        if not isinstance(request, dict):
+            self._end(sock, {"error": "a request is one JSON object a line"})
+            return
+        out = request.get("out")
+        match request.get("do"):
+            case "about":
+                self._end(sock, {**self._about, "pid": os.getpid()})
+            case "dump" if out is None or (isinstance(out, str) and os.path.isabs(out)):
+                number = caller.number
+                self._post(DumpAsked(None if out is None else Path(out), lambda said: self._reply(number, said)))
+            case "dump":
+                self._end(sock, {"error": "out must be an absolute path"})
+            case other:
+                self._end(sock, {"error": f"unknown request {other!r}; there are about, dump"[:200]})
+
+    def _reply(self, number: int, said: Path | str) -> None:
+        self._said.append((number, {"path": str(said)} if isinstance(said, Path) else {"error": said}))
+        self._wake()
+
+    def _answer_all(self) -> None:
+        while self._said:
+            number, answer = self._said.popleft()
+            for sock in [sock for sock, caller in self._callers.items() if caller.number == number]:
+                self._end(sock, answer)
+
+    def _end(self, sock: socket.socket, answer: Mapping[str, Any]) -> None:
+        # An answer is far smaller than a socket's buffer; a caller that takes not even that has gone.
+        with contextlib.suppress(OSError):
+            sock.send(json.dumps(answer).encode("utf-8", "backslashreplace") + b"\n")
+        self._drop(sock)
+
+    def _drop(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        del self._callers[sock]
+        sock.close()
+
+    def _hear_bell(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._bell.recv(4096)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it is awake anyway; closed: nobody listens any more
+            self._ring.send(b"!")
+
+
+class NullControl:
+    """The socket of an agent that could not make one."""
+
+    def close(self) -> None:
+        pass
+
+
+def open_control(
+    path: Path, post: Callable[[DumpAsked], None], about: Mapping[str, Any], say: Callable[[str], None]
+) -> ControlServer | NullControl:
+    """The socket at `path`; without one the job runs as well, and that is said."""
+    try:
+        return ControlServer(path, post, about)
+    except OSError as error:
+        say(f"elasticd dump will not reach this agent: {path}: {error.strerror or error}")
+        return NullControl()
+
+
+def ask(path: Path, request: Mapping[str, Any], within_s: float = ANSWER_S + 5) -> dict[str, Any]:
+    """What the agent at this socket answers. Raises Unanswered."""
+    until = time.monotonic() + within_s
+    heard = bytearray()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(within_s)
+        try:
+            with _short(path) as name:
+                sock.connect(name)
+            if _peer(sock) not in (0, os.geteuid()):
+                raise Unanswered(f"{path} belongs to somebody else")
+            sock.sendall(json.dumps(request).encode() + b"\n")
+            while b"\n" not in heard and len(heard) <= ANSWER_BYTES:
+                sock.settimeout(max(0.001, until - time.monotonic()))
+                data = sock.recv(1 << 16)
+                if not data:
+                    break
+                heard += data
+        except TimeoutError:
+            raise Unanswered(f"no answer within {within_s:.0f} s") from None
+        except OSError as error:
+            raise Unanswered(error.strerror or str(error)) from error
+    try:
+        answer = json.loads(heard)
+    except (ValueError, RecursionError):
+        raise Unanswered(
+            "the connection ended without an answer" if not heard else "an answer nobody understands"
+        ) from None
+    if not isinstance(answer, dict):
+        raise Unanswered("an answer nobody understands")
+    return answer
+
+
+def _peer(sock: socket.socket) -> int:
+    """The user at the other end."""
+    return int(_PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A name for `path` that fits into the 108 bytes a unix socket's address has, however deep it lies."""
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)

@@ -1,0 +1,137 @@
+"""Reading what somebody else left on a disk, without ever being held up by it.
+
+It exists because evidence is read when things are broken: a name may be a pipe nobody writes to, a link to a secret, or
+a file of a hundred gigabytes. Only plain files are read, a bounded part of each, and what cannot be read is a sentence,
+never an exception. A file system that does not answer at all holds up a thread, and nobody waits for that for long.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+TEXT_LIMIT = 4 << 20
+"""A stack dump of a thousand threads is below 1 MB, a flight recorder of 2,000 entries about 2 MB."""
+LINE_LIMIT = 1 << 20
+ENTRIES_LIMIT = 20_000
+
+_Result = TypeVar("_Result")
+
+
+class Silent(Exception):
+    """The file system has not answered in time."""
+
+
+def within(seconds: float, work: Callable[[], _Result]) -> _Result:
+    """The work's result, or what it raises; Silent when it takes longer: then its thread is left where it hangs."""
+    results: list[_Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001 raised again below, in the thread that asked
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="elasticd-explain", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise Silent
+    return results[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What could be read of one file. `trouble`: why there is less than there should be, "" if all is well."""
+
+    text: str = ""
+    trouble: str = ""
+    missing: bool = False
+
+
+def read(path: Path, most: int = TEXT_LIMIT, *, tail: bool = False) -> Text:
+    """The file's first `most` bytes, or its last. Undecodable bytes become U+FFFD."""
+    # O_NOFOLLOW: who explains another user's job must not be led to a file only they may read.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        fd = os.open(path, flags)
+    except FileNotFoundError:
+        return Text(missing=True)
+    except (OSError, ValueError) as error:
+        link = isinstance(error, OSError) and error.errno == errno.ELOOP
+        return Text(trouble=f"{path.name} is a link and is not followed" if link else f"{path.name}: {_why(error)}")
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            return Text(trouble=f"{path.name} is no plain file and was not read")
+        cut = found.st_size > most
+        data = _bytes(fd, found.st_size - most if cut and tail else 0, most)
+    except OSError as error:
+        return Text(trouble=f"{path.name}: {_why(error)}")
+    finally:
+        os.close(fd)
+    which = "last" if tail else "first"
+    trouble = f"{path.name} is large: only its {which} {most >> 10} KiB were read" if cut else ""
+    return Text(data.decode("utf-8", "replace"), trouble)
+
+
+def read_json(path: Path, most: int = TEXT_LIMIT) -> tuple[dict[str, Any] | None, str]:
+    """The JSON object in the file, None if there is none, and what was wrong with it."""
+    found = read(path, most)
+    if found.missing or (found.trouble and not found.text):
+        return None, found.trouble
+    if not found.text.strip():
+        return None, f"{path.name} is empty"
+    data = _object(found.text)
+    return data, "" if data is not None else found.trouble or f"{path.name} is cut short or is not JSON"
+
+
+def read_lines(path: Path, most: int = TEXT_LIMIT) -> tuple[list[dict[str, Any]], str]:
+    """The JSON objects of the file's last `most` bytes, one a line; how many lines were no such thing."""
+    found = read(path, most, tail=True)
+    lines = [line for line in found.text.splitlines() if line.strip()]
+    if found.trouble and lines:
+        lines = lines[1:]  # the first one was cut
+    objects = [data for line in lines if len(line) <= LINE_LIMIT and (data := _object(line)) is not None]
+    bad = len(lines) - len(objects)
+    trouble = f"{path.name}: {bad} of {len(lines)} lines cannot be read" if bad else found.trouble
+    return objects, trouble
+
+
+def names(directory: Path) -> list[str]:
+    """What is in the directory, sorted, at most ENTRIES_LIMIT; nothing if it cannot be read."""
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entry.name for _, entry in zip(range(ENTRIES_LIMIT), entries, strict=False))
+    except OSError:
+        return []
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _bytes(fd: int, offset: int, most: int) -> bytes:
+    parts, left = [], most
+    while left > 0 and (part := os.pread(fd, min(left, 1 << 20), offset)):
+        parts.append(part)
+        offset, left = offset + len(part), left - len(part)
+    return b"".join(parts)
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

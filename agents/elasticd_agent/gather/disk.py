@@ -1,0 +1,58 @@
+"""Files of the helper: evidence is written whole and 0600, logs are read without waiting for them.
+
+A log may be a FIFO, a terminal or a device: only plain files are read, and opening one waits for nobody. A file system
+that does not answer holds up whoever asks it; that is why all this runs in a process that can be killed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+
+PART = ".part"
+LOG_LINES = 200
+LOG_BYTES = 256 << 10
+"""Of a log's end: 200 lines of 1,300 characters."""
+LINE_LIMIT = 2000
+
+
+def write(path: str, content: bytes) -> None:
+    """Make or replace the file, at once and whole, so that nobody ever reads half of it. Raises OSError."""
+    part = f"{path}{PART}"
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        left = memoryview(content)
+        while left:
+            left = left[os.write(fd, left) :]
+    finally:
+        os.close(fd)
+    os.replace(part, path)
+
+
+def read(path: str, most: int, *, tail: bool = False) -> bytes:
+    """The first or last `most` bytes of a plain file. Raises OSError, also for what is no plain file."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{path} is no plain file")
+        return os.pread(fd, most, max(0, found.st_size - most) if tail else 0)
+    finally:
+        os.close(fd)
+
+
+def last_lines(paths: Sequence[str]) -> bytes:
+    """The end of each log, behind its name if there is more than one with anything in it."""
+    parts = []
+    for path in dict.fromkeys(paths):
+        try:
+            data = read(path, LOG_BYTES, tail=True)
+        except OSError as error:
+            data = f"[elasticd: not read: {error.strerror or error}]\n".encode()
+        lines = data.splitlines()[-LOG_LINES:]
+        if lines:
+            parts.append((path, b"".join(line[:LINE_LIMIT] + b"\n" for line in lines)))
+    if len(parts) == 1:
+        return parts[0][1]
+    return b"".join(f"==> {path} <==\n".encode("utf-8", "surrogateescape") + text for path, text in parts)

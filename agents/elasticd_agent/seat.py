@@ -1,0 +1,148 @@
+"""Builds one agent's seat at its job's table: its record, its store, its planner, and the way the loop speaks to them.
+
+It exists so that `run` need not know what it takes to meet others. With a store in memory there is nobody to meet: then
+nothing runs out, nobody knocks, and every turn of the loop is a turn of the coordinator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elasticd.wire import NodeRecord
+from elasticd_agent.addresses import joined, local_address
+from elasticd_agent.agreement import spec_document, unlike
+from elasticd_agent.config import JobSpec, Policy
+from elasticd_agent.coordinator import Coordinator
+from elasticd_agent.keys import Keys
+from elasticd_agent.knock import KnockServer, knock
+from elasticd_agent.lines import Lines
+from elasticd_agent.meeting import Broken, LocalMeeting, RemoteMeeting
+from elasticd_agent.news import News
+from elasticd_agent.plan import Asked
+from elasticd_agent.planner import Facts, Planner
+from elasticd_agent.store.opening import open_store
+
+ALWAYS_S = 1e7
+KNOCK_S = 0.2
+"""An agent answers a knock within a millisecond; one that does not in this time is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What the loop needs of it. `start` begins to meet, once somebody listens."""
+
+    node: str
+    incarnation: str
+    shared: bool
+    meeting: LocalMeeting | RemoteMeeting
+
+    def start(self) -> None:
+        if isinstance(self.meeting, RemoteMeeting):
+            self.meeting.start()
+
+
+def take_seat(
+    spec: JobSpec,
+    policy: Policy,
+    node: str,
+    *,
+    found: tuple[int, tuple[int, int] | None],
+    warm: bool,
+    attentive: Callable[[], bool],
+    post: Callable[[News | Broken], None],
+    say: Callable[[str], None],
+    stack: contextlib.ExitStack,
+) -> Seat:
+    """`found`: the highest round number that left anything here, and the checkpoint to propose. `warm`: workers would
+    start at once. `stack` takes back what is opened. Raises UsageError for a store that cannot be used.
+    """
+    meets = spec.rendezvous
+    shared = meets.backend != "memory"
+    incarnation = secrets.token_hex(8)
+    address = ""
+    if shared:
+        knocked = KnockServer(workers_address(spec), node, incarnation)
+        stack.callback(knocked.close)
+        address = joined(workers_address(spec), knocked.port)
+    highest, resume = found
+    record = NodeRecord(
+        node,
+        incarnation,
+        address,
+        tuple(range(spec.max_workers)),
+        directory=directory_id(spec.checkpoint_dir) if shared else "",
+        highest=highest,
+        warm=int(not shared or warm),
+        role=spec.role,
+    )
+    store, hosts = open_store(meets, spec.python, policy, say)
+    stack.callback(store.close)
+    keys, times = Keys(spec.job_id), policy if shared else _alone(policy)
+    last_call_s = policy.last_call_s if shared else 0.0
+    asked = Asked(spec.min_workers, spec.max_workers, meets.min_nodes, meets.max_nodes, last_call_s, spec.run)
+    facts = Facts(first_number=1 + highest, checkpoint=resume)
+    planner = Planner(store, keys, times, asked, facts, lambda nodes: knock(nodes, KNOCK_S), node, say)
+    lines = Lines(lambda node: coordinator.hung_up(node))
+    stack.callback(lines.close)
+    coordinator = Coordinator(
+        store,
+        keys,
+        times,
+        record,
+        planner,
+        json.dumps(spec_document(spec, policy), sort_keys=True).encode(),
+        lambda mine, theirs: unlike(mine, theirs, say),
+        may_plan=meets.backend != "c10d" or hosts,
+        others_plan=meets.backend != "c10d",
+        attentive=attentive,
+        keep_lines=lines.keep,
+    )
+    if not shared:
+        return Seat(node, incarnation, shared, LocalMeeting(coordinator, facts))
+    meeting = RemoteMeeting(coordinator, facts, post, hosts)
+    coordinator.on_hint(meeting.wake)
+    stack.callback(meeting.close)
+    return Seat(node, incarnation, shared, meeting)
+
+
+def _alone(policy: Policy) -> Policy:
+    """In this process's own memory nobody can be lost, so nothing has to be renewed."""
+    return replace(
+        policy, lease_s=ALWAYS_S, renewal_s=ALWAYS_S / 4, adopt_timeout_s=2 * ALWAYS_S, store_away_s=2 * ALWAYS_S
+    )
+
+
+def workers_address(spec: JobSpec) -> str:
+    """What the workers' MASTER_ADDR says when rank 0 is here: a literal that other nodes reach, if there are any."""
+    if spec.rendezvous.backend == "memory":
+        return spec.master_addr
+    return local_address(spec.rendezvous.endpoints, spec.rendezvous.local_addr)
+
+
+def listening_address(spec: JobSpec) -> str:
+    """Where the workers' store listens: on loopback, unless an address of this machine was given, or others come."""
+    if spec.rendezvous.backend != "memory":
+        return "::" if ":" in workers_address(spec) else "0.0.0.0"
+    return "127.0.0.1" if spec.master_addr in ("localhost", "127.0.0.1") else spec.master_addr
+
+
+def directory_id(directory: Path | None) -> str:
+    """A name for the checkpoint directory that is the same wherever it is mounted; "" without one."""
+    if directory is None:
+        return ""
+    path = directory / ".directory-id"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(fd, "w") as file:
+                file.write(secrets.token_hex(8))
+        return path.read_text()
+    except OSError:  # saving will say what is wrong with it; until then nobody shares it
+        return secrets.token_hex(8)
