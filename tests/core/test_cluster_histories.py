@@ -28,7 +28,8 @@ MISSED_S = 12.0
 """The same where its watches stay silent: it reads its keys every 10 s."""
 
 Kind = Literal[
-    "start", "kill", "vanish", "freeze", "thaw", "cut store", "cut peers", "cut", "heal", "crash", "stop",
+    "start", "kill", "vanish", "freeze", "thaw", "crash", "stop",
+    "cut store", "cut peers", "cut", "cut from one", "heal",
     "store down", "store up", "store empty", "hints", "deaf", "dies before", "dies after", "answer lost",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
@@ -109,6 +110,8 @@ def happen(c: Judged, act: Act) -> None:
             getattr(c, act.kind)(label)
         case "cut store" | "cut peers" | "cut" if lives:
             c.cut(label, store=act.kind != "cut peers", peers=act.kind != "cut store")
+        case "cut from one" if lives and (other := NAMES[act.n % len(NAMES)]) != label and other in c.nodes:
+            c.cut(label, peer=other)
         case "crash" if node is not None and lives and not node.frozen and node.group is not None:
             c.exit(label, 0, ExitStatus(None, 9))
         case "stop" if node is not None and lives and not node.frozen:

@@ -27,7 +27,6 @@ from elasticd_agent.messages import (
     RoundPublished,
     Running,
     Settling,
-    Stalled,
     StartFailed,
     StartGroup,
     StopForced,
@@ -55,7 +54,7 @@ class Fate:
     after_s: float = 1.0
 
 
-WAYS = ("done", "killed", "raises", "echo", "all raise", "all but one done", "store", "stalled", "vanishes", "no start")
+WAYS = ("done", "killed", "raises", "echo", "all raise", "all but one done", "store", "vanishes", "no start")
 fates = st.builds(
     Fate,
     how=st.sampled_from(WAYS),
@@ -152,8 +151,6 @@ class History(World):
                     self.exits(r, other, 3 if other == rank else 0, None, late + (other == rank) * 0.1)
             case "store":
                 self.later(StoreExited(n, "was killed by SIGKILL", self.now + late), late)
-            case "stalled":
-                self.later(Stalled(n, "no worker has made progress", self.now + late), late)
             case "vanishes":
                 self.later(GroupGone(n), late)
             case "no start":

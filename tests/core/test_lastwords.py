@@ -35,6 +35,7 @@ def raised(type_: str, message: str = "", bases: tuple[str, ...] = ()) -> Worker
         (raised("torch.distributed.DistBackendError"), None, True),
         (raised("torch._C._distributed_c10d.DistStoreError"), None, True),
         (raised("elasticd.errors.DecisionTimeout"), None, True),
+        (raised("elasticd.errors.BarrierTimeout", "", ("elasticd.errors.ElasticdError", "Exception")), None, True),
         (raised("ConnectionResetError"), None, True),
         (raised("http.client.RemoteDisconnected", "", ("ConnectionResetError", "ConnectionError")), None, True),
         (raised("torch.OutOfMemoryError"), None, True),
@@ -59,3 +60,6 @@ def test_an_exit_in_words() -> None:
     assert said(raised("KeyError", "'x'\nmore")) == "exited with code 1 (KeyError: 'x')"
     assert said(raised("AssertionError")) == "exited with code 1 (AssertionError)"
     assert len(said(raised("ValueError", "x" * 1000))) < 200
+    missing = "barrier 'epoch': 3 of 4 ranks are missing: " + "rank 1 (step 17, phase eval, said in the last 1.3 s)" * 3
+    assert missing in said(raised("elasticd.errors.BarrierTimeout", missing))
+    assert len(said(raised("elasticd.errors.BarrierTimeout", "x" * 1000))) < 510

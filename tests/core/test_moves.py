@@ -26,7 +26,6 @@ from elasticd_agent.messages import (
     Rules,
     Running,
     Settling,
-    Stalled,
     StartFailed,
     StartGroup,
     Stop,
@@ -75,7 +74,7 @@ PHASES: list[Phase] = [
 def of_round(n: int) -> list[Event]:
     return [
         exited(1, 0, number=n), exited(1, -9, number=n), StoreExited(n, "died", 9.0), GroupGone(n), FirstStep(n, 9.0),
-        Stalled(n, "stalled", 9.0), StartFailed(n, "no memory", 9.0),
+        StartFailed(n, "no memory", 9.0),
     ]  # fmt: skip
 
 
@@ -201,7 +200,6 @@ def test_every_rank_must_make_the_same_mistake_in_time() -> None:
         (TimeCame(10.5), "crash", ((0, 4),)),
         (FirstStep(3, 10.1), "crash", ((0, 4),)),
         (StoreExited(3, "died", 10.1), "store_lost", ()),
-        (Stalled(3, "no progress", 10.1), "crash", ((0, 4),)),
     ]
     for event, kind, culprits in cases:
         after, (kill, report) = step(phase, event, RULES)
@@ -225,7 +223,6 @@ def test_all_workers_must_end_well() -> None:
     ("event", "kind", "why"),
     [
         (StoreExited(3, "was killed by SIGKILL", 9.0), "store_lost", "the workers' store was killed by SIGKILL"),
-        (Stalled(3, "no progress for 9 s", 9.0), "stalled", "no progress for 9 s"),
         (StartFailed(3, "no memory", 9.0), "start_failed", "the group could not be started: no memory"),
     ],
 )

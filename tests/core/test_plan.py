@@ -26,12 +26,18 @@ def mistake(node: str = "a", error: str = "ValueError") -> Failure:
 
 
 def first(*nodes: Present, fewest: int = 2, most: int = 2, at_least: int = 1) -> View:
-    return View(None, nodes, Asked(fewest, most, at_least, max(at_least, len(nodes))))
+    return View(None, _far(nodes, 0), Asked(fewest, most, at_least, max(at_least, len(nodes))))
+
+
+def _far(nodes: tuple[Present, ...], number: int) -> tuple[Present, ...]:
+    """The nodes, once they have seen and started that round."""
+    return tuple(replace(p, record=replace(p.record, seen=number, ready=number)) for p in nodes)
 
 
 def running(view: View) -> View:
     """The view once its next Round was published, at time 0."""
-    return replace(view, current=decided(view), failures=(), done=frozenset())
+    current = decided(view)
+    return replace(view, current=current, nodes=_far(view.nodes, current.number), failures=(), done=frozenset())
 
 
 def decided(view: View, now: float = 0.0, policy: Policy = POLICY) -> Round:
@@ -49,7 +55,7 @@ def waiting(view: View, now: float = 0.0, policy: Policy = POLICY) -> Wait:
 def test_the_first_round() -> None:
     view = replace(first(node("a")), first_number=8, checkpoint=(7, 50))
     r = decided(view)
-    assert r == Round(8, (Member("a", "i", (0, 1)),), (7, 50), reason=r.reason)
+    assert r == Round(8, (Member("a", "i", (0, 1)),), (7, 50), reason=r.reason, cause="start")
     assert r.reason == "first round: 2 workers on a, from checkpoint r7-s50"
     assert waiting(running(view)) == Wait("round 8 runs with 2 workers", None)
 
@@ -122,10 +128,10 @@ def test_a_lost_node_costs_nothing_and_the_survivors_keep_their_order() -> None:
 
 
 def test_last_call() -> None:
-    view = View(None, (node("a", joined_at=1), node("b", joined_at=3)), Asked(2, 2, 1, 3))
+    view = View(None, _far((node("a", joined_at=1), node("b", joined_at=3)), 0), Asked(2, 2, 1, 3))
     assert waiting(view, 3.0).until == 8.0
     assert len(decided(view, 8.0).members) == 2
-    assert len(decided(replace(view, nodes=(*view.nodes, node("c", joined_at=4))), 4.0).members) == 3
+    assert len(decided(replace(view, nodes=(*view.nodes, *_far((node("c", joined_at=4),), 0))), 4.0).members) == 3
     few = replace(view, asked=Asked(2, 2, 3, 3))
     assert waiting(few, 99.0).why == "2 of at least 3 nodes here"
 

@@ -18,7 +18,7 @@ ROUND = Round(3, tuple(Member(n, "i", (0,)) for n in "abc"), directory="d", rest
 
 
 def present(name: str, joined_at: float = 0.0, **fields: object) -> Present:
-    record = NodeRecord(name, "i", f"{name}:1", (0,), "d", seen=3, ready=3)
+    record = NodeRecord(name, "i", f"{name}:1", (0,), "d", seen=3, ready=3 if name in "abc" else 0)
     return Present(replace(record, **fields), joined_at)  # type: ignore[arg-type]
 
 
@@ -107,12 +107,34 @@ def test_when_all_leave_the_job_is_stopped_and_may_be_begun_again() -> None:
     held = with_(present("a", leaving="a leaves", can_hold=3, held=3), view=gone)
     end = decided(held)
     assert (end.outcome, end.exit_code, end.reason) == ("stopped", 143, "a leaves; b leaves; c leaves")
+    for codes, code in (((130, 130, 130), 130), ((130, 0, 130), 130), ((130, 143, 130), 143), ((1, 130, 129), 143)):
+        asked = [replace(p, record=replace(p.record, leaving_code=c)) for p, c in zip(held.nodes, codes, strict=True)]
+        assert decided(replace(held, nodes=tuple(asked))).exit_code == code
     other = with_(present("d"), view=held)
     assert not isinstance(plan(other, POLICY, NOW), Round), "d could still become one of many"
     again = replace(VIEW, current=end, asked=Asked(1, 1, 2, 3))
     assert (decided(again).number, nodes(decided(again))) == (5, "abc")
     for outcome in ("succeeded", "failed"):
         assert isinstance(plan(replace(again, current=replace(end, outcome=outcome)), POLICY, NOW), Wait)
+
+
+def test_two_rounds_of_one_number_end_with_the_next_one() -> None:
+    stranger = present("x", ready=3)
+    grown = decided(with_(stranger))
+    assert (grown.number, nodes(grown)) == (4, "abcx")
+    assert grown.reason.startswith("x ran another round 3, which an empty store did not know; x joined; restart 2")
+    full = decided(replace(with_(stranger), asked=Asked(1, 1, 2, 3)))
+    assert (full.number, nodes(full)) == (4, "abc"), "where there is no room its round ends, too"
+    before = present("x", ready=2)
+    assert not isinstance(plan(with_(before), POLICY, NOW), Round), "that is over"
+
+
+def test_strangers_wait_for_a_round_that_somebody_runs_and_number_theirs_above() -> None:
+    runs, stranger = present("a", joined_at=NOW, highest=1), present("x", joined_at=NOW, seen=0)
+    view = replace(VIEW, current=None, nodes=(runs, stranger), asked=Asked(1, 1, 2, 2))
+    why = "a came from a round that the store does not know, and will write it down"
+    assert plan(view, POLICY, NOW) == Wait(why, NOW + BACK_S)
+    assert decided(view, NOW + BACK_S).number == 4
 
 
 def victim(node: str) -> Failure:

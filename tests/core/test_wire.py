@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import WireError
-from elasticd.wire import Bench, BudgetState, Document, Failure, Member, NodeRecord, Round
+from elasticd.records import Document
+from elasticd.wire import Bench, BudgetState, Failure, Member, NodeRecord, Round
 
 ROUND = Round(
     7,
@@ -129,6 +130,7 @@ def broken(record: Document, **changes: Any) -> str:
         (broken(FAILURE, culprits=[[1]]), r"^Failure\.culprits\[0\]"),
         (broken(FAILURE, detail=3), r"^Failure\.detail: expected a string, got a number"),
         (broken(NODE, slots=[-1]), r"node 'a': slots"),
+        (broken(NODE, leaving_code=256), r"node 'a': leaving_code 256 is not in 0\.\.255"),
         ('{"version": "1.0", "version": "1.0"}', r"names a field twice"),
         ('{"version": "1.0", "x": NaN}', r"NaN is not JSON"),
         ('{"version": "1.0", "x": 1e999}', r"1e999 is too large"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticd.wire import NodeRecord, Round
+from elasticd.wire import Failure, NodeRecord, Round
 from elasticd_agent.config import Policy
 from elasticd_agent.core import step
 from elasticd_agent.messages import (
@@ -71,6 +71,15 @@ class World:
         self.heard(before, event, actions)
         for action in actions:
             self._perform(action)
+        self.look()
+
+    def hung(self, rank: int, why: str) -> None:
+        """All agents' reports have shown that the group hangs, by this rank."""
+        assert self.view.current is not None
+        slot = next(slot for r, _, _, slot in self.view.current.places() if r == rank)
+        failure = Failure(self.view.current.number, NODE, "hung", ((rank, slot),), why, cause="blocked")
+        if not self.view.failures:
+            self.view = replace(self.view, failures=(failure,), failed_at=self.now)
         self.look()
 
     def look(self) -> None:

@@ -9,14 +9,22 @@ An agent's label tells it from others of the same node id; it is the node id unl
 
 from __future__ import annotations
 
+import json
+import signal
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
+from elasticd.records import VERSION
 from elasticd.wire import NodeRecord, Round
 from elasticd_agent import core
+from elasticd_agent.agreement import unlike
 from elasticd_agent.config import Policy
 from elasticd_agent.coordinator import Coordinator
+from elasticd_agent.evidence import Target
+from elasticd_agent.groups import Freed, Stuck
+from elasticd_agent.keys import Keys
 from elasticd_agent.knock import Answered, Refused, Silent
 from elasticd_agent.messages import (
     Action,
@@ -41,18 +49,40 @@ from elasticd_agent.messages import (
     Wake,
     WorkerExited,
 )
-from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Rejected, StoreSeen
-from elasticd_agent.planner import Facts, Keys, Planner
+from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Rejected, ReportAsked, StoreSeen
+from elasticd_agent.observation import Judged
+from elasticd_agent.planner import Facts, Planner
+from elasticd_agent.slots import Slots
 from elasticd_agent.store.memory import MemoryStore
+from elasticd_agent.suspicion import Suspicion
 from elasticd_agent.view import Asked
+from tests.scenarios.hanging import MadeUpEvidence, look
 from tests.scenarios.node import Away, Node
 from tests.scenarios.waystore import Killed, WayStore
 
 STEP_S = 0.1
+STUCK_S = 5.0
+"""What does not die is waited for so long."""
+LOOK_S = 0.25
+DEADLINE_S = 5.0
 LOST_PEER_S = 0.03
 START_S = 0.1
 SILENT = Silent("no answer")
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Quiet:
+    """Tells of suspicions."""
+
+    cluster: Cluster
+    label: str
+
+    def suspected(self, number: int, why: str) -> None:
+        self.cluster.tell(self.label, f"suspects: {why}")
+
+    def suspicion_over(self, number: int, seconds: float) -> None:
+        self.cluster.tell(self.label, f"suspected it for {seconds:.1f} s, and it goes on")
 
 
 class Cluster:
@@ -66,6 +96,8 @@ class Cluster:
         self.asked, self.policy, self.slots, self.holds = asked, policy, slots, holds
         self.store = MemoryStore(lambda: self.now)
         self.store_up = True
+        self.deaf = False
+        self.twins = False
         self.keys = Keys("job")
         self.nodes: dict[str, Node] = {}
         self.later: list[tuple[float, Callable[[], None]]] = []
@@ -81,7 +113,7 @@ class Cluster:
 
     # ---- what happens
 
-    def start(self, label: str, name: str | None = None) -> Node:
+    def start(self, label: str, name: str | None = None, role: str = "default", version: str = VERSION) -> Node:
         name = name or label
         if not self._alive() and self.store.read(self.keys.round) is None:
             self.rounds.clear()  # nobody remembers
@@ -89,7 +121,9 @@ class Cluster:
         incarnation = f"{name}{port}"
         highest = self.highest.get(name, 0)
         facts, away = Facts(first_number=1 + highest, checkpoint=self.saved), Away()
-        way = WayStore(self.store, lambda: self.store_up and not away.store, lambda deliver: self.hints(deliver))
+        way = WayStore(
+            self.store, lambda: self.store_up and not away.store, lambda deliver: self.hints(deliver), version
+        )
         planner = Planner(
             way,
             self.keys,
@@ -100,11 +134,17 @@ class Cluster:
             name,
             lambda sentence: self.tell(label, sentence),
         )
-        record = NodeRecord(name, incarnation, f"{label}:{port}", tuple(range(self.slots)), "d", highest)
-        coordinator = Coordinator(way, self.keys, self.policy, record, planner, b"{}", lambda a, b: None)
+        record = NodeRecord(name, incarnation, f"{label}:{port}", tuple(range(self.slots)), "d", highest, role=role)
+        asked = {"role": role, "args": [], "min_nodes": self.asked.min_nodes, "max_nodes": self.asked.max_nodes}
+        agreed = way.written(json.dumps({"version": VERSION, **asked}).encode())
+        say = planner.say
+        coordinator = Coordinator(way, self.keys, self.policy, record, planner, agreed, lambda a, b: unlike(a, b, say))
         rules = Rules(name, incarnation=incarnation, shared=True)
-        node = Node(label, name, incarnation, rules, facts, coordinator, way, away, due=self.now)
+        slots = Slots(name, record.slots, self.asked.min_workers)
+        node = Node(label, name, incarnation, rules, facts, coordinator, way, away, slots, due=self.now)
         coordinator.on_hint(lambda: self._hinted(node))
+        evidence = MadeUpEvidence(node, self._at, lambda: self.now)
+        node.suspicion = Suspicion(name, self.policy, evidence, coordinator.report, _Quiet(self, label), local=False)
         self.nodes[label] = self.agents[incarnation] = node
         return node
 
@@ -126,6 +166,25 @@ class Cluster:
     def thaw(self, label: str) -> None:
         self.nodes[label].frozen = False
         self._see_peers()
+
+    def hang(self, label: str, how: str) -> None:
+        """The node's workers do not train any more: one of "sleeps", "burns", "stopped", "collective"; "" ends that."""
+        node = self.nodes[label]
+        node.stuck = how
+        for one in self._alive():
+            one.look_at = self.now + LOOK_S
+        self._see_peers()
+
+    def cling(self, label: str, slot: int) -> None:
+        """The worker in this slot will not die of SIGKILL."""
+        self.nodes[label].undying.add(slot)
+
+    def let_go(self, label: str) -> None:
+        """What clung to the node's slots has ended at last."""
+        node = self.nodes[label]
+        freed, node.undying = sorted(node.undying), set()
+        for slot in freed:
+            self._slot(node, Freed(100 + slot))
 
     def cut(self, label: str, *, store: bool = False, peers: bool = False, peer: str | None = None) -> None:
         away = self.nodes[label].away
@@ -155,11 +214,11 @@ class Cluster:
         for node in ending:
             node.done = node.group.number if node.group else 0
         for node in ending:
-            for local_rank in range(self.slots if isinstance(node.phase, Running) else 0):
+            for local_rank in range(_workers(node) if isinstance(node.phase, Running) else 0):
                 self.exit(node.label, local_rank, ExitStatus(0))
 
-    def stop(self, label: str) -> None:
-        self._feed(self.nodes[label], StopRequested("SIGTERM", 143, self.now))
+    def stop(self, label: str, name: str = "SIGTERM") -> None:
+        self._feed(self.nodes[label], StopRequested(name, 128 + signal.Signals[name], self.now))
 
     def empty_store(self) -> None:
         """It came back without anything that was in it."""
@@ -185,6 +244,7 @@ class Cluster:
         times = [at for at, _ in self.later]
         for node in self._alive():
             times += [at for at in (node.due, *node.wakes) if at is not None]
+            times += [node.look_at] if node.look_at and node.group is not None else []
         return min(times, default=None)
 
     def _alive(self) -> list[Node]:
@@ -199,8 +259,19 @@ class Cluster:
             if any(at <= self.now for at in node.wakes):
                 node.wakes = [at for at in node.wakes if at > self.now]
                 self._feed(node, TimeCame(self.now))
+            if node.look_at and node.look_at <= self.now and node.group is not None:
+                self._look(node, node.group)
             if node.due is not None and node.due <= self.now and node.left is None:
                 self._turn(node)
+
+    def _look(self, node: Node, round: Round) -> None:
+        """Only once somebody has hung: a job that never does need not be looked at."""
+        assert node.suspicion is not None
+        stuck = any(member.stuck for member in self._members(round))
+        node.look_at = self.now + LOOK_S if stuck or node.suspicion.open else 0.0
+        idle_s = self.now - self.trained[round.number] if round.number in self.trained else 0.0
+        node.suspicion.look(look(node, round, self.step, idle_s, stuck), DEADLINE_S, self.now)
+        node.due = self.now
 
     def _hinted(self, node: Node) -> None:
         node.due = self.now
@@ -230,6 +301,12 @@ class Cluster:
                 node.hold = number if on else 0
                 if on and self.holds:
                     self._at(STEP_S, lambda: self._hold(node, number))
+            case ReportAsked(number, on):
+                assert node.suspicion is not None
+                node.suspicion.asked(number, on)
+                node.look_at = self.now
+            case Judged(_, _, cause, why):
+                self.tell(node.label, f"finds the group hung ({cause}): {why}")
             case StoreSeen(away, _, seconds):
                 self.tell(node.label, "the store is away" if away else f"the store is back after {seconds:.1f} s")
             case Awaited(why):
@@ -251,9 +328,14 @@ class Cluster:
             self._perform(node, action)
 
     def _published(self, round: Round) -> None:
-        known = self.rounds.setdefault(round.number, round)
-        assert known == round, f"two rounds are numbered {round.number}"
-        if known is round:
+        new = round.number not in self.rounds
+        # But for what the store alone has added to them: see WayStore.written.
+        alike = replace(round, version=VERSION, unknown={})
+        known = self.rounds.setdefault(round.number, alike)
+        assert known == alike or self.twins, f"two rounds are numbered {round.number}"
+        if known != alike:
+            new, self.rounds[round.number] = True, alike
+        if new:
             end = "" if round.outcome is None else f" ({round.outcome}, exit code {round.exit_code})"
             self.tell("", f"round {round.number}{end}: {round.reason}")
 
@@ -261,17 +343,26 @@ class Cluster:
         match action:
             case StartGroup(round):
                 assert node.group is None, f"{node.name} starts {round.number} while {node.group} lives"
+                if node.slots.blocks(round):
+                    node.blocked = round.number
+                    return
                 assert round.number > node.stepping, "numbers only grow"
                 node.group, node.joined = round, False
                 self.highest[node.name] = round.number
+                assert node.suspicion is not None
+                targets = [Target(rank, 1) for rank in round.ranks(node.name)]
+                node.suspicion.begin(round.number, targets, Path("evidence"))
+                node.stuck = ""
                 node.facts.advances_by = self.now
                 node.coordinator.update(ready=round.number)
                 if round.group_rank(node.name) == 0:
                     node.master = round.number
                     node.coordinator.master(round.number, node.label, 1)
                 self._join(node)
+            case KillGroup(number) | StopGroup(number) if node.blocked == number:
+                self._at(0.0, lambda: self._unblock(node, number))
             case KillGroup(number) | StopGroup(number):
-                self._at(0.01, lambda: self._gone(node, number))
+                self._at(STUCK_S if self._clinging(node) else 0.01, lambda: self._gone(node, number))
             case ReportFailure(failure):
                 self.tell(node.label, f"reports {failure.kind}: {failure.why}")
                 failure = replace(failure, high_water=self.step, checkpoint=node.facts.checkpoint)
@@ -280,8 +371,8 @@ class Cluster:
                 self.tell(node.label, "is done")
                 node.coordinator.done(number)
                 self._at(0.01, lambda: self._gone(node, number))
-            case ReportLeaving(why):
-                node.coordinator.update(leaving=why)
+            case ReportLeaving(why, code):
+                node.coordinator.update(leaving=why, leaving_code=code)
             case Wake(at):
                 node.wakes.append(at)
             case Leave(exit_code, why):
@@ -304,6 +395,8 @@ class Cluster:
 
     def _trains(self, round: Round) -> bool:
         members = self._members(round)
+        if any(node.stuck for node in members):
+            return False
         return all(self._lives(node, round) and node.joined and node.done != round.number for node in members) and (
             all(self._reaches(one, other) for one in members for other in members if one is not other)
         )
@@ -360,10 +453,33 @@ class Cluster:
             return
         if node.frozen:  # a stopped process does not hear of its children's end
             return self._at(0.01, lambda: self._gone(node, number))
+        for rank, slot in self._clinging(node):
+            self._slot(node, Stuck(number, 100 + slot, rank, slot, "D", "rpc_wait"))
         round, node.group = node.group, None
+        if node.suspicion is not None:
+            node.suspicion.end()
         node.facts.advances_by = None
         self._feed(node, GroupGone(number))
         self._lose_peers(round, node)
+
+    @staticmethod
+    def _clinging(node: Node) -> list[tuple[int, int]]:
+        """(rank, slot) of the group's workers that will not die."""
+        places = node.group.places() if node.group is not None else ()
+        return [(rank, slot) for rank, name, _, slot in places if name == node.name and slot in node.undying]
+
+    def _slot(self, node: Node, news: Stuck | Freed) -> None:
+        self.tell(node.label, node.slots.heard(news) or "")
+        if (round := node.slots.unblocked()) is not None:
+            node.blocked = 0
+            self._perform(node, StartGroup(round))
+        node.coordinator.update(slots=node.slots.usable, unusable=node.slots.why)
+        node.due = self.now
+
+    def _unblock(self, node: Node, number: int) -> None:
+        node.blocked = 0
+        node.slots.forget(number)
+        self._feed(node, GroupGone(number))
 
     def _lose_peers(self, round: Round, gone: Node) -> None:
         """Connections to a dead process are reset, where there is a machine that resets them."""
@@ -374,7 +490,7 @@ class Cluster:
             waits = isinstance(node.phase, Running) and node.done != round.number
             if self._lives(node, round) and waits and self._reaches(node, gone):
                 words = LastWords("exception", "RuntimeError", "Connection reset by peer", "")
-                for local_rank in range(self.slots):
+                for local_rank in range(_workers(node)):
                     if isinstance(node.phase, Running):
                         self.exit(node.label, local_rank, ExitStatus(1), words)
 
@@ -392,9 +508,13 @@ class Cluster:
         return {name: self._answer(who, agents[port - 1]) for name, (_, port) in them.items()}
 
     def _answer(self, who: Node, whom: Node) -> Answered | Refused | Silent:
-        if not self._reaches(who, whom) or whom.frozen:
+        if not self._reaches(who, whom) or whom.frozen or self.deaf:
             return SILENT
         return Refused() if whom.dead or whom.left else Answered(whom.name, whom.incarnation)
 
     def tell(self, who: str, what: str) -> None:
         self.lines.append((self.now, who, what))
+
+
+def _workers(node: Node) -> int:
+    return len(node.group.ranks(node.name)) if node.group is not None else 0

@@ -6,7 +6,7 @@
     > exit rank=0 code=2 exit                                  sys.exit
     > step 120                         a worker committed this step (the first of a round is its first step)
     > saved 100                        rank 0 saved a checkpoint of this step
-    > gone | store KILLED-BY | stalled | stop SIGTERM | stop-again SIGTERM | start-failed WHY
+    > gone | store KILLED-BY | hung rank=R WHY | stop SIGTERM | stop-again SIGTERM | start-failed WHY
     > wait 0.5                         so many seconds pass
     > again 2                          the store says once more that this round was published
 
@@ -36,7 +36,6 @@ from elasticd_agent.messages import (
     RoundPublished,
     Running,
     Settling,
-    Stalled,
     StartFailed,
     StartGroup,
     StopForced,
@@ -101,6 +100,8 @@ def _happen(world: Told, verb: str, words: list[str]) -> None:
     number = int(options.get("round", world.alive or 0))
     if verb == "wait":
         world.pass_time(world.now + float(rest[0]))
+    elif verb == "hung":
+        world.hung(int(options["rank"]), " ".join(rest))
     elif verb == "saved":
         world.saved(number, int(rest[0]))
     elif verb == "step":
@@ -121,8 +122,6 @@ def _event(world: Told, verb: str, number: int, options: dict[str, str], rest: l
             return GroupGone(number)
         case "store":
             return StoreExited(number, why, world.now)
-        case "stalled":
-            return Stalled(number, "no worker has made progress for 1800 s", world.now)
         case "start-failed":
             return StartFailed(number, why, world.now)
         case "stop" | "stop-again":

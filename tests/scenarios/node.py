@@ -8,6 +8,8 @@ from elasticd.wire import Round
 from elasticd_agent.coordinator import Coordinator
 from elasticd_agent.messages import Joining, Leave, Phase, Rules
 from elasticd_agent.planner import Facts
+from elasticd_agent.slots import Slots
+from elasticd_agent.suspicion import Suspicion
 from tests.scenarios.waystore import WayStore
 
 
@@ -24,7 +26,9 @@ class Away:
 class Node:
     """One agent and its group. `group`: the round whose workers live here; `joined`: they know where their store is.
 
-    `done`: the round whose workers here have all ended with code 0.
+    `done`: the round whose workers here have all ended with code 0. `stuck`: what they do instead of training:
+    "sleeps", "burns" (processor time), "stopped", "collective" (inside one, like those that wait for it). `undying`:
+    slots whose workers do not die of SIGKILL; `blocked`: the round that waits for such a slot.
     """
 
     label: str
@@ -35,6 +39,7 @@ class Node:
     coordinator: Coordinator
     way: WayStore
     away: Away
+    slots: Slots
     phase: Phase = field(default_factory=Joining)
     group: Round | None = None
     joined: bool = False
@@ -47,3 +52,8 @@ class Node:
     frozen: bool = False
     dead: bool = False
     left: Leave | None = None
+    stuck: str = ""
+    undying: set[int] = field(default_factory=set)
+    blocked: int = 0
+    suspicion: Suspicion | None = None
+    look_at: float = 0.0

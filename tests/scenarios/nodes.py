@@ -1,17 +1,24 @@
 """Runs a scenario of many nodes: lines that begin with '>' are what happens, those below each are what came of it.
 
     > job nodes=2:3 holds             first line; also slots=N, and any number of Policy: adopt_timeout_s=5
-    > start a b c                     agents start; b2=b: one labelled b2 that says it is node b
+    > start a b c                     agents start; b2=b: labelled b2, says it is node b; c:eval: with --role eval
+                                      c@1.1: an elasticd one minor version newer, whose records have a field more
     > kill b | vanish b               its processes end; or the machine, and nothing resets a connection any more
     > freeze b | thaw b               all its processes are stopped, or go on
     > cut a from store | peers | b    packets are dropped silently; several words are several cuts
     > heal a                          a reaches everything again
     > exit a SIGKILL                  a worker of a ends: a signal's name, or code=N, or code=1 ValueError: bad value
+    > hang a sleeps | burns | stopped | collective | over    a's workers stand still, in this way; or train again
     > finish [a b]                    workers come to their end, code 0: of these nodes, or of all
     > stop a SIGTERM                  somebody asks a's agent to stop
+    > deaf agents                     none of them ever answers a knock, as behind a firewall
+    > twins allowed                   two rounds may be numbered alike, which is what the scenario is about
     > store down | up | empty         it does not answer; it answers again; it has forgotten everything
     > hints dropped | delivered       watches do not tell of anything, or do again
+    > undying b 1 | dies b            b's worker in slot 1 will not die of SIGKILL; it ends at last
     > wait 3                          so many seconds pass
+    > put round {"version": "2.0"}    somebody writes that under the job's key; del round: deletes it
+    > get round                       what is there: which version wrote it, and what of it only that one knows
     > show [requests]                 which node runs what; and how much it has asked of the store since the last show
 
 Times are seconds since the last input that was no wait. What several agents say in one moment is said once.
@@ -20,11 +27,15 @@ Times are seconds since the last input that was no wait. What several agents say
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterable
 from dataclasses import fields, replace
 
+from elasticd.records import VERSION
+from elasticd.wire import Round
 from elasticd_agent.config import Policy
+from elasticd_agent.environment import among_its_role
 from elasticd_agent.messages import ExitStatus, LastWords
 from elasticd_agent.view import Asked
 from tests.scenarios.cluster import Cluster
@@ -54,6 +65,8 @@ class Told:
             self.at = self.cluster.now
         if verb == "show":
             return self._show(requests=words == ["requests"])
+        if verb == "get":
+            return self._get(words[0])
         self._happen(verb, words)
         told, self.cluster.lines = self.cluster.lines, []
         return [f"  +{at - self.at:.2f} {_to(who)}{what}" for at, who, what in _merged(told)]
@@ -63,8 +76,10 @@ class Told:
         match verb, words:
             case "start", _:
                 for word in words:
-                    label, _, name = word.partition("=")
-                    c.start(label, name or label)
+                    rest, _, version = word.partition("@")
+                    rest, _, role = rest.partition(":")
+                    label, _, name = rest.partition("=")
+                    c.start(label, name or label, role or "default", version or VERSION)
             case (("kill" | "vanish" | "freeze" | "thaw" | "heal"), _):
                 for label in words:
                     getattr(c, verb)(label)
@@ -73,12 +88,29 @@ class Told:
                     c.cut(
                         label, store=other == "store", peers=other == "peers", peer=other if other in c.nodes else None
                     )
+            case "hang", [label, ("sleeps" | "burns" | "stopped" | "collective") as how]:
+                c.hang(label, how)
+            case "hang", [label, "over"]:
+                c.hang(label, "")
             case "exit", [label, *rest]:
                 c.exit(label, 0, *_end(rest))
             case "finish", _:
                 c.finish(*words)
-            case "stop", [label, "SIGTERM"]:
-                c.stop(label)
+            case "undying", [label, slot]:
+                c.cling(label, int(slot))
+            case "dies", [label]:
+                c.let_go(label)
+            case "stop", [label, name]:
+                c.stop(label, name)
+            case "put", [key, *rest]:
+                there = c.store.read(self._key(key))
+                c.store.compare_and_swap(self._key(key), there and there.version, " ".join(rest).encode())
+            case "del", [key]:
+                c.store.delete(self._key(key))
+            case "deaf", ["agents"]:
+                c.deaf = True
+            case "twins", ["allowed"]:
+                c.twins = True
             case "store", ["down" | "up" as how]:
                 c.store_up = how == "up"
             case "store", ["empty"]:
@@ -94,6 +126,19 @@ class Told:
         if verb != "wait":
             c.wait(0)
 
+    def _get(self, key: str) -> list[str]:
+        found = self.cluster.store.read(self._key(key))
+        text = "nothing" if found is None else found.value.decode()
+        if text.startswith("{"):
+            record = json.loads(text)
+            news = sorted(name for name in record if name.startswith("news_of"))
+            number = [f"number {record['number']}"] if "number" in record else []
+            text = ", ".join([*number, f"version {record['version']}", *news])
+        return [f"  {key}: {text}"]
+
+    def _key(self, name: str) -> str:
+        return self.cluster.keys.round.removesuffix("round") + name
+
     def _show(self, *, requests: bool) -> list[str]:
         c, out = self.cluster, []
         elapsed_s, self.shown_at = c.now - self.shown_at, c.now
@@ -103,7 +148,7 @@ class Told:
             self._requests[label] = asked
             if node.dead or node.left:
                 continue
-            runs = f"in round {node.group.number}" if node.group else "runs nothing"
+            runs = f"in round {node.group.number}{_as(node.group, node.name)}" if node.group else "runs nothing"
             plans = ", plans" if node.coordinator.plans else ""
             out.append(f"  {label}: {runs}{plans}" + (f", {rate:.1f} requests/s" if requests else ""))
         trains = [n for n, at in c.trained.items() if at > c.now - 0.25]
@@ -143,6 +188,15 @@ def _merged(told: Iterable[tuple[float, str, str]]) -> list[tuple[float, str, st
 
 def _to(who: str) -> str:
     return f"{who}: " if who else ""
+
+
+def _as(round: Round, node: str) -> str:
+    """Its role and its place in it, where there are roles."""
+    member = round.member(node)
+    if member is None or len({m.role for m in round.members}) == 1:
+        return ""
+    first, world = among_its_role(round, node, member.role)
+    return f" as {member.role}, ROLE_RANK {first} of {world}"
 
 
 def _number(kind: object, text: str) -> int | float | str:

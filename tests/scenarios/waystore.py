@@ -1,15 +1,18 @@
 """One node's way to the store all nodes share: it can be cut, an answer can be lost on it, its agent can die on it.
 
 It exists so that a coordinator meets every kind of trouble at every request it makes. The store itself never fails.
+Whatever goes through it may be rewritten to read as if another version of elasticd had written it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from elasticd.errors import StoreUnavailable
+from elasticd.records import VERSION
 from elasticd_agent.store import Lease, Traffic, Versioned, Watch
 from elasticd_agent.store.memory import MemoryStore
 
@@ -24,15 +27,29 @@ class Killed(BaseException):
 class WayStore:
     """A Store. `fates`: what becomes of the n-th request from now on, counted from 1; each happens once.
 
-    `hints(deliver)` is given every hint and delivers it when, as often and if it likes.
+    `hints(deliver)` is given every hint and delivers it when, as often and if it likes. `version`: what its agent's
+    records say they are; a newer one's have a field more.
     """
 
     def __init__(
-        self, store: MemoryStore, reachable: Callable[[], bool], hints: Callable[[Callable[[], None]], None]
+        self,
+        store: MemoryStore,
+        reachable: Callable[[], bool],
+        hints: Callable[[Callable[[], None]], None],
+        version: str = VERSION,
     ) -> None:
-        self._store, self._reachable, self._hints = store, reachable, hints
+        self._store, self._reachable, self._hints, self._version = store, reachable, hints, version
         self.traffic = Traffic()
         self.fates: dict[int, Fate] = {}
+
+    def written(self, value: bytes) -> bytes:
+        """As an agent of this version writes it; what it read and passes on keeps the higher minor."""
+        record = json.loads(value) if value.startswith(b"{") else None
+        if self._version == VERSION or record is None or "version" not in record:
+            return value
+        if record["version"] <= VERSION:
+            record |= {"version": self._version, f"news_of_{self._version}": {"why": [1, None]}}
+        return json.dumps(record, sort_keys=True).encode()
 
     def ask(self, call: Callable[[], T]) -> T:
         self.traffic.requests += 1
@@ -58,13 +75,13 @@ class WayStore:
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
     ) -> bool:
-        return self.ask(lambda: self._store.compare_and_swap(key, expected, value, guard))
+        return self.ask(lambda: self._store.compare_and_swap(key, expected, self.written(value), guard))
 
     def delete(self, key: str) -> bool:
         return self.ask(lambda: self._store.delete(key))
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
-        lease = self.ask(lambda: self._store.announce(key, value, ttl_s))
+        lease = self.ask(lambda: self._store.announce(key, self.written(value), ttl_s))
         return None if lease is None else WayLease(self, lease)
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
@@ -90,7 +107,7 @@ class WayLease:
         return self.lease.ttl_s
 
     def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
-        return self.way.ask(lambda: self.lease.hold(key, value, expected))
+        return self.way.ask(lambda: self.lease.hold(key, self.way.written(value), expected))
 
     def renew(self) -> bool:
         return self.way.ask(lambda: self.lease.renew())

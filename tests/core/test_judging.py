@@ -1,0 +1,141 @@
+"""The planner's ear for hangs: when a verdict is made of reports, how often it is said, what Failures it becomes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticd.wire import Member, Round
+from elasticd_agent.config import Policy
+from elasticd_agent.judging import Judge, failures
+from elasticd_agent.observation import Judged, RankSeen, Report
+
+ROUND = Round(3, (Member("a", "i", (0,)), Member("b", "i", (4,))))
+POLICY = Policy(hang_floor_s=5.0)
+NOW = 1000.0
+NOBODY: frozenset[str] = frozenset()
+
+
+def report(node: str, rank: int, slot: int, *, behind: bool, idle_s: float = 6.0, gathered: bool = True) -> Report:
+    seen = RankSeen(
+        rank,
+        slot,
+        phase="step",
+        step=30,
+        collectives=89 if behind else 90,
+        usual=3,
+        timeout_s=1800.0,
+        idle_s=idle_s,
+        alive_s=0.1,
+        state="S",
+        window_s=3.0,
+        where="elsewhere" if behind else "collective",
+        function="load (data.py:8)" if behind else "all_reduce (ddp.py:1)",
+        stack="x" if behind else "y",
+        evidence=True,
+    )
+    return Report(3, node, (seen,), why="quiet", deadline_s=5.0, gathered=gathered)
+
+
+A, B = report("a", 0, 0, behind=False), report("b", 1, 4, behind=True)
+
+
+def test_one_nodes_word_is_not_enough_until_it_is_late() -> None:
+    judge = Judge(POLICY)
+    assert judge.turn(ROUND, [A], NOBODY, NOW) is None
+    assert judge.suspected, "the others are asked"
+    late = NOW + POLICY.evidence_s + POLICY.seen_timeout_s + POLICY.renewal_s
+    assert judge.turn(ROUND, [A], NOBODY, late - 0.01) is None
+    assert judge.turn(ROUND, [A], NOBODY, late) is None, "one rank that waits says little"
+    found = judge.turn(ROUND, [report("a", 0, 0, behind=False, idle_s=90.0)], NOBODY, late + 84)
+    assert found is not None
+    assert found.why.endswith("b did not answer")
+
+
+def test_evidence_comes_before_the_verdict() -> None:
+    judge = Judge(POLICY)
+    assert judge.turn(ROUND, [A, replace(B, gathered=False)], NOBODY, NOW) is None
+    found = judge.turn(ROUND, [A, B], NOBODY, NOW + 0.1)
+    assert found is not None
+    assert (found.culprits, found.cause, found.restarts) == ((("b", 1, 4),), "blocked", True)
+    assert found.hung_s == 6.0
+    assert judge.judged == [found]
+
+
+def test_a_verdict_is_said_once_and_stands_until_it_has_been_obeyed() -> None:
+    """The store may go away between the verdict and the Failure that it becomes."""
+    judge = Judge(POLICY)
+    assert judge.turn(ROUND, [A, B], NOBODY, NOW) is not None
+    older = [replace(r, ranks=tuple(replace(seen, idle_s=9.0) for seen in r.ranks), turn=1) for r in (A, B)]
+    assert judge.turn(ROUND, older, NOBODY, NOW + 3) is not None
+    assert len(judge.judged) == 1, "the same one, only older"
+
+
+def test_who_takes_back_what_it_said_leaves_nobody_to_be_judged_by_the_others_old_words() -> None:
+    judge = Judge(POLICY)
+    waits = [report(node, rank, rank, behind=False, idle_s=90.0) for rank, node in enumerate("ab")]
+    assert judge.turn(ROUND, [replace(waits[0], why=""), replace(waits[1], gathered=False)], NOBODY, NOW) is None
+    assert judge.turn(ROUND, [waits[1]], NOBODY, NOW + 100) is None
+    assert judge.judged == []
+
+
+def test_a_planner_that_plans_again_gives_everybody_time_to_answer() -> None:
+    judge = Judge(POLICY)
+    late = report("a", 0, 0, behind=False, idle_s=90.0)
+    assert judge.turn(ROUND, [late], NOBODY, NOW) is None
+    judge.forget()
+    assert judge.turn(ROUND, [late], NOBODY, NOW + 100) is None
+    assert judge.turn(ROUND, [late], NOBODY, NOW + 200) is not None
+
+
+def test_who_goes_on_may_hang_again() -> None:
+    judge = Judge(POLICY)
+    assert judge.turn(ROUND, [A, B], NOBODY, NOW)
+    assert judge.turn(ROUND, [], NOBODY, NOW + 1) is None
+    assert not judge.suspected
+    assert judge.turn(ROUND, [A, B], NOBODY, NOW + 20), "the reports were taken back in between"
+
+
+def test_reports_of_other_rounds_and_strangers_are_no_suspicion() -> None:
+    judge = Judge(POLICY)
+    assert judge.turn(ROUND, [replace(A, round=2), replace(B, node="z")], NOBODY, NOW) is None
+    assert not judge.suspected
+
+
+def test_who_was_only_asked_makes_no_suspicion() -> None:
+    judge = Judge(POLICY)
+    assert judge.turn(ROUND, [replace(A, why=""), replace(B, why="")], NOBODY, NOW) is None
+    assert not judge.suspected
+
+
+def test_a_node_that_is_done_is_to_blame_if_the_others_wait_for_it() -> None:
+    """Its rank has left the loop too early: it counts as one that has ended, and nobody waits for its report."""
+    found = Judge(POLICY).turn(ROUND, [A], frozenset({"b"}), NOW)
+    assert found is not None
+    assert found.cause == "missed_collective"
+    assert found.culprits == (("b", 1, 4),)
+
+
+def test_only_reported() -> None:
+    judge = Judge(replace(POLICY, on_hang="report"))
+    assert judge.turn(ROUND, [A, B], NOBODY, NOW) is None
+    assert [judged.restarts for judged in judge.judged] == [False]
+
+
+@pytest.mark.parametrize(
+    ("culprits", "expected"),
+    [
+        ((), [("a", ())]),
+        ((("b", 1, 4),), [("b", ((1, 4),))]),
+        ((("b", 1, 4), ("c", 2, 0), ("b", 3, 5)), [("b", ((1, 4), (3, 5))), ("c", ((2, 0),))]),
+    ],
+)
+def test_what_plan_hears(
+    culprits: tuple[tuple[str, int, int], ...], expected: list[tuple[str, tuple[tuple[int, int], ...]]]
+) -> None:
+    found = failures(Judged(3, culprits, "blocked", "rank 1 waits", 6.0, True, ()), "a", 40, (3, 20))
+    assert [(f.node, f.culprits) for f in found] == expected
+    assert {(f.round, f.kind, f.why, f.high_water, f.checkpoint, f.cause) for f in found} == {
+        (3, "hung", "rank 1 waits", 40, (3, 20), "blocked")
+    }

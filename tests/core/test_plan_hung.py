@@ -1,0 +1,126 @@
+"""`plan()` after hangs: what is held against whom, wherever the verdict was found, and who is left out for how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticd.wire import Failure, Member, NodeRecord, Round
+from elasticd_agent.config import Policy
+from elasticd_agent.judging import failures
+from elasticd_agent.observation import Judged
+from elasticd_agent.plan import plan
+from elasticd_agent.view import Asked, Present, View
+
+POLICY = Policy()
+NOW = 1000.0
+Place = tuple[str, int, int]
+
+
+class Job:
+    """Rounds of two slots on each of nodes a (who plans), b, c; each hang is answered with the next Round."""
+
+    def __init__(self, nodes: str = "abc", min_nodes: int = 1, min_workers: int = 1) -> None:
+        self.nodes, self.now = nodes, NOW
+        self.asked = Asked(min_workers, 2, min_nodes, len(nodes))
+        self.round = Round(1, tuple(Member(n, "i", (0, 1)) for n in nodes))
+        self.steps = 0
+
+    def slots(self) -> dict[str, tuple[int, ...]]:
+        return {m.node: m.slots for m in self.round.members}
+
+    def hang(self, *culprits: tuple[str, int], after_s: float = 10.0) -> str:
+        """The planner's judge finds these (node, slot) to blame, and the Round that follows says why it is so."""
+        self.steps += 100  # it trains before it hangs: that shows nothing
+        ranks = {(node, slot): rank for rank, node, _, slot in self.round.places()}
+        places = tuple((node, ranks[node, slot], slot) for node, slot in culprits)
+        judged = Judged(self.round.number, places, "stopped", "somebody hangs", 5.0, True, ())
+        return self.answer(*failures(judged, "a", self.steps, None), after_s=after_s)
+
+    def answer(self, *found: Failure, after_s: float = 10.0) -> str:
+        self.now += after_s
+        here = tuple(Present(self.record(n), 0.0) for n in self.nodes)
+        view = View(self.round, here, self.asked, failures=found, round_at=self.now - after_s, failed_at=self.now - 5)
+        verdict = plan(replace(view, high_water=self.steps), POLICY, self.now)
+        assert isinstance(verdict, Round), verdict
+        self.round = verdict
+        return verdict.reason
+
+    def record(self, node: str) -> NodeRecord:
+        number = self.round.number
+        return NodeRecord(node, "i", f"{node}:1", (0, 1), seen=number, ready=number, stepped=number)
+
+
+BOTH = (0, 1)
+
+
+def test_a_hang_counts_against_the_culprits_slot_and_not_against_who_found_it() -> None:
+    job = Job()
+    job.hang(("b", 1))
+    assert [(b.node, b.slot, b.strikes, b.left_s) for b in job.round.benched] == [("b", 1, 1, 0.0)]
+    assert job.slots() == {"a": BOTH, "b": BOTH, "c": BOTH}
+    assert job.round.cause == "hung"
+
+
+def test_twice_running_sets_the_slot_aside_with_a_cool_off_that_grows() -> None:
+    job = Job()
+    job.hang(("b", 1))
+    said = job.hang(("b", 1))
+    assert job.slots() == {"a": BOTH, "b": (0,), "c": BOTH}
+    first_s = POLICY.cooloff_s(1)
+    assert f"slot 1 of b set aside for {first_s:g} s after 2 hangs" in said
+    job.hang(("a", 0), after_s=first_s + 1)
+    assert job.slots()["b"] == BOTH, "tried again at the next restart after its cool-off"
+    job.hang(("b", 1))
+    (bench,) = (b for b in job.round.benched if (b.node, b.slot) == ("b", 1))
+    assert (bench.times, bench.left_s) == (2, POLICY.cooloff_s(2))
+    assert POLICY.cooloff_s(2) > first_s
+
+
+def test_a_node_whose_every_slot_is_set_aside_is_left_out() -> None:
+    job = Job()
+    for slot in (1, 1, 0, 0):
+        job.hang(("b", slot))
+    assert job.slots() == {"a": BOTH, "c": BOTH}
+    assert {(b.node, b.slot) for b in job.round.benched if b.left_s} == {("b", 0), ("b", 1)}
+    job.hang(("a", 0), after_s=POLICY.cooloff_s(1) + 1)
+    assert job.slots() == {"a": BOTH, "b": BOTH, "c": BOTH}, "after its cool-off it is one like any other"
+
+
+def test_a_node_that_cannot_spare_a_slot_is_left_out_whole() -> None:
+    job = Job(min_workers=2)
+    job.hang(("b", 1))
+    job.hang(("b", 1))
+    assert job.slots() == {"a": BOTH, "c": BOTH}
+
+
+def test_better_one_that_hangs_than_none() -> None:
+    job = Job("ab", min_nodes=2, min_workers=2)
+    job.hang(("b", 1))
+    said = job.hang(("b", 1))
+    assert job.slots() == {"a": BOTH, "b": BOTH}
+    assert "set aside" not in said
+
+
+def test_several_culprits_each_have_their_own() -> None:
+    job = Job()
+    job.hang(("b", 0), ("c", 1))
+    job.hang(("b", 0), ("c", 1))
+    assert job.slots() == {"a": BOTH, "b": (1,), "c": (0,)}
+
+
+@pytest.mark.parametrize("times", [1, 5])
+def test_a_hang_that_is_nobodys_fault_is_held_against_nobody(times: int) -> None:
+    job = Job()
+    for _ in range(times):
+        job.hang()
+    assert job.round.benched == ()
+    assert job.slots() == {"a": BOTH, "b": BOTH, "c": BOTH}
+
+
+def test_another_culprit_in_between_breaks_the_row() -> None:
+    job = Job()
+    for culprit in (("b", 1), ("c", 0), ("b", 1), ("c", 0)):
+        job.hang(culprit)
+    assert job.slots() == {"a": BOTH, "b": BOTH, "c": BOTH}

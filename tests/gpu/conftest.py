@@ -1,0 +1,67 @@
+"""`gpu_job(faults, …)` starts a job of NCCL ranks that share one GPU. Without a CUDA device every test here skips.
+
+ELASTICD_TEST_DEVICE=cpu runs the same scripts and tests over gloo instead, on any machine: that shows that the harness
+works, and nothing about GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from elasticd_agent.devices import visible_gpus
+from tests.faults.job import Fault, Job
+
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+CHECK = "import torch; raise SystemExit(not (torch.cuda.is_available() and torch.distributed.is_nccl_available()))"
+ALONE = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+"""Ranks that pretend to be on machines of their own must not find each other's device: sockets are what is left."""
+TUNED = ("--hang-floor", "2s", "--stopped-after", "1s", "--hang-factor", "3")
+
+
+class StartGpuJob(Protocol):
+    def __call__(self, faults: Sequence[Fault] = (), *, workers: int = 2, communicators: int = 1) -> Job: ...
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """What the jobs train on: "cuda", or "cpu" where the switch says so."""
+    wanted = os.environ.get("ELASTICD_TEST_DEVICE", "cuda")
+    assert wanted in ("cuda", "cpu"), f"ELASTICD_TEST_DEVICE={wanted}: cuda or cpu"
+    if wanted == "cuda":
+        if not visible_gpus(os.environ):
+            pytest.skip("no CUDA device (ELASTICD_TEST_DEVICE=cpu tries the harness without one)")
+        if subprocess.run([sys.executable, "-c", CHECK], timeout=100, capture_output=True).returncode:
+            pytest.skip("there is a GPU, but this torch cannot use CUDA and NCCL")
+    return wanted
+
+
+@pytest.fixture
+def gpu_job(tmp_path: Path, device: str) -> Iterator[StartGpuJob]:
+    started: list[Job] = []
+
+    def start(faults: Sequence[Fault] = (), *, workers: int = 2, communicators: int = 1) -> Job:
+        work = tmp_path / f"job-{len(started)}"
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        env = {"TEST_DEVICE": device, "TEST_COMMUNICATORS": str(communicators), **ALONE}
+        env["CUDA_VISIBLE_DEVICES"] = first if device == "cuda" else ""
+        # With it LOCAL_RANK is 0 everywhere: all ranks take the one device there is.
+        flags = ["--virtual-local-rank", "--max-restarts", "1000", "--log-dir", str(work / "log"), *TUNED]
+        flags += ["--checkpoint-dir", str(work / "checkpoints")]
+        started.append(Job(work, SCRIPT, workers=str(workers), flags=flags, faults=faults, env=env))
+        return started[-1]
+
+    yield start
+    for job in started:
+        job.end()

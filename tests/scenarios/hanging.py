@@ -1,0 +1,75 @@
+"""What an agent of a Cluster sees of ranks that stand still: made-up looks and evidence for the real Suspicion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticd.wire import Round
+from elasticd_agent.evidence import Gathered, RankEvidence, Target
+from elasticd_agent.observation import RankSeen, Where
+from elasticd_agent.watch import Seen
+from tests.scenarios.node import Node
+
+GATHER_S = 0.3
+COLLECTIVES = 3
+"""Of every step."""
+
+
+@dataclass(slots=True)
+class MadeUpEvidence:
+    """Says where each rank is, a little later."""
+
+    node: Node
+    later: Callable[[float, Callable[[], None]], None]
+    now: Callable[[], float]
+    gathered: int = 0
+
+    def gather(self, number: int, targets: Sequence[Target], final: Path, why: str) -> bool:
+        self.gathered += 1
+        where: Where = "collective" if self.node.stuck in ("", "collective") else "elsewhere"
+        at = "all_reduce (ddp.py:12)" if where == "collective" else "next_batch (data.py:88)"
+        ranks = tuple(RankEvidence(t.rank, where, at, stack=at, state="S", wchan="", source="py-spy") for t in targets)
+        found = Gathered(number, ranks, final, GATHER_S)
+        self.later(GATHER_S, lambda: self._found(found))
+        return True
+
+    def _found(self, found: Gathered) -> None:
+        if self.node.suspicion is not None and not (self.node.dead or self.node.frozen):
+            self.node.suspicion.gathered(found, self.now())
+
+    def drop(self) -> None:
+        pass
+
+    def write(self, number: int, name: str, text: str, final: Path) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def look(node: Node, round: Round, step: int, idle_s: float, stuck: bool) -> Seen:
+    """One look at the node's ranks. `stuck`: somebody of the round is."""
+    behind = node.stuck in ("sleeps", "burns", "stopped")
+    issued = step * COLLECTIVES + (1 if stuck and not behind else 0)
+    ranks = tuple(
+        RankSeen(
+            rank,
+            slot,
+            phase="step",
+            step=step,
+            collectives=issued,
+            usual=COLLECTIVES,
+            timeout_s=1800.0,
+            idle_s=idle_s,
+            alive_s=0.05 if node.stuck != "stopped" else idle_s,
+            state={"stopped": "T", "burns": "R"}.get(node.stuck, "S"),
+            stopped_s=idle_s if node.stuck == "stopped" else 0.0,
+            cpu_s=min(idle_s, 3.0) if node.stuck == "burns" else 0.0,
+            window_s=min(idle_s, 3.0),
+        )
+        for rank, name, _, slot in round.places()
+        if name == node.name
+    )
+    return Seen(round.number, (), (), idle_s, ranks, attentive_s=idle_s)
