@@ -1,26 +1,29 @@
 """Many agents as threads of one process: real coordinators, stores and knock ports, but no workers.
 
-Started by rendezvous.py as `python -m benchmarks.agents STORE HOST PORT JOB MIN MAX NAME…`; it reads one command a line
-("kill NAME", "fail NUMBER NAME", "start NAME", "traffic", "end") and answers with JSON lines: what each agent heard, by
-time.monotonic(), which is one clock for the whole machine.
+Started by rendezvous.py as `python -m benchmarks.agents STORE HOST PORT JOB MIN MAX LEASE NAME…`. It reads one command
+a line ("kill NAME", "fail NUMBER NAME", "start NAME", "traffic", "end") and answers with JSON lines: what each agent
+heard, by time.monotonic(), which is one clock for the whole machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 import sys
 import threading
 import time
+from dataclasses import replace
 
 from elasticd.wire import Failure, NodeRecord
 from elasticd_agent.config import Policy
 from elasticd_agent.coordinator import Coordinator
+from elasticd_agent.keys import Keys
 from elasticd_agent.knock import KnockServer, knock
 from elasticd_agent.meeting import Broken, RemoteMeeting
 from elasticd_agent.messages import RoundPublished
 from elasticd_agent.news import News
-from elasticd_agent.planner import Facts, Keys, Planner
+from elasticd_agent.planner import Facts, Planner
 from elasticd_agent.store import Store
 from elasticd_agent.store.c10d import C10dStore
 from elasticd_agent.store.etcd import EtcdStore
@@ -43,11 +46,13 @@ def say(**said: object) -> None:
 class Agent:
     """Hears rounds and says that it has started them."""
 
-    def __init__(self, name: str, store: Store, hosts: bool, plans: bool, job: str, asked: Asked) -> None:
+    def __init__(
+        self, name: str, store: Store, hosts: bool, plans: bool, job: str, asked: Asked, policy: Policy
+    ) -> None:
         self.name, self.store = name, store
         incarnation = f"{name}-{time.monotonic_ns()}"
         self.knock = KnockServer("127.0.0.1", name, incarnation)
-        facts, keys, policy = Facts(), Keys(job), Policy()
+        facts, keys = Facts(), Keys(job)
         record = NodeRecord(name, incarnation, f"127.0.0.1:{self.knock.port}", (0,))
         planner = Planner(store, keys, policy, asked, facts, lambda nodes: knock(nodes, KNOCK_S), name, self.said)
         coordinator = Coordinator(store, keys, policy, record, planner, b"{}", lambda a, b: None, may_plan=plans)
@@ -83,9 +88,27 @@ class Agent:
         self.store.close()
 
 
+def policy_of(lease_s: float) -> Policy:
+    """The default times, all in proportion to the lease."""
+    usual = Policy()
+    of = lease_s / usual.lease_s
+    return replace(
+        usual,
+        lease_s=lease_s,
+        renewal_s=usual.renewal_s * of,
+        store_timeout_s=usual.store_timeout_s * of,
+        seen_timeout_s=usual.seen_timeout_s * of,
+        hold_timeout_s=usual.hold_timeout_s * of,
+        adopt_timeout_s=usual.adopt_timeout_s * of,
+    )
+
+
 def main() -> None:
     sys.setswitchinterval(SWITCH_S)
-    kind, host, port, job, fewest, most, *names = sys.argv[1:]
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # some six an agent
+    kind, host, port, job, fewest, most, lease, *names = sys.argv[1:]
+    policy = policy_of(float(lease))
     asked = Asked(1, 1, int(fewest), int(most), last_call_s=LAST_CALL_S)
     first = True
 
@@ -93,8 +116,12 @@ def main() -> None:
         nonlocal first
         hosts = kind == "c10d" and name == "n0" and first
         first = False
-        store: Store = EtcdStore([(host, int(port))]) if kind == "etcd" else C10dStore(host, int(port), serve=hosts)
-        return Agent(name, store, hosts, kind == "etcd" or hosts, job, asked)
+        store: Store = (
+            EtcdStore([(host, int(port))], timeout_s=policy.store_timeout_s)
+            if kind == "etcd"
+            else C10dStore(host, int(port), serve=hosts, timeout_s=policy.store_timeout_s)
+        )
+        return Agent(name, store, hosts, kind == "etcd" or hosts, job, asked, policy)
 
     say(kind="ready")
     agents: dict[str, Agent] = {}

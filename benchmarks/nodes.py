@@ -1,8 +1,10 @@
 """Several nodes on one machine: a node, the planner's node, a worker is killed, the store restarts; who steps when?
 
 Each node is a launcher of its own with one worker, all meet in one real store; the script is the same plain one as in
-recovery.py. A recovery is the time from the SIGKILL to the first step of the last rank of the new group. torchrun meets
-in its own c10d store and is killed the same way; it often needs more than a minute, so it is asked for with --torchrun.
+recovery.py. A recovery is the time from the fault to the first step of the last rank of the new group. "store restarts"
+is twenty of them in one run; "node vanishes" pulls a cable between hosts made of network namespaces, which needs root.
+torchrun meets in its own c10d store and is killed the same way; it often needs more than a minute, so it is asked for
+with --torchrun.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,9 +30,17 @@ from benchmarks.job import SCRIPT, Stalled
 from benchmarks.processes import adopt_orphans, descendants, end_all
 from benchmarks.rendezvous import free_endpoint
 from tests.etcd import EtcdServers, etcd_servers
+from tests.multihost.cluster import EtcdHost
+from tests.multihost.net import Network
 
 _START_S = 90.0
 _SETTLE_S = 1.5
+_HOSTS_S = 5.0
+"""On one machine every node could host the c10d store: the first one has so long to do it."""
+RESTARTS = 20
+PLANNER = "/elasticd/v1/jobs/vanish/planner"
+
+Popen = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @dataclass(slots=True)
@@ -45,20 +55,23 @@ class Outcome:
 class Nodes:
     """One job of several launchers."""
 
-    def __init__(self, command: Sequence[str], count: int, folder: Path, environment: dict[str, str]) -> None:
-        self.folder, self.count = folder, count
-        self._command, self._environment = command, environment
+    def __init__(
+        self, command: Sequence[str], folder: Path, popen: Callable[[int], Popen] = lambda node: subprocess.Popen
+    ) -> None:
+        """`popen` starts a process on a node, as subprocess.Popen does here."""
+        self.folder = folder
+        self._command, self._popen = command, popen
         self.launchers: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, node: int) -> None:
         argv = [word.replace("{node}", str(node)) for word in self._command]
         with (self.folder / f"output-{node}.log").open("ab") as out:
-            self.launchers[node] = subprocess.Popen(
+            self.launchers[node] = self._popen(node)(
                 [*argv, str(SCRIPT), "--notes", str(self.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment},
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
 
@@ -115,9 +128,9 @@ class Nodes:
 
 def elasticd_command(store: str, endpoint: tuple[str, int], job: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "elasticd_agent", "run", "--nnodes", "1:4", "--rdzv-backend", store),
+        *(sys.executable, "-m", "elasticd_agent", "run", "--nnodes", "2:3", "--rdzv-backend", store),
         *("--rdzv-endpoint", f"{endpoint[0]}:{endpoint[1]}", "--rdzv-id", job, "--node-id", "n{node}"),
-        *("--nproc-per-node", "1", "--max-restarts", "1000", "--rdzv-conf", "last_call_timeout=2"),
+        *("--nproc-per-node", "1", "--max-restarts", "1000", "--rdzv-conf", "last_call_timeout=20"),
     ]
 
 
@@ -129,20 +142,21 @@ def torchrun_command(endpoint: tuple[str, int], job: str) -> list[str]:
     ]
 
 
-def faults(kinds: Sequence[str], repetitions: int, deadline_s: float, rng: random.Random) -> list[Outcome]:
-    """Each fault hits a fresh job of 3 nodes; a node that was killed comes back for the next repetition."""
-    outcomes = {kind: Outcome(f"elasticd, etcd: {kind}") for kind in kinds}
+def faults(kinds: Sequence[str], store: str, repetitions: int, deadline_s: float, rng: random.Random) -> list[Outcome]:
+    """Each fault hits a fresh job of 3 nodes. With c10d the first node hosts the store, and is no victim."""
+    outcomes = {kind: Outcome(f"elasticd, {store}: {kind}") for kind in kinds}
     with etcd_servers() as etcd, tempfile.TemporaryDirectory(prefix="elasticd-bench-") as scratch:
         for repetition in range(repetitions):
             for kind in kinds:
                 job = f"bench-{kind}-{repetition}-{os.getpid()}"
                 folder = Path(scratch) / job
                 folder.mkdir()
-                nodes = Nodes(elasticd_command("etcd", etcd.endpoints[0], job), 3, folder, {})
+                endpoint = etcd.endpoints[0] if store == "etcd" else free_endpoint()
+                nodes = Nodes(elasticd_command(store, endpoint, job), folder)
                 outcome = outcomes[kind]
                 outcome.tried += 1
                 try:
-                    outcome.seconds.append(_one(kind, nodes, etcd, job, deadline_s, rng))
+                    outcome.seconds.append(_one(kind, nodes, etcd if store == "etcd" else None, job, deadline_s, rng))
                 except Stalled as stalled:
                     say(f"{kind}: LOST: {stalled}; a node's last words:\n{nodes.said()}")
                 else:
@@ -152,12 +166,14 @@ def faults(kinds: Sequence[str], repetitions: int, deadline_s: float, rng: rando
     return list(outcomes.values())
 
 
-def _one(kind: str, nodes: Nodes, etcd: EtcdServers, job: str, deadline_s: float, rng: random.Random) -> float:
+def _one(kind: str, nodes: Nodes, etcd: EtcdServers | None, job: str, deadline_s: float, rng: random.Random) -> float:
     for node in range(3):
         nodes.start(node)
+        if etcd is None and node == 0:
+            time.sleep(_HOSTS_S)
     nodes.until_stepping(3, 0.0, set(), _START_S)
     time.sleep(_SETTLE_S)
-    planner, old = nodes.planner(etcd, job), nodes.workers()
+    planner, old = nodes.planner(etcd, job) if etcd is not None else 0, nodes.workers()
     if kind in ("node", "planner"):
         victim = planner if kind == "planner" else rng.choice([node for node in range(3) if node != planner])
         at = nodes.kill_node(victim)
@@ -166,13 +182,42 @@ def _one(kind: str, nodes: Nodes, etcd: EtcdServers, job: str, deadline_s: float
         at = time.monotonic()
         os.kill(rng.choice(sorted(old)), signal.SIGKILL)
         return nodes.until_stepping(3, at, old, deadline_s) - at
-    assert kind == "store restart"
+    assert etcd is not None
     at = time.monotonic()
-    etcd.restart()
-    time.sleep(5.0)
+    for _ in range(RESTARTS if kind == "store restarts" else 1):
+        etcd.restart()
+        time.sleep(5.0)  # longer than a lease and a renewal: what a restart leads to has happened
     if nodes.workers() != old:
         raise Stalled("workers were restarted because the store was")
     return _longest_pause(nodes, at)
+
+
+def vanishing(repetitions: int, deadline_s: float) -> Outcome:
+    """A node's cable is pulled: nothing resets a connection. Hosts are network namespaces, so this needs root."""
+    outcome = Outcome("elasticd, etcd: node vanishes")
+    for repetition in range(repetitions):
+        with Network(3, others=("store",)) as net, tempfile.TemporaryDirectory(prefix="elasticd-bench-") as scratch:
+            store = EtcdHost(net["store"])
+
+            def popen(node: int, net: Network = net) -> Popen:
+                return net.hosts[node].popen
+
+            nodes = Nodes(elasticd_command("etcd", (store.host.address, 2379), "vanish"), Path(scratch), popen)
+            outcome.tried += 1
+            try:
+                for node in range(3):
+                    nodes.start(node)
+                nodes.until_stepping(3, 0.0, set(), _START_S)
+                time.sleep(_SETTLE_S)
+                planner = int(json.loads(store.ctl("get", "--print-value-only", PLANNER))["id"].removeprefix("n"))
+                old, victim = nodes.workers(), next(node for node in range(3) if node != planner)
+                at = time.monotonic()
+                net.hosts[victim].link(up=False)
+                outcome.seconds.append(nodes.until_stepping(2, at, old, deadline_s) - at)
+                say(f"node vanishes {repetition + 1}/{repetitions}: {outcome.seconds[-1]:.2f} s")
+            except Stalled as stalled:
+                say(f"node vanishes {repetition + 1}/{repetitions}: LOST: {stalled}; last words:\n{nodes.said()}")
+    return outcome
 
 
 def _longest_pause(nodes: Nodes, after: float) -> float:
@@ -186,7 +231,7 @@ def torchrun(repetitions: int, deadline_s: float) -> Outcome:
         for repetition in range(repetitions):
             folder = Path(scratch) / str(repetition)
             folder.mkdir()
-            nodes = Nodes(torchrun_command(free_endpoint(), f"t{repetition}"), 3, folder, {})
+            nodes = Nodes(torchrun_command(free_endpoint(), f"t{repetition}"), folder)
             outcome.tried += 1
             try:
                 for node in range(3):
@@ -227,16 +272,22 @@ def ended() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    kinds = ("node", "planner", "worker", "store restart")
+    kinds = ("node", "planner", "worker", "store restart", "store restarts", "node vanishes")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--faults", nargs="+", choices=kinds, default=kinds[:4])
+    parser.add_argument("--store", choices=("etcd", "c10d"), default="etcd")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--deadline", type=float, default=30.0)
     parser.add_argument("--torchrun", type=int, default=0, help="repetitions of torchrun beside it, up to 120 s each")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     with ended():
-        outcomes = faults(args.faults, args.repetitions, args.deadline, random.Random(args.seed))
+        here = [kind for kind in args.faults if kind != "node vanishes"]
+        if args.store == "c10d":
+            here = [kind for kind in here if kind in ("node", "worker")]
+        outcomes = faults(here, args.store, args.repetitions, args.deadline, random.Random(args.seed))
+        if "node vanishes" in args.faults:
+            outcomes.append(vanishing(args.repetitions, args.deadline))
         if args.torchrun:
             outcomes.append(torchrun(args.torchrun, 120.0))
     print(f"Measured on {report.machine_line(report.machine())}.\n\n{table(outcomes)}")

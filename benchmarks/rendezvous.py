@@ -63,7 +63,9 @@ class Life:
 class Agents:
     """All agents of one job, spread over processes; what they hear arrives in one queue."""
 
-    def __init__(self, store: str, endpoint: tuple[str, int], job: str, count: int, deadline_s: float) -> None:
+    def __init__(
+        self, store: str, endpoint: tuple[str, int], job: str, count: int, deadline_s: float, lease_s: float
+    ) -> None:
         self.deadline_s = deadline_s
         self.heard: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         self.alive = [f"n{i}" for i in range(count)]
@@ -73,6 +75,7 @@ class Agents:
         spread = [self.alive[i::processes] for i in range(processes)]
         # All of them at first: min = max. Afterwards fewer will do, or nobody could be lost.
         base = [sys.executable, "-m", "benchmarks.agents", store, endpoint[0], str(endpoint[1]), job, "1", str(count)]
+        base.append(str(lease_s))
         self._processes = [
             subprocess.Popen([*base, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for names in spread
         ]
@@ -152,10 +155,10 @@ class Agents:
                         pipe.close()
 
 
-def life(store: str, endpoint: tuple[str, int], count: int, deadline_s: float, idle_s: float) -> Life:
+def life(store: str, endpoint: tuple[str, int], count: int, deadline_s: float, idle_s: float, lease_s: float) -> Life:
     """Join, idle, lose one, lose a tenth, get a tenth back."""
     result = Life(store, count)
-    agents = Agents(store, endpoint, f"bench-{store}-{count}-{os.getpid()}", count, deadline_s)
+    agents = Agents(store, endpoint, f"bench-{store}-{count}-{os.getpid()}", count, deadline_s, lease_s)
     try:
         before = (0.0, 0.0, 0.0)
 
@@ -255,6 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--deadline", type=float, default=60.0)
     parser.add_argument("--idle", type=float, default=10.0, help="seconds an idle job is watched")
+    parser.add_argument(
+        "--lease", type=float, default=3.0, help="seconds; 1000 agents renewing every second are more than 2 cores do"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     facts = report.machine()
@@ -263,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for count in args.nodes:
         for kind in args.stores:
             with endpoints(kind) as endpoint:
-                lives.append(life(kind, endpoint, count, args.deadline, args.idle))
+                lives.append(life(kind, endpoint, count, args.deadline, args.idle, args.lease))
             print(f"{kind}, {count} nodes: {lives[-1]}", file=sys.stderr, flush=True)
         if count in args.torch:
             torch[count] = torch_joins(count, args.deadline)

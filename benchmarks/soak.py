@@ -1,7 +1,9 @@
-"""`make soak`: 200 kills in a row in one job on one node, then 200 random faults in one job on several nodes.
+"""`make soak`: 200 kills in a row in one job, every way to hang, a quarter of an hour of what is only slow, and 200
+random faults in one job on several nodes.
 
-Exit code 1 if one was lost or stuck, or if a promise was broken. A seed gives the same faults again; when they strike
-depends on the machine. The second half needs root, for its hosts are network namespaces.
+Exit code 1 if one was lost or stuck, a hang not found or somebody killed for being slow, or if a promise was broken. A
+seed gives the same faults again; when they strike depends on the machine. The last part needs root, for its hosts are
+network namespaces.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import recovery
+from benchmarks import hangs, recovery
 from benchmarks.node_faults import soak, told
 from tests.multihost.net import missing
 
@@ -20,6 +22,8 @@ from tests.multihost.net import missing
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="in one job on one node (default %(default)s)")
+    parser.add_argument("--hangs", type=int, default=1, help="of every way to hang (default %(default)s)")
+    parser.add_argument("--slow-minutes", type=float, default=15.0, help="of what is only slow (default %(default)g)")
     parser.add_argument("--faults", type=int, default=200, help="in one job on several nodes (default %(default)s)")
     parser.add_argument("--nodes", type=int, default=3, help="of the second job (default %(default)s)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
@@ -27,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="an empty directory for the second job's files; kept")
     args = parser.parse_args(argv)
     code = recovery.main(["--kills", str(args.kills), "--seed", str(args.seed)]) if args.kills else 0
+    if args.hangs or args.slow_minutes:
+        asked = ["--repetitions", str(args.hangs), "--slow-minutes", str(args.slow_minutes), "--seed", str(args.seed)]
+        code = hangs.main(asked) or code
     if not args.faults:
         return code
     if reason := missing():
