@@ -13,7 +13,7 @@ HEAD = """\
 
 Made by `python docs/states.py` from the table `MOVES` in `agents/elasticd_agent/core.py`, which every move is checked
 against. An agent runs at most one group of workers; it leaves `Stopping` for `Running` only when every process of the
-old group has been reaped.
+old group has been reaped, or has been sent SIGKILL and hangs in the kernel.
 
 | phase | what it means | waits for | turns into |
 |---|---|---|---|
