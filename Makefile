@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system check bench soak fmt docs clean
+.PHONY: help demo test test-system test-gpu check bench soak fmt docs clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -33,6 +33,10 @@ test-system: $(READY)  ## jobs on several hosts under every fault there is: slow
 	@tests/install-servers
 	@$(BIN)/python -m pytest -q -m system
 
+test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, under 8 minutes; skips without one; ON=cpu tries the tests themselves over gloo
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'
+	@ELASTICD_TEST_DEVICE=$(or $(ON),cuda) $(BIN)/python -m pytest -q -m gpu tests/gpu
+
 check: $(READY)  ## style, types, floors
 	@$(BIN)/ruff check --quiet $(CODE)
 	@$(BIN)/ruff format --check --quiet $(CODE)
@@ -42,7 +46,7 @@ check: $(READY)  ## style, types, floors
 bench: $(READY)  ## recovery time, start time and overhead, side by side with torchrun
 	@$(BIN)/python benchmarks/recovery.py
 
-soak: $(READY)  ## 200 kills in a row, then 200 faults of nodes, network and store; needs root
+soak: $(READY)  ## 200 kills in a row, every way to hang and to be slow, 200 faults of nodes, network and store; needs root
 	@$(BIN)/python benchmarks/soak.py
 
 fmt: $(READY)  ## format the code, fix what can be fixed
@@ -51,7 +55,7 @@ fmt: $(READY)  ## format the code, fix what can be fixed
 
 docs: $(READY)  ## rewrite the generated pages under docs/
 	@$(BIN)/python -m elasticd_agent.torchrun_flags > docs/torchrun.md
-	@$(BIN)/python -m elasticd_agent.eventlog > docs/events.md
+	@$(BIN)/python -m elasticd_agent.events > docs/events.md
 	@$(BIN)/python -m elasticd_agent.metrics > docs/metrics.md
 	@$(BIN)/python docs/states.py
 

@@ -31,6 +31,14 @@ _FOREIGN: set[str] = set()  # processes seen to be others': they need not be loo
 os.environ.update([_MARK.split("=", 1)])
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rewrite-scenarios",
+        action="store_true",
+        help="write what the code does now into the transcripts (*.txt) of tests; read the diff before you commit it",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Remains:
     """What is there at one moment, each thing with the words a person needs to find it."""

@@ -349,7 +349,7 @@ def test_a_file_gets_plain_lines(tmp_path: Path) -> None:
 
 
 def test_rich_is_imported_only_for_a_live_line() -> None:
-    code = "import sys, elasticd_agent.console as c; c.NullConsole().said('x'); print('rich' in sys.modules)"
+    code = "import sys, elasticd_agent.console; print('rich' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert ran.stdout.strip() == "False", ran.stderr
 

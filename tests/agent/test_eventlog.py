@@ -19,17 +19,8 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.eventlog import (
-    MAX_LINE,
-    RECORDS,
-    CheckpointSaved,
-    EventLog,
-    JobEnded,
-    NullEventLog,
-    RoundPublished,
-    document,
-    open_event_log,
-)
+from elasticd_agent.eventlog import MAX_LINE, EventLog, NullEventLog, open_event_log
+from elasticd_agent.events import RECORDS, CheckpointSaved, JobEnded, RoundPublished, document
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,7 +88,8 @@ def test_a_path_that_cannot_be_opened_is_a_usage_error_of_one_line(tmp_path: Pat
 def test_two_processes_never_mix_within_a_line(tmp_path: Path) -> None:
     path = tmp_path / "events"
     code = (
-        "import sys, time; from pathlib import Path; from elasticd_agent.eventlog import *\n"
+        "import sys, time; from pathlib import Path\n"
+        "from elasticd_agent.eventlog import *; from elasticd_agent.events import *\n"
         "log = EventLog(Path(sys.argv[1]), 'j', sys.argv[2])\n"
         "for i in range(300):\n"
         "    log.write(StopRequested(round=i, mono=time.monotonic(), reason='x' * 3000, by='me', grace_seconds=1.0))\n"
@@ -174,12 +166,12 @@ def test_kinds_are_the_promised_ones() -> None:
         "round_published", "group_started", "first_step", "worker_exited", "checkpoint_saved", "checkpoint_skipped",
         "checkpoint_failed", "resumed", "holding", "hold_over",
     "store_away",
-    "store_back", "launcher", "store_exited", "group_gone",
-        "stop_requested", "job_ended",
+    "store_back", "suspected", "suspicion_over", "hung", "slow_rank", "launcher", "store_exited", "group_gone",
+        "process_stuck", "process_freed", "stop_requested", "job_ended",
     ]  # fmt: skip
 
 
 def test_the_page_is_the_one_the_code_generates() -> None:
     page = (ROOT / "docs" / "events.md").read_text()
-    assert page == document(), "run: python -m elasticd_agent.eventlog > docs/events.md"
+    assert page == document(), "run: python -m elasticd_agent.events > docs/events.md"
     assert re.findall(r"^### (\w+)$", page, re.M) == [kind.kind for kind in RECORDS]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import resource
 import signal
@@ -20,7 +19,7 @@ import pytest
 
 from elasticd.errors import UsageError
 from elasticd_agent.config import JobSpec, Mode, Streams
-from elasticd_agent.logfiles import LogDirectory, WorkerError, highest_round, read_error
+from elasticd_agent.logfiles import LogDirectory, highest_round
 from elasticd_agent.logs import JobLogs, WorkerFiles
 from elasticd_agent.outlet import Outlet
 from elasticd_agent.tail import Filter, Followed, Tail
@@ -379,42 +378,3 @@ def test_the_lock_is_not_inherited_by_workers(tmp_path: Path) -> None:
     directory = LogDirectory(tmp_path, "a", "r")
     assert fcntl.fcntl(directory._fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
     directory.close()
-
-
-def test_an_error_file_as_record_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
-
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    try:
-        raise ValueError("no süch file")
-    except ValueError as error:
-        ErrorHandler().record_exception(error)
-    found = read_error(tmp_path / "error.json")
-    assert found is not None
-    assert found.message == "ValueError: no süch file"
-    assert "raise ValueError" in found.traceback
-    assert found.timestamp is not None
-    assert abs(found.timestamp - time.time()) < 60
-
-
-ODD_ERRORS: list[tuple[bytes, WorkerError | None]] = [
-    (b"", None),
-    (b"\xff\xfe", None),
-    (b"[1]", None),
-    (b'{"message": 5}', None),
-    (b"[" * 100_000, None),
-    (b'{"message": "plain", "timestamp": 7}', WorkerError("plain", "", 7)),
-    (b'{"message": {"message": "m", "extraInfo": "?"}}', WorkerError("m", "", None)),
-    (json.dumps({"message": "x" * (2 << 20)}).encode(), None),
-]
-
-
-@pytest.mark.parametrize(("content", "expected"), ODD_ERRORS, ids=range(len(ODD_ERRORS)))
-def test_an_error_file_of_any_content(tmp_path: Path, content: bytes, expected: WorkerError | None) -> None:
-    path = tmp_path / "error.json"
-    path.write_bytes(content)
-    assert read_error(path) == expected
-
-
-def test_no_error_file(tmp_path: Path) -> None:
-    assert read_error(tmp_path / "error.json") is None

@@ -163,3 +163,46 @@ def test_promtool_has_nothing_to_say() -> None:
 def test_the_page_is_the_one_the_code_generates() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert page == document(), "run: python -m elasticd_agent.metrics > docs/metrics.md"
+
+
+def test_processes_that_do_not_die_are_counted_while_they_are_there() -> None:
+    metrics = Metrics("j", "node-a", "0.1.0")
+    for there in (2, 1, 0):
+        metrics.stuck(there)
+        assert samples(metrics)["elasticd_stuck_processes"] == there
+
+
+def test_a_hang_is_counted_by_cause_and_its_recovery_by_part() -> None:
+    metrics = Metrics("j")
+    metrics.suspected()
+    metrics.suspected()
+    metrics.hung("blocked", 5.2)
+    metrics.recovered({"detect": 4.0, "evidence": 1.2, "first_step": 0.1})
+    found = samples(metrics)
+    assert found["elasticd_suspicions_total"] == 2
+    assert found['elasticd_hangs_total{cause="blocked"}'] == 1
+    assert found['elasticd_hangs_total{cause="network"}'] == 0, "there from the start, so that a rate can be taken"
+    assert found["elasticd_hang_detection_seconds_sum"] == 5.2
+    assert found['elasticd_recovery_part_seconds_sum{part="detect"}'] == 4.0
+    assert found['elasticd_recovery_part_seconds_count{part="stop"}'] == 0
+    with pytest.raises(KeyError):
+        metrics.hung("gremlins", 1.0)
+
+
+def test_only_slow_ranks_have_a_series() -> None:
+    metrics = Metrics("j")
+    metrics.slowness({3: 1.8, 5: 2.0})
+    metrics.slowness({3: 1.9})
+    found = {name: value for name, value in samples(metrics).items() if "slowness" in name}
+    assert found == {'elasticd_rank_slowness_ratio{rank="3"}': 1.9}
+    metrics.slowness({})
+    assert not any("slowness" in name for name in samples(metrics))
+
+
+def test_the_store_s_outages_are_counted() -> None:
+    metrics = Metrics("j")
+    assert "elasticd_store_up" not in samples(metrics), "nobody has met yet"
+    for up in (False, True, False, True):
+        metrics.store(up)
+    found = samples(metrics)
+    assert (found["elasticd_store_up"], found["elasticd_store_outages_total"]) == (1, 2)

@@ -49,5 +49,23 @@ def test_a_mistake_of_its_own_ends_everything_all_the_same(tmp_path: Path) -> No
     agent.close()
 
 
+def test_an_agent_one_minor_version_newer_is_obeyed_as_far_as_we_understand_it(tmp_path: Path) -> None:
+    process, agent = owner(tmp_path)
+    worker = {"argv": ["true"], "env": {}, "stdout": None, "stderr": None, "nice": 5}
+    group = {"group": 1, "store": None, "keep": False, "cwd": "/", "env": {"PATH": "/usr/bin:/bin"}}
+    for message in (
+        {"do": "freeze", "group": 9},
+        {"do": "exec", **group, "host": "127.0.0.1", "port": 0, "workers": [worker], "cgroup": "/x"},
+    ):
+        agent.send(json.dumps(message).encode())
+    said = [json.loads(agent.recv(1 << 16)) for _ in range(4)]
+    assert said[0] == {"is": "refused", "group": 9, "why": "freeze: this launcher is older and cannot do that"}
+    assert [message["is"] for message in said[1:]] == ["started", "exited", "gone"]
+    assert said[2]["status"] == 0
+    agent.close()
+    _, words = process.communicate(timeout=20)
+    assert (process.returncode, words) == (0, "")
+
+
 def until_unread(channel: socket.socket) -> None:
     assert channel.recv(1, socket.MSG_PEEK)

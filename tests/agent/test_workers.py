@@ -267,3 +267,9 @@ def test_a_store_that_cannot_listen_is_a_failed_start_that_leaves_nothing(node: 
     assert a.told("parked") and a.told("refused")["group"] == 1  # first what was parked, then a cold start
     assert not any(isinstance(heard, StoreReady) for heard in a.heard)
     until(lambda: running("elasticd-store") == 0 and running("elasticd-templ") == 1, "the end of what was parked")
+
+
+def test_what_only_a_newer_launcher_says_is_no_news(node: StartNode) -> None:
+    workers = node("a", preload=Preload(cold=COLD)).workers
+    for message in ({"is": "thawed", "group": 1}, {"is": "gone", "group": 99, "undying": [], "why": "since 1.1"}):
+        assert workers.heard(OwnerSaid(message)) == []

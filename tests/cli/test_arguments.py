@@ -89,6 +89,29 @@ def test_rules_and_presentation() -> None:
     assert settings == AgentSettings(HERE / "e.jsonl", 9401, "::", live=False)
 
 
+def test_how_long_a_group_may_be_quiet() -> None:
+    _, policy, _ = parse(
+        "--hang-floor 1.5s --hang-factor 4 --stopped-after 900ms --slow-ceiling 2m --evidence-timeout 1 "
+        "--on-hang report --startup-ceiling 3m --first-step-ceiling 1.5h --progress-ceiling .5h t.py"
+    )
+    assert policy == Policy(
+        hang_floor_s=1.5,
+        hang_factor=4,
+        stopped_after_s=0.9,
+        slow_ceiling_s=120,
+        evidence_s=1,
+        on_hang="report",
+        startup_ceiling_s=180,
+        first_step_ceiling_s=5400,
+        progress_ceiling_s=1800,
+    )
+
+
+def test_evidence_has_less_time_where_hangs_are_seen_sooner() -> None:
+    assert parse("--hang-floor 1s t.py")[1].evidence_s == 1
+    assert parse("--hang-floor 1m t.py")[1].evidence_s == Policy().evidence_s
+
+
 def test_the_environment_stands_in() -> None:
     variables = {"PET_NPROC_PER_NODE": "3", "PET_STANDALONE": "1", "PET_MODULE": "0", "PET_MAX_RESTARTS": "0"}
     spec, policy, _ = parse("t.py", PYTHON_EXEC="/opt/python", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="4", **variables)
@@ -136,6 +159,11 @@ WRONG = [
     ("--logs-specs mine t.py", "--logs-specs is not supported"),
     ("--numa-binding node t.py", "--numa-binding is not supported: .*numactl"),
     ("--start-method thread t.py", "invalid choice: 'thread'"),
+    ("--hang-floor 5min t.py", "--hang-floor: '5min' is not a time as in 500ms, 5s, 2m or 1.5h"),
+    ("--stopped-after -1s t.py", "--stopped-after"),
+    ("--hang-floor 1s --evidence-timeout 2s t.py", "evidence_timeout 2 s must .* not exceed hang_floor 1 s"),
+    ("--hang-factor 1 t.py", "hang_factor 1 must be more than 1"),
+    ("--on-hang ignore t.py", "invalid choice: 'ignore'"),
 ]
 
 
@@ -169,6 +197,7 @@ def test_help_tells_the_restart_budget_and_every_option() -> None:
     text = help_text()
     assert "after 3 in a row without progress" in re.sub(r"\s+", " ", text)
     assert max(map(len, text.splitlines())) <= 120
-    from elasticd_agent.torchrun_flags import OWN, TORCHRUN
+    from elasticd_agent.own_flags import OWN
+    from elasticd_agent.torchrun_flags import TORCHRUN
 
     assert [flag.dest for flag in (*TORCHRUN, *OWN) if flag.spellings[-1] not in text] == []

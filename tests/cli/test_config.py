@@ -33,6 +33,23 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"renewal_s": 0}, "renewal 0 s must be more than 0 seconds"),
     ({"node_cooloff_s": -1}, "node_cooloff -1 s cannot be negative"),
     ({"store_away_s": float("inf")}, "store_away inf s is longer than a year"),
+    ({"hang_floor_s": 0.2}, "hang_floor 0.2 s must be at least 0.5 s, two looks at the workers"),
+    ({"stopped_after_s": float("nan")}, "stopped_after nan s must be at least 0.5 s"),
+    ({"hang_factor": 1}, "hang_factor 1 must be more than 1: it says how many times the usual is too long"),
+    ({"slow_factor": float("inf")}, "slow_factor inf must be more than 1"),
+    (
+        {"evidence_s": 4, "hang_floor_s": 1},
+        "evidence_timeout 4 s must .* not exceed hang_floor 1 s, .* by 3 s",
+    ),
+    ({"evidence_s": 7}, "evidence_timeout 7 s must .* not exceed the least hang floor, 5 s, .* lower it by 2 s"),
+    ({"evidence_s": 0}, "evidence_timeout 0 s must be more than 0"),
+    ({"slow_ceiling_s": 5}, "slow_ceiling 5 s must exceed the least hang floor, 5 s, so that .* more than 0 s"),
+    ({"slow_ceiling_s": 9, "hang_floor_s": 10}, "slow_ceiling 9 s must exceed hang_floor 10 s, .* more than 1 s"),
+    (
+        {"progress_ceiling_s": 20, "hang_floor_s": 30},
+        "progress_ceiling 20 s must not be less than hang_floor 30 s: .*; raise it by 10 s",
+    ),
+    ({"on_hang": "panic"}, "on_hang 'panic' must be restart or report"),
 ]
 
 
@@ -40,6 +57,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_a_policy_that_cannot_work_says_what_would(numbers: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         Policy(**numbers)
+
+
+def test_without_a_checkpoint_a_wrong_restart_costs_more() -> None:
+    assert (Policy().floor_s(attached=True), Policy().floor_s(attached=False)) == (5, 60)
+    assert Policy(progress_ceiling_s=20).floor_s(attached=False) == 20
+    assert {Policy(hang_floor_s=9).floor_s(attached) for attached in (True, False)} == {9}
 
 
 def test_a_slot_stays_out_longer_each_time_but_never_more_than_an_hour() -> None:

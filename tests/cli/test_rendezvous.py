@@ -206,7 +206,7 @@ WRONG = [
     ("--rdzv-conf last_call_timeout=-1", "last_call_timeout -1 s cannot be negative"),
     ("--replace-timeout -1", "replace_timeout -1 s cannot be negative"),
     ("--replace-timeout 1e300", r"replace_timeout 1e\+300 s is longer than a year"),
-    ("--replace-timeout x", "invalid float value: 'x'"),
+    ("--replace-timeout x", "'x' is not a time as in 500ms, 5s"),
     ("--grow sometimes", "invalid choice: 'sometimes'"),
     (
         "--rdzv-conf keep_alive_interval=5,keep_alive_max_attempt=1",

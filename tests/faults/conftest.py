@@ -1,14 +1,19 @@
-"""`job(script, *args, ...)` starts a Job in a directory of its own, of which nothing outlives the test."""
+"""`job(script, *args, ...)` starts a Job in a directory of its own, of which nothing outlives the test.
+
+`nodes("1:2")` makes Nodes: several agents of one such job.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
+from tests.etcd import EtcdServers, etcd_servers
 from tests.faults.job import Job
+from tests.faults.nodes import Nodes
 
 
 class StartJob(Protocol):
@@ -26,3 +31,15 @@ def job(tmp_path: Path) -> Iterator[StartJob]:
     yield start
     for job in started:
         job.end()
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[EtcdServers]:
+    with etcd_servers() as servers:
+        yield servers
+
+
+@pytest.fixture
+def nodes(job: StartJob, etcd: EtcdServers, request: pytest.FixtureRequest) -> Callable[[str], Nodes]:
+    """Each test's job has a name of its own: what one leaves in the store is not another one's."""
+    return lambda nnodes: Nodes(job, etcd, nnodes, job=request.node.name)

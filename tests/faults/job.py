@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -168,6 +168,17 @@ class Job:
         os.kill(self.worker(rank, round), signum)
         return self.event("worker_exited", round=round, rank=rank, signal=int(signum))
 
+    def kill_all(self, ranks: Iterable[int], round: int) -> None:
+        """SIGKILL all of them before anybody can answer to the first one's death."""
+        pids = {rank: self.worker(rank, round) for rank in ranks}
+        owner = self.helper("owner")
+        os.kill(owner, signal.SIGSTOP)  # it is what reaps and what kills the rest of a group
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        os.kill(owner, signal.SIGCONT)
+        for rank in pids:
+            self.event("worker_exited", round=round, rank=rank, signal=int(signal.SIGKILL))
+
     def helper(self, name: str) -> int:
         """The pid of the job's owner, template ("templ") or store, by the names they go by in `ps`.
 
@@ -203,7 +214,7 @@ class Job:
         ports = (self.work / "ports").read_text().split() if (self.work / "ports").exists() else []
         return [
             *(f"process {pid} {comm}" for pid, comm in self.processes().items()),
-            *map(str, Path("/dev/shm").glob(f"elasticd-*-{self.pid}-*")),
+            *map(str, Path("/dev/shm").glob(f"elasticd-{os.getuid()}-{self.pid}-*")),
             *(f"port {port}" for port in set(ports) if listened_to(int(port))),
         ]
 

@@ -39,8 +39,7 @@ def test_ten_kills_in_a_row_and_then_all_ranks_at_once(job: StartJob) -> None:
         run.kill(number % 2, number)
         assert run.event("first_step", round=number + 1)["recovery_seconds"] < 10
     run.step(2, round=11)
-    for rank in (0, 1):
-        run.kill(rank, 11)
+    run.kill_all((0, 1), round=11)
     run.step(5, round=12)
     run.process.terminate()
     assert run.wait() == 128 + signal.SIGTERM

@@ -73,15 +73,17 @@ def test_a_group_without_any_progress_is_ended_and_started_anew(job: StartJob) -
     run = job("train.py", "20", faults=[Fault(1, 5, "stop", round=1)], command=[str(SCRIPTS / "impatient.py")])
     assert run.wait() == 0
     reason = run.event("round_published", round=2)["reason"]
-    assert reason.startswith("no progress after step 4 on any rank for 2 s; the ceiling is 1.5 s")
+    assert reason.startswith("rank 1 on ")
+    assert run.event("hung", round=1)["ranks"] == [1]
     assert run.event("first_step", round=2)
-    assert run.event("round_published", round=2)["cause"] == "stalled"
+    assert run.event("round_published", round=2)["cause"] == "hung"
 
 
-def test_a_stopped_worker_is_ended_like_one_without_progress(job: StartJob) -> None:
+def test_a_stopped_worker_is_to_blame_and_its_group_ended(job: StartJob) -> None:
     run = job("train.py", "40", faults=[Fault(0, 5, "SIGSTOP", round=1)], command=[str(SCRIPTS / "impatient.py")])
     assert run.wait() == 0
     assert run.event("worker_exited", round=1, rank=0, signal=int(signal.SIGKILL), asked=True)
+    assert run.event("hung", round=1, cause="stopped")["ranks"] == [0]
 
 
 @pytest.mark.parametrize("cold", [True, False])

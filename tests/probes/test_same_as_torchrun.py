@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elasticd.beat import STACKS_SIGNAL
 from tests.probes.conftest import QUICKLY, Runs
 from tests.probes.launching import DEADLINE_S, Facts, Outcome, differences
 
@@ -56,8 +57,12 @@ ALLOWED = {
     r"(states|consequences)/copyreg": "types of preloaded modules that know how to be copied",
     r"torch/names of its modules/torch\.ops": "operators of preloaded modules are registered",
     r"(numpy/modules|(torch|lasting|training)/third party|torch/names of its modules/numpy\.fft.*)": "tested below",
+    r"first/descriptors beyond stderr|descriptors at the end|process/status/SigCgt": "for stacks: tested below",
+    r"torch/threads/2": "the pulse: tested below",
 }
 
+
+WAYS = [*WARM, "cold"]
 
 # The cold run has another last argument than torchrun's, and starts no child by spawn, which changes what follows.
 ALLOWED_COLD = {
@@ -137,6 +142,28 @@ def test_environment_is_torchruns_and_our_own(runs: Runs, way: str) -> None:
         assert theirs.keys() - ours.keys() == set()
         assert ours["MASTER_PORT"].isdigit()
         assert "ELASTICD_LAUNCH" not in ours
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_signal_for_stacks_is_caught_and_one_file_is_open_for_them(runs: Runs, way: str) -> None:
+    both = runs(way)
+    ours, theirs = both.elasticd.facts(), both.torchrun.facts()
+    caught, usual = (int(facts["process"]["status"]["SigCgt"], 16) for facts in (ours, theirs))
+    assert caught ^ usual == 1 << (STACKS_SIGNAL - 1)
+    for found, expected in (
+        (ours["first"]["descriptors beyond stderr"], theirs["first"]["descriptors beyond stderr"]),
+        (ours["descriptors at the end"], theirs["descriptors at the end"]),
+    ):
+        assert sorted(found) == sorted([*expected, ours["first"]["environment"]["ELASTICD_STACKS"]])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_pulse_is_one_thread_more_once_torch_is_imported(runs: Runs, way: str) -> None:
+    both = runs(way)
+    ours, theirs = both.elasticd.facts(), both.torchrun.facts()
+    assert ours["first"]["threads"] == theirs["first"]["threads"] == 1
+    assert ours["torch"]["threads"][2] == theirs["torch"]["threads"][2] + 1
+    assert ours["consequences"]["threads"] == theirs["consequences"]["threads"] == 1, "threading knows nothing of it"
 
 
 def unseeded(facts: Facts) -> dict[str, Any]:

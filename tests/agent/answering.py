@@ -1,0 +1,39 @@
+"""An agent that is small: a control socket, and a thread that decides what is answered."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from pathlib import Path
+
+from elasticd_agent.control import NAME, ControlServer, DumpAsked
+from elasticd_agent.explaining.wording import ASKED_FOR
+
+
+class Answering:
+    """An agent's deciding thread: answers what comes into its inbox, with evidence in `directory`."""
+
+    def __init__(self, runtime: Path, directory: Path, answer: str = "") -> None:
+        self.inbox: queue.SimpleQueue[DumpAsked | None] = queue.SimpleQueue()
+        self.asked: list[DumpAsked] = []
+        self._directory, self._answer = directory, answer
+        self.server = ControlServer(runtime / NAME, self.inbox.put, {"job": "llama", "node": "here"})
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (message := self.inbox.get()) is not None:
+            self.asked.append(message)
+            message.reply(self._answer or self._take(message.out or self._directory))
+
+    def _take(self, directory: Path) -> Path:
+        directory.mkdir(parents=True, exist_ok=True)
+        facts = {"why": ASKED_FOR, "pid": 7, "state": "S", "phase": "step", "step": 41}
+        (directory / "rank-0.json").write_text(json.dumps(facts))
+        return directory
+
+    def close(self) -> None:
+        self.server.close()
+        self.inbox.put(None)
+        self._thread.join()

@@ -1,0 +1,87 @@
+"""`worker(code)` starts a process that is stuck in some way; `evidence` takes evidence and posts to `posted`."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from elasticd_agent import procfs
+from elasticd_agent.evidence import Evidence, Gathered
+
+Posted = queue.SimpleQueue[Gathered]
+Until = Callable[[Callable[[], object], float], object]
+BUDGET_S = 20.0
+"""Enough on any machine: tests that are about the budget set their own."""
+
+
+class StartWorker(Protocol):
+    def __call__(self, code: str, *args: str, state: str = "S") -> int: ...
+
+
+@pytest.fixture
+def worker(until: Until) -> Iterator[StartWorker]:
+    """Starts a process that prints "ready" just before it is where it is to be, in that state; returns its pid."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(code: str, *args: str, state: str = "S") -> int:
+        command = [sys.executable, "-I", "-c", code, *args]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        until(lambda: procfs.state(process.pid) == state, 20)
+        return process.pid
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture
+def posted() -> Posted:
+    return queue.SimpleQueue()
+
+
+class MakeEvidence(Protocol):
+    def __call__(
+        self,
+        budget_s: float = BUDGET_S,
+        *,
+        keep: int = 8,
+        job: str = "",
+        spy: str | None = None,
+        temporary: Path | None = None,
+        nvml: str | None = None,
+    ) -> Evidence: ...
+
+
+@pytest.fixture
+def takes(tmp_path: Path, posted: Posted) -> Iterator[MakeEvidence]:
+    """Makes an Evidence that is closed after the test."""
+    made: list[Evidence] = []
+
+    def make(budget_s: float = BUDGET_S, **more: Any) -> Evidence:
+        made.append(Evidence(tmp_path / "scratch", posted.put, budget_s, **more))
+        return made[-1]
+
+    yield make
+    for evidence in made:
+        evidence.close()
+
+
+@pytest.fixture
+def evidence(takes: MakeEvidence) -> Evidence:
+    return takes()

@@ -1,0 +1,48 @@
+"""What workers on a machine with GPUs are given for NCCL, and that the user's own word counts more."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.environment import FR_BUFFER, FR_FILE, FR_PIPE, NCCL_DEFAULTS, flight_recorder, nccl_environment
+
+ROUND = Path("/run/round-7")
+PAGE = Path(__file__).parents[2] / "docs" / "nccl.md"
+
+
+def test_every_variable_is_on_the_page() -> None:
+    env = nccl_environment({}, ROUND)
+    assert set(env) == {*FR_BUFFER, *FR_FILE, FR_PIPE, *NCCL_DEFAULTS}
+    assert set(re.findall(r"`(TORCH_\w+)`", PAGE.read_text())) >= set(env)
+    for name, value in NCCL_DEFAULTS.items():
+        assert re.search(rf"`{name}`.*\b{value}\b", PAGE.read_text()), name
+
+
+def test_dumps_go_into_the_rounds_own_directory_one_per_rank() -> None:
+    env = nccl_environment({}, ROUND)
+    assert flight_recorder(env, 3) == (ROUND / "nccl-pipe-3.pipe", ROUND / "nccl-flight-3")
+
+
+@pytest.mark.parametrize("name", [*FR_BUFFER, *FR_FILE, FR_PIPE, *NCCL_DEFAULTS])
+def test_what_the_user_has_set_stays(name: str) -> None:
+    ours = nccl_environment({name: "/mine-"}, ROUND)
+    assert name not in ours
+    twins = next((names for names in (FR_BUFFER, FR_FILE) if name in names), ())
+    assert {ours.get(twin, "/mine-") for twin in twins} <= {"/mine-"}, "both names of a setting say the same"
+
+
+def test_where_the_user_wants_it_is_where_it_is_looked_for() -> None:
+    given = {FR_PIPE: "/tmp/p_", FR_FILE[1]: "/tmp/f_"}
+    assert flight_recorder({**given, **nccl_environment(given, ROUND)}, 0) == (Path("/tmp/p_0.pipe"), Path("/tmp/f_0"))
+
+
+@pytest.mark.parametrize("given", [{FR_BUFFER[0]: "0"}, {FR_BUFFER[1]: "0"}, {FR_PIPE: ""}, {FR_BUFFER[0]: "many"}])
+def test_a_recorder_that_is_off_is_not_asked(given: dict[str, str]) -> None:
+    assert flight_recorder({**given, **nccl_environment(given, ROUND)}, 0) is None
+
+
+def test_without_gpus_there_is_none() -> None:
+    assert flight_recorder({}, 0) is None

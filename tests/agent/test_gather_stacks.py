@@ -1,0 +1,76 @@
+"""What py-spy and faulthandler write, as threads; and py-spy's errors in words that help."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticd_agent.gather.stacks import NOT_PERMITTED, digest, from_faulthandler, from_spy, text_of, why_not
+from elasticd_agent.gather.where import Frame
+
+PYTHON = "/usr/lib/python3.11"
+
+
+def spied(tid: int, *functions: str, **more: object) -> dict[str, object]:
+    frames = [{"name": name, "filename": "/x/train.py", "line": n} for n, name in enumerate(functions)]
+    return {"thread_id": 140_000_000, "os_thread_id": tid, "thread_name": "T", "frames": frames, **more}
+
+
+def test_of_py_spys_threads_the_main_one_is_first() -> None:
+    threads = from_spy([spied(9, "other", active=True, owns_gil=True), spied(7, "f", "Net.g", active=False)], 7)
+    assert [(thread.tid, thread.state, thread.gil) for thread in threads] == [
+        ("7", "idle", False),
+        ("9", "active+gil", True),
+    ]
+    assert threads[0].frames == (Frame("f", "/x/train.py", 0), Frame("Net.g", "/x/train.py", 1))
+    assert 'Thread 9 (active+gil): "T"\n    other (/x/train.py:0)\n' in text_of(7, threads)
+
+
+@pytest.mark.parametrize("said", [[], {}, None, [{}], [{"frames": [{"name": "f"}], "thread_id": 1}]])
+def test_what_py_spy_never_says_is_refused(said: object) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        from_spy(said, 7)
+
+
+def test_of_faulthandlers_threads_the_one_that_runs_the_script_is_first() -> None:
+    text = f"""Current thread 0x00007f0000000001 (most recent call first):
+  File "{PYTHON}/threading.py", line 327 in wait
+  File "{PYTHON}/threading.py", line 1002 in _bootstrap
+
+Thread 0x00007f0000000002 [python] (most recent call first):
+  File "/x/train.py", line 88 in next_batch
+  File "/x/train.py", line ??? in <module>
+
+Extension modules: torch._C (total: 1)
+"""
+    first, second = from_faulthandler(text)
+    assert (first.name, [frame.function for frame in first.frames]) == ("python", ["next_batch", "<module>"])
+    assert (first.frames[0].line, first.frames[1].line) == (88, 0)
+    assert second.frames[0].name == "wait"
+    assert from_faulthandler("") == ()
+    assert from_faulthandler("Timeout (0:00:10)!\n") == ()
+
+
+def test_a_digest_is_of_places_only() -> None:
+    here = [Frame("Net.forward", "/home/a/venv/lib/python3.11/site-packages/net/model.py", 3), Frame("f", "/a/t.py", 1)]
+    there = [Frame("forward", "/b/lib/python3.10/dist-packages/net/model.py", 3), Frame("f", "/b/t.py", 1)]
+    assert digest(here) == digest(there) != ""
+    assert digest(here) != digest([here[0], Frame("f", "/a/t.py", 2)])
+    assert digest([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("Permission Denied: Try running again with elevated permissions by going 'sudo env !!'\n", NOT_PERMITTED),
+        (
+            "Error: Failed to get process\n\nCaused by:\n    0: A\n    1: Permission denied (os error 13)\n",
+            NOT_PERMITTED,
+        ),
+        ("Error: Failed to find python version\n", "py-spy: Failed to find python version"),
+        ("Error: No stacks\n\nCaused by:\n    0: A\n    1: B (os error 3)\n", "py-spy: No stacks: B (os error 3)"),
+        ("thread 'main' panicked\n", "py-spy: thread 'main' panicked"),
+        ("", "py-spy: it failed, and said nothing"),
+    ],
+)
+def test_py_spys_errors_in_one_line(said: str, why: str) -> None:
+    assert why_not(said) == why

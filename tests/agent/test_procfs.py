@@ -1,0 +1,148 @@
+"""procfs: what processes are and use, seen from outside, and never by a file that can block."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent import procfs
+from elasticd_agent.procfs import Stat, Usage
+
+Until = Callable[[Callable[[], object], float], object]
+
+# A worker whose child burns CPU and writes; its parent ends at once, so that init or a subreaper has it.
+ORPHANED = """
+import os, sys
+if os.fork() == 0:
+    if os.fork() == 0:
+        out = open(sys.argv[1], "wb", buffering=0)
+        while True:
+            out.write(b"x" * 4096)
+            out.seek(0)
+    os._exit(0)
+os.wait()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+# Waits to be told, then a child of its burns CPU.
+FORKS = """
+import os, sys
+print("ready", flush=True)
+sys.stdin.readline()
+if os.fork() == 0:
+    while True:
+        pass
+os.wait()
+"""
+IDLE = "import sys; print('ready', flush=True); sys.stdin.read()"
+
+
+@contextmanager
+def running(code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """A process in its own session; all of the session is killed at the end."""
+    command = [sys.executable, "-I", "-S", "-c", code, *args]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def a(pid: int, parent: int, session: int, state: str = "S") -> Stat:
+    return Stat(pid, "python", state, parent, session, 0.0, 1, 0)
+
+
+def test_a_stat_line_is_taken_apart_whatever_the_name_is() -> None:
+    numbers = " ".join(str(n) for n in range(4, 53))
+    stat = procfs.parse_stat(f"42 (a ) S (b) R 1 2 3 {numbers}\n".encode())
+    assert (stat.pid, stat.comm, stat.state, stat.parent, stat.session) == (42, "a ) S (b", "R", 1, 3)
+    assert stat.cpu_s == pytest.approx((11 + 12 + 13 + 14) * procfs.TICK_S)
+    assert (stat.threads, stat.started) == (17, 19)
+
+
+@pytest.mark.parametrize("line", [b"", b"42", b"42 (python", b"42 (python) R 1", b"(python) 42"])
+def test_what_is_no_stat_line_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 its words are nobody's business
+        procfs.parse_stat(line)
+
+
+def test_bytes_are_those_of_system_calls_and_of_disks() -> None:
+    text = b"rchar: 1\nwchar: 20\nsyscr: 7\nsyscw: 7\nread_bytes: 300\nwrite_bytes: 4000\ncancelled_write_bytes: 7\n"
+    assert procfs.parse_io(text) == 4321
+    assert procfs.parse_io(b"") == 0
+
+
+def test_a_tree_is_all_descendants_and_all_of_the_session_its_root_leads() -> None:
+    processes = [
+        a(1, 0, 1), a(10, 1, 10), a(11, 10, 10), a(12, 11, 12), a(13, 1, 10), a(14, 13, 14),
+        a(20, 1, 20), a(21, 20, 20),
+    ]  # fmt: skip
+    found = procfs.trees([10, 20, 99], processes)
+    assert set(found) == {10, 20}
+    assert sorted(found[10]) == [10, 11, 12, 13, 14]
+    assert sorted(found[20]) == [20, 21]
+
+
+def test_a_root_that_leads_no_session_has_only_its_descendants() -> None:
+    assert procfs.trees([10], [a(5, 1, 5), a(10, 5, 5), a(11, 10, 5), a(12, 5, 5)]) == {10: (10, 11)}
+
+
+def test_states(until: Until) -> None:
+    with running(IDLE) as process:
+        until(lambda: procfs.state(process.pid) == "S", 20)
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: procfs.state(process.pid) == "T", 20)
+        process.send_signal(signal.SIGCONT)
+        until(lambda: procfs.state(process.pid) == "S", 20)
+        process.kill()
+        until(lambda: procfs.state(process.pid) == "Z", 20)
+        process.wait()
+        assert procfs.state(process.pid) == ""
+
+
+def test_a_childs_work_counts_even_if_its_parent_has_ended(until: Until, tmp_path: Path) -> None:
+    with running(ORPHANED, str(tmp_path / "out")) as busy, running(IDLE) as idle:
+        first = procfs.usage([busy.pid, idle.pid])
+
+        def grown() -> bool:
+            now = procfs.usage([busy.pid, idle.pid])
+            more = now[busy.pid].cpu_s - first[busy.pid].cpu_s, now[busy.pid].io_bytes - first[busy.pid].io_bytes
+            return more[0] >= 0.1 and more[1] > 1 << 20
+
+        until(grown, 20)
+        after = procfs.usage([idle.pid])[idle.pid]
+        assert after.cpu_s - first[idle.pid].cpu_s <= 2 * procfs.TICK_S
+        assert after.io_bytes == first[idle.pid].io_bytes
+
+
+def test_looking_again_sees_what_has_come_since(until: Until, tmp_path: Path) -> None:
+    """Also whom it took for somebody else's before it was asked about him."""
+    usages = procfs.Usages()
+    with running(IDLE) as first, running(FORKS) as second:
+        assert set(usages.of([first.pid])) == {first.pid}
+        before = usages.of([first.pid, second.pid])[second.pid].cpu_s
+        assert second.stdin is not None
+        second.stdin.write("go on\n")
+        second.stdin.flush()
+        until(lambda: usages.of([first.pid, second.pid])[second.pid].cpu_s > before + 0.1, 20)
+        usages.of([first.pid, second.pid])
+        assert usages.of([first.pid, second.pid])[first.pid].cpu_s < 1
+    assert usages.of([first.pid, second.pid]) == {}
+
+
+def test_who_is_gone_is_left_out() -> None:
+    with running(IDLE) as process:
+        assert isinstance(procfs.usage([process.pid])[process.pid], Usage)
+    assert procfs.usage([process.pid]) == {}

@@ -1,0 +1,129 @@
+"""When a node asks the others whether they are there, and whose silence it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elasticd.wire import Exclusion, Member, NodeRecord, Round
+from elasticd_agent.config import Policy
+from elasticd_agent.keys import Keys
+from elasticd_agent.knock import Answered, Refused, Silent
+from elasticd_agent.reach import OUTSIDE_S, SLOWEST_S, SPREAD_S, Reach
+from elasticd_agent.store.memory import MemoryStore
+
+POLICY = Policy()
+KEYS = Keys("job")
+
+
+class Network:
+    """Node b among a, b, c, d; `answers` is what each of the others does, `asked` when whom it was asked."""
+
+    def __init__(self, **answers: str) -> None:
+        self.now = 1000.0
+        self.answers = {"a": "answers", "c": "answers", "d": "answers", **answers}
+        self.asked: list[tuple[float, str]] = []
+        store = MemoryStore(lambda: self.now)
+        for port, name in enumerate("abcd", 1):
+            record = NodeRecord(name, "i", f"{name}:{port}", (0,))
+            assert store.compare_and_swap(KEYS.node(name), None, record.to_json())
+        self.reach = Reach(store, KEYS, POLICY, ("b", "i"), self._knock)
+        self.round = Round(1, tuple(Member(name, "i", (0,)) for name in "abcd"))
+        self.stepped = 0
+        self.advances_by: float | None = self.now
+
+    def _knock(self, them: Mapping[str, tuple[str, int]]) -> dict[str, Answered | Refused | Silent]:
+        self.asked.append((self.now, "".join(sorted(them))))
+        kinds = {"silent": Silent("no answer"), "refuses": Refused()}
+        return {name: kinds.get(self.answers[name], Answered(name, "i")) for name in them}
+
+    def wait(self, seconds: float) -> tuple[str, ...]:
+        """As a coordinator does: turns when it is asked to, and ten times a second."""
+        until = self.now + seconds
+        while self.now < until:
+            due = self.reach.turn(self.round, self.stepped, self.advances_by, self.now)
+            self.now = min(until, self.now + 0.1, max(due or until, self.now + 1e-3))
+        return self.reach.unreached
+
+    def train(self, seconds: float) -> tuple[str, ...]:
+        self.stepped = self.round.number
+        for _ in range(int(seconds)):
+            self.advances_by = self.now + 1.5
+            self.wait(1)
+        return self.reach.unreached
+
+
+def test_while_all_is_well_everybody_is_asked_once() -> None:
+    net = Network()
+    net.train(60)
+    (at, whom), *more = net.asked
+    assert (whom, more) == ("acd", [])
+    assert at <= 1000 + SPREAD_S + 1
+
+
+def test_who_stands_still_for_a_lease_asks_ever_less_often_while_all_answer() -> None:
+    net = Network()
+    net.train(10)
+    net.asked.clear()
+    assert net.wait(200) == ()
+    pauses = [b - a for (a, _), (b, _) in zip(net.asked, net.asked[1:], strict=False)]
+    assert net.asked[0][0] >= 1010 + POLICY.lease_s
+    assert [round(pause) for pause in pauses[:6]] == [1, 2, 4, 8, 16, SLOWEST_S]
+
+
+def test_a_silence_as_long_as_a_lease_is_missed_and_forgotten_with_an_answer_or_a_step() -> None:
+    net = Network()
+    net.train(10)
+    net.answers["c"] = "silent"
+    assert net.wait(1.5 + POLICY.lease_s) == ()
+    assert net.wait(POLICY.lease_s + 2) == ("c",)
+    net.answers["c"] = "answers"
+    assert net.wait(2) == ()
+    net.answers["c"] = "silent"
+    assert net.wait(2 * SLOWEST_S) == ("c",)
+    assert net.train(1) == (), "they train: so it is there"
+
+
+def test_a_firewall_between_agents_parts_nobody_who_has_trained() -> None:
+    net = Network(c="silent")
+    net.train(100)
+    assert net.wait(300) == ()
+    assert len([whom for _, whom in net.asked if whom == "c"]) <= 3
+
+
+def test_before_the_first_step_who_is_silent_counts_where_others_answer() -> None:
+    assert Network(c="silent").wait(20) == ("c",)
+    assert Network(c="silent", d="refuses").wait(20) == ("c",), "who refuses is the planner's to judge"
+    assert Network(a="silent", c="silent", d="silent").wait(60) == (), "then it is we, or a firewall"
+
+
+def test_who_was_left_out_goes_on_asking_and_says_whom_it_misses() -> None:
+    net = Network(c="silent")
+    assert net.wait(20) == ("c",)
+    net.round = Round(2, tuple(Member(name, "i", (0,)) for name in "acd"), excluded=(Exclusion("b", 1),))
+    net.advances_by = None
+    net.asked.clear()
+    assert net.wait(20) == ("c",)
+    assert len(net.asked) == 20 / OUTSIDE_S
+    net.answers["c"] = "answers"
+    assert net.wait(OUTSIDE_S) == ()
+    net.answers["c"] = "silent"
+    net.round = Round(3, tuple(Member(name, "i", (0,)) for name in "abcd"))
+    net.advances_by = net.now
+    assert net.wait(1) == (), "back in: all begins anew"
+
+
+def test_a_stranger_asks_nobody() -> None:
+    net = Network()
+    net.round = Round(2, tuple(Member(name, "i", (0,)) for name in "acd"))
+    net.wait(60)
+    assert net.asked == []
+
+
+def test_what_was_seen_stays_true_while_the_failed_group_ends() -> None:
+    net = Network(c="silent")
+    assert net.wait(20) == ("c",)
+    net.advances_by = None
+    net.answers["c"] = "answers"
+    assert net.wait(5) == ("c",)
+    net.round = Round(2, (), outcome="failed", exit_code=1)
+    assert net.wait(1) == ()

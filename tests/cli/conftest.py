@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rewrite-pages",
+        action="store_true",
+        help="write what `elasticd explain` says now beside the evidence in tests/cli/explain; read the diff",
+    )

@@ -1,0 +1,365 @@
+"""`elasticd explain`: pages of recorded evidence, and what it makes of evidence that is missing, torn or hostile.
+
+`pytest tests/cli/test_explain.py --rewrite-pages` writes the pages anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elasticd_agent.explaining import finding, last_lines, reading
+from elasticd_agent.explaining.document import document
+from elasticd_agent.explaining.explanation import Explanation, named
+from elasticd_agent.explaining.files import Silent, within
+from elasticd_agent.explaining.page import page, summary
+
+HERE = Path(__file__).parent / "explain"
+RECORDED = sorted(path.name for path in HERE.iterdir() if path.is_dir())
+
+
+def explain(*argv: str, cwd: Path = HERE) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "TZ": "UTC", "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-m", "elasticd_agent", "explain", *argv]
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def explained(directory: Path, events: Path | None = None) -> Explanation:
+    place = finding.best(finding.places(directory))
+    assert place is not None
+    return reading.explain(place, events)
+
+
+@pytest.fixture
+def evidence(tmp_path: Path) -> Path:
+    """A folder to break: a group of four of which rank 1 was stopped."""
+    shutil.copytree(HERE / "stopped", tmp_path / "logs")
+    return tmp_path / "logs" / "round-1" / "evidence"
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_evidence_still_reads_the_same(name: str, request: pytest.FixtureRequest) -> None:
+    done = explain(name)
+    assert (done.returncode, done.stderr) == (0, "")
+    path = HERE / f"{name}.txt"
+    if request.config.getoption("--rewrite-pages", default=False):
+        path.write_text(done.stdout)
+    else:
+        assert done.stdout == path.read_text()
+
+
+def test_what_a_person_needs_comes_first(evidence: Path) -> None:
+    headline, facts, table, *_ = page(explained(evidence)).split("\n\n")
+    assert headline.startswith("Round 1 hung, and rank 2 is at fault: ")
+    assert "stopped" in headline
+    assert "found hung after" in facts
+    assert [line.startswith(" > ") for line in table.splitlines()] == [False, False, False, False, True, False]
+
+
+def test_the_same_as_an_object(evidence: Path) -> None:
+    done = explain("--json", str(evidence))
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert told["version"] == "1.0"
+    assert (told["kind"], told["round"], told["verdict"]["cause"]) == ("hang", 1, "stopped")
+    assert [rank["culprit"] for rank in told["ranks"]] == [False, False, True, False]
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+
+
+def test_every_field_of_the_object_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text()
+    schema = text[text.index("## `elasticd explain --json`") :]
+
+    def names(value: Any) -> set[str]:
+        if isinstance(value, dict):
+            return set(value) | {name for one in value.values() for name in names(one)}
+        return {name for one in value for name in names(one)} if isinstance(value, list) else set()
+
+    told = document(explained(HERE / "stopped"))
+    told["gpus"], told["flight"] = [], []  # GPUs' facts are the driver's, and a recording's ranks are numbers
+    assert not {name for name in names(told) if f"`{name}`" not in schema}
+
+
+def test_the_documented_page_is_a_real_one() -> None:
+    assert (HERE / "loader.txt").read_text() in (Path(__file__).parents[2] / "docs" / "hangs.md").read_text()
+
+
+def test_the_jobs_last_words_are_few(evidence: Path) -> None:
+    lines = last_lines(evidence)
+    assert lines[0].startswith("Round 1 hung, and rank 2 is at fault")
+    assert lines[-1] == f"  everything else: elasticd explain {evidence}"
+    assert len(lines) <= 12
+    assert last_lines(evidence / "nothing") == []
+
+
+# --- which evidence ---------------------------------------------------------------------------------------------------
+
+
+def test_a_log_directory_a_rounds_folder_and_the_evidence_itself_are_the_same(evidence: Path) -> None:
+    told = [
+        json.loads(explain("--json", str(path)).stdout) for path in (evidence.parents[1], evidence.parent, evidence)
+    ]
+    assert told[0] == told[1] == told[2]
+    assert told[0]["job"] == "llama"  # from the event log, that lies in the log directory
+
+
+def test_the_newest_round_that_hung_is_shown_and_the_others_are_named(evidence: Path) -> None:
+    logs = evidence.parents[1]
+    for number, name in ((3, "evidence"), (7, "evidence"), (9, "dump")):
+        shutil.copytree(evidence, logs / f"round-{number}" / name)
+    (logs / "round-7" / "evidence" / "verdict.json").unlink()
+    (logs / "round-9" / "dump" / "verdict.json").unlink()
+    assert explained(logs).round == 3
+    done = explain(str(logs))
+    assert "other rounds, too: round 1 (hung), round 7 (suspected), round 9 (dumped)." in done.stdout
+    assert json.loads(explain("--json", "--round", "7", str(logs)).stdout)["kind"] == "suspicion"
+    listed = explain("--list", str(logs)).stdout.splitlines()
+    assert [line.split()[:3] for line in listed] == [
+        ["round", "1", "hung"],
+        ["round", "3", "hung"],
+        ["round", "7", "suspected"],
+        ["round", "9", "dumped"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "line"),
+    [
+        (["{empty}"], 1, "elasticd explain: no evidence in "),
+        (["{empty}", "--list"], 1, "elasticd explain: no evidence in "),
+        (["{logs}", "--round", "12"], 1, "elasticd explain: no evidence of round 12 in "),
+        (["{empty}/none"], 2, "elasticd explain: error: "),
+        (["{logs}/events.jsonl"], 2, "elasticd explain: error: "),
+        ([], 2, "elasticd explain: error: the following arguments are required: LOGDIR"),
+        (["{logs}", "--round", "x"], 2, "elasticd explain: error: argument --round: invalid int value: 'x'"),
+    ],
+)
+def test_what_is_not_there_is_one_line(argv: list[str], code: int, line: str, evidence: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = explain(*(arg.format(empty=tmp_path / "empty", logs=evidence.parents[1]) for arg in argv))
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(line)
+    assert done.stderr.count("\n") == 1
+
+
+# --- evidence that is missing, torn or hostile ------------------------------------------------------------------------
+
+
+def test_without_stacks_logs_and_facts_the_verdict_is_still_told(evidence: Path) -> None:
+    for path in evidence.iterdir():
+        if path.name != "verdict.json":
+            path.unlink()
+    text = page(explained(evidence))
+    assert text.startswith("Round 1 hung, and rank 2 is at fault")
+
+
+def test_a_node_without_the_verdict_tells_what_its_log_knows(evidence: Path) -> None:
+    (evidence / "verdict.json").unlink()
+    (evidence / "judged.jsonl").unlink()
+    log = evidence.parents[1] / "events.jsonl"
+    judge = explained(evidence, log)
+    assert judge.headline.startswith("round 1 hung, and rank 2 is at fault: rank 2 on node-a (step ")
+    assert [rank.rank for rank in judge.blamed] == [2]
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"kind": "hung"' not in line))
+    other = explained(evidence, log)  # every node has the Round, only the planner's has the verdict
+    assert (other.kind, other.followed.resumed) == ("hang", (1, 20))
+    assert other.headline.startswith("round 1 hung: rank 2 on node-a (step ")
+    assert "restart" not in other.headline
+    guessed = explained(evidence)
+    assert guessed.kind == "suspicion"
+    assert guessed.headline.startswith("round 1 was suspected of hanging (rank 2 on node-a (step ")
+    assert guessed.headline.endswith("and no verdict is here: rank 2 is stopped")
+
+
+def test_an_event_log_of_several_runs_is_read_as_the_last_one(evidence: Path) -> None:
+    log = evidence.parents[1] / "events.jsonl"
+    run = log.read_text().splitlines(keepends=True)
+    end = '{"kind": "job_ended", "job": "llama", "node": "node-a", "round": 9, "wall": 1.0, "outcome": "failed"}\n'
+    before = [line.replace('"wall": 17', '"wall": 16').replace("r1-s20", "r1-s10") for line in run]
+    after = [line.replace('"wall": 17', '"wall": 18') for line in run]
+    log.write_text("".join([*before, end, '{"kind": "hung", "round": 1}\n', "not JSON\n", *run, end, *after]))
+    told = explained(evidence, log).followed
+    assert told.ended.startswith("failed")
+    assert told.resumed == (1, 20)
+    assert all(1.7e9 < moment.wall < 1.8e9 or moment.wall == 1.0 for moment in told.moments)
+
+
+def test_ranks_of_other_nodes_are_missed_by_name(evidence: Path) -> None:
+    for path in evidence.glob("rank-[01].*"):
+        path.unlink()
+    told = explained(evidence)
+    assert "no evidence of ranks 0 and 1 is here: look in the log directory on node-a" in told.troubles
+    assert len(told.ranks) == 4
+
+
+@pytest.mark.parametrize("kept", [0, 1, 40, 333])
+def test_files_cut_short_cost_what_they_would_have_said(evidence: Path, kept: int) -> None:
+    for path in evidence.iterdir():
+        path.write_bytes(path.read_bytes()[:kept])
+    told = explained(evidence)
+    assert page(told)
+    assert any("verdict.json" in trouble for trouble in told.troubles) == (kept < 300)
+
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.integers(), max_size=2),
+    st.just({}), st.just([{}]), st.just([[]]), st.just({"rank": [1]}), st.just("\udcff"), st.just(1e300), st.just(-1),
+)  # fmt: skip
+GARBAGE = st.one_of(
+    st.binary(max_size=200),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(
+            ["ranks", "rank", "reports", "culprits", "cause", "entries", "node", "step", "idle_s", "state", "kind",
+             "round", "wall", "seconds", "process_group", "collective_seq_id", "input_sizes", "pg_status", "gpus",
+             "where", "verdict", "seen_after_s", "at_wall", "world_size", "nodes", "survivors", "job"]),
+            inner, max_size=6),
+        max_leaves=24,
+    ).map(lambda value: json.dumps(value).encode()),
+)  # fmt: skip
+FILES = ("verdict.json", "judged.jsonl", "reports-a.jsonl", "rank-0.json", "rank-0.log", "rank-0.stacks.txt",
+         "rank-0.flight.json", "rank-1.flight.json", "gpu.json", "events.jsonl")  # fmt: skip
+
+
+@given(contents=st.lists(GARBAGE, min_size=len(FILES), max_size=len(FILES)))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_nothing_that_is_in_a_file_is_too_much(contents: list[bytes], tmp_path: Path) -> None:
+    evidence = tmp_path / "round-1" / "evidence"
+    evidence.mkdir(parents=True, exist_ok=True)
+    for name, data in zip(FILES, contents, strict=True):
+        (evidence / name).write_bytes(data)
+    told = explained(evidence, evidence / "events.jsonl")
+    assert page(told).endswith("\n")
+    json.dumps(document(told), allow_nan=False)
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_no_value_in_its_place_is_too_much(data: st.DataObject) -> None:
+    """Of a recording, one value somewhere is another one."""
+    with tempfile.TemporaryDirectory() as directory:
+        logs = Path(shutil.copytree(HERE / "stopped", Path(directory) / "logs"))
+        evidence = logs / "round-1" / "evidence"
+        path = data.draw(st.sampled_from([logs / "events.jsonl", *sorted(evidence.glob("*.json*"))]))
+        lines = (
+            [json.loads(path.read_text())]
+            if path.suffix == ".json"
+            else [*map(json.loads, path.read_text().splitlines())]
+        )
+        at = where = data.draw(st.sampled_from(lines))
+        key: Any = None
+        while isinstance(at, (dict, list)) and at and (key is None or data.draw(st.integers(0, 4))):
+            where, key = at, data.draw(st.sampled_from(sorted(at) if isinstance(at, dict) else range(len(at))))
+            at = where[key]
+        where[key] = data.draw(JUNK)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        told = explained(logs, logs / "events.jsonl")
+        assert page(told).endswith("\n")
+        assert summary(told)
+        json.dumps(document(told), allow_nan=False)
+
+
+def test_pipes_links_and_directories_are_named_and_not_opened(evidence: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    for name in ("verdict.json", "rank-0.log", "rank-1.json"):
+        (evidence / name).unlink()
+    os.mkfifo(evidence / "verdict.json")
+    (evidence / "rank-0.log").symlink_to(tmp_path / "secret")
+    (evidence / "rank-1.json").mkdir()
+    done = explain(str(evidence))  # a read of the FIFO would never end
+    assert done.returncode == 0
+    assert "secret" not in done.stdout
+    for line in ("verdict.json is no plain file", "rank-0.log is a link", "rank-1.json is no plain file"):
+        assert line in done.stdout
+
+
+def test_of_a_huge_file_a_part_is_read(evidence: Path) -> None:
+    for name in ("rank-2.stacks.txt", "judged.jsonl"):
+        with open(evidence / name, "ab") as file:
+            file.truncate(1 << 40)  # sparse: it takes no room
+    (evidence / "rank-2.log").write_text("first\n" + 200_000 * "more and more\n" + "last\n")
+    told = explained(evidence)
+    assert sum("is large" in trouble for trouble in told.troubles) == 3
+    assert told.ranks[2].log[-1] == "last"
+    assert told.ranks[2].stacks is not None
+
+
+def test_who_reads_only_the_beginning_is_not_shown_a_traceback() -> None:
+    reading_end, writing_end = os.pipe()
+    os.close(reading_end)
+    with os.fdopen(writing_end, "w") as out:
+        command = [sys.executable, "-m", "elasticd_agent", "explain", str(HERE / "stopped")]
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_workers_output_does_not_steer_the_terminal(evidence: Path) -> None:
+    (evidence / "rank-2.log").write_text("\x1b[2J\x1b]0;owned\x07 \x9b1m last\n")
+    text = page(explained(evidence))
+    assert "\\x1b[2J\\x1b]0;owned\\x07 \\x9b1m last" in text
+    assert all(line.isprintable() for line in text.splitlines())
+
+
+def test_a_file_system_that_does_not_answer_is_given_up() -> None:
+    gone = threading.Event()
+    with pytest.raises(Silent):
+        within(0.05, gone.wait)
+    gone.set()
+    with pytest.raises(ZeroDivisionError):
+        within(20.0, lambda: 1 // 0)
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_named_shortly() -> None:
+    assert [named(ranks) for ranks in ([], [3], [2, 1], [1, 2, 3], [0, 2, 3, 4, 7, 8])] == [
+        "no rank",
+        "rank 3",
+        "ranks 1 and 2",
+        "ranks 1–3",
+        "ranks 0, 2–4, 7 and 8",
+    ]
+
+
+def test_a_thousand_ranks_fit_on_a_page(tmp_path: Path) -> None:
+    evidence = tmp_path / "round-2" / "evidence"
+    evidence.mkdir(parents=True)
+    verdict = {"cause": "blocked", "culprits": [{"node": "n77", "rank": 617, "slot": 1}], "why": "rank 617 sleeps"}
+    reports = [
+        {"node": f"n{n}", "ranks": [facts(rank, behind=rank == 617) for rank in range(8 * n, 8 * n + 8)]}
+        for n in range(128)
+    ]
+    (evidence / "verdict.json").write_text(json.dumps(verdict))
+    (evidence / "judged.jsonl").write_text(json.dumps({"verdict": verdict, "reports": reports}) + "\n")
+    lines = page(explained(evidence)).splitlines()
+    assert len(lines) < 40
+    assert [line.split()[:4] for line in lines if line.startswith(" >")] == [[">", "617", "n77", "1"]]
+    assert sum("0–616 and 618–1023  128 nodes" in line for line in lines) == 1
+
+
+def facts(rank: int, behind: bool) -> dict[str, Any]:
+    place = {"where": "elsewhere", "function": "read (data.py:7)"} if behind else {"where": "collective"}
+    return {
+        "rank": rank,
+        "slot": rank % 8,
+        "phase": "step",
+        "step": 9,
+        "collectives": 90 - behind,
+        "state": "S",
+        **place,
+    }

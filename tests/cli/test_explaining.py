@@ -1,0 +1,253 @@
+"""What explain's pages are made of: stacks, flight recordings, kernel functions and GPUs, each by a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd_agent.explaining import flight, gpus, stacks, wording
+from elasticd_agent.explaining.explanation import Explanation, RankFacts
+from elasticd_agent.explaining.finding import places
+from elasticd_agent.explaining.page import page
+
+SPY = """\
+Process 71: python
+
+Thread 71 (idle): "MainThread"
+    _engine_run_backward (/venv/lib/python3.12/site-packages/torch/autograd/graph.py:979)
+    backward (/venv/lib/python3.12/site-packages/torch/autograd/__init__.py:395)
+    Tensor.backward (/venv/lib/python3.12/site-packages/torch/_tensor.py:623)
+    step (/home/ann/llama/src/train.py:44)
+    <module> (/home/ann/llama/src/train.py:61)
+    _run_code (/usr/lib/python3.12/runpy.py:88)
+
+Thread 74 (active+gil): "loader"
+    read (/home/ann/llama/src/data.py:7)
+    run (/usr/lib/python3.12/threading.py:982)
+
+Thread 75 (idle)
+    _run (/venv/lib/python3.12/site-packages/elasticd/pulse.py:89)
+
+Process 80: pt_data_worker
+
+Thread 80 (idle): "MainThread"
+    __getitem__ (/home/ann/llama/src/data.py:19)
+"""
+SPY_ITSELF = """\
+Process 14599: /venv/bin/python t.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 14599 (idle): "MainThread"
+    wait (libc.so.6)
+    all_reduce (torch/distributed/distributed_c10d.py:3252)
+    step (t.py:15)
+Thread 14608 (idle): "elasticd-pulse"
+    Thread.run (threading.py:982)
+"""
+HANDLER = """\
+Thread 0x00007f54f32ff6c0 (most recent call first):
+  File "/usr/lib/python3.10/threading.py", line 982 in run
+
+Current thread 0x00007f551b8a4b80 [loader] (most recent call first):
+  File "/job/t.py", line ??? in wait
+  Garbage-collecting
+  File "/job/t.py", line 8 in beat
+
+Thread 0x00007f551b8a4b90 [python] (most recent call first):
+  File "/venv/lib/python3.10/site-packages/torch/autograd/graph.py", line 979 in _engine_run_backward
+  File "/job/t.py", line 15 in <module>
+
+Extension modules: numpy.core._multiarray_umath, torch._C (total: 2)
+"""
+
+
+def test_py_spys_stacks() -> None:
+    found = stacks.parse(SPY)
+    assert found is not None
+    assert found.source == "py-spy"
+    assert found.main is found.threads[0]
+    assert [(thread.name, thread.state, thread.below) for thread in found.threads] == [
+        ("MainThread", "idle", ""),
+        ("loader", "active+gil", ""),
+        ("75", "idle", ""),
+        ("MainThread", "idle", "pt_data_worker (pid 80)"),
+    ]
+    assert [(f.function, f.at, f.library) for f in found.threads[0].frames[-3:]] == [
+        ("step", "…/src/train.py:44", ""),
+        ("<module>", "…/src/train.py:61", ""),
+        ("_run_code", "runpy.py:88", "python"),
+    ]
+    assert [thread.holds_gil for thread in found.threads] == [False, True, False, False]
+    shown = stacks.folded(found.threads[0])
+    assert [one.function if isinstance(one, stacks.Frame) else one for one in shown] == [
+        "_engine_run_backward",
+        stacks.Folded(2, ("torch",)),
+        "step",
+        "<module>",
+        stacks.Folded(1, ("python",)),
+    ]
+
+
+def test_py_spys_own_text_with_short_paths_and_native_frames() -> None:
+    found = stacks.parse(SPY_ITSELF)
+    assert found is not None
+    assert found.main is not None
+    assert [(f.function, f.file, f.line, f.library) for f in found.main.frames] == [
+        ("wait", "libc.so.6", 0, "native code"),
+        ("all_reduce", "torch/distributed/distributed_c10d.py", 3252, "torch"),
+        ("step", "t.py", 15, ""),
+    ]
+    assert found.threads[1].frames[0].library == "python"
+
+
+def test_faulthandlers_stacks_whose_current_thread_is_not_the_main_one() -> None:
+    found = stacks.parse(HANDLER)
+    assert found is not None
+    assert found.source == "faulthandler"
+    assert [(thread.name, thread.main, len(thread.frames)) for thread in found.threads] == [
+        ("python", True, 2),
+        ("0x7f54f32ff6c0", False, 1),
+        ("loader", False, 2),
+    ]
+    assert found.threads[2].frames[0] == stacks.Frame("wait", "/job/t.py", 0)
+
+
+@pytest.mark.parametrize("text", ["", "no stacks: py-spy: Permission denied\n", "Process 7: python\n", "\x00" * 99])
+def test_what_holds_no_stacks(text: str) -> None:
+    assert stacks.parse(text) is None
+
+
+def test_endless_stacks_are_cut() -> None:
+    deep = "Process 7: p\n\nThread 7 (idle)\n" + "    f (a.py:1)\n" * 5000
+    many = "Process 7: p\n" + '\nThread 9 (idle): "t"\n    f (a.py:1)\n' * 5000
+    assert sum(len(found.threads[0].frames) for text in (deep,) if (found := stacks.parse(text))) == stacks.MOST_FRAMES
+    assert sum(len(found.threads) for text in (many,) if (found := stacks.parse(text))) <= stacks.MOST_THREADS + 1
+
+
+# --- flight recordings ------------------------------------------------------------------------------------------------
+
+
+def entry(
+    number: int, operation: str = "nccl:all_reduce", sizes: object = None, done: bool = True, **more: Any
+) -> dict[str, Any]:
+    return {
+        "pg_id": 0,
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": number,
+        "profiling_name": operation,
+        "input_sizes": [[3, 4]] if sizes is None else sizes,
+        "input_dtypes": ["Float"],
+        "state": "completed" if done else "started",
+        **more,
+    }
+
+
+def compared(*ranks: list[dict[str, Any]]) -> list[flight.GroupFlight]:
+    recorded = {rank: flight.parse({"version": "2.9", "entries": entries}) for rank, entries in enumerate(ranks)}
+    return flight.compare({rank: one for rank, one in recorded.items() if one is not None})
+
+
+def test_who_has_not_issued_what_the_others_wait_for() -> None:
+    [group] = compared([entry(7), entry(8, done=False)], [entry(7)], [entry(7), entry(8, done=False)])
+    assert group.group == "default group"
+    assert str(group.waiting_for) == "#8 all_reduce of 3×4 float"
+    assert group.lacking == (1,)
+    assert group.pending is not None
+    assert sorted(group.pending) == [0, 2]
+
+
+def test_who_waits_itself_is_not_said_to_be_late() -> None:
+    [group] = compared([entry(7, done=False)], [entry(7), entry(8, done=False)])
+    assert (group.lacking, group.waiting_for) == ((), None)
+
+
+def test_ranks_that_part_part_at_the_first_difference() -> None:
+    [group] = compared([entry(7), entry(8), entry(9)], [entry(7), entry(8, "nccl:broadcast"), entry(9)], [entry(8)])
+    assert group.differing == {"#8 all_reduce of 3×4 float": (0, 2), "#8 broadcast of 3×4 float": (1,)}
+    [group] = compared([entry(8)], [entry(8, sizes=[[5]])])
+    assert group.differing == {"#8 all_reduce of 3×4 float": (0,), "#8 all_reduce of 5 float": (1,)}
+
+
+def test_a_ring_that_forgot_the_beginning_of_one_rank_is_no_difference() -> None:
+    [group] = compared([entry(n) for n in range(100)], [entry(n) for n in range(90, 100)])
+    assert (group.differing, group.lacking) == (None, ())
+
+
+def test_other_groups_are_apart_and_messages_are_no_collectives() -> None:
+    more = {"process_group": ["3", "tensor"], "pg_id": 3}
+    groups = compared([entry(1), entry(5, **more)], [entry(1), entry(6, **more), entry(9, is_p2p=True)])
+    assert [(group.group, group.lacking) for group in groups] == [("tensor", (0,)), ("default group", ())]
+
+
+def test_gloos_entries_are_done_when_they_are_retired_or_below_what_was_completed() -> None:
+    entries = [entry(n, "gloo:all_reduce", done=False, retired=n == 1) for n in (1, 2, 3)]
+    found = flight.parse({"entries": entries, "pg_status": {"0": {"last_completed_collective": "2"}}})
+    assert found is not None
+    assert [one.done for one in found.groups["default group"].values()] == [True, True, False]
+
+
+def test_what_nccl_gave_up_is_not_done() -> None:
+    found = flight.parse({"entries": [entry(4, done=False, retired=True)], "pg_status": {"0": None, "1": {}}})
+    assert found is not None
+    assert [one.done for one in found.groups["default group"].values()] == [False]
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"version": "2.10"}, {"entries": 7}, {"entries": [7, {}, {"collective_seq_id": "x"}]}]
+)
+def test_what_is_no_recording(data: dict[str, Any]) -> None:
+    found = flight.parse(data)
+    assert found is None or not found.groups
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("functions", "what"),
+    [
+        (["pipe_read"], "pipe"),
+        (["anon_pipe_read"], "pipe"),
+        (["wait_for_partner"], "FIFO"),
+        (["rpc_wait_bit_killable"], "NFS"),
+        (["folio_wait_bit_common", "[<0>] nfs_wait_on_request+0x4c/0x70 [nfs]"], "NFS"),
+        (["folio_wait_bit_common", "[<0>] ext4_sync_file+0x1a"], "disk"),
+        (["request_wait_answer"], "FUSE"),
+        (["poll_schedule_timeout.constprop.0"], "files or sockets"),
+        (["futex_wait_queue"], "lock"),
+        (["__do_wait"], "child process"),
+        (["uvm_gpu_replayable_faults"], "NVIDIA"),
+        (["do_something_new"], ""),
+        ([""], ""),
+    ],
+)
+def test_what_a_process_in_the_kernel_waits_for(functions: list[str], what: str) -> None:
+    found = wording.waits_for(functions)
+    assert what in found
+    assert bool(what) == bool(found)
+
+
+def test_a_rank_in_an_uninterruptible_wait_is_told_of_even_if_nobody_blames_it() -> None:
+    rank = RankFacts(3, state="D", wchan="rpc_wait_bit_killable", call="read of /data/shard-7")
+    assert wording.remarks(rank, None) == (
+        "in an uninterruptible wait in the kernel: not even SIGKILL ends it before that is over",
+        "in the kernel, waiting for an NFS server (read of /data/shard-7, rpc_wait_bit_killable)",
+    )
+
+
+def test_a_sick_gpu_is_marked(tmp_path: Path) -> None:
+    evidence = tmp_path / "round-1" / "evidence"
+    evidence.mkdir(parents=True)
+    sick = {"index": 0, "name": "H200", "utilization_percent": 100, "ecc_uncorrected": 2, "last_xid": "79: fallen off"}
+    well = {"index": 1, "name": "H200", "utilization_percent": 0, "ecc_uncorrected": 0, "remap_pending": 0}
+    (evidence / "gpu-node-a.json").write_text(json.dumps({"driver": "570", "gpus": [sick, well]}))
+    (evidence / "gpu-node-b.json").write_text(json.dumps({"gpus": [], "trouble": "NVML: Driver Not Loaded"}))
+    troubles: list[str] = []
+    found = gpus.read(places(tmp_path)[0], troubles.append)
+    assert [trouble for trouble in troubles if trouble] == ["gpu-node-b.json: NVML: Driver Not Loaded"]
+    told = page(Explanation(1, "hang", "here", "it hung", gpus=found))
+    assert "\n> node-a GPU 0 (H200): ecc_uncorrected 2, last_xid 79: fallen off, busy 100 %\n" in told
+    assert "\n  node-a GPU 1 (H200): busy 0 %\n" in told

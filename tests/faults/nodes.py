@@ -1,0 +1,46 @@
+"""Two or more nodes on this machine: agents that meet in a real etcd over loopback. Their network cannot be cut."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tests.etcd import EtcdServers
+from tests.faults.job import REPOSITORY, Job
+
+COLD = "${local_rank}"
+
+
+class StartJob(Protocol):
+    def __call__(self, script: str, *args: str, **how: Any) -> Job: ...
+
+
+class Nodes:
+    """Agents of one job, `nnodes` MIN:MAX; MIN of them begin at once.
+
+    Each has a `work` directory of its own, so what scripts write is asked for node by node.
+    """
+
+    def __init__(self, start: StartJob, etcd: EtcdServers, nnodes: str, job: str = "job") -> None:
+        self._start, self.etcd, self.nnodes, self.job = start, etcd, nnodes, job
+        self.agents: list[Job] = []
+
+    def agent(
+        self, node: str, script: str, *args: str, flags: Sequence[str] = (), path: Path | None = None, **how: Any
+    ) -> Job:
+        """One more node. Its last arguments are `args`; cold workers start quickest. `path` goes before PYTHONPATH."""
+        if path is not None:
+            how["env"] = {"PYTHONPATH": os.pathsep.join(map(str, (path, REPOSITORY, REPOSITORY / "agents")))}
+        meet = ["--nnodes", self.nnodes, "--rdzv-backend", "etcd", "--rdzv-id", self.job, "--node-id", node]
+        meet += ["--rdzv-conf", "last_call_timeout=0"]
+        meet += ["--rdzv-endpoint", f"127.0.0.1:{self.etcd.port}", "--local-addr", "127.0.0.1"]
+        self.agents.append(self._start(script, COLD, *args, flags=[*meet, *flags], **{"workers": "1", **how}))
+        return self.agents[-1]
+
+    def enough(self) -> list[int]:
+        """Let the workers end; every agent's exit code."""
+        for agent in self.agents:
+            (agent.work / "enough").touch()
+        return [agent.wait() for agent in self.agents]

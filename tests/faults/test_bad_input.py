@@ -1,0 +1,203 @@
+"""What a person gets wrong about the place where nodes meet: one line says what, where and what to do, and that is all.
+
+Who trains already is not disturbed by it. What the command line alone shows to be wrong is in tests/cli.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.etcd import Authority, EtcdServers, etcd_servers
+from tests.faults.conftest import StartJob
+from tests.faults.job import SCRIPTS, Job
+from tests.faults.nodes import COLD, Nodes
+
+StartNodes = Callable[[str], Nodes]
+SOON = "join_timeout=1,last_call_timeout=0.5"
+
+
+def refused(agent: Job, *words: str) -> None:
+    """It ends by itself, soon, with exit code 2 and one line with all of these in it."""
+    assert agent.wait() == 2, agent.err
+    said = [line for line in agent.err.splitlines() if "error:" in line]
+    assert len(said) == 1, agent.err
+    for word in words:
+        assert re.search(word, said[0]), f"{word!r} is not in: {said[0]}"
+    assert "Traceback" not in agent.err
+
+
+def meet(job: StartJob, endpoint: str, *conf: str, backend: str = "etcd") -> Job:
+    flags = ["--nnodes", "1:2", "--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "job"]
+    flags += ["--rdzv-conf", ",".join([SOON, *conf]), "--local-addr", "127.0.0.1", "--node-id", "a"]
+    return job("tells.py", COLD, flags=flags, workers="1")
+
+
+@contextmanager
+def somebody_else() -> Iterator[int]:
+    """A port where something answers that is no store."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    caller, _ = listener.accept()
+                except OSError:
+                    return
+                with caller:
+                    caller.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(20)
+
+
+# ---- the store
+
+
+def test_nobody_listens_there(job: StartJob) -> None:
+    both = [meet(job, "127.0.0.1:1"), meet(job, "127.0.0.1:1", "is_host=0", backend="c10d")]
+    for agent in both:
+        refused(agent, r"no answer from the store within \d s", r"127\.0\.0\.1:1 ")
+
+
+def test_a_name_nobody_has(job: StartJob) -> None:
+    flags = ["--nnodes", "1:2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "nowhere.invalid", "--rdzv-id", "job"]
+    refused(job("tells.py", COLD, flags=flags, workers="1"), r"nowhere\.invalid")
+
+
+def test_something_else_listens_there(job: StartJob) -> None:
+    with somebody_else() as port:
+        refused(meet(job, f"127.0.0.1:{port}"), f"127.0.0.1:{port} is not an etcd v3 server")
+
+
+def test_tls_on_one_side_only(job: StartJob, etcd: EtcdServers, tmp_path: Path) -> None:
+    with etcd_servers(tls=Authority(tmp_path).server()) as secure:
+        ours, theirs = meet(job, f"https://127.0.0.1:{etcd.port}"), meet(job, f"127.0.0.1:{secure.port}")
+        refused(ours, "does not use TLS", "http://")
+        refused(theirs, "uses TLS", "https://")
+
+
+def test_a_certificate_that_has_expired(job: StartJob, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    with etcd_servers(tls=authority.server()) as etcd:
+        etcd.certify(authority.server(expired=True))
+        etcd.restart()
+        refused(meet(job, f"https://127.0.0.1:{etcd.port}", f"cacert={authority.ca}"), "certificate has expired")
+
+
+def test_a_wrong_password_and_none(job: StartJob) -> None:
+    with etcd_servers() as etcd:
+        etcd.ask_for_passwords("agent", "secret", "/elasticd/")
+        endpoint = f"127.0.0.1:{etcd.port}"
+        wrong, none = meet(job, endpoint, "user=agent,password=wrong"), meet(job, endpoint)
+        refused(wrong, "user or the password is wrong")
+        refused(none, "user", "password")
+        right = meet(job, endpoint, "user=agent,password=secret")
+        right.file("told-0")
+        (right.work / "enough").touch()
+        assert right.wait() == 0
+
+
+# ---- the job
+
+
+def test_another_jobs_id(nodes: StartNodes) -> None:
+    both = nodes("1:2")
+    a = both.agent("a", "tells.py")
+    a.file("told-0")
+    both.nnodes = "1:3"
+    refused(both.agent("b", "tells.py"), f"job '{both.job}' runs with another command: --nnodes MAX is 3 here, 2 there")
+    both.nnodes = "1:2"
+    refused(both.agent("b", "plain.py"), "the script is 'plain.py' here, 'tells.py' there")
+    (a.work / "enough").touch()
+    assert a.wait() == 0
+    assert len(a.events("round_published")) == 1
+
+
+def test_an_ended_jobs_id_is_told_how_it_ended_and_another_run_begins_anew(nodes: StartNodes) -> None:
+    one = nodes("1:2")
+    a = one.agent("a", "tells.py")
+    a.file("told-0")
+    assert one.enough() == [0]
+    ended = a.event("job_ended")
+    late = one.agent("late", "tells.py")
+    assert late.wait() == 0
+    assert late.event("job_ended")["reason"] == ended["reason"]
+    assert not late.events("group_started")
+    again = one.agent("again", "tells.py", flags=["--run", "2"])
+    again.file("told-0")
+    assert again.event("round_published")["round"] > ended["round"]
+    (again.work / "enough").touch()
+    assert again.wait() == 0
+
+
+def test_two_agents_with_the_same_node_id(nodes: StartNodes) -> None:
+    both = nodes("1:2")
+    a = both.agent("a", "tells.py")
+    a.file("told-0")
+    refused(both.agent("a", "tells.py"), "another agent takes part in this job as node 'a'", "--node-id")
+    (a.work / "enough").touch()
+    assert a.wait() == 0
+    assert len(a.events("round_published")) == 1
+
+
+def test_a_checkpoint_directory_that_is_not_shared_is_said_once_and_loudly(nodes: StartNodes, tmp_path: Path) -> None:
+    both = nodes("2")
+    agents = [both.agent(n, "tells.py", flags=["--checkpoint-dir", str(tmp_path / f"of-{n}")]) for n in "ab"]
+    for agent in agents:
+        agent.event("group_started")
+    assert both.enough() == [0, 0]
+    assert sum(agent.err.count("THE CHECKPOINT DIRECTORY IS NOT SHARED") for agent in agents) == 1
+
+
+def test_one_that_is_shared_is_not_complained_about_and_one_node_without_is_refused(
+    nodes: StartNodes, tmp_path: Path
+) -> None:
+    both = nodes("2:3")
+    shared = ["--checkpoint-dir", str(tmp_path / "shared")]
+    agents = [both.agent(name, "tells.py", flags=shared) for name in "ab"]
+    for agent in agents:
+        agent.event("group_started")
+    refused(both.agent("c", "tells.py"), "--checkpoint-dir is not given here, given there")
+    for agent in agents:
+        (agent.work / "enough").touch()
+    assert [agent.wait() for agent in agents] == [0, 0]
+    assert "SHARED" not in agents[0].err + agents[1].err
+
+
+# ---- the machine
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(nodes: StartNodes, tmp_path: Path) -> None:
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_bytes((SCRIPTS / "jumping_clock.py").read_bytes())
+    both = nodes("2")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    # c10d: gRPC's own core would go on by the true clock and be at odds with Python's.
+    agents = [
+        both.agent(
+            name,
+            "tells.py",
+            flags=[*("--rdzv-backend", "c10d"), *("--rdzv-endpoint", f"127.0.0.1:{port}"), "--rdzv-conf", conf],
+            path=tmp_path / "clock",
+        )
+        for name, conf in (("a", "is_host=1"), ("b", "is_host=0"))
+    ]
+    for agent in agents:
+        agent.event("group_started")
+    assert both.enough() == [0, 0]
+    for agent in agents:
+        assert len(agent.events("round_published")) == 1
+        assert not agent.events("store_away")
+        monos = [event["mono"] for event in agent.events()]
+        assert monos == sorted(monos)

@@ -1,0 +1,77 @@
+"""Hangs of a group that spans two machines: blamed on the right one, or on the network between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.faults.job import Fault
+from tests.hangs.conftest import TUNED
+from tests.hangs.situations import SCRIPTS
+from tests.multihost.cluster import Cluster
+from tests.multihost.conftest import StartNetwork
+
+FLOOR_S = 5.0
+"""The default with an attached checkpoint."""
+
+
+def two_nodes(network: StartNetwork, work: Path, faults: list[Fault], policy: Sequence[str] = TUNED) -> Cluster:
+    flags = ["--rdzv-conf", "last_call_timeout=60", "--max-restarts", "100", *policy]
+    flags += ["--checkpoint-dir", str(work / "checkpoints"), "--log-dir", str(work / "log")]
+    cluster = Cluster(
+        network(2, others=("store",)), work / "job", "2:2", SCRIPTS / "session.py", flags=flags, faults=faults
+    )
+    cluster.start()
+    return cluster
+
+
+def test_by_default_it_takes_seconds_whichever_node_it_is(network: StartNetwork, tmp_path: Path) -> None:
+    """Both nodes know that a checkpoint is attached: else the longer deadline of the other one would count."""
+    cluster = two_nodes(network, tmp_path, [Fault(1, 30, "sleep")], policy=())
+    hung = cluster.event("hung", round=1)
+    assert (hung["cause"], hung["ranks"]) == ("blocked", [1]), hung
+    assert FLOOR_S <= hung["seconds"] < 4 * FLOOR_S
+    cluster.trains(2)
+    cluster.finish()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("what", "cause"), [("stop", "stopped"), ("sleep", "blocked"), ("gil", "gil")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_node_hangs_and_the_other_waits(
+    network: StartNetwork, tmp_path: Path, what: str, cause: str, rank: int
+) -> None:
+    cluster = two_nodes(network, tmp_path, [Fault(rank, 30, what)])
+    hung = cluster.event("hung", round=1)
+    assert (hung["cause"], hung["ranks"]) == (cause, [rank]), hung
+    assert hung["nodes"] == [cluster.round(1)["nodes"][rank]]
+    assert_gathered(cluster, tmp_path / "log")
+    cluster.trains(2)
+    cluster.finish()
+    assert len(cluster.events("hung")) == 1
+
+
+@pytest.mark.system
+def test_the_network_between_two_nodes_swallows_everything(network: StartNetwork, tmp_path: Path) -> None:
+    cluster = two_nodes(network, tmp_path, [])
+    cluster.trains(1, steps=30)
+    a, b = cluster.net.hosts
+    cluster.net.cut(a, b)
+    hung = cluster.event("hung", round=1)
+    assert (hung["cause"], hung["ranks"]) == ("network", []), hung
+    assert_gathered(cluster, tmp_path / "log")
+    cluster.net.heal(a, b)
+    cluster.trains(2)
+    cluster.finish()
+
+
+def assert_gathered(cluster: Cluster, log: Path) -> None:
+    """Every rank's stack was on disk before the first of them was killed."""
+    for agent in cluster.agents:
+        agent.event("group_gone", round=1)
+    killed = min(event["wall"] for event in cluster.events("worker_exited", round=1))
+    for rank in (0, 1):
+        stacks = log / "round-1" / "evidence" / f"rank-{rank}.stacks.txt"
+        assert stacks.stat().st_mtime <= killed, stacks
