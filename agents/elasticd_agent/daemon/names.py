@@ -1,0 +1,57 @@
+"""The names of daemons' records in the store, and of a job's files in the state directory. It reads and writes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = "/elasticd/v1"
+SUBMITTED, PLACED, ENDED = f"{ROOT}/submitted/", f"{ROOT}/placed/", f"{ROOT}/ended/"
+NODES, CORDONED = f"{ROOT}/nodes/", f"{ROOT}/cordoned/"
+PLACER = f"{ROOT}/placer"
+SEQUENCE = f"{ROOT}/sequence"
+"""The number of the last submission, as decimal text; counted up by compare-and-swap."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFiles:
+    """The files of one run of one job on this node: `<state>/jobs/<job>.<number>/`, all of them 0600 in a 0700 folder."""
+
+    root: Path
+
+    @property
+    def order(self) -> Path:
+        """What the runner is to do (runner.Order as JSON). Secrets may be in it: never in argv or the environment."""
+        return self.root / "order.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held (flock) by the runner for as long as it lives; it holds its pid."""
+        return self.root / "lock"
+
+    @property
+    def runtime(self) -> Path:
+        """The runner's runtime directory; its control socket is `control` in it."""
+        return self.root / "run"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def told(self) -> Path:
+        """The runner's own output, what `elasticd run` would print."""
+        return self.root / "runner.log"
+
+    @property
+    def exit(self) -> Path:
+        """How the runner ended (runner.Exit as JSON), written last."""
+        return self.root / "exit.json"
+
+
+def job_files(state: Path, job: str, number: int) -> JobFiles:
+    return JobFiles(state / "jobs" / f"{job}.{number}")
