@@ -1,4 +1,4 @@
-"""The names of daemons' records in the store, and of a job's files in the state directory. It reads and writes nothing."""
+"""The names of daemons' records in the store, and of a job's files in the state directory. It reads nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEQUENCE = f"{ROOT}/sequence"
 
 @dataclass(frozen=True, slots=True)
 class JobFiles:
-    """The files of one run of one job on this node: `<state>/jobs/<job>.<number>/`, all of them 0600 in a 0700 folder."""
+    """One run of one job on this node: `<state>/jobs/<job>.<number>/`, all of it 0600 in a 0700 folder."""
 
     root: Path
 

@@ -1,7 +1,7 @@
-"""What daemons, and those who ask them, say to each other through the store: jobs, where they run, how they ended, nodes.
+"""What daemons say to each other through the store: jobs, where they run, how they ended, nodes.
 
-Every record is a whole truth about one thing, replaced by compare-and-swap or kept by a lease. Times of day are there for
-people to read; nothing is ever decided by them. It decides nothing.
+Every record is a whole truth about one thing, replaced by compare-and-swap or kept by a lease. Times of day are there
+for people to read; nothing is ever decided by them. It decides nothing.
 """
 
 from __future__ import annotations
