@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import socketserver
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Protocol
 
 from elasticd.errors import UsageError
+from elasticd_agent.listener import Listener
 
 DEFAULT_ADDRESS = "127.0.0.1"
 # Prometheus, two probes and a person fit many times; a leak in a prober must not cost the agent memory.
@@ -86,18 +85,7 @@ class HttpServer:
 
     def close(self, within: float = 2.0) -> bool:
         """Stop listening, cut every connection; True when every thread is gone within `within` seconds."""
-        until = time.monotonic() + within
-        if self._thread.is_alive():
-            self._listener.shutdown()
-        self._listener.server_close()
-        self._listener.cut(older_than=0.0)
-        threads = [self._thread, *self._listener.threads()]
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        stuck = [thread.name for thread in threads if thread.is_alive()]
-        if stuck:
-            _log.warning("the metrics port is closed, but %d threads of it did not end", len(stuck))
-        return not stuck
+        return self._listener.close(self._thread, within)
 
 
 def open_server(address: str | None, port: int | None, pages: Pages) -> HttpServer | NullServer:
@@ -105,67 +93,10 @@ def open_server(address: str | None, port: int | None, pages: Pages) -> HttpServ
     return NullServer() if port is None else HttpServer(address or DEFAULT_ADDRESS, port, pages)
 
 
-class _Listener(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 32
-
+class _Listener(Listener):
     def __init__(self, address: tuple[str, int], pages: Pages, connection_s: float) -> None:
-        self.pages, self.connection_s = pages, connection_s
-        self._lock = threading.Lock()
-        self._open: dict[socket.socket, tuple[float, threading.Thread]] = {}
-        super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        # HTTPServer's own looks its name up in DNS, which may take half a minute.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = "elasticd", self.server_address[1]
-
-    def get_request(self) -> tuple[Any, Any]:
-        try:
-            return super().get_request()
-        except OSError:
-            # Out of file descriptors: the connection stays pending, and without a pause the loop would spin on it.
-            time.sleep(0.1)
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        serve, name = self.process_request_thread, "elasticd-http-client"
-        thread = threading.Thread(target=serve, args=(request, client_address), name=name, daemon=True)
-        with self._lock:
-            room = len(self._open) < MAX_CONNECTIONS
-            if room:
-                self._open[request] = (time.monotonic(), thread)
-        if room:
-            thread.start()
-        else:
-            self.shutdown_request(request)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        # A socket's own timeout counts from byte to byte: a client that trickles would stay for ever.
-        self.cut(older_than=self.connection_s)
-
-    def cut(self, older_than: float) -> None:
-        now = time.monotonic()
-        with self._lock:
-            for request, (since, _) in self._open.items():
-                if now - since >= older_than:
-                    try:
-                        request.shutdown(socket.SHUT_RDWR)
-                    except OSError:
-                        continue
-
-    def threads(self) -> list[threading.Thread]:
-        with self._lock:
-            return [thread for _, thread in self._open.values()]
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        _log.debug("a connection of the metrics port ended early", exc_info=True)
+        self.pages = pages
+        super().__init__(address, _Handler, connection_s=connection_s, most=MAX_CONNECTIONS, name="the metrics port")
 
 
 class _Handler(BaseHTTPRequestHandler):

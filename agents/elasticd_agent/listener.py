@@ -1,0 +1,106 @@
+"""Listens for HTTP connections, bounded in number and time, with a thread for each.
+
+It exists so that neither a slow reader, nor a flood, nor a client that trickles ever costs the agent more than a few
+threads for a few seconds. It knows nothing of pages or of who may see them: handlers do. It never resolves a name.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import socketserver
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+_log = logging.getLogger("elasticd.http")
+
+
+class Listener(ThreadingHTTPServer):
+    """At most `most` connections at once; the next one is closed at once. Each is cut after `connection_s` seconds."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 32
+
+    def __init__(
+        self, address: Any, handler: type[BaseHTTPRequestHandler], *, connection_s: float, most: int, name: str
+    ) -> None:
+        self.connection_s, self.most, self.name = connection_s, most, name
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, tuple[float, threading.Thread]] = {}
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer's own looks its name up in DNS, which may take half a minute.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "elasticd", 0
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            # Out of file descriptors: the connection stays pending, and without a pause the loop would spin on it.
+            time.sleep(0.1)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        serve, name = self.process_request_thread, "elasticd-http-client"
+        thread = threading.Thread(target=serve, args=(request, client_address), name=name, daemon=True)
+        with self._lock:
+            room = len(self._open) < self.most
+            if room:
+                self._open[request] = (time.monotonic() + self.connection_s, thread)
+        if room:
+            thread.start()
+        else:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        # A socket's own timeout counts from byte to byte: a client that trickles would stay for ever.
+        self.cut(time.monotonic())
+
+    def extend(self, request: socket.socket, seconds: float) -> None:
+        """This connection has `seconds` from now on: what it asks for takes longer than asking."""
+        with self._lock:
+            if request in self._open:
+                self._open[request] = (time.monotonic() + seconds, self._open[request][1])
+
+    def cut(self, now: float) -> None:
+        """Cut every connection whose time is over at `now`."""
+        with self._lock:
+            for request, (until, _) in self._open.items():
+                if now >= until:
+                    try:
+                        # Not an SSLSocket's own, which would forget first that it is one.
+                        socket.socket.shutdown(request, socket.SHUT_RDWR)
+                    except OSError:
+                        continue
+
+    def close(self, serving: threading.Thread, within: float) -> bool:
+        """Stop listening, cut every connection; True when every thread is gone within `within` seconds."""
+        until = time.monotonic() + within
+        if serving.is_alive():
+            self.shutdown()
+        self.server_close()
+        self.cut(float("inf"))
+        threads = [serving, *self.threads()]
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        stuck = [thread.name for thread in threads if thread.is_alive()]
+        if stuck:
+            _log.warning("%s is closed, but %d threads of it did not end", self.name, len(stuck))
+        return not stuck
+
+    def threads(self) -> list[threading.Thread]:
+        with self._lock:
+            return [thread for _, thread in self._open.values()]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.debug("a connection of %s ended early", self.name, exc_info=True)
