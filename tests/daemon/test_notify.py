@@ -1,0 +1,142 @@
+"""What systemd would read. `listening` plays its end of the socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.daemon.notify import NullNotifier, SystemdNotifier, open_notifier
+
+
+class Listening:
+    """The service manager's end."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.settimeout(5)
+        self._socket.bind("\0" + address[1:] if address.startswith("@") else address)
+
+    def heard(self) -> list[str]:
+        return self._socket.recv(4096).decode().split("\n")
+
+    def nothing_more(self) -> bool:
+        self._socket.setblocking(False)
+        try:
+            return not self._socket.recv(4096)
+        except BlockingIOError:
+            return True
+        finally:
+            self._socket.settimeout(5)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture(params=["path", "abstract"])
+def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listening]:
+    made = Listening(str(tmp_path / "notify") if request.param == "path" else f"@elasticd-test-{os.getpid()}")
+    yield made
+    made.close()
+
+
+def test_what_it_says(systemd: Listening) -> None:
+    environ = {"NOTIFY_SOCKET": systemd.address, "PATH": "/bin"}
+    notifier = open_notifier(environ)
+    assert notifier.ready("2 jobs run")
+    assert systemd.heard() == ["READY=1", "STATUS=2 jobs run"]
+    assert notifier.status("waits for the store")
+    assert systemd.heard() == ["STATUS=waits for the store"]
+    assert notifier.stopping(90.5, "drains")
+    assert systemd.heard() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=90500000", "STATUS=drains"]
+    assert notifier.main_pid(42)
+    assert systemd.heard() == ["MAINPID=42"]
+    assert not notifier.feed(), "nobody watches"
+    assert systemd.nothing_more()
+
+
+def test_reloading_says_when(systemd: Listening) -> None:
+    notifier = SystemdNotifier(systemd.address, clock_ns=lambda: 12_345_678)
+    assert notifier.reloading()
+    assert systemd.heard() == ["RELOADING=1", "MONOTONIC_USEC=12345"]
+
+
+def test_a_newline_makes_no_second_message(systemd: Listening) -> None:
+    open_notifier({"NOTIFY_SOCKET": systemd.address}).status("job a\nMAINPID=1\r\n ends")
+    assert systemd.heard() == ["STATUS=job a MAINPID=1 ends"]
+
+
+def test_the_watchdog_is_fed_four_times_as_often_as_it_looks(systemd: Listening) -> None:
+    now = [0]
+    notifier = SystemdNotifier(systemd.address, watchdog_s=2.0, clock_ns=lambda: now[0])
+    fed = []
+    for now[0] in range(0, 2_000_000_000, 100_000_000):
+        if notifier.feed():
+            fed.append(now[0] // 1_000_000)
+            assert systemd.heard() == ["WATCHDOG=1"]
+    assert fed == [0, 500, 1000, 1500]
+    assert systemd.nothing_more()
+
+
+@pytest.mark.parametrize(
+    ("variables", "watchdog_s"),
+    [
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "7"}, 30.0),
+        ({"WATCHDOG_USEC": "30000000"}, 30.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "8"}, None),
+        ({"WATCHDOG_USEC": "0", "WATCHDOG_PID": "7"}, None),
+        ({"WATCHDOG_USEC": "soon", "WATCHDOG_PID": "7"}, None),
+        ({"WATCHDOG_PID": "7"}, None),
+    ],
+)
+def test_whom_systemd_watches(variables: dict[str, str], watchdog_s: float | None) -> None:
+    assert open_notifier({"NOTIFY_SOCKET": "/nowhere", **variables}, pid=7).watchdog_s == watchdog_s
+
+
+@pytest.mark.parametrize("address", [None, "", "@", "relative", "vsock:2:1234"])
+def test_nobody_to_tell(address: str | None) -> None:
+    environ = {} if address is None else {"NOTIFY_SOCKET": address}
+    notifier = open_notifier(environ)
+    assert isinstance(notifier, NullNotifier)
+    assert not environ
+    said = (notifier.ready(), notifier.status(""), notifier.feed(), notifier.reloading(), notifier.stopping(1))
+    assert not any((*said, notifier.main_pid(1)))
+
+
+def test_a_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    notifier = open_notifier({"NOTIFY_SOCKET": str(tmp_path / "gone"), "WATCHDOG_USEC": "1000000"})
+    assert not notifier.ready()
+    assert not notifier.feed()
+
+
+def test_a_manager_that_does_not_read_stops_nobody(systemd: Listening) -> None:
+    now = [0]
+    notifier = SystemdNotifier(systemd.address, watchdog_s=0.001, clock_ns=lambda: now[0])
+    for now[0] in range(0, 2_000_000_000, 1_000_000):
+        if not notifier.feed():
+            break
+    else:
+        pytest.fail("the socket never filled up")
+    assert systemd.heard() == ["WATCHDOG=1"]
+    assert notifier.feed(), "what was not said is said at the next turn"
+
+
+def test_children_cannot_speak_for_the_daemon(systemd: Listening) -> None:
+    environ = {**os.environ, "NOTIFY_SOCKET": systemd.address, "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "7"}
+    notifier = open_notifier(environ, pid=7)
+    asks = "import os; print([name for name in os.environ if 'NOTIFY' in name or 'WATCHDOG' in name])"
+    child = subprocess.run([sys.executable, "-Ic", asks], env=environ, capture_output=True, text=True, timeout=30)
+    assert child.stdout == "[]\n"
+    # But who replaces itself hands them on, and its successor speaks as the same process.
+    assert isinstance(open_notifier({**environ, **notifier.inherited}, pid=7), SystemdNotifier)
+    assert dict(notifier.inherited) == {
+        "NOTIFY_SOCKET": systemd.address,
+        "WATCHDOG_USEC": "1000000",
+        "WATCHDOG_PID": "7",
+    }
