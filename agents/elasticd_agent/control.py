@@ -1,4 +1,4 @@
-"""The agent's control socket: how `elasticd dump` asks a running agent of the same user for something.
+"""The agent's control socket: how `elasticd dump`, or the daemon that started it, asks an agent for something.
 
 It exists so that a person can ask without a port, a store or a signal. One thread serves a few callers at a time, each
 with a deadline; a request becomes a message in the loop's inbox, and whatever the deciding thread answers, in its own
@@ -33,6 +33,8 @@ _ORPHAN_S = 1.0
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 
 Reply = Callable[[Path | str], None]
+Verb = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Answers a request at once, on the server's thread, from what is known already."""
 
 
 class Unanswered(Exception):
@@ -69,9 +71,13 @@ class ControlServer:
         post: Callable[[DumpAsked], None],
         about: Mapping[str, Any] | None = None,
         users: Sequence[int] | None = None,
+        verbs: Mapping[str, Verb] | None = None,
     ) -> None:
-        """`users` may ask, by default root and whoever this is. Raises OSError when the socket cannot be made."""
-        self._path, self._post, self._about = path, post, dict(about or {})
+        """`users` may ask, by default root and whoever this is. `verbs` are what may be asked besides about and dump.
+
+        Raises OSError when the socket cannot be made.
+        """
+        self._path, self._post, self._about, self._verbs = path, post, dict(about or {}), dict(verbs or {})
         self._users = (0, os.geteuid()) if users is None else tuple(users)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -170,8 +176,17 @@ class ControlServer:
                 self._post(DumpAsked(None if out is None else Path(out), lambda said: self._reply(number, said)))
             case "dump":
                 self._end(sock, {"error": "out must be an absolute path"})
+            case str(name) if name in self._verbs:
+                self._end(sock, self._answer(name, request))
             case other:
-                self._end(sock, {"error": f"unknown request {other!r}; there are about, dump"[:200]})
+                known = ", ".join(["about", "dump", *self._verbs])
+                self._end(sock, {"error": f"unknown request {other!r:.100}; there are {known}"})
+
+    def _answer(self, name: str, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            return self._verbs[name](request)
+        except Exception as error:  # noqa: BLE001 an answer that cannot be made costs nobody but who asked for it
+            return {"error": f"{name}: {type(error).__name__}: {error}"}
 
     def _reply(self, number: int, said: Path | str) -> None:
         self._said.append((number, {"path": str(said)} if isinstance(said, Path) else {"error": said}))
@@ -211,18 +226,24 @@ class NullControl:
 
 
 def open_control(
-    path: Path, post: Callable[[DumpAsked], None], about: Mapping[str, Any], say: Callable[[str], None]
+    path: Path,
+    post: Callable[[DumpAsked], None],
+    about: Mapping[str, Any],
+    say: Callable[[str], None],
+    verbs: Mapping[str, Verb] | None = None,
 ) -> ControlServer | NullControl:
     """The socket at `path`; without one the job runs as well, and that is said."""
     try:
-        return ControlServer(path, post, about)
+        return ControlServer(path, post, about, verbs=verbs)
     except OSError as error:
         say(f"elasticd dump will not reach this agent: {path}: {error.strerror or error}")
         return NullControl()
 
 
-def ask(path: Path, request: Mapping[str, Any], within_s: float = ANSWER_S + 5) -> dict[str, Any]:
-    """What the agent at this socket answers. Raises Unanswered."""
+def ask(
+    path: Path, request: Mapping[str, Any], within_s: float = ANSWER_S + 5, users: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """What the agent at this socket answers. It must be one of `users`, by default root or us. Raises Unanswered."""
     until = time.monotonic() + within_s
     heard = bytearray()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -230,7 +251,7 @@ def ask(path: Path, request: Mapping[str, Any], within_s: float = ANSWER_S + 5) 
         try:
             with _short(path) as name:
                 sock.connect(name)
-            if _peer(sock) not in (0, os.geteuid()):
+            if _peer(sock) not in ((0, os.geteuid()) if users is None else users):
                 raise Unanswered(f"{path} belongs to somebody else")
             sock.sendall(json.dumps(request).encode() + b"\n")
             while b"\n" not in heard and len(heard) <= ANSWER_BYTES:

@@ -96,7 +96,7 @@ def _joining(phase: Joining, event: Event, rules: Rules) -> Move:
             return _enter(r, rules)
         case StoreAbandoned(why):
             return Ended(phase.past, REQUEUE), [Leave(REQUEUE, why)]
-        case StopRequested(signal, code) if rules.shared:
+        case StopRequested(signal, code) if rules.leaves:
             return Ended(phase.past, code), [Leave(code, f"stopped by {signal}")]
         case StopRequested(signal, code, at) if phase.stop is None:
             # The planner answers with the terminal Round; if it cannot, we leave all the same.
@@ -126,7 +126,7 @@ def _running(phase: Running, event: Event, rules: Rules) -> Move:
             return replace(phase, first_step=True), []
         case GroupGone(number) if number == round_.number:
             return _vanished(round_, phase.exits, rules)
-        case StopRequested() if rules.shared:
+        case StopRequested() if rules.leaves:
             return _ask_to_leave(phase, event, rules)
         case TimeCame(at) if phase.stop is not None and at >= phase.stop.until:
             kill = KillGroup(round_.number, f"{phase.stop.signal}: no round without {rules.node} has come in time")

@@ -226,7 +226,7 @@ class Loop:
     def _drain(self) -> None:
         while self._events and self._exit_code is None:
             event = self._events.popleft()
-            if isinstance(event, StopRequested | StopForced) and not self._rules.shared:
+            if isinstance(event, StopRequested | StopForced) and not self._rules.leaves:
                 self._meeting.facts.stop = event
             if isinstance(event, RoundPublished) and (self._round is None or event.round.number > self._round.number):
                 self._round = event.round

@@ -22,7 +22,9 @@ class Rules:
     stop_grace_s: float = 30.0
     incarnation: str | None = None
     shared: bool = False
-    """True when other nodes may go on without this one: a stop is then this node's alone."""
+    """True when other nodes may take part, so that much must be told to them."""
+    leaves: bool = False
+    """True when a stop is this node's leaving: the planner hears of it first, and may hold the group at a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Builds everything the agent tells through: event log, metrics and their page, console, worker logs.
+"""Builds everything the agent tells through: event log, metrics and their page, console, worker logs, control socket.
 
 It is built while the warm launcher imports torch, so what it imports costs the start nothing.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from elasticd_agent import eventlog, metrics
 from elasticd_agent.config import AgentSettings, JobSpec, Policy
 from elasticd_agent.console import PlainConsole, SaidHandler, open_console
+from elasticd_agent.control import NAME, Verb, open_control
 from elasticd_agent.logs import PREFIX_VARIABLE, JobLogs
-from elasticd_agent.loop import Loop
+from elasticd_agent.loop import Loop, Message
 from elasticd_agent.outlet import open_outlets
 from elasticd_agent.story import JobStory
 
@@ -30,14 +31,11 @@ class Outputs(contextlib.ExitStack):
 
     def __init__(self, spec: JobSpec, policy: Policy, settings: AgentSettings, node: str, runtime: Path) -> None:
         super().__init__()
-        self._settings = settings
-        self.events = eventlog.open_event_log(settings.event_log, spec.job_id, node)
+        self._settings, self._socket = settings, runtime / NAME
+        self._about = {"job": spec.job_id, "node": node}
+        self.events = self.open_events(spec.job_id, node)
         self.callback(self.events.close)
-        self.metrics: metrics.Measures = metrics.NullMetrics()
-        if settings.metrics_port is not None:
-            from elasticd_agent.version import version
-
-            self.metrics = metrics.Metrics(spec.job_id, node, version())
+        self.metrics = self.open_metrics(spec.job_id, node)
         out, err = open_outlets()
         for outlet in {out, err}:
             self.callback(outlet.close)
@@ -50,8 +48,25 @@ class Outputs(contextlib.ExitStack):
         self.callback(self.logs.close)
         self.story = JobStory(spec, policy, node, self.events, self.metrics, console, self.logs.group_gone)
 
-    def serve(self, status: Callable[[], dict[str, Any]], loop: Loop) -> None:
-        """Open the metrics port, if one was asked for."""
+    def open_events(self, job: str, node: str) -> eventlog.Events:
+        """Raises UsageError."""
+        return eventlog.open_event_log(self._settings.event_log, job, node)
+
+    def open_metrics(self, job: str, node: str) -> metrics.Measures:
+        if self._settings.metrics_port is None:
+            return metrics.NullMetrics()
+        from elasticd_agent.version import version
+
+        return metrics.Metrics(job, node, version())
+
+    def verbs(self, status: Callable[[], dict[str, Any]], post: Callable[[Message], None]) -> Mapping[str, Verb]:
+        """What the control socket answers to besides about and dump."""
+        return {}
+
+    def serve(self, status: Callable[[], dict[str, Any]], loop: Loop, post: Callable[[Message], None]) -> None:
+        """Open the control socket, and the metrics port if one was asked for."""
+        verbs = self.verbs(status, post)
+        self.callback(open_control(self._socket, post, self._about, self.story.said, verbs).close)
         if self._settings.metrics_port is None:
             return
         from elasticd_agent.http import Pages, Verdict, open_server  # costs memory that most agents need not spend

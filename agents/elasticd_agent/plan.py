@@ -142,7 +142,7 @@ def _holdable(first: NodeRecord | None, current: Round) -> bool:
 
 def _may_go_on(view: View, ended: Round) -> bool:
     """A job whose nodes were all asked to leave, as a scheduler does, goes on when they are started again."""
-    return ended.outcome == "stopped" and view.asked.max_nodes > 1
+    return ended.outcome == "stopped" and view.stop is None and any(not p.record.leaving for p in view.nodes)
 
 
 def _names(came: list[Present]) -> str:

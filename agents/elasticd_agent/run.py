@@ -1,4 +1,4 @@
-"""`elasticd run`: one agent, one job. Builds the adapters and runs the loop.
+"""`elasticd run`: one agent, one job. Builds the adapters and runs the loop; the daemon's runners do so, too.
 
 The order matters for the time to the first step: what can be refused is checked first, then the warm launcher starts,
 and everything else (metrics, logs, terminal) is built while it imports torch.
@@ -14,13 +14,14 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from elasticd.errors import DirectoryInUse, UsageError
 from elasticd_agent.config import AgentSettings, JobSpec, Mode, Policy
-from elasticd_agent.control import NAME, open_control
 from elasticd_agent.device_memory import open_memory
 from elasticd_agent.devices import visible_gpus
 from elasticd_agent.evidence import Evidence
@@ -37,18 +38,39 @@ from elasticd_agent.suspicion import Suspicion
 from elasticd_agent.workers import Workers
 
 
-def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings) -> int:
+if TYPE_CHECKING:
+    from elasticd_agent.outputs import Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What differs where something else than a person's command runs the job.
+
+    `outputs` builds what is told to whom. `keep` are file descriptors that stay open for as long as a process of the
+    job may be left, whatever becomes of this one. `holds`: a stop first asks for a checkpoint at the next decision
+    point, as a node that leaves others does, also where this node is the only one. `made` hears of the runtime
+    directory.
+    """
+
+    outputs: Callable[[JobSpec, Policy, AgentSettings, str, Path], Outputs] | None = None
+    keep: tuple[int, ...] = ()
+    holds: bool = False
+    made: Callable[[Path], None] = lambda path: None
+
+
+def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host | None = None) -> int:
     """Run the job to its end. Returns the exit code; raises UsageError for what cannot work on this machine."""
     with contextlib.ExitStack() as stack:
-        return _run(spec, policy, settings, stack)
+        return _run(spec, policy, settings, host or Host(), stack)
 
 
-def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, stack: contextlib.ExitStack) -> int:
+def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host, stack: contextlib.ExitStack) -> int:
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     stack.enter_context(handled_signals(spec.signals, inbox))
     if spec.checkpoint_dir is not None:
         stack.enter_context(held(spec))
     runtime = stack.enter_context(runtime_directory(settings.runtime_dir))
+    host.made(runtime)
     node = spec.rendezvous.node or socket.gethostname()
     base_env = worker_base_environment(os.environ, spec.max_workers)
     gpus = bool(visible_gpus(os.environ))
@@ -58,15 +80,13 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, stack: contextl
     stack.callback(memory.close)
 
     def make_workers() -> Workers:
-        owner = OwnerClient(runtime, inbox.put)
+        owner = OwnerClient(runtime, inbox.put, host.keep)
         return Workers(spec, node, base_env, preload, owner, listening_address(spec), memory)
 
     running = [make_workers()]
     stack.callback(lambda: running[0].close())
 
-    from elasticd_agent.outputs import Outputs
-
-    outputs = stack.enter_context(Outputs(spec, policy, settings, node, runtime))
+    outputs = stack.enter_context(_outputs(spec, policy, settings, host, node, runtime))
     used, resume = found_in(spec.checkpoint_dir)
     loops: list[Loop] = []
     seat = take_seat(
@@ -85,7 +105,14 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, stack: contextl
     suspicion = Suspicion(node, policy, evidence, seat.meeting.report, outputs.story, local=not seat.shared)
     loop = Loop(
         node=node,
-        rules=Rules(node, policy.user_error_wait_s, policy.stop_grace_s, seat.incarnation, seat.shared),
+        rules=Rules(
+            node,
+            policy.user_error_wait_s,
+            policy.stop_grace_s,
+            seat.incarnation,
+            shared=seat.shared,
+            leaves=seat.shared or host.holds,
+        ),
         meeting=seat.meeting,
         address=lambda: workers_address(spec),
         looking=Looking(seat.meeting, History(policy), suspicion, outputs.story, shared=seat.shared),
@@ -99,13 +126,19 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, stack: contextl
     )
     loops.append(loop)
     seat.start()
-    outputs.serve(lambda: status(spec, loop), loop)
-    about = {"job": spec.job_id, "node": node}
-    stack.callback(open_control(runtime / NAME, inbox.put, about, outputs.story.said).close)
+    outputs.serve(lambda: status(spec, loop), loop, inbox.put)
     try:
         return loop.run()
     finally:
         running[0] = loop.workers
+
+
+def _outputs(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host, node: str, runtime: Path) -> Outputs:
+    if host.outputs is not None:
+        return host.outputs(spec, policy, settings, node, runtime)
+    from elasticd_agent.outputs import Outputs
+
+    return Outputs(spec, policy, settings, node, runtime)
 
 
 def found_in(directory: Path | None) -> tuple[int, tuple[int, int] | None]:

@@ -139,7 +139,7 @@ class Cluster:
         agreed = way.written(json.dumps({"version": VERSION, **asked}).encode())
         say = planner.say
         coordinator = Coordinator(way, self.keys, self.policy, record, planner, agreed, lambda a, b: unlike(a, b, say))
-        rules = Rules(name, incarnation=incarnation, shared=True)
+        rules = Rules(name, incarnation=incarnation, shared=True, leaves=True)
         slots = Slots(name, record.slots, self.asked.min_workers)
         node = Node(label, name, incarnation, rules, facts, coordinator, way, away, slots, due=self.now)
         coordinator.on_hint(lambda: self._hinted(node))

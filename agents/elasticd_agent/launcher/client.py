@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,15 +39,17 @@ class OwnerLost:
 class OwnerClient:
     """One owner process. `post` is called with OwnerSaid and OwnerLost from a thread of this object's own."""
 
-    def __init__(self, runtime_dir: Path, post: Callable[[OwnerSaid | OwnerLost], None]) -> None:
+    def __init__(
+        self, runtime_dir: Path, post: Callable[[OwnerSaid | OwnerLost], None], keep: Sequence[int] = ()
+    ) -> None:
+        """`keep`: file descriptors that the owner, too, has open until nothing is left of what it owns."""
         # Should the owner be killed, its descendants become ours to end.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._socket, theirs = pair()
         with theirs:
+            owner = [sys.executable, "-I", "-S", str(HERE / "owner.py"), str(theirs.fileno()), str(runtime_dir)]
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(HERE / "owner.py"), str(theirs.fileno()), str(runtime_dir)],
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                [*owner, *map(str, keep)], pass_fds=[theirs.fileno(), *keep], start_new_session=True
             )
         self._post = post
         self._closing = False

@@ -5,7 +5,8 @@ not, becomes its child in the end; when the agent dies it sees the end of file o
 it has; when it dies itself, PDEATHSIG ends the template, the workers and the store. It decides nothing: it starts,
 releases, signals and reaps what the agent names, and says what happened.
 
-Runs as `python -I -S owner.py FD RUNTIME_DIR`, in one thread: the standard library and four files beside it.
+Runs as `python -I -S owner.py FD RUNTIME_DIR [KEPT_FD ...]`, in one thread: the standard library and four files beside
+it. KEPT_FDs it only keeps open, for as long as anything is left to end: a lock on one of them says that.
 
 Messages are one JSON object a packet. From the agent ("do"): template, park, release, exec, signal, end_template.
 To the agent ("is"): template_ready, template_gone, parked, refused, store_ready, started, exited, gone, freed.
@@ -390,7 +391,8 @@ def main() -> None:
             signal.signal(deaf_to, lambda *_: None)  # a handler, since what is ignored stays ignored in the workers
     agent = socket.socket(fileno=fd)
     agent.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
-    os.set_inheritable(fd, False)
+    for ours in (fd, *map(int, sys.argv[3:])):
+        os.set_inheritable(ours, False)
     Owner(agent, runtime_dir).run()
 
 
