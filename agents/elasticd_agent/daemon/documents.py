@@ -1,0 +1,170 @@
+"""TOML, YAML and JSON as people and programs write them, read into plain values: the first gate for what comes in.
+
+It exists so that whatever the bytes are, the answer is a table of plain values or one sentence that says where it goes
+wrong. Sizes and depths are bounded, a key given twice is refused, YAML is data only: no tags, no aliases, and the
+scalars of YAML 1.2, so that `nodes: 2:8` is text and not 128. It knows nothing of what the keys mean.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any, Literal
+
+from elasticd.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Kind = Literal["toml", "yaml", "json"]
+
+LARGEST = 64 * 1024
+"""Bytes. A job file is a page; it is kept in the store for as long as the job is remembered."""
+DEEPEST = 16
+"""Tables and lists inside each other: far above what any key needs, far below Python's recursion limit."""
+
+_BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_NULLS = ("", "~", "null", "Null", "NULL")
+_INT, _FLOAT = re.compile(r"[-+]?[0-9]{1,18}"), re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?")
+
+
+class _Wrong(ValueError):
+    """What is wrong with the text, as the end of a sentence."""
+
+
+def parse(data: bytes, kind: Kind, where: str) -> dict[str, Any]:
+    """The table `data` holds. `where` is what the sentence begins with. Raises UsageError, and nothing else."""
+    if len(data) > LARGEST:
+        raise UsageError(f"{where}: has {len(data)} bytes; at most {LARGEST} are read")
+    try:
+        text = data.decode("utf-8-sig")
+        table = _PARSERS[kind](text)
+        _bounded(table, 0)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where}: is not text: byte {error.start} is not UTF-8") from None
+    except RecursionError:
+        raise UsageError(f"{where}: tables and lists are nested too deep; {DEEPEST} levels are understood") from None
+    except _Wrong as error:
+        raise UsageError(f"{where}: {error}") from None
+    except ValueError as error:  # the parsers' own
+        raise UsageError(f"{where}: is not {kind.upper()}: {_one_line(error)}") from None
+    if not isinstance(table, dict):
+        raise UsageError(f"{where}: must be a table of keys and values, not {_named(table)}")
+    return table
+
+
+def kind_of(name: str) -> Kind:
+    """What a file's name says it holds; TOML if nothing."""
+    return "yaml" if name.endswith((".yaml", ".yml")) else "json" if name.endswith(".json") else "toml"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _named(value: object) -> str:
+    return "a list" if isinstance(value, list) else "nothing" if value is None else "a single value"
+
+
+def _bounded(value: Any, depth: int) -> None:
+    if depth > DEEPEST:
+        raise _Wrong(f"tables and lists are nested too deep; {DEEPEST} levels are understood")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _clean(key)
+            _bounded(inner, depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            _bounded(inner, depth + 1)
+    elif isinstance(value, str):
+        _clean(value)
+
+
+def _clean(text: str) -> None:
+    if "\0" in text:
+        raise _Wrong(f"{text[:40]!r} holds a zero byte, which no file name, argument or variable can")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _Wrong(f"{text[:40]!r} holds half a character (a lone surrogate)") from None
+
+
+# ---- each language
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise _Wrong(f"{key}: is given twice; keep one")
+        table[key] = value
+    return table
+
+
+def _no_constant(name: str) -> Any:
+    raise _Wrong(f"{name} is not a number JSON knows")
+
+
+def _toml(text: str) -> Any:
+    return tomllib.loads(text)
+
+
+def _yaml(text: str) -> Any:
+    import yaml  # 30 ms that only YAML needs
+
+    try:
+        # Nothing is constructed: the composer knows no tags, and its nodes hold nothing but text.
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ValueError(f"{at}{error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(_one_line(error)) from None
+    return None if node is None else _plain(node, set())
+
+
+def _plain(node: Any, seen: set[int]) -> Any:
+    """`node` as plain values. The same node twice is an alias: a few of them can stand for gigabytes."""
+    line = f"line {node.start_mark.line + 1}"
+    if id(node) in seen:
+        raise _Wrong(f"{line}: YAML aliases (*name) are not understood; write the value out")
+    seen.add(id(node))
+    if node.tag != f"tag:yaml.org,2002:{_TAGS[node.id]}":
+        raise _Wrong(f"{line}: YAML tags ({node.tag[:40]}) are not understood; write the plain value")
+    if node.id == "sequence":
+        return [_plain(item, seen) for item in node.value]
+    if node.id == "scalar":
+        return _scalar(node.value) if node.style is None else node.value
+    table: dict[str, Any] = {}
+    for key, value in node.value:
+        if key.id != "scalar":
+            raise _Wrong(f"{line}: a key must be text, not a list or a table")
+        if key.value in table:
+            raise _Wrong(f"line {key.start_mark.line + 1}: {key.value}: is given twice; keep one")
+        table[key.value] = _plain(value, seen)
+    return table
+
+
+_TAGS = {"scalar": "str", "sequence": "seq", "mapping": "map"}
+
+
+def _scalar(text: str) -> Any:
+    """YAML 1.2's core schema: `no` is text, 010 is ten, 1:30 is no number."""
+    if text in _NULLS:
+        return None
+    if text in _BOOLS:
+        return _BOOLS[text]
+    if _INT.fullmatch(text):
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text
+
+
+_PARSERS = {"toml": _toml, "yaml": _yaml, "json": _json}
