@@ -90,7 +90,7 @@ class Rendezvous:
                 f"the store's user {self.user!r} needs a password" if self.user else "the store's password needs a user"
             )
         if self.node is not None:
-            _identifier("node id", self.node)
+            identifier("node id", self.node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ class JobSpec:
                 f"at least {self.min_workers} workers but at most {self.max_workers} is impossible; "
                 f"write {self.max_workers}:{self.min_workers}"
             )
-        _identifier("job id", self.job_id)
-        _identifier("run token", self.run)
+        identifier("job id", self.job_id)
+        identifier("run token", self.run)
         for name, streams in (("redirects", self.redirects), ("tee", self.tee)):
             self._some_rank_exists(name, streams)
         if self.local_ranks_filter is not None:
@@ -373,7 +373,8 @@ def _port(what: str, port: int, *, lowest: int) -> None:
         raise UsageError(f"port {port} for {what} is out of range; ports go from {lowest} to 65535")
 
 
-def _identifier(what: str, text: str) -> None:
+def identifier(what: str, text: str) -> None:
+    """Raises UsageError if `text` cannot name a job, a run or a node; `what` says which of them it is."""
     # It becomes part of file names (at most 255 bytes with what is added to them) and of keys in a store.
     if not text or text != text.strip() or not text.isprintable() or "/" in text or text.startswith("."):
         raise UsageError(f"{what} {text!r} must be printable, without '/', a leading '.' or spaces around it")

@@ -21,7 +21,8 @@ RunnerState = Literal["starting", "running", "leaving", "refused"]
 class Submission(Document):
     """A job that was handed in. `number` is its place in the order of all submissions, and its run's token.
 
-    `spec` is the job file as JSON, checked when it was handed in. Slots are those wanted on each node.
+    `spec` is the job file as JSON, checked when it was handed in. Slots are those wanted on each node. By `token` a
+    caller finds again what it handed in before an outage.
     """
 
     job: str
@@ -33,6 +34,7 @@ class Submission(Document):
     max_slots: int
     by: str = ""
     at: float = 0.0
+    token: str = ""
 
     def check(self) -> None:
         if not self.job or self.number < 1:
@@ -54,6 +56,14 @@ class Place(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal(Record):
+    """A node whose runner would not run the job, and its sentence. The job is not given to it again."""
+
+    node: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Placement(Document):
     """Where a submitted job runs, or, without places, why it waits. Only the placer writes it."""
 
@@ -61,6 +71,7 @@ class Placement(Document):
     number: int
     places: tuple[Place, ...]
     reason: str
+    refused: tuple[Refusal, ...] = ()
 
     def place(self, node: str) -> Place | None:
         return next((place for place in self.places if place.node == node), None)

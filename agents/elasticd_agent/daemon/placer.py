@@ -1,0 +1,201 @@
+"""Who places jobs: the one daemon that holds the placer's key, for as long as its lease lives.
+
+It exists so that one daemon at a time turns the view into placements. All it knows is in the store, but for the moments
+at which it saw nodes go, which are its own clock's: any other daemon can take over at any moment, and waits a little
+longer at worst. Each write compares the key's version, too: one that was paused and usurped loses there. What is placed
+where is `placing`'s business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from elasticd.errors import StoreUnavailable
+from elasticd.records import Document
+from elasticd_agent.copies import Copies
+from elasticd_agent.daemon import names, placing
+from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Submission
+from elasticd_agent.keys import Keys
+from elasticd_agent.store import Lease, Store, Watch
+
+D = TypeVar("D", bound=Document)
+
+REFRESH_S = 20.0
+"""Everything is read again so often, in case a watch missed something."""
+
+
+@dataclass(slots=True)
+class Placer:
+    """One daemon's. `turn` belongs to one thread and is to be called at least every `renewal_s`.
+
+    Times are monotonic seconds. `changed` is called, from any thread, when something to look at has happened.
+    """
+
+    store: Store
+    node: str
+    incarnation: str
+    lease_s: float = 3.0
+    renewal_s: float = 1.0
+    adopt_timeout_s: float = 60.0
+    changed: Callable[[], None] = lambda: None
+    version: int | None = None  # the key's, while it is ours
+    _lease: Lease | None = None
+    _renew_at: float = 0.0
+    _read_at: float = float("-inf")
+    _cards: dict[str, NodeCard] = field(default_factory=dict)
+    _away: dict[str, float] = field(default_factory=dict)
+    _sentences: list[str] = field(default_factory=list)
+    _copies: Copies = field(init=False)
+    _watch: Watch | None = None
+
+    def __post_init__(self) -> None:
+        self._copies = Copies(self.store, self._sentences.append)
+
+    @property
+    def places(self) -> bool:
+        """True while this daemon is the one."""
+        return self.version is not None
+
+    def turn(self, now: float) -> list[str]:
+        """Take or keep the key; if it is ours, write what `placing` says. What was done, in sentences.
+
+        Raises StoreUnavailable; what is known of absent nodes is forgotten then, because an outage ages nobody.
+        """
+        self._sentences.clear()
+        try:
+            if self._hold(now):
+                self._place(now)
+        except StoreUnavailable:
+            self._copies.forget()
+            self._away.clear()
+            raise
+        return list(self._sentences)
+
+    def close(self) -> None:
+        """Let another daemon place. Raises StoreUnavailable."""
+        self._lost()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.withdraw()
+
+    # ---- the key
+
+    def _hold(self, now: float) -> bool:
+        if self._lease is not None and now >= self._renew_at:
+            if self._lease.renew():
+                self._renew_at = now + min(self.renewal_s, self._lease.ttl_s / 3)
+            else:
+                self._lease = None
+        if self._lease is None:
+            self._lost()
+            value = json.dumps({"node": self.node, "incarnation": self.incarnation}).encode()
+            self._lease = self.store.announce(names.PLACER, value, self.lease_s)
+            if self._lease is None:
+                return False
+            self._renew_at = now + min(self.renewal_s, self._lease.ttl_s / 3)
+        if self.version is None:
+            found = self.store.read(names.PLACER)
+            if found is None or not self._mine(found.value):
+                self.close()
+                return False
+            self.version = found.version
+            self._watch = self.store.watch(f"{names.ROOT}/", self._hint)
+            self._sentences.append(f"{self.node} places jobs from now on")
+        return True
+
+    def _mine(self, value: bytes) -> bool:
+        try:
+            said = json.loads(value)
+        except ValueError:
+            return False
+        return isinstance(said, dict) and said.get("incarnation") == self.incarnation
+
+    def _lost(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        self.version = None
+        self._copies.forget()
+        self._cards.clear()
+        self._away.clear()
+
+    def _hint(self, key: str) -> None:
+        if not key.startswith(f"{names.ROOT}/jobs/"):
+            self._copies.hint(key)
+            self.changed()
+
+    # ---- placing
+
+    def _place(self, now: float) -> None:
+        assert self.version is not None
+        if now >= self._read_at + REFRESH_S:
+            self._copies.forget()
+            self._read_at = now
+        view = self._view(now)
+        for placement in placing.place(view):
+            key = names.PLACED + placement.job
+            before = self._copies.list(names.PLACED).get(key)
+            version = None if before is None else before.version
+            guard = (names.PLACER, self.version)
+            if self.store.compare_and_swap(key, version, placement.to_json(), guard):
+                self._sentences.append(f"job {placement.job} {placement.reason}")
+                self._copies.hint(key)
+                continue
+            self._copies.forget()
+            found = self.store.read(names.PLACER)
+            if found is None or found.version != self.version:
+                self._sentences.append("another daemon places jobs now")
+                self._lost()
+            return
+
+    def _view(self, now: float) -> placing.View:
+        cards = {card.node: card for card in self._records(names.NODES, NodeCard)}
+        placements = tuple(self._records(names.PLACED, Placement))
+        for key in self._copies.list(names.NODES):
+            # One that another version wrote: what runs there stays, nothing new comes.
+            node = key.removeprefix(names.NODES)
+            if node not in cards:
+                why = "its card cannot be understood"
+                cards[node] = replace(self._cards.get(node, NodeCard(node, "", 0)), state="cordoned", why=why)
+        self._cards |= cards
+        placed = {place.node for placement in placements for place in placement.places}
+        absent = (self._cards.keys() | placed) - cards.keys()
+        self._away = {node: self._away.get(node, now) for node in sorted(absent)}
+        given_up = {node for node, since in self._away.items() if now >= since + self.adopt_timeout_s}
+        for node in given_up - placed:
+            self._cards.pop(node, None)
+            del self._away[node]
+        away = tuple(self._cards.get(node) or NodeCard(node, "", 0) for node in self._away if node not in given_up)
+        return placing.View(
+            cards=tuple(cards.values()),
+            cordons=tuple(self._records(names.CORDONED, Cordon)),
+            submissions=self._readable(),
+            placements=placements,
+            endings=tuple(self._records(names.ENDED, Ending)),
+            away=away,
+            lost=self._runners_lost(placements, now),
+        )
+
+    def _readable(self) -> tuple[Submission, ...]:
+        """Without those whose placement or ending cannot be understood: they are left as they are."""
+        known = {p.job for p in self._records(names.PLACED, Placement)}
+        odd = {k.removeprefix(names.PLACED) for k in self._copies.list(names.PLACED)} - known
+        known = {e.job for e in self._records(names.ENDED, Ending)}
+        odd |= {k.removeprefix(names.ENDED) for k in self._copies.list(names.ENDED)} - known
+        return tuple(s for s in self._records(names.SUBMITTED, Submission) if s.job not in odd)
+
+    def _runners_lost(self, placements: tuple[Placement, ...], now: float) -> frozenset[tuple[str, str]]:
+        """Where the job's own record of a node, under its runner's lease, has gone, too: nothing is left there."""
+        sure = {node for node, since in self._away.items() if now >= since + 2 * self.lease_s}
+        return frozenset(
+            (placement.job, place.node)
+            for placement in placements
+            for place in placement.places
+            if place.node in sure and self.store.read(Keys(placement.job).node(place.node)) is None
+        )
+
+    def _records(self, prefix: str, kind: type[D]) -> list[D]:
+        return self._copies.records(prefix, kind)

@@ -1,0 +1,330 @@
+"""Pure: `place(view) -> placements to write`, which slots of which nodes each submitted job gets, or why it waits.
+
+It exists so that who runs where is decided in one place, from a view that can be written down. It keeps nothing between
+calls: the placements in the view are its memory, asking twice gives the same answer, and applying the answer leaves
+nothing more to say. It never reads a store, starts nothing, and knows nothing of what a job runs.
+
+The rules, in order:
+
+1. What runs stays. A place is taken away only because its node is to be empty (drained, quarantined), is gone, has
+   refused the job, or does not have those slots any more. Nobody else's job is ever a reason.
+2. A job that is left with fewer nodes than its minimum gets others at once, before anybody who waits; if there are
+   none, it gives back all of its places and waits at its old number.
+3. Jobs that wait are looked at strictly in the order of their numbers. One that the present nodes could carry if they
+   were empty holds up those behind it; one that they could not carry holds up nobody.
+4. Jobs below their maximum get free nodes once nobody is left who waits for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Place, Placement, Refusal, Submission
+
+SHOWN = 6
+"""Nodes that a sentence names; of more it says how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that is known. `away`: the last cards of nodes that have none now, but not for long enough to be given up.
+
+    `lost`: (job, node) where the job's own runner has gone from such a node, too.
+    """
+
+    cards: tuple[NodeCard, ...] = ()
+    cordons: tuple[Cordon, ...] = ()
+    submissions: tuple[Submission, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    endings: tuple[Ending, ...] = ()
+    away: tuple[NodeCard, ...] = ()
+    lost: frozenset[tuple[str, str]] = frozenset()
+
+    def ending(self, job: str, number: int) -> Ending | None:
+        return next((e for e in self.endings if (e.job, e.number) == (job, number)), None)
+
+    def unended(self) -> tuple[Submission, ...]:
+        """In the order in which they were handed in."""
+        over = {(e.job, e.number) for e in self.endings}
+        left = [s for s in self.submissions if (s.job, s.number) not in over]
+        return tuple(sorted(left, key=lambda s: (s.number, s.job)))
+
+
+def place(view: View) -> tuple[Placement, ...]:
+    """The placements that differ from those in the view, in order of their numbers; () if all is as it shall be."""
+    nodes = _nodes(view)
+    jobs = [_job(submission, view, nodes) for submission in view.unended()]
+    _refill(jobs, nodes)
+    _start(jobs, nodes)
+    _grow(jobs, nodes)
+    written = {(p.job, p.number): p for p in view.placements}
+    decided = [job.placement() for job in jobs]
+    return tuple(p for p in decided if p != written.get((p.job, p.number)))
+
+
+# ---- nodes
+
+
+@dataclass(slots=True)
+class _Node:
+    """What a node has to give. `why_not`: why it takes no new work; `leave`: why nothing may stay on it."""
+
+    card: NodeCard
+    away: bool
+    why_not: str
+    leave: str
+    busy: frozenset[int]
+    given: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Whatever it was told: a slot is free only once nothing runs in it any more."""
+        return tuple(slot for slot in range(self.card.slots) if slot not in self.busy and slot not in self.given)
+
+    def give(self, place: Place, job: str) -> None:
+        self.given |= dict.fromkeys(place.slots, job)
+
+    def take_back(self, place: Place) -> None:
+        for slot in place.slots:
+            del self.given[slot]
+
+
+def _nodes(view: View) -> dict[str, _Node]:
+    cordons = {cordon.node: cordon for cordon in view.cordons}
+    found = {}
+    for card, away in [*((c, True) for c in view.away), *((c, False) for c in view.cards)]:
+        cordon = cordons.get(card.node)
+        busy = frozenset(slot for running in card.running if running.state != "refused" for slot in running.slots)
+        found[card.node] = _Node(card, away, _why_not(card, cordon, away), _leave(card, cordon), busy)
+    return found
+
+
+def _leave(card: NodeCard, cordon: Cordon | None) -> str:
+    if cordon is not None and cordon.drain:
+        return _because(f"{card.node} is drained", cordon.reason)
+    if card.state in ("draining", "quarantined"):
+        return _because(f"{card.node} is {card.state}", card.why)
+    return ""
+
+
+def _why_not(card: NodeCard, cordon: Cordon | None, away: bool) -> str:
+    if leave := _leave(card, cordon):
+        return leave
+    if cordon is not None:
+        return _because(f"{card.node} is cordoned", cordon.reason)
+    if card.state != "ready":
+        return _because(f"{card.node} is {card.state}", card.why)
+    return f"{card.node} is away" if away else ""
+
+
+def _because(what: str, why: str) -> str:
+    return f"{what}: {why}" if why else what
+
+
+# ---- jobs
+
+
+@dataclass(slots=True)
+class _Job:
+    """One submission on its way to a placement. `said`: what has happened to its places in this turn."""
+
+    wants: Submission
+    written: Placement | None
+    places: dict[str, Place]
+    refused: dict[str, str]
+    said: list[str]
+    waits: str = ""
+
+    @property
+    def runs(self) -> bool:
+        return len(self.places) >= self.wants.min_nodes
+
+    def placement(self) -> Placement:
+        wants, places = self.wants, tuple(self.places.values())
+        refused = tuple(Refusal(node, why) for node, why in sorted(self.refused.items()))
+        if self.written is not None and places and (places, refused) == (self.written.places, self.written.refused):
+            return self.written
+        reason = f"runs on {_listed(_slots(p) for p in places)}" if places else self.waits
+        reason = "; ".join([*self.said, reason])
+        return Placement(wants.job, wants.number, places, reason, refused)
+
+
+def _job(wants: Submission, view: View, nodes: dict[str, _Node]) -> _Job:
+    """The job with the places it keeps; their slots are taken from now on."""
+    mine = (wants.job, wants.number)
+    written = next((p for p in view.placements if (p.job, p.number) == mine), None)
+    cordoned = {cordon.node for cordon in view.cordons}
+    refused = {} if written is None else {r.node: r.why for r in written.refused if r.node not in cordoned}
+    for card in view.cards:
+        for running in card.running:
+            if (running.job, running.number) == mine and running.state == "refused" and card.node not in cordoned:
+                refused[card.node] = running.why
+    job = _Job(wants, written, {}, refused, [])
+    for place in () if written is None else written.places:
+        if gone := _gone(place, job, nodes.get(place.node), view):
+            job.said.append(gone)
+        else:
+            job.places[place.node] = place
+            nodes[place.node].give(place, wants.job)
+    return job
+
+
+def _gone(place: Place, job: _Job, node: _Node | None, view: View) -> str:
+    """Why a job cannot keep a place; "" if it can."""
+    if node is None:
+        return f"{place.node} is gone"
+    if node.leave:
+        return node.leave
+    if place.node in job.refused:
+        return _because(f"{place.node} refused it", job.refused[place.node])
+    if node.away and (job.wants.job, place.node) in view.lost:
+        return f"{place.node} is gone, and its runner"
+    if others := {node.given[slot] for slot in place.slots if slot in node.given}:
+        return f"{place.node}'s slots are {_listed(sorted(others))}'s"
+    mine = (job.wants.job, job.wants.number)
+    if (
+        not node.away
+        and max(place.slots) >= node.card.slots
+        and not any((r.job, r.number) == mine for r in node.card.running)
+    ):
+        return f"{place.node} has {_count(node.card.slots, 'slot')} now"
+    return ""
+
+
+# ---- the rules
+
+
+def _refill(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
+    """Rule 2. Of those that cannot be helped the youngest gives way first: what it frees may help the others."""
+    while True:
+        short = [job for job in jobs if job.places and not job.runs]
+        for job in short:
+            _take(job, nodes)
+        stuck = [job for job in short if not job.runs]
+        if not stuck:
+            return
+        _give_back(stuck[-1], nodes)
+
+
+def _start(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
+    """Rule 3."""
+    ahead: Submission | None = None
+    for job in jobs:
+        if ahead is None:
+            _take(job, nodes)
+        if job.runs:
+            continue
+        possible = _possible(job, nodes)
+        if possible and ahead is not None:
+            job.waits = f"waits behind {ahead.job}, which came first and {_wish(ahead)}"
+        else:
+            job.waits = f"waits: {_lack(job, nodes, possible)}"
+        if possible and ahead is None:
+            ahead = job.wants
+
+
+def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
+    """Rule 4."""
+    if any(not job.runs and _possible(job, nodes) for job in jobs):
+        return
+    for job in jobs:
+        if job.runs and len(job.places) < job.wants.max_nodes:
+            before = set(job.places)
+            _take(job, nodes)
+            if came := sorted(job.places.keys() - before):
+                job.said.append(f"{_listed(came)} {'was' if len(came) == 1 else 'were'} free and nobody waits")
+
+
+def _take(job: _Job, nodes: dict[str, _Node]) -> None:
+    """Give the job nodes up to its maximum, if that makes at least its minimum; else nothing."""
+    wants = job.wants
+    used = {p.node for p in job.written.places} if job.written is not None else set()
+    fit = [n for name, n in nodes.items() if name not in job.places and _fits(job, n)]
+    # Where it was before; then whoever gives most; then the tightest fit, so that whole nodes stay whole.
+    fit.sort(key=lambda n: (n.card.node not in used, -min(len(n.free), wants.max_slots), len(n.free), n.card.node))
+    if len(job.places) + len(fit) < wants.min_nodes:
+        return
+    for node in fit[: wants.max_nodes - len(job.places)]:
+        slots = node.free[: wants.max_slots]
+        job.places[node.card.node] = Place(node.card.node, slots)
+        node.give(job.places[node.card.node], wants.job)
+
+
+def _give_back(job: _Job, nodes: dict[str, _Node]) -> None:
+    left = list(job.places.values())
+    job.places.clear()
+    job.said.append(f"{_listed(p.node for p in left)} alone {'is' if len(left) == 1 else 'are'} too few")
+    for place in left:
+        nodes[place.node].take_back(place)
+
+
+def _fits(job: _Job, node: _Node) -> bool:
+    return not node.why_not and node.card.node not in job.refused and len(node.free) >= job.wants.min_slots
+
+
+def _possible(job: _Job, nodes: dict[str, _Node]) -> bool:
+    """True if these nodes, were they empty, could carry the job. One that is only away for a moment counts, too."""
+    return sum(_could(job, node) for node in nodes.values()) >= job.wants.min_nodes
+
+
+def _could(job: _Job, node: _Node) -> bool:
+    usable = not node.why_not or (node.away and node.why_not == f"{node.card.node} is away")
+    return usable and node.card.node not in job.refused and node.card.slots >= job.wants.min_slots
+
+
+# ---- words
+
+
+def _wish(wants: Submission) -> str:
+    return f"wants {_count(wants.min_nodes, 'node')} with {_count(wants.min_slots, 'free slot')} each"
+
+
+def _lack(job: _Job, nodes: dict[str, _Node], possible: bool) -> str:
+    """What a job waits for. For one that could never run it says nothing that changes as others come and go."""
+    wish = _wish(job.wants)
+    words = [_word(job, node, possible) for _, node in sorted(nodes.items())]
+    if possible:
+        return f"{wish}; {_listed(words)}"
+    could = sum(_could(job, node) for node in nodes.values())
+    here = (
+        f"of the nodes that are here {could or 'none'} could carry it ({_listed(words)})" if nodes else "none is here"
+    )
+    return f"{wish}; {here}; it holds up nobody"
+
+
+def _word(job: _Job, node: _Node, possible: bool) -> str:
+    name = node.card.node
+    if node.why_not:
+        return node.why_not
+    if name in job.refused:
+        return _because(f"{name} refused it", job.refused[name])
+    if possible and node.card.slots >= job.wants.min_slots:
+        return f"{name} has {len(node.free)} free"
+    return f"{name} has {_count(node.card.slots, 'slot')}" + (" in all" if possible else "")
+
+
+def _slots(place: Place) -> str:
+    """`n1 (slots 0-3, 6)`."""
+    runs = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in _runs(sorted(place.slots)))
+    return f"{place.node} ({'slot' if len(place.slots) == 1 else 'slots'} {runs})"
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    first = last = numbers[0]
+    for number in numbers[1:]:
+        if number != last + 1:
+            yield first, last
+            first = number
+        last = number
+    yield first, last
+
+
+def _listed(words: Iterable[str]) -> str:
+    words = list(words)
+    shown = words if len(words) <= SHOWN else [*words[:SHOWN], f"{len(words) - SHOWN} more"]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}" if shown else "none"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,215 @@
+"""What people ask of the daemons, written into the store: submit and cancel jobs, cordon and uncordon nodes.
+
+Everything here may be called from any thread, by any daemon, several at once: a lost race is another look, the answer
+is what counts in the end. Nothing waits, nothing is decided about where a job runs. UsageError: what was asked cannot
+be; StoreUnavailable: the store does not answer, and the sentence says what is known then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from elasticd.errors import StoreUnavailable, UsageError, WireError
+from elasticd.records import Document
+from elasticd_agent.config import identifier
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon.placing import View
+from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Submission
+from elasticd_agent.keys import understood
+from elasticd_agent.store import Store, Versioned
+
+D = TypeVar("D", bound=Document)
+
+CANCELLED = 143
+"""As a shell says it of SIGTERM, which is what a cancelled job's workers get."""
+RACES = 100
+"""A write that is lost so often in a row is not a race but a fault."""
+REASON_BYTES = 500
+
+
+def submit(
+    store: Store,
+    spec_json: str,
+    *,
+    job: str | None,
+    nodes: tuple[int, int],
+    slots: tuple[int, int],
+    by: str,
+    at: float,
+    token: str = "",
+) -> Submission:
+    """Hand a job in; its number is its place in the queue. Without an id it gets one, `job-<number>`.
+
+    `token` is the caller's own word for this one submission: repeated with it, e.g. after an outage, the job that was
+    handed in the first time is found again. Without it, an id whose job has not ended is refused.
+    """
+    if job is not None:
+        identifier("job id", job)
+    if token and (found := _by_token(store, token)) is not None:
+        return found
+    for _ in range(RACES):
+        number = _next_number(store)
+        name = job or f"job-{number}"
+        wants = Submission(name, number, spec_json, *nodes, *slots, by=by, at=at, token=token)
+        _checked(wants)
+        key = names.SUBMITTED + name
+        before = store.read(key)
+        if before is not None and (earlier := _alive(store, key, before)) is not None:
+            if token and earlier.token == token:
+                return earlier
+            if job is None:
+                continue
+            raise UsageError(
+                f"job {name!r} has not ended: it was submitted{_by(earlier.by)} as number {earlier.number}; "
+                f"cancel it first (elasticd cancel {name}), or choose another id"
+            )
+        if _created(store, key, before, wants):
+            return wants
+    raise StoreUnavailable(f"the store lets nobody submit: {RACES} tries were lost to others")
+
+
+def cancel(store: Store, job: str, by: str, at: float) -> Ending:
+    """End a job. The ending that counts comes back: the job's own if it was faster, or ended long ago."""
+    key = names.SUBMITTED + job
+    found = store.read(key)
+    if found is None:
+        raise UsageError(f"there is no job {job!r}; `elasticd jobs` lists them")
+    wants = understood(Submission, key, found.value)
+    reason = f"cancelled{_by(by)}"
+    return ended(store, Ending(job, wants.number, "cancelled", CANCELLED, reason, at))
+
+
+def ended(store: Store, ending: Ending) -> Ending:
+    """Write down how a job ended, once: the ending that counts comes back. An earlier run's is replaced."""
+    key = names.ENDED + ending.job
+    for _ in range(RACES):
+        before = store.read(key)
+        if before is not None:
+            try:
+                known = understood(Ending, key, before.value)
+                if known.number >= ending.number:
+                    return known
+            except WireError:
+                pass  # nobody can tell what it was about; what is known now is more than that
+        if store.compare_and_swap(key, None if before is None else before.version, ending.to_json()):
+            return ending
+    raise StoreUnavailable(f"the store does not take the ending of {ending.job!r}: {RACES} tries were lost to others")
+
+
+def cordon(store: Store, node: str, drain: bool, reason: str, by: str, at: float) -> Cordon:
+    """No new work for a node; with `drain` its jobs leave it, too. A cordon takes no drain back; uncordon does."""
+    identifier("node", node)
+    key = names.CORDONED + node
+    wanted = Cordon(node, drain, _short(reason), by=by, at=at)
+    for _ in range(RACES):
+        before = store.read(key)
+        if before is not None:
+            try:
+                wanted = replace(wanted, drain=drain or understood(Cordon, key, before.value).drain)
+            except WireError:
+                pass  # it is replaced by one that can be understood
+        if store.compare_and_swap(key, None if before is None else before.version, wanted.to_json()):
+            return wanted
+    raise StoreUnavailable(f"the store does not take the cordon of {node!r}: {RACES} tries were lost to others")
+
+
+def uncordon(store: Store, node: str) -> bool:
+    """The node takes work again. False: it was not cordoned."""
+    identifier("node", node)
+    return store.delete(names.CORDONED + node)
+
+
+def view(store: Store, say: Callable[[str], None] = lambda sentence: None) -> View:
+    """Everything that daemons have said, for people to look at; what cannot be understood is said and left out."""
+
+    def all_of(kind: type[D], prefix: str) -> tuple[D, ...]:
+        found = []
+        for key, item in store.list(prefix).items():
+            try:
+                found.append(understood(kind, key, item.value))
+            except WireError as error:
+                say(str(error))
+        return tuple(found)
+
+    return View(
+        cards=all_of(NodeCard, names.NODES),
+        cordons=all_of(Cordon, names.CORDONED),
+        submissions=all_of(Submission, names.SUBMITTED),
+        placements=all_of(Placement, names.PLACED),
+        endings=all_of(Ending, names.ENDED),
+    )
+
+
+# ---- submitting
+
+
+def _next_number(store: Store) -> int:
+    for _ in range(RACES):
+        found = store.read(names.SEQUENCE)
+        text = b"0" if found is None else found.value
+        # A sequence that was lost or damaged goes on above every number that is known.
+        number = int(text) if text.isdigit() and len(text) < 16 else 0
+        if number == 0:
+            known = view(store)
+            taken = [*(s.number for s in known.submissions), *(p.number for p in known.placements)]
+            number = max([0, *taken, *(e.number for e in known.endings)])
+        number += 1
+        if store.compare_and_swap(names.SEQUENCE, None if found is None else found.version, str(number).encode()):
+            return number
+    raise StoreUnavailable(f"the store gives out no number: {RACES} tries were lost to others")
+
+
+def _alive(store: Store, key: str, found: Versioned) -> Submission | None:
+    """The submission under `key` if it has not ended. What cannot be understood is in nobody's way."""
+    try:
+        earlier = understood(Submission, key, found.value)
+    except WireError as error:
+        raise UsageError(f"{error}; choose another id, or remove it by hand") from None
+    end_key = names.ENDED + earlier.job
+    ending = store.read(end_key)
+    if ending is None:
+        return earlier
+    try:
+        return earlier if understood(Ending, end_key, ending.value).number < earlier.number else None
+    except WireError as error:
+        raise UsageError(f"{error}; choose another id, or remove it by hand") from None
+
+
+def _created(store: Store, key: str, before: Versioned | None, wants: Submission) -> bool:
+    value = wants.to_json()
+    try:
+        return store.compare_and_swap(key, None if before is None else before.version, value)
+    except StoreUnavailable as error:
+        try:
+            found = store.read(key)
+        except StoreUnavailable:
+            raise StoreUnavailable(
+                f"{error}; whether job {wants.job!r} was submitted is not known: `elasticd jobs` shows it once the "
+                f"store answers; submitted again with the id {wants.job!r}, it is never run twice"
+            ) from error
+        # The number is ours alone: this is our record, or it is not there (yet).
+        if found is not None and found.value == value:
+            return True
+        raise
+
+
+def _by_token(store: Store, token: str) -> Submission | None:
+    return next((s for s in view(store).submissions if s.token == token), None)
+
+
+def _checked(wants: Submission) -> None:
+    try:
+        Submission.from_json(wants.to_json())
+    except WireError as error:
+        raise UsageError(str(error)) from None
+
+
+def _by(who: str) -> str:
+    return f" by {who}" if who else ""
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= REASON_BYTES else text[:REASON_BYTES] + "…"
