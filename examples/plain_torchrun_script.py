@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ def main() -> None:
         if (epoch + 1) % args.save_every == 0:
             save_snapshot(args.snapshot, model, optimizer, epoch + 1)
 
+    time.sleep(0.1)  # gloo's thread may still drop the last all-reduce, and torch aborts then (pytorch/pytorch#56297)
     dist.destroy_process_group()
 
 

@@ -185,7 +185,8 @@ def test_100_mb_are_shown_and_kept_bounded(tmp_path: Path, out: Sink, err: Sink)
     logs = JobLogs(spec(log_dir=tmp_path, tee=OUT), tmp_path, out.outlet, err.outlet, print, limit=limit)
     files = logs.worker(1, 0, 0)
     rank_dir = Path(files.error).parent
-    script = "import sys\nfor i in range(100): sys.stdout.write(('x' * 99 + '\\n') * 10486)"
+    # A pause after each MB: how much there is between two looks must not hang on how busy the machine is.
+    script = "import sys, time\nfor i in range(100): sys.stdout.write(('x' * 99 + '\\n') * 10486); time.sleep(0.01)"
     begun = time.monotonic()
     with open(files.stdout or "", "ab") as file:
         worker = subprocess.Popen([sys.executable, "-c", script], stdout=file)
