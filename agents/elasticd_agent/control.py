@@ -81,7 +81,7 @@ class ControlServer:
         self._users = (0, os.geteuid()) if users is None else tuple(users)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            with _short(path) as name:
+            with short(path) as name:
                 self._listener.bind(name)
             os.chmod(path, 0o600)
             self._listener.listen(MOST_CALLERS)
@@ -249,7 +249,7 @@ def ask(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(within_s)
         try:
-            with _short(path) as name:
+            with short(path) as name:
                 sock.connect(name)
             if _peer(sock) not in ((0, os.geteuid()) if users is None else users):
                 raise Unanswered(f"{path} belongs to somebody else")
@@ -281,7 +281,7 @@ def _peer(sock: socket.socket) -> int:
 
 
 @contextlib.contextmanager
-def _short(path: Path) -> Iterator[str]:
+def short(path: Path) -> Iterator[str]:
     """A name for `path` that fits into the 108 bytes a unix socket's address has, however deep it lies."""
     fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
