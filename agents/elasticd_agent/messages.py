@@ -24,7 +24,7 @@ class Rules:
     shared: bool = False
     """True when other nodes may take part, so that much must be told to them."""
     leaves: bool = False
-    """True when a stop is this node's leaving: the planner hears of it first, and may hold the group at a checkpoint."""
+    """True where a stop is this node's leaving: the planner hears of it, and can hold the group at a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,6 @@ from elasticd_agent.slots import Slots
 from elasticd_agent.suspicion import Suspicion
 from elasticd_agent.workers import Workers
 
-
 if TYPE_CHECKING:
     from elasticd_agent.outputs import Outputs
 
@@ -72,8 +71,9 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host, sta
     runtime = stack.enter_context(runtime_directory(settings.runtime_dir))
     host.made(runtime)
     node = spec.rendezvous.node or socket.gethostname()
-    base_env = worker_base_environment(os.environ, spec.max_workers)
-    gpus = bool(visible_gpus(os.environ))
+    inherited = spec.inherited(os.environ)
+    base_env = worker_base_environment(inherited, spec.max_workers)
+    gpus = bool(visible_gpus(inherited))
     preload = plan(spec)
 
     memory = open_memory(gpus, inbox.put)
