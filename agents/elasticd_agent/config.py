@@ -99,7 +99,8 @@ class JobSpec:
 
     `redirects` and `tee` map a local rank to streams; a rank that is not in them has none. `log_dir` may be /dev/null:
     no log files are kept. `devices` are the GPUs that slots stand for, as CUDA_VISIBLE_DEVICES spells them; empty when
-    the job does not get one GPU per worker. `run` tells two runs of the same job apart.
+    the job does not get one GPU per worker. `run` tells two runs of the same job apart. `environment`: what workers
+    inherit; None: what the agent itself has.
     """
 
     python: str
@@ -126,6 +127,7 @@ class JobSpec:
     virtual_local_rank: bool = False
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     rendezvous: Rendezvous = Rendezvous()
+    environment: Mapping[str, str] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.min_workers < 1:
@@ -145,6 +147,10 @@ class JobSpec:
             _port("the workers' store", self.master_port, lowest=1)
         for name in self.signals:
             _catchable(name)
+
+    def inherited(self, own: Mapping[str, str]) -> Mapping[str, str]:
+        """The environment of the job's processes before anything is added; `own` is the agent's."""
+        return own if self.environment is None else self.environment
 
     def _some_rank_exists(self, what: str, ranks: Mapping[int, object]) -> None:
         # Naming more ranks than there are is how people share one command between machines; naming none is a slip.

@@ -53,6 +53,7 @@ class Files:
         member = round.member(self._node)
         assert member is not None
         workers, targets, restarts = [], [], self._policy.max_restarts
+        inherited = spec.inherited(os.environ)
         for local_rank, rank in enumerate(round.ranks(self._node)):
             files = self._logs.worker(round.number, local_rank, rank)
             paths = WorkerPaths(str(directory / f"beat-{rank}"), str(directory / f"notes-{rank}.jsonl"), files.error)
@@ -71,13 +72,13 @@ class Files:
                 virtual_local_rank=spec.virtual_local_rank,
             )
             if spec.rendezvous.backend != "memory":
-                env |= gloo_environment(os.environ, address)
+                env |= gloo_environment(inherited, address)
             if self._gpus:
-                env |= nccl_environment(os.environ, directory)
+                env |= nccl_environment(inherited, directory)
             if spec.devices:
                 only = local_rank if spec.virtual_local_rank else None
                 env["CUDA_VISIBLE_DEVICES"] = visible_devices(member.slots, spec.devices, only)
-            pipe, dump = flight_recorder({**os.environ, **env}, rank) or (None, None)
+            pipe, dump = flight_recorder({**inherited, **env}, rank) or (None, None)
             target = Target(
                 rank,
                 0,
