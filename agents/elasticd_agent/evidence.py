@@ -7,7 +7,6 @@ their whole session at their deadline. What a helper has told by then counts. It
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -17,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -31,6 +29,7 @@ from typing import Any
 import elasticd
 from elasticd_agent import procfs
 from elasticd_agent.gather.request import Asked, Keep, Request
+from elasticd_agent.instruments import find_nvml, find_spy
 from elasticd_agent.observation import Where
 
 GATHER_PART, KILL_PART = 0.6, 0.7
@@ -43,8 +42,6 @@ CLOSE_S = 3.0
 ORPHAN_S = 5.0
 """A helper whose agent has been killed ends so long after it should have."""
 REAP_S = 0.5
-_DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
-"""One of them is there if NVIDIA's driver is; the last one is WSL's."""
 _HELPER = Path(__file__).with_name("gather") / "__main__.py"
 
 _log = logging.getLogger("elasticd.evidence")
@@ -160,6 +157,10 @@ class Evidence:
         if not self._closing:
             self._ask(_Write(number, name, text, final))
 
+    def place(self, final: Path) -> Path:
+        """Where what belongs into `final` is put: elsewhere, since `final` was found not to answer."""
+        return self._elsewhere.get(final, final)
+
     def drop(self) -> None:
         """The processes are about to be ended: what is being taken of them is dropped, what was taken before stays."""
         with self._lock:
@@ -212,7 +213,7 @@ class Evidence:
     def _write(self, batch: list[_Write]) -> None:
         first = batch[0]
         files = tuple((one.name, one.text) for one in batch)
-        place = self._elsewhere.get(first.final, first.final)
+        place = self.place(first.final)
         trouble = self._put(Keep(str(place), files=files), time.monotonic() + WRITE_S)
         if trouble:
             kept = self._kept(first.number, first.final)
@@ -258,7 +259,7 @@ class Evidence:
                 return asked.final, []
             self._keeping = True
         troubles += [trouble] if trouble else []
-        place = self._elsewhere.get(asked.final, asked.final)
+        place = self.place(asked.final)
         if place == asked.final:
             lost = self._put(Keep(str(place), str(local), rounds=self._keep), asked.began + self._budget_s)
             if lost:
@@ -330,21 +331,6 @@ class Evidence:
             with self._lock:
                 self._helper = None
             _end(helper)
-
-
-def find_spy() -> str:
-    """Where py-spy is: beside this interpreter, as pip puts it, or on the PATH. "" if nowhere."""
-    beside = [Path(sys.executable).with_name("py-spy"), Path(sysconfig.get_path("scripts")) / "py-spy"]
-    found = next((str(path) for path in beside if os.access(path, os.X_OK)), None)
-    return found or shutil.which("py-spy") or ""
-
-
-def find_nvml() -> str | None:
-    """The directory that has pynvml, "" if it is not installed; None on a machine without GPUs."""
-    if not any(os.path.exists(path) for path in _DRIVER):
-        return None
-    spec = importlib.util.find_spec("pynvml")
-    return str(Path(spec.origin).parent) if spec is not None and spec.origin is not None else ""
 
 
 def _of(target: Target, line: dict[str, Any]) -> RankEvidence:

@@ -289,9 +289,9 @@ class Loop:
 
     def _explain(self) -> None:
         """A job that was given up for a hang ends with who was to blame; the page has more."""
-        place, round = self._looking.suspicion.verdict_in, self._round
-        if place is not None and round is not None and round.outcome == "failed":
-            for line in last_lines(place):
+        suspicion, round = self._looking.suspicion, self._round
+        if suspicion.verdict is not None and round is not None and round.outcome == "failed":
+            for line in last_lines(suspicion.verdict_in, suspicion.verdict):
                 self._story.said(line)
 
     def _slot(self, heard: Stuck | Freed, now: float) -> None:

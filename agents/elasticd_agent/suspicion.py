@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from elasticd_agent import hang
 from elasticd_agent.config import Policy
@@ -42,7 +42,7 @@ class Listener(Protocol):
 class Suspicion:
     """One job's, of one group at a time. `report` reaches the planner; `local`: that costs nothing.
 
-    `verdict_in`: where the last verdict of this job is kept, with what it was made of.
+    `verdict` is the last one of this job, as verdict.json has it; `verdict_in`: where that is, or soon will be.
     """
 
     node: str
@@ -51,7 +51,8 @@ class Suspicion:
     report: Callable[[Report | None], None]
     listener: Listener
     local: bool
-    verdict_in: Path | None = None
+    verdict: Mapping[str, Any] | None = None
+    verdict_in: Path = Path()
     _number: int = 0
     _targets: Sequence[Target] = ()
     _directory: Path = Path()
@@ -145,7 +146,7 @@ class Suspicion:
         reports = [report.to_dict() for report in judged.reports]
         self._judged.append(json.dumps({"verdict": verdict, "reports": reports}))
         if judged.round == self._number:
-            self.verdict_in = self._directory
+            self.verdict, self.verdict_in = verdict, self.evidence.place(self._directory)
             self._write("verdict.json", json.dumps(verdict, indent=1) + "\n")
             self._write("judged.jsonl", "".join(line + "\n" for line in self._judged))
 

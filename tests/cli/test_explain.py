@@ -106,6 +106,15 @@ def test_the_jobs_last_words_are_few(evidence: Path) -> None:
     assert last_lines(evidence / "nothing") == []
 
 
+def test_the_jobs_last_words_know_a_verdict_that_is_still_being_written(evidence: Path) -> None:
+    said = last_lines(evidence)
+    verdict = json.loads((evidence / "verdict.json").read_text())
+    (evidence / "verdict.json").unlink()
+    (evidence / "judged.jsonl").unlink()
+    assert last_lines(evidence)[0].startswith("Round 1 was suspected of hanging")
+    assert last_lines(evidence, verdict)[:3] == said[:3]
+
+
 # --- which evidence ---------------------------------------------------------------------------------------------------
 
 

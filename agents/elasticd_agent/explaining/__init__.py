@@ -6,22 +6,25 @@ waits for anything but the file system.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 LAST_LINES_S = 2.0
 """Reading takes some milliseconds; a file system that is gone must not hold up the end of a job."""
 
 
-def last_lines(directory: Path, seconds: float = LAST_LINES_S) -> list[str]:
+def last_lines(directory: Path, verdict: Mapping[str, Any] | None = None, seconds: float = LAST_LINES_S) -> list[str]:
     """The evidence at or below `directory` in at most 12 lines, for the console; none if there is nothing to tell.
 
-    Takes at most `seconds`: a file system that does not answer by then has nothing to tell.
+    `verdict`: what verdict.json will say, which may not be on disk yet. Takes at most `seconds`: a file system that
+    does not answer by then has nothing to tell.
     """
     from elasticd_agent.explaining import files, finding, page, reading
 
     def read() -> list[str]:
         place = finding.best(finding.places(directory))
-        return page.summary(reading.explain(place)) if place is not None else []
+        return page.summary(reading.explain(place, verdict=verdict)) if place is not None else []
 
     try:
         return files.within(seconds, read)

@@ -42,39 +42,45 @@ class _Found:
         return self.ranks.get(number) or RankFacts(number)
 
 
-def explain(place: Place, events: Path | None = None, others: Sequence[Place] = (), here: str = "") -> Explanation:
+def explain(
+    place: Place,
+    events: Path | None = None,
+    others: Sequence[Place] = (),
+    here: str = "",
+    verdict: Mapping[str, Any] | None = None,
+) -> Explanation:
     """All that is known of one folder.
 
     `events`: the event log; `others`: the rest of what there is, to be named; `here`: the node of ranks that nothing
-    says a node of.
+    says a node of; `verdict`: what verdict.json says, where it may not have been written yet.
     """
     found = _Found()
-    verdict = _verdict(place, found)
+    judged = _verdict(_read_verdict(place, found) if verdict is None else verdict)
     _reports(place, found)
     for rank in place.ranks[:MOST_RANKS]:
         _rank_files(place.path, rank, found)
     lines = following.of_run(_lines(events, found), place.round, found.taken_at)
     followed = following.follow(lines, place.round)
-    verdict = verdict or following.verdict(lines, place.round)
-    reason = following.answered(lines, place.round) if verdict is None else ""
-    blamed = {culprit.rank for culprit in verdict.culprits} if verdict is not None else set()
+    judged = judged or following.verdict(lines, place.round)
+    reason = following.answered(lines, place.round) if judged is None else ""
+    blamed = {culprit.rank for culprit in judged.culprits} if judged is not None else set()
     nodes = following.nodes(lines, place.round)
     ranks = tuple(
         _finished(replace(facts, culprit=rank in blamed, node=facts.node or nodes.get(rank, here)))
         for rank, facts in sorted(found.ranks.items())
     )
     recorded = _recorded(place, found)
-    kind: Kind = "hang" if verdict is not None or reason else "dump" if _asked_for(place, found) else "suspicion"
+    kind: Kind = "hang" if judged is not None or reason else "dump" if _asked_for(place, found) else "suspicion"
     if followed.round == 0 and place.logs is not None and place.round:
         followed = replace(followed, round=_next_round(place))
     return Explanation(
         round=place.round,
         kind=kind,
         directory=str(place.path),
-        headline=wording.headline(place.round, kind, verdict, ranks, reason or found.why),
+        headline=wording.headline(place.round, kind, judged, ranks, reason or found.why),
         taken_at=found.taken_at,
         job=next((text(line.get("job")) for line in reversed(lines)), ""),
-        verdict=verdict,
+        verdict=judged,
         ranks=ranks,
         same=_same(ranks),
         waiting=wording.waiting(ranks),
@@ -86,9 +92,13 @@ def explain(place: Place, events: Path | None = None, others: Sequence[Place] = 
     )
 
 
-def _verdict(place: Place, found: _Found) -> Verdict | None:
+def _read_verdict(place: Place, found: _Found) -> Mapping[str, Any] | None:
     data, trouble = files.read_json(place.path / VERDICT)
     found.wrong(trouble)
+    return data
+
+
+def _verdict(data: Mapping[str, Any] | None) -> Verdict | None:
     if data is None or not isinstance(data.get("cause"), str):
         return None
     culprits = tuple(
