@@ -44,7 +44,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"epoch {epoch} error {error_on(held_out, model.module, device):.5f}", flush=True)
 
-    dist.destroy_process_group()
+    session.close()
 
 
 @torch.no_grad()
