@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from elasticd.errors import StoreUnavailable
+from elasticd.errors import StoreUnavailable, WireError
 from elasticd.records import Document
+from elasticd.wire import Round
 from elasticd_agent.copies import Copies
-from elasticd_agent.daemon import names, placing
+from elasticd_agent.daemon import ended, names, placing
 from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Submission
-from elasticd_agent.keys import Keys
+from elasticd_agent.keys import Keys, understood
 from elasticd_agent.store import Lease, Store, Watch
 
 D = TypeVar("D", bound=Document)
@@ -40,6 +41,8 @@ class Placer:
     lease_s: float = 3.0
     renewal_s: float = 1.0
     adopt_timeout_s: float = 60.0
+    keep_ended_s: float = ended.KEEP_S
+    kept: int = ended.KEPT
     changed: Callable[[], None] = lambda: None
     version: int | None = None  # the key's, while it is ours
     _lease: Lease | None = None
@@ -48,10 +51,13 @@ class Placer:
     _cards: dict[str, NodeCard] = field(default_factory=dict)
     _away: dict[str, float] = field(default_factory=dict)
     _sentences: list[str] = field(default_factory=list)
+    _written: bool = False
     _copies: Copies = field(init=False)
+    _clock: ended.Clock = field(init=False)
     _watch: Watch | None = None
 
     def __post_init__(self) -> None:
+        self._clock = ended.Clock(self.store)
         self._copies = Copies(self.store, self._sentences.append)
 
     @property
@@ -118,6 +124,7 @@ class Placer:
             self._watch.close()
             self._watch = None
         self.version = None
+        self._clock.forget()
         self._copies.forget()
         self._cards.clear()
         self._away.clear()
@@ -130,26 +137,50 @@ class Placer:
     # ---- placing
 
     def _place(self, now: float) -> None:
-        assert self.version is not None
+        if self._written:
+            self._copies.hint(names.PLACED)  # a watch will say so, too; but perhaps not yet
+            self._written = False
         if now >= self._read_at + REFRESH_S:
             self._copies.forget()
             self._read_at = now
         view = self._view(now)
         for placement in placing.place(view):
-            key = names.PLACED + placement.job
-            before = self._copies.list(names.PLACED).get(key)
-            version = None if before is None else before.version
-            guard = (names.PLACER, self.version)
-            if self.store.compare_and_swap(key, version, placement.to_json(), guard):
-                self._sentences.append(f"job {placement.job} {placement.reason}")
-                self._copies.hint(key)
-                continue
-            self._copies.forget()
-            found = self.store.read(names.PLACER)
-            if found is None or found.version != self.version:
-                self._sentences.append("another daemon places jobs now")
-                self._lost()
-            return
+            if not self._write(placement):
+                return
+            self._sentences.append(f"job {placement.job} {placement.reason}")
+        self._clean(view, now)
+
+    def _write(self, placement: Placement) -> bool:
+        """False: somebody else has written, perhaps another placer; the next turn looks again."""
+        key = names.PLACED + placement.job
+        before = self._copies.list(names.PLACED).get(key)
+        version = None if before is None else before.version
+        if self.store.compare_and_swap(key, version, placement.to_json(), self._guard):
+            self._written = True
+            return True
+        self._copies.forget()
+        found = self.store.read(names.PLACER)
+        if found is None or found.version != self.version:
+            self._sentences.append("another daemon places jobs now")
+            self._lost()
+        return False
+
+    def _clean(self, view: placing.View, now: float) -> None:
+        """Remove what is left of jobs that ended long ago."""
+        reached_s = max((p.ended_s for p in view.placements if p.ended_s is not None), default=0.0)
+        clock_s = self._clock.now_s(now, self._guard, reached_s)
+        for placement in ended.first_seen(view, clock_s):
+            if not self._write(placement):
+                return
+        for ending in ended.outdated(view, clock_s, self.keep_ended_s, self.kept)[: ended.A_TURN]:
+            if ended.remove(self.store, ending, self.node, self.lease_s):
+                self._sentences.append(f"the records of job {ending.job}, number {ending.number}, were removed")
+                self._copies.forget()
+
+    @property
+    def _guard(self) -> tuple[str, int]:
+        assert self.version is not None
+        return names.PLACER, self.version
 
     def _view(self, now: float) -> placing.View:
         cards = {card.node: card for card in self._records(names.NODES, NodeCard)}
@@ -176,7 +207,7 @@ class Placer:
             placements=placements,
             endings=tuple(self._records(names.ENDED, Ending)),
             away=away,
-            lost=self._runners_lost(placements, now),
+            lost=self._left_behind(placements),
         )
 
     def _readable(self) -> tuple[Submission, ...]:
@@ -187,15 +218,24 @@ class Placer:
         odd |= {k.removeprefix(names.ENDED) for k in self._copies.list(names.ENDED)} - known
         return tuple(s for s in self._records(names.SUBMITTED, Submission) if s.job not in odd)
 
-    def _runners_lost(self, placements: tuple[Placement, ...], now: float) -> frozenset[tuple[str, str]]:
-        """Where the job's own record of a node, under its runner's lease, has gone, too: nothing is left there."""
-        sure = {node for node, since in self._away.items() if now >= since + 2 * self.lease_s}
-        return frozenset(
-            (placement.job, place.node)
-            for placement in placements
-            for place in placement.places
-            if place.node in sure and self.store.read(Keys(placement.job).node(place.node)) is None
-        )
+    def _left_behind(self, placements: tuple[Placement, ...]) -> frozenset[tuple[str, str]]:
+        """Places on absent nodes that their jobs have gone on without: the job's own Round does not have the node."""
+        found = set()
+        for placement in placements:
+            absent = [place.node for place in placement.places if place.node in self._away]
+            if absent and (round := self._round(placement)) is not None:
+                found |= {(placement.job, node) for node in absent if round.member(node) is None}
+        return frozenset(found)
+
+    def _round(self, placement: Placement) -> Round | None:
+        """The Round that this run of the job has now, if it is in this store."""
+        key = Keys(placement.job).round
+        found = self.store.read(key)
+        try:
+            round = None if found is None else understood(Round, key, found.value)
+        except WireError:
+            return None
+        return round if round is not None and round.run == str(placement.number) and not round.terminal else None
 
     def _records(self, prefix: str, kind: type[D]) -> list[D]:
         return self._copies.records(prefix, kind)

@@ -30,7 +30,7 @@ SHOWN = 6
 class View:
     """All that is known. `away`: the last cards of nodes that have none now, but not for long enough to be given up.
 
-    `lost`: (job, node) where the job's own runner has gone from such a node, too.
+    `lost`: (job, node) where the job has already gone on without such a node.
     """
 
     cards: tuple[NodeCard, ...] = ()
@@ -46,9 +46,15 @@ class View:
 
     def unended(self) -> tuple[Submission, ...]:
         """In the order in which they were handed in."""
-        over = {(e.job, e.number) for e in self.endings}
-        left = [s for s in self.submissions if (s.job, s.number) not in over]
+        over = {e.job: e.number for e in self.endings}
+        left = [s for s in self.submissions if s.number > over.get(s.job, 0) and not s.removed]
         return tuple(sorted(left, key=lambda s: (s.number, s.job)))
+
+    def strange(self) -> tuple[Placement, ...]:
+        """Of jobs that nothing else is known of: whoever placed them may know more. They stay as they are."""
+        known = {s.job for s in self.submissions}
+        over = {e.job: e.number for e in self.endings}
+        return tuple(p for p in self.placements if p.job not in known and p.number > over.get(p.job, 0))
 
 
 def place(view: View) -> tuple[Placement, ...]:
@@ -97,6 +103,10 @@ def _nodes(view: View) -> dict[str, _Node]:
         cordon = cordons.get(card.node)
         busy = frozenset(slot for running in card.running if running.state != "refused" for slot in running.slots)
         found[card.node] = _Node(card, away, _why_not(card, cordon, away), _leave(card, cordon), busy)
+    for placement in view.strange():
+        for place in placement.places:
+            if place.node in found:
+                found[place.node].give(place, placement.job)
     return found
 
 
@@ -179,7 +189,7 @@ def _gone(place: Place, job: _Job, node: _Node | None, view: View) -> str:
     if place.node in job.refused:
         return _because(f"{place.node} refused it", job.refused[place.node])
     if node.away and (job.wants.job, place.node) in view.lost:
-        return f"{place.node} is gone, and its runner"
+        return f"{place.node} is away, and the job went on without it"
     if others := {node.given[slot] for slot in place.slots if slot in node.given}:
         return f"{place.node}'s slots are {_listed(sorted(others))}'s"
     mine = (job.wants.job, job.wants.number)

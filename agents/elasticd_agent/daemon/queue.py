@@ -26,7 +26,12 @@ CANCELLED = 143
 """As a shell says it of SIGTERM, which is what a cancelled job's workers get."""
 RACES = 100
 """A write that is lost so often in a row is not a race but a fault."""
-REASON_BYTES = 500
+REASON_CHARS = 500
+NOTES = 200
+NOTE_CHARS = 160
+NODES = 1000
+"""How much of a job's history its ending keeps: the newest rounds, and the beginning of each one's reason."""
+SPEC_BYTES = 256 * 1024
 
 
 def submit(
@@ -57,6 +62,8 @@ def submit(
         key = names.SUBMITTED + name
         before = store.read(key)
         if before is not None and (earlier := _alive(store, key, before)) is not None:
+            if earlier.removed:
+                raise UsageError(f"what is left of job {name!r} is just being removed; try again in a few seconds")
             if token and earlier.token == token:
                 return earlier
             if job is None:
@@ -72,17 +79,13 @@ def submit(
 
 def cancel(store: Store, job: str, by: str, at: float) -> Ending:
     """End a job. The ending that counts comes back: the job's own if it was faster, or ended long ago."""
-    key = names.SUBMITTED + job
-    found = store.read(key)
-    if found is None:
-        raise UsageError(f"there is no job {job!r}; `elasticd jobs` lists them")
-    wants = understood(Submission, key, found.value)
-    reason = f"cancelled{_by(by)}"
-    return ended(store, Ending(job, wants.number, "cancelled", CANCELLED, reason, at))
+    number = _number(store, job)
+    return ended(store, Ending(job, number, "cancelled", CANCELLED, f"cancelled{_by(by)}", at))
 
 
 def ended(store: Store, ending: Ending) -> Ending:
     """Write down how a job ended, once: the ending that counts comes back. An earlier run's is replaced."""
+    ending = _bounded(ending)
     key = names.ENDED + ending.job
     for _ in range(RACES):
         before = store.read(key)
@@ -161,12 +164,38 @@ def _next_number(store: Store) -> int:
     raise StoreUnavailable(f"the store gives out no number: {RACES} tries were lost to others")
 
 
+def _number(store: Store, job: str) -> int:
+    """The number under which a job runs or waits, or ran last. Raises UsageError if there is none of that name."""
+    identifier("job id", job)
+    for prefix, kind in ((names.SUBMITTED, Submission), (names.PLACED, Placement), (names.ENDED, Ending)):
+        found = store.read(prefix + job)
+        if found is not None:
+            try:
+                known = understood(kind, prefix + job, found.value)
+                assert isinstance(known, (Submission, Placement, Ending))
+                return known.number
+            except WireError as error:
+                why = f"; {error}"
+                break
+    else:
+        why = "; `elasticd jobs` lists those there are"
+    raise UsageError(f"there is no job {job!r}{why}")
+
+
+def _bounded(ending: Ending) -> Ending:
+    """A history of any length in a record of some 40 kB at most: etcd takes no more than 1.5 MB, and reads all."""
+    rounds = tuple(replace(note, reason=_short(note.reason, NOTE_CHARS)) for note in ending.rounds[-NOTES:])
+    return replace(ending, reason=_short(ending.reason), rounds=rounds, nodes=ending.nodes[:NODES])
+
+
 def _alive(store: Store, key: str, found: Versioned) -> Submission | None:
     """The submission under `key` if it has not ended. What cannot be understood is in nobody's way."""
     try:
         earlier = understood(Submission, key, found.value)
     except WireError as error:
         raise UsageError(f"{error}; choose another id, or remove it by hand") from None
+    if earlier.removed:
+        return earlier
     end_key = names.ENDED + earlier.job
     ending = store.read(end_key)
     if ending is None:
@@ -200,6 +229,8 @@ def _by_token(store: Store, token: str) -> Submission | None:
 
 
 def _checked(wants: Submission) -> None:
+    if (size := len(wants.spec.encode(errors="replace"))) > SPEC_BYTES:
+        raise UsageError(f"job {wants.job!r}: its job file has {size} bytes; at most {SPEC_BYTES} are taken")
     try:
         Submission.from_json(wants.to_json())
     except WireError as error:
@@ -210,6 +241,6 @@ def _by(who: str) -> str:
     return f" by {who}" if who else ""
 
 
-def _short(text: str) -> str:
+def _short(text: str, most: int = REASON_CHARS) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= REASON_BYTES else text[:REASON_BYTES] + "…"
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -22,7 +22,7 @@ class Submission(Document):
     """A job that was handed in. `number` is its place in the order of all submissions, and its run's token.
 
     `spec` is the job file as JSON, checked when it was handed in. Slots are those wanted on each node. By `token` a
-    caller finds again what it handed in before an outage.
+    caller finds again what it handed in before an outage. `removed`: it has ended, and is going this moment.
     """
 
     job: str
@@ -35,6 +35,7 @@ class Submission(Document):
     by: str = ""
     at: float = 0.0
     token: str = ""
+    removed: bool = False
 
     def check(self) -> None:
         if not self.job or self.number < 1:
@@ -65,13 +66,17 @@ class Refusal(Record):
 
 @dataclass(frozen=True, slots=True)
 class Placement(Document):
-    """Where a submitted job runs, or, without places, why it waits. Only the placer writes it."""
+    """Where a submitted job runs, or, without places, why it waits. Only the placer writes it.
+
+    `ended_s`: by the placers' clock (names.CLOCK), when its ending was first seen.
+    """
 
     job: str
     number: int
     places: tuple[Place, ...]
     reason: str
     refused: tuple[Refusal, ...] = ()
+    ended_s: float | None = None
 
     def place(self, node: str) -> Place | None:
         return next((place for place in self.places if place.node == node), None)
