@@ -15,6 +15,7 @@ from typing import Any
 
 KMSG_LIMIT = 4 << 20
 """The kernel's own buffer is smaller, nearly always."""
+MISSING: dict[str, Any] = {"gpus": [], "trouble": "pynvml is not installed: pip install nvidia-ml-py"}
 _XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \(([^)]*)\): (\d+),? ?(.*)", re.MULTILINE)
 
 
@@ -47,7 +48,7 @@ def _gpu(nvml: Any, index: int, seen: dict[str, str]) -> dict[str, Any]:
     throttled = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
     remapped = ask("nvmlDeviceGetRemappedRows") or (None,) * 4
     pci = ask("nvmlDeviceGetPciInfo")
-    bus = _words(pci.busId) if pci is not None else None
+    bus = words(pci.busId) if pci is not None else None
     facts = {
         "index": index,
         "name": ask("nvmlDeviceGetName"),
@@ -68,7 +69,7 @@ def _gpu(nvml: Any, index: int, seen: dict[str, str]) -> dict[str, Any]:
         "last_xid": seen.get(short_bus(bus)) if bus is not None else None,
         "pids": [process.pid for process in ask("nvmlDeviceGetComputeRunningProcesses") or ()],
     }
-    return {name: _words(value) for name, value in facts.items() if value is not None}
+    return {name: words(value) for name, value in facts.items() if value is not None}
 
 
 def xids(path: str = "/dev/kmsg") -> dict[str, str]:
@@ -86,7 +87,7 @@ def xids(path: str = "/dev/kmsg") -> dict[str, str]:
                 break
             size += len(record)
             for one in _XID.finditer(record):
-                at_s, bus, number, what = (_words(part) for part in one.groups())
+                at_s, bus, number, what = (words(part) for part in one.groups())
                 found[short_bus(bus.removeprefix("PCI:"))] = (
                     f"{number} at {int(at_s) / 1e6:.0f} s after boot: {what[:120]}"
                 )
@@ -113,7 +114,7 @@ def _scaled(value: Any, by: int) -> Any:
     return value / by if value is not None else None
 
 
-def _words(value: Any) -> Any:
+def words(value: Any) -> Any:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
@@ -122,7 +123,7 @@ def main() -> None:
     try:
         import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
-        found: dict[str, Any] = {"gpus": [], "trouble": "pynvml is not installed: pip install nvidia-ml-py"}
+        found = MISSING
     else:
         found = gpus(pynvml)
     print(json.dumps(found))
