@@ -24,6 +24,7 @@ from elasticd_agent import arguments
 from elasticd_agent.config import AgentSettings, JobSpec, Policy, Rendezvous, Streams
 from elasticd_agent.daemon.decoding import KeyWrong, decode
 from elasticd_agent.daemon.documents import Kind, parse
+from elasticd_agent.daemon.inheriting import SET_BY_ELASTICD, job_environment
 from elasticd_agent.daemon.names import JobFiles
 from elasticd_agent.daemon.quantities import Seconds, count_range, encoded
 from elasticd_agent.devices import visible_gpus
@@ -157,10 +158,6 @@ NOT_KEYS: Mapping[str, str] = {
 }
 """What `elasticd run` is told and a job file is not, and other words people try; why, or what to write."""
 
-_SET_BY_ELASTICD = re.compile(
-    "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ELASTICD_.*|PYTHON_EXEC|PET_.*"
-)
-
 
 def read_job(data: bytes, kind: Kind, where: str) -> JobFile:
     """The job `data` describes, checked as far as can be without a node. Raises UsageError: one line, WHERE: KEY: …"""
@@ -197,12 +194,14 @@ def choices(
     rendezvous: Rendezvous,
     files: JobFiles,
     devices: tuple[str, ...] | None = None,
+    user: str | None = None,
 ) -> tuple[JobSpec, Policy, AgentSettings]:
     """What one node's runner does for this job, as `elasticd run` would have been told.
 
     `slots` are this node's slots that the job was given. `devices`: what all slots of the node stand for, as
     CUDA_VISIBLE_DEVICES spells them; () where slots are not GPUs, None: every GPU there is, as `elasticd run` counts
-    them. `rendezvous` is where and as whom to meet; its numbers of nodes are the job's. Raises UsageError.
+    them. `rendezvous` is where and as whom to meet; its numbers of nodes are the job's. `user` is who a job that names
+    none runs as; None: whoever the daemon is. Raises UsageError.
     """
     low, high = job.slots_wanted
     if not low <= len(slots) <= high:
@@ -222,9 +221,15 @@ def choices(
         log_dir=files.logs,
         redirects=dict.fromkeys(range(len(slots)), Streams.BOTH),
         rendezvous=replace(rendezvous, node=node, min_nodes=fewest, max_nodes=most),
+        environment=job_environment(os.environ, job.env, job.user or user),
     )
     settings = replace(settings, event_log=files.events, live=False, runtime_dir=files.runtime)
     return spec, policy, settings
+
+
+def policy_of(job: JobFile) -> Policy:
+    """The rules the job will be run by. Raises UsageError."""
+    return _run(job, "1")[1]
 
 
 def _run(job: JobFile, workers: str) -> tuple[JobSpec, Policy, AgentSettings]:
@@ -275,12 +280,11 @@ def check(job: JobFile) -> None:
             count_range(getattr(job, key))
         except ValueError as error:
             raise KeyWrong(key, str(error)) from None
-    for name, value in job.env.items():
+    for name in job.env:
         if not name or "=" in name:
             raise KeyWrong("env", f"{name!r} cannot be the name of a variable")
-        if _SET_BY_ELASTICD.fullmatch(name):
+        if SET_BY_ELASTICD.fullmatch(name):
             raise KeyWrong(f"env.{name}", "is set by elasticd itself, for every worker; leave it out")
-        del value
     if job.hang_factor is not None and math.isnan(job.hang_factor):
         raise KeyWrong("hang_factor", "must be a number")
     try:
@@ -290,13 +294,13 @@ def check(job: JobFile) -> None:
     except KeyWrong:
         raise
     except UsageError as error:
-        raise _in_keys(str(error)) from None
+        raise in_keys(str(error)) from None
 
 
 _KEYS = {field.encode_name for field in msgspec.structs.fields(JobFile)}
 
 
-def _in_keys(sentence: str) -> KeyWrong:
+def in_keys(sentence: str) -> KeyWrong:
     """A sentence of the command line's, in the words of a job file: its flags are keys here."""
     said = re.sub(r"--rdzv-conf:? (?=[a-z_]+\b)|\bargument (?=-)", "", sentence)
     said = re.sub(r"--nproc-per-node", "workers", said)

@@ -1,7 +1,8 @@
 """agent.toml, and the ELASTICD_ variables that stand in for its keys, as one frozen `Settings`.
 
-It exists so that a mistake in a node's configuration is one line at the start (file, key, what is wrong, what would be
-right), never a surprise in the third month. It reads the files it is told of only to see that secrets are secret.
+It exists so that everything an operator can choose for a node is in one value, described where it is declared: the
+reference in docs/agent.md, the template of `elasticd config example` and the names of the variables are made from
+these structs. What contradicts itself is found by contradictions.py; nothing here opens a socket or makes a file.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import msgspec
 from msgspec import Meta
 
 from elasticd.errors import UsageError
-from elasticd_agent.config import Rendezvous
+from elasticd_agent.daemon.contradictions import check_settings
 from elasticd_agent.daemon.decoding import KeyWrong, decode
 from elasticd_agent.daemon.documents import kind_of, parse
-from elasticd_agent.daemon.jobfile import NOT_KEYS, JobFile, check
+from elasticd_agent.daemon.jobfile import NOT_KEYS as NOT_A_JOBS
+from elasticd_agent.daemon.jobfile import JobFile
 from elasticd_agent.daemon.quantities import Seconds, Size
+from elasticd_agent.daemon.variables import from_variables
 from elasticd_agent.devices import cpu_count, visible_gpus
+
+RELOADED = {"reload": True}
+"""Of keys whose new value counts after SIGHUP."""
 
 
 def _in_files(name: str) -> str:
@@ -30,66 +36,241 @@ def _in_files(name: str) -> str:
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_in_files):
-    backend: Literal["local", "etcd"] = "local"
-    endpoints: Annotated[tuple[str, ...], Meta(examples=['["https://10.0.0.1:2379"]'])] = ()
-    user: str | None = None
-    password_file: Path | None = None
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
+    backend: Annotated[
+        Literal["local", "etcd"],
+        Meta(
+            description="Where nodes, jobs and their history are kept. local: on this node's disk, for a node that "
+            "works alone; etcd: shared by all nodes whose agents name the same etcd."
+        ),
+    ] = "local"
+    endpoints: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="etcd's addresses, HOST[:PORT]; https:// in front means TLS. Port 2379 if none is given.",
+            examples=['["https://10.0.0.1:2379"]'],
+        ),
+    ] = ()
+    user: Annotated[str | None, Meta(description="etcd's user, with password_file.", examples=['"elasticd"'])] = None
+    password_file: Annotated[
+        Path | None,
+        Meta(
+            description="A file that holds etcd's password in one line; nobody else may read it.",
+            examples=['"/etc/elasticd/etcd.password"'],
+        ),
+    ] = None
+    ca: Annotated[
+        Path | None,
+        Meta(
+            description="The certificate authority of etcd's certificate, PEM; without it, the system's.",
+            examples=['"/etc/elasticd/ca.pem"'],
+        ),
+    ] = None
+    cert: Annotated[
+        Path | None,
+        Meta(description="This node's certificate for etcd (mTLS), PEM.", examples=['"/etc/elasticd/node.pem"']),
+    ] = None
+    key: Annotated[
+        Path | None,
+        Meta(
+            description="The key of cert, PEM, without a passphrase; nobody else may read it.",
+            examples=['"/etc/elasticd/node.key"'],
+        ),
+    ] = None
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_in_files):
-    bind: str = "127.0.0.1"
-    port: int = 9411
-    token_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    socket: Path | None = None
+    bind: Annotated[
+        str,
+        Meta(
+            description="The address to listen on. On others than loopback, too, only /metrics, /healthz and /readyz "
+            "are open without the token. Other nodes' daemons and `elasticd logs` from other machines need one that "
+            "they can reach."
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[int, Meta(description="The port to listen on; 0 for a free one.")] = 9411
+    token_file: Annotated[
+        Path | None,
+        Meta(
+            description="A file that holds the token, one line, the same on all nodes; nobody else may read it. "
+            "Without it, only the local socket can ask and change.",
+            examples=['"/etc/elasticd/token"'],
+        ),
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        Meta(
+            description="The server's certificate, PEM: with it, HTTPS is spoken.", examples=['"/etc/elasticd/x.pem"']
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        Meta(description="The key of tls_cert, PEM; nobody else may read it.", examples=['"/etc/elasticd/x.key"']),
+    ] = None
+    socket: Annotated[
+        Path | None,
+        Meta(
+            description="The local socket; who asks there is known by the kernel's word. Not given: agent.sock in "
+            "run_dir.",
+            examples=['"/run/elasticd/agent.sock"'],
+        ),
+    ] = None
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_in_files):
-    every_s: Seconds = Seconds(60)
-    disk_free_min_bytes: Size = Size(1 << 30)
-    directories: tuple[Path, ...] = ()
-    plugins_dir: Path = Path("/etc/elasticd/health.d")
-    plugin_timeout_s: Seconds = Seconds(10)
-    all_reduce: bool = True
-    strikes: int = 2
-    cooloff_s: Seconds = Seconds(60)
-    cooloff_max_s: Seconds = Seconds(3600)
+    every_s: Annotated[Seconds, Meta(description="How often the node is examined.", extra=RELOADED)] = Seconds(60)
+    disk_free_min_bytes: Annotated[
+        Size,
+        Meta(
+            description="The node is not well when less is free where directories, state_dir and log_dir are.",
+            extra=RELOADED,
+        ),
+    ] = Size(1 << 30)
+    directories: Annotated[
+        tuple[Path, ...],
+        Meta(
+            description="More directories that must be writable and have room: where checkpoints go, say.",
+            examples=['["/checkpoints"]'],
+            extra=RELOADED,
+        ),
+    ] = ()
+    gpus: Annotated[
+        int | None,
+        Meta(
+            description="How many GPUs there should be. Not given: as many as were ever seen here.",
+            examples=["8"],
+            extra=RELOADED,
+        ),
+    ] = None
+    plugins_dir: Annotated[
+        Path,
+        Meta(
+            description="Executables in it are run at each look: exit code 0 is well, the first line says what is "
+            "wrong. It need not exist.",
+            extra=RELOADED,
+        ),
+    ] = Path("/etc/elasticd/health.d")
+    plugin_timeout_s: Annotated[
+        Seconds, Meta(description="A plugin that takes longer is a finding itself.", extra=RELOADED)
+    ] = Seconds(10)
+    all_reduce: Annotated[
+        bool, Meta(description="Try a quick all-reduce among the slots before joining.", extra=RELOADED)
+    ] = True
+    strikes: Annotated[
+        int, Meta(description="The node is set aside when it is to blame so many times in a row.", extra=RELOADED)
+    ] = 2
+    cooloff_s: Annotated[
+        Seconds, Meta(description="For how long, the first time; it doubles each time.", extra=RELOADED)
+    ] = Seconds(60)
+    cooloff_max_s: Annotated[Seconds, Meta(description="For how long at most.", extra=RELOADED)] = Seconds(3600)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_in_files):
-    commands: tuple[str, ...] | None = None
-    users: tuple[str, ...] | None = None
-    directories: tuple[Path, ...] | None = None
+    """What jobs may be; None means anything."""
+
+    commands: Annotated[
+        tuple[str, ...] | None,
+        Meta(
+            description="Scripts and programs that jobs may start: absolute paths; one that ends in / stands for "
+            "everything below it. Not given: any.",
+            examples=['["/srv/train/"]'],
+            extra=RELOADED,
+        ),
+    ] = None
+    users: Annotated[
+        tuple[str, ...] | None,
+        Meta(description="Users that jobs may run as. Not given: any.", examples=['["trainer"]'], extra=RELOADED),
+    ] = None
+    directories: Annotated[
+        tuple[Path, ...] | None,
+        Meta(
+            description="Where a job's workdir and checkpoint_dir may be: these directories and what is below them. "
+            "Not given: anywhere.",
+            examples=['["/home", "/checkpoints"]'],
+            extra=RELOADED,
+        ),
+    ] = None
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_in_files):
-    node: str
-    slots: int | Literal["auto"] = "auto"
-    labels: tuple[str, ...] = ()
-    user: str | None = None
-    local_addr: str | None = None
-    state_dir: Path = Path("/var/lib/elasticd")
-    run_dir: Path = Path("/run/elasticd")
-    log_dir: Path | None = None
-    drain_timeout_s: Seconds = Seconds(60)
-    adopt_timeout_s: Seconds = Seconds(60)
-    keep_ended_s: Seconds = Seconds(7 * 86400)
-    lease_s: Seconds = Seconds(3)
-    renewal_s: Seconds = Seconds(1)
+    """One node's settings, all of them."""
+
+    node: Annotated[
+        str, Meta(description="The node's name, unlike any other's. Not given: the host name.", examples=['"node-17"'])
+    ]
+    slots: Annotated[
+        int | Literal["auto"],
+        Meta(description="Workers this node takes at once. auto: one per GPU, or per CPU where there is no GPU."),
+    ] = "auto"
+    labels: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="What else there is to say of the node, shown by elasticd nodes.",
+            examples=['["rack=7", "a100"]'],
+            extra=RELOADED,
+        ),
+    ] = ()
+    user: Annotated[
+        str | None,
+        Meta(
+            description="Who jobs that name no user run as. Not given: whoever the daemon runs as.",
+            examples=['"elasticd"'],
+        ),
+    ] = None
+    local_addr: Annotated[
+        str | None,
+        Meta(
+            description="Which of this machine's addresses other nodes shall use. Not given: the one of the interface "
+            "that reaches the store.",
+            examples=['"10.0.0.17"'],
+        ),
+    ] = None
+    state_dir: Annotated[
+        Path, Meta(description="What outlives the daemon: jobs, their logs and events, a local store. Mode 0700.")
+    ] = Path("/var/lib/elasticd")
+    run_dir: Annotated[Path, Meta(description="Sockets and what need not outlive a reboot.")] = Path("/run/elasticd")
+    log_dir: Annotated[
+        Path | None,
+        Meta(description="The daemon's own event log. Not given: logs in state_dir.", examples=['"/var/log/elasticd"']),
+    ] = None
+    drain_timeout_s: Annotated[
+        Seconds,
+        Meta(
+            description="How long jobs have to leave this node (hold, checkpoint, end) when the daemon is stopped or "
+            "the node drained, before they are killed.",
+            extra=RELOADED,
+        ),
+    ] = Seconds(60)
+    adopt_timeout_s: Annotated[
+        Seconds,
+        Meta(
+            description="How long jobs on this node go on without a daemon before they leave by themselves.",
+            extra=RELOADED,
+        ),
+    ] = Seconds(60)
+    keep_ended_s: Annotated[
+        Seconds, Meta(description="How long records and logs of ended jobs are kept.", extra=RELOADED)
+    ] = Seconds(7 * 86400)
+    lease_s: Annotated[Seconds, Meta(description="A node is lost when it has not renewed its lease for so long.")] = (
+        Seconds(3)
+    )
+    renewal_s: Annotated[Seconds, Meta(description="How often it renews it.")] = Seconds(1)
     store: StoreSettings = StoreSettings()
     http: HttpSettings = HttpSettings()
     health: HealthSettings = HealthSettings()
     limits: Limits = Limits()
-    jobs: tuple[JobFile, ...] = ()
+    jobs: Annotated[
+        tuple[JobFile, ...],
+        Meta(description="Jobs this node hands in by itself, [[job]], written as job files are.", extra=RELOADED),
+    ] = ()
 
     @property
     def socket(self) -> Path:
         """Where the daemon is asked on this machine."""
         return self.http.socket or self.run_dir / "agent.sock"
+
+    @property
+    def logs(self) -> Path:
+        return self.log_dir or self.state_dir / "logs"
 
     def devices(self, environ: Mapping[str, str]) -> tuple[str, ...]:
         """The GPU each slot stands for, as CUDA_VISIBLE_DEVICES spells them; () where slots are not GPUs."""
@@ -97,39 +278,65 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return gpus if len(gpus) >= self.slot_count(environ) else ()
 
     def slot_count(self, environ: Mapping[str, str]) -> int:
-        """How many workers this node takes at once: one per GPU, or per CPU where there is none."""
+        """How many workers this node takes at once."""
         return self.slots if isinstance(self.slots, int) else len(visible_gpus(environ)) or cpu_count()
 
 
+_TABLES = "tables are [store], [http], [health], [limits] and [[job]]"
+NOT_KEYS: Mapping[str, str] = {
+    **NOT_A_JOBS,
+    "password": "secrets are in files of their own; write password_file",
+    "token": "secrets are in files of their own; write token_file",
+    "jobs": "write [[job]], once per job",
+    "agent": f"this file is all about the agent; {_TABLES}",
+    "labels": 'write labels = ["rack=7"]',
+    "cacert": "write ca",
+    "endpoint": 'write endpoints = ["HOST:PORT"]',
+    "host": "write bind",
+    "etcd": 'write [store] with backend = "etcd"',
+    "node_id": "write node",
+}
+"""What to say of keys that are not keys, but that people may well try."""
+
+
 def load(path: Path | None, environ: Mapping[str, str]) -> Settings:
-    """What `path` (None: nothing but defaults) and the ELASTICD_ variables say. Raises UsageError: FILE: KEY: …"""
+    """What `path` (None: nothing but defaults) and the ELASTICD_ variables say, which count more.
+
+    Raises UsageError in one line, FILE: KEY: what is wrong; what would be right; or VARIABLE: ….
+    """
     where = str(path) if path is not None else "the environment"
+    table = {} if path is None else parse(_read(path), kind_of(path.name), where)
+    given = from_variables(Settings, environ)
     try:
-        table = {} if path is None else parse(_read(path), kind_of(path.name), where)
-        return _settings(table)
+        settings = decode(_merged(table, given), Settings, NOT_KEYS)
+        check_settings(settings, environ)
     except KeyWrong as error:
-        raise UsageError(f"{where}: {error}") from None
-
-
-def _settings(table: dict[str, Any]) -> Settings:
-    settings = decode({"node": socket.gethostname(), **table}, Settings, NOT_KEYS)
-    for number, job in enumerate(settings.jobs):
-        try:
-            check(job)
-        except KeyWrong as error:
-            raise error.inside(f"job[{number}]") from None
+        variable = given.get(error.key.partition("[")[0])
+        raise UsageError(f"{variable.name}: {error.says}" if variable else f"{where}: {error}") from None
     return settings
+
+
+def _merged(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = {"node": socket.gethostname(), **table}
+    for key, variable in given.items():
+        outer, dot, name = key.partition(".")
+        if not dot:
+            merged[key] = variable.value
+        elif isinstance(merged.get(outer, {}), dict):
+            merged[outer] = {**merged.get(outer, {}), name: variable.value}
+    return merged
+
+
+LARGEST = 1 << 20
 
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mode & 0o002:
+                raise UsageError(f"{path}: anybody can write it, and so have this node run anything; chmod o-w {path}")
+            return file.read(LARGEST)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from None
-
-
-def meets(settings: Settings) -> Rendezvous:
-    """Where this daemon and its runners find their store. Raises UsageError when a password cannot be read."""
-    if settings.store.backend == "local":
-        return Rendezvous(node=settings.node, local_addr=settings.local_addr)
-    raise UsageError("store.backend: etcd comes soon")
+    except ValueError:
+        raise UsageError(f"{str(path)!r} cannot be the name of a file") from None

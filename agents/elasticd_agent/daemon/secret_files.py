@@ -1,0 +1,52 @@
+"""Files that hold one secret: a token, a password, a private key. Nobody else may read them.
+
+It exists so that a secret that is not one is refused before anything listens, in the same words for all of them. What
+is in the file is never part of a sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from elasticd.errors import UsageError
+
+LONGEST = 1024
+"""Characters; a file that holds more is another file than was meant."""
+
+
+def trouble(path: Path) -> str | None:
+    """What is wrong with `path` as a secret's file and what would be right, or None. It must be no one else's to read;
+    its group may, as mounted secrets in containers are made.
+    """
+    try:
+        found = path.stat()
+    except OSError as error:
+        return f"{str(path)!r} cannot be found: {os.strerror(error.errno or 0)}"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{str(path)!r} is not a file"
+    if found.st_mode & 0o027:
+        who = "anybody can" if found.st_mode & 0o007 else "its group can change it and"
+        can = "read it" if found.st_mode & 0o004 else "change it" if found.st_mode & 0o007 else "replace the secret"
+        return f"{str(path)!r}: {who} {can} (mode {stat.S_IMODE(found.st_mode):04o}); chmod 600 {path}"
+    if not os.access(path, os.R_OK):
+        return f"{str(path)!r} cannot be read: permission denied"
+    return f"{str(path)!r} is empty" if found.st_size == 0 else None
+
+
+def read_secret(path: Path, key: str) -> str:
+    """The one line `path` holds. `key` is what the sentence begins with. Raises UsageError."""
+    wrong = trouble(path)
+    if wrong is not None:
+        raise UsageError(f"{key}: {wrong}")
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LONGEST + 2)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UsageError(f"{key}: {str(path)!r} cannot be read: {why}") from None
+    secret = text.rstrip("\r\n")
+    if not secret.strip() or "\n" in secret or "\r" in secret or len(secret) > LONGEST or not secret.isprintable():
+        raise UsageError(f"{key}: {str(path)!r} must hold one line, the secret, of at most {LONGEST} characters")
+    return secret

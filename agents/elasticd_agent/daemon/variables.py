@@ -1,0 +1,110 @@
+"""ELASTICD_ variables that stand in for keys of agent.toml: ELASTICD_HTTP_PORT is port in [http].
+
+It exists so that a container or a unit needs no file for one value, and so that a misspelled variable is found. They
+count more than the file. Variables that elasticd gives to workers are not among them.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from elasticd.errors import UsageError
+
+PREFIX = "ELASTICD_"
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One that was set: what it is called, and its value as a file would have it."""
+
+    name: str
+    value: Any
+
+
+def keys(kind: type[msgspec.Struct], outer: str = "") -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
+    """Every key that is a value, "http.port", with its field; lists of tables are not."""
+    for field in msgspec.structs.fields(kind):
+        inner = _struct(field.type)
+        if inner is not None:
+            yield from keys(inner, f"{outer}{field.encode_name}.")
+        elif not _holds_structs(field.type):
+            yield f"{outer}{field.encode_name}", field
+
+
+def variable(key: str) -> str:
+    """The name of the variable that stands in for `key`."""
+    return PREFIX + key.upper().replace(".", "_")
+
+
+def from_variables(kind: type[msgspec.Struct], environ: Mapping[str, str]) -> dict[str, Variable]:
+    """The variables that are set, by key. One that is empty is as if not set. Raises UsageError: VARIABLE: …"""
+    known = {variable(key): (key, field) for key, field in keys(kind)}
+    given = {}
+    for name in sorted(environ):
+        text = environ[name]
+        if name in known and text.strip():
+            key, field = known[name]
+            given[key] = Variable(name, _value(text.strip(), field.type))
+        elif name not in known and name.startswith(PREFIX):
+            _known_to_others(name, known, kind)
+    return given
+
+
+def _known_to_others(name: str, known: Mapping[str, object], kind: type[msgspec.Struct]) -> None:
+    """A variable that is no key may be anybody's, unless it was surely meant for us."""
+    from difflib import get_close_matches  # only this mistake needs it
+
+    tables = tuple(variable(f.encode_name) + "_" for f in msgspec.structs.fields(kind) if _struct(f.type))
+    near = get_close_matches(name, known, n=1, cutoff=0.6 if name.startswith(tables) else 0.9)
+    if near or name.startswith(tables):
+        raise UsageError(
+            f"{name}: is not a variable elasticd reads" + (f"; did you mean {near[0]}?" if near else f"; {_HINT}")
+        )
+
+
+_HINT = "elasticd config example lists the keys"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def _value(text: str, kind: Any) -> Any:
+    """`text` as a file would have it; what cannot be is left as it is, for the decoder to refuse."""
+    kinds = set(_inside(kind))
+    if tuple in kinds:
+        return [item for item in (part.strip() for part in text.split(",")) if item]
+    if bool in kinds:
+        return True if text.lower() in _TRUE else False if text.lower() in _FALSE else text
+    if kinds & {int, float} and re.fullmatch("-?[0-9]{1,18}", text):
+        return int(text)
+    return text
+
+
+def _inside(kind: Any) -> Iterator[Any]:
+    origin = typing.get_origin(kind)
+    if origin is tuple:
+        yield tuple
+    elif origin in (typing.Union, types.UnionType, typing.Annotated):
+        for part in typing.get_args(kind):
+            yield from _inside(part)
+    else:
+        yield kind
+
+
+def _struct(kind: Any) -> type[msgspec.Struct] | None:
+    return next((k for k in _inside(kind) if isinstance(k, type) and issubclass(k, msgspec.Struct)), None)
+
+
+def _holds_structs(kind: Any) -> bool:
+    return any(isinstance(part, type) and issubclass(part, msgspec.Struct) for part in _parts(kind))
+
+
+def _parts(kind: Any) -> Iterator[Any]:
+    yield kind
+    for part in typing.get_args(kind):
+        yield from _parts(part)
