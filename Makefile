@@ -29,8 +29,8 @@ test: check  ## everything CI runs: check, then the whole test suite
 	@tests/install-servers
 	@$(BIN)/python -m pytest -q
 
-test-system: $(READY)  ## jobs on several hosts under every fault there is: slow, needs root
-	@tests/install-servers
+test-system: $(READY)  ## jobs on several hosts under every fault there is, the service under a booted systemd: slow, needs root
+	@tests/install-servers system
 	@$(BIN)/python -m pytest -q -m system
 
 test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, under 8 minutes; skips without one; ON=cpu tries the tests themselves over gloo

@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Installs the elasticd agent as a systemd service, or upgrades it without interrupting a job. Run it as often as you like.
+#
+#   install.sh [--prefix DIR] [--from WHAT] [--python PYTHON] [--no-start]
+#
+#   --prefix DIR      where it goes (/opt/elasticd): a virtual environment in DIR/venv, two small scripts in DIR/libexec
+#   --from WHAT       what pip installs: a wheel, a folder, a requirement (default: the checkout this script is in)
+#   --python PYTHON   an interpreter that has elasticd; no virtual environment is made, pip is not run
+#   --no-start        set everything up, but neither start the agent nor replace a running one
+#
+# pip reads its own variables: PIP_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX, PIP_CONSTRAINT. What is in /etc/elasticd stays.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+prefix=/opt/elasticd python='' from='' start=yes
+say() { echo "install.sh: $*"; }
+refuse() { echo "install.sh: error: $*" >&2; exit 2; }
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --prefix | --from | --python)
+            [ $# -ge 2 ] || refuse "$1 needs a value"
+            declare "${1#--}=$2"
+            shift
+            ;;
+        --no-start) start=no ;;
+        -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        *) refuse "unknown option $1; there are --prefix, --from, --python and --no-start" ;;
+    esac
+    shift
+done
+[[ $prefix = /* ]] || refuse "--prefix $prefix: give a whole path, one that begins with /"
+[[ -z $python || $python = /* ]] || refuse "--python $python: give a whole path, one that begins with /"
+[[ $prefix$python != *[[:space:]\|%\&]* ]] || refuse "paths with spaces, |, & or % do not go into a unit file"
+[ "$(id -u)" = 0 ] || refuse "needs root: it makes a user and a system service"
+command -v systemctl >/dev/null || refuse "there is no systemctl here; without systemd run: elasticd agent --supervised"
+version=$(systemctl --version | sed -n '1s/^systemd \([0-9]*\).*/\1/p')
+[ "$version" -ge 247 ] || refuse "systemd $version is too old: the unit needs 247 (ProtectProc=) or newer"
+
+# --- the user who runs jobs and owns their checkpoints ----------------------------------------------------------------
+getent group elasticd >/dev/null || groupadd --system elasticd
+getent passwd elasticd >/dev/null || useradd --system --gid elasticd --home-dir /var/lib/elasticd --no-create-home \
+    --shell "$(command -v nologin || echo /usr/sbin/nologin)" --comment "elasticd agent and its jobs" elasticd
+for group in video render; do # who may use GPUs, where the driver's files are not everybody's
+    if getent group "$group" >/dev/null; then usermod --append --groups "$group" elasticd; fi
+done
+
+# --- the program ------------------------------------------------------------------------------------------------------
+if [ -z "$python" ]; then
+    python=$prefix/venv/bin/python
+    if [ -z "$from" ]; then
+        from=$here/../..
+        [ -e "$from/pyproject.toml" ] || from=elasticd
+    fi
+    [ -x "$python" ] || python3 -m venv "$prefix/venv" || refuse "no virtual environment (Debian: apt install python3-venv)"
+    say "pip installs $from into $prefix/venv"
+    # A folder's version number says nothing about its contents; without this a second install of it would do nothing.
+    "$python" -m pip install --quiet --disable-pip-version-check --upgrade "$from"
+    case $from in */*) "$python" -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$from" ;; esac
+fi
+as_elasticd() { (cd / && setpriv --reuid=elasticd --regid=elasticd --init-groups "$@"); }
+installed=$(as_elasticd "$python" -m elasticd_agent --version) ||
+    refuse "$python does not run elasticd as the user elasticd; is every folder above it open to others (chmod o+x)?"
+say "$installed"
+
+install -d -m 0755 "$prefix/libexec"
+for script in elasticd-end-left elasticd-devices; do
+    install -m 0755 "$here/$script" "$prefix/libexec/$script"
+done
+
+# --- its configuration ------------------------------------------------------------------------------------------------
+install -d -o root -g elasticd -m 0750 /etc/elasticd
+install -d -o root -g elasticd -m 0750 /etc/elasticd/health.d
+if [ ! -e /etc/elasticd/agent.toml ]; then
+    install -o root -g elasticd -m 0640 "$here/agent.toml" /etc/elasticd/agent.toml
+    say "wrote /etc/elasticd/agent.toml"
+fi
+as_elasticd "$python" -m elasticd_agent config check /etc/elasticd/agent.toml ||
+    refuse "/etc/elasticd/agent.toml is wrong; the service was not touched"
+
+# --- the service ------------------------------------------------------------------------------------------------------
+reload=()
+# From 253 on `systemctl reload` waits until the agent has read its configuration.
+[ "$version" -lt 253 ] || reload=(-e 's/^Type=notify$/Type=notify-reload/' -e '/^ExecReload=/d')
+unit=$(sed -e "s|/opt/elasticd/venv/bin/python|$python|" -e "s|/opt/elasticd|$prefix|" "${reload[@]}" "$here/elasticd-agent.service")
+printf '%s\n' "$unit" >/etc/systemd/system/elasticd-agent.service
+chmod 0644 /etc/systemd/system/elasticd-agent.service
+systemctl daemon-reload
+systemctl --quiet enable elasticd-agent.service
+
+if [ "$start" = no ]; then
+    say "start it with: systemctl start elasticd-agent"
+elif ! systemctl --quiet is-active elasticd-agent.service; then
+    systemctl start elasticd-agent.service
+    say "started; systemctl status elasticd-agent"
+else
+    # The agent replaces itself by the new program, in the same process; its jobs' runners do not notice.
+    systemctl kill --kill-who=main --signal=SIGUSR2 elasticd-agent.service
+    say "the running agent replaces itself; jobs go on. What changed in the unit itself counts from the next start on"
+fi

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Removes the elasticd agent's service: uninstall.sh [--prefix DIR] [--purge]
+#
+# It stops the agent first, which drains its jobs (checkpoint, then leave). Configuration, state (/var/lib/elasticd: jobs'
+# logs and records) and the user stay, unless --purge is given. Checkpoints elsewhere are never touched.
+set -euo pipefail
+
+prefix=/opt/elasticd purge=no
+refuse() { echo "uninstall.sh: error: $*" >&2; exit 2; }
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --prefix)
+            [ $# -ge 2 ] || refuse "$1 needs a value"
+            prefix=$2
+            shift
+            ;;
+        --purge) purge=yes ;;
+        -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        *) refuse "unknown option $1; there are --prefix and --purge" ;;
+    esac
+    shift
+done
+[[ $prefix = /?* ]] || refuse "--prefix $prefix: give a whole path, one that begins with /"
+[ "$(id -u)" = 0 ] || refuse "needs root"
+
+if [ -e /etc/systemd/system/elasticd-agent.service ]; then
+    systemctl --quiet disable --now elasticd-agent.service
+    rm -f /etc/systemd/system/elasticd-agent.service
+    systemctl daemon-reload
+    systemctl reset-failed elasticd-agent.service 2>/dev/null || true # nothing to reset is no error
+fi
+# Only what install.sh made, by name: a prefix may hold other things.
+rm -rf "$prefix/venv" "$prefix/libexec/elasticd-end-left" "$prefix/libexec/elasticd-devices"
+rmdir --ignore-fail-on-non-empty "$prefix/libexec" "$prefix" 2>/dev/null || true
+
+if [ "$purge" = yes ]; then
+    rm -rf /etc/elasticd /var/lib/elasticd /run/elasticd /etc/systemd/system/elasticd-agent.service.d
+    if getent passwd elasticd >/dev/null; then userdel elasticd; fi
+    if getent group elasticd >/dev/null; then groupdel elasticd; fi
+    systemctl daemon-reload
+fi
+echo "uninstall.sh: done"
