@@ -85,45 +85,65 @@ def _document(cls: type[_R], text: bytes | str) -> _R:
             f"{name}: version {version} cannot be read by this elasticd, which speaks {VERSION}; "
             "run the same major version everywhere"
         )
-    return _record(cls, raw, name)
+    try:
+        return _reading(cls)(raw)  # type: ignore[no-any-return]
+    except _Misfit as misfit:
+        raise WireError(f"{name}{misfit.where}: {misfit.why}") from None
 
 
-def _record(cls: type[_R], raw: Any, where: str) -> _R:
-    if not isinstance(raw, dict):
-        raise WireError(f"{where}: expected an object, got {_kind(raw)}")
-    known: dict[str, Any] = {}
-    for name, (read, required) in _readers(cls).items():  # type: ignore[arg-type]  # mypy: class taken for instance
-        if name in raw:
-            known[name] = read(raw[name], f"{where}.{name}")
-        elif required:
-            raise WireError(f"{where}.{name}: missing")
-    unknown = {k: v for k, v in raw.items() if k not in known}
-    record = cls(**known, unknown=unknown)
-    record.check()
-    return record
+class _Misfit(Exception):
+    """A value is not what its place promises. Each level adds its part of `where` on the way up: a Round of 256 members
+    is read by 256 agents at once, and nobody asks any of its thousand values where it was, unless one is wrong."""
+
+    def __init__(self, why: str) -> None:
+        self.where, self.why = "", why
+
+    def within(self, place: str) -> _Misfit:
+        self.where = place + self.where
+        return self
 
 
-_Reader = Callable[[Any, str], Any]
+_Reader = Callable[[Any], Any]
+"""Turns a JSON value into what a field promises. Raises _Misfit; WireError where a record's own `check` does."""
 
 
 @functools.cache  # keyed by the handful of classes above
-def _readers(cls: type[Record]) -> dict[str, tuple[_Reader, bool]]:
+def _reading(cls: type[Record]) -> _Reader:
     hints = typing.get_type_hints(cls)
     no = dataclasses.MISSING
-    return {
-        f.name: (_reader(hints[f.name]), f.default is no and f.default_factory is no)
+    fields = [
+        (f.name, _reader(hints[f.name]), f.default is no and f.default_factory is no)
         for f in dataclasses.fields(cls)
         if f.name != "unknown"
-    }
+    ]
+
+    def read(raw: Any) -> Record:
+        if not isinstance(raw, dict):
+            raise _Misfit(f"expected an object, got {_kind(raw)}")
+        known: dict[str, Any] = {}
+        name = ""
+        try:
+            for name, read_field, required in fields:
+                if name in raw:
+                    known[name] = read_field(raw[name])
+                elif required:
+                    raise _Misfit("missing")
+        except _Misfit as misfit:
+            raise misfit.within(f".{name}") from None
+        unknown = {k: v for k, v in raw.items() if k not in known} if len(known) < len(raw) else {}
+        record = cls(**known, unknown=unknown)
+        record.check()
+        return record
+
+    return read
 
 
 def _reader(hint: Any) -> _Reader:
-    """A function that turns a JSON value into what `hint` promises, or raises WireError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         (inner,) = (a for a in args if a is not type(None))
         read = _reader(inner)
-        return lambda v, where: None if v is None else read(v, where)
+        return lambda v: None if v is None else read(v)
     if origin is Literal:
         return functools.partial(_choice, args)
     if origin is tuple and args[-1] is Ellipsis:
@@ -131,55 +151,68 @@ def _reader(hint: Any) -> _Reader:
     if origin is tuple:
         return functools.partial(_fixed, [_reader(a) for a in args])
     if isinstance(hint, type) and issubclass(hint, Record):
-        return functools.partial(_record, hint)
+        return _reading(hint)
     return {str: _text, int: _int, float: _float, bool: _bool}[hint]
 
 
-def _list(read: _Reader, value: Any, where: str) -> tuple[Any, ...]:
+def _list(read: _Reader, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise WireError(f"{where}: expected a list, got {_kind(value)}")
-    return tuple(read(v, f"{where}[{i}]") for i, v in enumerate(value))
-
-
-def _fixed(readers: list[_Reader], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list) or len(value) != len(readers):
-        raise WireError(f"{where}: expected a list of {len(readers)}, got {_short(value)}")
-    return tuple(read(v, f"{where}[{i}]") for i, (read, v) in enumerate(zip(readers, value, strict=True)))
-
-
-def _choice(allowed: tuple[Any, ...], value: Any, where: str) -> Any:
-    if not isinstance(value, str) or value not in allowed:
-        raise WireError(f"{where}: expected one of {', '.join(allowed)}, got {_short(value)}")
-    return value
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise WireError(f"{where}: expected a string, got {_kind(value)}")
+        raise _Misfit(f"expected a list, got {_kind(value)}")
+    found: list[Any] = []
     try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise WireError(f"{where}: a string with half a surrogate pair cannot be written anywhere") from None
+        for item in value:
+            found.append(read(item))
+    except _Misfit as misfit:
+        raise misfit.within(f"[{len(found)}]") from None
+    return tuple(found)
+
+
+def _fixed(readers: list[_Reader], value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list) or len(value) != len(readers):
+        raise _Misfit(f"expected a list of {len(readers)}, got {_short(value)}")
+    found: list[Any] = []
+    try:
+        for read, item in zip(readers, value, strict=True):
+            found.append(read(item))
+    except _Misfit as misfit:
+        raise misfit.within(f"[{len(found)}]") from None
+    return tuple(found)
+
+
+def _choice(allowed: tuple[Any, ...], value: Any) -> Any:
+    if not isinstance(value, str) or value not in allowed:
+        raise _Misfit(f"expected one of {', '.join(allowed)}, got {_short(value)}")
     return value
 
 
-def _int(value: Any, where: str) -> int:
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _Misfit(f"expected a string, got {_kind(value)}")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise _Misfit("a string with half a surrogate pair cannot be written anywhere") from None
+    return value
+
+
+def _int(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise WireError(f"{where}: expected a whole number, got {_kind(value)}")
+        raise _Misfit(f"expected a whole number, got {_kind(value)}")
     if not -(2**63) <= value < 2**63:
-        raise WireError(f"{where}: a number that does not fit 64 bits")
+        raise _Misfit("a number that does not fit 64 bits")
     return value
 
 
-def _float(value: Any, where: str) -> float:
+def _float(value: Any) -> float:
     if isinstance(value, float):
         return value
-    return float(_int(value, where))
+    return float(_int(value))
 
 
-def _bool(value: Any, where: str) -> bool:
+def _bool(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise WireError(f"{where}: expected true or false, got {_kind(value)}")
+        raise _Misfit(f"expected true or false, got {_kind(value)}")
     return value
 
 
@@ -201,12 +234,14 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_depth(value: Any, depth: int = 0) -> None:
-    if depth > _MAX_DEPTH:
+def _check_depth(raw: Any) -> None:
+    """Level by level, not value by value: most values hold none, and a Round has a thousand."""
+    level = [raw] if type(raw) in (dict, list) else []
+    for _ in range(_MAX_DEPTH):
+        inside = [outer.values() if type(outer) is dict else outer for outer in level]
+        level = [value for values in inside for value in values if type(value) in (dict, list)]
+    if any(level):
         raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
-    if isinstance(value, (dict, list)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            _check_depth(inner, depth + 1)
 
 
 def _is_number(text: str) -> bool:
