@@ -60,12 +60,12 @@ def write(directory: str) -> None:
 
 
 def size(count: float) -> str:
-    """ "1.5 GB", as disks are sold."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
+    """ "1.5 GiB": what configuration files call 1G is 1.0 GiB."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
             return f"{count:.0f} {unit}" if count >= 10 or unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def _remove(path: str) -> None:

@@ -1,0 +1,55 @@
+"""From the daemon's settings to what is looked at, and to the thread that does. It looks at nothing itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from elasticd_agent.daemon.health.checks import Checks, Places
+from elasticd_agent.daemon.health.remembered import Remembered, boot_id
+from elasticd_agent.daemon.health.verdicts import Rules
+from elasticd_agent.daemon.health.watching import Watching
+from elasticd_agent.daemon.settings import Settings
+
+FILE = "health.json"
+
+
+def places(settings: Settings, environ: Mapping[str, str]) -> Places:
+    health, devices = settings.health, settings.devices(environ)
+    own = (settings.state_dir, *([settings.log_dir] if settings.log_dir is not None else []))
+    return Places(
+        node=settings.node,
+        slots=settings.slot_count(environ),
+        devices=devices,
+        directories=(*own, *health.directories),
+        disk_free_min_bytes=health.disk_free_min_bytes,
+        plugins_dir=health.plugins_dir,
+        plugin_timeout_s=health.plugin_timeout_s,
+        chosen=devices if "CUDA_VISIBLE_DEVICES" in environ else None,
+        gpus=health.gpus,
+    )
+
+
+def remembered(settings: Settings) -> Remembered:
+    return Remembered(settings.state_dir / FILE, boot_id())
+
+
+def open_health(settings: Settings, environ: Mapping[str, str], idle: Callable[[], bool]) -> Watching:
+    """`idle`: no runner lives on this node; asked from another thread, so it must be cheap."""
+    health, looked_at = settings.health, places(settings, environ)
+    return Watching(
+        lambda heard: Checks(looked_at, environ, heard),
+        Rules(health.strikes, health.cooloff_s, health.cooloff_max_s),
+        remembered(settings),
+        every_s=health.every_s,
+        all_reduce=health.all_reduce,
+        idle=idle,
+        count_gpus=len(looked_at.devices),
+    )
+
+
+def most_gpus(settings: Settings) -> int:
+    """As many were once seen here by a daemon with this state directory."""
+    kept = remembered(settings)
+    kept.load(time.monotonic())
+    return kept.gpus
