@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from elasticd_agent.store import Lease, Store
 from elasticd_agent.store.c10d import C10dStore
 from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.store.kept import KeptStore
 from elasticd_agent.store.memory import MemoryStore
 from tests.etcd import etcd_servers
 
@@ -47,6 +50,19 @@ def memory(_: ExitStack) -> Place:
     return Place(store, store, lambda: MemoryStore(lambda: clock.now), clock.pass_time, lambda: clock.now)
 
 
+def kept(cleanup: ExitStack) -> Place:
+    clock = Clock()
+    folder = Path(cleanup.enter_context(TemporaryDirectory()))
+
+    def client(path: Path) -> KeptStore:
+        store = KeptStore(path, lambda: clock.now)
+        cleanup.callback(store.close)
+        return store
+
+    store = client(folder / "kept")
+    return Place(store, store, lambda: client(folder / "another"), clock.pass_time, lambda: clock.now)
+
+
 def etcd(cleanup: ExitStack) -> Place:
     endpoints = cleanup.enter_context(etcd_servers()).endpoints
 
@@ -68,7 +84,7 @@ def c10d(cleanup: ExitStack) -> Place:
     return Place(host, client(host.port, serve=False), lambda: client(host.port, serve=False))
 
 
-PLACES = {"memory": memory, "etcd": etcd, "c10d": c10d}
+PLACES = {"memory": memory, "kept": kept, "etcd": etcd, "c10d": c10d}
 
 
 @pytest.fixture(scope="module", params=PLACES)

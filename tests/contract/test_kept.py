@@ -1,0 +1,325 @@
+"""What a KeptStore promises beyond the contract: it is still there after kill -9, damage, and a full disk."""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elasticd.errors import StoreRefused, StoreUnavailable
+from elasticd_agent.store.journal import DAMAGED
+from elasticd_agent.store.kept import SLACK_BYTES, KeptStore
+from elasticd_agent.store.memory import MemoryStore
+
+Until = Callable[[Callable[[], object], float], object]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory: thousands of fsyncs would take long elsewhere."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=f"elasticd-kept-{os.getpid()}-") as made:
+        yield Path(made)
+
+
+def values(store: MemoryStore) -> dict[str, bytes]:
+    return {key: found.value for key, found in store.list("").items()}
+
+
+def opened(path: Path) -> tuple[dict[str, bytes], list[str]]:
+    """What is there, and what is said about it."""
+    said: list[str] = []
+    store = KeptStore(path, say=said.append)
+    try:
+        return values(store), said
+    finally:
+        store.close()
+
+
+def put(store: MemoryStore, key: str, value: bytes) -> None:
+    found = store.read(key)
+    assert store.compare_and_swap(key, None if found is None else found.version, value)
+
+
+def test_what_was_written_is_there_again_and_what_was_leased_is_not(folder: Path) -> None:
+    path = folder / "state" / "kept"
+    store = KeptStore(path)
+    put(store, "a", b"1")
+    put(store, "a", b"\x00\xff")
+    put(store, "ü/\n", "ä".encode())
+    put(store, "gone", b"1")
+    store.delete("gone")
+    put(store, "taken", b"1")
+    lease = store.announce("n", b"leased", 3.0)
+    assert lease is not None
+    taken = store.read("taken")
+    assert taken is not None
+    assert lease.hold("taken", b"2", taken.version) is not None
+    versions = {key: found.version for key, found in store.list("").items()}
+    store.close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+    again = KeptStore(path)
+    assert values(again) == {"a": b"\x00\xff", "ü/\n": "ä".encode()}
+    assert {key: found.version for key, found in again.list("").items()} == {k: versions[k] for k in ("a", "ü/\n")}
+    put(again, "n", b"new")
+    found = again.read("n")
+    assert found is not None
+    assert found.version > max(versions.values()), "a leased key's version must not come again"
+    again.close()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        again.compare_and_swap("x", None, b"")
+
+
+OPERATION = st.one_of(
+    st.tuples(st.just("put"), st.sampled_from("abc"), st.binary(max_size=4)),
+    st.tuples(st.just("delete"), st.sampled_from("abc"), st.none()),
+    st.tuples(st.just("announce"), st.sampled_from("abc"), st.none()),
+    st.tuples(st.just("hold"), st.sampled_from("abc"), st.binary(max_size=4)),
+    st.tuples(st.just("withdraw"), st.none(), st.none()),
+    st.tuples(st.just("reopen"), st.none(), st.none()),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(OPERATION, max_size=25))
+def test_it_is_a_memory_store_that_forgets_only_leases(folder: Path, operations: list[tuple[str, str, bytes]]) -> None:
+    path = folder / "kept"
+    path.unlink(missing_ok=True)
+    kept: KeptStore = KeptStore(path)
+    memory = MemoryStore()
+    leases: list[tuple[object, object]] = []
+    for what, key, value in operations:
+        if what == "reopen":
+            kept.close()
+            kept = KeptStore(path)
+            for _, lease in leases:
+                lease.withdraw()  # type: ignore[attr-defined]
+            leases.clear()
+        elif what == "put":
+            put(kept, key, value)
+            put(memory, key, value)
+        elif what == "delete":
+            assert kept.delete(key) == memory.delete(key)
+        elif what == "announce":
+            both = kept.announce(key, b"leased", 9.0), memory.announce(key, b"leased", 9.0)
+            assert (both[0] is None) == (both[1] is None)
+            if both[0] is not None:
+                leases.append(both)
+        elif leases and what == "hold":
+            for store, lease in zip((kept, memory), leases[-1], strict=True):
+                found = store.read(key)
+                lease.hold(key, value, None if found is None else found.version)  # type: ignore[attr-defined]
+        elif leases:
+            for lease in leases.pop():
+                lease.withdraw()  # type: ignore[attr-defined]
+        assert values(kept) == values(memory)
+    kept.close()
+
+
+def test_cut_at_any_byte_it_is_what_it_was_at_some_moment(folder: Path) -> None:
+    path = folder / "kept"
+    store = KeptStore(path)
+    header = path.stat().st_size
+    moments = [values(store)]
+    for step in range(6):
+        put(store, f"k{step % 4}", str(step).encode() * 3)
+        moments.append(values(store))
+        if step == 3:
+            store.delete("k1")
+            moments.append(values(store))
+    store.close()
+    data = path.read_bytes()
+    seen = 0
+    for size in range(header, len(data) + 1):
+        path.write_bytes(data[:size])
+        now, said = opened(path)
+        assert not said, "a line that was never finished was never confirmed: nothing is lost"
+        seen = max(seen, moments.index(now))
+        assert now == moments[seen], "what was confirmed later must not be there without what came before"
+    assert moments[seen] == moments[-1]
+
+
+def test_damage_anywhere_is_said_once_and_the_rest_is_used(folder: Path) -> None:
+    path = folder / "kept"
+    store = KeptStore(path)
+    whole = {f"k{n}": b"value %d" % n for n in range(5)}
+    for key, value in whole.items():
+        put(store, key, value)
+    store.close()
+    data = path.read_bytes()
+    chance = random.Random(5)
+    for at in range(0, len(data), 3):
+        damaged = bytearray(data)
+        damaged[at] ^= chance.randrange(1, 256)
+        path.write_bytes(damaged)
+        before = path.read_bytes()
+        now, said = opened(path)
+        assert now.items() <= whole.items()
+        assert len(now) >= 3, "one byte is in two lines at most"
+        aside = sorted(folder.glob("kept.damaged-*"), key=lambda p: p.stat().st_mtime_ns)
+        if said:
+            (sentence,) = said
+            assert "is damaged: " in sentence
+            assert aside[-1].read_bytes() == before, "people may want to look at it"
+        else:
+            assert len(now) >= 4, "only the last line, unfinished, goes without saying"
+        assert opened(path) == (now, []), "it is sound again"
+    assert len(list(folder.glob("kept.damaged-*"))) <= DAMAGED
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\0" * 4096, b"garbage", b"\n\n\n", os.urandom(5000), b'{"a":1}\n' * 50])
+def test_garbage_instead_of_it(folder: Path, garbage: bytes) -> None:
+    path = folder / "kept"
+    path.write_bytes(garbage)
+    now, said = opened(path)
+    assert now == {}
+    assert len(said) == bool(garbage)
+    store = KeptStore(path)
+    put(store, "k", b"v")
+    store.close()
+    assert opened(path) == ({"k": b"v"}, [])
+
+
+def test_another_version_and_another_owner_are_refused_and_left_alone(folder: Path) -> None:
+    path = folder / "kept"
+    store = KeptStore(path)
+    with pytest.raises(StoreRefused, match="in use by another agent"):
+        KeptStore(path)
+    store.close()
+    line = b"elasticd journal 2"
+    path.write_bytes(b"%08x %s\n" % (zlib.crc32(line), line))
+    with pytest.raises(StoreRefused, match="written by another version of elasticd: elasticd journal 2"):
+        KeptStore(path)
+    assert path.read_bytes().endswith(b"elasticd journal 2\n")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(StoreRefused, match="cannot be read"):
+        KeptStore(path)
+
+
+def test_it_does_not_grow_by_being_used(folder: Path) -> None:
+    path = folder / "kept"
+    store = KeptStore(path)
+    fds = len(os.listdir("/proc/self/fd"))
+    for n in range(8000):
+        put(store, f"k{n % 10}", b"%0100d" % n)
+        if n % 10 == 3:
+            store.delete("k3")
+        assert path.stat().st_size < 2 * SLACK_BYTES
+    assert len(os.listdir("/proc/self/fd")) == fds
+    last = values(store)
+    store.close()
+    assert opened(path) == (last, [])
+    assert sorted(p.name for p in folder.iterdir()) == ["kept", "kept.lock"]
+
+
+WRITES_FOR_EVER = """
+import sys
+from pathlib import Path
+from elasticd_agent.store.kept import KeptStore
+store = KeptStore(Path(sys.argv[1]))
+n = int(store.read("n").value) if store.read("n") else 0
+while True:
+    n += 1
+    was = store.read("n")
+    store.compare_and_swap("n", was.version if was else None, b"%d" % n)
+    store.compare_and_swap(f"k{n}", None, b"x" * (n % 700))
+    if n > 5:
+        store.delete(f"k{n - 5}")
+    print(n, flush=True)
+"""
+
+
+def test_killed_at_any_moment_nothing_that_was_confirmed_is_lost(folder: Path) -> None:
+    path = folder / "kept"
+    chance = random.Random(7)
+    confirmed = 0
+    for kills in range(6):
+        process = subprocess.Popen([sys.executable, "-c", WRITES_FOR_EVER, str(path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        with process:
+            for _ in range(chance.randrange(1, 400)):
+                confirmed = int(process.stdout.readline())
+            process.send_signal(signal.SIGKILL)
+            confirmed = int((process.stdout.read().split(b"\n")[-2:-1] or [b"%d" % confirmed])[0])
+        now, said = opened(path)
+        assert not said
+        n = int(now["n"])
+        assert n in (confirmed, confirmed + 1)
+        assert len(now[f"k{confirmed}"]) == confirmed % 700
+        undeleted = [older for older in range(1, confirmed - 4) if f"k{older}" in now]
+        assert len(undeleted) <= kills, "a deletion that was confirmed has come undone"
+
+
+FULL = """
+import base64, resource, sys
+from pathlib import Path
+from elasticd.errors import StoreUnavailable
+from elasticd_agent.store.kept import KeptStore
+
+path = Path(sys.argv[1])
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+store = KeptStore(path)
+confirmed, refused = {}, 0
+for n in range(400):
+    # Every now and then there is room again, as if somebody had cleaned up.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most if n % 50 > 30 else 600 + 3 * n, most))
+    key, value = f"k{n % 17}", b"%d" % n * (n % 40)
+    was = store.read(key)
+    try:
+        assert store.compare_and_swap(key, was.version if was else None, value)
+        confirmed[key] = value
+    except StoreUnavailable as error:
+        refused += 1
+        assert "cannot be written: File too large" in str(error), error
+        now = store.read(key)
+        assert now == was, "nothing has changed"
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+assert {key: found.value for key, found in store.list("").items()} == confirmed
+assert 20 < refused < 380, refused
+store.compare_and_swap("last", None, b"1")
+store.close()
+for key, value in confirmed.items():
+    print(key, base64.b64encode(value).decode())
+"""
+
+
+def test_a_full_disk_is_an_outage_and_passes(folder: Path) -> None:
+    path = folder / "kept"
+    run = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    confirmed = {key: base64.b64decode(value) for key, _, value in (x.partition(" ") for x in run.stdout.splitlines())}
+    assert opened(path) == ({**confirmed, "last": b"1"}, [])
+
+
+def test_a_disk_that_is_full_at_the_start_is_said_and_still_read(folder: Path) -> None:
+    path = folder / "kept"
+    store = KeptStore(path)
+    put(store, "k", b"v")
+    store.close()
+    script = (
+        "import resource, sys; from pathlib import Path; from elasticd_agent.store.kept import KeptStore;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10));"
+        "s = KeptStore(Path(sys.argv[1]), say=print); print(s.read('k').value.decode()); s.close()"
+    )
+    run = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    said, value = run.stdout.splitlines()
+    assert said.endswith("cannot be written: File too large; nothing can be changed until that is mended")
+    assert value == "v"
+    assert opened(path) == ({"k": b"v"}, [])
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
