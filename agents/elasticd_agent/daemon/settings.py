@@ -114,6 +114,25 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             examples=['"/run/elasticd/agent.sock"'],
         ),
     ] = None
+    tls_ca: Annotated[
+        Path | None,
+        Meta(
+            description="The authority that signed the other nodes' certificates, PEM; without it, the system's count.",
+            examples=['"/etc/elasticd/ca.pem"'],
+        ),
+    ] = None
+    users: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Who may ask and change through the local socket besides root and the agent's own user. They "
+            "can hand in jobs, so they can run whatever [limits] lets run, as any user that it names.",
+            examples=['["alice"]'],
+        ),
+    ] = ()
+    groups: Annotated[
+        tuple[str, ...],
+        Meta(description="The same for whoever is in one of these groups.", examples=['["elasticd"]']),
+    ] = ()
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_in_files):
