@@ -1,0 +1,53 @@
+"""Builds what the daemon serves over HTTP, from its settings: the desk, the routes and the server before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elasticd_agent.daemon.api import Api
+from elasticd_agent.daemon.desk import Desk
+from elasticd_agent.daemon.door import TokenDoor
+from elasticd_agent.daemon.here import Here
+from elasticd_agent.daemon.jobfile import JobFile
+from elasticd_agent.daemon.limits import refusal
+from elasticd_agent.daemon.peers import Peers
+from elasticd_agent.daemon.server import DaemonServer, Listening
+from elasticd_agent.daemon.settings import Settings
+from elasticd_agent.http import Pages
+from elasticd_agent.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Open until closed. `address` is HOST:PORT's two parts; with `bind` 0.0.0.0 others need another host than that."""
+
+    server: DaemonServer
+    desk: Desk
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        return self.server.address
+
+    def close(self, within: float = 2.0) -> bool:
+        return self.server.close(within)
+
+
+def open_serving(settings: Callable[[], Settings], store: Store, pages: Callable[[Desk], Pages]) -> Serving:
+    """`settings` are those that count now; those of where to listen, only now. Raises UsageError."""
+    chosen = settings()
+    http = chosen.http
+
+    def check(job: JobFile) -> None:
+        now = settings()
+        wrong = refusal(now.limits, job, now.user)
+        if wrong is not None:
+            raise wrong
+
+    here = Here(chosen.node, chosen.state_dir)
+    peers = Peers(TokenDoor(http.token_file).token, tls=http.tls_cert is not None, ca=http.tls_ca)
+    desk = Desk(store, here, peers, check)
+    where = Listening(
+        chosen.socket, http.bind, http.port, http.token_file, http.tls_cert, http.tls_key, http.users, http.groups
+    )
+    return Serving(DaemonServer(where, Api(desk, pages(desk))), desk)
