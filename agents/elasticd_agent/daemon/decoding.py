@@ -71,7 +71,7 @@ def _unknown(name: str, struct: type | None, known: Mapping[str, str]) -> str:
 
 
 def _missing(name: str, struct: type | None) -> str:
-    meta = _meta(_field(struct, name)) if struct else None
+    meta = meta_of(_field(struct, name)) if struct else None
     example = f"; write it, as in {name} = {meta.examples[0]}" if meta and meta.examples else ""
     return f"is missing{example}"
 
@@ -88,15 +88,15 @@ _WORDS = {
 
 
 def _said(what: str, path: str, value: Any, field: msgspec.structs.FieldInfo | None) -> str:
-    shown = "" if is_secret(path) or not isinstance(value, (str, int, float)) else f" {_cut(repr(value))}"
+    said = "" if is_secret(path) or not isinstance(value, (str, int, float)) else f" {_cut(repr(value))}"
     types = re.match(r"Expected `([^`]*)`(?:, got `([^`]*)`)?", what)
     if types:
         wanted = [_WORDS.get(word, word) for word in types[1].split(" | ") if word != "null"]
         got = _WORDS.get(types[2] or "", "something else")
-        return f"must be {' or '.join(wanted)}, not {got}{shown}{_right(path, value, types[1], field)}"
+        return f"must be {' or '.join(wanted)}, not {got}{said}{_right(path, value, types[1], field)}"
     if what.startswith("Invalid enum value"):
         names = _choices(field)
-        return f"must be {' or '.join(names)}, not{shown or ' this'}" if names else what
+        return f"must be {' or '.join(names)}, not{said or ' this'}" if names else what
     return what
 
 
@@ -111,7 +111,7 @@ def _right(path: str, value: Any, wanted: str, field: msgspec.structs.FieldInfo 
         return f"; write {name} = {'true' if value in (1, 'true') else 'false'}"
     if wanted.startswith("array") and isinstance(value, str) and not is_secret(path):
         return f'; write {name} = ["{value}"]' if len(value) <= 60 else f'; write {name} = ["…"]'
-    meta = _meta(field)
+    meta = meta_of(field)
     example = meta.examples[0] if meta and meta.examples else written_default(field)
     return f"; write it as in {name} = {example}" if example else ""
 
@@ -144,6 +144,11 @@ def written(value: Any) -> str:
 
 def _bare(key: str) -> str:
     return key if re.fullmatch("[A-Za-z0-9_-]+", key) else written(key)
+
+
+def shown(value: Any) -> str:
+    """A value in a sentence: as TOML writes it, not too much of it."""
+    return _cut(written(value))
 
 
 def is_secret(path: str) -> bool:
@@ -204,7 +209,7 @@ def _struct_in(kind: Any) -> type | None:
     return next(filter(None, map(_struct_in, typing.get_args(kind))), None)
 
 
-def _meta(field: msgspec.structs.FieldInfo | None) -> msgspec.Meta | None:
+def meta_of(field: msgspec.structs.FieldInfo | None) -> msgspec.Meta | None:
     if field is None:
         return None
     return next((part for part in typing.get_args(field.type)[1:] if isinstance(part, msgspec.Meta)), None)

@@ -35,10 +35,10 @@ class _Wrong(ValueError):
     """What is wrong with the text, as the end of a sentence."""
 
 
-def parse(data: bytes, kind: Kind, where: str) -> dict[str, Any]:
+def parse(data: bytes, kind: Kind, where: str, largest: int = LARGEST) -> dict[str, Any]:
     """The table `data` holds. `where` is what the sentence begins with. Raises UsageError, and nothing else."""
-    if len(data) > LARGEST:
-        raise UsageError(f"{where}: has {len(data)} bytes; at most {LARGEST} are read")
+    if len(data) > largest:
+        raise UsageError(f"{where}: is longer than the {largest} bytes that are read; it is another file than meant")
     try:
         text = data.decode("utf-8-sig")
         table = _PARSERS[kind](text)

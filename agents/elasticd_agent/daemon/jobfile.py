@@ -59,6 +59,7 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     hang_factor: float | None = None
     stopped_after: Seconds | None = None
     slow_ceiling: Seconds | None = None
+    slow_factor: float | None = None
     evidence_timeout: Seconds | None = None
     on_hang: Literal["restart", "report"] | None = None
     startup_ceiling: Seconds | None = None
@@ -97,6 +98,7 @@ FLAGS = (
     "hang_factor",
     "stopped_after",
     "slow_ceiling",
+    "slow_factor",
     "evidence_timeout",
     "on_hang",
     "startup_ceiling",

@@ -26,6 +26,9 @@ from elasticd_agent.daemon.quantities import Seconds, Size
 from elasticd_agent.daemon.variables import from_variables
 from elasticd_agent.devices import cpu_count, visible_gpus
 
+DEFAULT_FILE = Path("/etc/elasticd/agent.toml")
+LARGEST = 1 << 20
+"""Bytes of agent.toml: room for many jobs."""
 RELOADED = {"reload": True}
 """Of keys whose new value counts after SIGHUP."""
 
@@ -324,7 +327,7 @@ def load(path: Path | None, environ: Mapping[str, str]) -> Settings:
     Raises UsageError in one line, FILE: KEY: what is wrong; what would be right; or VARIABLE: ….
     """
     where = str(path) if path is not None else "the environment"
-    table = {} if path is None else parse(_read(path), kind_of(path.name), where)
+    table = {} if path is None else parse(_read(path), kind_of(path.name), where, LARGEST)
     given = from_variables(Settings, environ)
     try:
         settings = decode(_merged(table, given), Settings, NOT_KEYS)
@@ -346,15 +349,12 @@ def _merged(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-LARGEST = 1 << 20
-
-
 def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_mode & 0o002:
                 raise UsageError(f"{path}: anybody can write it, and so have this node run anything; chmod o-w {path}")
-            return file.read(LARGEST)
+            return file.read(LARGEST + 1)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from None
     except ValueError:
