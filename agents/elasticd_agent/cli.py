@@ -17,13 +17,15 @@ _HELP = """\
 usage: elasticd run [options] SCRIPT [script's arguments]
        elasticd explain LOGDIR [options]
        elasticd dump [options]
+       elasticd config check|example [options]
        elasticd --version
 
 Keeps a PyTorch training job running while its workers fail. `elasticd run` takes torchrun's options and its own:
 elasticd run --help lists them. `elasticd explain` says who made a job hang and why, from the evidence in its log
 directory; `elasticd dump` takes the same evidence of a job that runs on this machine, without disturbing it.
+`elasticd config check FILE` says what an agent.toml or a job file means, or what is wrong with it.
 """
-_COMMANDS = ("run", "explain", "dump")
+_COMMANDS = ("run", "explain", "dump", "config")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _explain(rest)
     if command == "dump":
         return _dump(rest)
+    if command == "config":
+        return _config(rest)
     if command in ("-h", "--help"):
         print(_HELP, end="")
         return 0
@@ -78,6 +82,15 @@ def _dump(argv: Sequence[str]) -> int:
         return dump(argv)
     except UsageError as error:
         return _refuse("elasticd dump", str(error))
+
+
+def _config(argv: Sequence[str]) -> int:
+    from elasticd_agent.daemon.checked import config
+
+    try:
+        return config(argv)
+    except UsageError as error:
+        return _refuse("elasticd config", str(error))
 
 
 def _here() -> Path:
