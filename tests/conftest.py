@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_MARK = f"ELASTICD_TEST_RUN={os.getpid()}.{time.monotonic_ns()}"
+_MARK = f"TESTS_OF_ELASTICD={os.getpid()}.{time.monotonic_ns()}"  # not ELASTICD_…: daemons keep those from jobs
 _WAIT_S = float(os.environ.get("LEAK_WAIT_S", "5"))
 _SHM = Path("/dev/shm")
 _FOREIGN: set[str] = set()  # processes seen to be others': they need not be looked at before and after every test

@@ -116,8 +116,8 @@ def test_without_names_not_even_ones_own_resolves(network: StartNetwork) -> None
 def test_a_process_on_a_host_keeps_its_directory_and_gets_what_is_added_to_the_environment(
     net: Network, tmp_path: Path
 ) -> None:
-    said = net.hosts[2].run(["sh", "-c", "pwd; echo $ADDED $ELASTICD_TEST_RUN"], {"ADDED": "yes"}, cwd=tmp_path)
-    assert said.split() == [str(tmp_path), "yes", os.environ["ELASTICD_TEST_RUN"]]
+    said = net.hosts[2].run(["sh", "-c", "pwd; echo $ADDED $TESTS_OF_ELASTICD"], {"ADDED": "yes"}, cwd=tmp_path)
+    assert said.split() == [str(tmp_path), "yes", os.environ["TESTS_OF_ELASTICD"]]
 
 
 def test_hosts_share_files_but_no_memory(net: Network, tmp_path: Path) -> None:
