@@ -29,8 +29,9 @@ _SHM = Path("/dev/shm")
 _FOREIGN: set[str] = set()  # processes seen to be others': they need not be looked at before and after every test
 
 os.environ.update([_MARK.split("=", 1)])
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores it for what it starts in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for _signal, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(_signal) is signal.SIG_IGN:  # as a shell leaves them for what it starts in the background
+        signal.signal(_signal, _usual)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
