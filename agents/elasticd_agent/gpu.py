@@ -15,6 +15,8 @@ from typing import Any
 
 KMSG_LIMIT = 4 << 20
 """The kernel's own buffer is smaller, nearly always."""
+LOST = (15, 16)
+"""nvml.h: NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED. Some drivers hand out the handle all the same."""
 MISSING: dict[str, Any] = {"gpus": [], "trouble": "pynvml is not installed: pip install nvidia-ml-py"}
 _XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \(([^)]*)\): (\d+),? ?(.*)", re.MULTILINE)
 
@@ -41,8 +43,14 @@ def _gpu(nvml: Any, index: int, seen: dict[str, str]) -> dict[str, Any]:
     except nvml.NVMLError as error:
         return {"index": index, "error": str(error)}
 
+    lost: list[str] = []
+
     def ask(function: str, *arguments: object) -> Any:
-        return _asked(nvml, lambda: getattr(nvml, function)(handle, *arguments))
+        try:
+            return _asked(nvml, lambda: getattr(nvml, function)(handle, *arguments))
+        except nvml.NVMLError as error:
+            lost.append(str(error))
+            return None
 
     memory, busy = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetUtilizationRates")
     throttled = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
@@ -69,6 +77,8 @@ def _gpu(nvml: Any, index: int, seen: dict[str, str]) -> dict[str, Any]:
         "last_xid": seen.get(short_bus(bus)) if bus is not None else None,
         "pids": [process.pid for process in ask("nvmlDeviceGetComputeRunningProcesses") or ()],
     }
+    if lost:
+        return {"index": index, "error": lost[0]}
     return {name: words(value) for name, value in facts.items() if value is not None}
 
 
@@ -104,9 +114,14 @@ def short_bus(bus: str) -> str:
 
 
 def _asked(nvml: Any, act: Callable[[], Any]) -> Any:
+    """None if this GPU, driver or binding does not know it. Raises NVMLError if the GPU is not there any more."""
     try:
         return act()
-    except (nvml.NVMLError, AttributeError):  # this GPU, driver or binding does not know it
+    except AttributeError:
+        return None
+    except nvml.NVMLError as error:
+        if getattr(error, "value", None) in LOST:
+            raise
         return None
 
 

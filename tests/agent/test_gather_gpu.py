@@ -65,6 +65,18 @@ def test_gpus_say_what_they_know(tmp_path: Path) -> None:
     assert third == {"index": 2, "error": "GPU is lost"}
 
 
+def test_one_that_is_lost_after_its_handle_was_given_says_only_that(tmp_path: Path) -> None:
+    lost = "    if gpu == 0: raise Lost('GPU is lost')\n    return b'H200'\nclass Lost(NVMLError): value = 15"
+    (tmp_path / "pynvml.py").write_text(
+        NVML.replace("{init}", "pass").replace(
+            'nvmlDeviceGetName(gpu): return b"H200"', f"nvmlDeviceGetName(gpu):\n{lost}"
+        )
+    )
+    command = [sys.executable, "-I", "-S", str(GPU), str(tmp_path)]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)["gpus"]
+    assert (found[0], found[1]["name"]) == ({"index": 0, "error": "GPU is lost"}, "H200")
+
+
 def test_a_driver_that_cannot_be_asked_is_trouble_in_words(tmp_path: Path) -> None:
     assert asked(tmp_path, "raise NVMLError('Driver Not Loaded')") == {
         "gpus": [],
