@@ -15,17 +15,20 @@ from elasticd.errors import UsageError
 
 _HELP = """\
 usage: elasticd run [options] SCRIPT [script's arguments]
+       elasticd agent --config FILE
        elasticd explain LOGDIR [options]
        elasticd dump [options]
+       elasticd doctor [options]
        elasticd config check|example [options]
        elasticd --version
 
 Keeps a PyTorch training job running while its workers fail. `elasticd run` takes torchrun's options and its own:
 elasticd run --help lists them. `elasticd explain` says who made a job hang and why, from the evidence in its log
 directory; `elasticd dump` takes the same evidence of a job that runs on this machine, without disturbing it.
+`elasticd agent` runs for months on a node and is given jobs. `elasticd doctor` looks at this machine as the agent does before it joins.
 `elasticd config check FILE` says what an agent.toml or a job file means, or what is wrong with it.
 """
-_COMMANDS = ("run", "explain", "dump", "config")
+_COMMANDS = ("run", "agent", "explain", "dump", "doctor", "config")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _explain(rest)
     if command == "dump":
         return _dump(rest)
+    if command == "doctor":
+        return _doctor(rest)
+    if command == "agent":
+        return _agent(rest)
+    if command == "job":
+        return _job(rest)
     if command == "config":
         return _config(rest)
     if command in ("-h", "--help"):
@@ -82,6 +91,34 @@ def _dump(argv: Sequence[str]) -> int:
         return dump(argv)
     except UsageError as error:
         return _refuse("elasticd dump", str(error))
+
+
+def _agent(argv: Sequence[str]) -> int:
+    from elasticd_agent.daemon.agent import agent
+
+    try:
+        return agent(argv)
+    except UsageError as error:
+        return _refuse("elasticd agent", str(error))
+
+
+def _job(argv: Sequence[str]) -> int:
+    """Not in the help: the daemon's runners are started so."""
+    from elasticd_agent.daemon.runner import job
+
+    try:
+        return job(argv)
+    except UsageError as error:
+        return _refuse("elasticd job", str(error))
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    from elasticd_agent.daemon.health.doctor import doctor
+
+    try:
+        return doctor(argv)
+    except UsageError as error:
+        return _refuse("elasticd doctor", str(error))
 
 
 def _config(argv: Sequence[str]) -> int:

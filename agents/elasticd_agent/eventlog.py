@@ -31,7 +31,10 @@ _log = logging.getLogger("elasticd.eventlog")
 class Events(Protocol):
     """Where records go."""
 
-    lost: int
+    @property
+    def lost(self) -> int:
+        """Lines that could not be written."""
+        ...
 
     def write(self, record: Record) -> None: ...
 

@@ -250,10 +250,90 @@ class JobEnded(Record):
     step: int | None = _is("the last step finished; null when none is known", default=None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentStarted(Record):
+    """The agent of a node, `elasticd agent`, has started, or has been replaced by a new version in place."""
+
+    kind: ClassVar[str] = "agent_started"
+    version: str = _is("elasticd's version")
+    pid: int = _is("its process id")
+    adopted: int = _is("runners that an earlier one had started, and that go on")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentJoined(Record):
+    """The node's card is in the store: jobs can be placed on it."""
+
+    kind: ClassVar[str] = "agent_joined"
+    slots: int = _is("workers it takes at once")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentState(Record):
+    """The node takes work, or does not any more, and why."""
+
+    kind: ClassVar[str] = "agent_state"
+    state: str = _is("ready, cordoned, draining or quarantined")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentReloaded(Record):
+    """The agent has read its configuration again."""
+
+    kind: ClassVar[str] = "agent_reloaded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentEnded(Record):
+    """The agent has ended by itself, or is about to replace itself. One that was killed writes nothing."""
+
+    kind: ClassVar[str] = "agent_ended"
+    exit_code: int | None = _is("what it exits with; null when it replaces itself", default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerStarted(Record):
+    """A job's runner was started on this node."""
+
+    kind: ClassVar[str] = "runner_started"
+    name: str = _is("the job's id")
+    number: int = _is("which run of the job")
+    slots: tuple[int, ...] = _is("the node's slots that it has")
+    pid: int = _is("its process id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerAsked(Record):
+    """A job's runner was asked to leave this node, and why."""
+
+    kind: ClassVar[str] = "runner_asked"
+    name: str = _is("the job's id")
+    number: int = _is("which run of the job")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerEnded(Record):
+    """A job's runner has ended, and nothing of it is left."""
+
+    kind: ClassVar[str] = "runner_ended"
+    name: str = _is("the job's id")
+    number: int = _is("which run of the job")
+    outcome: str = _is("succeeded, failed or refused; left when the job is not over; lost when it could not say")
+    exit_code: int | None = _is("what it exited with; null when it could not say", default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed(Record):
+    """This node's agent, which places jobs at the time, has decided where a job runs, or why it waits."""
+
+    kind: ClassVar[str] = "placed"
+
+
 RECORDS: tuple[type[Record], ...] = (
     RoundPublished, GroupStarted, FirstStep, WorkerExited, CheckpointSaved, CheckpointSkipped, CheckpointFailed,
     Resumed, Holding, HoldOver, StoreAway, StoreBack, Suspected, SuspicionOver, Hung, SlowRank, Launcher, StoreExited,
-    GroupGone, ProcessStuck, ProcessFreed, StopRequested, JobEnded,
+    GroupGone, ProcessStuck, ProcessFreed, StopRequested, JobEnded, AgentStarted, AgentJoined, AgentState,
+    AgentReloaded, AgentEnded, RunnerStarted, RunnerAsked, RunnerEnded, Placed,
 )  # fmt: skip
 
 

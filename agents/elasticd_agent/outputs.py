@@ -32,7 +32,7 @@ class Outputs(contextlib.ExitStack):
     def __init__(self, spec: JobSpec, policy: Policy, settings: AgentSettings, node: str, runtime: Path) -> None:
         super().__init__()
         self._settings, self._socket = settings, runtime / NAME
-        self._about = {"job": spec.job_id, "node": node}
+        self._about: dict[str, Any] = {"job": spec.job_id, "node": node}
         self.events = self.open_events(spec.job_id, node)
         self.callback(self.events.close)
         self.metrics = self.open_metrics(spec.job_id, node)

@@ -332,7 +332,7 @@ class Planner:
 
     def _hold(self, verdict: Round | Hold | Wait, started: bool) -> None:
         """Ask rank 0's agent to hold its round, or take that back."""
-        if not started or self.asked.max_nodes == 1:
+        if not started:
             return
         asked = self._copies.list(self.keys.hold).get(self.keys.hold)
         wanted = str(verdict.number).encode() if isinstance(verdict, Hold) else None

@@ -1,0 +1,198 @@
+"""`elasticd agent`: builds the daemon, runs its deciding loop, and is the one place that knows about its process.
+
+Signals become words in the loop's inbox: SIGTERM and SIGINT drain the node and end the daemon, SIGHUP has it read its
+configuration again, SIGUSR2 has it replace itself, as the same process, by what is installed now. Runners notice none
+of it: they are processes of their own, found again by their locks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from elasticd.errors import UsageError
+from elasticd_agent import events
+from elasticd_agent.config import Policy
+from elasticd_agent.console import PlainConsole
+from elasticd_agent.daemon import statedir
+from elasticd_agent.daemon.card import inventory
+from elasticd_agent.daemon.deciding import Asked, Deciding, Hint, Message, Parts
+from elasticd_agent.daemon.health.watching import NoHealth
+from elasticd_agent.daemon.notify import Notifier, open_notifier
+from elasticd_agent.daemon.orders import Orders
+from elasticd_agent.daemon.placer import Placer
+from elasticd_agent.daemon.runners import Runners
+from elasticd_agent.daemon.settings import Settings, load
+from elasticd_agent.daemon.store_access import meets
+from elasticd_agent.daemon.telling import Telling
+from elasticd_agent.outlet import Outlet
+from elasticd_agent.store import Store
+from elasticd_agent.store.kept import KeptStore
+from elasticd_agent.store.opening import open_store
+from elasticd_agent.version import version
+
+KEPT = "store.journal"
+TRY_S = 30.0
+_ASKED: Mapping[int, Asked] = {
+    signal.SIGTERM: Asked("drain", "SIGTERM"),
+    signal.SIGINT: Asked("drain", "SIGINT"),
+    signal.SIGHUP: Asked("reload", "SIGHUP"),
+    signal.SIGUSR2: Asked("replace", "SIGUSR2"),
+}
+
+
+def agent(argv: Sequence[str]) -> int:
+    """Returns 0 once it has left because it was asked to; raises UsageError for what cannot work here."""
+    asked = _parser().parse_args(argv)
+    if asked.supervised:
+        from elasticd_agent.daemon.supervise import supervise
+
+        return supervise(_again(without="--supervised"))
+    settings = load(asked.config, os.environ)
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    with heard_signals(inbox), contextlib.ExitStack() as stack:
+        notifier = open_notifier(os.environ)
+        replaces = _run(settings, asked.config, inbox, notifier, stack)
+    if not replaces:
+        return 0
+    _replace(notifier)
+
+
+def _run(
+    settings: Settings,
+    config: Path | None,
+    inbox: queue.SimpleQueue[Message],
+    notifier: Notifier,
+    stack: contextlib.ExitStack,
+) -> bool:
+    """True: the process is to replace itself."""
+    stack.enter_context(statedir.held(settings.state_dir))
+    os.umask(0o077)
+    outlet = Outlet(2)
+    stack.callback(outlet.close)
+    telling = Telling(PlainConsole(outlet, settings.node), settings.logs / "events.jsonl", settings.node)
+    stack.callback(telling.close)
+    where = meets(settings)
+    store = _store(settings, telling)
+    stack.callback(store.close)
+    card = inventory(settings, statedir.incarnation(settings.state_dir, settings.node), os.environ)
+    runners = Runners(settings.state_dir, lambda: inbox.put(Hint()), telling.said)
+    stack.callback(runners.close)
+    placer = Placer(
+        store,
+        card.node,
+        card.incarnation,
+        float(settings.lease_s),
+        float(settings.renewal_s),
+        float(settings.adopt_timeout_s),
+        changed=lambda: inbox.put(Hint()),
+    )
+    parts = Parts(store, runners, placer, NoHealth(), notifier, telling, inbox, card)
+    orders = Orders(settings, where, settings.devices(os.environ))
+    deciding = Deciding(parts, orders, lambda old: reloaded(old, config), unfit)
+    adopted = deciding.adopt()
+    who = f"elasticd {version()}, pid {os.getpid()}"
+    telling.happened(
+        events.AgentStarted,
+        f"{who}: the agent of node {card.node} starts" + (f", and finds {adopted} runner(s)" if adopted else ""),
+        version=version(),
+        pid=os.getpid(),
+        adopted=adopted,
+    )
+    replaces = False
+    try:
+        replaces = deciding.run()
+    finally:
+        deciding.close(leaves=not replaces)
+    how = "is replaced by what is installed now" if replaces else "has left"
+    code = None if replaces else 0
+    telling.happened(events.AgentEnded, f"{who}: the agent of node {card.node} {how}", exit_code=code)
+    return replaces
+
+
+def _store(settings: Settings, telling: Telling) -> Store:
+    if settings.store.backend == "local":
+        return KeptStore(settings.state_dir / KEPT, say=telling.warned)
+    policy = replace(Policy(), lease_s=float(settings.lease_s), renewal_s=float(settings.renewal_s))
+    return open_store(meets(settings), sys.executable, policy, telling.warned)[0]
+
+
+def reloaded(old: Settings, config: Path | None) -> tuple[Settings, list[str]]:
+    """What counts from now on, and what of it is new. Raises UsageError, and then nothing is."""
+    from elasticd_agent.daemon.reloading import merged
+
+    return merged(old, load(config, os.environ))
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def heard_signals(inbox: queue.SimpleQueue[Message]) -> Iterator[None]:
+    """From here on signals are words. Those that came while this process was replacing itself are heard now."""
+
+    def hear(signum: int, _: FrameType | None) -> None:
+        inbox.put(_ASKED[signum])
+
+    before = {signum: signal.signal(signum, hear) for signum in _ASKED}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ASKED)  # what comes now is the next one's, or comes too late
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def unfit() -> str:
+    """Why what is installed now could not take over; "" if it can. Takes a second; bounded."""
+    program = "import elasticd_agent.daemon.agent, elasticd_agent.cli"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TRY_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"the version that is installed does not start: {error}"
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return "" if done.returncode == 0 else f"the version that is installed does not start: {last}"
+
+
+def _replace(notifier: Notifier) -> NoReturn:
+    """Become what is installed now: same process, same children. Signals wait, blocked, until it listens."""
+    os.execve(sys.executable, _again(), {**os.environ, **notifier.inherited})
+
+
+def _again(without: str = "") -> list[str]:
+    """The command line of this very process."""
+    return [sys.executable, *(word for word in sys.orig_argv[1:] if word != without)]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="elasticd agent",
+        description="Runs for months on one node: announces it, runs the jobs placed on it, leaves when asked.",
+        epilog="SIGTERM drains the node and ends the agent, SIGHUP has it read its configuration again, SIGUSR2 has it "
+        "replace itself by the version that is installed now; jobs go on. Exit codes: 0 it has left, 2 usage. "
+        "More: docs/agent.md.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="agent.toml; otherwise defaults and ELASTICD_…")
+    parser.add_argument(
+        "--supervised", action="store_true", help="start the agent again whenever it dies: for containers"
+    )
+    return parser

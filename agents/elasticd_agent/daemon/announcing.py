@@ -1,0 +1,99 @@
+"""Keeps this node's card in the store, under a lease: taken, renewed, replaced, and taken again after an outage.
+
+It exists so that the deciding loop need not know how a name is kept. A card of this very daemon's, left by a process
+of it that was killed or replaced, is taken over at once; another daemon's is never touched while its lease lives.
+"""
+
+from __future__ import annotations
+
+from elasticd.errors import ElasticdError, StoreUnavailable, WireError
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon.records import NodeCard
+from elasticd_agent.keys import understood
+from elasticd_agent.store import Lease, Store
+
+
+class NameTaken(ElasticdError):
+    """Another daemon has this node's name; the sentence says which."""
+
+
+class Announcement:
+    """Belongs to one thread."""
+
+    def __init__(self, store: Store, card: NodeCard, lease_s: float, renewal_s: float) -> None:
+        self._store, self._key = store, names.NODES + card.node
+        self._lease_s, self._renewal_s = lease_s, renewal_s
+        self._written = card
+        self._version: int | None = None
+        self._lease: Lease | None = None
+        self.renew_at = 0.0
+
+    @property
+    def there(self) -> bool:
+        return self._lease is not None
+
+    def turn(self, card: NodeCard, now: float) -> bool:
+        """Have `card` in the store. True if it was taken anew. Raises StoreUnavailable, NameTaken."""
+        lease = self._lease
+        if lease is not None and now >= self.renew_at:
+            if lease.renew():
+                self.renew_at = now + min(self._renewal_s, lease.ttl_s / 3)
+            else:
+                self._lease = lease = None
+        if lease is not None and (card == self._written or self._replaced(lease, card)):
+            return False
+        self._lease = None
+        self._announce(card, now)
+        return True
+
+    def _announce(self, card: NodeCard, now: float) -> None:
+        for _ in range(3):
+            lease = self._store.announce(self._key, card.to_json(), self._lease_s)
+            if lease is not None:
+                self._lease, self._written, self._version = lease, card, None
+                self.renew_at = now + min(self._renewal_s, lease.ttl_s / 3)
+                return
+            found = self._store.read(self._key)
+            if found is None:
+                continue
+            other = self._read(found.value)
+            if other is None or other.incarnation != card.incarnation:
+                where = f", at {other.address}" if other is not None and other.address else ""
+                raise NameTaken(
+                    f"another agent is node {card.node!r}{where}: give this one another name (node in agent.toml), "
+                    "or stop that one"
+                )
+            self._store.delete(self._key)
+        raise StoreUnavailable(f"{self._key}: others write it as fast as we do")
+
+    def _replaced(self, lease: Lease, card: NodeCard) -> bool:
+        for _ in range(2):  # the second time with the version that a lost answer did not tell us
+            if self._version is None:
+                found = self._store.read(self._key)
+                other = None if found is None else self._read(found.value)
+                if found is None or other is None or other.incarnation != card.incarnation:
+                    return False
+                self._version = found.version
+            self._version = lease.hold(self._key, card.to_json(), self._version)
+            if self._version is not None:
+                self._written = card
+                return True
+        return False
+
+    def check(self) -> None:
+        """Somebody may have removed the card behind our back: then it is taken anew. Raises StoreUnavailable."""
+        if self._lease is not None and self._store.read(self._key) is None:
+            lease, self._lease = self._lease, None
+            lease.withdraw()
+
+    def withdraw(self) -> None:
+        """Take the card away. Raises StoreUnavailable; then it runs out by itself."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.withdraw()
+
+    def _read(self, value: bytes) -> NodeCard | None:
+        try:
+            return understood(NodeCard, self._key, value)
+        except WireError:
+            return None

@@ -1,0 +1,95 @@
+"""What a runner remembers of its job, for whoever asks: its rounds, how fast it goes, how much of its time it trained.
+
+It sits where the event log and the metrics are written, so that nothing has to be told twice, and passes everything on.
+It is written by the deciding thread, read by the control socket's, and bounded whatever happens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from elasticd_agent import events, metrics
+from elasticd_agent.daemon.order import EXIT_ROUNDS
+from elasticd_agent.daemon.records import RoundNote
+from elasticd_agent.eventlog import Events
+
+
+class Book:
+    """An event log in front of another one. `log` is the one that everything goes on to."""
+
+    def __init__(self) -> None:
+        self.log: Events | None = None
+        self.ended: events.JobEnded | None = None
+        self._rounds: deque[RoundNote] = deque(maxlen=EXIT_ROUNDS)
+        self._began = time.monotonic()
+        self._training_since: float | None = None
+        self._trained_s = 0.0
+        self._checkpoint: dict[str, Any] | None = None
+
+    @property
+    def lost(self) -> int:
+        return 0 if self.log is None else self.log.lost
+
+    @property
+    def rounds(self) -> tuple[RoundNote, ...]:
+        return tuple(self._rounds)
+
+    def write(self, record: events.Record) -> None:
+        wall = time.time() - (time.monotonic() - record.mono)
+        match record:
+            case events.RoundPublished(round=number, world_size=size, reason=reason):
+                self._rounds.append(RoundNote(number, size, reason, wall))
+            case events.FirstStep():
+                self._training_since = record.mono
+            case events.WorkerExited(asked=False) | events.StoreExited() | events.GroupGone():
+                self._interrupted(record.mono)
+            case events.Hung(action="restart", seconds=seconds):
+                self._interrupted(record.mono - seconds)
+            case events.CheckpointSaved(round=number, step=step):
+                self._checkpoint = {"round": number, "step": step, "at": wall, "bytes": record.bytes}
+            case events.JobEnded():
+                self.ended = record
+        if self.log is not None:
+            self.log.write(record)
+
+    def _interrupted(self, at: float) -> None:
+        since, self._training_since = self._training_since, None
+        if since is not None:
+            self._trained_s += max(0.0, at - since)
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+    def told(self) -> dict[str, Any]:
+        """Plain values, for /status."""
+        now, since = time.monotonic(), self._training_since
+        trained_s = self._trained_s + (0.0 if since is None else max(0.0, now - since))
+        age_s = max(1e-9, now - self._began)
+        return {
+            "age_seconds": round(age_s, 3),
+            "goodput": round(min(1.0, trained_s / age_s), 4),
+            "checkpoint": self._checkpoint,
+            "rounds": [
+                {"round": note.number, "world_size": note.world_size, "reason": note.reason, "at": note.at}
+                for note in self.rounds
+            ],
+        }
+
+
+class Rates(metrics.Metrics):
+    """The job's metrics, which also remember how fast it goes."""
+
+    steps_per_second: float | None = None
+
+    def progress(self, steps: Mapping[int, int], steps_per_second: float | None, wall: float) -> None:
+        if steps_per_second is not None:
+            self.steps_per_second = steps_per_second
+        super().progress(steps, steps_per_second, wall)
+
+    def group_gone(self) -> None:
+        self.steps_per_second = None
+        super().group_gone()

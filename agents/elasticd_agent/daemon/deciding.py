@@ -1,0 +1,423 @@
+"""The daemon's deciding loop: one inbox, one thread. Every turn looks at everything anew and makes the node agree.
+
+It exists so that the daemon can be killed, replaced or cut off at any moment: what it knows is in the store, in the
+runners' folders and in locks, and a turn needs nothing that an earlier one remembered. A store that is away stops
+nothing: the last that was known counts until it is back. Where a job runs is `placing`'s to decide, what that means
+for this node `reconciling`'s; this performs it.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeVar
+
+from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
+from elasticd.records import Document
+from elasticd_agent import events
+from elasticd_agent.copies import Copies
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon import queue as jobs
+from elasticd_agent.daemon.announcing import Announcement, NameTaken
+from elasticd_agent.daemon.handing import HandedIn
+from elasticd_agent.daemon.notify import Notifier
+from elasticd_agent.daemon.orders import Orders
+from elasticd_agent.daemon.placing import View
+from elasticd_agent.daemon.reconciling import Ended, Over, Plan, Start, reconcile
+from elasticd_agent.daemon.records import (
+    Cordon,
+    Ending,
+    NodeCard,
+    NodeState,
+    Placement,
+    Running,
+    Submission,
+)
+from elasticd_agent.daemon.runners import Account, Runners
+from elasticd_agent.daemon.settings import Settings
+from elasticd_agent.daemon.telling import Telling
+from elasticd_agent.store import Store, Watch
+
+D = TypeVar("D", bound=Document)
+
+REREAD_S = 10.0
+"""Everything is read again so often, in case a watch missed something."""
+GATHER_S = 0.02
+"""What is hinted at together is looked at together."""
+FOLDER_S = 10.0
+"""Before a job is tried again whose folder could not be made: a disk that is full is full for a while."""
+TAKEN_S = 2.0
+"""A name that is taken when we start may be that of a daemon that is no more: two of its leases and this decide."""
+WATCHED = (names.SUBMITTED, names.PLACED, names.ENDED, names.CORDONED)
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Something may have changed: look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A signal to the daemon: to drain and end, to read its configuration again, to replace itself."""
+
+    what: Literal["drain", "reload", "replace"]
+    by: str
+
+
+Message = Hint | Asked
+
+
+class Health(Protocol):
+    def verdict(self) -> tuple[bool, str]: ...
+    def blamed(self, why: str) -> None: ...
+
+
+class Placer(Protocol):
+    @property
+    def places(self) -> bool: ...
+    def turn(self, now: float) -> list[str]: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the loop is made of."""
+
+    store: Store
+    runners: Runners
+    placer: Placer
+    health: Health
+    notifier: Notifier
+    telling: Telling
+    inbox: queue.SimpleQueue[Message]
+    card: NodeCard
+
+
+class Deciding:
+    """`reload` reads the configuration again and says what came of it, or raises UsageError."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        orders: Orders,
+        reload: Callable[[Settings], tuple[Settings, list[str]]],
+        replaceable: Callable[[], str],
+    ) -> None:
+        """`replaceable`: why the daemon cannot replace itself by what is installed now, or ""."""
+        self._parts, self._orders = parts, orders
+        self._reload, self._replaceable = reload, replaceable
+        settings = orders.settings
+        self.card = parts.card
+        self._announcement = Announcement(parts.store, parts.card, float(settings.lease_s), float(settings.renewal_s))
+        self._copies = Copies(parts.store, parts.telling.warned)
+        self._watches: list[Watch] = []
+        self._handed = HandedIn(settings.state_dir)
+        self._ended = Ended()
+        self._known = View()
+        self._reread_at = float("-inf")
+        self._draining = ""
+        self._away_since: float | None = None
+        self._joined = False
+        self._taken_said = ""
+        self._forgotten_since: float | None = None
+        self._not_before: dict[tuple[str, int], float] = {}
+        self._started_at: dict[tuple[str, int], float] = {}
+        self._turned_at = time.monotonic()
+        self._next_at = 0.0
+        self._began_at = time.monotonic()
+
+    # --- asked from other threads -----------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        return self._orders.settings
+
+    @property
+    def joined(self) -> bool:
+        return self._announcement.there
+
+    @property
+    def away(self) -> bool:
+        return self._away_since is not None
+
+    def overdue_s(self) -> float:
+        """For how long the deciding thread should have turned and has not."""
+        return max(0.0, time.monotonic() - max(self._next_at, self._turned_at))
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def adopt(self) -> int:
+        """Find the runners that an earlier daemon has started, and how the others ended; how many live."""
+        for over in self._parts.runners.adopt():
+            if over.last is not None and over.last.outcome != "left":
+                self._ended.add(over, 0.0, time.monotonic())
+        return len(self._parts.runners.alive())
+
+    def run(self) -> bool:
+        """Until it is over. True: the process is to replace itself; False: it is to end."""
+        parts = self._parts
+        parts.notifier.ready(f"node {self.card.node}")
+        while True:
+            asked = self._receive()
+            for one in asked:
+                if self._heard(one):
+                    return True
+            self._turn(time.monotonic())
+            if self._draining and not parts.runners.alive():
+                return False
+
+    def _receive(self) -> list[Asked]:
+        """Wait until there is something to do; what people have asked for meanwhile."""
+        asked = []
+        timeout: float | None = max(0.0, self._next_at - time.monotonic())
+        try:
+            first = self._parts.inbox.get(timeout=timeout)
+            if isinstance(first, Hint):
+                time.sleep(GATHER_S)
+            else:
+                asked.append(first)
+            while True:
+                more = self._parts.inbox.get_nowait()
+                if isinstance(more, Asked):
+                    asked.append(more)
+        except queue.Empty:
+            return asked
+
+    def _heard(self, asked: Asked) -> bool:
+        """True if the process is to replace itself now."""
+        telling = self._parts.telling
+        match asked.what:
+            case "drain" if self._draining:
+                telling.warned(f"{asked.by} again: what is left here is killed")
+                self._parts.runners.hurry()
+            case "drain":
+                within_s = float(self.settings.drain_timeout_s)
+                self._draining = f"the agent of {self.card.node} leaves ({asked.by})"
+                telling.happened(
+                    events.AgentState, f"{asked.by}: jobs have {within_s:g} s to leave this node", state="draining"
+                )
+                self._parts.notifier.stopping(within_s + 30.0, "draining")
+            case "reload":
+                self._parts.notifier.reloading()
+                try:
+                    settings, said = self._reload(self.settings)
+                    self._orders = replace(self._orders, settings=settings)
+                    self.card = replace(self.card, labels=settings.labels)
+                    telling.happened(events.AgentReloaded, f"{asked.by}: {'; '.join(said) or 'nothing has changed'}")
+                except UsageError as error:
+                    telling.warned(f"{asked.by}: nothing was reloaded: {error}")
+                self._parts.notifier.ready(f"node {self.card.node}")
+            case "replace":
+                if why := self._replaceable():
+                    telling.warned(f"{asked.by}: this agent goes on as it is: {why}")
+                elif self._draining:
+                    telling.warned(f"{asked.by}: this agent is leaving already")
+                else:
+                    return True
+        return False
+
+    def _turn(self, now: float) -> None:
+        self._turned_at = now
+        parts, settings = self._parts, self.settings
+        for over in parts.runners.poll(now):
+            self._over(over, now)
+        self._agree(now)
+        plan = reconcile(self._known, self.card.node, parts.runners.alive(), self._ended, self._draining, now)
+        self._perform(plan, now)
+        running = plan.running if not plan.start else self._plan(now).running
+        changed = self._carded(running)
+        due = parts.runners.due()
+        times = [now + float(settings.renewal_s), plan.until, due, *([now] if changed and not self.away else [])]
+        self._next_at = min(at for at in times if at is not None)
+        parts.notifier.feed()
+
+    def _plan(self, now: float) -> Plan:
+        runs = self._parts.runners.alive()
+        return reconcile(self._known, self.card.node, runs, self._ended, self._draining, now)
+
+    # --- the store --------------------------------------------------------------------------------------------------
+
+    def _agree(self, now: float) -> None:
+        """Hear what the store says, and say what there is to say. One that is away costs nothing but the news."""
+        try:
+            if self._announcement.turn(self.card, now):
+                self._copies.forget()
+                if not self._joined:
+                    self._joined = True
+                    self._parts.telling.happened(
+                        events.AgentJoined, f"node {self.card.node} takes part", slots=self.card.slots
+                    )
+            self._listen(now)
+            self._known = self._view()
+            self._say_endings()
+            self._tell_again(now)
+            if not self._draining:
+                for sentence in self._handed.turn(
+                    self._parts.store, self.settings.jobs, self._known, self.card.node, time.time()
+                ):
+                    self._parts.telling.said(sentence)
+            for sentence in self._parts.placer.turn(now):
+                self._parts.telling.happened(events.Placed, sentence)
+            self._known = self._view()
+            self._back(now)
+        except StoreUnavailable as error:
+            self._lost(str(error), now)
+        except NameTaken as error:
+            if not self._joined and now >= self._began_at + 2 * float(self.settings.lease_s) + TAKEN_S:
+                raise UsageError(str(error)) from None
+            if self._joined and str(error) != self._taken_said:
+                self._taken_said = str(error)
+                self._parts.telling.warned(f"{error}; what runs here goes on")
+        except (StoreRefused, WireError) as error:
+            if not self._joined and isinstance(error, StoreRefused):
+                raise
+            self._lost(str(error), now)
+
+    def _listen(self, now: float) -> None:
+        if not self._watches:
+            self._watches = [self._parts.store.watch(prefix, self._hinted) for prefix in WATCHED]
+        if now >= self._reread_at:
+            self._reread_at = now + REREAD_S
+            self._copies.forget()
+            self._announcement.check()
+
+    def _hinted(self, key: str) -> None:
+        self._copies.hint(key)
+        self._parts.inbox.put(Hint())
+
+    def _view(self) -> View:
+        return View(
+            cordons=self._all(names.CORDONED, Cordon),
+            submissions=self._all(names.SUBMITTED, Submission),
+            placements=self._all(names.PLACED, Placement),
+            endings=self._all(names.ENDED, Ending),
+        )
+
+    def _all(self, prefix: str, kind: type[D]) -> tuple[D, ...]:
+        return tuple(self._copies.records(prefix, kind))
+
+    def _lost(self, why: str, now: float) -> None:
+        self._copies.forget()
+        if self._away_since is None:
+            self._away_since = now
+            self._parts.telling.happened(events.StoreAway, f"what runs here goes on without the store: {why}")
+        self._forgotten_since = None
+
+    def _back(self, now: float) -> None:
+        if self._away_since is not None:
+            seconds, self._away_since = now - self._away_since, None
+            sentence = f"the store answers again after {seconds:.1f} s"
+            self._parts.telling.happened(events.StoreBack, sentence, seconds=seconds)
+
+    def _say_endings(self) -> None:
+        for ending in self._plan(time.monotonic()).endings:
+            jobs.ended(self._parts.store, ending)
+            self._copies.hint(names.ENDED + ending.job)
+        self._known = self._view()
+        for key in list(self._ended.last):
+            over = any((e.job, e.number) == key for e in self._known.endings)
+            if over or not any((s.job, s.number) == key for s in self._known.submissions):
+                self._ended.forget(key)
+
+    def _tell_again(self, now: float) -> None:
+        """A store that came back empty hears from us which jobs there are, once every node has had time to be back."""
+        forgotten = self._plan(now).forgotten
+        if not forgotten:
+            self._forgotten_since = None
+            return
+        if self._forgotten_since is None:
+            self._forgotten_since = now
+            named = ", ".join(order.job for order in forgotten)
+            self._parts.telling.warned(f"the store does not know {named}, which runs on here: it is told again")
+        if now < self._forgotten_since + float(self.settings.lease_s) + float(self.settings.renewal_s):
+            return
+        for order in forgotten:
+            if order.submission:
+                self._parts.store.compare_and_swap(names.SUBMITTED + order.job, None, order.submission.encode())
+                self._copies.hint(names.SUBMITTED + order.job)
+        self._forgotten_since = None
+
+    # --- performing -------------------------------------------------------------------------------------------------
+
+    def _perform(self, plan: Plan, now: float) -> None:
+        runners, telling = self._parts.runners, self._parts.telling
+        for stop in plan.stop:
+            order = stop.order
+            if runners.ask_to_leave(order.job, order.number, stop.why, float(self.settings.drain_timeout_s)):
+                sentence = f"job {order.job} leaves this node: {stop.why}"
+                telling.happened(events.RunnerAsked, sentence, name=order.job, number=order.number)
+        for start in plan.start:
+            key = (start.wants.job, start.wants.number)
+            if now >= self._not_before.get(key, now):
+                self._not_before.pop(key, None)
+                self._start(start, now)
+
+    def _start(self, start: Start, now: float) -> None:
+        runners, telling = self._parts.runners, self._parts.telling
+        key = (start.wants.job, start.wants.number)
+        order = self._orders.order(start)
+        account: Account | None = None
+        try:
+            try:
+                account = self._orders.account(order)
+            except UsageError as error:
+                self._over(runners.refuse(order, None, str(error)), now)
+                return
+            pid = runners.start(order, account)
+        except (OSError, UsageError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            self._not_before[key] = now + FOLDER_S
+            telling.warned(f"job {order.job} cannot be started: {why}; it is tried again in {FOLDER_S:g} s")
+            return
+        self._started_at[key] = now
+        slots = ", ".join(map(str, order.slots))
+        sentence = f"job {order.job}: its runner starts as pid {pid}, with slots {slots}"
+        telling.happened(
+            events.RunnerStarted, sentence, name=order.job, number=order.number, slots=order.slots, pid=pid
+        )
+
+    def _over(self, over: Over, now: float) -> None:
+        order, last = over.order, over.last
+        lived_s = now - self._started_at.pop(over.key, now)
+        sentence = self._ended.add(over, lived_s, now)
+        outcome = "lost" if last is None else last.outcome
+        code = None if last is None else last.exit_code
+        self._parts.telling.happened(
+            events.RunnerEnded, sentence, name=order.job, number=order.number, outcome=outcome, exit_code=code
+        )
+
+    def _carded(self, running: tuple[Running, ...]) -> bool:
+        """Write the card anew. True if it says something else than before."""
+        state, why = self._state()
+        if state != self.card.state and state != "draining":
+            self._parts.telling.happened(
+                events.AgentState, f"node {self.card.node} is {state}" + (f": {why}" if why else ""), state=state
+            )
+        card = replace(self.card, state=state, why=why, running=running)
+        changed, self.card = card != self.card, card
+        return changed
+
+    def _state(self) -> tuple[NodeState, str]:
+        if self._draining:
+            return "draining", self._draining
+        cordon = next((c for c in self._known.cordons if c.node == self.card.node), None)
+        well, why = self._parts.health.verdict()
+        if not well:
+            return "quarantined", why
+        if cordon is not None:
+            return "cordoned", cordon.reason
+        return "ready", ""
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self, *, leaves: bool) -> None:
+        """Let another daemon place; `leaves`: take the card away, too. Raises nothing."""
+        for watch in self._watches:
+            watch.close()
+        for away in (self._parts.placer.close, *([self._announcement.withdraw] if leaves else [])):
+            try:
+                away()
+            except (StoreUnavailable, StoreRefused):
+                pass  # it runs out by itself

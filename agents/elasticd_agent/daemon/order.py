@@ -1,0 +1,156 @@
+"""What a runner is told to do, and how it says that it has ended: two files in the job's folder.
+
+They exist so that a runner needs nothing from the daemon that started it, which may be gone a moment later, and so that
+the next daemon learns from the disk what this one began. The order holds the store's credentials: it is 0600, and
+nothing of it is ever in a command line or an environment.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from elasticd.errors import WireError
+from elasticd.records import Document
+from elasticd_agent.config import Rendezvous, Tls
+from elasticd_agent.daemon.names import JobFiles
+from elasticd_agent.daemon.records import RoundNote
+
+SPARE = "exit.spare"
+SPARE_BYTES = 64 << 10
+"""Room for the last word, taken when the runner starts: a full disk then costs logs, but not the way a job ended."""
+EXIT_ROUNDS = 100
+"""More rounds than this are the event log's to tell."""
+
+
+Outcome = Literal["succeeded", "failed", "refused", "left"]
+
+
+@dataclass(frozen=True, slots=True)
+class Order(Document):
+    """One run of one job on one node. `spec` is the job file as JSON, `slots` are the node's.
+
+    `submission` is the job's record as the store had it, so that a store that has forgotten the job can be told again.
+    `devices` is what all slots of the node stand for, `job_user` who a job that names nobody runs as.
+    """
+
+    job: str
+    number: int
+    node: str
+    slots: tuple[int, ...]
+    spec: str
+    submission: str = ""
+    adopt_timeout_s: float = 60.0
+    drain_timeout_s: float = 60.0
+    backend: Literal["memory", "etcd"] = "memory"
+    endpoints: tuple[tuple[str, int], ...] = ()
+    user: str | None = None
+    password: str | None = None
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    local_addr: str | None = None
+    job_user: str | None = None
+    devices: tuple[str, ...] = ()
+    min_nodes: int = 1
+    max_nodes: int = 1
+
+    def check(self) -> None:
+        if not self.job or self.number < 1 or not self.node or not self.slots:
+            raise WireError(f"order for {self.job!r}: it needs a job, a number from 1, a node and slots")
+
+    def rendezvous(self) -> Rendezvous:
+        """Where the runners of this job meet, as this node."""
+        if self.backend == "memory":
+            return Rendezvous(node=self.node)
+        ca, cert, key = (Path(path) if path else None for path in (self.ca, self.cert, self.key))
+        return Rendezvous(
+            backend=self.backend,
+            endpoints=self.endpoints,
+            tls=Tls(ca, cert, key) if ca or cert else None,
+            user=self.user,
+            password=self.password,
+            local_addr=self.local_addr,
+            node=self.node,
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Exit(Document):
+    """How a runner ended. `refused`: this node cannot run the job at all. `left`: the job is not over."""
+
+    job: str
+    number: int
+    exit_code: int
+    outcome: Outcome
+    reason: str
+    rounds: tuple[RoundNote, ...] = ()
+    step: int = 0
+    at: float = 0.0
+
+
+def read_order(files: JobFiles) -> Order:
+    """Raises WireError in a whole sentence, OSError."""
+    return Order.from_json(files.order.read_bytes())
+
+
+def read_exit(files: JobFiles) -> Exit | None:
+    """None while the runner has not ended, or where it could not say how."""
+    try:
+        return Exit.from_json(files.exit.read_bytes())
+    except (OSError, WireError):
+        return None
+
+
+def write_exit(files: JobFiles, last: Exit) -> None:
+    """The runner's last word, whole or not at all, also on a full disk if there was room at the start."""
+    data = last.to_json()
+    spare = files.root / SPARE
+    fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(fd, data, 0)
+        os.ftruncate(fd, len(data))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(spare, files.exit)
+
+
+def keep_room(files: JobFiles) -> None:
+    """Take the room for the last word now. Raises OSError on a disk that is full already."""
+    fd = os.open(files.root / SPARE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, b" " * SPARE_BYTES)
+    finally:
+        os.close(fd)
+
+
+def last_word(order: Order, exit_code: int, reason: str, rounds: Sequence[RoundNote], step: int) -> Exit:
+    """What this exit code means to the daemon."""
+    outcomes: dict[int, Outcome] = {0: "succeeded", 1: "failed", 2: "refused"}
+    outcome = outcomes.get(exit_code, "left")
+    kept = tuple(rounds)[-EXIT_ROUNDS:]
+    return Exit(order.job, order.number, exit_code, outcome, reason, kept, step, time.time())
+
+
+def replace_file(path: Path, data: bytes, owner: tuple[int, int] | None = None) -> None:
+    """Write `path` whole, 0600, as `owner`'s if one is given. Raises OSError, and then nothing has changed."""
+    beside = path.with_name(f".{path.name}.new")
+    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+            if owner is not None:
+                os.fchown(fd, *owner)
+        os.rename(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,68 @@
+"""From a submission and a place on this node to the order for a runner, and the user it runs as.
+
+It exists so that whether this node may run a job is judged once, right before it is started, by the node's own limits.
+It starts nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticd.errors import UsageError
+from elasticd_agent.config import Rendezvous
+from elasticd_agent.daemon import jobfile, limits
+from elasticd_agent.daemon.jobfile import JobFile
+from elasticd_agent.daemon.order import Order
+from elasticd_agent.daemon.reconciling import Start
+from elasticd_agent.daemon.runners import Account
+from elasticd_agent.daemon.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """`devices` is what the node's slots stand for, `meets` where the runners find the store."""
+
+    settings: Settings
+    meets: Rendezvous
+    devices: tuple[str, ...]
+
+    def order(self, start: Start) -> Order:
+        wants, settings, meets = start.wants, self.settings, self.meets
+        tls = meets.tls
+        shared = meets.backend == "etcd"
+        return Order(
+            wants.job,
+            wants.number,
+            settings.node,
+            start.slots,
+            wants.spec,
+            submission=wants.to_json().decode(),
+            adopt_timeout_s=float(settings.adopt_timeout_s),
+            drain_timeout_s=float(settings.drain_timeout_s),
+            backend="etcd" if shared else "memory",
+            endpoints=meets.endpoints,
+            user=meets.user,
+            password=meets.password,
+            ca=None if tls is None or tls.ca is None else str(tls.ca),
+            cert=None if tls is None or tls.cert is None else str(tls.cert),
+            key=None if tls is None or tls.key is None else str(tls.key),
+            local_addr=meets.local_addr,
+            job_user=settings.user,
+            devices=self.devices,
+            min_nodes=wants.min_nodes,
+            max_nodes=wants.max_nodes,
+        )
+
+    def account(self, order: Order) -> Account:
+        """As whom it runs. Raises UsageError, in one sentence, for a job that this node may not or cannot run."""
+        job = jobfile.from_json(order.spec)
+        if (refusal := limits.refusal(self.settings.limits, job, self.settings.user)) is not None:
+            raise UsageError(str(refusal))
+        return Account.of(job.user or self.settings.user)
+
+
+def wanted(job: JobFile) -> str:
+    """The job's own name for it, without which an agent.toml cannot hand it in. Raises UsageError."""
+    if job.id is None:
+        raise UsageError("a [[job]] needs an id, so that it is handed in only once")
+    return job.id

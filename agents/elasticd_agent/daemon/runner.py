@@ -1,0 +1,219 @@
+"""The runner, `python -m elasticd_agent job DIR`: what `elasticd run` is, for one job of a daemon's.
+
+It exists so that the daemon's death, upgrade or mistake costs training nothing: the runner has its own session, lease,
+planner and judgement. It holds a lock for as long as anything of it is left, answers at a control socket, and writes last how
+it ended. When no daemon has spoken to it for `adopt_timeout` it leaves by itself, as after a SIGTERM, so that the other
+nodes go on without this one. It never speaks to the daemon first, and never starts anything but its job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from elasticd.errors import UsageError, WireError
+from elasticd_agent import eventlog, metrics, preflight
+from elasticd_agent.config import AgentSettings, JobSpec, Policy
+from elasticd_agent.control import Verb
+from elasticd_agent.daemon import alive, jobfile
+from elasticd_agent.daemon.book import Book, Rates
+from elasticd_agent.daemon.names import JobFiles
+from elasticd_agent.daemon.order import Order, keep_room, last_word, read_order, write_exit
+from elasticd_agent.loop import Message
+from elasticd_agent.messages import StopRequested
+from elasticd_agent.outputs import Outputs
+from elasticd_agent.run import Host, run_job
+from elasticd_agent.version import version
+
+PR_SET_NAME = 15
+NAME = b"elasticd-job"
+STOPPED = 128 + 15
+AGAIN = 75
+LOCK_S = 30.0
+"""What an earlier runner of this job has left behind is being ended by its owner, which takes 20 s at the very most."""
+LATE_S = 2.0
+"""Whoever wakes up so much later than it wanted to was stopped or starved, and has not heard the daemon meanwhile."""
+
+
+def job(argv: Sequence[str]) -> int:
+    """Run the job of the folder `argv[0]` to its end. Returns the exit code, which the folder then says, too.
+
+    `argv[1]` is the file descriptor that holds the folder's lock, if the daemon has taken it for us.
+    """
+    if len(argv) not in (1, 2) or not all(text.isdecimal() for text in argv[1:]):
+        raise UsageError("job is for the daemon to call: elasticd agent --config FILE")
+    os.umask(0o077)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, NAME, 0, 0, 0)
+    files = JobFiles(Path(argv[0]))
+    try:
+        order = read_order(files)
+    except (OSError, WireError) as error:
+        raise UsageError(f"{files.order}: {error}") from None
+    lock = _locked(files, *map(int, argv[1:]))
+    if lock is None:
+        print(f"elasticd job: {files.root}: another runner of it, or what it left, is still there", file=sys.stderr)
+        return AGAIN
+    try:
+        return _to_its_end(order, files, lock)
+    finally:
+        os.close(lock)
+
+
+def _locked(files: JobFiles, given: int | None = None) -> int | None:
+    """None: whoever has the lock keeps it."""
+    if given is not None:
+        os.set_inheritable(given, False)
+        alive.sign(given)
+        return given
+    deadline = time.monotonic() + LOCK_S
+    while (lock := alive.take(files.lock)) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return lock
+
+
+def _to_its_end(order: Order, files: JobFiles, lock: int) -> int:
+    files.exit.unlink(missing_ok=True)
+    try:
+        keep_room(files)
+    except OSError as error:
+        print(f"elasticd job: {files.root}: {error.strerror}; the job runs all the same", file=sys.stderr, flush=True)
+    book = Book()
+    try:
+        code = _run(order, files, lock, book)
+        reason = book.ended.reason if book.ended is not None else f"exit code {code}"
+    except UsageError as error:
+        code, reason = 2, str(error)
+        print(f"elasticd job: error: {reason}", file=sys.stderr, flush=True)
+    step = book.ended.step if book.ended is not None else None
+    try:
+        write_exit(files, last_word(order, code, reason, book.rounds, step or 0))
+    except OSError as error:
+        print(f"elasticd job: {files.exit}: {error.strerror}; ended with {code}: {reason}", file=sys.stderr, flush=True)
+    return code
+
+
+def _run(order: Order, files: JobFiles, lock: int, book: Book) -> int:
+    wanted = jobfile.from_json(order.spec)
+    spec, policy, settings = jobfile.choices(
+        wanted,
+        job_id=order.job,
+        run=str(order.number),
+        node=order.node,
+        slots=order.slots,
+        rendezvous=order.rendezvous(),
+        files=files,
+        devices=order.devices,
+        user=order.job_user,
+    )
+    spec = replace(spec, signals=tuple(dict.fromkeys(("SIGTERM", *spec.signals))))
+    settings = replace(settings, event_log=files.events, metrics_port=None, live=False, runtime_dir=None)
+    preflight.check(spec, settings, os.environ)
+    host = Host(
+        outputs=lambda *how: RunnerOutputs(*how, order=order, book=book),
+        keep=(lock,),
+        holds=True,
+        made=lambda runtime: _point(files.runtime, runtime),
+    )
+    return run_job(spec, policy, settings, host)
+
+
+def _point(link: Path, runtime: Path) -> None:
+    """The runtime directory is in memory, under a name of its own; the job's folder says where."""
+    beside = link.with_name(f".{link.name}.new")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(runtime)
+    os.rename(beside, link)
+
+
+class RunnerOutputs(Outputs):
+    """What a runner tells, and what it answers."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        policy: Policy,
+        settings: AgentSettings,
+        node: str,
+        runtime: Path,
+        *,
+        order: Order,
+        book: Book,
+    ) -> None:
+        self._order, self._book = order, book
+        super().__init__(spec, policy, settings, node, runtime)
+        self._about |= {"number": order.number, "slots": list(order.slots), "version": version()}
+
+    def open_events(self, job: str, node: str) -> eventlog.Events:
+        self._book.log = super().open_events(job, node)
+        return self._book
+
+    def open_metrics(self, job: str, node: str) -> metrics.Measures:
+        self._rates = Rates(job, node, version())
+        return self._rates
+
+    def verbs(self, status: Callable[[], dict[str, Any]], post: Callable[[Message], None]) -> Mapping[str, Verb]:
+        def leave(why: str) -> None:
+            self.story.said(why)
+            post(StopRequested("SIGTERM", STOPPED, time.monotonic()))
+
+        tether = Tether(self._order.adopt_timeout_s, leave)
+        self.callback(tether.close)
+
+        def brief() -> dict[str, Any]:
+            now = status()
+            return {name: now[name] for name in ("phase", "round", "world_size", "step", "reason")} | self._about
+
+        def here(_: Mapping[str, Any]) -> Mapping[str, Any]:
+            tether.held()
+            return brief()
+
+        def whole(_: Mapping[str, Any]) -> Mapping[str, Any]:
+            rate = {"steps_per_second": self._rates.steps_per_second}
+            return {**status(), **self._about, "pid": os.getpid(), **rate, **self._book.told()}
+
+        def asked_to_leave(request: Mapping[str, Any]) -> Mapping[str, Any]:
+            leave(str(request.get("why") or "asked to leave")[:500])
+            return brief()
+
+        return {
+            "here": here,
+            "status": whole,
+            "metrics": lambda _: {"text": self.metrics.render().decode()},
+            "leave": asked_to_leave,
+        }
+
+
+class Tether:
+    """Calls `leave` once when `held` was not called for `seconds`, in time that this process could have heard it."""
+
+    def __init__(self, seconds: float, leave: Callable[[str], None]) -> None:
+        self._seconds, self._leave = seconds, leave
+        self._heard_at = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elasticd-tether", daemon=True)
+        self._thread.start()
+
+    def held(self) -> None:
+        self._heard_at = time.monotonic()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while (left := self._heard_at + self._seconds - time.monotonic()) > 0:
+            wake_at = time.monotonic() + left
+            if self._over.wait(left):
+                return
+            if time.monotonic() > wake_at + LATE_S:
+                self._heard_at = max(self._heard_at, time.monotonic() - self._seconds + min(LATE_S, self._seconds))
+        with contextlib.suppress(OSError):
+            self._leave(f"no daemon has spoken to this runner for {self._seconds:g} s: leaving, as after a SIGTERM")

@@ -1,0 +1,364 @@
+"""The runners of one node: starts them, finds those that an earlier daemon started, asks them to leave, sees them end.
+
+It exists so that the deciding thread deals with jobs, not with processes. A runner is known by the lock it holds in its
+job's folder and by its process's identity, never by a bare pid, so nobody else is ever signalled. It decides nothing:
+what shall run, and when it is tried again, is `reconciling`'s business. All but `ask` belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from elasticd.errors import UsageError, WireError
+from elasticd_agent import control, procfs
+from elasticd_agent.daemon import alive
+from elasticd_agent.daemon.alive import Process
+from elasticd_agent.daemon.names import JobFiles, job_files
+from elasticd_agent.daemon.order import Order, last_word, read_exit, read_order, replace_file, write_exit
+from elasticd_agent.daemon.reconciling import Over, Runs
+from elasticd_agent.daemon.visiting import Visitor, ask
+
+FORCE_S = 5.0
+"""From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
+REMAINS_S = 25.0
+"""The owner of a killed runner's processes has ended them by then, or cannot."""
+NAMED_S = 10.0
+TOLD_BYTES = 1 << 20
+_OUR_OWN = ("ELASTICD_", "PET_", "LISTEN_", "NOTIFY_", "WATCHDOG_", "JOURNAL_", "INVOCATION_", "CREDENTIALS_")
+"""Variables that are meant for the daemon: no job shall speak for it, or see where its secrets are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """As whom a runner runs."""
+
+    name: str
+    uid: int
+    gid: int
+    home: str
+    shell: str
+
+    @classmethod
+    def of(cls, name: str | None) -> Account:
+        """`name` None: the daemon's own. Raises UsageError for one that this node does not have, or may not become."""
+        try:
+            entry = pwd.getpwuid(os.geteuid()) if name is None else pwd.getpwnam(name)
+        except KeyError:
+            if name is None:
+                uid = os.geteuid()
+                return cls(str(uid), uid, os.getegid(), os.environ.get("HOME", "/"), "/bin/sh")
+            raise UsageError(f"user {name!r} does not exist on this node") from None
+        if os.geteuid() not in (0, entry.pw_uid):
+            raise UsageError(f"user {name!r}: this agent does not run as root, and can run jobs only as itself")
+        return cls(entry.pw_name, entry.pw_uid, entry.pw_gid, entry.pw_dir, entry.pw_shell)
+
+
+@dataclass(slots=True, eq=False)
+class Runner:
+    """One that lives, or of which something may be left."""
+
+    order: Order
+    files: JobFiles
+    state: Literal["starting", "running", "leaving"] = "starting"
+    why: str = ""
+    asked: bool = False
+    process: Process | None = None
+    pidfd: int | None = None
+    child: subprocess.Popen[bytes] | None = None
+    since: float = field(default_factory=time.monotonic)
+    leave_by: float | None = None
+    force_by: float | None = None
+    remains_by: float | None = None
+    tree: tuple[Process, ...] = ()
+    seen: Mapping[str, Any] | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.order.job, self.order.number
+
+    @property
+    def view(self) -> Runs:
+        return Runs(self.order, self.state, self.why)
+
+    def lives(self) -> bool:
+        """The runner itself; what it has left behind is the lock's to tell."""
+        if self.child is not None:
+            return self.child.poll() is None
+        if self.process is None:
+            return True  # it has the lock, and has not signed yet
+        with contextlib.suppress(ChildProcessError):  # one of ours from before an exec of ourselves
+            os.waitpid(self.process.pid, os.WNOHANG)
+        return self.process.alive
+
+    def signal(self, signum: int) -> None:
+        if self.pidfd is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(self.pidfd, signum)
+
+    def close(self) -> None:
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+class Runners:
+    """Those of one state directory. `post` is called, from another thread, when it is worth while to `poll`."""
+
+    def __init__(self, state: Path, post: Callable[[], None], say: Callable[[str], None], visit_s: float = 2.0) -> None:
+        self._state, self._say = state, say
+        self._runners: dict[tuple[str, int], Runner] = {}
+        self._visitor = Visitor(post, visit_s)
+
+    def close(self) -> None:
+        """Look after nobody any more; who runs goes on."""
+        self._visitor.close()
+        for runner in self._runners.values():
+            runner.close()
+
+    # --- what there is ----------------------------------------------------------------------------------------------
+
+    def alive(self) -> tuple[Runs, ...]:
+        return tuple(runner.view for runner in self._runners.values())
+
+    def told(self, job: str) -> Mapping[str, Any] | None:
+        """What the job's runner said when it was visited last."""
+        return next((r.seen for r in list(self._runners.values()) if r.order.job == job), None)
+
+    def ask(self, job: str, request: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+        """Ask the job's runner for something. Safe from any thread, bounded. Raises control.Unanswered."""
+        runner = next((r for r in list(self._runners.values()) if r.order.job == job), None)
+        if runner is None:
+            raise control.Unanswered(f"job {job} has no runner on this node")
+        return ask(runner.files, request, within_s)
+
+    def adopt(self) -> list[Over]:
+        """Find what an earlier daemon has started: who lives is ours from now on; how the others ended comes back."""
+        over = []
+        for folder in sorted(self._folders()):
+            files = JobFiles(folder)
+            try:
+                order = read_order(files)
+            except FileNotFoundError:
+                continue
+            except (OSError, WireError) as error:
+                self._say(f"{files.order}: {error}; it is left alone")
+                continue
+            if alive.held(files.lock):
+                runner = Runner(order, files)
+                self._runners[runner.key] = runner
+                self._identify(runner)
+                who = f"pid {runner.process.pid}" if runner.process is not None else "no pid yet"
+                self._say(f"job {order.job}: its runner ({who}) lives, and goes on")
+            else:
+                over.append(Over(order, read_exit(files), asked=False))
+        self._look_after()
+        return over
+
+    def _folders(self) -> list[Path]:
+        try:
+            return [folder for folder in (self._state / "jobs").iterdir() if folder.is_dir()]
+        except FileNotFoundError:
+            return []
+
+    # --- starting ---------------------------------------------------------------------------------------------------
+
+    def start(self, order: Order, account: Account) -> int:
+        """Start a runner; its pid. Raises OSError when the folder or the process cannot be made, UsageError."""
+        files = self._folder(order, account)
+        replace_file(files.order, order.to_json(), (account.uid, account.gid))
+        files.exit.unlink(missing_ok=True)
+        lock = alive.take(files.lock)
+        if lock is None:
+            raise UsageError(f"{files.root}: somebody has its lock already")
+        try:
+            os.fchown(lock, account.uid, account.gid)
+            child = _spawn(files, lock, account)
+            alive.sign(lock, child.pid)
+        finally:
+            os.close(lock)
+        runner = Runner(order, files, child=child)
+        self._runners[runner.key] = runner
+        self._identify(runner)
+        self._look_after()
+        return child.pid
+
+    def refuse(self, order: Order, account: Account | None, why: str) -> Over:
+        """Write down that this node cannot run the job, as its runner would have."""
+        files = self._folder(order, account)
+        replace_file(files.order, order.to_json())
+        last = last_word(order, 2, why, (), 0)
+        write_exit(files, last)
+        return Over(order, last, asked=False)
+
+    def _folder(self, order: Order, account: Account | None) -> JobFiles:
+        files = job_files(self._state, order.job, order.number)
+        files.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if account is not None and account.uid != os.geteuid():
+            for above in (self._state, files.root.parent):
+                above.chmod(0o711)  # its user gets to its own folder, and sees no other
+            os.chown(files.root, account.uid, account.gid)
+        return files
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    def ask_to_leave(self, job: str, number: int, why: str, within_s: float) -> bool:
+        """SIGTERM, and what must follow if that does not help; `poll` sees to it. False: it was asked before."""
+        runner = self._runners.get((job, number))
+        if runner is None or runner.asked:
+            return False
+        runner.asked, runner.state, runner.why = True, "leaving", why
+        runner.leave_by = time.monotonic() + within_s
+        runner.signal(signal.SIGTERM)
+        return True
+
+    def hurry(self) -> None:
+        """Who has been asked to leave has had its time."""
+        for runner in self._runners.values():
+            if runner.leave_by is not None:
+                runner.leave_by = 0.0
+
+    def poll(self, now: float) -> list[Over]:
+        """See to those that leave, and to those that have ended: these come back, each once."""
+        over = []
+        for key, runner in list(self._runners.items()):
+            if (seen := self._visitor.seen.get(key)) is not None:
+                runner.seen = seen
+                if runner.state == "starting" and seen.get("phase"):
+                    runner.state = "running"
+            if runner.process is None:
+                self._identify(runner)
+            if runner.lives():
+                self._press(runner, now)
+            elif not alive.held(runner.files.lock):
+                del self._runners[key]
+                runner.close()
+                over.append(Over(runner.order, read_exit(runner.files), asked=runner.asked))
+            else:
+                self._clear(runner, now)
+        if over:
+            self._look_after()
+        return over
+
+    def due(self) -> float | None:
+        """When `poll` must be called at the latest; None: when it is posted."""
+        times = [at for r in self._runners.values() for at in (r.leave_by, r.force_by, r.remains_by) if at is not None]
+        unknown = [time.monotonic() + 0.05 for r in self._runners.values() if r.process is None or not r.lives()]
+        return min([*times, *unknown], default=None)
+
+    def _press(self, runner: Runner, now: float) -> None:
+        job = runner.order.job
+        if runner.leave_by is not None and now >= runner.leave_by:
+            runner.leave_by, runner.force_by = None, now + FORCE_S
+            self._say(f"job {job}: its runner did not leave in time; its workers are killed")
+            runner.signal(signal.SIGTERM)
+        elif runner.force_by is not None and now >= runner.force_by:
+            runner.force_by, runner.tree = None, self._tree(runner)
+            self._say(f"job {job}: its runner does not end; it is killed, with all it has started")
+            runner.signal(signal.SIGKILL)
+
+    def _clear(self, runner: Runner, now: float) -> None:
+        """The runner is dead, and its owner has not ended everything yet, or is dead as well."""
+        runner.state, runner.leave_by, runner.force_by = "leaving", None, None
+        if runner.remains_by is None:
+            runner.why = runner.why or "its runner has ended; what it started is being ended"
+            runner.remains_by = now + REMAINS_S
+        elif now >= runner.remains_by:
+            runner.remains_by = now + REMAINS_S
+            left = {process for process in runner.tree if process.alive} | set(self._keepers(runner))
+            named = ", ".join(str(process.pid) for process in sorted(left, key=lambda p: p.pid))
+            self._say(f"job {runner.order.job}: processes {named or 'nobody can name'} are left of it, and are killed")
+            for process in left:
+                _kill(process)
+
+    def _tree(self, runner: Runner) -> tuple[Process, ...]:
+        if runner.process is None:
+            return ()
+        found = procfs.trees([runner.process.pid], procfs.scan().values()).get(runner.process.pid, ())
+        return tuple(process for process in map(Process.of, found) if process is not None)
+
+    def _keepers(self, runner: Runner) -> list[Process]:
+        found = [pid for pid in alive.keepers(runner.files.lock) if pid != os.getpid()]
+        trees = procfs.trees(found, procfs.scan().values())
+        pids = {pid for tree in trees.values() for pid in tree} - {os.getpid()}
+        return [process for process in map(Process.of, pids) if process is not None]
+
+    # --- who it is --------------------------------------------------------------------------------------------------
+
+    def _identify(self, runner: Runner) -> None:
+        """Get hold of the process that has the lock: by a descriptor that can never mean another one."""
+        named = alive.holder(runner.files.lock)
+        if named is None:
+            return
+        try:
+            fd = os.pidfd_open(named.pid)
+        except OSError:
+            return
+        if Process.of(named.pid) != named:
+            os.close(fd)
+            return
+        runner.process, runner.pidfd = named, fd
+        if runner.asked:
+            runner.signal(signal.SIGTERM)
+        self._look_after()
+
+    def _look_after(self) -> None:
+        self._visitor.visit({r.key: (r.files, r.process) for r in self._runners.values() if r.process is not None})
+
+
+def _spawn(files: JobFiles, lock: int, account: Account) -> subprocess.Popen[bytes]:
+    with contextlib.suppress(OSError):
+        if files.told.stat().st_size > TOLD_BYTES:
+            os.rename(files.told, files.told.with_suffix(".log.1"))
+    other = account.uid != os.geteuid()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    told = os.open(files.told, flags, 0o600)
+    try:
+        if other:
+            os.fchown(told, account.uid, account.gid)
+        return subprocess.Popen(
+            [sys.executable, "-m", "elasticd_agent", "job", str(files.root), str(lock)],
+            stdin=subprocess.DEVNULL,
+            stdout=told,
+            stderr=told,
+            cwd="/",
+            env=environment(account),
+            pass_fds=[lock],
+            start_new_session=True,
+            user=account.uid if other else None,
+            group=account.gid if other else None,
+            extra_groups=os.getgrouplist(account.name, account.gid) if other else None,
+        )
+    finally:
+        os.close(told)
+
+
+def environment(account: Account, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a runner inherits: the daemon's own, but for what is meant for the daemon, and as its user's."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(_OUR_OWN)}
+    if account.uid != os.geteuid():
+        kept |= {"HOME": account.home, "USER": account.name, "LOGNAME": account.name, "SHELL": account.shell}
+    return kept
+
+
+def _kill(process: Process) -> None:
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:
+        return
+    try:
+        if process.alive:
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)

@@ -1,0 +1,95 @@
+"""`elasticd agent --supervised`: starts the agent, and starts it again whenever it dies. Process 1 of a container.
+
+It exists so that a container has what systemd does for a machine: runners outlive the agent's death, because they
+become this process's children; whoever dies is reaped; signals go to the agent. It is small, so that it does not die:
+it reads no configuration, talks to no store and decides nothing. An agent that ends by itself ends this, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 36, 15
+BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
+WELL_S = 60.0
+"""An agent that lived so long did not die of how it starts."""
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+FINAL = (0, 2)
+"""It has left because it was asked to, or cannot work as it is configured."""
+
+
+def supervise(command: Sequence[str]) -> int:
+    """Keep `command` running until it ends by itself. Returns its exit code."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(PR_SET_NAME, b"elasticd-super", 0, 0, 0)
+    waited_for = {*FORWARDED, signal.SIGCHLD}
+    # Signals are waited for, not handled: none can come between a look and the wait.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
+    asked_to_end = False
+    deaths = 0
+    while True:
+        child = _start(command, before)
+        since = time.monotonic()
+        while (status := _reaped(child.pid)) is None:
+            got = signal.sigwait(waited_for)
+            if got in FORWARDED:
+                asked_to_end = asked_to_end or got in (signal.SIGTERM, signal.SIGINT)
+                child.send_signal(got)
+        code = os.waitstatus_to_exitcode(status)
+        child.returncode = code
+        if code in FINAL or asked_to_end:
+            return code if code >= 0 else 128 - code
+        deaths = 1 if time.monotonic() - since >= WELL_S else deaths + 1
+        pause_s = BACKOFF_S[min(deaths - 1, len(BACKOFF_S) - 1)]
+        _say(f"the agent {_how(code)} and is started again in {pause_s:g} s; jobs go on without it")
+        if _pause(pause_s, waited_for):
+            return 128 + signal.SIGTERM
+
+
+def _start(command: Sequence[str], mask: set[signal.Signals] | set[int]) -> subprocess.Popen[bytes]:
+    """With our own signal mask as it was before: a blocked signal would stay blocked in the agent."""
+    blocked = signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        return subprocess.Popen(command)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _reaped(agent: int) -> int | None:
+    """Reap everybody who has ended, orphans too; the agent's status if it is among them."""
+    status = None
+    while True:
+        try:
+            pid, how = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if not pid:
+            return status
+        if pid == agent:
+            status = how
+
+
+def _pause(seconds: float, waited_for: set[signal.Signals]) -> bool:
+    """Reap meanwhile. True if somebody wants us to end."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        got = signal.sigtimedwait(waited_for, left)
+        _reaped(0)
+        if got is not None and got.si_signo in (signal.SIGTERM, signal.SIGINT):
+            return True
+    return False
+
+
+def _how(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _say(sentence: str) -> None:
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} elasticd: {sentence}", file=sys.stderr, flush=True)
