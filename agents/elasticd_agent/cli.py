@@ -25,7 +25,7 @@ usage: elasticd run [options] SCRIPT [script's arguments]
 Keeps a PyTorch training job running while its workers fail. `elasticd run` takes torchrun's options and its own:
 elasticd run --help lists them. `elasticd explain` says who made a job hang and why, from the evidence in its log
 directory; `elasticd dump` takes the same evidence of a job that runs on this machine, without disturbing it.
-`elasticd agent` runs for months on a node and is given jobs. `elasticd doctor` looks at this machine as the agent does before it joins.
+`elasticd agent` runs for months on a node and is given jobs. `elasticd doctor` looks at this machine as it does.
 `elasticd config check FILE` says what an agent.toml or a job file means, or what is wrong with it.
 """
 _COMMANDS = ("run", "agent", "explain", "dump", "doctor", "config")

@@ -1,9 +1,9 @@
 """The runner, `python -m elasticd_agent job DIR`: what `elasticd run` is, for one job of a daemon's.
 
 It exists so that the daemon's death, upgrade or mistake costs training nothing: the runner has its own session, lease,
-planner and judgement. It holds a lock for as long as anything of it is left, answers at a control socket, and writes last how
-it ended. When no daemon has spoken to it for `adopt_timeout` it leaves by itself, as after a SIGTERM, so that the other
-nodes go on without this one. It never speaks to the daemon first, and never starts anything but its job.
+planner and judgement. It holds a lock for as long as anything of it is left, answers at a control socket, and writes
+last how it ended. When no daemon has spoken to it for `adopt_timeout` it leaves by itself, as after a SIGTERM, so that
+the other nodes go on without this one. It never speaks to the daemon first, and never starts anything but its job.
 """
 
 from __future__ import annotations
