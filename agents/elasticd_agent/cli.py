@@ -20,6 +20,9 @@ usage: elasticd run [options] SCRIPT [script's arguments]
        elasticd dump [options]
        elasticd doctor [options]
        elasticd config check|example [options]
+       elasticd submit FILE | jobs | status JOB | logs JOB | cancel JOB [options]
+       elasticd nodes | cordon NODE | uncordon NODE | drain NODE [options]
+       elasticd dump JOB | explain JOB [options]
        elasticd --version
 
 Keeps a PyTorch training job running while its workers fail. `elasticd run` takes torchrun's options and its own:
@@ -27,8 +30,10 @@ elasticd run --help lists them. `elasticd explain` says who made a job hang and 
 directory; `elasticd dump` takes the same evidence of a job that runs on this machine, without disturbing it.
 `elasticd agent` runs for months on a node and is given jobs. `elasticd doctor` looks at this machine as it does.
 `elasticd config check FILE` says what an agent.toml or a job file means, or what is wrong with it.
+The others ask an `elasticd agent`, this node's unless --agent names another one: docs/cli.md.
 """
 _COMMANDS = ("run", "agent", "explain", "dump", "doctor", "config")
+_ASKING = ("submit", "jobs", "status", "logs", "cancel", "nodes", "cordon", "uncordon", "drain")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _job(rest)
     if command == "config":
         return _config(rest)
+    if command in _ASKING:
+        return _ask(command, rest)
     if command in ("-h", "--help"):
         print(_HELP, end="")
         return 0
@@ -59,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"elasticd {version()}")
         return 0
     wrong = f"unknown command {command!r}" if command else "a command is missing"
-    return _refuse("elasticd", f"{wrong}; there are {', '.join(_COMMANDS)}, as in: elasticd run train.py")
+    return _refuse("elasticd", f"{wrong}; there are {', '.join((*_COMMANDS, *_ASKING))}, as in: elasticd run train.py")
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -76,6 +83,10 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _explain(argv: Sequence[str]) -> int:
+    from elasticd_agent.daemon.meant import job_is_meant
+
+    if job_is_meant("explain", argv, os.environ):
+        return _ask("explain", argv)
     from elasticd_agent.explain import explain
 
     try:
@@ -85,6 +96,10 @@ def _explain(argv: Sequence[str]) -> int:
 
 
 def _dump(argv: Sequence[str]) -> int:
+    from elasticd_agent.daemon.meant import job_is_meant
+
+    if job_is_meant("dump", argv, os.environ):
+        return _ask("dump", argv)
     from elasticd_agent.dump import dump
 
     try:
@@ -128,6 +143,15 @@ def _config(argv: Sequence[str]) -> int:
         return config(argv)
     except UsageError as error:
         return _refuse("elasticd config", str(error))
+
+
+def _ask(name: str, argv: Sequence[str]) -> int:
+    from elasticd_agent.daemon.verbs import verb
+
+    try:
+        return verb(name, argv)
+    except UsageError as error:
+        return _refuse(f"elasticd {name}", str(error))
 
 
 def _here() -> Path:

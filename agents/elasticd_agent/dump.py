@@ -125,7 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="elasticd dump",
         description="Takes stacks, /proc facts and last log lines of every rank of a job that runs on this machine, "
-        "without disturbing it, and explains them.",
+        "without disturbing it, and explains them. This finds `elasticd run`; of a daemon's job, wherever it runs: "
+        "elasticd dump JOB [--node NODE] [--json] [--agent URL].",
         epilog="Exit codes: 0 taken, 1 not taken, 2 usage, or several jobs run here. More: docs/hangs.md.",
         allow_abbrev=False,
     )

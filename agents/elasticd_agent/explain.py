@@ -118,7 +118,9 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="elasticd explain",
-        description="Says in one page who made a group hang and why, from the evidence its agents left on disk.",
+        description="Says in one page who made a group hang and why, from the evidence its agents left on disk. A word "
+        "without a slash that does not exist here is the id of a daemon's job, if `elasticd agent` runs on this node: "
+        "elasticd explain JOB [--round N] [--node NODE] [--json] [--agent URL].",
         epilog="Exit codes: 0 explained, 1 nothing found, 2 usage. The page and its parts: docs/hangs.md.",
         allow_abbrev=False,
     )

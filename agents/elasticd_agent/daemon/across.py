@@ -145,7 +145,9 @@ class Across:
         if best is None:
             raise self._none(job, wanted, asked, silent)
         newest = max(best.newest, 0 if agreed is None else agreed.number, *ranklogs.rounds(self._files(job))[-1:], 0)
-        return replace(best, newest=newest, over=view.ending(job.job, job.number) is not None)
+        # A job that was cancelled has ended before its workers have.
+        over = view.ending(job.job, job.number) is not None and not showing.running_on(view, job.job, job.number)
+        return replace(best, newest=newest, over=over)
 
     def of_all(
         self,

@@ -23,10 +23,10 @@ from urllib.parse import quote, urlencode, urlsplit
 from elasticd.errors import ElasticdError, UsageError
 from elasticd_agent.control import short
 from elasticd_agent.daemon.door import read_token
+from elasticd_agent.daemon.meant import DEFAULT_SOCKET
 
 ANSWER_BYTES = 64 << 20
 """Evidence of a thousand ranks is some megabytes of JSON."""
-DEFAULT_SOCKET = Path("/run/elasticd/agent.sock")
 DEFAULT_PORT = 9411
 _WAYS = "unix:/run/elasticd/agent.sock, http://HOST:PORT or https://HOST:PORT"
 
@@ -184,7 +184,7 @@ def _read(sock: socket.socket, answer: http.client.HTTPResponse, until: float) -
 def open_client(where: str | None, token_file: Path | None, ca: Path | None) -> Client:
     """The daemon at `where`; without it, this node's. Raises UsageError."""
     if not where:
-        return Client(DEFAULT_SOCKET)
+        return Client(Path(DEFAULT_SOCKET))
     if where.startswith(("unix:", "/")):
         path = where.removeprefix("unix:")
         if not os.path.isabs(path) or path.endswith("/"):

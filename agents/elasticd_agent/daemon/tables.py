@@ -1,0 +1,217 @@
+"""What daemons answer -> tables and pages of plain text, for a person at three in the morning.
+
+It exists apart from asking so that what is shown can be tested without a daemon. Columns are aligned, the sentence that
+says why comes last and is never wrapped or cut. What came from jobs has its control characters made visible. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_SHOWN_NODES = 3
+SHOWN_ROUNDS = 20
+"""Of more rounds the newest are shown; --json has up to a hundred."""
+_NAME = 11
+
+
+def jobs(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return "no jobs; elasticd submit FILE hands one in\n"
+    cells = [
+        (
+            _text(row.get("job")),
+            _text(row.get("state")),
+            _nodes(row.get("nodes")),
+            str(row.get("slots") or "-"),
+            _age(row.get("age_seconds") if row.get("ended_at") is None else row.get("ended_seconds"))
+            + (" ago" if row.get("ended_at") is not None else ""),
+            _text(row.get("reason")),
+        )
+        for row in rows
+    ]
+    return table(("JOB", "STATE", "NODES", "SLOTS", "AGE", "REASON"), cells)
+
+
+def nodes(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return "no nodes: no daemon has announced one\n"
+    cells = [
+        (
+            _text(row.get("node")),
+            _text(row.get("state")),
+            f"{row.get('used', 0)}/{row.get('slots', 0)}",
+            str(len(row.get("gpus") or ()) or "-"),
+            _nodes(row.get("jobs")),
+            _text(row.get("address")) or "-",
+            _text((row.get("versions") or {}).get("elasticd")) or "-",
+            _text(row.get("reason")),
+        )
+        for row in rows
+    ]
+    return table(("NODE", "STATE", "USED", "GPUS", "JOBS", "ADDRESS", "VERSION", "REASON"), cells)
+
+
+def status(job: Mapping[str, Any]) -> str:
+    """One job's page: what it does and why, then its rounds."""
+    progress = job.get("progress") or {}
+    lines = [f"{_text(job.get('job'))}: {_state(job)}"]
+    facts = [
+        ("why", _text(job.get("reason"))),
+        *_where(job),
+        ("round", _round(progress)),
+        ("step", _step(progress)),
+        ("checkpoint", _checkpoint(progress)),
+        ("goodput", _goodput(progress)),
+        ("restarts", str(progress["restarts"]) if progress.get("restarts") is not None else ""),
+        ("wants", _wants(job)),
+        ("submitted", _submitted(job)),
+    ]
+    lines += [f"  {name:<{_NAME}} {value}" for name, value in facts if value]
+    rounds = progress.get("rounds") or []
+    page = "\n".join(lines) + "\n"
+    if rounds:
+        older = len(rounds) - SHOWN_ROUNDS
+        page += "\n" + table(
+            ("ROUND", "SINCE", "WORKERS", "NODES", "REASON"), [_round_row(r) for r in rounds[-SHOWN_ROUNDS:]]
+        )
+        page += f"and {older} older ones: --json\n" if older > 0 else ""
+    return page
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns as wide as they have to be; the last one as long as it is."""
+    cells = [tuple(heads), *map(tuple, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(heads) - 1)]
+    return "".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip() + "\n"
+        for row in cells
+    )
+
+
+def age(seconds: float) -> str:
+    """ "7s", "12m", "3h20m", "4d" """
+    whole = max(0, int(seconds))
+    if whole < 120:
+        return f"{whole}s"
+    if whole < 7200:
+        return f"{whole // 60}m"
+    if whole < 2 * 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+    return f"{whole // 86400}d"
+
+
+def visible(text: str) -> str:
+    """The text with control characters made visible: no job's words may steer a terminal, or begin another line."""
+    return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
+
+
+def _text(value: object) -> str:
+    return visible(value) if isinstance(value, str) else ""
+
+
+def _nodes(names: object) -> str:
+    some = [visible(str(name)) for name in names] if isinstance(names, list) else []
+    more = f" +{len(some) - _SHOWN_NODES}" if len(some) > _SHOWN_NODES else ""
+    return (",".join(some[:_SHOWN_NODES]) + more) or "-"
+
+
+def _age(seconds: object) -> str:
+    return age(seconds) if isinstance(seconds, (int, float)) else "-"
+
+
+def _state(job: Mapping[str, Any]) -> str:
+    state = _text(job.get("state"))
+    if job.get("ended_at") is None:
+        return state
+    return f"{state}, {_age(job.get('ended_seconds'))} ago, with exit code {job.get('exit_code')}"
+
+
+def _where(job: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = job.get("places") or []
+    if not rows:
+        return [("nodes", _nodes(job.get("nodes")) if job.get("nodes") else "")]
+    found = []
+    for index, row in enumerate(rows):
+        slots = row.get("slots") or []
+        which = f" slot{'' if len(slots) == 1 else 's'} {_ranges(slots)}" if slots else ""
+        why = f": {_text(row.get('reason'))}" if row.get("reason") else ""
+        found.append(("" if index else "nodes", f"{_text(row.get('node'))}{which}, {_text(row.get('state'))}{why}"))
+    return found
+
+
+def _round(progress: Mapping[str, Any]) -> str:
+    number, size = progress.get("round"), progress.get("world_size")
+    if not number:
+        return ""
+    phase = _text(progress.get("phase"))
+    return (
+        f"{number}" + (f", {phase}" if phase else "") + (f", {size} worker{'' if size == 1 else 's'}" if size else "")
+    )
+
+
+def _step(progress: Mapping[str, Any]) -> str:
+    step, rate = progress.get("step"), progress.get("steps_per_second")
+    if not isinstance(step, int):
+        return ""
+    return f"{step:,}" + (f", {rate:.3g} steps/s" if isinstance(rate, (int, float)) else "")
+
+
+def _checkpoint(progress: Mapping[str, Any]) -> str:
+    saved = progress.get("checkpoint")
+    if not isinstance(saved, dict):
+        return ""
+    return f"step {saved.get('step')} of round {saved.get('round')}, {_age(saved.get('age_seconds'))} ago"
+
+
+def _goodput(progress: Mapping[str, Any]) -> str:
+    part = progress.get("goodput")
+    return f"{100 * part:.1f} % of the time since its start made steps that count" if isinstance(part, float) else ""
+
+
+def _wants(job: Mapping[str, Any]) -> str:
+    wants = job.get("wants")
+    if not isinstance(wants, dict) or job.get("ended_at") is not None:
+        return ""
+    (few, many), (low, high) = wants["nodes"], wants["slots"]
+    nodes = f"{few}" if few == many else f"{few} to {many}"
+    slots = f"{low}" if low == high else f"{low} to {high}"
+    return f"{nodes} node{'' if many == 1 else 's'} with {slots} slot{'' if high == 1 else 's'} each"
+
+
+def _submitted(job: Mapping[str, Any]) -> str:
+    if not isinstance(job.get("submitted_at"), (int, float)):
+        return ""
+    by = f" by {_text(job.get('by'))}" if job.get("by") else ""
+    return f"{_moment(job['submitted_at'])}{by}, {_age(job.get('age_seconds'))} ago, as number {job.get('number')}"
+
+
+def _round_row(one: Mapping[str, Any]) -> tuple[str, ...]:
+    size = one.get("world_size")
+    return (
+        str(one.get("round")),
+        _moment(one.get("at")),
+        str(size) if size else "-",
+        _nodes(one.get("nodes")),
+        _text(one.get("reason")),
+    )
+
+
+def _moment(at: object) -> str:
+    if not isinstance(at, (int, float)) or not 0 < at < 1e11:
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """ "0-3,6" """
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
