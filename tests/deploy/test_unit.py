@@ -84,6 +84,7 @@ def test_every_setting_is_explained() -> None:
         ("LimitMEMLOCK", "infinity", "RDMA"),
         ("OOMPolicy", "continue", "a worker out of memory does not end the others"),
         ("User", "elasticd", "checkpoints belong to somebody"),
+        ("NoNewPrivileges", "yes", "jobs get no more rights"),
     ],
 )
 def test_what_everything_rests_on(name: str, value: str, why: str) -> None:

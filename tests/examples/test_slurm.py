@@ -1,0 +1,202 @@
+"""The batch script against stand-ins for Slurm: what it asks of srun, when it goes back into the queue, and when not.
+
+`slurm` in PATH is one small program under the names srun, scancel and scontrol. Agents are real in the last test only;
+before, a script plays them: it does what the test says in its `plays` file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.examples.launching import REPOSITORY, Ran
+
+BATCH = REPOSITORY / "examples" / "slurm.sbatch"
+EXAMPLE = REPOSITORY / "examples" / "plain_with_elasticd.py"
+JOB = "4711"
+
+# As the real ones: srun ends with the highest code of its tasks; scancel --signal reaches tasks, not the batch shell;
+# scontrol requeue ends the batch shell, too.
+SLURM = f"""\
+#!{sys.executable} -I
+import os, signal, subprocess, sys
+name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
+with open(os.environ["TOLD"], "a") as told:
+    print(name, *arguments, file=told)
+pids = os.environ["TOLD"] + ".pids"
+if name == "srun":
+    while arguments[0].startswith("--"):
+        del arguments[0]
+    nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+    ran = [subprocess.Popen(arguments, env={{**os.environ, "SLURM_PROCID": str(n)}}) for n in range(nodes)]
+    with open(pids + ".new", "w") as file:
+        print(*(process.pid for process in ran), file=file)
+    os.rename(pids + ".new", pids)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(max(code if code >= 0 else 128 - code for code in [process.wait() for process in ran]))
+if name == "scancel":
+    for pid in open(pids).read().split():
+        os.kill(int(pid), signal.Signals["SIG" + arguments[0].partition("=")[2]])
+if arguments[:2] == ["show", "hostnames"]:
+    print("localhost", "node2", sep="\\n")
+if arguments[:1] == ["requeue"]:
+    os.kill(os.getppid(), signal.SIGKILL)
+"""
+PLAYED = """\
+#!/bin/bash
+code=$(cat "$TOLD.plays")
+trap 'exit 143' TERM
+if [ "$code" = trains ]; then touch "$TOLD.trains"; while :; do sleep 0.01; done; fi
+exit "$code"
+"""
+# Two agents on one machine need names of their own, which two nodes have.
+REAL = f"""\
+#!/bin/bash
+shift
+exec {sys.executable} -m elasticd_agent run --node-id "node$SLURM_PROCID" "$@"
+"""
+
+Submit = Callable[..., Ran]
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Path:
+    """Every call of a stand-in, one line each."""
+    path = tmp_path / "told"
+    path.touch()
+    return path
+
+
+@pytest.fixture
+def submit(tmp_path: Path, told: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
+    started: list[Ran] = []
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {"slurm": SLURM, "played": PLAYED, "real": REAL}.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    for name in ("srun", "scancel", "scontrol"):
+        (commands / name).symlink_to("slurm")
+
+    def run(*arguments: str, plays: str = "", elasticd: str = "played", restarts: int = 0, **more: str) -> Ran:
+        Path(f"{told}.plays").write_text(plays)
+        folder = tmp_path / f"run{len(started)}"
+        folder.mkdir()
+        for name in list(os.environ):
+            if name.startswith("SLURM_"):
+                monkeypatch.delenv(name)
+        environment = {
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "TOLD": str(told),
+            "ELASTICD": elasticd,
+            "SLURM_JOB_ID": JOB,
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
+            **more,
+        }
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            started.append(Ran(["bash", str(BATCH), *arguments], folder))
+        return started[-1]
+
+    yield run
+    for ran in started:
+        ran.end()
+
+
+def requeued(told: Path) -> bool:
+    return f"scontrol requeue {JOB}" in told.read_text().splitlines()
+
+
+def test_one_agent_a_node_that_meet_on_the_first(submit: Submit, told: Path) -> None:
+    ran = submit("train.py", "--text", "two words", plays="0")
+    assert ran.wait() == 0
+    srun = next(line for line in told.read_text().splitlines() if line.startswith("srun "))
+    assert " played run --nnodes 1:2 --nproc-per-node auto --rdzv-id 4711 --rdzv-backend c10d " in srun
+    assert " --rdzv-endpoint localhost:24711 " in srun
+    assert srun.endswith(" train.py --text two words")
+    assert "--kill-on-bad-exit=0 --no-kill --wait=0" in srun
+
+
+def test_or_in_etcd_and_as_the_environment_says(submit: Submit, told: Path) -> None:
+    more = {
+        "RDZV_ENDPOINT": "etcd-1:2379,etcd-2:2379",
+        "MIN_NODES": "2",
+        "CHECKPOINTS": "/data/me",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+    assert submit("train.py", plays="0", **more).wait() == 0
+    srun = told.read_text()
+    assert "--nnodes 2:2 --nproc-per-node 8" in srun
+    assert "--rdzv-backend etcd --rdzv-endpoint etcd-1:2379,etcd-2:2379 --checkpoint-dir /data/me" in srun
+
+
+@pytest.mark.parametrize(
+    ("plays", "restarts", "again"),
+    [
+        ("0", 0, False),
+        ("1", 0, False),  # training failed: it would fail again
+        ("2", 0, False),  # a wrong flag stays wrong
+        ("75", 0, True),
+        ("75", 19, True),
+        ("75", 20, False),
+        ("137", 3, True),  # somebody killed the agents
+    ],
+)
+def test_who_comes_back(submit: Submit, told: Path, plays: str, restarts: int, again: bool) -> None:
+    ran = submit("train.py", plays=plays, restarts=restarts)
+    code = ran.wait()
+    assert requeued(told) is again
+    assert code == (-signal.SIGKILL if again else int(plays))
+
+
+def test_making_room(submit: Submit, told: Path) -> None:
+    """However often it was requeued: being pre-empted is nobody's failure."""
+    ran = submit("train.py", plays="trains", restarts=99)
+    ran.until(lambda: Path(f"{told}.trains").exists() and Path(f"{told}.pids").exists())
+    ran.process.send_signal(signal.SIGUSR1)
+    ran.wait()
+    calls = told.read_text().splitlines()
+    assert f"scancel --signal=TERM {JOB}" in calls
+    assert calls[-1] == f"scontrol requeue {JOB}"
+    assert "exit code 143: back into the queue" in ran.output
+
+
+def test_cancelled_is_cancelled(submit: Submit, told: Path) -> None:
+    ran = submit("train.py", plays="trains")
+    ran.until(lambda: Path(f"{told}.trains").exists() and Path(f"{told}.pids").exists())
+    # scancel reaches the shell and the tasks.
+    ran.process.send_signal(signal.SIGTERM)
+    for pid in Path(f"{told}.pids").read_text().split():
+        os.kill(int(pid), signal.SIGTERM)
+    assert ran.wait() == 143
+    assert not requeued(told)
+
+
+@pytest.mark.system
+def test_a_real_job_makes_room_and_goes_on(submit: Submit, told: Path, tmp_path: Path) -> None:
+    train = [str(EXAMPLE), "--epochs", "1000", "--save-every", "1000000"]
+    job = {"elasticd": "real", "SLURM_GPUS_ON_NODE": "1"}
+    first = submit(*train, **job)
+    first.until(lambda: "epoch 1 " in first.output)
+    first.process.send_signal(signal.SIGUSR1)
+    first.wait()
+    assert requeued(told)
+    seen = [int(epoch) for epoch in re.findall(r"epoch (\d+) error", first.output)]
+
+    train[2] = str(max(seen) + 4)
+    second = submit(*train, restarts=1, **job)
+    assert second.wait() == 0, second.output
+    # Nobody had saved before the signal: it is the checkpoint made for it that the second run goes on from. The epoch
+    # that was being trained is the next to end, unless all of it was trained but the line not printed yet.
+    ended = [int(epoch) for epoch in re.findall(r"epoch (\d+) error", second.output)]
+    assert ended[0] in (max(seen) + 1, max(seen) + 2)
