@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios import interpreter, nodes
+from tests.scenarios import daemon, interpreter, nodes
 
 HERE = Path(__file__).parent
-SCENARIOS = sorted(HERE.glob("*.txt")) + sorted((HERE / "nodes").glob("*.txt"))
+KINDS = {"nodes": nodes.rerun, "daemon": daemon.rerun}
+SCENARIOS = sorted(HERE.glob("*.txt")) + sorted(path for kind in KINDS for path in (HERE / kind).glob("*.txt"))
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda p: p.relative_to(HERE).with_suffix("").as_posix())
 def test_scenario(path: Path, request: pytest.FixtureRequest) -> None:
     written = path.read_text()
-    now = (nodes if path.parent.name == "nodes" else interpreter).rerun(written)
+    now = KINDS.get(path.parent.name, interpreter.rerun)(written)
     if request.config.getoption("--rewrite-scenarios", default=False):
         path.write_text(now)
     else:

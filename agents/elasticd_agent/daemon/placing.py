@@ -151,13 +151,15 @@ class _Job:
         return len(self.places) >= self.wants.min_nodes
 
     def placement(self) -> Placement:
-        wants, places = self.wants, tuple(self.places.values())
+        """What was written if nothing has changed, so that a reason goes on saying what once happened."""
+        wants, written, places = self.wants, self.written, tuple(self.places.values())
         refused = tuple(Refusal(node, why) for node, why in sorted(self.refused.items()))
-        if self.written is not None and places and (places, refused) == (self.written.places, self.written.refused):
-            return self.written
+        same = written is not None and (places, refused) == (written.places, written.refused)
+        if written is not None and same and (places or written.reason.endswith(self.waits)):
+            return written
         reason = f"runs on {_listed(_slots(p) for p in places)}" if places else self.waits
-        reason = "; ".join([*self.said, reason])
-        return Placement(wants.job, wants.number, places, reason, refused)
+        last = () if places or written is None else tuple(p.node for p in written.places) or written.last
+        return Placement(wants.job, wants.number, places, "; ".join([*self.said, reason]), refused, last)
 
 
 def _job(wants: Submission, view: View, nodes: dict[str, _Node]) -> _Job:
@@ -221,17 +223,17 @@ def _start(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
     """Rule 3."""
     ahead: Submission | None = None
     for job in jobs:
-        if ahead is None:
-            _take(job, nodes)
         if job.runs:
             continue
-        possible = _possible(job, nodes)
-        if possible and ahead is not None:
-            job.waits = f"waits behind {ahead.job}, which came first and {_wish(ahead)}"
-        else:
-            job.waits = f"waits: {_lack(job, nodes, possible)}"
-        if possible and ahead is None:
+        if ahead is None and _take(job, nodes):
+            continue
+        if not _possible(job, nodes):
+            job.waits = f"waits: {_missing(job, nodes)}; it holds up nobody"
+        elif ahead is None:
+            job.waits = f"waits: {_wish(job.wants)}; {_lack(job, nodes)}"
             ahead = job.wants
+        else:
+            job.waits = f"waits behind {ahead.job}, which came first and {_wish(ahead)}"
 
 
 def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
@@ -246,19 +248,20 @@ def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
                 job.said.append(f"{_listed(came)} {'was' if len(came) == 1 else 'were'} free and nobody waits")
 
 
-def _take(job: _Job, nodes: dict[str, _Node]) -> None:
-    """Give the job nodes up to its maximum, if that makes at least its minimum; else nothing."""
+def _take(job: _Job, nodes: dict[str, _Node]) -> bool:
+    """Give the job nodes up to its maximum, if that makes at least its minimum. False: nothing was given."""
     wants = job.wants
-    used = {p.node for p in job.written.places} if job.written is not None else set()
+    used = () if job.written is None else (*job.written.last, *(p.node for p in job.written.places))
     fit = [n for name, n in nodes.items() if name not in job.places and _fits(job, n)]
-    # Where it was before; then whoever gives most; then the tightest fit, so that whole nodes stay whole.
+    # Where it was before and may have checkpoints; then whoever gives most; then the tightest fit: whole nodes stay so.
     fit.sort(key=lambda n: (n.card.node not in used, -min(len(n.free), wants.max_slots), len(n.free), n.card.node))
     if len(job.places) + len(fit) < wants.min_nodes:
-        return
+        return False
     for node in fit[: wants.max_nodes - len(job.places)]:
         slots = node.free[: wants.max_slots]
         job.places[node.card.node] = Place(node.card.node, slots)
         node.give(job.places[node.card.node], wants.job)
+    return True
 
 
 def _give_back(job: _Job, nodes: dict[str, _Node]) -> None:
@@ -287,31 +290,43 @@ def _could(job: _Job, node: _Node) -> bool:
 
 
 def _wish(wants: Submission) -> str:
-    return f"wants {_count(wants.min_nodes, 'node')} with {_count(wants.min_slots, 'free slot')} each"
+    each = " each" if wants.min_nodes > 1 else ""
+    return f"wants {_count(wants.min_nodes, 'node')} with {_count(wants.min_slots, 'free slot')}{each}"
 
 
-def _lack(job: _Job, nodes: dict[str, _Node], possible: bool) -> str:
-    """What a job waits for. For one that could never run it says nothing that changes as others come and go."""
-    wish = _wish(job.wants)
-    words = [_word(job, node, possible) for _, node in sorted(nodes.items())]
-    if possible:
-        return f"{wish}; {_listed(words)}"
-    could = sum(_could(job, node) for node in nodes.values())
-    here = (
-        f"of the nodes that are here {could or 'none'} could carry it ({_listed(words)})" if nodes else "none is here"
-    )
-    return f"{wish}; {here}; it holds up nobody"
+def _lack(job: _Job, nodes: dict[str, _Node]) -> str:
+    """What a job waits for that could run if others did not."""
+    fit = [name for name, node in sorted(nodes.items()) if _fits(job, node)]
+    others = [_word(job, node, f"{len(node.free)} of ") for name, node in sorted(nodes.items()) if name not in fit]
+    has = f"{_listed(fit)} {'has' if len(fit) == 1 else 'have'} them, but " if fit else ""
+    return has + _listed(others)
 
 
-def _word(job: _Job, node: _Node, possible: bool) -> str:
+def _missing(job: _Job, nodes: dict[str, _Node]) -> str:
+    """What a job waits for that could never run on these nodes. It does not change as others come and go."""
+    could = [name for name, node in sorted(nodes.items()) if _could(job, node)]
+    others = [_word(job, node, "") for name, node in sorted(nodes.items()) if name not in could]
+    here = f"{len(could) or 'none'} of the {len(nodes)} nodes here could carry it: {_listed(others)}"
+    if not others:
+        here = (
+            f"only {_count(len(could), 'node')} {'is' if len(could) == 1 else 'are'} here" if could else "none is here"
+        )
+    elif len(nodes) == 1:
+        here = f"the only node here cannot carry it: {_listed(others)}"
+    elif could:
+        here = "only " + here
+    return f"{_wish(job.wants)}, and {here}"
+
+
+def _word(job: _Job, node: _Node, free: str) -> str:
     name = node.card.node
     if node.why_not:
         return node.why_not
     if name in job.refused:
         return _because(f"{name} refused it", job.refused[name])
-    if possible and node.card.slots >= job.wants.min_slots:
-        return f"{name} has {len(node.free)} free"
-    return f"{name} has {_count(node.card.slots, 'slot')}" + (" in all" if possible else "")
+    if free and node.card.slots >= job.wants.min_slots:
+        return f"{name} has {free}{node.card.slots} free"
+    return f"{name} has {_count(node.card.slots, 'slot')}" + (" in all" if free else "")
 
 
 def _slots(place: Place) -> str:

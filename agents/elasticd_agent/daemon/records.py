@@ -68,7 +68,7 @@ class Refusal(Record):
 class Placement(Document):
     """Where a submitted job runs, or, without places, why it waits. Only the placer writes it.
 
-    `ended_s`: by the placers' clock (names.CLOCK), when its ending was first seen.
+    `last`: while it waits, the nodes it ran on before. `ended_s`: by the placers' clock (names.CLOCK), when its ending was first seen.
     """
 
     job: str
@@ -76,6 +76,7 @@ class Placement(Document):
     places: tuple[Place, ...]
     reason: str
     refused: tuple[Refusal, ...] = ()
+    last: tuple[str, ...] = ()
     ended_s: float | None = None
 
     def place(self, node: str) -> Place | None:

@@ -1,0 +1,316 @@
+"""`place()` held against its rules: properties of random fleets, and the cases that a transcript would not show."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from elasticd_agent.daemon.placing import SHOWN, View, place
+from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Place, Placement, Refusal, Running, Submission
+
+NAMES = [f"n{i}" for i in range(1, 6)]
+JOBS = list("abcdef")
+
+slot_sets = st.sets(st.integers(0, 5), min_size=1, max_size=4).map(lambda s: tuple(sorted(s)))
+
+
+@st.composite
+def submissions(draw: st.DrawFn) -> tuple[Submission, ...]:
+    found = []
+    for job in draw(st.lists(st.sampled_from(JOBS), unique=True)):
+        nodes = sorted((draw(st.integers(1, 4)), draw(st.integers(1, 4))))
+        slots = sorted((draw(st.integers(1, 5)), draw(st.integers(1, 5))))
+        found.append(Submission(job, len(found) + 1, "{}", nodes[0], nodes[1], slots[0], slots[1]))
+    return tuple(draw(st.permutations(found)))
+
+
+@st.composite
+def cards(draw: st.DrawFn, names: list[str]) -> tuple[NodeCard, ...]:
+    states = st.sampled_from(["ready", "ready", "ready", "ready", "draining", "quarantined", "cordoned"])
+    runners = st.builds(
+        Running, st.sampled_from(JOBS), st.integers(1, 6), slot_sets, st.sampled_from(["running", "leaving", "refused"])
+    )
+    return tuple(
+        NodeCard(
+            name,
+            "i",
+            draw(st.integers(0, 6)),
+            state=draw(states),
+            running=tuple(draw(st.lists(runners, max_size=2))) if draw(st.booleans()) else (),
+        )
+        for name in names
+    )
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    """Anything that may lie in the store, sensible or not."""
+    names = draw(st.lists(st.sampled_from(NAMES), unique=True))
+    gone = draw(st.integers(0, len(names)))
+    jobs = draw(submissions())
+    places = st.lists(st.builds(Place, st.sampled_from(NAMES), slot_sets), max_size=3, unique_by=lambda p: p.node)
+    placements = tuple(
+        Placement(job, draw(st.integers(1, 6)), tuple(draw(places)), "before", tuple(draw(refusals)))
+        for job in draw(st.lists(st.sampled_from(JOBS), unique=True))
+    )
+    return View(
+        draw(cards(names[gone:])),
+        tuple(Cordon(n, draw(st.booleans()), "why") for n in draw(st.lists(st.sampled_from(NAMES), unique=True))[:2]),
+        jobs,
+        placements,
+        tuple(Ending(job, draw(st.integers(1, 6)), "failed", 1, "") for job in draw(st.sets(st.sampled_from(JOBS)))),
+        draw(cards(names[:gone])),
+        frozenset(draw(st.sets(st.tuples(st.sampled_from(JOBS), st.sampled_from(NAMES)), max_size=3))),
+    )
+
+
+refusals = st.lists(st.builds(Refusal, st.sampled_from(NAMES)), max_size=1)
+
+
+@st.composite
+def sane_views(draw: st.DrawFn) -> View:
+    """What placing itself has led to: jobs were submitted and ended, nodes came, one after the other."""
+    view = View()
+    for name in draw(st.permutations(NAMES))[: draw(st.integers(1, 5))]:
+        view = replace(view, cards=(*view.cards, NodeCard(name, "i", draw(st.integers(1, 6)))))
+    for number, job in enumerate(draw(st.permutations(JOBS))[: draw(st.integers(1, 6))], 1):
+        nodes = sorted((draw(st.integers(1, 4)), draw(st.integers(1, 4))))
+        slots = sorted((draw(st.integers(1, 5)), draw(st.integers(1, 5))))
+        wants = Submission(job, number, "{}", nodes[0], nodes[1], slots[0], slots[1])
+        view = after(replace(view, submissions=(*view.submissions, wants)))
+        if draw(st.integers(0, 3)) == 0:
+            over = draw(st.sampled_from([s.job for s in view.submissions]))
+            last = next(s for s in view.submissions if s.job == over)
+            view = after(replace(view, endings=(*view.endings, Ending(over, last.number, "succeeded", 0, ""))))
+    return view
+
+
+def after(view: View) -> View:
+    """The view once what placing says is written."""
+    written = {p.job: p for p in view.placements} | {p.job: p for p in place(view)}
+    return replace(view, placements=tuple(written.values()))
+
+
+def live(view: View) -> dict[str, Placement]:
+    """The placements that count, of jobs that have not ended."""
+    numbers = {s.job: s.number for s in view.unended()}
+    return {p.job: p for p in view.placements if numbers.get(p.job) == p.number}
+
+
+def words(view: View, job: str) -> str:
+    return live(view)[job].reason
+
+
+@settings(max_examples=250, deadline=None)
+@given(views())
+def test_whatever_lies_in_the_store(view: View) -> None:
+    then = after(view)
+    placed = live(then)
+    assert set(placed) == {s.job for s in view.unended()}, "every job that has not ended is placed or waits"
+    used = [(at.node, slot) for p in [*placed.values(), *then.strange()] for at in p.places for slot in at.slots]
+    strange = [(at.node, slot) for p in then.strange() for at in p.places for slot in at.slots]
+    assert len(used) - len(strange) == len(set(used) - set(strange)), "no slot twice"
+    here = {c.node: c for c in view.cards}
+    away = {c.node: c for c in view.away}
+    emptied = {c.node for c in view.cordons if c.drain}
+    for wants in view.unended():
+        mine = placed[wants.job]
+        before = live(view).get(wants.job)
+        assert mine.reason.strip()
+        assert not mine.places or len(mine.places) >= wants.min_nodes, "never fewer"
+        kept = {p.node for p in before.places} if before is not None else set()
+        assert len(mine.places) <= max(wants.max_nodes, len(kept)), "never more"
+        assert len({p.node for p in mine.places}) == len(mine.places)
+        for at in mine.places:
+            card = here.get(at.node) or away[at.node]
+            assert at.node not in emptied
+            assert card.state not in ("draining", "quarantined")
+            assert at.node not in {r.node for r in mine.refused}
+            if before is None or before.place(at.node) != at:
+                assert at.node in here, "nothing new on a node that is away"
+                assert card.state == "ready"
+                assert at.node not in {c.node for c in view.cordons}
+                assert wants.min_slots <= len(at.slots) <= wants.max_slots
+                assert max(at.slots) < card.slots
+                busy = {s for r in card.running if r.state != "refused" for s in r.slots}
+                assert not busy & set(at.slots), "something still runs there"
+        if not mine.places:
+            assert "waits" in mine.reason
+    assert place(then) == (), "the answer leaves nothing to say"
+    other_order = replace(
+        view, cards=view.cards[::-1], submissions=view.submissions[::-1], placements=view.placements[::-1]
+    )
+    assert sorted(place(other_order), key=lambda p: p.job) == sorted(place(view), key=lambda p: p.job), "deterministic"
+
+
+@settings(max_examples=150, deadline=None)
+@given(sane_views(), submissions())
+def test_newcomers_change_nothing_for_those_who_run(view: View, more: tuple[Submission, ...]) -> None:
+    known = {s.job for s in view.submissions}
+    newcomers = tuple(replace(s, number=100 + s.number) for s in more if s.job not in known)
+    then = after(replace(view, submissions=(*view.submissions, *newcomers)))
+    for job, placement in live(view).items():
+        if placement.places:
+            assert live(then)[job] == placement
+    assert [p.job for p in place(replace(view, submissions=(*view.submissions, *newcomers)))] == [
+        s.job for s in sorted(newcomers, key=lambda s: s.number)
+    ], "nor for those who wait"
+
+
+@settings(max_examples=150, deadline=None)
+@given(sane_views())
+def test_strictly_first_come_first_placed(view: View) -> None:
+    """Of those who wait, whoever could run on these nodes if they were empty holds up all behind it."""
+    then = after(view)
+    held_up = False
+    for wants in then.unended():
+        fit = [c for c in then.cards if c.slots >= wants.min_slots]
+        waits = not live(then)[wants.job].places
+        fresh = wants.job not in live(view) or not live(view)[wants.job].places
+        if held_up and fresh:
+            assert waits, f"{wants.job} overtook somebody"
+        held_up = held_up or (waits and len(fit) >= wants.min_nodes)
+        if waits:
+            assert ("it holds up nobody" in words(then, wants.job)) == (len(fit) < wants.min_nodes)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sane_views(), st.sampled_from(NAMES))
+def test_the_first_who_waits_waits_for_a_reason(view: View, name: str) -> None:
+    """Nobody waits who could run: the first in the queue is short of nodes with enough free slots."""
+    first = next((s for s in view.unended() if not live(view)[s.job].places), None)
+    assume(first is not None)
+    assert first is not None
+    used = {(at.node, slot) for p in live(view).values() for at in p.places for slot in at.slots}
+    room = {c.node: sum((c.node, s) not in used for s in range(c.slots)) for c in view.cards}
+    assert sum(free >= first.min_slots for free in room.values()) < first.min_nodes
+
+
+@settings(max_examples=100, deadline=None)
+@given(sane_views(), st.sampled_from(NAMES), st.booleans())
+def test_a_node_that_goes_away_for_a_moment_moves_nobody(view: View, name: str, drained_elsewhere: bool) -> None:
+    card = next((c for c in view.cards if c.node == name), None)
+    assume(card is not None)
+    assert card is not None
+    away = replace(view, cards=tuple(c for c in view.cards if c is not card), away=(card,))
+    then = after(away)
+    for job, placement in live(view).items():
+        if placement.places:
+            assert live(then)[job].places[: len(placement.places)] == placement.places
+    back = after(replace(then, cards=(*then.cards, card), away=()))
+    for job, placement in live(then).items():
+        assert live(back)[job].places[: len(placement.places)] == placement.places
+
+
+def view(*jobs: Submission, nodes: dict[str, int] | None = None, **fields: object) -> View:
+    found = tuple(NodeCard(name, "i", slots) for name, slots in (nodes or {"n1": 4, "n2": 4}).items())
+    return replace(View(cards=found, submissions=jobs), **fields)  # type: ignore[arg-type]
+
+
+def job(
+    name: str = "a", number: int = 1, nodes: tuple[int, int] = (1, 1), slots: tuple[int, int] = (4, 4)
+) -> Submission:
+    return Submission(name, number, "{}", *nodes, *slots)
+
+
+def test_a_job_that_ended_leaves_its_slots_to_others_and_its_record_alone() -> None:
+    one = after(view(job(), nodes={"n1": 4}))
+    two = replace(one, submissions=(*one.submissions, job("b", 2)))
+    assert "n1 has 0 of 4 free" in words(after(two), "b")
+    ended = replace(two, endings=(Ending("a", 1, "succeeded", 0, "done"),))
+    assert [p.job for p in place(ended)] == ["b"]
+    assert after(ended).placements[0] == one.placements[0]
+
+
+def test_an_ending_of_an_earlier_run_ends_nothing() -> None:
+    again = view(job(number=7), nodes={"n1": 4}, endings=(Ending("a", 3, "failed", 1, ""),))
+    (placement,) = place(replace(again, placements=(Placement("a", 3, (Place("n1", (0,)),), ""),)))
+    assert (placement.number, placement.places) == (7, (Place("n1", (0, 1, 2, 3)),))
+
+
+def test_what_nothing_is_known_of_keeps_its_slots() -> None:
+    """A job file of a newer version: its submission cannot be read here, its runners are there all the same."""
+    strange = Placement("theirs", 1, (Place("n1", (0, 1)),), "placed by somebody newer")
+    then = view(job(number=2), nodes={"n1": 4}, placements=(strange,))
+    assert words(after(then), "a").endswith("n1 has 2 of 4 free")
+    assert strange in after(then).placements
+
+
+def test_two_placements_of_one_slot_are_put_right_for_the_first() -> None:
+    both = tuple(Placement(name, number, (Place("n1", (0, 1)),), "") for name, number in (("a", 1), ("b", 2)))
+    wants = tuple(job(name, number, slots=(2, 2)) for name, number in (("a", 1), ("b", 2)))
+    (moved,) = place(view(*wants, placements=both))
+    assert (moved.job, moved.reason) == ("b", "n1's slots are a's; runs on n1 (slots 2-3)")
+
+
+def test_a_refusal_is_remembered_after_the_card_has_forgotten_it() -> None:
+    one = after(view(job(), nodes={"n1": 4, "n2": 4}))
+    refused = Running("a", 1, (0, 1, 2, 3), "refused", "no such script")
+    cards = (replace(one.cards[0], running=(refused,)), one.cards[1])
+    two = after(replace(one, cards=cards))
+    assert words(two, "a") == "n1 refused it: no such script; runs on n2 (slots 0-3)"
+    three = after(replace(two, cards=(one.cards[0],)))
+    assert "waits" in words(three, "a")
+    assert "n1 refused it: no such script" in words(three, "a")
+    other_run = replace(three, submissions=(job(number=5),))
+    assert words(after(other_run), "a") == "runs on n1 (slots 0-3)"
+
+
+def test_of_two_that_are_short_the_younger_gives_way() -> None:
+    wants = job("a", 1, (2, 2)), job("b", 2, (2, 2))
+    placed = tuple(
+        Placement(s.job, s.number, (Place(f"n{s.number}", (0, 1, 2, 3)), Place(f"gone{s.number}", (0, 1, 2, 3))), "")
+        for s in wants
+    )
+    then = after(view(*wants, placements=placed))
+    assert words(then, "a") == "gone1 is gone; runs on n1 (slots 0-3) and n2 (slots 0-3)"
+    assert words(then, "b").startswith(
+        "gone2 is gone; n2 alone is too few; waits: wants 2 nodes with 4 free slots each"
+    )
+
+
+def test_a_job_that_waits_takes_its_old_nodes_again() -> None:
+    one = after(view(job(slots=(2, 4)), nodes={"n2": 4}))
+    drained = after(replace(one, cordons=(Cordon("n2", True, ""),)))
+    assert not live(drained)["a"].places
+    more = replace(drained, cards=(NodeCard("n1", "i", 4), *drained.cards), cordons=())
+    assert words(after(more), "a") == "runs on n2 (slots 0-3)"
+
+
+@pytest.mark.parametrize("state", ["draining", "quarantined"])
+def test_what_a_node_says_of_itself_counts_like_a_drain(state: str) -> None:
+    one = after(view(job(nodes=(1, 2)), nodes={"n1": 4, "n2": 4}))
+    cards = (replace(one.cards[0], state=state, why="its reasons"), one.cards[1])  # type: ignore[arg-type]
+    assert words(after(replace(one, cards=cards)), "a") == f"n1 is {state}: its reasons; runs on n2 (slots 0-3)"
+
+
+def test_a_sentence_names_no_more_nodes_than_a_person_reads() -> None:
+    nodes = {f"n{i:04}": 1 for i in range(2000)}
+    reason = words(after(view(job(nodes=(3, 3), slots=(2, 2)), nodes=nodes)), "a")
+    assert reason.count("n0") == SHOWN
+    assert reason.endswith("n0005 has 1 slot and 1994 more; it holds up nobody")
+    assert len(reason) < 300
+
+
+def test_the_words_of_slots() -> None:
+    taken = Running("z", 9, (1, 4, 5), "leaving")
+    cards = (NodeCard("n1", "i", 8, running=(taken,)),)
+    assert words(after(replace(view(job(slots=(1, 8))), cards=cards)), "a") == "runs on n1 (slots 0, 2-3, 6-7)"
+    assert words(after(replace(view(job(slots=(1, 1))), cards=cards)), "a") == "runs on n1 (slot 0)"
+
+
+def test_a_big_fleet_is_placed_quickly() -> None:
+    """A turn with 500 nodes and 500 jobs must not hold up the loop: 100 ms and more would be felt."""
+    nodes = {f"n{i}": 8 for i in range(500)}
+    jobs = [job(f"j{i}", i + 1, (1 + i % 4, 4), (1 + i % 8, 8)) for i in range(500)]
+    big = view(*jobs, nodes=nodes)
+    began = time.process_time()
+    then = after(big)
+    assert time.process_time() - began < 10
+    began = time.process_time()
+    assert place(then) == ()
+    assert time.process_time() - began < 5
