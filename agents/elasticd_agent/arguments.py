@@ -317,6 +317,7 @@ def _hangs(parsed: argparse.Namespace) -> dict[str, Any]:
         "hang_factor": parsed.hang_factor,
         "stopped_after_s": parsed.stopped_after,
         "slow_ceiling_s": parsed.slow_ceiling,
+        "slow_factor": parsed.slow_factor,
         "evidence_s": evidence,
         "on_hang": parsed.on_hang,
         "startup_ceiling_s": parsed.startup_ceiling,

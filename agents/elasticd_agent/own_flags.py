@@ -129,6 +129,15 @@ OWN: tuple[Flag, ...] = (
         env=False,
     ),
     Flag(
+        ("--slow-factor",),
+        Kind.FLOAT,
+        "A rank whose own work takes more than so many times what its peers' takes is reported as slow by "
+        "a log line, an event and a metric; nothing is done about it.",
+        default=1.5,
+        metavar="F",
+        env=False,
+    ),
+    Flag(
         ("--evidence-timeout",),
         Kind.DURATION,
         "How long stacks and logs of a hung group may take to gather before it is ended. Not given: 3s, or the hang "

@@ -91,7 +91,7 @@ def test_rules_and_presentation() -> None:
 
 def test_how_long_a_group_may_be_quiet() -> None:
     _, policy, _ = parse(
-        "--hang-floor 1.5s --hang-factor 4 --stopped-after 900ms --slow-ceiling 2m --evidence-timeout 1 "
+        "--hang-floor 1.5s --hang-factor 4 --stopped-after 900ms --slow-ceiling 2m --slow-factor 2 --evidence-timeout 1 "
         "--on-hang report --startup-ceiling 3m --first-step-ceiling 1.5h --progress-ceiling .5h t.py"
     )
     assert policy == Policy(
@@ -99,6 +99,7 @@ def test_how_long_a_group_may_be_quiet() -> None:
         hang_factor=4,
         stopped_after_s=0.9,
         slow_ceiling_s=120,
+        slow_factor=2,
         evidence_s=1,
         on_hang="report",
         startup_ceiling_s=180,
@@ -163,6 +164,7 @@ WRONG = [
     ("--stopped-after -1s t.py", "--stopped-after"),
     ("--hang-floor 1s --evidence-timeout 2s t.py", "evidence_timeout 2 s must .* not exceed hang_floor 1 s"),
     ("--hang-factor 1 t.py", "hang_factor 1 must be more than 1"),
+    ("--slow-factor 1 t.py", "slow_factor 1 must be more than 1"),
     ("--on-hang ignore t.py", "invalid choice: 'ignore'"),
 ]
 
