@@ -69,7 +69,7 @@ class Barriers:
             raise UsageError(f"barrier({name!r}) while another thread waits at {self.waiting_at!r}: one at a time")
         before = self._beat.current
         try:
-            self._meet(name, seconds)
+            self._meet(name, seconds, said_s=0.0 if timeout is None else seconds)
         finally:
             self.waiting_at = None
             self._beat.phase(before)
@@ -79,12 +79,12 @@ class Barriers:
         """No more barriers. The roll's thread is closed by who made it, and after this."""
         self._closed = True
 
-    def _meet(self, name: str, seconds: float) -> None:
+    def _meet(self, name: str, seconds: float, said_s: float) -> None:
         self._number += 1
         visit = _Visit(self._channel, self._roll, self._number, name, seconds)
         thread = threading.Thread(target=self._attend, args=(visit,), name="elasticd-barrier", daemon=True)
         try:
-            self._beat.phase(beats.Phase.BARRIER, name)
+            self._beat.phase(beats.Phase.BARRIER, name, said_s)
             self.waiting_at = name
             thread.start()
             visit.over.wait(min(seconds, threading.TIMEOUT_MAX))

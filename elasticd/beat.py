@@ -6,7 +6,7 @@ that truncates the file can then only make a read fail (WireError), not kill the
 CLOCK_MONOTONIC, which both processes share; no wall clock appears here. This module never waits for anybody and
 never imports torch. It is also loaded by file, where elasticd is not installed: with errors.py and last_words.py.
 
-Layout 1.1, little-endian, offsets in bytes. A word is stored whole; the words marked * belong together
+Layout 1.2, little-endian, offsets in bytes. A word is stored whole; the words marked * belong together
 and are guarded by `seq`.
 
     0     8s   magic "ELASTICD"          written once, by the agent
@@ -23,6 +23,8 @@ and are guarded by `seq`.
     104   u32  phase *                   see Phase
     108   u32  source *                  see Source: who counts the steps
     112   64s  barrier *                 name of the barrier it waits at, UTF-8, zero-padded
+    176   u64  barrier_ms *              the timeout that the script gave this barrier, 0 if none
+    184   u64  pid                       the process that maps this file, in its own process namespace, 0 unknown
     192   i64  collectives               issued by the default process group, -1 while there is none; this word, alive,
                                          waited and timeout_ms are a background thread's (pulse.py)
     200   u64  alive                     counts while that thread gets the GIL, 0 while there is no such thread
@@ -35,8 +37,8 @@ and are guarded by `seq`.
     260        last words: UTF-8 JSON {"kind", "type", "message", "traceback", "code", "bases"}
     16384      end
 
-1.0 had nothing at 24 and between 208 and 256 and left those words zero; its readers skip them. A 1.0 writer leaves
-them as the agent made them, unknown.
+1.1 had nothing between 176 and 192, 1.0 neither at 24 and between 208 and 256, and left those words zero; their readers
+skip them. An older writer leaves them as the agent made them, unknown.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ JOINING = "init_process_group"
 """The name of the barrier in phase STARTING: torch's function in which all ranks wait for each other."""
 SIZE = 16 * 1024
 MAGIC = b"ELASTICD"
-MAJOR, MINOR = 1, 1
+MAJOR, MINOR = 1, 2
 STOP, HOLD = 1, 2
 """What an agent may ask for; a worker that does not know HOLD takes it for nothing."""
 REQUEST_KIND = 0xFF
@@ -71,12 +73,14 @@ has the last one to itself.
 # Indices into the map seen as 64-bit words (Q, q) and as 32-bit words (I).
 _REQUEST, _DUMP_WANTED, _SEQ, _STEP, _PROGRESS, _FIRST_STEP, _STARTED = 2, 3, 8, 9, 10, 11, 12
 _PHASE, _SOURCE = 26, 27
+_BARRIER_MS, _PID = 22, 23
 _COLLECTIVES, _ALIVE, _USUAL, _WAITED, _TIMEOUT, _ISSUED_AT_STEP, _DUMPED = 24, 25, 26, 27, 28, 29, 30
 _UNKNOWN = -1
+_MOST_MS = 1 << 40
 _BARRIER, _BARRIER_BYTES = 112, 64
 _WORDS_AT = 256
 _WORDS_ROOM = SIZE - _WORDS_AT - 4
-_HEADER = struct.Struct("<8sIIQ40x QqQQQII64s16x qQqQQqQ8x I")
+_HEADER = struct.Struct("<8sIIQ40x QqQQQII64sQQ qQqQQqQ8x I")
 _NOTHING_ISSUED = (_UNKNOWN, 0, _UNKNOWN, 0, 0, _UNKNOWN, 0)
 # A writer killed between two stores leaves `seq` odd for good: after this many looks the words are taken as they are.
 _LOOKS = 8
@@ -109,7 +113,8 @@ class Beat:
     `collectives` were issued by the default process group, `usual` of them during the last finished step and
     `issued_at_step` until its end, -1: unknown. `timeout_s` is that group's own, 0: unknown. `alive` counts while the
     background thread gets the GIL, 0: there is none; `waited` counts its pulses in which the step had nothing left to
-    issue. `dumped` is the answer to `want_dump`.
+    issue. `dumped` is the answer to `want_dump`. `barrier_s` is the timeout that the script gave the barrier it waits
+    at, 0: none. `pid` is the worker's own, which a worker in a process namespace of its own knows by another number.
     """
 
     step: int = 0
@@ -128,6 +133,8 @@ class Beat:
     timeout_s: float = 0.0
     issued_at_step: int = _UNKNOWN
     dumped: int = 0
+    barrier_s: float = 0.0
+    pid: int = 0
 
 
 def create(path: str | os.PathLike[str]) -> None:
@@ -135,7 +142,7 @@ def create(path: str | os.PathLike[str]) -> None:
 
     All of it is written, hence allocated: a store into a hole of a full tmpfs would be SIGBUS.
     """
-    content = _HEADER.pack(MAGIC, MAJOR, MINOR, 0, *([0] * 7), b"", *_NOTHING_ISSUED, 0).ljust(SIZE, b"\0")
+    content = _HEADER.pack(MAGIC, MAJOR, MINOR, 0, *([0] * 7), b"", 0, 0, *_NOTHING_ISSUED, 0).ljust(SIZE, b"\0")
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
         if os.write(fd, content) != SIZE:
@@ -158,6 +165,7 @@ class BeatWriter:
         finally:
             os.close(fd)
         os.register_at_fork(after_in_child=self._mute)
+        self._words[_PID] = os.getpid()
         if not self._words[_STARTED]:
             self._words[_STARTED] = time.monotonic_ns()
 
@@ -220,14 +228,15 @@ class BeatWriter:
     def dumped(self, number: int) -> None:
         self._words[_DUMPED] = number
 
-    def phase(self, phase: Phase, barrier: str = "") -> None:
-        """The script is somewhere else now; `barrier` names where it waits (cut to 64 bytes)."""
+    def phase(self, phase: Phase, barrier: str = "", barrier_s: float = 0.0) -> None:
+        """The script is somewhere else now; `barrier` names where it waits (cut to 64 bytes), `barrier_s` at most."""
         name = barrier.encode("utf-8", "replace")[:_BARRIER_BYTES].ljust(_BARRIER_BYTES, b"\0")
         seq = self._words[_SEQ] | 1
         self._words[_SEQ] = seq
         self._halves[_PHASE] = phase
         self._words[_PROGRESS] = time.monotonic_ns()
         self._bytes[_BARRIER : _BARRIER + _BARRIER_BYTES] = name
+        self._words[_BARRIER_MS] = min(int(barrier_s * 1000), _MOST_MS)
         self._words[_SEQ] = seq + 1
 
     @property
@@ -294,7 +303,9 @@ class BeatReader:
     def _decode(self, raw: bytes) -> Beat:
         _check_header(raw, SIZE, self._path)
         fields = _HEADER.unpack(raw)[2:]
-        minor, request, _, step, progress, first, started, phase, source, name, *counts, length = fields
+        minor, request, _, step, progress, first, started, phase, source, name, barrier_ms, pid, *counts, length = (
+            fields
+        )
         issued, alive, usual, waited, timeout_ms, at_step, dumped = counts if minor else _NOTHING_ISSUED
         if minor > MINOR:
             # A newer layout may know more phases and sources; what counts here is that the worker runs.
@@ -307,7 +318,7 @@ class BeatReader:
         barrier = name.rstrip(b"\0").decode("utf-8", "replace")
         words = self._last_words(length) if length else None
         seen = (step, progress, first, started, where, who, issued, alive, barrier, request, words)
-        return Beat(*seen, usual, waited, timeout_ms / 1000, at_step, dumped)
+        return Beat(*seen, usual, waited, timeout_ms / 1000, at_step, dumped, barrier_ms / 1000, pid)
 
     def _last_words(self, length: int) -> LastWords:
         if length > _WORDS_ROOM:

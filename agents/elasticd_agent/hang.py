@@ -23,6 +23,8 @@ ZOMBIE_S = 1.0
 """A worker that has just ended is a zombie until it is reaped, some milliseconds later."""
 GROUP_TIMEOUT_S = 1800.0
 """torch's own default for a process group, where the group's is unknown."""
+BARRIER_GRACE_S = 3.0
+"""A barrier whose time is over takes up to 2 s to say so if its store does not answer, and the script ends by that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class Hung:
 
 
 Verdict = Healthy | Suspect | Hung
+Scene = frozenset[tuple[int, str]]
+"""Where those stood that wait for nobody, as (step, function)."""
 
 
 def suspect(report: Report, policy: Policy) -> str | None:
@@ -62,23 +66,33 @@ def suspect(report: Report, policy: Policy) -> str | None:
         return f"the round's store on {report.node} is stopped (state T) for {report.store_stopped_s:.1f} s"
     if not live or report.deadline_s <= 0:
         return None
-    deadline_s, quiet_s = report.deadline_s + _held_s(live, policy), _quiet_s(live)
+    deadline_s, quiet_s = _deadline_s(live, report.deadline_s, policy), _quiet_s(live)
     if quiet_s >= max(EARLY * deadline_s, deadline_s - policy.evidence_s):
         return f"no rank on {report.node} has made progress for {quiet_s:.1f} s; it is judged after {deadline_s:.1f} s"
     return None
 
 
-def judge(reports: Sequence[Report], nodes: Sequence[str], policy: Policy, *, late: bool = False) -> Verdict:
+def scene(reports: Sequence[Report]) -> Scene:
+    """Of ranks that have been seen to do something of their own; nothing where that is not known of all of them."""
+    free = [rank.seen for rank in _ranks(list(_latest(reports).values())) if not (rank.seen.exited or rank.inside)]
+    return frozenset((seen.step, seen.function) for seen in free) if all(seen.function for seen in free) else Scene()
+
+
+def judge(
+    reports: Sequence[Report], nodes: Sequence[str], policy: Policy, *, late: bool = False, before: Scene = frozenset()
+) -> Verdict:
     """The verdict on the whole group, which runs on `nodes`.
 
     It takes all nodes' reports with their evidence; `late`: who has not answered by now will not, judge without.
+    `before` is the scene of the last hang, in a round before this one.
     """
     told = _latest(reports)
     ranks = _ranks(list(told.values()))
     live = [rank for rank in ranks if not rank.seen.exited]
     if not live:
         return Healthy("no rank that runs has been reported")
-    verdict = _stopped(live, policy) or _store(list(told.values()), policy) or _quiet(ranks, told, nodes, policy)
+    again = bool(before) and before == scene(reports)
+    verdict = _stopped(live, policy) or _store(list(told.values()), policy) or _quiet(ranks, told, nodes, policy, again)
     if not isinstance(verdict, Hung):
         return _stopping(live, policy) or verdict
     awaited = [node for node in sorted(set(nodes)) if node not in told or not told[node].gathered]
@@ -121,7 +135,9 @@ def _store(reports: Sequence[Report], policy: Policy) -> Hung | None:
     return None
 
 
-def _quiet(ranks: Sequence[Rank], told: dict[str, Report], nodes: Sequence[str], policy: Policy) -> Verdict:
+def _quiet(
+    ranks: Sequence[Rank], told: dict[str, Report], nodes: Sequence[str], policy: Policy, again: bool
+) -> Verdict:
     """No progress anywhere for longer than the longest deadline of any node, and nobody who may still be busy."""
     live = [rank for rank in ranks if not rank.seen.exited]
     ended = [rank for rank in ranks if rank.seen.exited]
@@ -129,7 +145,7 @@ def _quiet(ranks: Sequence[Rank], told: dict[str, Report], nodes: Sequence[str],
     deadline_s = max(told[rank.node].deadline_s for rank in live)
     if deadline_s <= 0:
         return Healthy("nobody has seen this script train: it is not judged for being quiet")
-    deadline_s += _held_s(live, policy)
+    deadline_s = _deadline_s(live, deadline_s, policy)
     if quiet_s < deadline_s:
         return Healthy(f"the last progress was {quiet_s:.1f} s ago; {deadline_s:.1f} s is the deadline")
     timeout_s = max(rank.seen.timeout_s for rank in live) or GROUP_TIMEOUT_S
@@ -139,19 +155,25 @@ def _quiet(ranks: Sequence[Rank], told: dict[str, Report], nodes: Sequence[str],
         return Suspect(f"slow, not hung: {busy[0].named()} {busy[0].doing()}; it may be for {ceiling_s:g} s")
     found = blame(live, ended, len(set(nodes)))
     # Nobody waits for a rank whose peers are done: a last upload may be idle for as long as one without a checkpoint.
-    patience_s = policy.floor_s(attached=False) if found.cause == "exiting" else found.patience_s
+    # Nor does a restart help who waits at the same place of the same step again: perhaps the script means to.
+    again = again and found.cause in ("blocked", "everyone")
+    patience_s = policy.floor_s(attached=False) if again or found.cause == "exiting" else found.patience_s
+    why = f"{found.why}, as at the last hang" if again else found.why
     if quiet_s < min(patience_s, ceiling_s):
-        return Suspect(f"{found.why}; it may take {min(patience_s, ceiling_s):g} s")
-    return Hung(tuple(rank.place for rank in found.culprits), found.cause, found.why)
+        return Suspect(f"{why}; it may take {min(patience_s, ceiling_s):g} s")
+    return Hung(tuple(rank.place for rank in found.culprits), found.cause, why)
 
 
 def _zombie(rank: Rank) -> bool:
     return rank.seen.state == "Z" and rank.seen.idle_s >= ZOMBIE_S
 
 
-def _held_s(live: Sequence[Rank], policy: Policy) -> float:
-    """Ranks that were asked to wait for the next round do so for --hold-timeout, if it does not come."""
-    return policy.hold_timeout_s if any(rank.held for rank in live) else 0.0
+def _deadline_s(live: Sequence[Rank], learned_s: float, policy: Policy) -> float:
+    """Ranks that were asked to wait for the next round do so for --hold-timeout; one at a barrier for as long as the
+    script has told that, which then ends it, and says who is missing."""
+    held_s = policy.hold_timeout_s if any(rank.held for rank in live) else 0.0
+    barrier_s = max((rank.seen.barrier_s for rank in live if rank.at_barrier), default=0.0)
+    return max(learned_s + held_s, barrier_s + BARRIER_GRACE_S if barrier_s else 0.0)
 
 
 def _quiet_s(live: Sequence[Rank]) -> float:

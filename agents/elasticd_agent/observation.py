@@ -28,7 +28,8 @@ class RankSeen(Record):
     """One rank, as its node's agent sees it.
 
     From its beat: `phase`, `step`, `collectives` issued by the default process group (-1: nobody could count them),
-    `usual` of them during its last finished step (-1), `barrier`, the group's `timeout_s` (0: unknown). `idle_s`: since
+    `usual` of them during its last finished step (-1), `barrier`, the timeout `barrier_s` that the script gave that (0:
+    none), the group's `timeout_s` (0: unknown). `idle_s`: since
     any of these last changed. `alive_s`: since its background thread last counted, which it cannot while the GIL is
     held (-1: it never has). From /proc: `state` ("R", "S", "D", "T", "t", "Z", "" unknown), and for how long it has
     been "T"; `cpu_s` and `io_bytes` of its process tree over the last `window_s`. From its stack: `where`, the
@@ -42,6 +43,7 @@ class RankSeen(Record):
     collectives: int = -1
     usual: int = -1
     barrier: str = ""
+    barrier_s: float = 0.0
     timeout_s: float = 0.0
     idle_s: float = 0.0
     alive_s: float = -1.0

@@ -209,6 +209,7 @@ class Watch:
             collectives=max(beat.collectives, beat.issued_at_step),
             usual=beat.usual,
             barrier=beat.barrier if waits else "",
+            barrier_s=beat.barrier_s if beat.phase == Phase.BARRIER else 0.0,
             timeout_s=beat.timeout_s,
             idle_s=ages.idle_s,
             alive_s=ages.alive_s,

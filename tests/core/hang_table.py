@@ -25,6 +25,7 @@ COLUMNS: dict[str, tuple[str, type]] = {
     "issued": ("collectives", int),
     "usual": ("usual", int),
     "barrier": ("barrier", str),
+    "within": ("barrier_s", float),
     "timeout": ("timeout_s", float),
     "idle": ("idle_s", float),
     "alive": ("alive_s", float),

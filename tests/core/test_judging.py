@@ -139,3 +139,30 @@ def test_what_plan_hears(
     assert {(f.round, f.kind, f.why, f.high_water, f.checkpoint, f.cause) for f in found} == {
         (3, "hung", "rank 1 waits", 40, (3, 20), "blocked")
     }
+
+
+def test_who_waits_at_the_same_place_of_the_same_step_again_is_given_as_long_as_without_a_checkpoint() -> None:
+    """A restart is no cure for a wait that the script means; or else it hangs there again, and a minute is lost."""
+    policy = Policy()
+
+    def turn(judge: Judge, number: int, idle_s: float, **more: object) -> Judged | None:
+        reports = [report(node, rank, rank, behind=node == "b", idle_s=idle_s) for rank, node in enumerate("ab")]
+        seen = tuple(replace(one.ranks[0], **more) for one in reports)  # type: ignore[arg-type]
+        again = [replace(r, round=number, ranks=(one,)) for r, one in zip(reports, seen, strict=True)]
+        return judge.turn(replace(ROUND, number=number), again, NOBODY, NOW + 100 * number + idle_s)
+
+    judge = Judge(policy)
+    assert turn(judge, 3, 6.0) is not None
+    assert turn(judge, 3, 7.0) is not None, "until it has been obeyed"
+    assert turn(judge, 4, 59.0) is None
+    found = turn(judge, 4, 60.0)
+    assert found is not None
+    assert found.why.endswith(
+        "without using CPU, for 60.0 s; 1 rank waits in all_reduce (ddp.py:1) for it, as at the last hang"
+    )
+    assert turn(judge, 5, 59.0) is None, "and again"
+    assert turn(judge, 6, 6.0, step=31) is not None
+    assert turn(judge, 7, 6.0, step=31) is None
+    given = Judge(replace(policy, hang_floor_s=5.0))
+    assert turn(given, 3, 6.0) is not None
+    assert turn(given, 4, 6.0) is not None, "who gives a floor means it"

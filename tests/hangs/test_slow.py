@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 
-from tests.faults.job import Fault, Job
+from tests.faults.job import Fault, Job, until
 from tests.hangs import harms
 from tests.hangs.conftest import StartHanging
 from tests.hangs.situations import PLAIN, SESSION, slow
@@ -19,15 +19,19 @@ SCALE = 0.1
 
 
 def test_a_script_that_is_slow_in_every_way(hanging: StartHanging) -> None:
-    """A long first step, an evaluation, a checkpoint write and slow steps, of two jobs that have two cores together."""
+    """A long first step, an evaluation, a checkpoint write and slow steps, of two jobs that have two cores together.
+
+    With a session one comes late to a barrier, too, by more than the floor: the others have said how long they wait.
+    """
     ways = slow(SCALE)
     faults = ways["a long first step"][0]
     faults += [
         Fault(0, 30, ways["a long evaluation"][0][0].what),
         Fault(0, 50, ways["a long checkpoint write"][0][0].what),
     ]
-    args = ["--steps", "110", "--hiccup", "0.4"]
-    runs = [hanging(script, list(faults), *args) for script in (SESSION, PLAIN)]
+    late = [Fault(1, 10, "dawdle 3")]  # when the deadline is the floor, or nearly so
+    args = ["--steps", "110", "--hiccup", "0.4", "--meet", "20"]
+    runs = [hanging(script, faults + more, *args) for script, more in ((SESSION, late), (PLAIN, []))]
     for run in runs:
         assert run.wait(within=100) == 0
         nobody_was_killed(run)
@@ -42,6 +46,20 @@ def test_slow_steps(hanging: StartHanging) -> None:
         assert run.wait() == 0
         nobody_was_killed(run)
         assert longest_step(run) > 0.9 * longest
+
+
+@pytest.mark.system
+def test_a_rank_that_the_others_wait_for_is_reported_and_left_alone(hanging: StartHanging) -> None:
+    """Said after the first window, a minute; by an event, and no more is done."""
+    runs = [hanging(SESSION, [], "--lag", "0.02", workers=3, flags=flags) for flags in ([], ["--slow-factor", "9"])]
+    until(lambda: runs[0].events("slow_rank"), "slow_rank", within=100)
+    slow_rank = runs[0].event("slow_rank")
+    assert (slow_rank["rank"], slow_rank["ratio"] > 1.5) == (1, True)
+    for run in runs:
+        (run.work / "enough").touch()
+        assert run.wait() == 0
+        nobody_was_killed(run)
+    assert not runs[1].events("slow_rank"), "it was told to mind only a factor of 9"
 
 
 def test_harm_that_passes(hanging: StartHanging) -> None:

@@ -59,8 +59,11 @@ def test_what_the_worker_writes_the_agent_reads(path: Path) -> None:
     waiting = read(path)
     assert (waiting.step, waiting.phase, waiting.barrier) == (42, Phase.BARRIER, "äll together")
     assert waiting.progress_ns > first.progress_ns
-    writer.phase(Phase.BARRIER, "x" * 100)
-    assert read(path).barrier == "x" * 64
+    assert (waiting.barrier_s, waiting.pid) == (0.0, os.getpid())
+    writer.phase(Phase.BARRIER, "x" * 100, 30.5)
+    assert (read(path).barrier, read(path).barrier_s) == ("x" * 64, 30.5)
+    writer.phase(Phase.STEP)
+    assert read(path).barrier_s == 0.0
 
 
 def test_every_field_lies_where_the_docstring_says(path: Path) -> None:
@@ -69,7 +72,7 @@ def test_every_field_lies_where_the_docstring_says(path: Path) -> None:
     writer.phase(Phase.BARRIER, "gate")
     writer.last_words(LastWords("exit"))
     raw = path.read_bytes()
-    assert struct.unpack_from("<8sII", raw) == (b"ELASTICD", 1, 1)
+    assert struct.unpack_from("<8sII", raw) == (b"ELASTICD", 1, 2)
     seen = read(path)
     assert struct.unpack_from("<qQQQII", raw, 72) == (
         *(-7, seen.progress_ns, seen.first_step_ns, seen.started_ns),
@@ -118,7 +121,7 @@ def test_what_a_step_usually_issues_is_known_after_two_steps_of_one_group(path: 
 HEADER_1_0 = struct.Struct("<8sIIQ40x QqQQQII64s16x qQ48x I")
 
 
-def test_a_1_0_reader_reads_what_a_1_1_worker_writes(path: Path) -> None:
+def test_a_1_0_reader_reads_what_a_worker_of_today_writes(path: Path) -> None:
     writer = BeatWriter(path)
     writer.step(3, issued=10)
     writer.step(4, issued=12)
@@ -131,13 +134,13 @@ def test_a_1_0_reader_reads_what_a_1_1_worker_writes(path: Path) -> None:
     assert fields[14] == 0, "no last words"
 
 
-def test_a_1_1_reader_takes_what_1_0_never_wrote_as_unknown(tmp_path: Path) -> None:
+def test_a_reader_of_today_takes_what_1_0_never_wrote_as_unknown(tmp_path: Path) -> None:
     path = tmp_path / "old"
     path.write_bytes(HEADER_1_0.pack(b"ELASTICD", 1, 0, 0, 2, 42, 9, 8, 7, 1, 2, b"", 0, 0, 0).ljust(beat.SIZE, b"\0"))
     seen = read(path)
     assert (seen.step, seen.progress_ns, seen.phase, seen.source) == (42, 9, Phase.STEP, Source.SESSION)
     assert (seen.collectives, seen.usual, seen.issued_at_step, seen.timeout_s) == (-1, -1, -1, 0.0)
-    writer = BeatWriter(path)  # a worker of 1.1 whose agent is of 1.0
+    writer = BeatWriter(path)  # a worker of today whose agent is of 1.0
     writer.step(43, issued=5)
     assert HEADER_1_0.unpack_from(path.read_bytes())[5] == 43
 

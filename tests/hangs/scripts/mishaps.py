@@ -137,6 +137,11 @@ def burn(seconds: str) -> None:
         sum(range(10_000))
 
 
+def dawdle(seconds: str) -> None:
+    """Idle, and nobody can tell what for."""
+    time.sleep(float(seconds))
+
+
 def write_for(seconds: str) -> None:
     """A checkpoint to a slow disk: a megabyte, a wait, and so on."""
     end, path = time.monotonic() + float(seconds), WORK / f"slow-write-{RANK}"
@@ -172,5 +177,6 @@ _ACTIONS = {
     "compile": ("step", compile_for),
     "evaluate": ("evaluate", burn),
     "write": ("save", write_for),
+    "dawdle": ("meet", dawdle),
 }
 """By the first word of a fault's `what`: the place where it happens, and what does."""

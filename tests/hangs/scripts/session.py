@@ -47,6 +47,9 @@ def main() -> None:
         if step % 10 == 0:
             with session.phase("eval"):
                 mishaps.at("evaluate", step)
+            if args.meet:
+                mishaps.at("meet", step)
+                session.barrier("every tenth", timeout=args.meet)
         if session.should_stop or (enough and (not args.late or toy.metric(step))):
             break
     toy.end()

@@ -22,9 +22,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=float, default=0.0, help="what a step takes, by computing")
     parser.add_argument("--growth", type=float, default=0.0, help="added to every step's pause, over the one before")
     parser.add_argument("--hiccup", type=float, default=0.0, help="so long takes every 100th step of rank 0")
+    parser.add_argument("--lag", type=float, default=0.0, help="what a step takes rank 1 more than the others")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-steps before each optimizer step")
     parser.add_argument("--loaders", type=int, default=0, help="DataLoader workers")
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
+    parser.add_argument("--meet", type=float, default=0.0, help="every tenth step at a barrier of that timeout")
     parser.add_argument("--late", action="store_true", help="the metric is reduced after the step is done")
     parser.add_argument("--timeout", type=float, default=1800.0, help="the process group's")
     return parser.parse_args()
@@ -66,7 +68,7 @@ def pace(step: int, args: argparse.Namespace) -> None:
         mishaps.burn(str(args.work))
     if args.hiccup and mishaps.RANK == 0 and step % 100 == 0:
         mishaps.burn(str(args.hiccup))
-    time.sleep(args.pause + args.growth * step)
+    time.sleep(args.pause + args.growth * step + (args.lag if mishaps.RANK == 1 else 0.0))
 
 
 def gradients(ddp: torch.nn.parallel.DistributedDataParallel, batch: torch.Tensor, args: argparse.Namespace) -> None:
