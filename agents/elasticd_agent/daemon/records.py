@@ -68,7 +68,8 @@ class Refusal(Record):
 class Placement(Document):
     """Where a submitted job runs, or, without places, why it waits. Only the placer writes it.
 
-    `last`: while it waits, the nodes it ran on before. `ended_s`: by the placers' clock (names.CLOCK), when its ending was first seen.
+    `last`: while it waits, the nodes it ran on before. `ended_s`: by the placers' clock (names.CLOCK), when its ending
+    was first seen.
     """
 
     job: str
