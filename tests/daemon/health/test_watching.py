@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.daemon.health import watching
+from elasticd_agent.daemon.health.checks import Places
 from elasticd_agent.daemon.health.readings import Reading, bad, good
 from elasticd_agent.daemon.health.remembered import Remembered
 from elasticd_agent.daemon.health.verdicts import Rules
-from elasticd_agent.daemon.health.watching import HealthChanged, NoHealth, Watching
+from elasticd_agent.daemon.health.watching import HealthChanged, NoHealth, Renewed, Watching
 from tests.daemon.health.conftest import PATIENCE_S, until
 
 
@@ -27,6 +28,7 @@ class Looks:
         self.sum = good("all-reduce", "")
         self.looks, self.sums, self.gpus, self.closed = 0, 0, 0, False
         self.hangs, self.stopped = False, threading.Event()
+        self.places: Places | None = None
         self.heard: Callable[[], None] = lambda: None
 
     def look(self, idle: bool, most_gpus: int) -> list[Reading]:
@@ -35,6 +37,9 @@ class Looks:
         self.looks += 1
         self.gpus = most_gpus
         return list(self.finds)
+
+    def renew(self, places: Places) -> None:
+        self.places = places
 
     def all_reduce(self) -> Reading:
         self.sums += 1
@@ -175,12 +180,6 @@ def test_slots_add_up_before_joining_and_once_more_after_trouble(opened: Opened,
     assert looks.sums == sums + 1
 
 
-def test_slots_that_a_job_uses_are_left_alone(opened: Opened, looks: Looks, inbox: Inbox) -> None:
-    opened(all_reduce=True, idle=False)
-    assert states(inbox, 1) == ["healthy"]
-    assert looks.sums == 0
-
-
 def test_a_daemon_that_comes_back_goes_on_where_it_was(opened: Opened, looks: Looks, inbox: Inbox) -> None:
     rules = Rules(2, 30.0, 60.0)
     first = opened(rules=rules, all_reduce=True)
@@ -205,6 +204,27 @@ def test_a_daemon_that_comes_back_goes_on_where_it_was(opened: Opened, looks: Lo
     until(lambda: fourth.verdict()[0], "look after the reboot")
     assert looks.sums == 2
     assert looks.gpus == 2
+
+
+def test_a_daemon_that_finds_jobs_running_stops_none_of_them_for_what_it_forgot(
+    opened: Opened, looks: Looks, inbox: Inbox
+) -> None:
+    looks.hangs = True
+    health = opened(idle=False, all_reduce=True)
+    assert health.verdict() == (True, "")
+    looks.stop()
+    until(lambda: looks.looks > 3, "look")
+    assert (looks.sums, inbox.empty(), health.verdict()) == (0, True, (True, ""))
+
+
+def test_new_settings_count_at_once(opened: Opened, looks: Looks, inbox: Inbox, tmp_path: Path) -> None:
+    health = opened(every_s=3600.0)
+    assert states(inbox, 1) == ["healthy"]
+    places = Places("n", 1, (), (), 1.0, tmp_path, 1.0)
+    looks.finds = [bad("a", "full")]
+    health.renew(Renewed(places, Rules(strikes=1, cooloff_s=9.0), 0.05, False))
+    assert states(inbox, 1) == ["unhealthy"]
+    assert (looks.looks, looks.places) == (2, places)
 
 
 def test_nobody_waits_for_a_look_and_one_that_hangs_is_trouble(

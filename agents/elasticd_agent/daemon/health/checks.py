@@ -67,6 +67,10 @@ class Checks:
         os.write(self._stopping, b"x")
         self._nvml.stop()
 
+    def renew(self, places: Places) -> None:
+        """Look at these from now on. Belongs to the thread that looks."""
+        self._places = places
+
     def close(self) -> None:
         self._nvml.close()
         for fd in (self._stop, self._stopping):

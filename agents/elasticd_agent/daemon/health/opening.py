@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from elasticd_agent.daemon.health.checks import Checks, Places
 from elasticd_agent.daemon.health.remembered import Remembered, boot_id
 from elasticd_agent.daemon.health.verdicts import Rules
-from elasticd_agent.daemon.health.watching import Watching
+from elasticd_agent.daemon.health.watching import Renewed, Watching
 from elasticd_agent.daemon.settings import Settings
 
 FILE = "health.json"
@@ -36,16 +36,23 @@ def remembered(settings: Settings) -> Remembered:
 
 def open_health(settings: Settings, environ: Mapping[str, str], idle: Callable[[], bool]) -> Watching:
     """`idle`: no runner lives on this node; asked from another thread, so it must be cheap."""
-    health, looked_at = settings.health, places(settings, environ)
+    asked = renewed(settings, environ)
     return Watching(
-        lambda heard: Checks(looked_at, environ, heard),
-        Rules(health.strikes, health.cooloff_s, health.cooloff_max_s),
+        lambda heard: Checks(asked.places, environ, heard),
+        asked.rules,
         remembered(settings),
-        every_s=health.every_s,
-        all_reduce=health.all_reduce,
+        every_s=asked.every_s,
+        all_reduce=asked.all_reduce,
         idle=idle,
-        count_gpus=len(looked_at.devices),
+        count_gpus=len(asked.places.devices),
     )
+
+
+def renewed(settings: Settings, environ: Mapping[str, str]) -> Renewed:
+    """What these settings ask for."""
+    health = settings.health
+    rules = Rules(health.strikes, float(health.cooloff_s), float(health.cooloff_max_s))
+    return Renewed(places(settings, environ), rules, float(health.every_s), health.all_reduce)
 
 
 def most_gpus(settings: Settings) -> int:

@@ -6,14 +6,14 @@ finds `HealthChanged` in its inbox. Every look is bounded; should one not end al
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from elasticd_agent.daemon.health.checks import Places
 from elasticd_agent.daemon.health.readings import Reading
 from elasticd_agent.daemon.health.remembered import Remembered
 from elasticd_agent.daemon.health.verdicts import (
@@ -34,9 +34,17 @@ OVERDUE_S = 300.0
 """Far beyond all the deadlines of one look together."""
 CLOSE_S = 10.0
 
-_log = logging.getLogger("elasticd.health")
-
 State = Literal["healthy", "unhealthy", "quarantined"]
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """What counts from now on."""
+
+    places: Places
+    rules: Rules
+    every_s: float
+    all_reduce: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,7 @@ class Checked(Protocol):
     """`checks.Checks`."""
 
     def look(self, idle: bool, most_gpus: int) -> list[Reading]: ...
+    def renew(self, places: Places) -> None: ...
     def all_reduce(self) -> Reading: ...
     def stop(self) -> None: ...
     def close(self) -> None: ...
@@ -117,7 +126,7 @@ class Watching:
     ) -> None:
         """`checks` is made with what to call when a look would find something."""
         self._rules, self._remembered, self._every_s, self._idle = rules, remembered, every_s, idle
-        self._inbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[str | Renewed | None] = queue.SimpleQueue()
         self._checks = checks(lambda: self._inbox.put(""))
         self._post: Callable[[HealthChanged], None] = lambda change: None
         self._past = remembered.load(time.monotonic())
@@ -130,8 +139,15 @@ class Watching:
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
     def start(self, post: Callable[[HealthChanged], None]) -> None:
+        """`post` is called from the thread that looks."""
         self._post = post
+        if not self._idle():  # an earlier daemon let it join, whatever is remembered: nobody is stopped for that
+            self._past, self._tested = replace(self._past, joined=True), True
         self._thread.start()
+
+    def renew(self, renewed: Renewed) -> None:
+        """From any thread: these settings count from the next look on, which is now."""
+        self._inbox.put(renewed)
 
     def verdict(self) -> tuple[bool, str]:
         now = self.standing()
@@ -176,10 +192,18 @@ class Watching:
                 continue
             if word is None:
                 return
-            if word:
+            if isinstance(word, Renewed):
+                self._renew(word)
+                look_at = time.monotonic()
+            elif word:
                 self._keep(blamed(self._past, word, time.monotonic(), self._rules))
             else:
                 look_at = time.monotonic()
+
+    def _renew(self, renewed: Renewed) -> None:
+        self._checks.renew(renewed.places)
+        self._rules, self._every_s, self._all_reduce = renewed.rules, renewed.every_s, renewed.all_reduce
+        self._tested = self._tested or not renewed.all_reduce
 
     def _look(self) -> None:
         idle = self._idle()
@@ -203,9 +227,6 @@ class Watching:
         change = self.standing()
         if (change.state, change.why) == (said.state, said.why):
             return said
-        if change.state != said.state:
-            level = logging.INFO if change.state == "healthy" else logging.WARNING
-            _log.log(level, "this node is %s%s%s", change.state, ": " * bool(change.why), change.why)
         self._post(change)
         return change
 
