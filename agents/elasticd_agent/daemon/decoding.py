@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,8 +23,8 @@ class KeyWrong(UsageError):
     """`says` of `key`; whoever knows the file puts its name in front."""
 
     def __init__(self, key: str, says: str) -> None:
-        super().__init__(f"{key}: {says}" if key else says)
-        self.key, self.says = key, says
+        self.key, self.says = printable(key), printable(says)
+        super().__init__(f"{self.key}: {self.says}" if key else self.says)
 
     def inside(self, outer: str) -> KeyWrong:
         return KeyWrong(f"{outer}.{self.key}" if self.key else outer, self.says)
@@ -62,12 +62,13 @@ def _rewritten(text: str, table: Mapping[str, Any], kind: type, known: Mapping[s
 def _unknown(name: str, struct: type | None, known: Mapping[str, str]) -> str:
     from difflib import get_close_matches  # only this mistake needs it
 
-    if name in known:
-        return f"is not a key here: {known[name]}"
+    spelled = name.replace("-", "_")
+    if spelled in known:
+        return f"is not a key here: {known[spelled]}"
     names = [field.encode_name for field in msgspec.structs.fields(struct)] if struct else []
-    near = get_close_matches(name, names, n=1) or get_close_matches(name.replace("-", "_"), names, n=1)
-    listed = ", ".join(names) if len(names) <= 12 else "elasticd config example lists them"
-    return f"is not a key; did you mean {near[0]}?" if near else f"is not a key; there are {listed}"
+    near = get_close_matches(spelled[:80], names, n=1)
+    listed = f"there are {', '.join(names)}" if len(names) <= 12 else "elasticd config example lists them"
+    return f"is not a key; did you mean {near[0]}?" if near else f"is not a key; {listed}"
 
 
 def _missing(name: str, struct: type | None) -> str:
@@ -88,15 +89,17 @@ _WORDS = {
 
 
 def _said(what: str, path: str, value: Any, field: msgspec.structs.FieldInfo | None) -> str:
-    said = "" if is_secret(path) or not isinstance(value, (str, int, float)) else f" {_cut(repr(value))}"
+    hidden = is_secret(path) or isinstance(value, bool) or not isinstance(value, (str, int, float))
+    said = "" if hidden else f" {_cut(repr(value))}"
     types = re.match(r"Expected `([^`]*)`(?:, got `([^`]*)`)?", what)
     if types:
         wanted = [_WORDS.get(word, word) for word in types[1].split(" | ") if word != "null"]
         got = _WORDS.get(types[2] or "", "something else")
-        return f"must be {' or '.join(wanted)}, not {got}{said}{_right(path, value, types[1], field)}"
+        got = str(value).lower() if isinstance(value, bool) and not is_secret(path) else got
+        return f"must be {one_of(wanted)}, not {got}{said}{_right(path, value, types[1], field)}"
     if what.startswith("Invalid enum value"):
         names = _choices(field)
-        return f"must be {' or '.join(names)}, not{said or ' this'}" if names else what
+        return f"must be {one_of(names)}, not{said or ' this'}" if names else what
     return what
 
 
@@ -114,6 +117,15 @@ def _right(path: str, value: Any, wanted: str, field: msgspec.structs.FieldInfo 
     meta = meta_of(field)
     example = meta.examples[0] if meta and meta.examples else written_default(field)
     return f"; write it as in {name} = {example}" if example else ""
+
+
+def one_of(names: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def printable(text: str) -> str:
+    """`text` in one line, whatever is in it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
 def written_default(field: msgspec.structs.FieldInfo | None) -> str:

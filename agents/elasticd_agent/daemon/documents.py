@@ -50,7 +50,7 @@ def parse(data: bytes, kind: Kind, where: str, largest: int = LARGEST) -> dict[s
     except _Wrong as error:
         raise UsageError(f"{where}: {error}") from None
     except ValueError as error:  # the parsers' own
-        raise UsageError(f"{where}: is not {kind.upper()}: {_one_line(error)}") from None
+        raise UsageError(f"{where}: is not {kind.upper()}: {_said(error)}") from None
     if not isinstance(table, dict):
         raise UsageError(f"{where}: must be a table of keys and values, not {_named(table)}")
     return table
@@ -61,8 +61,16 @@ def kind_of(name: str) -> Kind:
     return "yaml" if name.endswith((".yaml", ".yml")) else "json" if name.endswith(".json") else "toml"
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _said(error: ValueError) -> str:
+    said = _one_line(error)
+    if said.startswith("Cannot overwrite"):  # tomllib of a key, as of a table, that is there already
+        return f"a key is given twice{said[said.find(' (') :] if ' (' in said else ''}; keep one"
+    return "a number has far too many digits" if "int_max_str_digits" in said else said
+
+
+def _one_line(error: object) -> str:
+    text = " ".join(str(error).split())[:200]
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _named(value: object) -> str:
@@ -103,7 +111,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:
-            raise _Wrong(f"{key}: is given twice; keep one")
+            raise _Wrong(f"{_one_line(key)}: is given twice; keep one")
         table[key] = value
     return table
 
@@ -148,7 +156,7 @@ def _plain(node: Any, seen: set[int]) -> Any:
         if key.id != "scalar":
             raise _Wrong(f"{line}: a key must be text, not a list or a table")
         if key.value in table:
-            raise _Wrong(f"line {key.start_mark.line + 1}: {key.value}: is given twice; keep one")
+            raise _Wrong(f"line {key.start_mark.line + 1}: {_one_line(key.value)}: is given twice; keep one")
         table[key.value] = _plain(value, seen)
     return table
 

@@ -277,6 +277,12 @@ def check(job: JobFile) -> None:
     for key, text in (("id", job.id), ("python", job.python), ("user", job.user), ("role", job.role)):
         if text is not None and not text.strip():
             raise KeyWrong(key, "is empty; leave it out, or name it")
+        if text is not None and not text.isprintable():
+            raise KeyWrong(key, f"{text[:60]!r} holds a character that cannot be printed")
+    if job.python is not None and "/" in job.python and not job.python.startswith("/"):
+        raise KeyWrong("python", f"{job.python!r} is neither an absolute path nor a name on PATH; begin it with /")
+    if job.module and job.no_python:
+        raise KeyWrong("no_python", "and module contradict each other: a module needs Python to run it")
     for key in ("nodes", "workers"):
         try:
             count_range(getattr(job, key))

@@ -113,5 +113,7 @@ def spoken_size(value: int) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
+    if value is None or isinstance(value, bool):
+        return "nothing" if value is None else str(value).lower()
+    text = repr(value) if isinstance(value, (str, int, float)) else "a list or a table"
     return text if len(text) <= 60 else text[:59] + "…"
