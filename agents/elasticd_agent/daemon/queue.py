@@ -211,17 +211,20 @@ def _created(store: Store, key: str, before: Versioned | None, wants: Submission
     try:
         return store.compare_and_swap(key, None if before is None else before.version, value)
     except StoreUnavailable as error:
-        try:
-            found = store.read(key)
-        except StoreUnavailable:
-            raise StoreUnavailable(
-                f"{error}; whether job {wants.job!r} was submitted is not known: `elasticd jobs` shows it once the "
-                f"store answers; submitted again with the id {wants.job!r}, it is never run twice"
-            ) from error
-        # The number is ours alone: this is our record, or it is not there (yet).
-        if found is not None and found.value == value:
+        if _is_there(store, key, value):  # the number is ours alone, so this is our record
             return True
-        raise
+        raise StoreUnavailable(
+            f"{error}; whether job {wants.job!r} was submitted is not known: `elasticd jobs` shows it once the store "
+            f"answers; submitted again with the id {wants.job!r}, it is never run twice"
+        ) from error
+
+
+def _is_there(store: Store, key: str, value: bytes) -> bool:
+    try:
+        found = store.read(key)
+    except StoreUnavailable:
+        return False
+    return found is not None and found.value == value
 
 
 def _by_token(store: Store, token: str) -> Submission | None:

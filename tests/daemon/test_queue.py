@@ -1,0 +1,305 @@
+"""Jobs and cordons as people hand them in: races are another look, an outage is said, repeating is safe."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+
+from elasticd.errors import StoreUnavailable, UsageError
+from elasticd_agent.daemon import names, queue
+from elasticd_agent.daemon.records import Cordon, Ending, Place, Placement, RoundNote, Submission
+from elasticd_agent.store import Lease, Store, Traffic, Versioned, Watch
+from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.store.memory import MemoryStore
+from tests.etcd import etcd_servers
+
+
+@pytest.fixture(scope="module", params=["memory", "etcd"])
+def opened(request: pytest.FixtureRequest) -> Iterator[tuple[Store, Callable[[], Store]]]:
+    with ExitStack() as cleanup:
+        if request.param == "memory":
+            memory = MemoryStore()
+            yield memory, lambda: memory
+            return
+        endpoints = cleanup.enter_context(etcd_servers()).endpoints
+
+        def client() -> Store:
+            made = EtcdStore(endpoints, timeout_s=10.0)
+            cleanup.callback(made.close)
+            made.read("k")
+            return made
+
+        clients = [client() for _ in range(4)]
+        yield clients[0], iter([*clients, *clients]).__next__
+
+
+@pytest.fixture
+def store(opened: tuple[Store, Callable[[], Store]]) -> Store:
+    for key in opened[0].list(""):
+        opened[0].delete(key)
+    return opened[0]
+
+
+def submit(store: Store, job: str | None = "llm", **more: object) -> Submission:
+    fields: dict[str, object] = {"nodes": (1, 2), "slots": (2, 4), "by": "ann", "at": 5.0, **more}
+    return queue.submit(store, '{"command": ["train.py"]}', job=job, **fields)  # type: ignore[arg-type]
+
+
+def at_once(calls: list[Callable[[], object]]) -> list[object]:
+    """What each returned or raised."""
+    start, answers = threading.Barrier(len(calls)), [None] * len(calls)
+
+    def call(index: int) -> None:
+        start.wait(10)
+        try:
+            answers[index] = calls[index]()  # type: ignore[call-overload]
+        except (UsageError, StoreUnavailable) as error:
+            answers[index] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return list(answers)
+
+
+def test_jobs_are_numbered_as_they_come(store: Store) -> None:
+    assert [submit(store, job).number for job in ("a", "b", "c")] == [1, 2, 3]
+    found = queue.view(store).submissions
+    assert {(s.job, s.number, s.min_nodes, s.max_nodes, s.min_slots, s.max_slots, s.by, s.at) for s in found} == {
+        (job, number, 1, 2, 2, 4, "ann", 5.0) for job, number in (("a", 1), ("b", 2), ("c", 3))
+    }
+    assert submit(store, None).job == "job-4"
+    submit(store, "job-6")
+    assert submit(store, None).job == "job-7", "job-6 is somebody's own name for it"
+
+
+def test_many_at_once_are_all_there_with_a_number_each(opened: tuple[Store, Callable[[], Store]], store: Store) -> None:
+    clients = [opened[1]() for _ in range(4)]
+    answers = at_once([lambda c=c, i=i: submit(c, None if i % 2 else f"j{i}") for i, c in enumerate(clients * 4)])
+    made = [a for a in answers if isinstance(a, Submission)]
+    assert len(made) == 16, answers
+    assert sorted(s.number for s in made) == list(range(1, 17))
+    assert {s.job: s for s in queue.view(store).submissions} == {s.job: s for s in made}
+
+
+def test_of_two_with_one_id_at_once_one_is_told_that_the_other_was_faster(store: Store) -> None:
+    for turn in range(10):
+        answers = at_once([partial(submit, store, f"j{turn}", by=by) for by in ("ann", "bob")])
+        made = [a for a in answers if isinstance(a, Submission)]
+        (refused,) = [a for a in answers if isinstance(a, UsageError)]
+        assert len(made) == 1
+        assert f"job 'j{turn}' has not ended: it was submitted by {made[0].by} as number {made[0].number}" in str(
+            refused
+        )
+        assert made[0] in queue.view(store).submissions
+
+
+def test_an_id_is_free_again_once_its_job_has_ended(store: Store) -> None:
+    first = submit(store)
+    with pytest.raises(UsageError, match=r"cancel it first \(elasticd cancel llm\), or choose another id"):
+        submit(store)
+    ending = queue.cancel(store, "llm", "ann", 6.0)
+    assert (ending.number, ending.outcome, ending.exit_code) == (first.number, "cancelled", 143)
+    assert ending.reason == "cancelled by ann"
+    second = submit(store)
+    assert second.number > first.number
+    assert [s.number for s in queue.view(store).unended()] == [second.number]
+    with pytest.raises(UsageError):
+        submit(store)
+    assert queue.cancel(store, "llm", "", 7.0).number == second.number, "the ending of the earlier run is replaced"
+
+
+def test_cancelling_what_has_ended_says_how_it_ended(store: Store) -> None:
+    wants = submit(store)
+    done = Ending("llm", wants.number, "succeeded", 0, "all workers are done")
+    assert queue.ended(store, done) == done
+    assert queue.cancel(store, "llm", "ann", 9.0) == done
+    assert queue.ended(store, Ending("llm", wants.number, "failed", 1, "too late")) == done
+    with pytest.raises(UsageError, match="there is no job 'lm'; `elasticd jobs` lists those there are"):
+        queue.cancel(store, "lm", "ann", 9.0)
+
+
+def test_cancelled_while_it_ends_there_is_one_ending(opened: tuple[Store, Callable[[], Store]], store: Store) -> None:
+    for turn in range(10):
+        wants = submit(store, f"j{turn}")
+        done = Ending(wants.job, wants.number, "succeeded", 0, "done")
+        answers = at_once([partial(queue.cancel, store, wants.job, "", 0.0), partial(queue.ended, store, done)])
+        assert answers[0] == answers[1]
+        assert queue.view(store).ending(wants.job, wants.number) == answers[0]
+
+
+def test_a_job_whose_submission_is_lost_can_be_cancelled_all_the_same(store: Store) -> None:
+    store.compare_and_swap(names.PLACED + "x", None, Placement("x", 4, (Place("n1", (0,)),), "").to_json())
+    assert queue.cancel(store, "x", "ann", 1.0).number == 4
+
+
+def test_what_cannot_be_is_said_at_once(store: Store) -> None:
+    for job in ("a/b", "", " a", ".a", "a\n", "x" * 200):
+        with pytest.raises(UsageError, match="job id"):
+            submit(store, job)
+        with pytest.raises(UsageError, match="job id"):
+            queue.cancel(store, job, "", 0.0)
+        with pytest.raises(UsageError, match="node"):
+            queue.cordon(store, job, False, "", "", 0.0)
+    for more in ({"nodes": (0, 1)}, {"nodes": (3, 2)}, {"slots": (2, 1)}, {"slots": (0, 0)}):
+        with pytest.raises(UsageError, match="submission of 'llm'"):
+            submit(store, **more)
+    with pytest.raises(UsageError, match=r"its job file has 300002 bytes; at most 262144 are taken"):
+        queue.submit(store, '"' + "x" * 300_000 + '"', job="big", nodes=(1, 1), slots=(1, 1), by="", at=0.0)
+    assert not queue.view(store).submissions
+
+
+def test_cordons(store: Store) -> None:
+    assert queue.cordon(store, "n1", False, "the disk\n is full", "ann", 1.0) == Cordon(
+        "n1", False, "the disk is full", by="ann", at=1.0
+    )
+    assert queue.cordon(store, "n1", True, "", "bob", 2.0).drain
+    assert queue.cordon(store, "n1", False, "again", "ann", 3.0).drain, "only uncordon takes a drain back"
+    assert [c.reason for c in queue.view(store).cordons] == ["again"]
+    assert queue.uncordon(store, "n1")
+    assert not queue.uncordon(store, "n1")
+    assert len(queue.cordon(store, "n2", False, "x" * 10_000, "", 0.0).reason) == queue.REASON_CHARS
+
+
+def test_a_history_of_any_length_becomes_a_record_that_fits(store: Store) -> None:
+    wants = submit(store)
+    rounds = tuple(RoundNote(n, 512, f"round {n} " + "because " * 1000) for n in range(5000))
+    kept = queue.ended(store, Ending("llm", wants.number, "failed", 1, "r" * 9999, rounds=rounds))
+    assert [note.number for note in kept.rounds] == list(range(5000 - queue.NOTES, 5000))
+    assert kept.rounds[0].reason.startswith("round 4800 because")
+    found = store.read(names.ENDED + "llm")
+    assert found is not None
+    assert len(found.value) < 60_000
+    assert queue.view(store).ending("llm", wants.number) == kept
+
+
+def test_damaged_records_are_named_and_in_nobodys_way(store: Store) -> None:
+    submit(store, "good")
+    store.compare_and_swap(names.SUBMITTED + "bad", None, b"{")
+    store.compare_and_swap(names.ENDED + "good", None, b"\xff")
+    said: list[str] = []
+    assert [s.job for s in queue.view(store, said.append).submissions] == ["good"]
+    assert len(said) == 2
+    assert all("cannot be understood and is left alone" in sentence for sentence in said)
+    with pytest.raises(UsageError, match=r"submitted/bad in the store cannot be understood.*choose another id"):
+        submit(store, "bad")
+    with pytest.raises(UsageError, match=r"there is no job 'bad'; .*cannot be understood"):
+        queue.cancel(store, "bad", "", 0.0)
+    assert queue.cancel(store, "good", "", 0.0).outcome == "cancelled", "what it replaced said nothing"
+
+
+@pytest.mark.parametrize("text", [b"", b"x", b"-3", b"0", b"9" * 400, b"1.5", "٣".encode()])
+def test_a_damaged_sequence_goes_on_above_all_that_is_known(store: Store, text: bytes) -> None:
+    for job in "abc":
+        submit(store, job)
+    found = store.read(names.SEQUENCE)
+    assert found is not None
+    assert store.compare_and_swap(names.SEQUENCE, found.version, text)
+    assert submit(store, "d").number == 4
+    store.delete(names.SEQUENCE)
+    assert submit(store, "e").number == 5
+
+
+class Flaky:
+    """A MemoryStore that is away for one request: before it is done, or, with `late`, only its answer is lost."""
+
+    def __init__(self) -> None:
+        self.memory = MemoryStore()
+        self.traffic = Traffic()
+        self.fails: set[int] = set()
+        self.late = False
+        self.asked = 0
+
+    def _ask(self, request: Callable[[], object]) -> object:
+        self.asked += 1
+        if self.asked in self.fails:
+            if self.late:
+                request()
+            raise StoreUnavailable("etcd at 10.0.0.1:2379 does not answer")
+        return request()
+
+    def read(self, key: str) -> Versioned | None:
+        return self._ask(lambda: self.memory.read(key))  # type: ignore[return-value]
+
+    def list(self, prefix: str) -> dict[str, Versioned]:
+        return self._ask(lambda: self.memory.list(prefix))  # type: ignore[return-value]
+
+    def compare_and_swap(
+        self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
+    ) -> bool:
+        return self._ask(lambda: self.memory.compare_and_swap(key, expected, value, guard))  # type: ignore[return-value]
+
+    def delete(self, key: str) -> bool:
+        return self._ask(lambda: self.memory.delete(key))  # type: ignore[return-value]
+
+    def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
+        return self._ask(lambda: self.memory.announce(key, value, ttl_s))  # type: ignore[return-value]
+
+    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
+        return self.memory.watch(prefix, callback)
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def attempt(store: Store, token: str) -> object:
+    try:
+        return submit(store, "llm", token=token)
+    except (StoreUnavailable, UsageError) as error:
+        return error
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("away", [1, 2])
+@pytest.mark.parametrize("token", ["", "t-1"])
+def test_submitted_during_an_outage_and_again(late: bool, away: int, token: str) -> None:
+    """Whichever request is lost, with its effect or without: repeating leads to one job, under the id that was said."""
+    reference = Flaky()
+    submit(reference, "llm", token=token)
+    for first in range(1, reference.asked + 1):
+        store = Flaky()
+        store.fails, store.late = set(range(first, first + away)), late
+        made = attempt(store, token)
+        if isinstance(made, StoreUnavailable):
+            known = "whether job 'llm' was submitted is not known" not in str(made)
+            assert not (known and queue.view(store.memory).submissions), "the sentence must say what is not sure"
+            assert known or "submitted again with the id 'llm', it is never run twice" in str(made)
+            store.fails = set()
+            made = attempt(store, token)
+        if isinstance(made, UsageError):
+            assert (token, late) == ("", True)
+            assert "has not ended" in str(made)
+            (made,) = queue.view(store).submissions
+        assert [s.job for s in queue.view(store.memory).submissions] == ["llm"]
+        assert queue.view(store.memory).submissions[0] == made
+
+
+def test_a_token_finds_a_job_that_was_given_its_name(store: Store) -> None:
+    made = submit(store, None, token="t-2")
+    assert submit(store, None, token="t-2") == made
+    assert submit(store, None, token="t-3") != made
+    assert submit(store, None) not in (made,)
+
+
+def test_a_lost_answer_is_looked_up() -> None:
+    reference = Flaky()
+    submit(reference)
+    lost = Flaky()
+    lost.fails, lost.late = {reference.asked}, True
+    assert submit(lost) == queue.view(lost).submissions[0], "its last request was done: there is nothing to say"
+
+    again = Flaky()
+    for store in (reference, again):
+        queue.ended(store.memory, Ending("llm", 1, "failed", 1, "")) if store is reference else submit(store)
+    queue.cancel(again.memory, "llm", "", 0.0)
+    before = reference.asked
+    submit(reference)
+    again.asked, again.fails = before, {reference.asked}
+    with pytest.raises(StoreUnavailable, match="is not known"):
+        submit(again)
