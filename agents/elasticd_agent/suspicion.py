@@ -99,6 +99,8 @@ class Suspicion:
         """What the ranks do now. Gathers and reports as is due."""
         if seen.number != self._number or not self._targets:
             return
+        if seen.pids:
+            self._targets = [replace(one, pid=pid) for one, pid in zip(self._targets, seen.pids, strict=True)]
         report = self._of(seen, deadline_s)
         why = hang.suspect(report, self.policy) or ""
         if not why and self._asked != self._number:

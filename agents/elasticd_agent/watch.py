@@ -33,7 +33,8 @@ class Seen:
     """One look at the group. `first_step_at` and `progress_at` are CLOCK_MONOTONIC seconds, None if there is none.
 
     `idle_s`: for how long no rank here has made progress. `store_state` is the /proc state of the round's store, ""
-    where it is not here; `store_stopped_s`: for how long it has been "T". `store_gone` cannot be seen here.
+    where it is not here; `store_stopped_s`: for how long it has been "T". `pids` are the processes that train, by local
+    rank, none before they have been started.
     """
 
     number: int
@@ -44,6 +45,7 @@ class Seen:
     store_state: str = ""
     store_stopped_s: float = 0.0
     attentive_s: float = 0.0
+    pids: tuple[int, ...] = ()
 
     @property
     def step(self) -> int:
@@ -164,7 +166,8 @@ class Watch:
         for ages, beat in zip(self._ages, beats, strict=True):
             ages.of_beat(beat, passed_s, now)
         idle_s = min((ages.idle_s for ages in self._ages), default=0.0)
-        states = [self.state(pid) for pid in self._pids] or [""] * len(beats)
+        pids = tuple(_trains(beat, pid) for beat, pid in zip(beats, self._pids, strict=True)) if self._pids else ()
+        states = [self.state(pid) for pid in pids] or [""] * len(beats)
         for ages, state in zip(self._ages, states, strict=True):
             ages.of_state(state, passed_s)
         store_state = self.state(self._store_pid) if self._store_pid else ""
@@ -179,6 +182,7 @@ class Watch:
             store_state,
             self._store.stopped_s,
             self._attentive_s,
+            pids,
         )
 
     def _count_usage(self, idle_s: float, beats: Sequence[Beat]) -> None:
@@ -233,6 +237,14 @@ class Watch:
     def close(self) -> None:
         for reader in self._readers:
             reader.close()
+
+
+def _trains(beat: Beat, pid: int) -> int:
+    """The process that trains where worker `pid` only runs it, as a script for a shell does: it is in its session."""
+    if beat.pid in (0, pid):
+        return pid
+    found = procfs.stat(beat.pid)
+    return beat.pid if found is not None and found.session == pid else pid
 
 
 def read_beat(reader: BeatReader) -> Beat:

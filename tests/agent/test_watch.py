@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +16,7 @@ from elasticd import beat
 from elasticd.beat import BeatWriter
 from elasticd_agent.procfs import Usage
 from elasticd_agent.watch import ATTENTIVE_S, Watch
+from tests.faults.job import until
 
 
 @pytest.fixture
@@ -59,3 +65,20 @@ def test_what_is_written_as_evidence_is_no_work_of_the_workers(watch: Watch, wri
         writer.dumped = answer
         found.append(watch.look(101.0 + number / 2).ranks[0].io_bytes)
     assert found == [0, 100, 500_000, 100, 200, 5100, 6100]
+
+
+def test_of_a_worker_that_runs_the_script_as_its_child_the_child_is_looked_at(watch: Watch, tmp_path: Path) -> None:
+    """As a shell does that was started with --no-python."""
+    train = f"import time; from elasticd.beat import BeatWriter; BeatWriter({str(tmp_path / 'beat')!r}); time.sleep(60)"
+    shell = subprocess.Popen(["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", train], start_new_session=True)
+    try:
+        watch.started([shell.pid], 0)
+        until(lambda: watch.look(time.monotonic()).pids != (shell.pid,), "the child to be found")
+        (child,) = watch.look(time.monotonic()).pids
+        os.kill(child, signal.SIGSTOP)
+        until(lambda: watch.look(time.monotonic()).ranks[0].stopped_s > 0, "the child to be seen stopped")
+        os.kill(child, signal.SIGKILL)
+        until(lambda: watch.look(time.monotonic()).pids == (shell.pid,), "the child to be gone")
+    finally:
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
