@@ -277,6 +277,28 @@ class AgentState(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeUnhealthy(Record):
+    """Something is wrong with the node, and it is given no work; the reason says what."""
+
+    kind: ClassVar[str] = "node_unhealthy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeQuarantined(Record):
+    """What was wrong is over, or jobs failed by this node's doing: it is left out for a while."""
+
+    kind: ClassVar[str] = "node_quarantined"
+    seconds: float = _is("for how long, if nothing else happens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeHealthy(Record):
+    """Nothing is held against the node (any more)."""
+
+    kind: ClassVar[str] = "node_healthy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReloaded(Record):
     """The agent has read its configuration again."""
 
@@ -333,7 +355,8 @@ RECORDS: tuple[type[Record], ...] = (
     RoundPublished, GroupStarted, FirstStep, WorkerExited, CheckpointSaved, CheckpointSkipped, CheckpointFailed,
     Resumed, Holding, HoldOver, StoreAway, StoreBack, Suspected, SuspicionOver, Hung, SlowRank, Launcher, StoreExited,
     GroupGone, ProcessStuck, ProcessFreed, StopRequested, JobEnded, AgentStarted, AgentJoined, AgentState,
-    AgentReloaded, AgentEnded, RunnerStarted, RunnerAsked, RunnerEnded, Placed,
+    NodeUnhealthy, NodeQuarantined, NodeHealthy, AgentReloaded, AgentEnded, RunnerStarted, RunnerAsked, RunnerEnded,
+    Placed,
 )  # fmt: skip
 
 

@@ -169,6 +169,7 @@ def status(spec: JobSpec, loop: Loop) -> dict[str, object]:
         "restarts": round.restarts if round is not None else 0,
         "reason": round.reason if round is not None else "",
         "members": [{"node": m.node, "slots": list(m.slots)} for m in round.members] if round is not None else [],
+        "benched": [{"node": b.node, "slot": b.slot, "times": b.times} for b in round.benched] if round else [],
         "step": loop.high_water,
     }
 

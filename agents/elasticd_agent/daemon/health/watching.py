@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from elasticd_agent.daemon.health import measured
 from elasticd_agent.daemon.health.checks import Places
 from elasticd_agent.daemon.health.readings import Reading
 from elasticd_agent.daemon.health.remembered import Remembered
@@ -75,6 +76,8 @@ class Health(Protocol):
         """A job failed or hung, and it was this node's doing rather than another's."""
         ...
 
+    def metrics(self, node: str) -> bytes: ...
+
     def close(self) -> None: ...
 
 
@@ -105,6 +108,9 @@ class NoHealth:
 
     def blamed(self, why: str) -> None:
         pass
+
+    def metrics(self, node: str) -> bytes:
+        return b""
 
     def close(self) -> None:
         pass
@@ -165,6 +171,10 @@ class Watching:
 
     def blamed(self, why: str) -> None:
         self._inbox.put(why or "no reason was given")
+
+    def metrics(self, node: str) -> bytes:
+        now = self.standing()
+        return measured.page(node, now.state, now.left_s, self._past.times, self._readings)
 
     def close(self) -> None:
         """Bounded."""

@@ -1,0 +1,51 @@
+"""From what runners say of their jobs' rounds: was this node set aside for failures of a job? Pure but for its memory.
+
+It relies on the plan's own judgement: a slot is set aside in a Round when it was to blame again and again, without
+progress or with a hang, while the job had others to go on with. So a script that fails everywhere blames no node, and a
+job that runs on one node alone blames nobody. Each time a slot is set aside counts once, whoever tells it how often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Key = tuple[str, int]
+
+
+class Blames:
+    """One node's. A daemon that comes back has forgotten what it was told, so what it hears first is no news."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._times: dict[Key, dict[int, int]] = {}
+
+    def heard(self, told: Mapping[Key, Mapping[str, Any]], adopted: Iterable[Key] = ()) -> list[str]:
+        """`told`: what each runner here said last, of its status. A sentence for each time that is new."""
+        self._times = {key: times for key, times in self._times.items() if key in told}
+        sentences = []
+        for key, said in told.items():
+            now = _times(said.get("benched"), self._node)
+            if now is None:
+                continue
+            before = self._times.get(key, now if key in set(adopted) else {})
+            merged = dict(before)
+            for slot, times in now.items():
+                if times > before.get(slot, 0):
+                    reason = str(said.get("reason", ""))
+                    sentences.append(f"job {key[0]}, round {said.get('round')}: slot {slot} was set aside: {reason}")
+                merged[slot] = max(times, before.get(slot, 0))
+            self._times[key] = merged
+        return sentences
+
+
+def _times(benched: Any, node: str) -> dict[int, int] | None:
+    """By slot of this node how often it was set aside; None if the runner, of another version, does not say."""
+    if not isinstance(benched, list):
+        return None
+    found = {}
+    for one in benched:
+        match one:
+            case {"node": str(who), "slot": int(slot), "times": int(times)} if who == node and times > 0:
+                found[slot] = times
+    return found
