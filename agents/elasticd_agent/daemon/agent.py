@@ -18,23 +18,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from elasticd.errors import UsageError
 from elasticd_agent import events
-from elasticd_agent.config import Policy
+from elasticd_agent.addresses import joined, local_address
+from elasticd_agent.config import Policy, Rendezvous
 from elasticd_agent.console import PlainConsole
 from elasticd_agent.daemon import statedir
 from elasticd_agent.daemon.card import inventory
 from elasticd_agent.daemon.deciding import Asked, Deciding, Hint, Message, Parts
-from elasticd_agent.daemon.health.watching import NoHealth
+from elasticd_agent.daemon.desk import Desk
+from elasticd_agent.daemon.gauges import NodeMetrics, merged, scraped
+from elasticd_agent.daemon.health.opening import open_health
 from elasticd_agent.daemon.notify import Notifier, open_notifier
 from elasticd_agent.daemon.orders import Orders
 from elasticd_agent.daemon.placer import Placer
 from elasticd_agent.daemon.runners import Runners
+from elasticd_agent.daemon.serving import open_serving
 from elasticd_agent.daemon.settings import Settings, load
 from elasticd_agent.daemon.store_access import meets
 from elasticd_agent.daemon.telling import Telling
+from elasticd_agent.http import Pages, Verdict
 from elasticd_agent.outlet import Outlet
 from elasticd_agent.store import Store
 from elasticd_agent.store.kept import KeptStore
@@ -43,6 +48,8 @@ from elasticd_agent.version import version
 
 KEPT = "store.journal"
 TRY_S = 30.0
+HEALTHY_TURN_S = 30.0
+"""A deciding thread that has not turned for this long is stuck; its own timers are far shorter."""
 _ASKED: Mapping[int, Asked] = {
     signal.SIGTERM: Asked("drain", "SIGTERM"),
     signal.SIGINT: Asked("drain", "SIGINT"),
@@ -97,9 +104,16 @@ def _run(
         float(settings.adopt_timeout_s),
         changed=lambda: inbox.put(Hint()),
     )
-    parts = Parts(store, runners, placer, NoHealth(), notifier, telling, inbox, card)
+    health = open_health(settings, os.environ, idle=lambda: not runners.alive())
+    stack.callback(health.close)
+    metrics = NodeMetrics(settings.node, version())
+    parts = Parts(store, runners, placer, health, notifier, telling, inbox, card, metrics)
     orders = Orders(settings, where, settings.devices(os.environ))
     deciding = Deciding(parts, orders, lambda old: reloaded(old, config), unfit)
+    serving = open_serving(lambda: deciding.settings, store, lambda desk: _pages(deciding, desk, metrics))
+    stack.callback(serving.close)
+    deciding.addressed(_reached_at(settings, where, serving.address))
+    health.start(lambda changed: inbox.put(Hint()))
     adopted = deciding.adopt()
     who = f"elasticd {version()}, pid {os.getpid()}"
     telling.happened(
@@ -118,6 +132,34 @@ def _run(
     code = None if replaces else 0
     telling.happened(events.AgentEnded, f"{who}: the agent of node {card.node} {how}", exit_code=code)
     return replaces
+
+
+def _pages(deciding: Deciding, desk: Desk, metrics: NodeMetrics) -> Pages:
+    def page() -> bytes:
+        own = metrics.render(deciding.facts())
+        return merged([own, *scraped(deciding.jobs(), desk.here.metrics)])
+
+    def healthy() -> Verdict:
+        late = deciding.overdue_s()
+        return Verdict(late < HEALTHY_TURN_S, f"the deciding thread is {late:.0f} s late" if late > 1 else "it decides")
+
+    def ready() -> Verdict:
+        return Verdict(deciding.joined, "joined" if deciding.joined else "the node's card is not in the store")
+
+    def status() -> Mapping[str, Any]:
+        return {**deciding.card.to_dict(), "joined": deciding.joined, "store_away": deciding.away}
+
+    return Pages(metrics=page, status=status, healthy=healthy, ready=ready)
+
+
+def _reached_at(settings: Settings, where: Rendezvous, bound: tuple[str, int] | None) -> str:
+    """HOST:PORT by which other nodes reach us, if they do."""
+    if bound is None:
+        return ""
+    host, port = bound
+    if host in ("0.0.0.0", "::"):
+        host = settings.local_addr or (local_address(where.endpoints, None) if where.endpoints else "127.0.0.1")
+    return joined(host, port)
 
 
 def _store(settings: Settings, telling: Telling) -> Store:

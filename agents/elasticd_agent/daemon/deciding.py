@@ -21,6 +21,7 @@ from elasticd_agent.copies import Copies
 from elasticd_agent.daemon import names
 from elasticd_agent.daemon import queue as jobs
 from elasticd_agent.daemon.announcing import Announcement, NameTaken
+from elasticd_agent.daemon.gauges import Facts, NodeMetrics
 from elasticd_agent.daemon.handing import HandedIn
 from elasticd_agent.daemon.notify import Notifier
 from elasticd_agent.daemon.orders import Orders
@@ -93,6 +94,7 @@ class Parts:
     telling: Telling
     inbox: queue.SimpleQueue[Message]
     card: NodeCard
+    metrics: NodeMetrics
 
 
 class Deciding:
@@ -141,6 +143,33 @@ class Deciding:
     @property
     def away(self) -> bool:
         return self._away_since is not None
+
+    def facts(self) -> Facts:
+        """How the node is now, for its metrics."""
+        running, known = self.card.running, self._known
+        states = [one.state for one in running]
+        over = {(e.job, e.number) for e in known.endings}
+        waiting = [p for p in known.placements if not p.places and (p.job, p.number) not in over]
+        return Facts(
+            slots=self.card.slots,
+            used=sum(len(runs.order.slots) for runs in self._parts.runners.alive()),
+            state=self.card.state,
+            joined=self.joined,
+            places=self._parts.placer.places,
+            runners={state: states.count(state) for state in states},
+            waiting=len(waiting),
+            store_up=not self.away,
+            late_s=self.overdue_s(),
+            lines_lost=self._parts.telling.lost,
+        )
+
+    def jobs(self) -> tuple[tuple[str, int], ...]:
+        """(job, number) of the runners here."""
+        return tuple(runs.key for runs in self._parts.runners.alive())
+
+    def addressed(self, address: str) -> None:
+        """Where the daemon is asked from other nodes; before `run`."""
+        self.card = replace(self.card, address=address)
 
     def overdue_s(self) -> float:
         """For how long the deciding thread should have turned and has not."""
@@ -223,6 +252,7 @@ class Deciding:
         parts, settings = self._parts, self.settings
         for over in parts.runners.poll(now):
             self._over(over, now)
+        self._carded(self.card.running)
         self._agree(now)
         plan = reconcile(self._known, self.card.node, parts.runners.alive(), self._ended, self._draining, now)
         self._perform(plan, now)
@@ -302,6 +332,7 @@ class Deciding:
         self._copies.forget()
         if self._away_since is None:
             self._away_since = now
+            self._parts.metrics.store_away()
             self._parts.telling.happened(events.StoreAway, f"what runs here goes on without the store: {why}")
         self._forgotten_since = None
 
@@ -372,6 +403,7 @@ class Deciding:
             telling.warned(f"job {order.job} cannot be started: {why}; it is tried again in {FOLDER_S:g} s")
             return
         self._started_at[key] = now
+        self._parts.metrics.runner_started()
         slots = ", ".join(map(str, order.slots))
         sentence = f"job {order.job}: its runner starts as pid {pid}, with slots {slots}"
         telling.happened(
@@ -384,6 +416,7 @@ class Deciding:
         sentence = self._ended.add(over, lived_s, now)
         outcome = "lost" if last is None else last.outcome
         code = None if last is None else last.exit_code
+        self._parts.metrics.runner_ended(outcome)
         self._parts.telling.happened(
             events.RunnerEnded, sentence, name=order.job, number=order.number, outcome=outcome, exit_code=code
         )

@@ -128,7 +128,8 @@ class Runners:
     # --- what there is ----------------------------------------------------------------------------------------------
 
     def alive(self) -> tuple[Runs, ...]:
-        return tuple(runner.view for runner in self._runners.values())
+        """Safe from any thread."""
+        return tuple(runner.view for runner in list(self._runners.values()))
 
     def told(self, job: str) -> Mapping[str, Any] | None:
         """What the job's runner said when it was visited last."""

@@ -1,0 +1,183 @@
+"""The daemon's metrics: the node's own, and those of its jobs, on one page. docs/node-metrics.md's source.
+
+A job's metrics are its runner's, fetched over its control socket when somebody scrapes; one that does not answer in
+time is left out of that scrape. Series of jobs carry `job_id`, those of the node `node`. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import get_args
+
+from elasticd_agent.control import Unanswered
+from elasticd_agent.daemon.records import NodeState, RunnerState
+from elasticd_agent.metrics import Spec
+
+STATES: tuple[str, ...] = get_args(NodeState)
+RUNNERS: tuple[str, ...] = get_args(RunnerState)
+OUTCOMES = ("succeeded", "failed", "refused", "left", "lost")
+SCRAPE_S = 5.0
+"""For all runners together; Prometheus gives up after 10 s."""
+ASK_S = 1.5
+
+INFO = Spec("elasticd_node_info", "gauge", "Always 1; the label says which version the node's agent is.", ("version",))
+START = Spec("elasticd_node_agent_start_timestamp_seconds", "gauge", "Unix time the agent started.")
+SLOTS = Spec("elasticd_node_slots", "gauge", "Workers this node takes at once.")
+SLOTS_USED = Spec("elasticd_node_slots_used", "gauge", "Slots that a job's runner has, also one that is leaving.")
+STATE = Spec("elasticd_node_state", "gauge", f"1 for the state the node is in: {', '.join(STATES)}.", ("state",))
+JOINED = Spec("elasticd_node_joined", "gauge", "1 while the node's card is in the store, as far as the agent knows.")
+PLACER = Spec("elasticd_node_places", "gauge", "1 on the one node whose agent places jobs at the time.")
+HERE = Spec("elasticd_node_runners", "gauge", f"Runners on this node, by state: {', '.join(RUNNERS)}.", ("state",))
+WAITING = Spec("elasticd_node_jobs_waiting", "gauge", "Jobs in the queue that have no place, as this node sees it.")
+STARTS = Spec("elasticd_node_runner_starts_total", "counter", "Runners started by this agent.")
+ENDS = Spec(
+    "elasticd_node_runner_ends_total", "counter", f"Runners that ended, by how: {', '.join(OUTCOMES)}.", ("outcome",)
+)
+STORE_UP = Spec("elasticd_node_store_up", "gauge", "1 while the store answers this agent.")
+OUTAGES = Spec("elasticd_node_store_outages_total", "counter", "Times the store went away from this agent.")
+LATE = Spec("elasticd_node_late_seconds", "gauge", "For how long the agent's deciding thread should have turned.")
+LINES_LOST = Spec("elasticd_node_event_lines_lost", "gauge", "Lines of the agent's event log that were not written.")
+
+METRICS = (
+    INFO, START, SLOTS, SLOTS_USED, STATE, JOINED, PLACER, HERE, WAITING, STARTS, ENDS, STORE_UP, OUTAGES, LATE,
+    LINES_LOST,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """How the node is at one moment."""
+
+    slots: int
+    used: int
+    state: str
+    joined: bool
+    places: bool
+    runners: Mapping[str, int]
+    waiting: int
+    store_up: bool
+    late_s: float
+    lines_lost: int
+
+
+@dataclass(slots=True)
+class NodeMetrics:
+    """Safe to call from one thread while others render."""
+
+    node: str
+    version: str
+    _starts: int = 0
+    _ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    _outages: int = 0
+    _began: float = field(default_factory=time.time)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def runner_started(self) -> None:
+        with self._lock:
+            self._starts += 1
+
+    def runner_ended(self, outcome: str) -> None:
+        """`outcome` is one of OUTCOMES; anything else is a mistake of the caller: KeyError."""
+        with self._lock:
+            self._ends[{known: known for known in OUTCOMES}[outcome]] += 1
+
+    def store_away(self) -> None:
+        with self._lock:
+            self._outages += 1
+
+    def render(self, facts: Facts) -> bytes:
+        """The text format, version 0.0.4."""
+        with self._lock:
+            samples: list[tuple[Spec, tuple[str, ...], float]] = [
+                (INFO, (self.version,), 1),
+                (START, (), self._began),
+                (STARTS, (), self._starts),
+                *((ENDS, (outcome,), count) for outcome, count in self._ends.items()),
+                (OUTAGES, (), self._outages),
+            ]
+        samples += [
+            (SLOTS, (), facts.slots),
+            (SLOTS_USED, (), facts.used),
+            *((STATE, (state,), facts.state == state) for state in STATES),
+            (JOINED, (), facts.joined),
+            (PLACER, (), facts.places),
+            *((HERE, (state,), facts.runners.get(state, 0)) for state in RUNNERS),
+            (WAITING, (), facts.waiting),
+            (STORE_UP, (), facts.store_up),
+            (LATE, (), facts.late_s),
+            (LINES_LOST, (), facts.lines_lost),
+        ]
+        return "".join(self._family(spec, samples) for spec in METRICS).encode()
+
+    def _family(self, spec: Spec, samples: Iterable[tuple[Spec, tuple[str, ...], float]]) -> str:
+        lines = [f"# HELP {spec.name} {spec.help}", f"# TYPE {spec.name} {spec.kind}"]
+        for of, values, value in samples:
+            if of is spec:
+                labels = [("node", self.node), *zip(spec.labels, values, strict=True)]
+                named = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels)
+                lines.append(f"{spec.name}{{{named}}} {float(value)!r}")
+        return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def merged(pages: Iterable[bytes]) -> bytes:
+    """Several pages as one: each family once, as the format demands, with everybody's samples."""
+    heads: dict[bytes, list[bytes]] = {}
+    samples: dict[bytes, list[bytes]] = {}
+    for page in pages:
+        family = b""
+        first: set[bytes] = set()
+        for line in page.splitlines():
+            if line.startswith((b"# HELP ", b"# TYPE ")):
+                family = line.split(b" ", 3)[2]
+                if family not in heads or family in first:
+                    first.add(family)
+                    heads.setdefault(family, []).append(line)
+            elif line and not line.startswith(b"#"):
+                samples.setdefault(family, []).append(line)
+    named = [name for name in heads if name in samples]
+    return b"".join(b"\n".join([*heads[name], *samples[name]]) + b"\n" for name in named)
+
+
+def scraped(jobs: Iterable[tuple[str, int]], ask: Callable[[str, int, float], bytes]) -> list[bytes]:
+    """The pages of these jobs' runners, of those that answer in time."""
+    until = time.monotonic() + SCRAPE_S
+    pages = []
+    for job, number in jobs:
+        left = until - time.monotonic()
+        if left <= 0:
+            break
+        try:
+            pages.append(ask(job, number, min(ASK_S, left)))
+        except Unanswered:
+            continue
+    return pages
+
+
+def document() -> str:
+    """docs/node-metrics.md, whole."""
+    rows = ["| name | type | labels besides `node` | meaning |", "|---|---|---|---|"]
+    for spec in METRICS:
+        labels = ", ".join(f"`{label}`" for label in spec.labels)
+        rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
+    return _INTRODUCTION + "\n\n" + "\n".join(rows) + "\n"
+
+
+_INTRODUCTION = """# Metrics of a node
+
+<!-- Written by `python -m elasticd_agent.daemon.gauges`: change agents/elasticd_agent/daemon/gauges.py. -->
+
+`elasticd agent` serves these at `/metrics` of its HTTP port, without a token, together with the
+[metrics](metrics.md) of every job that runs on the node, told apart by `job_id`. A runner that does not answer within
+1.5 s is left out of that scrape; after 5 s a scrape is over. Counters begin with the agent: one that was killed or
+upgraded counts from 0 again."""
+
+
+if __name__ == "__main__":
+    print(document(), end="")

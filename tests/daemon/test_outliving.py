@@ -1,0 +1,61 @@
+"""The agent may die, be upgraded or be started twice: its jobs' workers never notice."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from tests.daemon.conftest import MakeNode
+from tests.daemon.node import Node, comm_of, lives, until
+
+
+def training(node: Node, steps: int = 3000) -> tuple[int, ...]:
+    """A job of two workers that makes steps."""
+    node.job("one", "resume.py", "--steps", str(steps), workers=2, checkpoint_dir=str(node.work / "ck"))
+    node.start()
+    node.stepped(20)
+    return node.workers("one")
+
+
+def go_on(node: Node, workers: tuple[int, ...]) -> None:
+    """The same processes train on."""
+    assert node.workers("one") == workers
+    assert all(map(lives, workers))
+    node.stepped(node.steps()[-1][1] + 20)
+    assert {number for number, _ in node.steps()} == {1}
+    assert [step for _, step in node.steps()] == list(range(1, len(node.steps()) + 1))
+
+
+def test_a_killed_agent_comes_back_to_the_same_workers_and_an_upgrade_keeps_them_and_the_job_ends(
+    node: MakeNode,
+) -> None:
+    n1 = node()
+    workers, runner = training(n1, steps=400), n1.runner("one")
+    assert comm_of(runner) == "elasticd-job"
+    assert os.getsid(runner) == runner
+    n1.kill()
+    go_on(n1, workers)
+    n1.start()
+    n1.said(f"its runner (pid {runner}) lives, and goes on")
+    go_on(n1, workers)
+    n1.upgrade()
+    go_on(n1, workers)
+    last = n1.exited("one")
+    assert (last.outcome, last.step) == ("succeeded", 400)
+    n1.event("runner_ended", name="one", outcome="succeeded")
+    assert len(n1.events("runner_started")) == 1, n1.told()
+    assert n1.drain() == 0
+    n1.assert_gone()
+
+
+def test_a_killed_runner_takes_its_workers_with_it_at_once_and_is_started_again(node: MakeNode) -> None:
+    n1 = node()
+    workers, runner = training(n1), n1.runner("one")
+    os.kill(runner, signal.SIGKILL)
+    until(lambda: not any(map(lives, workers)), "the end of the workers of a killed runner", 3.0)
+    n1.event("runner_ended", name="one", outcome="lost")
+    until(lambda: n1.runner("one") != runner, "another runner")
+    reached = n1.steps()[-1][1]
+    n1.stepped(reached + 20)
+    assert n1.drain() == 0
+    n1.assert_gone()
