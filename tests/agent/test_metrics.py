@@ -152,10 +152,10 @@ def test_names_are_unique_and_nothing_else_is_served() -> None:
 
 
 def test_promtool_has_nothing_to_say() -> None:
-    """tests/install-servers puts Debian's promtool into .venv; where it could not, the rules above are the check."""
+    """tests/install-servers puts Debian's promtool into .venv; where it cannot, the rules above are the check."""
     promtool = shutil.which("promtool") or shutil.which("promtool", path=ROOT / ".venv" / "prometheus" / "usr" / "bin")
     if promtool is None:
-        return
+        pytest.skip("no promtool, and tests/install-servers could not fetch it")
     ran = subprocess.run([promtool, "check", "metrics"], input=lived().render(), capture_output=True, timeout=30)
     assert (ran.returncode, ran.stdout + ran.stderr) == (0, b"")
 
