@@ -29,7 +29,8 @@ and are guarded by `seq`.
                                          waited and timeout_ms are a background thread's (pulse.py)
     200   u64  alive                     counts while that thread gets the GIL, 0 while there is no such thread
     208   i64  usual *                   collectives issued during the last finished step, -1 unknown
-    216   u64  waited                    pulses in which the usual collectives of the running step had all been issued
+    216   u64  waited                    pulses that saw the rank wait for others: in torch.distributed, or
+                                         after the usual collectives of a step had all been issued
     224   u64  timeout_ms                the default process group's own timeout, 0 unknown
     232   i64  issued_at_step *          collectives issued when the last step was finished, -1 unknown
     240   u64  dumped                    the dump_wanted that has been seen to, even if there was nothing to write
@@ -112,8 +113,8 @@ class Beat:
 
     `collectives` were issued by the default process group, `usual` of them during the last finished step and
     `issued_at_step` until its end, -1: unknown. `timeout_s` is that group's own, 0: unknown. `alive` counts while the
-    background thread gets the GIL, 0: there is none; `waited` counts its pulses in which the step had nothing left to
-    issue. `dumped` is the answer to `want_dump`. `barrier_s` is the timeout that the script gave the barrier it waits
+    background thread gets the GIL, 0: there is none; `waited` counts its pulses that saw the rank wait for
+    others. `dumped` is the answer to `want_dump`. `barrier_s` is the timeout that the script gave the barrier it waits
     at, 0: none. `pid` is the worker's own, which a worker in a process namespace of its own knows by another number.
     """
 
@@ -195,15 +196,18 @@ class BeatWriter:
         halves[_SOURCE] = source
         words[_SEQ] = seq + 1
 
-    def pulse(self, issued: int, timeout_ms: int) -> None:
-        """The background thread got the GIL; `issued` and `timeout_ms` are the default process group's."""
+    def pulse(self, issued: int, timeout_ms: int, waits: bool = False) -> None:
+        """The background thread got the GIL; `issued` and `timeout_ms` are the default process group's.
+
+        `waits`: the training thread was seen to wait for others.
+        """
         words, signed = self._words, self._signed
         words[_ALIVE] += 1
         signed[_COLLECTIVES] = issued
         words[_TIMEOUT] = timeout_ms
         if issued < signed[_ISSUED_AT_STEP]:  # the group has gone, or another one counts
             signed[_USUAL] = signed[_ISSUED_AT_STEP] = _UNKNOWN
-        elif 0 < signed[_USUAL] <= issued - signed[_ISSUED_AT_STEP]:
+        elif waits or 0 < signed[_USUAL] <= issued - signed[_ISSUED_AT_STEP]:
             words[_WAITED] += 1
 
     def forget_usual(self) -> None:

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,10 @@ LAST_PULSE_S = 1.0
 NAME = b"elasticd-pulse"
 """The thread's name in /proc/PID/task/*/comm."""
 _PR_SET_NAME = 15
+_WAITS_IN = ("/torch/distributed/", "/torch/nn/parallel/distributed.py")
+"""Whoever is in a C function that was called here waits for other ranks, as a rule."""
+_BACKWARD = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py")
+"""The same of a backward pass, which ends with DDP's wait for the gradients, but only while nothing is computed."""
 
 
 class Pulse:
@@ -52,6 +57,8 @@ class Pulse:
         self._issued = UNKNOWN
         self._timeout_ms = self._looks = 0
         self._leaving = self._joining = False
+        self._main = threading.main_thread().ident or 0
+        self._clock = time.pthread_getcpuclockid(self._main)
         self._may_start = True
         self._running = False
         self._stop, self._over = _thread.allocate_lock(), _thread.allocate_lock()
@@ -96,7 +103,9 @@ class Pulse:
             self._over.release()
 
     def _pulse(self) -> None:
-        self._writer.pulse(self._look(), self._timeout_ms)
+        used = self._used_ns()
+        issued = self._look()
+        self._writer.pulse(issued, self._timeout_ms, issued > 0 and self._waits(used))
         if not self._leaving and script_is_over():
             self._leaving = True
             self._writer.phase(Phase.EXIT)
@@ -105,6 +114,20 @@ class Pulse:
             if self._dump_to:
                 dump(self._dump_to)
             self._writer.dumped = wanted
+
+    def _waits(self, used_ns: int) -> bool:
+        """The main thread, which had used so much of a processor when this pulse began, waits for other ranks."""
+        frame = sys._current_frames().get(self._main)
+        file = "" if frame is None else frame.f_code.co_filename
+        if file.endswith(_BACKWARD):
+            return used_ns == self._used_ns()
+        return any(part in file for part in _WAITS_IN)
+
+    def _used_ns(self) -> int:
+        try:
+            return time.clock_gettime_ns(self._clock)
+        except OSError:  # the thread has ended
+            return 0
 
     def _look(self) -> int:
         """What has been issued; for one pulse unknown where another group, which counts anew, has come."""

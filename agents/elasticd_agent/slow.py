@@ -2,7 +2,7 @@
 
 It exists because a rank that is half as fast as its peers costs as much as one that is missing, and nobody sees it: in
 data-parallel training all ranks are as slow as the slowest. Each rank's background thread counts its pulses (`alive`)
-and those of them in which the rank had nothing left to issue in its step (`waited`), so what is left is its own work.
+and those of them that saw the rank wait for others (`waited`), so what is left is its own work.
 Ranks whose work is on a device look alike to it: there the host waits in all of them.
 """
 

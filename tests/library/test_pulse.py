@@ -44,13 +44,18 @@ def test_it_counts_what_the_default_group_issues_and_who_waits(start: Any, wait_
     assert beats[1]().waited == before[1], "rank 1 is the one that is waited for"
     assert [flight_of(rank, wait_for) for rank in job.ranks] == [(8, False), (7, True)]
     go(3)
-    both(lambda seen: seen.collectives == 8, "rank 1 to catch up")
+    wait_for(lambda: [read().collectives for read in beats] == [9, 8], "rank 1 to stop before the first of two")
+    before = [read().waited for read in beats]
+    wait_for(lambda: beats[0]().waited > before[0] + 3, "rank 0 to wait, with one more to issue")
+    assert beats[1]().waited == before[1], "rank 1 is the one that is waited for"
     go(4)
+    both(lambda seen: seen.collectives == 10, "rank 1 to catch up")
+    go(5)
     both(lambda seen: seen.collectives == -1, "the group to be destroyed")
     assert {(seen.usual, seen.timeout_s) for seen in (read() for read in beats)} == {(-1, 0.0)}
-    go(5)
-    both(lambda seen: seen.collectives == 1, "another group to be counted anew")
     go(6)
+    both(lambda seen: seen.collectives == 1, "another group to be counted anew")
+    go(7)
     assert job.codes() == [0, 0], [rank.errors() for rank in job.ranks]
 
 

@@ -40,7 +40,8 @@ def join() -> None:
 
 
 def training() -> None:
-    """Steps of two collectives each; in the fourth rank 1 stops between them. Then another group."""
+    """Steps of two collectives each; in the fourth rank 1 stops between them, in the fifth before. Then another
+    group."""
     pulse.start()
     gate(1)
     join()
@@ -55,13 +56,17 @@ def training() -> None:
     if RANK == 1:
         gate(3)
     all_reduce(1)
-    gate(4)
-    dist.destroy_process_group()
+    optimizer.step()
+    if RANK == 1:
+        gate(4)
+    all_reduce(2)
     gate(5)
+    dist.destroy_process_group()
+    gate(6)
     os.environ["MASTER_PORT"] = str(int(os.environ["OTHER_PORT"]))
     join()
     all_reduce(1)
-    gate(6)
+    gate(7)
 
 
 def holding_the_gil() -> None:
