@@ -30,7 +30,9 @@ from elasticd_agent.daemon.card import inventory
 from elasticd_agent.daemon.deciding import Asked, Deciding, Hint, Message, Parts
 from elasticd_agent.daemon.desk import Desk
 from elasticd_agent.daemon.gauges import NodeMetrics, merged, scraped
-from elasticd_agent.daemon.health.opening import open_health
+from elasticd_agent.daemon.health.opening import open_health, renewed
+from elasticd_agent.daemon.health.telling import tell
+from elasticd_agent.daemon.health.watching import Health, HealthChanged
 from elasticd_agent.daemon.notify import Notifier, open_notifier
 from elasticd_agent.daemon.orders import Orders
 from elasticd_agent.daemon.placer import Placer
@@ -109,12 +111,22 @@ def _run(
     metrics = NodeMetrics(settings.node, version())
     parts = Parts(store, runners, placer, health, notifier, telling, inbox, card, metrics)
     orders = Orders(settings, where, settings.devices(os.environ))
-    deciding = Deciding(parts, orders, lambda old: reloaded(old, config), unfit)
-    serving = open_serving(lambda: deciding.settings, store, lambda desk: _pages(deciding, desk, metrics))
+
+    def reload(old: Settings) -> tuple[Settings, list[str]]:
+        new, said = reloaded(old, config)
+        health.renew(renewed(new, os.environ))
+        return new, said
+
+    def changed(now: HealthChanged) -> None:
+        tell(now, telling.happened)
+        inbox.put(Hint())
+
+    deciding = Deciding(parts, orders, reload, unfit)
+    serving = open_serving(lambda: deciding.settings, store, lambda desk: _pages(deciding, desk, metrics, health))
     stack.callback(serving.close)
     deciding.addressed(_reached_at(settings, where, serving.address))
-    health.start(lambda changed: inbox.put(Hint()))
     adopted = deciding.adopt()
+    health.start(changed)
     who = f"elasticd {version()}, pid {os.getpid()}"
     telling.happened(
         events.AgentStarted,
@@ -134,10 +146,10 @@ def _run(
     return replaces
 
 
-def _pages(deciding: Deciding, desk: Desk, metrics: NodeMetrics) -> Pages:
+def _pages(deciding: Deciding, desk: Desk, metrics: NodeMetrics, health: Health) -> Pages:
     def page() -> bytes:
         own = metrics.render(deciding.facts())
-        return merged([own, *scraped(deciding.jobs(), desk.here.metrics)])
+        return merged([own, health.metrics(deciding.card.node), *scraped(deciding.jobs(), desk.here.metrics)])
 
     def healthy() -> Verdict:
         late = deciding.overdue_s()

@@ -23,6 +23,7 @@ from elasticd_agent.daemon import queue as jobs
 from elasticd_agent.daemon.announcing import Announcement, NameTaken
 from elasticd_agent.daemon.gauges import Facts, NodeMetrics
 from elasticd_agent.daemon.handing import HandedIn
+from elasticd_agent.daemon.health.blaming import Blames
 from elasticd_agent.daemon.notify import Notifier
 from elasticd_agent.daemon.orders import Orders
 from elasticd_agent.daemon.placing import View
@@ -116,6 +117,7 @@ class Deciding:
         self._copies = Copies(parts.store, parts.telling.warned)
         self._watches: list[Watch] = []
         self._handed = HandedIn(settings.state_dir)
+        self._blames = Blames(parts.card.node)
         self._ended = Ended()
         self._known = View()
         self._reread_at = float("-inf")
@@ -252,6 +254,9 @@ class Deciding:
         parts, settings = self._parts, self.settings
         for over in parts.runners.poll(now):
             self._over(over, now)
+        heard = parts.runners.heard()
+        for blame in self._blames.heard(heard, [key for key in heard if key not in self._started_at]):
+            parts.health.blamed(blame)
         self._carded(self.card.running)
         self._agree(now)
         plan = reconcile(self._known, self.card.node, parts.runners.alive(), self._ended, self._draining, now)

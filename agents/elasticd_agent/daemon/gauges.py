@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from elasticd_agent.control import Unanswered
+from elasticd_agent.daemon.health import measured
 from elasticd_agent.daemon.records import NodeState, RunnerState
 from elasticd_agent.metrics import Spec
 
@@ -163,7 +164,7 @@ def scraped(jobs: Iterable[tuple[str, int]], ask: Callable[[str, int, float], by
 def document() -> str:
     """docs/node-metrics.md, whole."""
     rows = ["| name | type | labels besides `node` | meaning |", "|---|---|---|---|"]
-    for spec in METRICS:
+    for spec in (*METRICS, *measured.METRICS):
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
     return _INTRODUCTION + "\n\n" + "\n".join(rows) + "\n"

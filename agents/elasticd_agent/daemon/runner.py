@@ -169,7 +169,9 @@ class RunnerOutputs(Outputs):
 
         def brief() -> dict[str, Any]:
             now = status()
-            return {name: now[name] for name in ("phase", "round", "world_size", "step", "reason")} | self._about
+            return {
+                name: now[name] for name in ("phase", "round", "world_size", "step", "reason", "benched")
+            } | self._about
 
         def here(_: Mapping[str, Any]) -> Mapping[str, Any]:
             tether.held()

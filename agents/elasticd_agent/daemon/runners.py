@@ -135,6 +135,10 @@ class Runners:
         """What the job's runner said when it was visited last."""
         return next((r.seen for r in list(self._runners.values()) if r.order.job == job), None)
 
+    def heard(self) -> dict[tuple[str, int], Mapping[str, Any]]:
+        """The same of every runner that has said something, by job and number."""
+        return {runner.key: runner.seen for runner in self._runners.values() if runner.seen is not None}
+
     def ask(self, job: str, request: Mapping[str, Any], within_s: float) -> dict[str, Any]:
         """Ask the job's runner for something. Safe from any thread, bounded. Raises control.Unanswered."""
         runner = next((r for r in list(self._runners.values()) if r.order.job == job), None)

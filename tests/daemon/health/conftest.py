@@ -35,7 +35,7 @@ class Node:
         self.directory, self.plugins = tmp / "state", tmp / "health.d"
         for path in (self.directory, self.plugins):
             path.mkdir(mode=0o755)
-        self.places = Places("node-1", 2, (), (self.directory,), 1.0, self.plugins, 10.0)
+        self.places = Places("node-1", 2, (), (self.directory,), (), 1.0, self.plugins, 10.0)
         self.heard: list[None] = []
         self._checks: list[Checks] = []
 

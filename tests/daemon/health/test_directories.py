@@ -39,6 +39,13 @@ def test_one_that_is_fine_is_left_as_it_was(node: Node) -> None:
     assert (os.listdir(node.directory), os.stat(node.directory).st_mtime_ns) == ([], before)
 
 
+def test_one_that_the_daemon_will_make_is_judged_by_where_it_will_be(node: Node) -> None:
+    path = node.tmp / "not" / "there" / "yet"
+    found = node.but(own=(path,), directories=(path.parent,)).look()
+    assert (found[f"disk {path}"].outcome, found[f"disk {path.parent}"].outcome) == ("good", "bad")
+    assert not (node.tmp / "not").exists()
+
+
 def test_where_nameless_files_are_unknown_a_name_is_used_and_taken_away(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

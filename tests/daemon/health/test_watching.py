@@ -220,7 +220,7 @@ def test_a_daemon_that_finds_jobs_running_stops_none_of_them_for_what_it_forgot(
 def test_new_settings_count_at_once(opened: Opened, looks: Looks, inbox: Inbox, tmp_path: Path) -> None:
     health = opened(every_s=3600.0)
     assert states(inbox, 1) == ["healthy"]
-    places = Places("n", 1, (), (), 1.0, tmp_path, 1.0)
+    places = Places("n", 1, (), (), (), 1.0, tmp_path, 1.0)
     looks.finds = [bad("a", "full")]
     health.renew(Renewed(places, Rules(strikes=1, cooloff_s=9.0), 0.05, False))
     assert states(inbox, 1) == ["unhealthy"]

@@ -35,14 +35,16 @@ CLOSE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What is looked at. `devices`: what CUDA_VISIBLE_DEVICES is for each slot, () where slots are no GPUs.
+    """What is looked at. `own`: directories that the daemon makes where they are not there yet.
 
-    `chosen`: the GPUs that the daemon may use, None for all; `gpus`: how many there should be, None if nobody says.
+    `devices`: what CUDA_VISIBLE_DEVICES is for each slot, () where slots are no GPUs; `chosen`: the GPUs that the
+    daemon may use, None for all; `gpus`: how many there should be, None if nobody says.
     """
 
     node: str
     slots: int
     devices: tuple[str, ...]
+    own: tuple[Path, ...]
     directories: tuple[Path, ...]
     disk_free_min_bytes: float
     plugins_dir: Path
@@ -126,9 +128,9 @@ class Checks:
         found = plugins.find(places.plugins_dir)
         readings = [*found.refused]
         asked: dict[str, list[dict[str, Any]]] = {"directories": [], "plugins": []}
-        for path in dict.fromkeys(places.directories):
+        for path, made in {**dict.fromkeys(places.own, True), **dict.fromkeys(places.directories, False)}.items():
             one = {"check": f"disk {path}", "path": str(path), "free_min_bytes": places.disk_free_min_bytes}
-            asked["directories"].append(one)
+            asked["directories"].append({**one, "made": made})
         for path in found.run:
             asked["plugins"].append({"check": plugins.check_name(path), "path": str(path)})
         for kind, ones in asked.items():

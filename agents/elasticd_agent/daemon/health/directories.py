@@ -17,8 +17,10 @@ TRIED = b"\0" * 4096
 """One page, and to the disk: a full file system may still take what it can keep in the inode."""
 
 
-def look(check: str, directory: str, free_min_bytes: float) -> Reading:
-    """Raises nothing but what the kernel makes of a directory that is gone."""
+def look(check: str, directory: str, free_min_bytes: float, made: bool = False) -> Reading:
+    """`made`: who needs it makes it, so that while it is not there yet the place where it will be counts."""
+    while made and not os.path.lexists(directory) and os.path.dirname(directory) != directory:
+        directory = os.path.dirname(directory)
     try:
         if not stat.S_ISDIR(os.stat(directory).st_mode):
             return bad(check, f"{directory} is not a directory")

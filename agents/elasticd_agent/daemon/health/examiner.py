@@ -80,7 +80,7 @@ class Examiner:
 
     def _directory(self, one: dict[str, Any], asked: dict[str, Any]) -> Callable[[], None]:
         def ask() -> None:
-            found = directories.look(one["check"], one["path"], one["free_min_bytes"])
+            found = directories.look(one["check"], one["path"], one["free_min_bytes"], one["made"])
             os.write(1, json.dumps(asdict(found)).encode())
             os._exit(0)
 
