@@ -7,6 +7,7 @@ kernel's word, a process is named by its id, when it started, and the boot in wh
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -56,10 +57,13 @@ def boot_id() -> str:
 def take(path: Path) -> int | None:
     """Lock `path`, in which our name is then. Returns a file descriptor that holds it; None: somebody else does.
 
-    The lock lasts until every copy of the descriptor is closed, also one that a child has. Raises OSError.
+    The lock lasts until every copy of the descriptor is closed, also one that a child has. Raises OSError, also where
+    `path` leads elsewhere: its folder may be another user's, who would like to be given what is there.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
+        if os.fstat(fd).st_nlink != 1:
+            raise OSError(errno.EMLINK, "it has another name, too", str(path))
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         sign(fd)
     except BlockingIOError:
@@ -98,12 +102,14 @@ def held(path: Path) -> bool:
 
 
 def holder(path: Path) -> Process | None:
-    """Who wrote its name there, if it lives."""
+    """Who wrote its name there, if it lives, and is of the user whose file it is: nobody can name another's process."""
     try:
         named = Process.parse(path.read_text(errors="replace"))
+        if named is None or os.stat(f"/proc/{named.pid}").st_uid != path.stat().st_uid:
+            return None
     except OSError:
         return None
-    return named if named is not None and named.alive else None
+    return named if named.alive else None
 
 
 def keepers(path: Path) -> Iterator[int]:
@@ -113,8 +119,8 @@ def keepers(path: Path) -> Iterator[int]:
     except OSError:
         return
     for pid in procfs.everybody():
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+            for entry in entries:
                 found = os.stat(entry.path)
                 if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
                     yield pid

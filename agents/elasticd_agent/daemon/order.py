@@ -20,6 +20,8 @@ from elasticd_agent.config import Rendezvous, Tls
 from elasticd_agent.daemon.names import JobFiles
 from elasticd_agent.daemon.records import RoundNote
 
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+"""The folder may be another user's: a link in it must not lead root's pen elsewhere."""
 SPARE = "exit.spare"
 SPARE_BYTES = 64 << 10
 """Room for the last word, taken when the runner starts: a full disk then costs logs, but not the way a job ended."""
@@ -112,7 +114,7 @@ def write_exit(files: JobFiles, last: Exit) -> None:
     """The runner's last word, whole or not at all, also on a full disk if there was room at the start."""
     data = last.to_json()
     spare = files.root / SPARE
-    fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(spare, _WRITE, 0o600)
     try:
         os.pwrite(fd, data, 0)
         os.ftruncate(fd, len(data))
@@ -124,7 +126,7 @@ def write_exit(files: JobFiles, last: Exit) -> None:
 
 def keep_room(files: JobFiles) -> None:
     """Take the room for the last word now. Raises OSError on a disk that is full already."""
-    fd = os.open(files.root / SPARE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fd = os.open(files.root / SPARE, _WRITE | os.O_TRUNC, 0o600)
     try:
         os.write(fd, b" " * SPARE_BYTES)
     finally:
@@ -142,7 +144,8 @@ def last_word(order: Order, exit_code: int, reason: str, rounds: Sequence[RoundN
 def replace_file(path: Path, data: bytes, owner: tuple[int, int] | None = None) -> None:
     """Write `path` whole, 0600, as `owner`'s if one is given. Raises OSError, and then nothing has changed."""
     beside = path.with_name(f".{path.name}.new")
-    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    beside.unlink(missing_ok=True)
+    fd = os.open(beside, _WRITE | os.O_EXCL, 0o600)
     try:
         with open(fd, "wb") as file:
             file.write(data)
