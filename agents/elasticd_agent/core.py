@@ -152,7 +152,7 @@ def _worker_exited(phase: Running, exit: WorkerExited, rules: Rules) -> Move:
     round_, exits = phase.round, (*phase.exits, exit)
     if not exit.status.ok:
         if phase.first_step or phase.exits or phase.stop or mistake(exit) is None:
-            return _crash(round_, exit, rules)
+            return _crash(round_, exit, rules, ended=phase.exits)
         until = exit.at + rules.user_error_wait_s
         return _settled(Settling(round_, exits, until), rules, [Wake(until)])
     if len(exits) < _workers(round_, rules):
@@ -253,9 +253,14 @@ def _stop(round_: Round, event: StopRequested | StopForced, rules: Rules) -> Mov
     return Stopping(round_, stop=stop), [StopGroup(round_.number, why, grace, event.signal)]
 
 
-def _crash(round_: Round, exit: WorkerExited, rules: Rules) -> Move:
+def _crash(round_: Round, exit: WorkerExited, rules: Rules, ended: tuple[WorkerExited, ...] = ()) -> Move:
+    """`ended`: who has ended with code 0 before, and may be whom it lost."""
     if victim(exit):
-        why = f"rank {exit.rank} lost its peers: it {said(exit)}"
+        ranks = sorted(e.rank for e in ended)
+        left = (
+            f" after rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))} had ended with code 0" if ranks else ""
+        )
+        why = f"rank {exit.rank} lost its peers{left}: it {said(exit)}"
         return _fail(round_, rules, "crash", (), why, exit)
     return _fail(round_, rules, "crash", (exit,), f"rank {exit.rank} {said(exit)}")
 

@@ -181,6 +181,16 @@ def test_a_crash_kills_the_rest_at_once_and_names_the_culprit() -> None:
     assert actions == [KillGroup(3, why), ReportFailure(Failure(3, "a", "crash", ((1, 5),), why))]
 
 
+def test_who_lost_its_peers_says_which_of_them_had_ended_well() -> None:
+    """They may have left too early, and nothing else would say so."""
+    lost = LastWords("exception", "RuntimeError", "[gloo/transport/tcp/pair.cc:537] Connection reset by peer", "")
+    _, (kill, *_) = step(Running(R3, (DONE0,), True), exited(1, 1, lost), RULES)
+    assert isinstance(kill, KillGroup)
+    assert kill.why.startswith(
+        "rank 1 lost its peers after rank 0 had ended with code 0: it exited with code 1 (Runtime"
+    )
+
+
 def test_an_exception_after_the_first_step_is_a_crash_with_its_traceback() -> None:
     _, (_, report) = step(Running(R3, (), True), RAISED0, RULES)
     why = "rank 0 exited with code 1 (ValueError: bad)"
