@@ -26,7 +26,7 @@ TOML: list[tuple[str, str]] = [
         'command = "train.py"\nworkdir="/tmp"',
         "command: must be a list, not text 'train.py'; write command = [\"train.py\"]",
     ),
-    ('command = ["a", 3]\nworkdir="/tmp"', 'command[1]: must be text, not a whole number 3; write command[1] = "3"'),
+    ('command = ["a", 3]\nworkdir="/tmp"', 'command[1]: must be text, not a whole number 3; write "3"'),
     ('command = ["a"]', 'workdir: is missing; write it, as in workdir = "/home/me/project"'),
     ('command = ["a"]\nworkdir="project"', "workdir: 'project' is not an absolute path; begin it with /"),
     (

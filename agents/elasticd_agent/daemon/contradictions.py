@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from elasticd.errors import UsageError
 from elasticd_agent.config import Rendezvous
 from elasticd_agent.daemon.decoding import KeyWrong
+from elasticd_agent.daemon.door import PeerDoor
 from elasticd_agent.daemon.jobfile import JobFile, check, policy_of
 from elasticd_agent.daemon.limits import refusal
 from elasticd_agent.daemon.quantities import spoken_seconds
@@ -139,8 +140,13 @@ def _http(http: HttpSettings) -> None:
     for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if getattr(http, one) is not None and getattr(http, other) is None:
             raise KeyWrong(f"http.{other}", f"is missing, but http.{one} is given; HTTPS needs both")
-    _files("http", {"tls_cert": http.tls_cert})
+    _files("http", {"tls_cert": http.tls_cert, "tls_ca": http.tls_ca})
     _secrets({"http.token_file": http.token_file, "http.tls_key": http.tls_key})
+    try:
+        PeerDoor.open_to(http.users, http.groups)
+    except UsageError as error:
+        key, _, says = str(error).partition(": ")
+        raise KeyWrong(key, says) from None
     if http.token_file is not None:
         try:
             read_secret(http.token_file, "")
@@ -159,6 +165,8 @@ def _health(health: HealthSettings) -> None:
         f"plugin_timeout {spoken_seconds(health.plugin_timeout_s)}",
         "one look is over before the next begins",
     )
+    if health.gpus is not None:
+        _at_least(0, {"health.gpus": health.gpus})
     if health.cooloff_max_s < health.cooloff_s:
         raise KeyWrong(
             "health.cooloff_max",

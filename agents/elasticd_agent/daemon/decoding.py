@@ -30,17 +30,21 @@ class KeyWrong(UsageError):
         return KeyWrong(f"{outer}.{self.key}" if self.key else outer, self.says)
 
 
-def decode(table: Mapping[str, Any], kind: type[S], known: Mapping[str, str]) -> S:
-    """`known`: what to say of keys that are not keys here, but that people may well try. Raises KeyWrong."""
+Words = Mapping[type, Mapping[str, str]]
+"""By struct: what to say of keys that are not its keys, but that people may well try."""
+
+
+def decode(table: Mapping[str, Any], kind: type[S], words: Words) -> S:
+    """Raises KeyWrong."""
     try:
         return msgspec.convert(table, kind, dec_hook=decoded)
     except msgspec.ValidationError as error:
-        raise _rewritten(str(error), table, kind, known) from None
+        raise _rewritten(str(error), table, kind, words) from None
     except RecursionError:
         raise KeyWrong("", "tables and lists are nested too deep") from None
 
 
-def _rewritten(text: str, table: Mapping[str, Any], kind: type, known: Mapping[str, str]) -> KeyWrong:
+def _rewritten(text: str, table: Mapping[str, Any], kind: type, words: Words) -> KeyWrong:
     found = re.fullmatch(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?", text, re.DOTALL)
     what, path = (found["what"], (found["path"] or "").lstrip(".")) if found else (text, "")
     if found and found["key"]:
@@ -51,7 +55,7 @@ def _rewritten(text: str, table: Mapping[str, Any], kind: type, known: Mapping[s
     if field:
         struct = _struct_at(kind, path)
         key = f"{path}.{field[1]}" if path else field[1]
-        return KeyWrong(key, _unknown(field[1], struct, known) if unknown else _missing(field[1], struct))
+        return KeyWrong(key, _unknown(field[1], struct, words) if unknown else _missing(field[1], struct))
     if path.endswith("[...]"):  # msgspec does not say of which key
         path, value = _culprit(table, path.removesuffix("[...]"))
     else:
@@ -59,10 +63,10 @@ def _rewritten(text: str, table: Mapping[str, Any], kind: type, known: Mapping[s
     return KeyWrong(path, _said(what, path, value, _field_at(kind, path)))
 
 
-def _unknown(name: str, struct: type | None, known: Mapping[str, str]) -> str:
+def _unknown(name: str, struct: type | None, words: Words) -> str:
     from difflib import get_close_matches  # only this mistake needs it
 
-    spelled = name.replace("-", "_")
+    spelled, known = name.replace("-", "_"), words.get(struct, {}) if struct else {}
     if spelled in known:
         return f"is not a key here: {known[spelled]}"
     names = [field.encode_name for field in msgspec.structs.fields(struct)] if struct else []
@@ -93,7 +97,11 @@ def _said(what: str, path: str, value: Any, field: msgspec.structs.FieldInfo | N
     said = "" if hidden else f" {_cut(repr(value))}"
     types = re.match(r"Expected `([^`]*)`(?:, got `([^`]*)`)?", what)
     if types:
-        wanted = [_WORDS.get(word, word) for word in types[1].split(" | ") if word != "null"]
+        wanted = (
+            _choices(field)
+            if field and "[" not in path and _has_literal(field.type)
+            else [_WORDS.get(word, word) for word in types[1].split(" | ") if word != "null"]
+        )
         got = _WORDS.get(types[2] or "", "something else")
         got = str(value).lower() if isinstance(value, bool) and not is_secret(path) else got
         return f"must be {one_of(wanted)}, not {got}{said}{_right(path, value, types[1], field)}"
@@ -106,8 +114,11 @@ def _said(what: str, path: str, value: Any, field: msgspec.structs.FieldInfo | N
 def _right(path: str, value: Any, wanted: str, field: msgspec.structs.FieldInfo | None) -> str:
     name = path.rpartition(".")[2]
     if wanted == "str" and isinstance(value, (int, float)) and not is_secret(path):
-        written = str(value).lower() if isinstance(value, bool) else str(value)
-        return f'; write {name} = "{written}"'
+        text = written(str(value).lower() if isinstance(value, bool) else str(value))
+        return f"; write {text}" if name.endswith("]") else f"; write {name} = {text}"
+    if wanted == "object" or _struct_in(field.type if field else None) is not None:
+        table = f"[[{name}]]" if wanted == "array" else f"[{name}]" if field and _struct_in(field.type) else ""
+        return f"; write {table}" if table else ""
     if wanted == "int" and isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
         return f"; write {name} = {value}, without quotes"
     if wanted == "bool" and value in (0, 1, "true", "false"):
@@ -225,6 +236,10 @@ def meta_of(field: msgspec.structs.FieldInfo | None) -> msgspec.Meta | None:
     if field is None:
         return None
     return next((part for part in typing.get_args(field.type)[1:] if isinstance(part, msgspec.Meta)), None)
+
+
+def _has_literal(kind: Any) -> bool:
+    return typing.get_origin(kind) is typing.Literal or any(map(_has_literal, typing.get_args(kind)))
 
 
 def _choices(field: msgspec.structs.FieldInfo | None) -> list[str]:

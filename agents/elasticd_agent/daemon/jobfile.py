@@ -181,7 +181,7 @@ def to_json(job: JobFile) -> str:
 
 def job_of(table: Mapping[str, Any]) -> JobFile:
     """Raises KeyWrong."""
-    job = decode(table, JobFile, NOT_KEYS)
+    job = decode(table, JobFile, {JobFile: NOT_KEYS})
     check(job)
     return job
 

@@ -37,8 +37,8 @@ def _user(limits: Limits, job: JobFile, user: str | None) -> KeyWrong | None:
     runs_as = job.user or user or _own_name()
     if limits.users is None or runs_as in limits.users:
         return None
-    given = repr(runs_as) if job.user else f"not given, so {runs_as!r}"
-    return KeyWrong("user", f"{given}, is not one of this node's [limits] users: {', '.join(limits.users) or 'none'}")
+    whom = repr(runs_as) if job.user else f"is not given, and {runs_as!r}, who the job would run as,"
+    return KeyWrong("user", f"{whom} is not one of this node's [limits] users: {_list(limits.users)}")
 
 
 def _directories(limits: Limits, job: JobFile) -> KeyWrong | None:

@@ -1,4 +1,8 @@
-"""Pure: which of new settings count at once, and what is said of those that do not."""
+"""What SIGHUP changes: which keys of agent.toml count at once, and what is said of the others.
+
+It exists so that an operator is never left to guess whether a new value counts. Pure; which keys are which is written
+where they are declared (settings.py).
+"""
 
 from __future__ import annotations
 
@@ -6,33 +10,57 @@ from typing import Any
 
 import msgspec
 
-from elasticd_agent.daemon.settings import RELOADED, Settings
+from elasticd_agent.daemon.decoding import meta_of, shown
+from elasticd_agent.daemon.settings import Settings
+
+_LATER = "counts from the next start (SIGUSR2, which disturbs no job, or systemctl restart, which drains)"
 
 
 def merged(old: Settings, new: Settings) -> tuple[Settings, list[str]]:
-    """`old` with what of `new` can be had without a restart; a sentence on everything that differs."""
-    said: list[str] = []
-    return _merged(old, new, "", said), said
+    """The settings that count from now on, and a sentence for each key that differs."""
+    differ = _differences(old, new, "")
+    said = [
+        f"{key}: {now} instead of {before} {'from now on' if at_once else _LATER}"
+        for key, before, now, at_once in differ
+    ]
+    return _mixed(old, new), said
 
 
-def _merged(old: Any, new: Any, outer: str, said: list[str]) -> Any:
-    changes: dict[str, Any] = {}
+def reloadable(old: Settings, new: Settings) -> tuple[Settings, list[str]]:
+    """The settings that count from now on, and a sentence for each key that differs and does not."""
+    settings, said = merged(old, new)
+    return settings, [sentence for sentence in said if sentence.endswith(_LATER)]
+
+
+def _mixed(old: Any, new: Any) -> Any:
+    kept: dict[str, Any] = {}
     for field in msgspec.structs.fields(type(old)):
-        before, after = getattr(old, field.name), getattr(new, field.name)
-        if before == after:
-            continue
-        key = f"{outer}{field.encode_name}"
-        if isinstance(before, msgspec.Struct) and type(before) is type(after):
-            changes[field.name] = _merged(before, after, f"{key}.", said)
-        elif _reloaded(field.type):
-            changes[field.name] = after
-            said.append(f"{key} is new")
-        else:
-            said.append(
-                f"{key} has changed, and counts from the next start (systemctl restart, which drains, or SIGUSR2)"
-            )
-    return msgspec.structs.replace(old, **changes) if changes else old
+        before, now = getattr(old, field.name), getattr(new, field.name)
+        if isinstance(before, msgspec.Struct):
+            kept[field.name] = _mixed(before, now)
+        elif not reloads(field):
+            kept[field.name] = before
+    return msgspec.structs.replace(new, **kept)
 
 
-def _reloaded(kind: Any) -> bool:
-    return any(getattr(one, "extra", None) == RELOADED for one in getattr(kind, "__metadata__", ()))
+def _differences(old: msgspec.Struct, new: msgspec.Struct, outer: str) -> list[tuple[str, str, str, bool]]:
+    found: list[tuple[str, str, str, bool]] = []
+    for field in msgspec.structs.fields(type(old)):
+        before, now, key = getattr(old, field.name), getattr(new, field.name), outer + field.encode_name
+        if isinstance(before, msgspec.Struct):
+            found += _differences(before, now, f"{key}.")
+        elif before != now:
+            found.append((key, _said(key, before), _said(key, now), reloads(field)))
+    return found
+
+
+def reloads(field: msgspec.structs.FieldInfo) -> bool:
+    """Does a new value of this key count without a restart?"""
+    meta = meta_of(field)
+    return bool(meta and meta.extra and meta.extra.get("reload"))
+
+
+def _said(key: str, value: Any) -> str:
+    if key == "job":
+        return ", ".join(str(job.id) for job in value) or "none"
+    return "nothing" if value is None else shown(value)

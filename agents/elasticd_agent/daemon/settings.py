@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from elasticd.errors import UsageError
 from elasticd_agent.daemon.contradictions import check_settings
-from elasticd_agent.daemon.decoding import KeyWrong, decode
+from elasticd_agent.daemon.decoding import KeyWrong, Words, decode
 from elasticd_agent.daemon.documents import kind_of, parse
 from elasticd_agent.daemon.jobfile import NOT_KEYS as NOT_A_JOBS
 from elasticd_agent.daemon.jobfile import JobFile
@@ -304,19 +304,35 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.slots if isinstance(self.slots, int) else len(visible_gpus(environ)) or cpu_count()
 
 
+_IN_FILES = "secrets are in files of their own; write"
 _TABLES = "tables are [store], [http], [health], [limits] and [[job]]"
-NOT_KEYS: Mapping[str, str] = {
-    **NOT_A_JOBS,
-    "password": "secrets are in files of their own; write password_file",
-    "token": "secrets are in files of their own; write token_file",
-    "jobs": "write [[job]], once per job",
-    "agent": f"this file is all about the agent; {_TABLES}",
-    "labels": 'write labels = ["rack=7"]',
-    "cacert": "write ca",
-    "endpoint": 'write endpoints = ["HOST:PORT"]',
-    "host": "write bind",
-    "etcd": 'write [store] with backend = "etcd"',
-    "node_id": "write node",
+NOT_KEYS: Words = {
+    JobFile: NOT_A_JOBS,
+    StoreSettings: {
+        "password": f"{_IN_FILES} password_file",
+        "token": f"{_IN_FILES} password_file",
+        "endpoint": 'write endpoints = ["HOST:PORT"]',
+        "cacert": "write ca",
+        "tls_ca": "write ca",
+        "tls_cert": "write cert",
+        "tls_key": "write key",
+    },
+    HttpSettings: {"token": f"{_IN_FILES} token_file", "host": "write bind", "address": "write bind"},
+    Settings: {
+        **dict.fromkeys(
+            (field.encode_name for field in msgspec.structs.fields(JobFile)), "it is a job's; write it below [[job]]"
+        ),
+        **dict.fromkeys(("agent", "elasticd"), f"this file is all about the agent; {_TABLES}"),
+        "jobs": "write [[job]], once per job",
+        "etcd": 'write [store] with backend = "etcd"',
+        "token": f"{_IN_FILES} token_file below [http]",
+        "token_file": "write it below [http]",
+        "port": "write it below [http]",
+        "bind": "write it below [http]",
+        "endpoints": "write it below [store]",
+        "backend": "write it below [store]",
+        "node_id": "write node",
+    },
 }
 """What to say of keys that are not keys, but that people may well try."""
 
@@ -330,7 +346,10 @@ def load(path: Path | None, environ: Mapping[str, str]) -> Settings:
     table = {} if path is None else parse(_read(path), kind_of(path.name), where, LARGEST)
     given = from_variables(Settings, environ)
     try:
-        settings = decode(_merged(table, given), Settings, NOT_KEYS)
+        merged = _merged(table, given)
+        if isinstance(store := merged.get("store"), dict) and store.get("backend") == "c10d":
+            raise KeyWrong("store.backend", "c10d forgets everything when its host ends; a daemon needs local or etcd")
+        settings = decode(merged, Settings, NOT_KEYS)
         check_settings(settings, environ)
     except KeyWrong as error:
         variable = given.get(error.key.partition("[")[0])

@@ -37,6 +37,11 @@ def meets(settings: Settings) -> Rendezvous:
     store = settings.store
     if store.backend == "local":
         return Rendezvous(node=settings.node, local_addr=settings.local_addr)
+    for endpoint in store.endpoints:
+        if not endpoint.strip() or "," in endpoint:
+            raise KeyWrong("store.endpoints", f"{endpoint!r} is not HOST:PORT; write one in each pair of quotes")
+        if "@" in endpoint:
+            raise KeyWrong("store.endpoints", "hold a user; write user and password_file instead")
     endpoint = f"--rdzv-endpoint={','.join(store.endpoints)}"
     try:
         spec, _, _ = arguments.parse_run(["--rdzv-backend=etcd", endpoint, "--rdzv-id=x", "script"], {}, Path("/"))

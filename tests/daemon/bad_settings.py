@@ -1,0 +1,258 @@
+"""Files named agent.toml in which something is wrong, and the line that says so.
+
+TMP stands for a directory of files with all kinds of modes (test_settings.py), `…` for what differs between machines or
+between versions of a parser.
+"""
+
+from __future__ import annotations
+
+ETCD = '[store]\nbackend="etcd"\nendpoints=["h:2379"]\n'
+JOB = '[[job]]\nid="a"\ncommand=["t.py"]\nworkdir="/tmp"\n'
+JOB_B, JOB_C = JOB.replace('"a"', '"b"'), JOB.replace('"a"', '"c"')
+
+BAD: list[tuple[str, str]] = [
+    ("slot=4", "slot: is not a key; did you mean slots?"),
+    ('slots="many"', "slots: must be a whole number or auto, not 'many'"),
+    ("slots=0", "slots: 0 must be at least 1"),
+    ("slots=-1", "slots: -1 must be at least 1"),
+    ("slots=99999", "slots: 99999, but this machine has …"),
+    ("slots=2.5", 'slots: must be a whole number or auto, not a number 2.5; write it as in slots = "auto"'),
+    ("slots=true", 'slots: must be a whole number or auto, not true; write it as in slots = "auto"'),
+    ('node=""', "node: '' must be printable, without '/', a leading '.' or spaces around it"),
+    ('node="a/b"', "node: 'a/b' must be printable, without '/', a leading '.' or spaces around it"),
+    ("node=3", 'node: must be text, not a whole number 3; write node = "3"'),
+    ('labels="a"', "labels: must be a list, not text 'a'; write labels = [\"a\"]"),
+    ('labels=["a b"]', "labels: 'a b' must be printable ASCII without spaces or commas, as in rack=7"),
+    ("labels=[3]", 'labels[0]: must be text, not a whole number 3; write "3"'),
+    ('user="nobody-at-all"', "user: 'nobody-at-all' does not exist on this machine; create it, or name another"),
+    ('state_dir="var"', "state_dir: 'var' is not an absolute path; begin it with /"),
+    ('state_dir="TMP/token"', "state_dir: 'TMP/token' is a file, not a directory"),
+    (
+        'run_dir="/a"\nstate_dir="/a"',
+        "run_dir: is state_dir, too; what must not outlive a reboot needs a directory of its own",
+    ),
+    ('log_dir="TMP/token/x"', "log_dir: 'TMP/token' is a file, not a directory"),
+    (
+        'drain_timeout="soon"',
+        "drain_timeout: 'soon' is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d",
+    ),
+    ("drain_timeout=-1", "drain_timeout: -1: a time cannot be negative"),
+    ('drain_timeouts="5s"', "drain_timeouts: is not a key; did you mean drain_timeout?"),
+    (
+        'adopt_timeout="2s"',
+        "adopt_timeout: 2 s must exceed lease 3 s + renewal 1 s, so that leases are judged again "
+        "before anybody is given up; raise it by more than 2 s",
+    ),
+    ("lease=0", "lease: 0 s must be more than 0 seconds"),
+    (
+        'renewal="5s"',
+        "lease: 3 s must exceed renewal 5 s + 2 × store_timeout 0.9 s, so that a renewal that fails "
+        "can be tried once more; raise it by more than 3.8 s",
+    ),
+    ('keep_ended="400d"', "keep_ended: '400d' is longer than a year; at most 365d"),
+    ("keep_ended=true", "keep_ended: true is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d"),
+    ('store="etcd"', "store: must be a table, not text 'etcd'; write [store]"),
+    (
+        '[store]\nbackend="c10d"',
+        "store.backend: c10d forgets everything when its host ends; a daemon needs local or etcd",
+    ),
+    ('[store]\nbackend="redis"', "store.backend: must be local or etcd, not 'redis'"),
+    (
+        '[store]\nbackend="etcd"',
+        'store.endpoints: is missing; where etcd is, as in endpoints = ["https://10.0.0.1:2379"]',
+    ),
+    ('[store]\nendpoints=["h:1"]', 'store.endpoints: is etcd\'s, but store.backend is local; write backend = "etcd"'),
+    ('[store]\nca="/x"', 'store.ca: is etcd\'s, but store.backend is local; write backend = "etcd"'),
+    ('[store]\nbackend="etcd"\nendpoint="h:1"', 'store.endpoint: is not a key here: write endpoints = ["HOST:PORT"]'),
+    (
+        '[store]\nbackend="etcd"\nendpoints="h:1"',
+        "store.endpoints: must be a list, not text 'h:1'; write endpoints = [\"h:1\"]",
+    ),
+    (
+        '[store]\nbackend="etcd"\nendpoints=["h:99999"]',
+        "store.endpoints: 'h:99999': '99999' is no port nodes can meet at; ports go from 1 to 65535",
+    ),
+    (
+        '[store]\nbackend="etcd"\nendpoints=["https://h:1","h2:1"]',
+        "store.endpoints: 'https://h:1,h2:1': write https:// before all of them, or before none",
+    ),
+    (
+        '[store]\nbackend="etcd"\nendpoints=["user:pw@h:1"]',
+        "store.endpoints: hold a user; write user and password_file instead",
+    ),
+    (
+        '[store]\nbackend="etcd"\nendpoints=["a_b c"]',
+        "store.endpoints: 'a_b c': 'a_b c' cannot be the name of a host",
+    ),
+    (
+        '[store]\nbackend="etcd"\nendpoints=[""]',
+        "store.endpoints: '' is not HOST:PORT; write one in each pair of quotes",
+    ),
+    (
+        '[store]\nbackend="etcd"\nendpoints=["ftp://h"]',
+        "store.endpoints: 'ftp://h': ftp:// is not understood for etcd; http:// or https:// is",
+    ),
+    (ETCD + 'user="u"', "store.password_file: is missing, but store.user is given; they come together"),
+    (
+        ETCD + 'password_file="TMP/token"',
+        "store.user: is missing, but store.password_file is given; they come together",
+    ),
+    (
+        ETCD + 'password="hunter2"',
+        "store.password: is not a key here: secrets are in files of their own; write password_file",
+    ),
+    (
+        ETCD + 'user="u"\npassword_file="TMP/open"',
+        "store.password_file: 'TMP/open': anybody can read it (mode 0644); chmod 600 TMP/open",
+    ),
+    (
+        ETCD + 'user="u"\npassword_file="TMP/none"',
+        "store.password_file: 'TMP/none' cannot be found: No such file or directory",
+    ),
+    (
+        ETCD + 'user="u"\npassword_file="TMP/two"',
+        "store.password_file: 'TMP/two' must hold one line, the secret, of at most 1024 characters",
+    ),
+    (ETCD + 'user="u"\npassword_file="TMP/empty"', "store.password_file: 'TMP/empty' is empty"),
+    (ETCD + 'user="u"\npassword_file="TMP/dir"', "store.password_file: 'TMP/dir' is not a file"),
+    (
+        ETCD + 'user="u"\npassword_file="TMP/gw"',
+        "store.password_file: 'TMP/gw': its group can change it and replace the secret (mode 0660); chmod 600 TMP/gw",
+    ),
+    (ETCD + 'cert="TMP/pem"', "store.key: is missing, but store.cert is given; they come together"),
+    (ETCD + 'key="TMP/key"', "store.cert: is missing, but store.key is given; they come together"),
+    (ETCD + 'ca="TMP/none"', "store.ca: 'TMP/none' does not exist"),
+    (ETCD + 'ca="ca.pem"', "store.ca: 'ca.pem' is not an absolute path; begin it with /"),
+    (
+        ETCD + 'cert="TMP/pem"\nkey="TMP/pem"',
+        "store.key: 'TMP/pem': anybody can read it (mode 0644); chmod 600 TMP/pem",
+    ),
+    (
+        '[store]\nbackend="etcd"\nendpoints=["http://h:2379"]\nca="TMP/pem"',
+        "store.ca: is for TLS, but store.endpoints say http://; write https://",
+    ),
+    ("[http]\nport=70000", "http.port: 70000 is out of range; ports go from 1 to 65535, 0 is a free one"),
+    ('[http]\nport="9411"', "http.port: must be a whole number, not text '9411'; write port = 9411, without quotes"),
+    ("[http]\nport=-1", "http.port: -1 is out of range; ports go from 1 to 65535, 0 is a free one"),
+    ('[http]\nbind=""', "http.bind: '' is no address to listen on, as in 127.0.0.1, 0.0.0.0 or ::"),
+    (
+        '[http]\nbind="0.0.0.0:80"',
+        "http.bind: '0.0.0.0:80' must be an address alone, without brackets; the port is http.port",
+    ),
+    ('[http]\nbind="[::]"', "http.bind: '[::]' must be an address alone, without brackets; the port is http.port"),
+    ('[http]\nbind="a b"', "http.bind: 'a b' is no address to listen on, as in 127.0.0.1, 0.0.0.0 or ::"),
+    ('[http]\nhost="x"', "http.host: is not a key here: write bind"),
+    ('[http]\ntoken="abc"', "http.token: is not a key here: secrets are in files of their own; write token_file"),
+    (
+        '[http]\ntoken_file="TMP/open"',
+        "http.token_file: 'TMP/open': anybody can read it (mode 0644); chmod 600 TMP/open",
+    ),
+    ('[http]\ntoken_file="token"', "http.token_file: 'token' is not an absolute path; begin it with /"),
+    ("[http]\ntoken_file=3", "http.token_file: 3 is not a path; write it as text, as in /srv/data"),
+    ('[http]\ntls_cert="TMP/pem"', "http.tls_key: is missing, but http.tls_cert is given; HTTPS needs both"),
+    (
+        '[http]\ntls_cert="TMP/pem"\ntls_key="TMP/pem"',
+        "http.tls_key: 'TMP/pem': anybody can read it (mode 0644); chmod 600 TMP/pem",
+    ),
+    ('[http]\nsocket="TMP/dir"', "http.socket: 'TMP/dir' is a directory, not a socket"),
+    ('[http]\ntls_ca="TMP/none"', "http.tls_ca: 'TMP/none' does not exist"),
+    (
+        '[http]\nusers=["nobody-at-all"]',
+        "http.users: there is no 'nobody-at-all' on this machine; give a name it knows, or a number",
+    ),
+    (
+        '[http]\ngroups=["nobody-at-all"]',
+        "http.groups: there is no 'nobody-at-all' on this machine; give a name it knows, or a number",
+    ),
+    ('[http]\nusers="root"', "http.users: must be a list, not text 'root'; write users = [\"root\"]"),
+    ("[health]\nevery=0", "health.every: 0s must be more than 0 seconds"),
+    (
+        '[health]\nevery="5s"',
+        "health.every: 5s must exceed plugin_timeout 10s, so that one look is over before the next "
+        "begins; raise it by more than 5 s",
+    ),
+    (
+        '[health]\nplugin_timeout="2m"',
+        "health.every: 1m must exceed plugin_timeout 2m, so that one look is over before the next "
+        "begins; raise it by more than 60 s",
+    ),
+    (
+        '[health]\ndisk_free_min="10 %"',
+        "health.disk_free_min: '10 %' is not a size; write bytes or a unit, as in 500MB or 10GiB",
+    ),
+    (
+        "[health]\ndisk_free_min=-1",
+        "health.disk_free_min: -1 is not a size; write bytes or a unit, as in 500MB or 10GiB",
+    ),
+    ("[health]\nstrikes=0", "health.strikes: 0 must be at least 1"),
+    ('[health]\ncooloff="2h"', "health.cooloff_max: 1h must not be less than cooloff 2h; raise it by 3600 s"),
+    ('[health]\nplugins_dir="TMP/token"', "health.plugins_dir: 'TMP/token' is a file, not a directory"),
+    (
+        '[health]\nall_reduce="yes"',
+        "health.all_reduce: must be true or false, not text 'yes'; write it as in all_reduce = true",
+    ),
+    ('[health]\ndirectories="/x"', "health.directories: must be a list, not text '/x'; write directories = [\"/x\"]"),
+    ('[health]\ndirectories=["x"]', "health.directories[0]: 'x' is not an absolute path; begin it with /"),
+    ("[health]\ngpus=-1", "health.gpus: -1 must be at least 0"),
+    ('[limits]\ncommands=["train.py"]', "limits.commands: 'train.py' is not an absolute path; begin it with /"),
+    ('[limits]\nusers=[""]', "limits.users: holds an empty entry; leave it out"),
+    ('[limits]\ndirectories=["srv"]', "limits.directories[0]: 'srv' is not an absolute path; begin it with /"),
+    ('[limits]\ncommand=["/x"]', "limits.command: is not a key; did you mean commands?"),
+    ("job=3", "job: must be a list, not a whole number 3; write [[job]]"),
+    ('job={id="x"}', "job: must be a list, not a table; write [[job]]"),
+    ('[job]\nid="x"', "job: must be a list, not a table; write [[job]]"),
+    ("[jobs]\n", "jobs: is not a key here: write [[job]], once per job"),
+    ('[[jobs]]\nid="a"', "jobs: is not a key here: write [[job]], once per job"),
+    (
+        '[[job]]\ncommand=["t.py"]\nworkdir="/tmp"',
+        "job[0].id: is missing; a job that a node hands in by itself needs one, so that it does so only once",
+    ),
+    (JOB + JOB, "job[1].id: 'a' is job[0]'s, too; two jobs need two ids"),
+    (JOB + JOB_B + JOB, "job[2].id: 'a' is job[0]'s, too; two jobs need two ids"),
+    (JOB + "worker=3", "job[0].worker: is not a key; did you mean workers?"),
+    (JOB + 'workers="x"', "job[0].workers: 'x' is neither a number nor MIN:MAX, as in 4 or 2:8"),
+    (
+        "slots=1\n" + JOB + "workers=400",
+        "job[0].workers: 400, but this node has 1 slot(s) and a local store knows no other",
+    ),
+    (JOB + "nodes=2", "job[0].nodes: 2, but a local store is one node's; set store.backend to etcd"),
+    (
+        JOB + 'user="nobody-at-all"',
+        "job[0].user: 'nobody-at-all' does not exist on this machine; create it, or name another",
+    ),
+    (
+        JOB + 'shutdown_timeout="2m"',
+        "job[0].shutdown_timeout: 2m must be less than drain_timeout 1m, so that the job can end by "
+        "itself when the node is drained; raise drain_timeout by more than 60 s, or lower "
+        "shutdown_timeout",
+    ),
+    (
+        JOB + 'hang_floor="1 parsec"',
+        "job[0].hang_floor: '1 parsec' is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d",
+    ),
+    (JOB + "[job.env]\nA=3", "job[0].env.A: must be text, not a whole number"),
+    (
+        '[limits]\ndirectories=["/srv"]\n' + JOB,
+        "job[0].workdir: '/tmp' is not below one of this node's [limits] directories: /srv",
+    ),
+    (
+        '[limits]\ncommands=["/srv/"]\n' + JOB,
+        "job[0].command: '/tmp/t.py' is not one of this node's [limits] commands: /srv/",
+    ),
+    (
+        JOB + JOB_B + JOB_C + "workers=2.5",
+        "job[2].workers: must be a whole number or text, not a number 2.5; write it as in workers = 1",
+    ),
+    ('token="abc"', "token: is not a key here: secrets are in files of their own; write token_file below [http]"),
+    ('etcd="x"', 'etcd: is not a key here: write [store] with backend = "etcd"'),
+    ('a"b=1', "is not TOML: …"),
+    ('"a\\nb"=1', "a\\nb: is not a key; elasticd config example lists them"),
+    ('node="a"\nnode="b"', "is not TOML: a key is given twice…"),
+    (
+        '[agent]\nnode="x"',
+        "agent: is not a key here: this file is all about the agent; tables are [store], [http], "
+        "[health], [limits] and [[job]]",
+    ),
+    ('workdir="/x"', "workdir: is not a key here: it is a job's; write it below [[job]]"),
+    ("nnodes=3", "nnodes: is not a key; did you mean node?"),
+]
