@@ -28,7 +28,7 @@ def test_a_cool_off_and_blames_go_on_in_the_same_boot(tmp_path: Path) -> None:
     found = again.load(130.0)
     assert verdict(found, 130.0) == Unhealthy("a: full")
     cooling = looked(found, [], 130.0, RULES)
-    assert verdict(cooling, 130.0) == Quarantined(past.why, 30.0)
+    assert verdict(cooling, 130.0) == Quarantined(past.why, 60.0)
     assert (found.times, found.blames, found.troubled, found.joined, again.gpus) == (1, (110.0,), 110.0, True, 8)
 
 

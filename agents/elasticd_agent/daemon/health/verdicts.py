@@ -1,9 +1,9 @@
 """Pure: readings and what came before -> may this node be given work, and if not, why and for how long.
 
 A check fails once it was bad `strikes` times among its last looks, so that a hiccup costs nothing; before the node has
-joined there is nothing to lose, and once is enough. While a check fails the node is unhealthy. When it is over, the
-node stays quarantined for a cool-off that doubles each time, so that one that fails again and again does not take a job
-down each time; a long good time forgives. A node that was to blame for `strikes` failures of jobs within an hour is
+joined there is nothing to lose, and once is enough. While a check fails the node is unhealthy. From when it is over,
+the node stays quarantined for a cool-off that doubles each time, so that one that fails again and again does not take a
+job down each time; a long good time forgives. A node that was to blame for `strikes` failures of jobs within an hour is
 quarantined likewise, whatever its checks say. Times are seconds on one monotonic clock, given as arguments.
 """
 
@@ -113,7 +113,9 @@ def looked(past: Past, readings: Sequence[Reading], now: float, rules: Rules) ->
     failing = tuple(row for row in rows if row.failing)
     past = replace(past, rows=rows)
     if not failing:
-        return _forgiven(replace(past, joined=True), now, rules)
+        over = past.joined and any(row.failing for row in before.values())
+        until = max(past.until, now + rules.cooloff(past.times)) if over else past.until
+        return _forgiven(replace(past, joined=True, until=until), now, rules)
     if not past.joined:  # it has done no harm yet: fit as soon as nothing is wrong any more
         return past
     anew = not any(row.failing for row in before.values())
