@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
@@ -78,14 +77,11 @@ class HttpServer:
             raise UsageError(f"--metrics-port {port}: {address} port {port}: {why}; {advice}") from error
         host, bound = self._listener.server_address[:2]
         self.address: tuple[str, int] | None = (str(host), int(bound))
-        self._thread = threading.Thread(
-            target=self._listener.serve_forever, args=(0.1,), name="elasticd-http", daemon=True
-        )
-        self._thread.start()
+        self._listener.start()
 
     def close(self, within: float = 2.0) -> bool:
         """Stop listening, cut every connection; True when every thread is gone within `within` seconds."""
-        return self._listener.close(self._thread, within)
+        return self._listener.close(within)
 
 
 def open_server(address: str | None, port: int | None, pages: Pages) -> HttpServer | NullServer:

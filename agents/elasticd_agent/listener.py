@@ -6,7 +6,10 @@ threads for a few seconds. It knows nothing of pages or of who may see them: han
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import selectors
 import socket
 import socketserver
 import threading
@@ -23,6 +26,7 @@ class Listener(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
+    timeout = 0.0  # handle_request is only called when somebody waits
 
     def __init__(
         self, address: Any, handler: type[BaseHTTPRequestHandler], *, connection_s: float, most: int, name: str
@@ -30,7 +34,35 @@ class Listener(ThreadingHTTPServer):
         self.connection_s, self.most, self.name = connection_s, most, name
         self._lock = threading.Lock()
         self._open: dict[socket.socket, tuple[float, threading.Thread]] = {}
-        super().__init__(address, handler)
+        self._closing = False
+        self._bell, self._ring = socket.socketpair()
+        try:
+            super().__init__(address, handler)
+        except BaseException:
+            self._bell.close()
+            self._ring.close()
+            raise
+        self._serving = threading.Thread(target=self._serve, name="elasticd-http", daemon=True)
+
+    def start(self) -> None:
+        self._serving.start()
+
+    def _serve(self) -> None:
+        """Accept connections, and cut those that are late. It wakes up for nothing else: waiting costs nothing."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.socket, selectors.EVENT_READ)
+            selector.register(self._bell, selectors.EVENT_READ)
+            while not self._closing:
+                ready = selector.select(self._until_next_cut())
+                if any(key.fileobj is self.socket for key, _ in ready):
+                    self.handle_request()
+                # A socket's own timeout counts from byte to byte: a client that trickles would stay for ever.
+                self.cut(time.monotonic())
+
+    def _until_next_cut(self) -> float | None:
+        with self._lock:
+            first = min((until for until, _ in self._open.values()), default=math.inf)
+        return None if first == math.inf else max(0.0, first - time.monotonic())
 
     def server_bind(self) -> None:
         # HTTPServer's own looks its name up in DNS, which may take half a minute.
@@ -62,10 +94,6 @@ class Listener(ThreadingHTTPServer):
             self._open.pop(request, None)
         super().shutdown_request(request)
 
-    def service_actions(self) -> None:
-        # A socket's own timeout counts from byte to byte: a client that trickles would stay for ever.
-        self.cut(time.monotonic())
-
     def extend(self, request: socket.socket, seconds: float) -> None:
         """This connection has `seconds` from now on: what it asks for takes longer than asking."""
         with self._lock:
@@ -75,23 +103,28 @@ class Listener(ThreadingHTTPServer):
     def cut(self, now: float) -> None:
         """Cut every connection whose time is over at `now`."""
         with self._lock:
-            for request, (until, _) in self._open.items():
+            for request, (until, thread) in list(self._open.items()):
                 if now >= until:
-                    try:
-                        # Not an SSLSocket's own, which would forget first that it is one.
+                    self._open[request] = (math.inf, thread)
+                    # Not an SSLSocket's own, which would forget first that it is one.
+                    with contextlib.suppress(OSError):
                         socket.socket.shutdown(request, socket.SHUT_RDWR)
-                    except OSError:
-                        continue
 
-    def close(self, serving: threading.Thread, within: float) -> bool:
+    def close(self, within: float) -> bool:
         """Stop listening, cut every connection; True when every thread is gone within `within` seconds."""
         until = time.monotonic() + within
-        if serving.is_alive():
-            self.shutdown()
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._ring.send(b"!")
+        if self._serving.is_alive():
+            self._serving.join(max(0.0, until - time.monotonic()))
         self.server_close()
-        self.cut(float("inf"))
-        threads = [serving, *self.threads()]
-        for thread in threads:
+        self.cut(math.inf)
+        threads = [self._serving, *self.threads()]
+        if not self._serving.is_alive():
+            self._bell.close()
+            self._ring.close()
+        for thread in (thread for thread in threads if thread.ident is not None):
             thread.join(max(0.0, until - time.monotonic()))
         stuck = [thread.name for thread in threads if thread.is_alive()]
         if stuck:

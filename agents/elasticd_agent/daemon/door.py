@@ -26,7 +26,7 @@ SHORTEST_TOKEN = 16
 """Below that somebody could guess it; `openssl rand -hex 32` makes a good one."""
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 _SO_PEERGROUPS = 59  # asm-generic/socket.h, Linux 4.13; Python has no name for it
-_MOST_GROUPS = 1024
+_MOST_GROUPS = 256  # what fits into the 1,024 bytes that Python reads; of a user with more only the first group counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ import os
 import socket
 import ssl
 import stat
-import threading
 import time
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
@@ -39,8 +38,6 @@ BODY_BYTES = 1 << 20
 JSON, TEXT = "application/json", "text/plain; charset=utf-8"
 _LINGER_S = 1.0
 _LINGER_BYTES = 4 << 20
-# Each listener wakes up so often to cut who is late; four times a second cost 0.02 % of a core.
-_TURN_S = 0.25
 
 _log = logging.getLogger("elasticd.http")
 
@@ -95,7 +92,7 @@ class DaemonServer:
     def __init__(self, where: Listening, routes: Routes, asking_s: float = ASKING_S) -> None:
         """Raises UsageError, naming the key in agent.toml, for what cannot be had."""
         self.address: tuple[str, int] | None = None
-        self._serving: list[tuple[Listener, threading.Thread]] = []
+        self._listeners: list[Listener] = []
         self._socket = where.socket
         self.token = TokenDoor(where.token_file)
         if trouble := self.token.check():
@@ -112,19 +109,18 @@ class DaemonServer:
             raise
 
     def _listen(self, listener: Listener) -> None:
-        thread = threading.Thread(target=listener.serve_forever, args=(_TURN_S,), name="elasticd-http", daemon=True)
-        self._serving.append((listener, thread))
-        thread.start()
+        self._listeners.append(listener)
+        listener.start()
 
     def close(self, within: float = 2.0) -> bool:
         """Stop listening and cut every connection; True when all threads are gone in time. May be called again."""
         until = time.monotonic() + within
         # A list, not a generator for all(): every one is closed.
-        gone = [listener.close(thread, max(0.0, until - time.monotonic())) for listener, thread in self._serving]
-        if self._serving:
+        gone = [listener.close(max(0.0, until - time.monotonic())) for listener in self._listeners]
+        if self._listeners:
             with contextlib.suppress(OSError):
                 self._socket.unlink()
-        self._serving = []
+        self._listeners = []
         return all(gone)
 
 
@@ -355,6 +351,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(said(int(code), why))
 
     def finish(self) -> None:
+        self.rfile = self._raw
         super().finish()
         if self._unread:
             self._linger()

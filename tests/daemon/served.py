@@ -1,0 +1,159 @@
+"""A daemon's desk with its server, over a store in memory, with runners that a test plays: no process is started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from elasticd.errors import StoreUnavailable
+from elasticd_agent.control import Unanswered
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon.api import Api
+from elasticd_agent.daemon.client import Client, client_context
+from elasticd_agent.daemon.desk import Desk
+from elasticd_agent.daemon.door import TokenDoor
+from elasticd_agent.daemon.here import Here
+from elasticd_agent.daemon.names import JobFiles
+from elasticd_agent.daemon.peers import Peers
+from elasticd_agent.daemon.records import NodeCard, Place, Placement, Running
+from elasticd_agent.daemon.server import ASKING_S, DaemonServer, Listening
+from elasticd_agent.http import Pages, Verdict
+from elasticd_agent.store import Versioned
+from elasticd_agent.store.memory import MemoryStore
+
+TOKEN = "correct-horse-battery-staple"
+JOB = b'command = ["train.py"]\nworkdir = "/tmp"\nworkers = "1:2"\n'
+DEADLINE = 10.0
+
+
+class Outage(MemoryStore):
+    """A store in memory that can be away."""
+
+    away = False
+
+    def read(self, key: str) -> Versioned | None:
+        self._there()
+        return super().read(key)
+
+    def list(self, prefix: str) -> dict[str, Versioned]:
+        self._there()
+        return super().list(prefix)
+
+    def _there(self) -> None:
+        if self.away:
+            raise StoreUnavailable("127.0.0.1:2379 refuses connections")
+
+
+@dataclass(slots=True)
+class Served:
+    """One node's daemon as far as it is asked. `said` are its runners' answers, by what they are asked to do."""
+
+    root: Path
+    store: Outage = field(default_factory=Outage)
+    node: str = "n1"
+    token: str | None = TOKEN
+    connection_s: float = ASKING_S
+    where: dict[str, Any] = field(default_factory=dict)
+    said: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    now: Callable[[], float] = time.time
+    server: DaemonServer = field(init=False)
+    desk: Desk = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        token_file = self.token_file if self.token is not None else None
+        if self.token is not None:
+            self.token_file.write_text(self.token + "\n")
+            self.token_file.chmod(0o600)
+        here = Here(self.node, self.root / "state", self._ask)
+        tls = "tls_cert" in self.where
+        peers = Peers(TokenDoor(token_file).token, tls=tls, ca=self.where.pop("tls_ca", None))
+        self.desk = Desk(self.store, here, peers, clock=self.now)
+        pages = Pages(lambda: b"up 1.0\n", lambda: {"node": self.node}, lambda: Verdict(True, "well"),
+                      lambda: Verdict(False, "not in"))  # fmt: skip
+        where = Listening(self.root / "run" / "agent.sock", port=0, token_file=token_file)
+        self.server = DaemonServer(replace(where, **self.where), Api(self.desk, pages), self.connection_s)
+
+    @property
+    def token_file(self) -> Path:
+        return self.root / "token"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        assert self.server.address is not None
+        return self.server.address
+
+    def unix(self) -> Client:
+        return Client(self.root / "run" / "agent.sock")
+
+    def tcp(self, token: str | None = TOKEN, ca: Path | None = None) -> Client:
+        return Client(None, *self.address, token, None if ca is None else client_context(ca))
+
+    def connected(self) -> socket.socket:
+        return socket.create_connection(self.address, DEADLINE)
+
+    def announce(self, *running: Running, slots: int = 4, **card: Any) -> None:
+        """This node's card is in the store, as its daemon would keep it."""
+        host, port = self.address
+        it = NodeCard(self.node, "i1", slots, f"{host}:{port}", running=running, elasticd="0.1.0", **card)
+        self.store.delete(names.NODES + self.node)
+        assert self.store.announce(names.NODES + self.node, it.to_json(), 1e6) is not None
+
+    def submit(self, job: str = "llama") -> int:
+        reply = self.unix().post("/v1/jobs", JOB, "application/toml", query={"id": job})
+        assert reply.code == 201, reply
+        return int(reply.document()["number"])
+
+    def place(self, job: str, number: int, *nodes: str, reason: str = "runs") -> None:
+        key = names.PLACED + job
+        found = self.store.read(key)
+        places = tuple(Place(node, (0, 1)) for node in nodes)
+        record = Placement(job, number, places, reason).to_json()
+        assert self.store.compare_and_swap(key, None if found is None else found.version, record)
+
+    def files(self, job: str = "llama", number: int = 1) -> JobFiles:
+        return self.desk.here.files(job, number)
+
+    def log(self, round: int, rank: int, stream: str, text: str, job: str = "llama", number: int = 1) -> Path:
+        path = self.files(job, number).logs / f"round-{round}" / f"rank-{rank}" / f"{stream}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+        return path
+
+    def event(self, kind: str, wall: float, round: int = 1, job: str = "llama", number: int = 1, **more: Any) -> None:
+        files = self.files(job, number)
+        files.root.mkdir(parents=True, exist_ok=True)
+        with files.events.open("a") as file:
+            file.write(json.dumps({"kind": kind, "wall": wall, "round": round, **more}) + "\n")
+
+    def close(self) -> None:
+        assert self.server.close()
+
+    def _ask(self, files: JobFiles, request: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+        found = self.said.get(str(request["do"]))
+        if found is None:
+            raise Unanswered("no runner is there")
+        return dict(found)
+
+
+def ended(sock: socket.socket) -> bool:
+    """Whether the other end closes within the deadline."""
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        try:
+            while sock.recv(65536):
+                pass
+        except TimeoutError:
+            return False
+    return True
+
+
+def fds() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
