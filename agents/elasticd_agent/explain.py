@@ -93,10 +93,19 @@ def _nothing(why: str) -> int:
 
 def _why_none() -> str:
     other = Path(tempfile.gettempdir()) / f"elasticd-evidence-{os.getuid()}"  # as evidence.py has it
-    jobs = [str(other / name) for name in files.names(other) if finding.places(other / name)]
+    jobs = [other / name for name in files.names(other) if finding.places(other / name)]
     if jobs:
-        return f"where a log directory cannot be written it is kept elsewhere: {', '.join(jobs[-4:])}"
+        newest = sorted(jobs, key=lambda job: max(_age(place.path) for place in finding.places(job)), reverse=True)
+        shown = ", ".join(map(str, newest[:4]))
+        return f"where a log directory cannot be written it is kept elsewhere, the newest first: {shown}"
     return "no hang was suspected by an agent that has its log directory there"
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # it has been removed meanwhile
+        return 0.0
 
 
 def _event_log(place: finding.Place, directory: Path) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from elasticd_agent import evidence as module
 from elasticd_agent import procfs
 from elasticd_agent.evidence import Target
+from elasticd_agent.gather import disk
 from tests.agent.conftest import MakeEvidence, Posted, StartWorker, Until
 
 SLEEPS = "import time; print('ready', flush=True); time.sleep(1e6)"
@@ -207,3 +209,19 @@ def test_a_helper_whose_agent_is_gone_ends_by_itself(tmp_path: Path) -> None:
     entry = Path(module.__file__).with_name("gather") / "__main__.py"
     with subprocess.Popen([sys.executable, "-I", "-S", str(entry), "keep", "0.2"], stdin=subprocess.PIPE) as helper:
         assert helper.wait(20) == -signal.SIGALRM
+
+
+def test_what_does_not_fit_leaves_no_part_of_it_and_the_last_one_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    disk.write(str(path), b"before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as a full disk does: first a short write, then an error
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(OSError, match="too large"):
+            disk.write(str(path), b"x" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert path.read_bytes() == b"before"
+    assert os.listdir(tmp_path) == [path.name]

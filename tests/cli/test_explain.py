@@ -115,6 +115,19 @@ def test_the_jobs_last_words_know_a_verdict_that_is_still_being_written(evidence
     assert last_lines(evidence, verdict)[:3] == said[:3]
 
 
+def test_where_there_is_none_the_newest_of_what_was_kept_elsewhere_is_named_first(
+    evidence: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    jobs = [tmp_path / f"elasticd-evidence-{os.getuid()}" / name for name in "fabced"]
+    for age, job in enumerate(jobs):
+        shutil.copytree(evidence, job / "round-1" / "evidence")
+        os.utime(job / "round-1" / "evidence", (1e9 - age, 1e9 - age))
+    (tmp_path / "empty").mkdir()
+    said = explain(str(tmp_path / "empty")).stderr
+    assert said.endswith(f"elsewhere, the newest first: {', '.join(map(str, jobs[:4]))}\n")
+
+
 # --- which evidence ---------------------------------------------------------------------------------------------------
 
 
@@ -188,6 +201,10 @@ def test_a_node_without_the_verdict_tells_what_its_log_knows(evidence: Path) -> 
     assert (other.kind, other.followed.resumed) == ("hang", (1, 20))
     assert other.headline.startswith("round 1 hung: rank 2 on node-a (step ")
     assert "restart" not in other.headline
+    assert other.troubles == ("the verdict, with all ranks' facts, is in the log directory of another node",)
+    log.write_text(log.read_text().replace('"nodes": ["node-a"]', '"nodes": ["node-a", "node-b"]'))
+    where = "the verdict, with all ranks' facts, is in the log directory of another node: node-b"
+    assert explained(evidence, log).troubles == (where,)
     guessed = explained(evidence)
     assert guessed.kind == "suspicion"
     assert guessed.headline.startswith("round 1 was suspected of hanging (rank 2 on node-a (step ")

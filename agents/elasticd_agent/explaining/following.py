@@ -93,6 +93,12 @@ def answered(lines: Sequence[Line], number: int) -> str:
     return ""
 
 
+def members(lines: Sequence[Line], number: int) -> list[str]:
+    """The nodes of round `number`."""
+    published = [line for line in lines if line.get("kind") == "round_published" and line.get("round") == number]
+    return [text(node) for line in published[:1] for node in _list(line.get("nodes"))]
+
+
 def nodes(lines: Sequence[Line], number: int) -> dict[int, str]:
     """On which node each rank of round `number` was, as far as the log has it."""
     started = [line for line in lines if line.get("kind") == "group_started" and line.get("round") == number]

@@ -69,6 +69,9 @@ def explain(
         _finished(replace(facts, culprit=rank in blamed, node=facts.node or nodes.get(rank, here)))
         for rank, facts in sorted(found.ranks.items())
     )
+    if reason:
+        away = sorted(set(following.members(lines, place.round)) - {rank.node for rank in ranks})
+        found.wrong(f"the verdict, with all ranks' facts, is in the log directory of another node{_named(away)}")
     recorded = _recorded(place, found)
     kind: Kind = "hang" if judged is not None or reason else "dump" if _asked_for(place, found) else "suspicion"
     if followed.round == 0 and place.logs is not None and place.round:
@@ -269,6 +272,10 @@ def _lines(events: Path | None, found: _Found) -> list[dict[str, Any]]:
 
 def _asked_for(place: Place, found: _Found) -> bool:
     return place.dumped or found.why == wording.ASKED_FOR
+
+
+def _named(nodes: Sequence[str]) -> str:
+    return f": {' or '.join(nodes)}" if 0 < len(nodes) <= _MOST_NODES else ""
 
 
 def _missing(place: Place, ranks: Sequence[RankFacts]) -> Iterable[str]:

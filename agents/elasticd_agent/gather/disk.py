@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 
 PART = ".part"
 LOG_LINES = 200
@@ -18,16 +19,23 @@ LINE_LIMIT = 2000
 
 
 def write(path: str, content: bytes) -> None:
-    """Make or replace the file, at once and whole, so that nobody ever reads half of it. Raises OSError."""
+    """Make or replace the file, at once and whole, so that nobody ever reads half of it.
+
+    Raises OSError, and leaves no part of it then: on a disk that is full every byte is somebody's.
+    """
     part = f"{path}{PART}"
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         left = memoryview(content)
         while left:
             left = left[os.write(fd, left) :]
+        os.replace(part, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(part)
+        raise
     finally:
         os.close(fd)
-    os.replace(part, path)
 
 
 def read(path: str, most: int, *, tail: bool = False) -> bytes:
