@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,7 +22,7 @@ from typing import Any, NoReturn
 from elasticd.errors import UsageError
 from elasticd_agent import events
 from elasticd_agent.addresses import joined, local_address
-from elasticd_agent.config import Policy, Rendezvous
+from elasticd_agent.config import Rendezvous
 from elasticd_agent.console import PlainConsole
 from elasticd_agent.daemon import statedir
 from elasticd_agent.daemon.card import inventory
@@ -39,7 +38,7 @@ from elasticd_agent.daemon.placer import Placer
 from elasticd_agent.daemon.runners import Runners
 from elasticd_agent.daemon.serving import open_serving
 from elasticd_agent.daemon.settings import Settings, load
-from elasticd_agent.daemon.store_access import meets
+from elasticd_agent.daemon.store_access import meets, times
 from elasticd_agent.daemon.telling import Telling
 from elasticd_agent.http import Pages, Verdict
 from elasticd_agent.outlet import Outlet
@@ -177,8 +176,7 @@ def _reached_at(settings: Settings, where: Rendezvous, bound: tuple[str, int] | 
 def _store(settings: Settings, telling: Telling) -> Store:
     if settings.store.backend == "local":
         return KeptStore(settings.state_dir / KEPT, say=telling.warned)
-    policy = replace(Policy(), lease_s=float(settings.lease_s), renewal_s=float(settings.renewal_s))
-    return open_store(meets(settings), sys.executable, policy, telling.warned)[0]
+    return open_store(meets(settings), sys.executable, times(settings), telling.warned)[0]
 
 
 def reloaded(old: Settings, config: Path | None) -> tuple[Settings, list[str]]:

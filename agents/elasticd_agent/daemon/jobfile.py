@@ -310,7 +310,7 @@ _KEYS = {field.encode_name for field in msgspec.structs.fields(JobFile)}
 
 def in_keys(sentence: str) -> KeyWrong:
     """A sentence of the command line's, in the words of a job file: its flags are keys here."""
-    said = re.sub(r"--rdzv-conf:? (?=[a-z_]+\b)|\bargument (?=-)", "", sentence)
+    said = re.sub(r"--rdzv-conf:? (?=[a-z_]+\b)|\bargument (?=-)| \(PYTHON_EXEC\)", "", sentence)
     said = re.sub(r"--nproc-per-node", "workers", said)
     said = re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), said)
     said = re.sub(r"\b([a-z_]+)_s\b(?= [0-9])", r"\1", said)
@@ -319,5 +319,13 @@ def in_keys(sentence: str) -> KeyWrong:
     first = re.match(r"([a-z_]+)(?:[:=]\s*|\s+)(.*)", said, re.DOTALL)
     if first and first[1] in _KEYS:
         return KeyWrong(first[1], first[2])
-    named = next((word for word in re.findall("[a-z_]+", said) if word in _KEYS - {"user", "env", "id"}), "")
-    return KeyWrong(named, said)
+    for beginning, key in (
+        ("the Python interpreter", "python"),
+        ("the script", "command"),
+        ("the program", "command"),
+        ("-m ", "command"),
+    ):
+        if said.startswith(beginning):
+            return KeyWrong(key, said)
+    words = re.findall("[a-z_]+", re.sub("'[^']*'", "", said))
+    return KeyWrong(next((word for word in words if word in _KEYS - {"user", "env", "id"}), ""), said)

@@ -50,6 +50,7 @@ class Order(Document):
     drain_timeout_s: float = 60.0
     backend: Literal["memory", "etcd"] = "memory"
     endpoints: tuple[tuple[str, int], ...] = ()
+    tls: bool = False
     user: str | None = None
     password: str | None = None
     ca: str | None = None
@@ -73,7 +74,7 @@ class Order(Document):
         return Rendezvous(
             backend=self.backend,
             endpoints=self.endpoints,
-            tls=Tls(ca, cert, key) if ca or cert else None,
+            tls=Tls(ca, cert, key) if self.tls or ca or cert else None,
             user=self.user,
             password=self.password,
             local_addr=self.local_addr,

@@ -41,6 +41,7 @@ class Orders:
             drain_timeout_s=float(settings.drain_timeout_s),
             backend="etcd" if shared else "memory",
             endpoints=meets.endpoints,
+            tls=tls is not None,
             user=meets.user,
             password=meets.password,
             ca=None if tls is None or tls.ca is None else str(tls.ca),

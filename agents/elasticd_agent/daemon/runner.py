@@ -115,7 +115,10 @@ def _run(order: Order, files: JobFiles, lock: int, book: Book) -> int:
     )
     spec = replace(spec, signals=tuple(dict.fromkeys(("SIGTERM", *spec.signals))))
     settings = replace(settings, event_log=files.events, metrics_port=None, live=False, runtime_dir=None)
-    preflight.check(spec, settings, os.environ)
+    try:
+        preflight.check(spec, settings, spec.inherited(os.environ))
+    except UsageError as error:
+        raise jobfile.in_keys(str(error)) from None
     host = Host(
         outputs=lambda *how: RunnerOutputs(*how, order=order, book=book),
         keep=(lock,),
