@@ -26,6 +26,8 @@ D = TypeVar("D", bound=Document)
 
 REFRESH_S = 20.0
 """Everything is read again so often, in case a watch missed something."""
+SPARED_S = 600.0
+"""What an ended job has left and cannot be removed now is looked at again after so long."""
 
 
 @dataclass(slots=True)
@@ -52,6 +54,7 @@ class Placer:
     _away: dict[str, float] = field(default_factory=dict)
     _sentences: list[str] = field(default_factory=list)
     _written: bool = False
+    _spared: dict[tuple[str, int], float] = field(default_factory=dict)
     _copies: Copies = field(init=False)
     _clock: ended.Clock = field(init=False)
     _watch: Watch | None = None
@@ -172,10 +175,15 @@ class Placer:
         for placement in ended.first_seen(view, clock_s):
             if not self._write(placement):
                 return
-        for ending in ended.outdated(view, clock_s, self.keep_ended_s, self.kept)[: ended.A_TURN]:
+        outdated = ended.outdated(view, clock_s, self.keep_ended_s, self.kept)
+        keys = {(ending.job, ending.number) for ending in outdated}
+        self._spared = {key: until for key, until in self._spared.items() if key in keys and now < until}
+        for ending in [e for e in outdated if (e.job, e.number) not in self._spared][: ended.A_TURN]:
+            self._copies.forget()
             if ended.remove(self.store, ending, self.node, self.lease_s):
                 self._sentences.append(f"the records of job {ending.job}, number {ending.number}, were removed")
-                self._copies.forget()
+            else:
+                self._spared[ending.job, ending.number] = now + SPARED_S
 
     @property
     def _guard(self) -> tuple[str, int]:

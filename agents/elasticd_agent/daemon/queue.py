@@ -55,24 +55,13 @@ def submit(
     if token and (found := _by_token(store, token)) is not None:
         return found
     for _ in range(RACES):
+        before = None if job is None else _refuse_unless_free(store, job, token)
+        if isinstance(before, Submission):
+            return before
         number = _next_number(store)
-        name = job or f"job-{number}"
-        wants = Submission(name, number, spec_json, *nodes, *slots, by=by, at=at, token=token)
+        wants = Submission(job or f"job-{number}", number, spec_json, *nodes, *slots, by=by, at=at, token=token)
         _checked(wants)
-        key = names.SUBMITTED + name
-        before = store.read(key)
-        if before is not None and (earlier := _alive(store, key, before)) is not None:
-            if earlier.removed:
-                raise UsageError(f"what is left of job {name!r} is just being removed; try again in a few seconds")
-            if token and earlier.token == token:
-                return earlier
-            if job is None:
-                continue
-            raise UsageError(
-                f"job {name!r} has not ended: it was submitted{_by(earlier.by)} as number {earlier.number}; "
-                f"cancel it first (elasticd cancel {name}), or choose another id"
-            )
-        if _created(store, key, before, wants):
+        if _created(store, before, wants):
             return wants
     raise StoreUnavailable(f"the store lets nobody submit: {RACES} tries were lost to others")
 
@@ -188,26 +177,31 @@ def _bounded(ending: Ending) -> Ending:
     return replace(ending, reason=_short(ending.reason), rounds=rounds, nodes=ending.nodes[:NODES])
 
 
-def _alive(store: Store, key: str, found: Versioned) -> Submission | None:
-    """The submission under `key` if it has not ended. What cannot be understood is in nobody's way."""
+def _refuse_unless_free(store: Store, job: str, token: str) -> Versioned | Submission | None:
+    """What is there of an earlier run, which has ended; or the submission that `token` stands for."""
+    found = store.read(names.SUBMITTED + job)
+    if found is None:
+        return None
     try:
-        earlier = understood(Submission, key, found.value)
+        earlier = understood(Submission, names.SUBMITTED + job, found.value)
+        ending = store.read(names.ENDED + job)
+        over = ending is not None and understood(Ending, names.ENDED + job, ending.value).number >= earlier.number
     except WireError as error:
         raise UsageError(f"{error}; choose another id, or remove it by hand") from None
     if earlier.removed:
+        raise UsageError(f"what is left of job {job!r} is just being removed; try again in a few seconds")
+    if over:
+        return found
+    if token and earlier.token == token:
         return earlier
-    end_key = names.ENDED + earlier.job
-    ending = store.read(end_key)
-    if ending is None:
-        return earlier
-    try:
-        return earlier if understood(Ending, end_key, ending.value).number < earlier.number else None
-    except WireError as error:
-        raise UsageError(f"{error}; choose another id, or remove it by hand") from None
+    raise UsageError(
+        f"job {job!r} has not ended: it was submitted{_by(earlier.by)} as number {earlier.number}; "
+        f"cancel it first (elasticd cancel {job}), or choose another id"
+    )
 
 
-def _created(store: Store, key: str, before: Versioned | None, wants: Submission) -> bool:
-    value = wants.to_json()
+def _created(store: Store, before: Versioned | None, wants: Submission) -> bool:
+    key, value = names.SUBMITTED + wants.job, wants.to_json()
     try:
         return store.compare_and_swap(key, None if before is None else before.version, value)
     except StoreUnavailable as error:
