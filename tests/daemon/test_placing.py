@@ -281,6 +281,12 @@ def test_a_job_that_waits_takes_its_old_nodes_again() -> None:
     assert words(after(more), "a") == "runs on n2 (slots 0-3)"
 
 
+def test_what_runs_is_placed_where_it_runs_when_the_store_has_lost_its_placement() -> None:
+    cards = tuple(NodeCard(f"n{i}", "i", 4, running=(Running("a", 1, (2, 3), "running"),)) for i in (1, 2))
+    then = after(View(cards=cards, submissions=(job(nodes=(1, 2), slots=(1, 2)),)))
+    assert words(then, "a") == "runs on n1 (slots 2-3) and n2 (slots 2-3)"
+
+
 @pytest.mark.parametrize("state", ["draining", "quarantined"])
 def test_what_a_node_says_of_itself_counts_like_a_drain(state: str) -> None:
     one = after(view(job(nodes=(1, 2)), nodes={"n1": 4, "n2": 4}))

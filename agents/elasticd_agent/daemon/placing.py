@@ -173,13 +173,23 @@ def _job(wants: Submission, view: View, nodes: dict[str, _Node]) -> _Job:
             if (running.job, running.number) == mine and running.state == "refused" and card.node not in cordoned:
                 refused[card.node] = running.why
     job = _Job(wants, written, {}, refused, [])
-    for place in () if written is None else written.places:
+    for place in _running(mine, view) if written is None else written.places:
         if gone := _gone(place, job, nodes.get(place.node), view):
             job.said.append(gone)
         else:
             job.places[place.node] = place
             nodes[place.node].give(place, wants.job)
     return job
+
+
+def _running(mine: tuple[str, int], view: View) -> tuple[Place, ...]:
+    """Where a job runs that has no placement: the store has lost it, the nodes have not."""
+    return tuple(
+        Place(card.node, running.slots)
+        for card in view.cards
+        for running in card.running
+        if (running.job, running.number) == mine and running.slots and running.state in ("starting", "running")
+    )
 
 
 def _gone(place: Place, job: _Job, node: _Node | None, view: View) -> str:
