@@ -1,0 +1,104 @@
+"""What a job's event log adds up to: rounds, the step, the last checkpoint, and how much of the time counted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticd_agent.daemon.progress import MOST_ROUNDS, Progress
+
+Line = dict[str, object]
+
+
+def line(kind: str, wall: float, round: int = 1, **more: object) -> Line:
+    return {"kind": kind, "wall": wall, "round": round, **more}
+
+
+def told(*lines: Line) -> Progress:
+    progress = Progress()
+    for one in lines:
+        progress.feed(one)
+    return progress
+
+
+STARTED = (
+    line("round_published", 100.0, world_size=2, nodes=["a"], restarts=0, reason="first round"),
+    line("group_started", 101.0, ranks=[0, 1]),
+    line("first_step", 110.0, step=1),
+)
+CRASHED = (line("worker_exited", 130.0, step=21), line("group_gone", 131.0))
+
+
+@pytest.mark.parametrize(
+    ("lines", "now", "goodput"),
+    [
+        ((), 200.0, None),
+        (STARTED[:2], 200.0, None),
+        (STARTED, 120.0, 0.5),
+        ((*STARTED, *CRASHED), 140.0, 0.5),
+        # All of 20 steps were kept, half of them, none of them.
+        ((*STARTED, *CRASHED, line("resumed", 139.0, 2, step=21), line("first_step", 140.0, 2, step=22)), 140.0, 0.5),
+        ((*STARTED, *CRASHED, line("resumed", 139.0, 2, step=11), line("first_step", 140.0, 2, step=12)), 140.0, 0.25),
+        ((*STARTED, *CRASHED, line("resumed", 139.0, 2, step=11), line("first_step", 140.0, 2, step=12)), 150.0, 0.4),
+        ((*STARTED, *CRASHED, line("first_step", 140.0, 2, step=1)), 140.0, 0.0),
+        # A hang counts from when it began; a hold only while it lasts.
+        ((*STARTED, line("hung", 140.0, seconds=20.0)), 140.0, 0.25),
+        ((*STARTED, line("holding", 120.0)), 140.0, 0.25),
+        ((*STARTED, line("holding", 120.0), line("hold_over", 121.0)), 140.0, 0.75),
+        # After the end nothing counts any more, neither for nor against it.
+        ((*STARTED, line("job_ended", 120.0, outcome="succeeded", step=11)), 9999.0, 0.5),
+    ],
+)
+def test_goodput_is_the_time_of_steps_that_count(lines: tuple[Line, ...], now: float, goodput: float | None) -> None:
+    assert told(*lines).goodput(now) == goodput
+
+
+def test_the_step_the_rounds_and_the_checkpoint_are_the_newest() -> None:
+    progress = told(
+        *STARTED,
+        line("checkpoint_saved", 115.0, step=6),
+        *CRASHED,
+        line("round_published", 132.0, 2, world_size=1, nodes=["b"], restarts=1, reason="rank 1 was killed"),
+        line("job_ended", 150.0, 2, outcome="failed", step=40, restarts=1, reason="no progress"),
+    )
+    assert (progress.step, progress.checkpoint_step, progress.checkpoint_round, progress.restarts) == (40, 6, 1, 1)
+    assert [(one.number, one.nodes, one.reason) for one in progress.rounds.values()] == [
+        (1, ("a",), "first round"),
+        (2, ("b",), "rank 1 was killed"),
+    ]
+    assert (progress.outcome, progress.ended_at) == ("failed", 150.0)
+    progress.feed(line("round_published", 160.0, 3, world_size=1, nodes=["b"], restarts=2, reason="another runner"))
+    assert progress.ended_at is None, "the job went on"
+
+
+def test_years_of_rounds_take_a_bounded_amount() -> None:
+    progress = told(*STARTED)
+    for number in range(2, 3 * MOST_ROUNDS):
+        at = 100.0 + 40 * number
+        progress.feed(line("round_published", at, number, world_size=2, nodes=["a"], restarts=number))
+        progress.feed(line("first_step", at + 10, number, step=20 * number))
+        progress.feed(line("worker_exited", at + 39, number, step=20 * number + 19))
+    assert len(progress.rounds) == MOST_ROUNDS
+    goodput = progress.goodput(100.0 + 40 * 3 * MOST_ROUNDS)
+    assert goodput == pytest.approx(29 / 40, rel=0.01), "what they add up to is kept of all"
+
+
+values = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers(), max_size=3)
+)
+KINDS = (
+    "round_published group_started resumed first_step checkpoint_saved worker_exited group_gone hung holding hold_over"
+)
+kinds = st.sampled_from([*KINDS.split(), "job_ended", "nonsense"])
+lines = st.fixed_dictionaries(
+    {"kind": kinds | values, "wall": st.floats(0, 1e10) | values, "round": st.integers(0, 5) | values},
+    optional=dict.fromkeys(("step", "seconds", "nodes", "ranks", "world_size", "restarts", "outcome"), values),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(lines, max_size=20))
+def test_no_log_however_torn_is_ever_an_exception_or_more_than_all_of_the_time(log: list[Line]) -> None:
+    goodput = told(*log).goodput(1e10)
+    assert goodput is None or 0 <= goodput <= 1
