@@ -172,9 +172,9 @@ class RunnerOutputs(Outputs):
 
         def brief() -> dict[str, Any]:
             now = status()
-            return {
-                name: now[name] for name in ("phase", "round", "world_size", "step", "reason", "benched")
-            } | self._about
+            said = {name: now[name] for name in ("phase", "round", "world_size", "step", "reason", "benched")}
+            alone = all(member["node"] == self._order.node for member in now["members"])
+            return said | {"alone": alone} | self._about
 
         def here(_: Mapping[str, Any]) -> Mapping[str, Any]:
             tether.held()

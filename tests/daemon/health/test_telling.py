@@ -67,7 +67,7 @@ def test_metrics_say_what_stands() -> None:
 
 
 def said(*benched: dict[str, Any], number: int = 3) -> dict[str, Any]:
-    return {"round": number, "reason": "rank 1 hung", "benched": list(benched)}
+    return {"round": number, "reason": "rank 1 hung", "benched": list(benched), "alone": False}
 
 
 def slot(number: int, times: int, node: str = "me") -> dict[str, Any]:
@@ -96,4 +96,8 @@ def test_what_an_adopted_runner_says_first_is_no_news() -> None:
 
 @pytest.mark.parametrize("benched", [None, "x", [1], [{}], [{"node": "me", "slot": "1", "times": 1}]])
 def test_what_makes_no_sense_blames_nobody(benched: object) -> None:
-    assert Blames("me").heard({("j", 1): {"benched": benched}}) == []
+    assert Blames("me").heard({("j", 1): {"benched": benched, "alone": False}}) == []
+
+
+def test_a_job_that_runs_here_alone_blames_nobody() -> None:
+    assert Blames("me").heard({("j", 1): {**said(slot(1, 1)), "alone": True}}) == []

@@ -108,7 +108,7 @@ def test_it_says_what_is_wrong_then_what_was_and_how_often() -> None:
     past = looked(past, [], 30.0, RULES)
     found = verdict(past, 30.0)
     assert found == Quarantined(
-        "it is over, the node is left out for 60 s after it (the first time): gpu xid: GPU 3 had XID 79", 60.0
+        "this is over, but leaves the node out for 60 s (the first time): gpu xid: GPU 3 had XID 79", 60.0
     )
 
 

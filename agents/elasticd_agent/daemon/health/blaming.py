@@ -1,8 +1,8 @@
 """From what runners say of their jobs' rounds: was this node set aside for failures of a job? Pure but for its memory.
 
 It relies on the plan's own judgement: a slot is set aside in a Round when it was to blame again and again, without
-progress or with a hang, while the job had others to go on with. So a script that fails everywhere blames no node, and a
-job that runs on one node alone blames nobody. Each time a slot is set aside counts once, whoever tells it how often.
+progress or with a hang, while the job had others to go on with. A job that runs on this node alone blames nobody, since
+it cannot tell the node from its script. Each time a slot is set aside counts once, whoever tells it how often.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Blames:
         self._times = {key: times for key, times in self._times.items() if key in told}
         sentences = []
         for key, said in told.items():
-            now = _times(said.get("benched"), self._node)
+            now = _times(said.get("benched"), self._node) if said.get("alone") is False else None
             if now is None:
                 continue
             before = self._times.get(key, now if key in set(adopted) else {})
@@ -40,7 +40,7 @@ class Blames:
 
 
 def _times(benched: Any, node: str) -> dict[int, int] | None:
-    """By slot of this node how often it was set aside; None if the runner, of another version, does not say."""
+    """By slot of this node how often it was set aside; None if the runner, of another version, does not say it."""
     if not isinstance(benched, list):
         return None
     found = {}

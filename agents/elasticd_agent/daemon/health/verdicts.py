@@ -127,7 +127,7 @@ def looked(past: Past, readings: Sequence[Reading], now: float, rules: Rules) ->
         times=times,
         until=max(past.until, now + left_s),
         troubled=now,
-        why=f"it is over, the node is left out for {left_s:.0f} s after it ({_ordinal(times)}): {_sentence(failing)}",
+        why=f"this is over, but leaves the node out for {left_s:.0f} s ({_ordinal(times)}): {_sentence(failing)}",
     )
 
 
