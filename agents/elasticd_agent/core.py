@@ -141,7 +141,8 @@ def _ask_to_leave(phase: Running, event: StopRequested, rules: Rules) -> Move:
     """The other nodes go on without this one, from a checkpoint where they can be held at one."""
     if phase.stop is not None:
         return phase, []
-    stop = Stop(event.signal, event.exit_code, event.at + rules.stop_grace_s)
+    within_s = rules.stop_grace_s if rules.leave_within_s is None else rules.leave_within_s
+    stop = Stop(event.signal, event.exit_code, event.at + within_s)
     return replace(phase, stop=stop), [
         ReportLeaving(f"{rules.node} leaves: {event.signal}", event.exit_code),
         Wake(stop.until),

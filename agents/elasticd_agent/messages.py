@@ -23,6 +23,8 @@ class Rules:
     incarnation: str | None = None
     shared: bool = False
     """True when other nodes may take part, so that much must be told to them."""
+    leave_within_s: float | None = None
+    """How long it may take until the others' next round, or the checkpoint; None: `stop_grace_s`."""
     leaves: bool = False
     """True where a stop is this node's leaving: the planner hears of it, and can hold the group at a checkpoint."""
 

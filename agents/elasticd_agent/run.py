@@ -47,13 +47,14 @@ class Host:
 
     `outputs` builds what is told to whom. `keep` are file descriptors that stay open for as long as a process of the
     job may be left, whatever becomes of this one. `holds`: a stop first asks for a checkpoint at the next decision
-    point, as a node that leaves others does, also where this node is the only one. `made` hears of the runtime
-    directory.
+    point, as a node that leaves others does, also where this node is the only one; that may take `leave_within_s`, or
+    the policy's grace. `made` hears of the runtime directory.
     """
 
     outputs: Callable[[JobSpec, Policy, AgentSettings, str, Path], Outputs] | None = None
     keep: tuple[int, ...] = ()
     holds: bool = False
+    leave_within_s: float | None = None
     made: Callable[[Path], None] = lambda path: None
 
 
@@ -111,6 +112,7 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host, sta
             policy.stop_grace_s,
             seat.incarnation,
             shared=seat.shared,
+            leave_within_s=host.leave_within_s,
             leaves=seat.shared or host.holds,
         ),
         meeting=seat.meeting,

@@ -104,6 +104,7 @@ def _run(
         float(settings.renewal_s),
         float(settings.adopt_timeout_s),
         changed=lambda: inbox.put(Hint()),
+        keep_ended_s=float(settings.keep_ended_s),
     )
     health = open_health(settings, os.environ, idle=lambda: not runners.alive())
     stack.callback(health.close)
@@ -114,6 +115,7 @@ def _run(
     def reload(old: Settings) -> tuple[Settings, list[str]]:
         new, said = reloaded(old, config)
         health.renew(renewed(new, os.environ))
+        placer.adopt_timeout_s, placer.keep_ended_s = float(new.adopt_timeout_s), float(new.keep_ended_s)
         return new, said
 
     def changed(now: HealthChanged) -> None:
@@ -123,6 +125,8 @@ def _run(
     deciding = Deciding(parts, orders, reload, unfit)
     serving = open_serving(lambda: deciding.settings, store, lambda desk: _pages(deciding, desk, metrics, health))
     stack.callback(serving.close)
+    sweeper = Sweeper(settings.state_dir, deciding.needed, lambda: float(deciding.settings.keep_ended_s), telling.said)
+    stack.callback(sweeper.close)
     deciding.addressed(_reached_at(settings, where, serving.address))
     adopted = deciding.adopt()
     health.start(changed)

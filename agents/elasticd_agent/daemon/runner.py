@@ -123,6 +123,7 @@ def _run(order: Order, files: JobFiles, lock: int, book: Book) -> int:
         outputs=lambda *how: RunnerOutputs(*how, order=order, book=book),
         keep=(lock,),
         holds=True,
+        leave_within_s=order.drain_timeout_s,
         made=lambda runtime: _point(files.runtime, runtime),
     )
     return run_job(spec, policy, settings, host)
