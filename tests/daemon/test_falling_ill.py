@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.conftest import MakeNode
-from tests.daemon.node import Node, lives, until
+from tests.daemon.node import COLD, Node, lives, until
 
 
 def ill(path: Path) -> dict[str, object]:
@@ -75,3 +75,25 @@ def test_a_killed_agent_remembers_that_it_was_ill(node: MakeNode, tmp_path: Path
     n1.said("SIGHUP: health.plugins_dir")
     n1.drain()
     n1.assert_gone()
+
+
+@pytest.mark.system
+def test_a_node_on_which_a_job_fails_again_and_again_is_left_out_though_its_checks_find_nothing(
+    nodes: MakeNode, tmp_path: Path
+) -> None:
+    script = tmp_path / "fails_on_one_node.py"
+    script.write_text(
+        "import os, sys, time\ntime.sleep(0.2)\nsys.exit(3) if 'ILL' in os.environ else time.sleep(1000)\n"
+    )
+    health = {**ill(tmp_path / "never"), "strikes": 1, "cooloff": "1h", "cooloff_max": "1h"}
+    n1, n2 = nodes("n1", slots=1), nodes("n2", slots=1, health=health)
+    n1.job("both", str(script), COLD, nodes="1:2", workers=1, max_restarts=50)
+    n2.start(ILL="yes")
+    n1.start()
+    told = n2.event("node_quarantined")["reason"]
+    assert "it was to blame once within 60 minutes" in told
+    assert "set aside slot 0" in told
+    until(lambda: n2.exited("both").outcome == "left", n2.told)
+    until(lambda: n1.job_events("both", "round_published")[-1]["nodes"] == ["n1"], n1.told)
+    assert lives(n1.workers("both")[-1])
+    assert states(n1) == ["node_healthy"]

@@ -78,12 +78,14 @@ def test_a_slot_of_ours_that_is_set_aside_is_told_once_each_time() -> None:
     blames, key = Blames("me"), ("j", 1)
     assert blames.heard({key: said()}) == []
     assert blames.heard({key: said(slot(0, 0), slot(1, 1), slot(2, 1, "other"))}) == [
-        "job j, round 3: slot 1 was set aside: rank 1 hung"
+        "job j, round 3 set aside slot 1: rank 1 hung"
     ]
     assert blames.heard({key: said(slot(1, 1), number=4)}) == []
     assert blames.heard({key: said(number=5)}) == []
     assert blames.heard({key: said(slot(1, 1), number=6)}) == []
-    assert len(blames.heard({key: said(slot(1, 2), slot(0, 1), number=7)})) == 2
+    assert blames.heard({key: said(slot(1, 2), slot(0, 1), number=7)}) == [
+        "job j, round 7 set aside slots 0, 1: rank 1 hung"
+    ]
     assert blames.heard({}) == []
     assert len(blames.heard({("j", 2): said(slot(1, 1))})) == 1
 

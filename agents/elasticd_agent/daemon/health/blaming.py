@@ -2,7 +2,7 @@
 
 It relies on the plan's own judgement: a slot is set aside in a Round when it was to blame again and again, without
 progress or with a hang, while the job had others to go on with. A job that runs on this node alone blames nobody, since
-it cannot tell the node from its script. Each time a slot is set aside counts once, whoever tells it how often.
+it cannot tell the node from its script. What is set aside together counts once, however often it is told.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ class Blames:
             if now is None:
                 continue
             before = self._times.get(key, now if key in set(adopted) else {})
-            merged = dict(before)
-            for slot, times in now.items():
-                if times > before.get(slot, 0):
-                    reason = str(said.get("reason", ""))
-                    sentences.append(f"job {key[0]}, round {said.get('round')}: slot {slot} was set aside: {reason}")
-                merged[slot] = max(times, before.get(slot, 0))
-            self._times[key] = merged
+            aside = sorted(slot for slot, times in now.items() if times > before.get(slot, 0))
+            if aside:
+                slots = f"slot{'s' * (len(aside) > 1)} {', '.join(map(str, aside))}"
+                sentences.append(f"job {key[0]}, round {said.get('round')} set aside {slots}: {said.get('reason', '')}")
+            self._times[key] = {**before, **{slot: max(times, before.get(slot, 0)) for slot, times in now.items()}}
         return sentences
 
 

@@ -139,7 +139,7 @@ def blamed(past: Past, why: str, now: float, rules: Rules) -> Past:
         return replace(past, blames=blames, troubled=now)
     times = past.times + 1
     left_s = rules.cooloff(times)
-    often = f"{len(blames)} times within {rules.blamed_within_s / 60:.0f} minutes"
+    often = f"{f'{len(blames)} times' if len(blames) > 1 else 'once'} within {rules.blamed_within_s / 60:.0f} minutes"
     return replace(
         past,
         blames=(),
