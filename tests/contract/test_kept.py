@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import errno
 import os
 import random
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -21,7 +23,7 @@ from hypothesis import strategies as st
 
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store.journal import DAMAGED
-from elasticd_agent.store.kept import SLACK_BYTES, KeptStore
+from elasticd_agent.store.kept import RESERVED, SLACK_BYTES, KeptStore
 from elasticd_agent.store.memory import MemoryStore
 
 Until = Callable[[Callable[[], object], float], object]
@@ -266,7 +268,7 @@ def test_killed_at_any_moment_nothing_that_was_confirmed_is_lost(folder: Path) -
 
 
 FULL = """
-import base64, resource, sys
+import base64, os, resource, shutil, sys
 from pathlib import Path
 from elasticd.errors import StoreUnavailable
 from elasticd_agent.store.kept import KeptStore
@@ -274,7 +276,19 @@ from elasticd_agent.store.kept import KeptStore
 path = Path(sys.argv[1])
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 store = KeptStore(path)
+fds = len(os.listdir("/proc/self/fd"))
 confirmed, refused = {}, 0
+
+def on_the_disk():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    copy = path.with_name("copy")
+    shutil.copyfile(path, copy)
+    again = KeptStore(copy)
+    try:
+        return {key: found.value for key, found in again.list("").items()}
+    finally:
+        again.close()
+
 for n in range(400):
     # Every now and then there is room again, as if somebody had cleaned up.
     resource.setrlimit(resource.RLIMIT_FSIZE, (most if n % 50 > 30 else 600 + 3 * n, most))
@@ -288,9 +302,11 @@ for n in range(400):
         assert "cannot be written: File too large" in str(error), error
         now = store.read(key)
         assert now == was, "nothing has changed"
+    assert on_the_disk() == confirmed, "what was confirmed, and nothing else, is what a crash would leave"
 resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 assert {key: found.value for key, found in store.list("").items()} == confirmed
 assert 20 < refused < 380, refused
+assert len(os.listdir("/proc/self/fd")) <= fds
 store.compare_and_swap("last", None, b"1")
 store.close()
 for key, value in confirmed.items():
@@ -304,6 +320,44 @@ def test_a_full_disk_is_an_outage_and_passes(folder: Path) -> None:
     assert run.returncode == 0, run.stderr
     confirmed = {key: base64.b64decode(value) for key, _, value in (x.partition(" ") for x in run.stdout.splitlines())}
     assert opened(path) == ({**confirmed, "last": b"1"}, [])
+
+
+def test_what_could_not_be_synced_does_not_come_back_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "kept"
+    store = KeptStore(path)
+    put(store, "k", b"before")
+
+    def broken(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", broken)
+        with pytest.raises(StoreUnavailable, match="Input/output error"):
+            put(store, "k", b"after")
+    shutil.copyfile(path, folder / "copy")
+    assert opened(folder / "copy") == ({"k": b"before"}, [])
+    assert values(store) == {"k": b"before"}
+    put(store, "k", b"later")
+    store.close()
+    assert opened(path) == ({"k": b"later"}, [])
+
+
+def test_versions_of_leased_keys_do_not_come_again_after_a_crash(folder: Path) -> None:
+    store = KeptStore(folder / "kept")
+    lease = store.announce("n", b"0", 1e6)
+    assert lease is not None
+    version: int | None = 1
+    for _ in range(2 * RESERVED + 500):
+        version = lease.hold("n", b"1", version)
+    assert version is not None
+    shutil.copyfile(folder / "kept", folder / "copy")  # as a crash would leave it
+    store.close()
+    again = KeptStore(folder / "copy")
+    put(again, "n", b"new")
+    found = again.read("n")
+    again.close()
+    assert found is not None
+    assert found.version > version
 
 
 def test_a_disk_that_is_full_at_the_start_is_said_and_still_read(folder: Path) -> None:
