@@ -39,6 +39,7 @@ from elasticd_agent.daemon.runners import Runners
 from elasticd_agent.daemon.serving import open_serving
 from elasticd_agent.daemon.settings import Settings, load
 from elasticd_agent.daemon.store_access import meets, times
+from elasticd_agent.daemon.sweeping import Sweeper
 from elasticd_agent.daemon.telling import Telling
 from elasticd_agent.http import Pages, Verdict
 from elasticd_agent.outlet import Outlet

@@ -169,6 +169,10 @@ class Deciding:
         """(job, number) of the runners here."""
         return tuple(runs.key for runs in self._parts.runners.alive())
 
+    def needed(self) -> set[tuple[str, int]]:
+        """(job, number) whose files on this node are in use, or may be soon."""
+        return {*self.jobs(), *((s.job, s.number) for s in self._known.unended())}
+
     def addressed(self, address: str) -> None:
         """Where the daemon is asked from other nodes; before `run`."""
         self.card = replace(self.card, address=address)

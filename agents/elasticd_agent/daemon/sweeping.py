@@ -1,4 +1,4 @@
-"""The thread that removes what ended jobs have left on this node's disk, now and then; what goes is `ended`'s to say."""
+"""The thread that removes what ended jobs have left on this node's disk; what goes is `ended`'s to say."""
 
 from __future__ import annotations
 
