@@ -8,6 +8,8 @@ reboot and goes with the test. Folders of this machine are seen there under thei
 from __future__ import annotations
 
 import os
+import re
+import select
 import shlex
 import signal
 import subprocess
@@ -23,71 +25,95 @@ UP = ("running", "degraded")
 
 
 class Machine:
-    def __init__(self, tree: Path, layer: Path, *, shows: Sequence[Path] = (), shares: Sequence[tuple[Path, str]] = ()):
-        """`shows`: folders seen there read-only under their own names; `shares`: (here, there), writable."""
-        self._tree, self._layer = tree, layer
-        self._shows, self._shares = shows, shares
-        self._nspawn: subprocess.Popen[bytes] | None = None
+    def __init__(self, tree: Path, layer: Path, *, shows: Sequence[Path] = ()):
+        """`shows`: folders of this machine that are seen there."""
+        self._tree, self._layer, self._shows = tree, layer, shows
         self._leader = 0
 
     def __enter__(self) -> Machine:
-        self.boot()
+        for name in ("up", "work", "root"):
+            (self._layer / name).mkdir(parents=True)
+        root = str(self._layer / "root")
+        overlay = f"lowerdir={self._tree},upperdir={self._layer / 'up'},workdir={self._layer / 'work'}"
+        nspawn = ["env", "-i", "systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--private-network"]
+        nspawn += [
+            "--console=pipe",
+            "--machine=elasticd-test",
+            "-D",
+            root,
+            *(f"--bind-ro={p}" for p in self._shows),
+            "-b",
+        ]
+        # One shell for all its boots: it boots for each line it reads, and says when it is off. What is mounted, and
+        # what runs, is in namespaces that end with the shell, and the shell ends with whoever started it.
+        once = f"{shlex.join(nspawn)} </dev/null >>{shlex.quote(str(self._console))} 2>&1"
+        script = (
+            f"mount -t overlay overlay -o {shlex.quote(overlay)} {shlex.quote(root)} || exit 1\n"
+            f"while read -r _; do {once}; echo off; done"
+        )
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private"]
+        command += ["--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script]
+        self._shell = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True, bufsize=1
+        )
+        try:
+            self.boot()
+        except BaseException:
+            self._close()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.lose_power()
+        self._close()
+
+    def _close(self) -> None:
+        os.killpg(self._shell.pid, signal.SIGKILL)
+        self._shell.communicate(timeout=30)
 
     @property
-    def console(self) -> str:
-        return (self._layer / "console").read_text(errors="replace")
+    def _console(self) -> Path:
+        return self._layer / "console"
 
     def boot(self) -> None:
-        assert self._nspawn is None, "it is on already"
-        for name in ("up", "work", "root"):
-            (self._layer / name).mkdir(parents=True, exist_ok=True)
-        root = self._layer / "root"
-        overlay = f"lowerdir={self._tree},upperdir={self._layer / 'up'},workdir={self._layer / 'work'}"
-        binds = [f"--bind-ro={shown}" for shown in self._shows] + [f"--bind={a}:{b}" for a, b in self._shares]
-        # The layers are mounted in nspawn's own namespace, so that nothing stays mounted, however the test ends.
-        nspawn = ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--private-network", "--console=pipe"]
-        nspawn += ["--machine=elasticd-test", "--hostname=machine", "-D", str(root), *binds, "-b"]
-        script = (
-            f"mount -t overlay overlay -o {shlex.quote(overlay)} {shlex.quote(str(root))} && exec {shlex.join(nspawn)}"
-        )
-        command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script]
-        with (self._layer / "console").open("ab") as console:
-            self._nspawn = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True
-            )
-        self._wait_until_up(not_this_leader=0)
+        assert self._shell.stdin is not None
+        self._shell.stdin.write("boot\n")
+        deadline = time.monotonic() + _BOOT_S
+        state = ""
+        while state not in UP:
+            assert self._shell.poll() is None, "its files could not be put together"
+            assert time.monotonic() < deadline, f"not up: {state}\n{self._console.read_text(errors='replace')[-2000:]}"
+            time.sleep(0.1)
+            self._leader = self._find_leader()
+            if self._leader:
+                with suppress(subprocess.TimeoutExpired):
+                    state = self.run("systemctl", "is-system-running", check=False, timeout=10).stdout.strip()
 
     def reboot(self) -> None:
         """As an operator does it: every service is stopped first."""
-        before = self._leader
-        self.run("systemctl", "--no-block", "reboot")
-        self._wait_until_up(not_this_leader=before)
+        self.run("systemctl", "--no-block", "poweroff")
+        self._wait_until_off()
+        self.boot()
 
     def lose_power(self) -> None:
         """Everything on it is gone at once; what was on its disk stays."""
-        if self._nspawn is None:
-            return
-        with suppress(ProcessLookupError):
-            os.kill(self._leader or self._nspawn.pid, signal.SIGKILL)
-        try:
-            self._nspawn.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._nspawn.pid, signal.SIGKILL)
-            self._nspawn.wait(30)
-        self._nspawn, self._leader = None, 0
+        os.kill(self._leader, signal.SIGKILL)
+        self._wait_until_off()
+
+    def _wait_until_off(self) -> None:
+        assert self._shell.stdout is not None
+        there, _, _ = select.select([self._shell.stdout], [], [], _OFF_S)
+        assert there, f"it does not go off:\n{self.journal()[-4000:]}"
+        assert self._shell.stdout.readline() == "off\n"
+        self._leader = 0
 
     def run(
         self, *command: str, check: bool = True, timeout: float = 60, text: str | None = None, env: Sequence[str] = ()
     ) -> subprocess.CompletedProcess[str]:
         """As root. `env`: NAME=VALUE. Nothing of this machine's environment goes there."""
         path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        enter = ["nsenter", "--target", str(self._leader), "--all", "--wd=/", "env", "-i", path, "LANG=C.UTF-8", *env]
+        enter = ["nsenter", "--target", str(self._leader), "--all", "--wdns=/", "env", "-i", path, "LANG=C.UTF-8", *env]
         done = subprocess.run(
             [*enter, *command], input=text or "", capture_output=True, text=True, timeout=timeout, errors="replace"
         )
@@ -118,28 +144,14 @@ class Machine:
         """A file of its, seen from here. Links in it lead astray."""
         return Path(f"/proc/{self._leader}/root") / path.lstrip("/")
 
-    def _wait_until_up(self, not_this_leader: int) -> None:
-        assert self._nspawn is not None
-        deadline = time.monotonic() + (_BOOT_S if not not_this_leader else _BOOT_S + _OFF_S)
-        state = ""
-        while True:
-            assert self._nspawn.poll() is None, f"the machine does not boot: {self.console[-2000:]}"
-            leader = self._find_leader()
-            if leader not in (0, not_this_leader):
-                self._leader = leader
-                with suppress(subprocess.TimeoutExpired):
-                    state = self.run("systemctl", "is-system-running", check=False, timeout=10).stdout.strip()
-                if state in UP:
-                    return
-            assert time.monotonic() < deadline, f"not up: {state}\n{self.console[-2000:]}"
-            time.sleep(0.1)
-
     def _find_leader(self) -> int:
-        """Its process 1, as this machine counts."""
-        assert self._nspawn is not None
-        pid = self._nspawn.pid
-        with suppress(OSError):
-            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                if Path(f"/proc/{child}/comm").read_text().strip() == "systemd":
-                    return int(child)
+        """Its process 1, as this machine counts; 0 if there is none yet."""
+        below = [self._shell.pid]
+        while below:
+            pid = below.pop()
+            with suppress(OSError):
+                numbers = re.search(r"^NSpid:(.*)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+                if numbers and len(numbers[1].split()) == 3 and numbers[1].split()[2] == "1":
+                    return pid if Path(f"/proc/{pid}/comm").read_text().strip() == "systemd" else 0
+                below += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         return 0
