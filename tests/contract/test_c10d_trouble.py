@@ -20,6 +20,7 @@ from torch.distributed import TCPStore
 
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store.c10d import C10dStore
+from elasticd_agent.store.c10d_control import HELPER
 
 Until = Callable[[Callable[[], object], float], object]
 SOON_S = 60.0
@@ -329,3 +330,13 @@ def test_a_tcp_store_that_is_not_ours_is_refused(theirs: TCPStore) -> None:
     refused = failure(port=theirs.port)
     assert isinstance(refused, StoreRefused)
     assert f"127.0.0.1:{theirs.port}: a TCPStore answers there, but no elasticd agent keeps it" in str(refused)
+
+
+def test_a_helper_whose_agent_gives_up_while_torch_is_imported_says_nothing() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-u", str(HELPER), str(theirs.fileno()), str(os.getpid())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as helper:
+        theirs.close()
+        ours.close()
+        assert helper.communicate(timeout=60) == (None, b"")
+    assert helper.returncode == 0

@@ -156,4 +156,7 @@ class Forker:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the agent has given up meanwhile, and has said why; what was forked ends with its parent
