@@ -255,7 +255,7 @@ class Evidence:
         request = self._request(asked, local).to_dict()
         trouble = self._help("gather", request, asked.began + KILL_PART * self._budget_s, hear)
         with self._lock:
-            if self._dropped:
+            if self._dropped or self._closing:
                 return asked.final, []
             self._keeping = True
         troubles += [trouble] if trouble else []

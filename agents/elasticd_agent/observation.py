@@ -29,11 +29,11 @@ class RankSeen(Record):
 
     From its beat: `phase`, `step`, `collectives` issued by the default process group (-1: nobody could count them),
     `usual` of them during its last finished step (-1), `barrier`, the timeout `barrier_s` that the script gave that (0:
-    none), the group's `timeout_s` (0: unknown). `idle_s`: since
-    any of these last changed. `alive_s`: since its background thread last counted, which it cannot while the GIL is
-    held (-1: it never has). From /proc: `state` ("R", "S", "D", "T", "t", "Z", "" unknown), and for how long it has
-    been "T"; `cpu_s` and `io_bytes` of its process tree over the last `window_s`. From its stack: `where`, the
-    `function` that says so, and `stack`, the same for equal stacks. `evidence`: on disk. `exited`: ended with code 0.
+    none), the group's `timeout_s` (0: unknown). `idle_s`: since any of these last changed. `alive_s`: since its
+    background thread last counted, which it cannot while the GIL is held (-1: it never has). From /proc: `state` ("R",
+    "S", "D", "T", "t", "Z", "X" ending, "" unknown), and for how long it has been "T"; `cpu_s` and `io_bytes` of its
+    process tree over the last `window_s`. From its stack: `where`, the `function` that says so, and `stack`, the same for
+    equal stacks. `evidence`: on disk. `exited`: ended with code 0.
     """
 
     rank: int

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _ENOUGH = 4096
 """A stat line is below 400 bytes, an io file below 200."""
+_FLAGS, _PF_EXITING = 6, 0x4
+"""Where a stat line has them, behind the name, and what says that the thread is on its way out (linux/sched.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,26 @@ def state(pid: int) -> str:
     """The state letter of the process ("R", "S", "D", "T" stopped, "t" traced, "Z", …); "" if it is gone. 6 µs."""
     found = stat(pid)
     return found.state if found is not None else ""
+
+
+def condition(pid: int) -> str:
+    """As `state`, but "X" of one that is ending: of all threads the main one becomes a zombie first, and the last one
+    may have a driver's memory to give back, for seconds."""
+    found = state(pid)
+    return "X" if found == "Z" and not _lives_on(pid) else found
+
+
+def _lives_on(pid: int) -> bool:
+    """A thread of the process is neither dead nor dying."""
+    try:
+        tids = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    for tid in tids:
+        fields = read(f"/proc/{pid}/task/{tid}/stat").rpartition(b")")[2].split()
+        if len(fields) > _FLAGS and fields[0] not in (b"Z", b"X") and not int(fields[_FLAGS]) & _PF_EXITING:
+            return True
+    return False
 
 
 def stat(pid: int) -> Stat | None:

@@ -63,9 +63,9 @@ class Rank:
 
     @property
     def holds_gil(self) -> bool:
-        """True if its background thread has not run for about as long as it was quiet, but for a debugger."""
+        """True if its background thread has not run for about as long as it was quiet, though it could."""
         seen = self.seen
-        return seen.state != "t" and seen.alive_s >= max(GIL_S, seen.idle_s / 2)
+        return seen.state not in ("t", "X") and seen.alive_s >= max(GIL_S, seen.idle_s / 2)
 
     @property
     def cores(self) -> float:
@@ -79,9 +79,9 @@ class Rank:
     def busy(self) -> bool:
         """True if it works outside of any wait: then it is slow, not hung, for as long as a rank may be slow.
 
-        One that could run but got no CPU, and one that a debugger holds, count as busy.
+        One that could run but got no CPU, one that a debugger holds, and one that is ending count as busy.
         """
-        if self.seen.state == "t":
+        if self.seen.state in ("t", "X"):
             return True
         if self.inside and not self.holds_gil:
             return False
@@ -112,6 +112,8 @@ class Rank:
             return f"is stopped (state T) for {seen.stopped_s:.1f} s"
         if seen.state == "Z":
             return f"is a zombie {idle}"
+        if seen.state == "X":
+            return f"is ending {idle}"
         if seen.state == "t":
             return f"is held by a debugger{where}{phase}, {idle}"
         if self.holds_gil:

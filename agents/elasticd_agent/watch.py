@@ -121,7 +121,7 @@ class Watch:
     places: Sequence[tuple[int, int]]
     beats: Sequence[Path]
     notes: Sequence[Path]
-    state: Callable[[int], str] = procfs.state
+    state: Callable[[int], str] = procfs.condition
     usage: Callable[[Sequence[int]], Mapping[int, procfs.Usage]] = field(default_factory=lambda: procfs.Usages().of)
     _pids: tuple[int, ...] = ()
     _store_pid: int = 0

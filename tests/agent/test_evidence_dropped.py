@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from elasticd_agent.evidence import Evidence, Target
-from tests.agent.conftest import Posted, StartWorker
+from tests.agent.conftest import MakeEvidence, Posted, StartWorker
 from tests.agent.test_evidence import SLEEPS
 
 
@@ -31,3 +31,14 @@ def test_dropping_nothing(worker: StartWorker, evidence: Evidence, posted: Poste
     evidence.drop()
     assert evidence.gather(3, [Target(0, pid)], tmp_path / "evidence", "quiet")
     assert posted.get(timeout=20).ranks[0].source, "a drop is of what is being taken, not of what comes"
+
+
+def test_what_the_agents_end_cuts_short_is_no_trouble(
+    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
+) -> None:
+    """As when a job ends while one of its nodes was about to be suspicious."""
+    evidence = takes(job="job", temporary=tmp_path)
+    assert evidence.gather(3, [Target(0, worker(SLEEPS))], tmp_path / "log" / "round-3" / "evidence", "quiet")
+    evidence.close()
+    assert posted.get(timeout=20).trouble == ""
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("elasticd-evidence")] == []

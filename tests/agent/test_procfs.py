@@ -42,6 +42,12 @@ if os.fork() == 0:
 os.wait()
 """
 IDLE = "import sys; print('ready', flush=True); sys.stdin.read()"
+WITHOUT_ITS_MAIN_THREAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(1e6,)).start()
+print("ready", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
 
 
 @contextmanager
@@ -108,8 +114,17 @@ def test_states(until: Until) -> None:
         until(lambda: procfs.state(process.pid) == "S", 20)
         process.kill()
         until(lambda: procfs.state(process.pid) == "Z", 20)
+        assert procfs.condition(process.pid) == "X", "it only has to be reaped"
         process.wait()
-        assert procfs.state(process.pid) == ""
+        assert procfs.state(process.pid) == procfs.condition(process.pid) == ""
+
+
+def test_a_zombie_that_has_a_thread_left_goes_on(until: Until) -> None:
+    with running(WITHOUT_ITS_MAIN_THREAD) as process:
+        until(lambda: procfs.state(process.pid) == "Z", 20)
+        assert procfs.condition(process.pid) == "Z"
+        process.kill()
+        until(lambda: procfs.condition(process.pid) == "X", 20)
 
 
 def test_a_childs_work_counts_even_if_its_parent_has_ended(until: Until, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ STATES = {
     "T": "STOPPED",
     "t": "traced",
     "Z": "ZOMBIE",
-    "X": "dead",
+    "X": "ending",
     "I": "idle",
 }
 _WAITS = {
@@ -56,8 +56,8 @@ _BUSY = 10.0
 DO = {
     "stopped": "find who stopped it (a debugger, SIGSTOP, the batch system); a stopped process goes on with SIGCONT",
     "zombie": "its main thread ended while others live on: look at its last log lines",
-    "blocked": "look at what its innermost call waits for: a file, a pipe, a lock, another process; if it may wait there "
-    'so long, say so: session.phase("eval") around it, or --hang-floor',
+    "blocked": "look at what its innermost call waits for: a file, a pipe, a lock, another process; if it may wait "
+    'there so long, say so: session.phase("eval") around it, or --hang-floor',
     "spinning": "the loop in its stack does not end; if it is only slow, raise --slow-ceiling",
     "gil": "a C extension keeps Python's lock: its stack says which call",
     "missed_collective": "its path through the code has one collective less: a condition that differs between ranks",
