@@ -68,12 +68,13 @@ class Coordinator:
         self._me = record.id, record.incarnation
         self._presence = Presence(store, keys.node(record.id), policy, record, self._knock, attentive)
         self._reports, self._sight = Reports(store), Sight(store, keys, record.id)
-        self._reach = Reach(store, keys, policy, self._me, planner.knock)
+        self._reach = Reach(store, keys, policy, self._me, planner.knock, planner.met)
         self._stale: set[str] = set()
         self._reread_at = float("-inf")
         self._watches: dict[str, Watch] = {}
         self._round: Round | None = None
         self._stored: Versioned | None = None
+        self._heard: Versioned | None = None
         self._late = False
         self._master_for = 0
         self._held_for = 0
@@ -250,6 +251,8 @@ class Coordinator:
             self._stale.add(self._keys.round)
             raise
         known = self._round
+        if found is not None and found == self._heard:
+            return  # read again in case a watch missed something, which it did not
         if found is None:
             if known is not None and not known.terminal:
                 # A store that came back empty: whoever runs a Round says which.
@@ -261,6 +264,7 @@ class Coordinator:
             self._store.compare_and_swap(self._keys.round, found.version, known.to_json())
             self._stale.add(self._keys.round)
             return
+        self._heard = found
         another_run = round.run != self._planner.asked.run or (known is None and round.outcome == "stopped")
         if (known is None or round.number > known.number) and not (round.terminal and another_run):
             self._published(round)
@@ -346,6 +350,7 @@ class Coordinator:
             self._slow = self._planner.slow
             self._news.append(SlowSeen(self._round.number, self._slow))
         if isinstance(verdict, Round):
+            self._heard = None
             self._stale.add(self._keys.round)
             self._published(verdict)
             return now

@@ -73,18 +73,18 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
                 until.append(counts_at)
         elif node in heard_of:
             continue
-        elif stuck and node in silent:
-            due = silent[node] + policy.lease_s
-            if now >= due:
-                lost[node] = f"{node} cannot be reached, and no worker has made a step meanwhile"
-            else:
-                until.append(due)
         elif record.seen < current.number:
             due = view.round_at + policy.seen_timeout_s
             if now < due:
                 until.append(due)
             elif knocked.get(node) != "answered":
                 lost[node] = f"{node} has not seen round {current.number} within {policy.seen_timeout_s:g} s"
+        elif stuck and node in silent:
+            due = silent[node] + policy.lease_s
+            if now >= due:
+                lost[node] = f"{node} cannot be reached, and no worker has made a step meanwhile"
+            else:
+                until.append(due)
         elif record.ready < current.number and set(member.slots) <= set(record.slots):
             due = view.round_at + READY_S
             if now < due:

@@ -22,7 +22,7 @@ from elasticd_agent.knock import Answered, Refused, Silent
 from elasticd_agent.membership import STUCK_S
 from elasticd_agent.messages import StopForced, StopRequested
 from elasticd_agent.observation import Report
-from elasticd_agent.plan import plan
+from elasticd_agent.plan import VICTIMS_S, plan
 from elasticd_agent.slow import Pace, slow
 from elasticd_agent.store import Store, Versioned
 from elasticd_agent.view import Asked, Hold, Knocked, Present, View, Wait
@@ -55,7 +55,10 @@ class Facts:
 
 @dataclass(slots=True)
 class Planner:
-    """One job's planner, asleep until its agent holds the planner's key. Times are monotonic seconds."""
+    """One job's planner, asleep until its agent holds the planner's key. Times are monotonic seconds.
+
+    `met`: incarnations that have answered a knock of this agent's, whoever planned then; who refuses the next is gone.
+    """
 
     store: Store
     keys: Keys
@@ -67,6 +70,7 @@ class Planner:
     say: Callable[[str], None]
     store_up_since: float = 0.0
     suspects: set[str] = field(default_factory=set)
+    met: set[tuple[str, str]] = field(default_factory=set)
     _read_at: float = float("-inf")
     _round_at: dict[int, float] = field(default_factory=dict)
     _failed_at: dict[int, float] = field(default_factory=dict)
@@ -83,7 +87,6 @@ class Planner:
     _absent: dict[str, float] = field(default_factory=dict)
     _short_since: float | None = None
     _short: bool = False
-    _answered: set[tuple[str, str]] = field(default_factory=set)
     _knocked: dict[str, Knocked] = field(default_factory=dict)
     _knocked_for: tuple[object, ...] = ()
     _knock_at: float = 0.0
@@ -165,7 +168,7 @@ class Planner:
 
     def trust(self, record: NodeRecord) -> None:
         """This agent has answered a knock before: should it refuse the next one, it is gone."""
-        self._answered.add((record.id, record.incarnation))
+        self.met.add((record.id, record.incarnation))
 
     # --- the view ---------------------------------------------------------------------------------------------------
 
@@ -231,13 +234,15 @@ class Planner:
             self._knocked.clear()
             self._silent.clear()
             self._stuck_knocks = 0
-            unknown = {n: i for n, i in others.items() if (n, i) not in self._answered}
+            unknown = {n: i for n, i in others.items() if (n, i) not in self.met}
             if unknown and now >= self._knock_at:
                 self._ask(view, unknown, now)
                 self._knocked.clear()
                 self._silent.clear()
             return view
-        signs = (round.number, *trouble, stuck)
+        # Who answered at the first word of a failure may have been about to die: its workers end before it does.
+        settled = bool(view.failures) and now >= view.failed_at + VICTIMS_S
+        signs = (round.number, *trouble, stuck, settled)
         if signs != self._knocked_for or now >= self._knock_at:
             self._knocked_for = signs
             self._ask(view, others, now)
@@ -263,13 +268,13 @@ class Planner:
                     same = (answer.node, answer.incarnation) == (node, incarnation)
                     self._knocked[node] = "answered" if same else "refused"
                     if same:
-                        self._answered.add((node, incarnation))
+                        self.met.add((node, incarnation))
                         self.suspects.discard(node)
                 case Refused():
-                    self._knocked[node] = "refused" if (node, incarnation) in self._answered else "silent"
+                    self._knocked[node] = "refused" if (node, incarnation) in self.met else "silent"
                 case Silent():
                     self._knocked[node] = "silent"
-        known = {node for node, incarnation in incarnations.items() if (node, incarnation) in self._answered}
+        known = {node for node, incarnation in incarnations.items() if (node, incarnation) in self.met}
         silent = {node for node, answer in self._knocked.items() if answer == "silent"}
         self._silent = {node: self._silent.get(node, now) for node in sorted(silent & known)}
         self._knock_at = now + KNOCK_AGAIN_S
@@ -279,7 +284,7 @@ class Planner:
         applicants = {
             p.record.id: split(p.record.address)
             for p in view.nodes
-            if round.member(p.record.id) is None and (p.record.id, p.record.incarnation) in self._answered
+            if round.member(p.record.id) is None and (p.record.id, p.record.incarnation) in self.met
         }
         if now >= self._applicants_at or applicants.keys() != self._applicants:
             self._applicants, self._applicants_at = set(applicants), now + APPLICANTS_S

@@ -5,7 +5,8 @@ other. So each node says in its record whom it misses, and `membership` chooses.
 advanced for a lease's time, and misses another one that has been silent for as long again; one that was left out asks
 before it is taken again. Silence means something where there was an answer before (each is asked once while all is
 well), or, before a round's first step, where others answer: a firewall between agents must not part those who train
-together. Who refuses is the planner's to judge. It decides nothing.
+together. Who refuses is the planner's to judge; whom we have met serves us, too, should we plan next. It decides
+nothing.
 """
 
 from __future__ import annotations
@@ -35,11 +36,16 @@ Knock = Callable[[Mapping[str, tuple[str, int]]], Mapping[str, Answered | Refuse
 class Reach:
     """`turn` belongs to the thread that talks to the store: knocks may take a moment."""
 
-    def __init__(self, store: Store, keys: Keys, policy: Policy, me: tuple[str, str], knock: Knock) -> None:
+    def __init__(
+        self, store: Store, keys: Keys, policy: Policy, me: tuple[str, str], knock: Knock, met: set[tuple[str, str]]
+    ) -> None:
+        """`met`: incarnations that have answered a knock of this agent's; it grows here."""
         self._store, self._keys, self._policy, self._me, self._knock = store, keys, policy, me, knock
         self._number = 0
+        self._incarnations: set[tuple[str, str]] = set()
         self._members: dict[str, tuple[str, int]] = {}
-        self._known: set[tuple[str, str]] = set()  # incarnations whose silence means something
+        self._met = met
+        self._missed: set[tuple[str, str]] = set()  # their silence means something though they never answered
         self._silent: dict[str, float] = {}
         self._pause_s = AGAIN_S
         self._at = float("-inf")
@@ -56,10 +62,11 @@ class Reach:
         if round is None or round.terminal:
             self._forget()
             return None
-        inside = self._me in {(m.node, m.incarnation) for m in round.members}
         if round.number != self._number:
             self._number, self._members, self._meet_at, self._tries = round.number, {}, None, 0
+            self._incarnations = {(m.node, m.incarnation) for m in round.members}
             self._forget()
+        inside = self._me in self._incarnations
         if not inside and self._me[0] not in {e.node for e in round.excluded}:
             self._forget()
             return None
@@ -81,18 +88,21 @@ class Reach:
 
     def _meet(self, round: Round, now: float) -> None:
         """Ask those who have never been asked, while all is well. Nobody need wake up for it."""
-        unknown = {(m.node, m.incarnation) for m in round.members} - self._known - {self._me}
-        if not unknown or self._tries >= TRIES:
+        if self._tries >= TRIES:
+            return
+        unknown = self._incarnations - self._met - {self._me}
+        if not unknown:
+            self._tries = TRIES
             return
         if self._meet_at is None:
             self._meet_at = now + SPREAD_S * round.group_rank(self._me[0]) / len(round.members)
         if now >= self._meet_at:
             self._tries += 1
             self._meet_at = now + SLOWEST_S
-            self._asked(round, {node for node, _ in unknown})
+            self._asked({node for node, _ in unknown})
 
     def _ask(self, round: Round, inside: bool, stepped: bool, now: float) -> None:
-        answers = self._asked(round, {m.node for m in round.members})
+        answers = self._asked({m.node for m in round.members})
         self._silent = {n: self._silent.get(n, now) for n in sorted(answers) if isinstance(answers[n], Silent)}
         alone = len(self._silent) == len(answers)
         since_s = self._policy.lease_s if inside else 0.0
@@ -100,22 +110,22 @@ class Reach:
         self.unreached = tuple(
             node
             for node, since in self._silent.items()
-            if now >= since + since_s and (incarnations[node] in self._known or not (stepped or alone))
+            if now >= since + since_s and (incarnations[node] in self._met | self._missed or not (stepped or alone))
         )
-        self._known |= {incarnations[node] for node in self.unreached}
+        self._missed |= {incarnations[node] for node in self.unreached}
         self._pause_s = OUTSIDE_S if not inside else AGAIN_S if self._silent else self._pause_s
         self._at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, SLOWEST_S)
 
-    def _asked(self, round: Round, whom: set[str]) -> Mapping[str, Answered | Refused | Silent]:
-        addresses = {node: address for node, address in self._addresses(round).items() if node in whom}
+    def _asked(self, whom: set[str]) -> Mapping[str, Answered | Refused | Silent]:
+        addresses = {node: address for node, address in self._addresses().items() if node in whom}
         answers = self._knock(addresses) if addresses else {}
-        self._known |= {(a.node, a.incarnation) for a in answers.values() if isinstance(a, Answered)}
+        self._met |= {(a.node, a.incarnation) for a in answers.values() if isinstance(a, Answered)}
         return answers
 
-    def _addresses(self, round: Round) -> dict[str, tuple[str, int]]:
+    def _addresses(self) -> dict[str, tuple[str, int]]:
         """Where the other members answer; read once in a round, since an incarnation keeps its address."""
-        wanted = {(m.node, m.incarnation) for m in round.members} - {self._me}
+        wanted = self._incarnations - {self._me}
         if len(self._members) < len(wanted):
             for item in self._store.list(self._keys.nodes).values():
                 try:

@@ -26,7 +26,7 @@ class Network:
         for port, name in enumerate("abcd", 1):
             record = NodeRecord(name, "i", f"{name}:{port}", (0,))
             assert store.compare_and_swap(KEYS.node(name), None, record.to_json())
-        self.reach = Reach(store, KEYS, POLICY, ("b", "i"), self._knock)
+        self.reach = Reach(store, KEYS, POLICY, ("b", "i"), self._knock, set())
         self.round = Round(1, tuple(Member(name, "i", (0,)) for name in "abcd"))
         self.stepped = 0
         self.advances_by: float | None = self.now

@@ -1,0 +1,47 @@
+"""Nodes that die while the planner makes up its mind, or with it, cost one round and not two."""
+
+from __future__ import annotations
+
+from elasticd_agent.config import Policy
+from elasticd_agent.view import Asked
+from tests.scenarios.cluster import Cluster
+
+
+def running(*names: str) -> Cluster:
+    cluster = Cluster(Asked(1, 1, 2, len(names), 5.0), Policy())
+    for name in names:
+        cluster.start(name)
+        cluster.wait(0.01)
+    cluster.wait(10.0)
+    assert max(cluster.rounds) == 1
+    assert cluster.nodes[names[0]].coordinator.plans
+    return cluster
+
+
+def members(cluster: Cluster, number: int) -> list[str]:
+    return [m.node for m in cluster.rounds[number].members]
+
+
+def test_an_agent_that_dies_a_moment_after_its_workers_is_not_in_the_next_round() -> None:
+    cluster = running("a", "b", "c")
+    doomed = cluster.nodes["c"]
+    doomed.coordinator.failed = lambda failure, now: None  # type: ignore[method-assign]  # has no time for it
+    cluster.kill("c")
+    doomed.dead, doomed.away.store = False, True
+    cluster.wait(0.1)  # the others have lost their peers, and c's agent has answered the planner's knock
+    assert max(cluster.rounds) == 1
+    doomed.dead = True
+    cluster.wait(0.3)
+    assert members(cluster, 2) == ["a", "b"]
+    cluster.wait(10.0)
+    assert max(cluster.rounds) == 2
+
+
+def test_who_dies_with_the_planner_is_known_to_its_successor() -> None:
+    cluster = running("a", "b", "c", "d")
+    cluster.kill("a")
+    cluster.kill("c")
+    cluster.wait(0.6)
+    assert members(cluster, 2) == ["b", "d"]
+    cluster.wait(10.0)
+    assert max(cluster.rounds) == 2
