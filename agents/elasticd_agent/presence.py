@@ -50,6 +50,7 @@ class Presence:
         self._store, self._key, self._policy = store, key, policy
         self._knock, self._attentive = knock, attentive
         self._record, self._written, self._version = record, b"", 0
+        self._sent: NodeRecord | None = None
         self._lock = threading.Lock()
         self.lease: Lease | None = None
         self.renew_at = 0.0
@@ -79,11 +80,12 @@ class Presence:
         self.renew_at = now + min(self._policy.renewal_s, lease.ttl_s / 3)
 
     def _announce(self, now: float) -> bool:
-        value = self._record.to_json()
+        record = self._record
+        value = record.to_json()
         self.lease = self._store.announce(self._key, value, self._policy.lease_s)
         if self.lease is None:
             return False
-        self._written, self._version = value, 0
+        self._written, self._version, self._sent = value, 0, record
         self._renewed(now, self.lease)
         return True
 
@@ -107,10 +109,13 @@ class Presence:
 
     def send(self) -> bool:
         """Write the record if it has changed. False: the lease has ended behind our back, or the record is gone."""
-        value = self._record.to_json()
-        lease = self.lease
-        if value == self._written or lease is None:
+        record, lease = self._record, self.lease
+        if record is self._sent or lease is None:  # most turns
             return lease is not None
+        value = record.to_json()
+        if value == self._written:
+            self._sent = record
+            return True
         for _ in range(2):  # the second time with the version that a lost answer did not tell us
             if not self._version:
                 found = self._store.read(self._key)
@@ -119,7 +124,7 @@ class Presence:
                 self._version = found.version
             version = lease.hold(self._key, value, self._version)
             if version is not None:
-                self._version, self._written = version, value
+                self._version, self._written, self._sent = version, value, record
                 return True
             self._version = 0
         self.lease = None
