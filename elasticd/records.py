@@ -86,7 +86,7 @@ def _document(cls: type[_R], text: bytes | str) -> _R:
             "run the same major version everywhere"
         )
     try:
-        return _reading(cls)(raw)  # type: ignore[no-any-return]
+        return _reading(cls)(raw)  # type: ignore[no-any-return, arg-type]  # mypy: class taken for instance
     except _Misfit as misfit:
         raise WireError(f"{name}{misfit.where}: {misfit.why}") from None
 
@@ -151,7 +151,7 @@ def _reader(hint: Any) -> _Reader:
     if origin is tuple:
         return functools.partial(_fixed, [_reader(a) for a in args])
     if isinstance(hint, type) and issubclass(hint, Record):
-        return _reading(hint)
+        return _reading(hint)  # type: ignore[arg-type]
     return {str: _text, int: _int, float: _float, bool: _bool}[hint]
 
 
