@@ -32,8 +32,8 @@ class RankSeen(Record):
     none), the group's `timeout_s` (0: unknown). `idle_s`: since any of these last changed. `alive_s`: since its
     background thread last counted, which it cannot while the GIL is held (-1: it never has). From /proc: `state` ("R",
     "S", "D", "T", "t", "Z", "X" ending, "" unknown), and for how long it has been "T"; `cpu_s` and `io_bytes` of its
-    process tree over the last `window_s`. From its stack: `where`, the `function` that says so, and `stack`, the same for
-    equal stacks. `evidence`: on disk. `exited`: ended with code 0.
+    process tree over the last `window_s`. From its stack: `where`, the `function` that says so, and `stack`, the same
+    for equal stacks. `evidence`: on disk. `exited`: ended with code 0.
     """
 
     rank: int
