@@ -1,13 +1,14 @@
 """Many agents as threads of one process: real coordinators, stores and knock ports, but no workers.
 
 Started by rendezvous.py as `python -m benchmarks.agents STORE HOST PORT JOB MIN MAX LEASE NAME…`. It reads one command
-a line ("kill NAME", "fail NUMBER NAME", "start NAME", "traffic", "end") and answers with JSON lines: what each agent
-heard, by time.monotonic(), which is one clock for the whole machine.
+a line ("go", "kill NAME…", "fail NUMBER NAME", "start NAME…", "traffic", "end") and answers with JSON lines: what each
+agent heard, by time.monotonic(), which is one clock for the whole machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import resource
 import sys
@@ -20,9 +21,10 @@ from elasticd_agent.config import Policy
 from elasticd_agent.coordinator import Coordinator
 from elasticd_agent.keys import Keys
 from elasticd_agent.knock import KnockServer, knock
+from elasticd_agent.lines import Lines
 from elasticd_agent.meeting import Broken, RemoteMeeting
 from elasticd_agent.messages import RoundPublished
-from elasticd_agent.news import News
+from elasticd_agent.news import HoldAsked, News
 from elasticd_agent.planner import Facts, Planner
 from elasticd_agent.store import Store
 from elasticd_agent.store.c10d import C10dStore
@@ -35,6 +37,9 @@ LAST_CALL_S = 600.0
 SWITCH_S = 0.1
 """A thread that waits for the interpreter looks every 5 ms whether it may have it. Real agents have one each; here
 hundreds wait for four, and would do little else. Each gives it up by itself within a millisecond or so."""
+FULL_COLLECTIONS = 1_000_000
+"""A full garbage collection here visits the objects of hundreds of agents, so there are none. A real agent has its own
+few, and young objects are collected as everywhere."""
 _talking = threading.Lock()
 
 
@@ -46,16 +51,26 @@ def say(**said: object) -> None:
 class Agent:
     """Hears rounds and says that it has started them."""
 
-    def __init__(
-        self, name: str, store: Store, hosts: bool, plans: bool, job: str, asked: Asked, policy: Policy
-    ) -> None:
+    def __init__(self, name: str, store: Store, kind: str, hosts: bool, job: str, asked: Asked, policy: Policy) -> None:
         self.name, self.store = name, store
         incarnation = f"{name}-{time.monotonic_ns()}"
         self.knock = KnockServer("127.0.0.1", name, incarnation)
         facts, keys = Facts(), Keys(job)
         record = NodeRecord(name, incarnation, f"127.0.0.1:{self.knock.port}", (0,))
         planner = Planner(store, keys, policy, asked, facts, lambda nodes: knock(nodes, KNOCK_S), name, self.said)
-        coordinator = Coordinator(store, keys, policy, record, planner, b"{}", lambda a, b: None, may_plan=plans)
+        self.lines = Lines(lambda node: coordinator.hung_up(node))
+        coordinator = Coordinator(
+            store,
+            keys,
+            policy,
+            record,
+            planner,
+            b"{}",
+            lambda a, b: None,
+            may_plan=kind == "etcd" or hosts,
+            others_plan=kind == "etcd",
+            keep_lines=self.lines.keep,
+        )
         self.meeting = RemoteMeeting(coordinator, facts, self.heard, hosts)
         coordinator.on_hint(self.meeting.wake)
         self.meeting.start()
@@ -66,17 +81,23 @@ class Agent:
     def heard(self, news: News | Broken) -> None:
         match news:
             case RoundPublished(round):
-                if not round.terminal:
-                    self.meeting.update(ready=round.number, stepped=round.number)
-                say(kind="round", node=self.name, number=round.number, size=len(round.members), why=round.reason[:200])
+                if round.member(self.name) is not None:
+                    self.meeting.update(ready=round.number, stepped=round.number, can_hold=round.number)
+                say(kind="round", node=self.name, number=round.number, size=len(round.members), why=round.reason[:1000])
+            case HoldAsked(number, on=True):
+                self.meeting.update(held=number)
             case Broken(error):
                 say(kind="broken", node=self.name, error=repr(error))
 
-    def kill(self) -> None:
-        """As a killed process: its port refuses, its lease is not renewed, and it takes nothing back."""
+    def die(self) -> None:
+        """As a killed process: its port refuses and its lines break. `bury` takes what the kernel would."""
         self.knock.close()
-        self.meeting.abandon()
+
+    def bury(self) -> None:
+        """Its lease is not renewed, and it takes nothing back."""
+        self.lines.close()
         self.store.close()
+        self.meeting.abandon()
 
     def fail(self, number: int) -> None:
         """What gloo's reset connections make every survivor say."""
@@ -84,6 +105,7 @@ class Agent:
 
     def end(self) -> None:
         self.knock.close()
+        self.lines.close()
         self.meeting.close()
         self.store.close()
 
@@ -105,6 +127,7 @@ def policy_of(lease_s: float) -> Policy:
 
 def main() -> None:
     sys.setswitchinterval(SWITCH_S)
+    gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTIONS)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # some six an agent
     kind, host, port, job, fewest, most, lease, *names = sys.argv[1:]
@@ -121,7 +144,7 @@ def main() -> None:
             if kind == "etcd"
             else C10dStore(host, int(port), serve=hosts, timeout_s=policy.store_timeout_s)
         )
-        return Agent(name, store, hosts, kind == "etcd" or hosts, job, asked, policy)
+        return Agent(name, store, kind, hosts, job, asked, policy)
 
     say(kind="ready")
     agents: dict[str, Agent] = {}
@@ -132,9 +155,15 @@ def main() -> None:
                 for name in names:
                     agents[name] = start(name)
             case "start":
-                agents[words[0]] = start(words[0])
+                for name in words:
+                    agents[name] = start(name)
             case "kill":
-                agents.pop(words[0]).kill()
+                gone = [agents.pop(name) for name in words]
+                for agent in gone:  # all at once, as when a rack loses power
+                    agent.die()
+                say(kind="killed")
+                for agent in gone:
+                    agent.bury()
             case "fail":
                 agents[words[1]].fail(int(words[0]))
             case "traffic":

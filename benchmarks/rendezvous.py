@@ -1,4 +1,4 @@
-"""What meeting costs: N agents join, lose one, lose a tenth, get a tenth back; torch's own rendezvous beside it.
+"""What meeting costs: N agents join, lose one, lose a tenth, get as many new ones; torch's own rendezvous beside it.
 
 Real protocol code over a real etcd and a real TCPStore; agents are threads of a few processes and have no workers, so
 what is measured is the rendezvous alone. Prints a markdown table and writes what it saw as JSON. torch's rendezvous is
@@ -28,6 +28,8 @@ from tests.etcd import etcd_servers
 
 PROCESSES = 4
 _START_S = 60.0
+SETTLED_S = 1.0
+"""What follows a round: its records are cleaned, everybody is known by a knock."""
 
 
 class Late(Exception):
@@ -38,7 +40,8 @@ class Late(Exception):
 class Figures:
     """Seconds, and store requests and bytes per node, of one step of a job's life.
 
-    `cpu_s` is what all agents used of this machine, `rounds` how many Rounds it took; more than one is a detour.
+    `cpu_s` is what all agents used of this machine, `rounds` how many Rounds it took; more than one is a detour, and
+    `why` says what each was for.
     """
 
     seconds: float
@@ -47,6 +50,7 @@ class Figures:
     requests: float
     sent: float
     received: float
+    why: list[str]
 
 
 @dataclass(slots=True)
@@ -70,6 +74,8 @@ class Agents:
         self.heard: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         self.alive = [f"n{i}" for i in range(count)]
         self.sizes: dict[str, tuple[int, int, float]] = {}
+        self.why: dict[int, str] = {}
+        self.expected: int | None = None
         self.broken: list[str] = []
         processes = min(PROCESSES, count)
         spread = [self.alive[i::processes] for i in range(processes)]
@@ -79,7 +85,8 @@ class Agents:
         self._processes = [
             subprocess.Popen([*base, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for names in spread
         ]
-        self._home = {name: i for i, names in enumerate(spread) for name in names}
+        # Newcomers, too, have a home.
+        self._home = {f"n{i}": i % processes for i in range(2 * count)}
         for process in self._processes:
             threading.Thread(target=self._read, args=(process,), daemon=True).start()
         for _ in self._processes:
@@ -98,6 +105,12 @@ class Agents:
                 raise Late(f"no {kind} before the deadline; {self.broken[-1:]}") from None
             if said["kind"] in ("broken", "said"):
                 self.broken.append(str(said))
+            if said["kind"] == "round":
+                node, number, members = str(said["node"]), int(str(said["number"])), int(str(said["size"]))
+                self.sizes[node] = number, members, float(str(said["at"]))
+                self.why[number] = str(said["why"])
+                if self.expected is not None and members > self.expected and node in self.alive:
+                    self.tell(node, "fail", str(number), node)
             if said["kind"] == kind:
                 return said
 
@@ -114,6 +127,26 @@ class Agents:
         for process in range(len(self._processes)):
             self._write(process, line)
 
+    def each(self, verb: str, names: Sequence[str]) -> int:
+        """Tell every process what shall happen to those of `names` that are its own; how many were told."""
+        homes = {home: [name for name in names if self._home[name] == home] for home in set(self._home.values())}
+        told = {home: mine for home, mine in homes.items() if mine}
+        for home, mine in told.items():
+            self._write(home, " ".join([verb, *mine]))
+        return len(told)
+
+    def kill(self, names: Sequence[str]) -> None:
+        """From here on a Round with more members than are left has dead ones; who hears of it finds out, as by gloo."""
+        self.expected = len(self.alive) - len(names)
+        self.alive = [name for name in self.alive if name not in names]
+        for _ in range(self.each("kill", names)):
+            self._next("killed", time.monotonic() + self.deadline_s)
+
+    def start(self, names: Sequence[str]) -> None:
+        self.expected = None
+        self.alive = [*self.alive, *names]
+        self.each("start", names)
+
     def until_all_in(self, size: int) -> float:
         """When the last living agent had heard of one Round with `size` members."""
         deadline = time.monotonic() + self.deadline_s
@@ -121,18 +154,21 @@ class Agents:
             rounds = {self.sizes[name][:2] for name in self.alive if name in self.sizes}
             if len(rounds) == 1 and all(n in self.sizes for n in self.alive) and next(iter(rounds))[1] == size:
                 return max(self.sizes[name][2] for name in self.alive)
-            said = self._next("round", deadline)
-            number, members = int(str(said["number"])), int(str(said["size"]))
-            self.sizes[str(said["node"])] = number, members, float(str(said["at"]))
+            self._next("round", deadline)
 
-    def traffic(self) -> tuple[float, float, float]:
-        """Requests, bytes sent and received, of all living agents."""
+    @property
+    def number(self) -> int:
+        """The highest Round that anybody has heard of."""
+        return max(heard[0] for heard in self.sizes.values())
+
+    def traffic(self, whose: Sequence[str] | None = None) -> tuple[float, float, float]:
+        """Requests, bytes sent and received, of these agents, or all."""
         self.everyone("traffic")
         sums = [0.0, 0.0, 0.0]
         for _ in self._processes:
             nodes = self._next("traffic", time.monotonic() + _START_S)["nodes"]
             assert isinstance(nodes, dict)
-            for used in nodes.values():
+            for used in (used for node, used in nodes.items() if whose is None or node in whose):
                 for i, what in enumerate(("requests", "sent_bytes", "received_bytes")):
                     sums[i] += used[what]
         return sums[0], sums[1], sums[2]
@@ -156,7 +192,7 @@ class Agents:
 
 
 def life(store: str, endpoint: tuple[str, int], count: int, deadline_s: float, idle_s: float, lease_s: float) -> Life:
-    """Join, idle, lose one, lose a tenth, get a tenth back."""
+    """Join, idle, lose one, lose a tenth, get as many new ones."""
     result = Life(store, count)
     agents = Agents(store, endpoint, f"bench-{store}-{count}-{os.getpid()}", count, deadline_s, lease_s)
     try:
@@ -167,34 +203,34 @@ def life(store: str, endpoint: tuple[str, int], count: int, deadline_s: float, i
             cpu_s = agents.cpu_s() - cpu_s
             used = agents.traffic()
             requests, sent, received = (max(0.0, b - a) / len(agents.alive) for a, b in zip(before, used, strict=True))
-            rounds = max(heard[0] for heard in agents.sizes.values()) - number
-            result.steps[name] = Figures(seconds, cpu_s, rounds, requests, sent, received)
+            why = [agents.why[n] for n in sorted(agents.why) if n > number]
+            result.steps[name] = Figures(seconds, cpu_s, len(why), requests, sent, received, why)
 
         cpu_s = agents.cpu_s()
         began = time.monotonic()
         agents.everyone("go")
         step("join", began, count, cpu_s, 0)
-        time.sleep(1.0)  # what follows a round: its records are cleaned, everybody is known by a knock
+        time.sleep(SETTLED_S)
         before = agents.traffic()
         time.sleep(idle_s)
         after = agents.traffic()
         result.idle_requests_a_second = (after[0] - before[0]) / count / idle_s
         tenth = max(1, count // 10)
         for name, lost in (("lose one", 1), ("lose a tenth", tenth)):
-            number = max(heard[0] for heard in agents.sizes.values())
-            gone, agents.alive = agents.alive[-lost:], agents.alive[:-lost]
-            for node in gone:
-                agents.tell(node, "kill", node)
-            # A killed agent answers for no traffic; the others' in between is their renewals at most.
-            before = agents.traffic()
+            number = agents.number
+            before = agents.traffic(agents.alive[:-lost])
             cpu_s = agents.cpu_s()
             began = time.monotonic()
+            agents.kill(agents.alive[-lost:])
             for node in agents.alive:
                 agents.tell(node, "fail", str(number), node)
             step(name, began, len(agents.alive), cpu_s, number)
-            time.sleep(1.0)  # as above
+            time.sleep(SETTLED_S)
+        number, before, cpu_s, began = agents.number, agents.traffic(), agents.cpu_s(), time.monotonic()
+        agents.start([f"n{count + i}" for i in range(tenth)])
+        step("add a tenth", began, len(agents.alive), cpu_s, number)
     except Late as late:
-        result.trouble = str(late)
+        result.trouble = f"{late}; the rounds so far: {agents.why}"
     finally:
         agents.end()
     return result
