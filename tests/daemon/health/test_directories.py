@@ -57,6 +57,20 @@ def test_where_nameless_files_are_unknown_a_name_is_used_and_taken_away(
     assert not (node.tmp / "elsewhere").exists()
 
 
+@needs_root
+def test_where_a_server_refuses_root_nothing_is_known(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(directory: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(directories, "write", refused)
+    found = directories.look("d", str(node.directory), 1)
+    assert (found.outcome, "root_squash" in found.why) == ("good", True)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert (
+        directories.look("d", str(node.directory), 1).why == f"{node.directory} cannot be written to: Permission denied"
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [("missing", "cannot be looked at: No such file or directory"), ("file", "is not a directory")],

@@ -227,6 +227,21 @@ def test_new_settings_count_at_once(opened: Opened, looks: Looks, inbox: Inbox, 
     assert (looks.looks, looks.places) == (2, places)
 
 
+def test_removing_the_file_forgives(opened: Opened, looks: Looks, inbox: Inbox, tmp_path: Path) -> None:
+    health = opened(rules=Rules(1, 3600.0, 3600.0))
+    assert states(inbox, 1) == ["healthy"]
+    health.blamed("x")
+    assert states(inbox, 1) == ["quarantined"]
+    (tmp_path / "health.json").unlink()
+    assert states(inbox, 1) == ["healthy"]
+    looks.finds = [bad("a", "full")]
+    assert states(inbox, 1) == ["unhealthy"]
+    (tmp_path / "health.json").unlink()
+    at = looks.looks
+    until(lambda: looks.looks > at + 3, "look")
+    assert health.verdict() == (False, "a: full"), "what is wrong now counts all the same"
+
+
 def test_nobody_waits_for_a_look_and_one_that_hangs_is_trouble(
     opened: Opened, looks: Looks, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ class Remembered:
     """One node's. `gpus`: the most that were ever seen here, so that one which is gone after a reboot is missed."""
 
     def __init__(self, path: Path | None, boot: str) -> None:
-        self._path, self._boot, self._said = path, boot, False
+        self._path, self._boot, self._said, self._there = path, boot, False, False
         self.gpus = 0
 
     def load(self, now: float) -> Past:
@@ -59,7 +59,7 @@ class Remembered:
         except (OSError, WireError) as error:
             _log.warning("what was known of this node's health is lost: %s: %s", self._path, error)
             return Past()
-        self.gpus = kept.gpus
+        self.gpus, self._there = kept.gpus, True
         same = kept.boot == self._boot and kept.at <= now
         then = kept.at if same else now
         past = Past(
@@ -99,7 +99,11 @@ class Remembered:
                 _log.warning("%s cannot be written (%s): a restart of the agent forgets strikes", self._path, error)
             self._said = True
         else:
-            self._said = False
+            self._said, self._there = False, True
+
+    def taken_away(self) -> bool:
+        """Somebody has removed the file: that is how a person says that all of this is forgiven."""
+        return self._path is not None and self._there and not self._path.exists()
 
 
 def boot_id() -> str:

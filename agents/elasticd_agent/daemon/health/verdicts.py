@@ -150,6 +150,11 @@ def blamed(past: Past, why: str, now: float, rules: Rules) -> Past:
     )
 
 
+def forgiven(past: Past) -> Past:
+    """A person says so: only what is wrong now counts."""
+    return Past(rows=past.rows, joined=past.joined)
+
+
 def rebooted(past: Past) -> Past:
     """What still counts after the machine was started again: how often, but no cool-off, since that heals most."""
     return replace(past, rows=(), joined=False, until=float("-inf"), blames=(), why="")

@@ -25,6 +25,7 @@ from elasticd_agent.daemon.health.verdicts import (
     Unhealthy,
     Verdict,
     blamed,
+    forgiven,
     looked,
     verdict,
 )
@@ -225,6 +226,8 @@ class Watching:
             return  # what was cut short says nothing
         now = time.monotonic()
         self._readings, self._looked_at = tuple(readings), now
+        if self._remembered.taken_away():
+            self._past = forgiven(self._past)
         self._keep(looked(self._past, readings, now, self._rules))
 
     def _keep(self, past: Past) -> None:
