@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import re
 from pathlib import Path
 from typing import Any
@@ -419,3 +421,20 @@ def test_whatever_is_written_only_a_usage_error(tmp_path: Path, table: dict[str,
     if found is not None:
         assert isinstance(found.lease_s, Seconds)
         assert reloadable(found, found) == (found, [])
+
+
+# ---- examples
+
+
+def test_the_examples_are_right(here: Path) -> None:
+    job = read_job((ROOT / "examples" / "job.toml").read_bytes(), "toml", "job.toml")
+    assert (job.nodes_wanted, job.slots_wanted, job.env["OMP_NUM_THREADS"]) == ((2, 8), (8, 8), "8")
+    text = (ROOT / "examples" / "agent.toml").read_text()
+    for name, mode in {"ca.pem": 0o644, "node.pem": 0o644, "node.key": 0o600, "token": 0o600}.items():
+        (here / name).write_text("s3cret\n")
+        (here / name).chmod(mode)
+    me = pwd.getpwuid(os.geteuid()).pw_name
+    text = text.replace("/etc/elasticd", str(here)).replace('"elasticd"', f'"{me}"')
+    found = _load(here, text)
+    assert (found.jobs[0].id, found.http.bind, found.drain_timeout_s) == ("warm-cache", "0.0.0.0", 90)
+    assert meets(found).tls == Tls(here / "ca.pem", here / "node.pem", here / "node.key")

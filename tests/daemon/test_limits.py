@@ -1,0 +1,168 @@
+"""The allow-lists: what they let through, and that neither `..`, nor a link, nor a variable leads around them."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd.errors import UsageError
+from elasticd_agent.daemon.jobfile import JobFile, job_of
+from elasticd_agent.daemon.limits import refusal
+from elasticd_agent.daemon.settings import Limits, load
+
+ME = pwd.getpwuid(os.geteuid()).pw_name
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """allowed/train.py, allowed/pkg/run.py, allowed/tool; other/evil.py; links between them, in both directions."""
+    for name in ("allowed/train.py", "allowed/pkg/run.py", "allowed/tool", "other/evil.py", "allowed-not/evil.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+        path.chmod(0o755)
+    (tmp_path / "allowed" / "out.py").symlink_to(tmp_path / "other" / "evil.py")
+    (tmp_path / "allowed" / "outside").symlink_to(tmp_path / "other")
+    (tmp_path / "other" / "in.py").symlink_to(tmp_path / "allowed" / "train.py")
+    (tmp_path / "other" / "pkg").symlink_to(tmp_path / "allowed" / "pkg")
+    (tmp_path / "alias").symlink_to(tmp_path / "allowed")
+    return tmp_path
+
+
+def _job(tree: Path, script: str, **more: Any) -> JobFile:
+    job: dict[str, Any] = {"command": [script.replace("TREE", str(tree))], "workdir": str(tree / "allowed")}
+    return job_of({**job, **{key: _in(tree, value) for key, value in more.items()}})
+
+
+def _in(tree: Path, value: Any) -> Any:
+    return value.replace("TREE", str(tree)) if isinstance(value, str) else value
+
+
+def _said(tree: Path, limits: Limits, job: JobFile, user: str | None = None) -> str | None:
+    wrong = refusal(limits, job, user)
+    return None if wrong is None else str(wrong).replace(str(tree), "TREE")
+
+
+COMMANDS = "this node's [limits] commands: TREE/allowed/, TREE/other/one"
+
+
+@pytest.mark.parametrize(
+    ("script", "more", "says"),
+    [
+        ("train.py", {}, None),
+        ("TREE/allowed/train.py", {"workdir": "/tmp"}, None),
+        ("TREE/alias/train.py", {}, None),
+        ("TREE/other/in.py", {}, None),
+        ("TREE/other/../allowed/train.py", {}, None),
+        ("pkg.run", {"module": True}, None),
+        ("./tool", {"no_python": True}, None),
+        ("train.py", {"python": sys.executable}, None),
+        ("train.py", {"env": {"WEIGHT": "1", "NCCL_DEBUG": "INFO"}}, None),
+        (
+            "../other/evil.py",
+            {},
+            "command: 'TREE/allowed/../other/evil.py' (which is 'TREE/other/evil.py') is not one of",
+        ),
+        (
+            "TREE/allowed/../other/evil.py",
+            {},
+            "command: 'TREE/allowed/../other/evil.py' (which is 'TREE/other/evil.py')",
+        ),
+        ("TREE/allowed-not/evil.py", {}, f"command: 'TREE/allowed-not/evil.py' is not one of {COMMANDS}"),
+        ("out.py", {}, f"command: 'TREE/allowed/out.py' (which is 'TREE/other/evil.py') is not one of {COMMANDS}"),
+        ("TREE/allowed/outside/evil.py", {}, "command: 'TREE/allowed/outside/evil.py' (which is 'TREE/other/evil.py')"),
+        ("evil.py", {"workdir": "TREE/other"}, f"command: 'TREE/other/evil.py' is not one of {COMMANDS}"),
+        ("TREE/other/one/two", {}, f"command: 'TREE/other/one/two' is not one of {COMMANDS}"),
+        ("pkg.run", {"module": True, "workdir": "TREE/other"}, "command: -m pkg.run leads out of workdir by a link"),
+        ("os", {"module": True}, "command: -m os is not below workdir, so it cannot be seen to be one of"),
+        ("/bin/sh", {"no_python": True}, "command: '/bin/sh'"),
+        ("sh", {"no_python": True}, "command: '"),
+        ("train.py", {"python": "/bin/sh"}, "python: '/bin/sh'"),
+        ("train.py", {"python": "TREE/other/evil.py"}, f"python: 'TREE/other/evil.py' is not one of {COMMANDS}"),
+        ("train.py", {"preload": ["evil"]}, "preload: runs other modules than the command; it cannot be given where"),
+        *(
+            (
+                "train.py",
+                {"env": {name: "x"}},
+                f"env.{name}: can make a command run other code; it cannot be given where",
+            )
+            for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "PYTHONPATH", "PYTHONSTARTUP", "PATH", "BASH_ENV")
+        ),
+    ],
+)
+def test_commands(tree: Path, script: str, more: dict[str, Any], says: str | None) -> None:
+    limits = Limits(commands=(f"{tree}/allowed/", f"{tree}/other/one"))
+    said = _said(tree, limits, _job(tree, script, **more))
+    assert said == says if says is None else said is not None and said.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({}, None),
+        ({"workdir": "TREE/alias/pkg"}, None),
+        ({"checkpoint_dir": "TREE/allowed/ck/not/yet/there"}, None),
+        (
+            {"workdir": "TREE/other"},
+            "workdir: 'TREE/other' is not below one of this node's [limits] directories: TREE/allowed",
+        ),
+        ({"workdir": "TREE/allowed-not"}, "workdir: 'TREE/allowed-not' is not below one of"),
+        (
+            {"workdir": "TREE/allowed/../other"},
+            "workdir: 'TREE/allowed/../other' (which is 'TREE/other') is not below one of",
+        ),
+        (
+            {"workdir": "TREE/allowed/outside"},
+            "workdir: 'TREE/allowed/outside' (which is 'TREE/other') is not below one of",
+        ),
+        ({"checkpoint_dir": "TREE/allowed/outside/new"}, "checkpoint_dir: 'TREE/allowed/outside/new' (which is"),
+        ({"checkpoint_dir": "/"}, "checkpoint_dir: '/' is not below one of"),
+    ],
+)
+def test_directories(tree: Path, more: dict[str, Any], says: str | None) -> None:
+    said = _said(tree, Limits(directories=(tree / "allowed",)), _job(tree, "train.py", **more))
+    assert said == says if says is None else said is not None and said.startswith(says)
+
+
+def test_users(tree: Path) -> None:
+    only = Limits(users=("trainer",))
+    assert _said(tree, only, _job(tree, "train.py", user="trainer")) is None
+    assert _said(tree, only, _job(tree, "train.py"), user="trainer") is None
+    assert (
+        _said(tree, only, _job(tree, "train.py", user="root"), user="trainer")
+        == "user: 'root' is not one of this node's [limits] users: trainer"
+    )
+    assert _said(tree, only, _job(tree, "train.py")) == (
+        f"user: is not given, and {ME!r}, who the job would run as, is not one of this node's [limits] users: trainer"
+    )
+    assert _said(tree, Limits(users=(ME,)), _job(tree, "train.py")) is None
+
+
+def test_a_user_is_a_name_and_never_a_number(tree: Path) -> None:
+    number = str(pwd.getpwnam("nobody").pw_uid)
+    assert refusal(Limits(users=("nobody",)), _job(tree, "train.py", user=number), None) is not None
+
+
+def test_an_empty_list_lets_nothing_through(tree: Path) -> None:
+    job = _job(tree, "train.py", user=ME)
+    assert _said(tree, Limits(commands=()), job) == (
+        "command: 'TREE/allowed/train.py' is not one of this node's [limits] commands: none"
+    )
+    assert _said(tree, Limits(users=()), job) == f"user: {ME!r} is not one of this node's [limits] users: none"
+    assert _said(tree, Limits(directories=()), job) == (
+        "workdir: 'TREE/allowed' is not below one of this node's [limits] directories: none"
+    )
+    assert refusal(Limits(), job, None) is None
+
+
+def test_jobs_in_the_nodes_own_file_are_asked_too(tree: Path) -> None:
+    file = tree / "agent.toml"
+    file.write_text(f'[limits]\nusers = ["trainer"]\n[[job]]\nid = "a"\ncommand = ["t.py"]\nworkdir = "{tree}"\n')
+    file.chmod(0o644)
+    with pytest.raises(UsageError, match=r"agent\.toml: job\[0\]\.user: is not given, and"):
+        load(file, {})
