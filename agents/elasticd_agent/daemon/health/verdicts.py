@@ -120,7 +120,7 @@ def looked(past: Past, readings: Sequence[Reading], now: float, rules: Rules) ->
         return past
     anew = not any(row.failing for row in before.values())
     past = _forgiven(past, now, rules) if anew else past
-    times = past.times + anew
+    times = max(1, past.times + anew)
     left_s = rules.cooloff(times)
     return replace(
         past,
