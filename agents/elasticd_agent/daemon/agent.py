@@ -69,12 +69,13 @@ def agent(argv: Sequence[str]) -> int:
         return supervise(_again(without="--supervised"))
     settings = load(asked.config, os.environ)
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    with heard_signals(inbox), contextlib.ExitStack() as stack:
-        notifier = open_notifier(os.environ)
-        replaces = _run(settings, asked.config, inbox, notifier, stack)
-    if not replaces:
-        return 0
-    _replace(notifier)
+    with heard_signals(inbox):
+        with contextlib.ExitStack() as stack:
+            notifier = open_notifier(os.environ)
+            replaces = _run(settings, asked.config, inbox, notifier, stack)
+        if replaces:
+            _replace(notifier, inbox)
+    return 0
 
 
 def _run(
@@ -224,8 +225,17 @@ def unfit() -> str:
     return "" if done.returncode == 0 else f"the version that is installed does not start: {last}"
 
 
-def _replace(notifier: Notifier) -> NoReturn:
-    """Become what is installed now: same process, same children. Signals wait, blocked, until it listens."""
+def _replace(notifier: Notifier, inbox: queue.SimpleQueue[Message]) -> NoReturn:
+    """Become what is installed now: same process, same children. Signals wait, blocked, until it listens.
+
+    So do those that nobody has acted on: the stop that systemd asks for while this replaces itself must not be lost.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ASKED)
+    numbers = {asked: signum for signum, asked in _ASKED.items()}
+    with contextlib.suppress(queue.Empty):
+        while True:
+            if isinstance(unheard := inbox.get_nowait(), Asked) and unheard.what != "replace":
+                signal.raise_signal(numbers[unheard])
     os.execve(sys.executable, _again(), {**os.environ, **notifier.inherited})
 
 

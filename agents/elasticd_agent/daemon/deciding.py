@@ -196,8 +196,10 @@ class Deciding:
         parts.notifier.ready(f"node {self.card.node}")
         while True:
             asked = self._receive()
-            for one in asked:
-                if self._heard(one):
+            while asked:
+                if self._heard(asked.pop(0)):
+                    for later in asked:  # the next one's to hear
+                        parts.inbox.put(later)
                     return True
             self._turn(time.monotonic())
             if self._draining and not parts.runners.alive():
