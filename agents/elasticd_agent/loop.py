@@ -207,8 +207,10 @@ class Loop:
                 self._looking.suspicion.asked(number, on)
                 self._looking.soon(now)
             case Judged():
-                self._looking.suspicion.judged(news)
+                evidence = self._looking.suspicion.judged(news)
                 self._story.judged(news)
+                if evidence is not None:
+                    self._story.said(f"round {news.round}: stacks, and who waited where: elasticd explain {evidence}")
             case SlowSeen():
                 self._story.slow(news)
             case StoreSeen():

@@ -133,8 +133,8 @@ class Suspicion:
         self._gathers += 1
         self._tell_at = now
 
-    def judged(self, judged: Judged) -> None:
-        """Keep what was decided, and on what, beside the evidence."""
+    def judged(self, judged: Judged) -> Path | None:
+        """Keep what was decided, and on what, beside the evidence, which is where the answer says; None: not here."""
         verdict = {
             "version": "1.0",
             "round": judged.round,
@@ -147,10 +147,12 @@ class Suspicion:
         }
         reports = [report.to_dict() for report in judged.reports]
         self._judged.append(json.dumps({"verdict": verdict, "reports": reports}))
-        if judged.round == self._number:
-            self.verdict, self.verdict_in = verdict, self.evidence.place(self._directory)
-            self._write("verdict.json", json.dumps(verdict, indent=1) + "\n")
-            self._write("judged.jsonl", "".join(line + "\n" for line in self._judged))
+        if judged.round != self._number:
+            return None
+        self.verdict, self.verdict_in = verdict, self.evidence.place(self._directory)
+        self._write("verdict.json", json.dumps(verdict, indent=1) + "\n")
+        self._write("judged.jsonl", "".join(line + "\n" for line in self._judged))
+        return self.verdict_in
 
     def dump(self, out: Path | None, reply: Reply) -> None:
         """Take evidence of a group that nobody suspects; `reply` gets where it is, or why there is none."""

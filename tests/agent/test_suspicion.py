@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -156,7 +156,9 @@ def test_the_group_s_end_keeps_what_was_seen() -> None:
     suspicion = made(told)
     suspicion.look(look(4.0), 5.0, 104.0)
     suspicion.gathered(found(), 104.2)
-    suspicion.judged(Judged(3, (("a", 1, 1),), "blocked", "rank 1", 5.0, True, ()))
+    judged = Judged(3, (("a", 1, 1),), "blocked", "rank 1", 5.0, True, ())
+    assert suspicion.judged(judged) == HERE
+    assert suspicion.judged(replace(judged, round=2)) is None, "what it was made of is of another group"
     suspicion.end()
     assert told.dropped == 1
     assert told.written == ["verdict.json", "judged.jsonl", "reports-a.jsonl"]

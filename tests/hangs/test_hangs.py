@@ -102,6 +102,7 @@ def assert_hung(run: Job, number: int, situation: Situation) -> None:
 
 def assert_evidence(run: Job, number: int, situation: Situation, killed: Event) -> None:
     evidence = run.work / "log" / f"round-{number}" / "evidence"
+    assert f"elasticd explain {evidence}\n" in run.err
     # What was decided is written by the side, nobody waits for it.
     until((evidence / "verdict.json").exists, f"{evidence}/verdict.json")
     verdict = json.loads((evidence / "verdict.json").read_text())
