@@ -35,12 +35,14 @@ from elasticd_agent.daemon.health.watching import Health, HealthChanged
 from elasticd_agent.daemon.notify import Notifier, open_notifier
 from elasticd_agent.daemon.orders import Orders
 from elasticd_agent.daemon.placer import Placer
+from elasticd_agent.daemon.reloading import merged as merged_settings
 from elasticd_agent.daemon.runners import Runners
 from elasticd_agent.daemon.serving import open_serving
 from elasticd_agent.daemon.settings import Settings, load
 from elasticd_agent.daemon.store_access import meets, times
 from elasticd_agent.daemon.sweeping import Sweeper
 from elasticd_agent.daemon.telling import Telling
+from elasticd_agent.daemon.variables import FLAGS
 from elasticd_agent.http import Pages, Verdict
 from elasticd_agent.outlet import Outlet
 from elasticd_agent.store import Store
@@ -67,12 +69,17 @@ def agent(argv: Sequence[str]) -> int:
         from elasticd_agent.daemon.supervise import supervise
 
         return supervise(_again(without="--supervised"))
-    settings = load(asked.config, os.environ)
+    told = {flag: text for flag in FLAGS if (text := getattr(asked, flag[2:].replace("-", "_"))) is not None}
+
+    def read() -> Settings:
+        return load(asked.config, os.environ, told)
+
+    settings = read()
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     with heard_signals(inbox):
         with contextlib.ExitStack() as stack:
             notifier = open_notifier(os.environ)
-            replaces = _run(settings, asked.config, inbox, notifier, stack)
+            replaces = _run(settings, read, inbox, notifier, stack)
         if replaces:
             _replace(notifier, inbox)
     return 0
@@ -80,7 +87,7 @@ def agent(argv: Sequence[str]) -> int:
 
 def _run(
     settings: Settings,
-    config: Path | None,
+    read: Callable[[], Settings],
     inbox: queue.SimpleQueue[Message],
     notifier: Notifier,
     stack: contextlib.ExitStack,
@@ -115,7 +122,7 @@ def _run(
     orders = Orders(settings, where, settings.devices(os.environ))
 
     def reload(old: Settings) -> tuple[Settings, list[str]]:
-        new, said = reloaded(old, config)
+        new, said = merged_settings(old, read())
         health.renew(renewed(new, os.environ))
         placer.adopt_timeout_s, placer.keep_ended_s = float(new.adopt_timeout_s), float(new.keep_ended_s)
         return new, said
@@ -182,14 +189,8 @@ def _reached_at(settings: Settings, where: Rendezvous, bound: tuple[str, int] | 
 def _store(settings: Settings, telling: Telling) -> Store:
     if settings.store.backend == "local":
         return KeptStore(settings.state_dir / KEPT, say=telling.warned)
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # whom we fork execs at once; gRPC would complain about each
     return open_store(meets(settings), sys.executable, times(settings), telling.warned)[0]
-
-
-def reloaded(old: Settings, config: Path | None) -> tuple[Settings, list[str]]:
-    """What counts from now on, and what of it is new. Raises UsageError, and then nothing is."""
-    from elasticd_agent.daemon.reloading import merged
-
-    return merged(old, load(config, os.environ))
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
@@ -259,6 +260,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="agent.toml; otherwise defaults and ELASTICD_…")
+    for flag, key in FLAGS.items():
+        parser.add_argument(
+            flag, metavar={"--bind": "ADDR", "--port": "PORT"}.get(flag, "TIME"), help=f"instead of {key} in FILE"
+        )
     parser.add_argument(
         "--supervised", action="store_true", help="start the agent again whenever it dies: for containers"
     )

@@ -73,7 +73,7 @@ def _checked(file: Path, given: str | None, as_json: bool, environ: Mapping[str,
     else:
         values = settings_values(load(file, environ))
         sources = {key: "file" for key, _ in keys(Settings) if _has(table, key)}
-        sources |= {key: found.name for key, found in from_variables(Settings, environ).items()}
+        sources |= {key: found.name for key, found in from_variables(Settings, environ, {}).items()}
     if as_json:
         return json.dumps({"file": str(file), "kind": what, "values": values, "sources": sources}, indent=2) + "\n"
     lines = [f"# {file}: nothing is wrong with it; {_WHAT[what]}. What would count:", *_toml(values, sources)]

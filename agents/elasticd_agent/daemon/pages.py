@@ -39,6 +39,8 @@ if not set. A variable that begins like one of the tables (`ELASTICD_STORE_…`)
 only ever in files: there is no variable for a password or a token. What elasticd gives to workers (`ELASTICD_JOB`,
 `ELASTICD_RUN`, `ELASTICD_ROUND` …) is something else and never read here, and jobs do not see the daemon's variables.
 
+**Options.** `elasticd agent` takes `--bind`, `--port` and `--drain-timeout`, which count more than variables.
+
 **SIGHUP** (`systemctl reload elasticd-agent`) reads the file and the variables it was started with again. If
 something is wrong, the sentence is logged and nothing changes. Else the keys marked *reloads* count at once; for each
 other key that differs, one log line says that it counts from the next start: SIGUSR2, by which the agent replaces

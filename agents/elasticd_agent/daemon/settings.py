@@ -337,14 +337,14 @@ NOT_KEYS: Words = {
 """What to say of keys that are not keys, but that people may well try."""
 
 
-def load(path: Path | None, environ: Mapping[str, str]) -> Settings:
-    """What `path` (None: nothing but defaults) and the ELASTICD_ variables say, which count more.
+def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str] | None = None) -> Settings:
+    """What `path` (None: nothing but defaults), the ELASTICD_ variables and `flags` say; the later count more.
 
-    Raises UsageError in one line, FILE: KEY: what is wrong; what would be right; or VARIABLE: ….
+    Raises UsageError in one line, FILE: KEY: what is wrong; what would be right; or VARIABLE: …, or FLAG: ….
     """
     where = str(path) if path is not None else "the environment"
     table = {} if path is None else parse(_read(path), kind_of(path.name), where, LARGEST)
-    given = from_variables(Settings, environ)
+    given = from_variables(Settings, environ, flags or {})
     try:
         merged = _merged(table, given)
         if isinstance(store := merged.get("store"), dict) and store.get("backend") == "c10d":

@@ -18,6 +18,8 @@ import msgspec
 from elasticd.errors import UsageError
 
 PREFIX = "ELASTICD_"
+FLAGS: Mapping[str, str] = {"--bind": "http.bind", "--port": "http.port", "--drain-timeout": "drain_timeout"}
+"""The options of `elasticd agent` that stand in for a key, and that count more than its variable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,13 @@ def variable(key: str) -> str:
     return PREFIX + key.upper().replace(".", "_")
 
 
-def from_variables(kind: type[msgspec.Struct], environ: Mapping[str, str]) -> dict[str, Variable]:
-    """The variables that are set, by key. One that is empty is as if not set. Raises UsageError: VARIABLE: …"""
+def from_variables(
+    kind: type[msgspec.Struct], environ: Mapping[str, str], flags: Mapping[str, str]
+) -> dict[str, Variable]:
+    """The variables that are set, and what `flags` say instead, by key. An empty variable is as if not set.
+
+    Raises UsageError: VARIABLE: …
+    """
     known = {variable(key): (key, field) for key, field in keys(kind)}
     given = {}
     for name in sorted(environ):
@@ -54,6 +61,9 @@ def from_variables(kind: type[msgspec.Struct], environ: Mapping[str, str]) -> di
             given[key] = Variable(name, _value(text.strip(), field.type))
         elif name not in known and name.startswith(PREFIX):
             _known_to_others(name, known, kind)
+    fields = dict(known.values())
+    for flag, text in flags.items():
+        given[FLAGS[flag]] = Variable(flag, _value(text.strip(), fields[FLAGS[flag]].type))
     return given
 
 
