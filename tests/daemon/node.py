@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd_agent import control
-from elasticd_agent.daemon import alive
+from elasticd_agent.daemon import alive, visiting
 from elasticd_agent.daemon.names import JobFiles, job_files
 from elasticd_agent.daemon.order import Exit, read_exit
 from tests.faults.job import REPOSITORY, SCRIPTS, Event, all_pids, comm_of, descendants, marked, until
@@ -57,6 +57,7 @@ class Node:
         self.settings.setdefault("http", {"port": 0})
         self.settings.setdefault("health", {"all_reduce": False, "disk_free_min": "1MB"})
         self.jobs: list[dict[str, Any]] = []
+        self.python, self.path = sys.executable, [str(REPOSITORY), str(REPOSITORY / "agents")]
         self.process: subprocess.Popen[bytes] | None = None
         self.config = root / "agent.toml"
 
@@ -97,10 +98,10 @@ class Node:
         assert self.process is None or self.process.poll() is not None
         joined = len(self.events("agent_joined"))
         self.write()
-        path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])
+        path = os.pathsep.join(self.path)
         with open(self.root / "agent.log", "ab") as log:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "elasticd_agent", "agent", "--config", str(self.config), *flags],
+                [*prefix, self.python, "-m", "elasticd_agent", "agent", "--config", str(self.config), *flags],
                 env={**os.environ, "PYTHONPATH": path, **self._marked(), **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -203,6 +204,10 @@ class Node:
     def exited(self, job: str, number: int = 1, within: float = 60.0) -> Exit:
         found = until(lambda: read_exit(self.files(job, number)), lambda: f"{job} to end\n{self.told()}", within)
         return found
+
+    def ask_as_daemon(self, job: str, do: str, number: int = 1) -> dict[str, Any]:
+        """As the daemon asks a runner of another user's."""
+        return visiting.ask(self.files(job, number), {"do": do}, 10)
 
     def steps(self, rank: int = 0) -> list[tuple[int, int]]:
         """(round, step) of every step that rank finished here."""

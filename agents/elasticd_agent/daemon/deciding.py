@@ -37,7 +37,7 @@ from elasticd_agent.daemon.records import (
     Running,
     Submission,
 )
-from elasticd_agent.daemon.runners import Account, Runners
+from elasticd_agent.daemon.runners import Account, NotAllowed, Runners
 from elasticd_agent.daemon.settings import Settings
 from elasticd_agent.daemon.telling import Telling
 from elasticd_agent.store import Store, Watch
@@ -407,7 +407,10 @@ class Deciding:
             except UsageError as error:
                 self._over(runners.refuse(order, None, str(error)), now)
                 return
-            pid = runners.start(order, account)
+            pid = runners.start(order, account, self._orders.secrets())
+        except NotAllowed as error:
+            self._over(runners.refuse(order, account, str(error)), now)
+            return
         except (OSError, UsageError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or str(error)
             self._not_before[key] = now + FOLDER_S

@@ -1,8 +1,8 @@
 """What a runner is told to do, and how it says that it has ended: two files in the job's folder.
 
 They exist so that a runner needs nothing from the daemon that started it, which may be gone a moment later, and so that
-the next daemon learns from the disk what this one began. The order holds the store's credentials: it is 0600, and
-nothing of it is ever in a command line or an environment.
+the next daemon learns from the disk what this one began. Both are 0600, as a job's environment may be nobody else's
+business; the store's own credentials are in neither (see `Secrets`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from elasticd.records import Document
 from elasticd_agent.config import Rendezvous, Tls
 from elasticd_agent.daemon.names import JobFiles
 from elasticd_agent.daemon.records import RoundNote
+from elasticd_agent.launcher.spawn import prctl
 
+PR_SET_DUMPABLE = 4
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 """The folder may be another user's: a link in it must not lead root's pen elsewhere."""
 SPARE = "exit.spare"
@@ -30,6 +32,47 @@ EXIT_ROUNDS = 100
 
 
 Outcome = Literal["succeeded", "failed", "refused", "left"]
+
+
+@dataclass(frozen=True, slots=True)
+class Secrets(Document):
+    """What opens the store: the password, and PEM texts. It is handed to a runner in memory, and is in no file.
+
+    A job's user can read whatever lies in files of its own; and who can write the store can run anything on every node.
+    """
+
+    password: str | None = None
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    def files(self) -> Tls:
+        """The texts as files that only this process can open, and that go with it."""
+        ca, cert, key = (None if text is None else _unnamed(text) for text in (self.ca, self.cert, self.key))
+        return Tls(ca, cert, key)
+
+    def handed(self) -> int:
+        """A file descriptor for the child that it is passed to, from which `taken` reads it."""
+        return _in_memory(self.to_json())
+
+    @classmethod
+    def taken(cls, fd: int) -> Secrets:
+        """What `handed` made; nobody else can look into this process from now on. Raises WireError, OSError."""
+        prctl(PR_SET_DUMPABLE, 0)
+        with open(fd, "rb") as file:
+            file.seek(0)
+            return cls.from_json(file.read())
+
+
+def _in_memory(data: bytes) -> int:
+    fd = os.memfd_create("elasticd", os.MFD_CLOEXEC)
+    os.write(fd, data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _unnamed(text: str) -> Path:
+    return Path(f"/proc/self/fd/{_in_memory(text.encode())}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +95,6 @@ class Order(Document):
     endpoints: tuple[tuple[str, int], ...] = ()
     tls: bool = False
     user: str | None = None
-    password: str | None = None
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
     local_addr: str | None = None
     job_user: str | None = None
     devices: tuple[str, ...] = ()
@@ -66,17 +105,16 @@ class Order(Document):
         if not self.job or self.number < 1 or not self.node or not self.slots:
             raise WireError(f"order for {self.job!r}: it needs a job, a number from 1, a node and slots")
 
-    def rendezvous(self) -> Rendezvous:
+    def rendezvous(self, secrets: Secrets) -> Rendezvous:
         """Where the runners of this job meet, as this node."""
         if self.backend == "memory":
             return Rendezvous(node=self.node)
-        ca, cert, key = (Path(path) if path else None for path in (self.ca, self.cert, self.key))
         return Rendezvous(
             backend=self.backend,
             endpoints=self.endpoints,
-            tls=Tls(ca, cert, key) if self.tls or ca or cert else None,
+            tls=secrets.files() if self.tls else None,
             user=self.user,
-            password=self.password,
+            password=secrets.password,
             local_addr=self.local_addr,
             node=self.node,
             min_nodes=self.min_nodes,

@@ -12,7 +12,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.config import Rendezvous
 from elasticd_agent.daemon import jobfile, limits
 from elasticd_agent.daemon.jobfile import JobFile
-from elasticd_agent.daemon.order import Order
+from elasticd_agent.daemon.order import Order, Secrets
 from elasticd_agent.daemon.reconciling import Start
 from elasticd_agent.daemon.runners import Account
 from elasticd_agent.daemon.settings import Settings
@@ -28,7 +28,6 @@ class Orders:
 
     def order(self, start: Start) -> Order:
         wants, settings, meets = start.wants, self.settings, self.meets
-        tls = meets.tls
         shared = meets.backend == "etcd"
         return Order(
             wants.job,
@@ -41,18 +40,21 @@ class Orders:
             drain_timeout_s=float(settings.drain_timeout_s),
             backend="etcd" if shared else "memory",
             endpoints=meets.endpoints,
-            tls=tls is not None,
+            tls=meets.tls is not None,
             user=meets.user,
-            password=meets.password,
-            ca=None if tls is None or tls.ca is None else str(tls.ca),
-            cert=None if tls is None or tls.cert is None else str(tls.cert),
-            key=None if tls is None or tls.key is None else str(tls.key),
             local_addr=meets.local_addr,
             job_user=settings.user,
             devices=self.devices,
             min_nodes=wants.min_nodes,
             max_nodes=wants.max_nodes,
         )
+
+    def secrets(self) -> Secrets:
+        """Read anew each time: certificates are replaced while the daemon runs. Raises OSError."""
+        tls = self.meets.tls
+        paths = (None, None, None) if tls is None else (tls.ca, tls.cert, tls.key)
+        ca, cert, key = (None if path is None else path.read_text() for path in paths)
+        return Secrets(self.meets.password, ca, cert, key)
 
     def account(self, order: Order) -> Account:
         """As whom it runs. Raises UsageError, in one sentence, for a job that this node may not or cannot run."""

@@ -9,7 +9,6 @@ the other nodes go on without this one. It never speaks to the daemon first, and
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import sys
 import threading
@@ -26,7 +25,8 @@ from elasticd_agent.control import Verb
 from elasticd_agent.daemon import alive, jobfile
 from elasticd_agent.daemon.book import Book, Rates
 from elasticd_agent.daemon.names import JobFiles
-from elasticd_agent.daemon.order import Order, keep_room, last_word, read_order, write_exit
+from elasticd_agent.daemon.order import Order, Secrets, keep_room, last_word, read_order, write_exit
+from elasticd_agent.launcher.spawn import prctl
 from elasticd_agent.loop import Message
 from elasticd_agent.messages import StopRequested
 from elasticd_agent.outputs import Outputs
@@ -36,9 +36,6 @@ from elasticd_agent.version import version
 PR_SET_NAME = 15
 NAME = b"elasticd-job"
 STOPPED = 128 + 15
-AGAIN = 75
-LOCK_S = 30.0
-"""What an earlier runner of this job has left behind is being ended by its owner, which takes 20 s at the very most."""
 LATE_S = 2.0
 """Whoever wakes up so much later than it wanted to was stopped or starved, and has not heard the daemon meanwhile."""
 
@@ -46,40 +43,23 @@ LATE_S = 2.0
 def job(argv: Sequence[str]) -> int:
     """Run the job of the folder `argv[0]` to its end. Returns the exit code, which the folder then says, too.
 
-    `argv[1]` is the file descriptor that holds the folder's lock, if the daemon has taken it for us.
+    `argv[1]` is the file descriptor that holds the folder's lock, `argv[2]` the one with what opens the store.
     """
-    if len(argv) not in (1, 2) or not all(text.isdecimal() for text in argv[1:]):
+    if len(argv) != 3 or not all(text.isdecimal() for text in argv[1:]):
         raise UsageError("job is for the daemon to call: elasticd agent --config FILE")
     os.umask(0o077)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, NAME, 0, 0, 0)
-    files = JobFiles(Path(argv[0]))
+    prctl(PR_SET_NAME, NAME)
+    files, lock, handed = JobFiles(Path(argv[0])), int(argv[1]), int(argv[2])
+    os.set_inheritable(lock, False)
+    alive.sign(lock)
     try:
-        order = read_order(files)
+        order, secrets = read_order(files), Secrets.taken(handed)
     except (OSError, WireError) as error:
         raise UsageError(f"{files.order}: {error}") from None
-    lock = _locked(files, *map(int, argv[1:]))
-    if lock is None:
-        print(f"elasticd job: {files.root}: another runner of it, or what it left, is still there", file=sys.stderr)
-        return AGAIN
-    try:
-        return _to_its_end(order, files, lock)
-    finally:
-        os.close(lock)
+    return _to_its_end(order, secrets, files, lock)
 
 
-def _locked(files: JobFiles, given: int | None = None) -> int | None:
-    """None: whoever has the lock keeps it."""
-    if given is not None:
-        os.set_inheritable(given, False)
-        alive.sign(given)
-        return given
-    deadline = time.monotonic() + LOCK_S
-    while (lock := alive.take(files.lock)) is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return lock
-
-
-def _to_its_end(order: Order, files: JobFiles, lock: int) -> int:
+def _to_its_end(order: Order, secrets: Secrets, files: JobFiles, lock: int) -> int:
     files.exit.unlink(missing_ok=True)
     try:
         keep_room(files)
@@ -87,7 +67,7 @@ def _to_its_end(order: Order, files: JobFiles, lock: int) -> int:
         print(f"elasticd job: {files.root}: {error.strerror}; the job runs all the same", file=sys.stderr, flush=True)
     book = Book()
     try:
-        code = _run(order, files, lock, book)
+        code = _run(order, secrets, files, lock, book)
         reason = book.ended.reason if book.ended is not None else f"exit code {code}"
     except UsageError as error:
         code, reason = 2, str(error)
@@ -100,7 +80,7 @@ def _to_its_end(order: Order, files: JobFiles, lock: int) -> int:
     return code
 
 
-def _run(order: Order, files: JobFiles, lock: int, book: Book) -> int:
+def _run(order: Order, secrets: Secrets, files: JobFiles, lock: int, book: Book) -> int:
     wanted = jobfile.from_json(order.spec)
     spec, policy, settings = jobfile.choices(
         wanted,
@@ -108,7 +88,7 @@ def _run(order: Order, files: JobFiles, lock: int, book: Book) -> int:
         run=str(order.number),
         node=order.node,
         slots=order.slots,
-        rendezvous=order.rendezvous(),
+        rendezvous=order.rendezvous(secrets),
         files=files,
         devices=order.devices,
         user=order.job_user,

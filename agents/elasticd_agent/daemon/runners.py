@@ -24,7 +24,7 @@ from elasticd_agent import control, procfs
 from elasticd_agent.daemon import alive
 from elasticd_agent.daemon.alive import Process
 from elasticd_agent.daemon.names import JobFiles, job_files
-from elasticd_agent.daemon.order import Order, last_word, read_exit, read_order, replace_file, write_exit
+from elasticd_agent.daemon.order import Order, Secrets, last_word, read_exit, read_order, replace_file, write_exit
 from elasticd_agent.daemon.reconciling import Over, Runs
 from elasticd_agent.daemon.visiting import Visitor, ask
 
@@ -34,8 +34,12 @@ REMAINS_S = 25.0
 """The owner of a killed runner's processes has ended them by then, or cannot."""
 NAMED_S = 10.0
 TOLD_BYTES = 1 << 20
-_OUR_OWN = ("ELASTICD_", "PET_", "LISTEN_", "NOTIFY_", "WATCHDOG_", "JOURNAL_", "INVOCATION_", "CREDENTIALS_")
+_OUR_OWN = ("ELASTICD_", "PET_", "LISTEN_", "NOTIFY_", "WATCHDOG_", "JOURNAL_", "INVOCATION_", "CREDENTIALS_", "GRPC_")
 """Variables that are meant for the daemon: no job shall speak for it, or see where its secrets are."""
+
+
+class NotAllowed(UsageError):
+    """This node will never be able to start the job as its user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +181,7 @@ class Runners:
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
-    def start(self, order: Order, account: Account) -> int:
+    def start(self, order: Order, account: Account, secrets: Secrets) -> int:
         """Start a runner; its pid. Raises OSError when the folder or the process cannot be made, UsageError."""
         files = self._folder(order, account)
         replace_file(files.order, order.to_json(), (account.uid, account.gid))
@@ -187,7 +191,7 @@ class Runners:
             raise UsageError(f"{files.root}: somebody has its lock already")
         try:
             os.fchown(lock, account.uid, account.gid)
-            child = _spawn(files, lock, account)
+            child = _spawn(files, lock, account, secrets)
             alive.sign(lock, child.pid)
         finally:
             os.close(lock)
@@ -320,31 +324,37 @@ class Runners:
         self._visitor.visit({r.key: (r.files, r.process) for r in self._runners.values() if r.process is not None})
 
 
-def _spawn(files: JobFiles, lock: int, account: Account) -> subprocess.Popen[bytes]:
+def _spawn(files: JobFiles, lock: int, account: Account, secrets: Secrets) -> subprocess.Popen[bytes]:
     with contextlib.suppress(OSError):
         if files.told.stat().st_size > TOLD_BYTES:
             os.rename(files.told, files.told.with_suffix(".log.1"))
     other = account.uid != os.geteuid()
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     told = os.open(files.told, flags, 0o600)
+    handed = secrets.handed()
     try:
         if other:
             os.fchown(told, account.uid, account.gid)
         return subprocess.Popen(
-            [sys.executable, "-m", "elasticd_agent", "job", str(files.root), str(lock)],
+            [sys.executable, "-m", "elasticd_agent", "job", str(files.root), str(lock), str(handed)],
             stdin=subprocess.DEVNULL,
             stdout=told,
             stderr=told,
             cwd="/",
             env=environment(account),
-            pass_fds=[lock],
+            pass_fds=[lock, handed],
             start_new_session=True,
             user=account.uid if other else None,
             group=account.gid if other else None,
             extra_groups=os.getgrouplist(account.name, account.gid) if other else None,
         )
+    except PermissionError as error:
+        if error.filename != sys.executable:
+            raise
+        raise NotAllowed(f"user {account.name!r} may not execute {sys.executable}, or pass through to it") from None
     finally:
         os.close(told)
+        os.close(handed)
 
 
 def environment(account: Account, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -1,0 +1,133 @@
+"""A job that runs as somebody else: it gets to its own files, the daemon gets to it, and nobody gets at the store."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.daemon.order import Secrets
+from tests.daemon.conftest import MakeNode
+from tests.daemon.node import COLD, Node, lives, until
+from tests.etcd import EtcdServers
+
+SOMEBODY = pwd.getpwnam("nobody")
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A directory that others may pass through, which pytest's own are not."""
+    path = Path(tempfile.mkdtemp(prefix="elasticd-users-"))
+    path.chmod(0o711)
+    yield path
+    shutil.rmtree(path)
+
+
+def asks_as_somebody(program: str, *args: str, python: str = "/usr/bin/python3") -> str:
+    try:
+        done = _as_somebody([python, "-c", program, *args])
+    except OSError as error:
+        return str(error)
+    return done.stdout + done.stderr
+
+
+def _as_somebody(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        user=SOMEBODY.pw_uid,
+        group=SOMEBODY.pw_gid,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd="/",
+    )
+
+
+def usable_by_others(node: Node) -> None:
+    """Where the environment's interpreter lies in somebody's home, the machine's own does as well."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        if "works" in asks_as_somebody("import sys; print('works', sys.version_info[:2])", python=python):
+            node.python = python
+            node.path += [path for path in sys.path if path.endswith("site-packages")]
+            return
+    pytest.skip("no Python on this machine that others than root may execute")
+
+
+def theirs(node: Node, **how: object) -> None:
+    node.job("one", "plain.py", COLD, "sleep", workers=1, user="nobody", **how)
+    os.chown(node.work, SOMEBODY.pw_uid, SOMEBODY.pw_gid)
+
+
+@pytest.mark.system
+def test_a_job_runs_as_its_user_who_cannot_read_what_opens_the_store(
+    node: MakeNode, etcd: EtcdServers, open_place: Path
+) -> None:
+    etcd.ask_for_passwords("elasticd", "a-secret-word", "/elasticd/v1/")
+    secret = open_place / "password"
+    secret.write_text("a-secret-word\n")
+    secret.chmod(0o600)
+    store = {
+        "backend": "etcd",
+        "endpoints": [f"127.0.0.1:{etcd.port}"],
+        "user": "elasticd",
+        "password_file": str(secret),
+    }
+    n1 = node("n1", root=open_place / "n1", store=store, local_addr="127.0.0.1")
+    usable_by_others(n1)
+    theirs(n1)
+    n1.start()
+    until(lambda: (n1.work / "ready-0").exists(), n1.told)
+    runner, (worker,) = n1.runner("one"), n1.workers("one")
+    for pid in (runner, worker):
+        assert f"Uid:\t{SOMEBODY.pw_uid}\t" in Path(f"/proc/{pid}/status").read_text()
+    assert n1.files("one").root.stat().st_uid == SOMEBODY.pw_uid
+    found = subprocess.run(["grep", "-rl", "a-secret-word", str(n1.root), "/dev/shm"], capture_output=True, text=True)
+    assert found.stdout == ""
+    for pid in n1.processes():
+        for name in ("environ", "cmdline"):
+            assert b"a-secret-word" not in Path(f"/proc/{pid}/{name}").read_bytes()
+    look = "import sys; open(f'/proc/{sys.argv[1]}/mem', 'rb'); print('it can look')"
+    assert "Permission denied" in asks_as_somebody(look, str(runner))
+    look = "import os, sys; print(os.listdir(f'/proc/{sys.argv[1]}/fd'))"
+    assert "Permission denied" in asks_as_somebody(look, str(runner))
+    n1.kill()
+    n1.start()
+    n1.said(f"its runner (pid {runner}) lives, and goes on")
+    assert n1.ask_as_daemon("one", "status")["phase"] == "running"
+    os.kill(runner, signal.SIGKILL)
+    until(lambda: not lives(worker), n1.told)
+    until(lambda: n1.runner("one") != runner, n1.told)
+    assert n1.drain() == 0
+    n1.assert_gone()
+
+
+def test_a_job_that_this_node_cannot_run_is_refused_with_a_sentence_and_not_tried_again(node: MakeNode) -> None:
+    n1 = node()
+    n1.job("one", "/no/such/script.py", workers=1)
+    n1.start()
+    assert n1.event("runner_ended", name="one")["outcome"] == "refused"
+    sentence = n1.exited("one").reason
+    assert "/no/such/script.py" in sentence
+    n1.kill()
+    n1.start()
+    waits = f"n1 refused it: {sentence}"
+    until(lambda: waits in n1.log, n1.told)
+    assert len(n1.events("runner_started")) == 1
+    assert n1.drain() == 0
+
+
+def test_what_is_handed_over_in_memory_is_whole() -> None:
+    fd = Secrets("word", "ca", None, "key").handed()
+    read = "import sys; from elasticd_agent.daemon.order import Secrets; print(Secrets.taken(int(sys.argv[1])))"
+    done = subprocess.run([sys.executable, "-c", read, str(fd)], pass_fds=[fd], capture_output=True, text=True)
+    os.close(fd)
+    assert "password='word'" in done.stdout, done.stderr
+    assert "ca='ca', cert=None, key='key'" in done.stdout
