@@ -16,7 +16,7 @@ from elasticd_agent.store import Store
 from elasticd_agent.store.etcd import EtcdStore
 from elasticd_agent.store.etcd_link import Stream
 from elasticd_agent.store.etcd_requests import Requests
-from elasticd_agent.store.etcd_watch import EtcdWatch
+from elasticd_agent.store.etcd_watch import EtcdWatches
 from tests.contract.proxy import Proxy
 from tests.etcd import EtcdServers, etcd_servers
 
@@ -141,10 +141,10 @@ class Interrupted(Requests):
     meanwhile: Callable[[], object] = staticmethod(lambda: None)
     follows = 0
 
-    def follow(self, prefix: str) -> Stream:
+    def follow(self) -> Stream:
         self.follows += 1
         self.meanwhile()
-        return super().follow(prefix)
+        return super().follow()
 
 
 def test_what_a_watch_was_not_there_for_its_caller_reads(etcd: EtcdServers, opened: Open, until: Until) -> None:
@@ -153,14 +153,15 @@ def test_what_a_watch_was_not_there_for_its_caller_reads(etcd: EtcdServers, open
     requests = Interrupted(store._etcd().link)
     requests.meanwhile = lambda: put(store, "job/round", b"2")
     heard: list[str] = []
-    watch = EtcdWatch(requests, "job/", heard.append, lambda _: None)
+    watches = EtcdWatches(requests)
+    watches.begin("job/", heard.append)
     found = store.read("job/round")
     assert found is not None
     assert found.value == b"2"
     put(store, "job/round", b"3")
     until(lambda: heard, SOON_S)
     assert set(heard) == {"job/round"}, "a watch that began in time has nothing else to say"
-    watch.close()
+    watches.close()
 
 
 def test_a_watch_that_begins_late_says_so(etcd: EtcdServers, opened: Open, until: Until) -> None:
@@ -170,13 +171,14 @@ def test_a_watch_that_begins_late_says_so(etcd: EtcdServers, opened: Open, until
     go = threading.Event()
     requests.meanwhile = lambda: go.wait(SOON_S)
     heard: list[str] = []
-    watch = EtcdWatch(requests, "job/", heard.append, lambda _: None)
+    watches = EtcdWatches(requests)
+    watches.begin("job/", heard.append)
     assert heard == []
     go.set()
     until(lambda: heard, SOON_S)
     assert heard == ["job/"]
     assert requests.follows == 1
-    watch.close()
+    watches.close()
 
 
 def test_a_lost_answer_is_never_taken_for_a_lost_race(etcd: EtcdServers, opened: Open, until: Until) -> None:

@@ -19,7 +19,7 @@ from elasticd_agent.store import Lease, Traffic, Versioned, Watch
 
 if TYPE_CHECKING:
     from elasticd_agent.store.etcd_requests import Requests
-    from elasticd_agent.store.etcd_watch import EtcdWatch
+    from elasticd_agent.store.etcd_watch import EtcdWatches
 
 
 def _silent(sentence: str) -> None:
@@ -55,7 +55,7 @@ class EtcdStore:
         self._lock = threading.Lock()
         self._made: Requests | None = None
         self._closed = False
-        self._watches: set[EtcdWatch] = set()
+        self._watches: EtcdWatches | None = None
         self._unsure: list[int] = []
 
     def read(self, key: str) -> Versioned | None:
@@ -92,25 +92,22 @@ class EtcdStore:
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
         """Also during an outage: it begins when etcd is back, and names then the whole prefix."""
         etcd = self._etcd()
-        from elasticd_agent.store.etcd_watch import EtcdWatch
+        from elasticd_agent.store.etcd_watch import EtcdWatches
 
-        made = EtcdWatch(etcd, prefix, callback, self._forget)
         with self._lock:
-            self._watches.add(made)
-        return made
+            if self._watches is None:
+                self._watches = EtcdWatches(etcd)
+            watches = self._watches
+        return watches.begin(prefix, callback)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            made, watches = self._made, list(self._watches)
+            made, watches = self._made, self._watches
         if made is not None:
             made.link.close()
-        for watch in watches:
-            watch.close()
-
-    def _forget(self, watch: EtcdWatch) -> None:
-        with self._lock:
-            self._watches.discard(watch)
+        if watches is not None:
+            watches.close()
 
     def _take_back_what_is_unsure(self, etcd: Requests) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ Nothing here knows what a key means.
 
 from __future__ import annotations
 
+import queue
 import random
 import ssl
 import threading
@@ -128,18 +129,17 @@ class Link:
         self.outage.is_over()
         return answer
 
-    def follow(self, request: Any) -> Stream:
-        """A stream of watch responses. Raises as `call`; the stream itself ends without a word when it breaks."""
+    def follow(self) -> Stream:
+        """Watch responses to what it is asked. Raises as `call`; itself it ends without a word when it breaks."""
         member = self._find(time.monotonic() + self.timeout_s)
+        requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with self._lock:
             try:
-                stream = self._on_open(member).watch(request, metadata=self._metadata(self._token))
+                stream = self._on_open(member).watch(iter(requests.get, None), metadata=self._metadata(self._token))
             except ValueError as error:  # the channel was closed meanwhile
                 raise StoreUnavailable("the store has been closed") from error
             member.streams.add(stream)
-            self.traffic.requests += 1
-            self.traffic.sent_bytes += request.ByteSize()
-        return Stream(self, member, stream)
+        return Stream(self, member, stream, requests)
 
     def close(self) -> None:
         self.closing.set()
@@ -151,6 +151,11 @@ class Link:
     def forget(self, member: _Member, stream: Any) -> None:
         with self._lock:
             member.streams.discard(stream)
+
+    def count_sent(self, message: Any) -> None:
+        with self._lock:
+            self.traffic.requests += 1
+            self.traffic.sent_bytes += message.ByteSize()
 
     def count_received(self, message: Any) -> None:
         with self._lock:
@@ -343,8 +348,7 @@ class Link:
                     response_deserializer=rpc.LeaseKeepAliveResponse.FromString,
                 ),
             }
-            # For the same reason; etcd goes on answering after our half of the stream has ended.
-            member.watch = channel.unary_stream(
+            member.watch = channel.stream_stream(
                 "/etcdserverpb.Watch/Watch",
                 request_serializer=rpc.WatchRequest.SerializeToString,
                 response_deserializer=rpc.WatchResponse.FromString,
@@ -359,10 +363,16 @@ class LeaseGone(Exception):
 class Stream:
     """Watch responses, until it is cancelled or breaks; both end the iteration."""
 
-    def __init__(self, link: Link, member: _Member, stream: Any) -> None:
+    def __init__(self, link: Link, member: _Member, stream: Any, requests: queue.SimpleQueue[Any]) -> None:
         self._link = link
         self._member = member
         self._stream = stream
+        self._requests = requests
+
+    def ask(self, request: Any) -> None:
+        """Send it if the stream still is; never waits."""
+        self._link.count_sent(request)
+        self._requests.put(request)
 
     def __iter__(self) -> Stream:
         return self
@@ -371,16 +381,21 @@ class Stream:
         try:
             message = next(self._stream)
         except grpc.RpcError:
-            self._link.forget(self._member, self._stream)
+            self._over()
             raise StopIteration from None
         except StopIteration:
-            self._link.forget(self._member, self._stream)
+            self._over()
             raise
         self._link.count_received(message)
         return message
 
     def cancel(self) -> None:
         self._stream.cancel()
+        self._over()
+
+    def _over(self) -> None:
+        self._requests.put(None)  # ends gRPC's thread that waits for what we might ask
+        self._link.forget(self._member, self._stream)
 
 
 def _credentials(tls: Tls, checked: ssl.SSLContext) -> Any:

@@ -70,11 +70,17 @@ class Requests:
         except LeaseGone:
             return
 
-    def follow(self, prefix: str) -> Stream:
-        """What happens to these keys after the first response, which says `created`."""
+    def follow(self) -> Stream:
+        """A stream for watches."""
+        return self.link.follow()
+
+    def begin_watch(self, stream: Stream, prefix: str) -> None:
+        """What happens to these keys after the response that says `created`, and which number the watch has."""
         first, end = _span(prefix)
-        create = rpc.WatchCreateRequest(key=first, range_end=end)
-        return self.link.follow(rpc.WatchRequest(create_request=create))
+        stream.ask(rpc.WatchRequest(create_request=rpc.WatchCreateRequest(key=first, range_end=end)))
+
+    def end_watch(self, stream: Stream, number: int) -> None:
+        stream.ask(rpc.WatchRequest(cancel_request=rpc.WatchCancelRequest(watch_id=number)))
 
     def _range(self, prefix: str, *, count_only: bool = False) -> Any:
         first, end = _span(prefix)
