@@ -53,7 +53,7 @@ def write(directory: str) -> None:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
         _remove(path)  # of a look that was cut short
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         _remove(path)
     try:
         if os.write(fd, TRIED) < len(TRIED):

@@ -148,14 +148,11 @@ class Examiner:
     def _reap(self) -> None:
         while True:
             try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
-            if ended is None:
+            if pid == 0:
                 return
-            pid = ended.si_pid
-            _kill_group(pid)  # what it left running, while its number is still its own
-            _, status = os.waitpid(pid, 0)
             child = self._children.pop(pid, None)
             if child is not None:
                 self._listen_to_the_end(child)
@@ -227,7 +224,6 @@ def _be_a_child(parent: int, out: int, act: Callable[[], None]) -> NoReturn:
         os.dup2(nothing, 0)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        os.closerange(3, 256)
         os.chdir("/")
         act()
     except BaseException as error:  # noqa: BLE001  whatever it is, this child must not go on as its parent
