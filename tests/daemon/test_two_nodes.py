@@ -1,0 +1,76 @@
+"""One node of two loses its runner, or its agent for good: the other goes on, and the lost one comes back by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.daemon.conftest import MakeNode
+from tests.daemon.node import Node, lives, until
+from tests.faults.job import Event
+
+
+def together(n1: Node, n2: Node) -> Event:
+    """A job of both that makes steps; its round."""
+    shared = {"env": {"WORK": str(n1.work)}, "checkpoint_dir": str(n1.work / "ck")}
+    n1.job("both", "resume.py", "--steps", "100000", nodes="1:2", workers=1, **shared)
+    n2.start()
+    n1.start()
+    both = until(lambda: rounds(2, n1, n2), n1.told)[-1]
+    until(lambda: n1.steps() and n1.steps()[-1][0] >= both["round"], n1.told)
+    return both
+
+
+def rounds(size: int, *nodes: Node, after: int = 0) -> list[Event]:
+    found = [e for node in nodes for e in node.job_events("both", "round_published")]
+    return sorted(
+        (e for e in found if len(e["nodes"]) == size and e["round"] > after), key=lambda event: event["round"]
+    )
+
+
+def trains_in(n1: Node, number: int) -> None:
+    until(lambda: n1.steps()[-1][0] >= number, n1.told)
+
+
+@pytest.mark.system
+def test_a_killed_runner_costs_the_others_one_round_and_is_started_again(nodes: MakeNode) -> None:
+    n1, n2 = nodes("n1", slots=1), nodes("n2", slots=1)
+    both = together(n1, n2)
+    runner, (worker,) = n2.runner("both"), n2.workers("both")
+    stays = n1.runner("both")
+    os.kill(runner, signal.SIGKILL)
+    until(lambda: not lives(worker), n2.told, 3.0)
+    n2.event("runner_ended", name="both", outcome="lost")
+    until(lambda: n2.runner("both") != runner, n2.told)
+    alone = until(lambda: rounds(1, n1, after=both["round"]) or rounds(2, n1, after=both["round"]), n1.told)[0]
+    trains_in(n1, alone["round"])
+    again = until(lambda: rounds(2, n1, n2, after=both["round"]), n1.told)[-1]
+    trains_in(n1, again["round"])
+    assert n1.runner("both") == stays
+    assert {n1.drain(), n2.drain()} == {0}
+
+
+@pytest.mark.system
+def test_an_agent_that_does_not_come_back_loses_its_node_gracefully_and_one_that_does_loses_nothing(
+    nodes: MakeNode,
+) -> None:
+    n1, n2 = nodes("n1", slots=1, adopt_timeout="8s"), nodes("n2", slots=1, adopt_timeout="8s")
+    both = together(n1, n2)
+    n2.kill()
+    time.sleep(5)  # longer than its lease: the node is away, its job's runner is not
+    n2.start()
+    time.sleep(6)
+    assert rounds(2, n1, n2)[-1]["round"] == both["round"]
+    assert not rounds(1, n1, after=both["round"])
+    n2.kill()
+    gone = time.monotonic()
+    alone = until(lambda: rounds(1, n1, after=both["round"]), n1.told)[-1]
+    assert time.monotonic() - gone > 6
+    assert alone["nodes"] == ["n1"]
+    assert "no daemon has spoken to this runner" in n2.files("both").told.read_text()
+    trains_in(n1, alone["round"])
+    assert n1.drain() == 0
+    until(lambda: not n2.processes(), n2.told)
