@@ -176,8 +176,7 @@ class Across:
         return list(self._candidates(view, job, None))
 
     def _candidates(self, view: View, job: Submission, agreed: Round | None) -> Iterator[str]:
-        if self.here.knows(job.job, job.number):
-            yield self.here.node
+        yield self.here.node
         placement = showing.placement_of(view, job)
         ending = view.ending(job.job, job.number)
         named = [] if placement is None else [place.node for place in placement.places]

@@ -68,7 +68,8 @@ class Follower:
         self._client, self._wanted, self._say, self._sleep, self._clock = client, wanted, say, sleep, clock
         self._streams = [_Stream(name, err if name == "stderr" else out) for name in wanted.streams]
         self._round, self._node = wanted.round, wanted.node
-        self._newest, self._over = 0, False
+        self._newest = 0
+        self._over: bool | None = None
         self._said = ""
 
     def run(self) -> None:
@@ -77,6 +78,7 @@ class Follower:
             self._await_start()
         quiet = False
         while True:
+            self._over, newest = None, self._newest
             moved = [self._piece(stream) for stream in self._streams]
             if any(moved):
                 continue
@@ -84,9 +86,10 @@ class Follower:
                 raise Gone(self._said)
             if not self._wanted.follow:
                 break
-            if self._next_round():
+            # Only if it was there before we looked: then nothing is added to this one any more.
+            if self._next_round(newest):
                 continue
-            if self._over and all(stream.ended or not stream.begun for stream in self._streams):
+            if all(stream.ended for stream in self._streams) and self._is_over():
                 # Asked once more: its last words may have been written between two questions.
                 if quiet:
                     break
@@ -125,8 +128,6 @@ class Follower:
         reply = self._asked(lambda: self._client.get(_path(self._wanted.job) + "/logs", query))
         if reply.code == 404:
             self._said, stream.ended = reply.why, True
-            # Which of the streams comes first does not matter: the job's own end is what _over is about.
-            self._over = self._over or not self._wanted.follow or self._has_ended()
             return False
         if reply.code != 200:
             raise Gone(reply.why)
@@ -140,15 +141,15 @@ class Follower:
         stream.offset = _number(reply, "next")
         stream.ended = stream.offset >= _number(reply, "size")
         self._newest = max(self._newest, _number(reply, "newest"))
-        self._over = reply.headers.get("elasticd-over") == "1"
+        self._over = reply.headers.get("elasticd-over") == "1" or (self._over or False)
         if tail and first:
             data = _last_lines(data, self._wanted.tail or 0)
         self._put(stream, data)
         return bool(reply.body)
 
-    def _next_round(self) -> bool:
+    def _next_round(self, newest: int) -> bool:
         """Go on with the next round once this one has no more to say; True if there is one."""
-        if self._wanted.round is not None or self._round is None or self._newest <= self._round:
+        if self._wanted.round is not None or self._round is None or newest <= self._round:
             return False
         self._round += 1
         self._node = self._wanted.node
@@ -157,9 +158,13 @@ class Follower:
             stream.offset, stream.ended = 0, False
         return True
 
-    def _has_ended(self) -> bool:
+    def _is_over(self) -> bool:
+        """Nothing will be added any more, as the log has just said, or, where there is none, the job."""
+        if self._over is not None:
+            return self._over
         job = self._asked(lambda: self._client.get(_path(self._wanted.job)))
-        return job.code != 200 or job.document().get("ended_at") is not None
+        found = job.document() if job.code == 200 else {}
+        return job.code != 200 or (found.get("ended_at") is not None and not found.get("leaving"))
 
     def _asked(self, ask: Callable[[], Reply]) -> Reply:
         """The answer; with follow an outage is waited out. Raises Unreachable."""

@@ -247,7 +247,6 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "elasticd", ""
     command, request_version, requestline, path = "", "HTTP/1.1", "", ""
     server: _Door
-    _unread = True
 
     def setup(self) -> None:
         self.request.settimeout(self.server.connection_s)
@@ -265,6 +264,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         self.close_connection = True
+        self.request_version = self.protocol_version  # to "GET /path" alone, which is HTTP/0.9, there would be no code
         path, _, query = self.path.partition("?")
         is_open = self.server.routes.is_open(self.command, path)
         by = self.server.door.admit(self.request, self.headers.get_all("Authorization", []))
@@ -310,7 +310,6 @@ class _Handler(BaseHTTPRequestHandler):
         if length and self.headers.get("Expect", "").lower() == "100-continue":
             self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = self._raw.read(length) if length else b""
-        self._unread = False
         if len(body) < length:
             return Refused(400, f"the body was cut short: {len(body)} of {length} bytes came")
         return body
@@ -353,11 +352,13 @@ class _Handler(BaseHTTPRequestHandler):
     def finish(self) -> None:
         self.rfile = self._raw
         super().finish()
-        if self._unread:
-            self._linger()
+        self._linger()
 
     def _linger(self) -> None:
-        """Closing with bytes unread resets the connection, and the client might never see our answer."""
+        """Closing with bytes unread resets the connection, and the client might never see our answer.
+
+        Who has all of it hangs up at once; nobody else is waited for for long.
+        """
         until, left = time.monotonic() + _LINGER_S, _LINGER_BYTES
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self.request, socket.SHUT_WR)

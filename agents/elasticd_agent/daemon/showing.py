@@ -44,6 +44,7 @@ def job(view: View, submission: Submission, now: float) -> dict[str, Any]:
         "ended_at": None if ending is None else ending.at,
         "ended_seconds": None if ending is None else _since(ending.at, now),
         "exit_code": None if ending is None else ending.exit_code,
+        "leaving": [] if ending is None else sorted(running_on(view, submission.job, submission.number)),
         "reason": _reason(ending, placement),
     }
 
@@ -154,6 +155,7 @@ def _only_ended(ending: Ending, now: float) -> dict[str, Any]:
         "ended_at": ending.at,
         "ended_seconds": _since(ending.at, now),
         "exit_code": ending.exit_code,
+        "leaving": [],
         "reason": ending.reason,
     }
 

@@ -127,7 +127,8 @@ def _state(job: Mapping[str, Any]) -> str:
     state = _text(job.get("state"))
     if job.get("ended_at") is None:
         return state
-    return f"{state}, {_age(job.get('ended_seconds'))} ago, with exit code {job.get('exit_code')}"
+    leaving = f"; its workers are still leaving {_nodes(job['leaving'])}" if job.get("leaving") else ""
+    return f"{state}, {_age(job.get('ended_seconds'))} ago, with exit code {job.get('exit_code')}{leaving}"
 
 
 def _where(job: Mapping[str, Any]) -> list[tuple[str, str]]:
