@@ -27,6 +27,7 @@ from elasticd_agent.daemon.jobfile import (
     JobFile,
     choices,
     from_json,
+    job_of,
     read_job,
     to_json,
 )
@@ -100,6 +101,13 @@ def test_a_bomb_of_aliases_is_refused_at_once() -> None:
 
 def test_a_file_too_long_is_not_even_parsed() -> None:
     assert _said(b"#" * (documents.LARGEST + 1), "toml").startswith("job.toml: is longer than the 65536 bytes")
+
+
+def test_a_job_of_an_agents_file_must_fit_into_the_store_as_well() -> None:
+    with pytest.raises(UsageError, match=r"^env: makes a job of \d+ bytes; at most 65536 are kept$"):
+        job_of({"command": ["t.py"], "workdir": "/tmp", "env": {"A": "x" * documents.LARGEST}})
+    whole = job_of({"command": ["t.py"], "workdir": "/tmp", "env": {"A": "x" * (documents.LARGEST - 100)}})
+    assert from_json(to_json(whole)) == whole
 
 
 def test_every_flag_is_a_key_or_says_why_not() -> None:

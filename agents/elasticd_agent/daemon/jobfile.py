@@ -23,7 +23,7 @@ from elasticd.errors import UsageError
 from elasticd_agent import arguments
 from elasticd_agent.config import AgentSettings, JobSpec, Policy, Rendezvous, Streams
 from elasticd_agent.daemon.decoding import KeyWrong, decode
-from elasticd_agent.daemon.documents import Kind, parse
+from elasticd_agent.daemon.documents import LARGEST, Kind, parse
 from elasticd_agent.daemon.inheriting import SET_BY_ELASTICD, job_environment
 from elasticd_agent.daemon.names import JobFiles
 from elasticd_agent.daemon.quantities import Seconds, count_range, encoded
@@ -172,7 +172,11 @@ def read_job(data: bytes, kind: Kind, where: str) -> JobFile:
 
 def from_json(text: str) -> JobFile:
     """A job as `to_json` wrote it, perhaps another version's. Raises UsageError."""
-    return read_job(text.encode("utf-8", "surrogatepass"), "json", "the job's description")
+    table = parse(text.encode("utf-8", "surrogatepass"), "json", "the job's description", 2 * LARGEST)
+    try:
+        return job_of(table)
+    except KeyWrong as error:
+        raise UsageError(f"the job's description: {error}") from None
 
 
 def to_json(job: JobFile) -> str:
@@ -293,6 +297,8 @@ def check(job: JobFile) -> None:
             raise KeyWrong("env", f"{name!r} cannot be the name of a variable")
         if SET_BY_ELASTICD.fullmatch(name):
             raise KeyWrong(f"env.{name}", "is set by elasticd itself, for every worker; leave it out")
+    if (size := len(to_json(job).encode())) > LARGEST:
+        raise KeyWrong("env" if job.env else "command", f"makes a job of {size} bytes; at most {LARGEST} are kept")
     if job.hang_factor is not None and math.isnan(job.hang_factor):
         raise KeyWrong("hang_factor", "must be a number")
     try:

@@ -70,6 +70,8 @@ elsewhere. All paths are resolved first, so that neither `..` nor a symbolic lin
   variables that make a command run other code (`PATH`, `LD_…`, `PYTHON…` …), are refused where commands are limited.
   The list limits what is started, not what it does then; what it imports should belong to somebody else than the user
   it runs as.
+
+It is looked at right before the job starts: whoever may change links and files below an allowed directory is trusted.
 """
 
 JOBS = """\
