@@ -53,8 +53,8 @@ one that is gone goes on, and `elasticd cancel` ends it.
 
 ### [[job]]
 
-Jobs that this node hands in by itself when it starts, one table each, with the keys of a job file
-([jobs.md](jobs.md)). Each needs an `id`, so that it is handed in only once: a job that has ended is not started again.
+Jobs that this node hands in by itself, one table each, with the keys of a job file ([jobs.md](jobs.md)). Each needs an
+`id`, so that it is handed in only once, and once more when it has ended and is written differently.
 
 ## Limits
 
