@@ -54,7 +54,8 @@ def _plan(view: View, policy: Policy, now: float) -> Verdict:
         return _first(view, policy, now)
     if current.terminal:
         return Wait(f"the job has {current.outcome}: {current.reason}", None)
-    failures = tuple(f for f in view.failures if f.round == current.number and current.member(f.node))
+    here = {m.node for m in current.members}
+    failures = tuple(f for f in view.failures if f.round == current.number and f.node in here)
     if not failures and all(m.node in view.done for m in current.members):
         workers = count(current.world_size, "worker")
         return _end(view, "succeeded", 0, f"{workers} ended with code 0 in round {current.number}")
@@ -285,7 +286,8 @@ def _next(
         return found
     restarts = current.restarts + 1
     workers = sum(len(m.slots) for m in found)
-    came = [m.node for m in found if current.member(m.node) is None]
+    before = {m.node for m in current.members}
+    came = [m.node for m in found if m.node not in before]
     why = "; ".join([*filter(None, [why]), *([f"{', '.join(came)} joined"] if came else [])])
     reason = f"{why}; restart {restarts}: {_with(view, workers, [m.node for m in found])}"
     if chosen[0].directory != current.directory:

@@ -71,11 +71,12 @@ class Planner:
     store_up_since: float = 0.0
     suspects: set[str] = field(default_factory=set)
     met: set[tuple[str, str]] = field(default_factory=set)
+    _read: tuple[Versioned, Round] | None = None
     _read_at: float = float("-inf")
     _round_at: dict[int, float] = field(default_factory=dict)
     _failed_at: dict[int, float] = field(default_factory=dict)
     _joined_at: dict[tuple[str, str], float] = field(default_factory=dict)
-    _addresses: dict[tuple[str, str], str] = field(default_factory=dict)
+    _addresses: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
     _silent: dict[str, float] = field(default_factory=dict)
     _stuck_knocks: int = 0
     _unreachable: frozenset[str] = frozenset()
@@ -120,7 +121,7 @@ class Planner:
         if now >= self._read_at + REFRESH_S:
             self._copies.forget()
             self._read_at = now
-        round = None if current is None else understood(Round, self.keys.round, current.value)
+        round = self._understood(current)
         view = self._view(round, now)
         if round is not None and not round.terminal:
             view = self._knocking(view, round, now)
@@ -150,6 +151,11 @@ class Planner:
             return replace(verdict, until=again if verdict.until is None else min(again, verdict.until))
         return verdict
 
+    def _understood(self, current: Versioned | None) -> Round | None:
+        if current is not None and (self._read is None or self._read[0] != current):
+            self._read = current, understood(Round, self.keys.round, current.value)
+        return self._read[1] if current is not None and self._read is not None else None
+
     def others_can(self, round: Round | None) -> bool:
         """True if a member of `round` is here that could plan as well as we, or better."""
         return round is not None and any(
@@ -164,7 +170,7 @@ class Planner:
     def addresses(self, round: Round) -> dict[str, tuple[str, int]]:
         """Where the other members' agents answer, as far as it is known."""
         found = {m.node: self._addresses.get((m.node, m.incarnation)) for m in round.members if m.node != self.node}
-        return {node: split(address) for node, address in found.items() if address}
+        return {node: address for node, address in found.items() if address}
 
     def trust(self, record: NodeRecord) -> None:
         """This agent has answered a knock before: should it refuse the next one, it is gone."""
@@ -257,9 +263,11 @@ class Planner:
 
     def _ask(self, view: View, incarnations: dict[str, str], now: float) -> None:
         for present in view.nodes:
-            self._addresses[present.record.id, present.record.incarnation] = present.record.address
+            who = present.record.id, present.record.incarnation
+            if who not in self._addresses and present.record.address:
+                self._addresses[who] = split(present.record.address)
         found = {node: self._addresses.get((node, incarnation)) for node, incarnation in incarnations.items()}
-        addresses = {node: split(address) for node, address in found.items() if address}
+        addresses = {node: address for node, address in found.items() if address}
         self._knocked.clear()
         for node, answer in (self.knock(addresses) if addresses else {}).items():
             incarnation = incarnations[node]
@@ -281,10 +289,11 @@ class Planner:
 
     def _see_applicants(self, view: View, round: Round, now: float) -> View:
         """Who was lost because it cannot be reached shall not be taken again before it can."""
+        members = {m.node for m in round.members}
         applicants = {
             p.record.id: split(p.record.address)
             for p in view.nodes
-            if round.member(p.record.id) is None and (p.record.id, p.record.incarnation) in self.met
+            if p.record.id not in members and (p.record.id, p.record.incarnation) in self.met
         }
         if now >= self._applicants_at or applicants.keys() != self._applicants:
             self._applicants, self._applicants_at = set(applicants), now + APPLICANTS_S

@@ -6,7 +6,7 @@ decides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from elasticd.wire import Failure, NodeRecord, Round
@@ -73,9 +73,13 @@ class View:
     short_since: float | None = None
     silent: tuple[tuple[str, float], ...] = ()
     unreachable: frozenset[str] = frozenset()
+    _records: dict[str, NodeRecord] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_records", {p.record.id: p.record for p in reversed(self.nodes)})
 
     def record(self, node: str) -> NodeRecord | None:
-        return next((p.record for p in self.nodes if p.record.id == node), None)
+        return self._records.get(node)
 
 
 @dataclass(frozen=True, slots=True)
