@@ -234,6 +234,10 @@ class Node:
         """Every process of the agent's and its jobs', wherever it went to: by its environment."""
         return {pid: comm_of(pid) for pid in all_pids() if marked(pid, self.mark)}
 
+    def processes_of(self, job: str, number: int = 1) -> bool:
+        """True while the job's runner, or what it started, is there."""
+        return alive.held(self.files(job, number).lock)
+
     def assert_gone(self, within: float = 5.0) -> None:
         """No process is left of it, nor shared memory of its runners."""
         deadline = time.monotonic() + within

@@ -74,3 +74,22 @@ def test_one_of_two_nodes_leaves_and_no_step_is_lost(nodes: MakeNode) -> None:
 
 def both_in(*nodes: Node) -> list[Event]:
     return [e for node in nodes for e in node.job_events("both", "round_published") if len(e["nodes"]) == 2]
+
+
+@pytest.mark.system
+def test_a_job_that_needs_both_nodes_waits_at_a_checkpoint_while_one_is_away(nodes: MakeNode) -> None:
+    n1, n2 = nodes("n1", slots=1), nodes("n2", slots=1)
+    shared = {"env": {"WORK": str(n1.work)}, "checkpoint_dir": str(n1.work / "ck")}
+    n1.job("both", "resume.py", "--steps", "100000", "--every", "100000", nodes=2, workers=1, **shared)
+    n2.start()
+    n1.start()
+    n1.stepped(30)
+    assert n2.drain() == 0
+    until(lambda: not n1.processes_of("both"), n1.told)
+    reached = n1.steps()[-1][1]
+    assert "waits: wants 2 nodes" in n1.log
+    n2.start()
+    n1.stepped(reached + 30)
+    assert_none_lost("both", n1, n1, n2)
+    assert [n1.drain(), n2.drain()] == [0, 0]
+    assert_none_lost("both", n1, n1, n2)
