@@ -23,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--notes", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=0, help="0: until killed")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that each step sleeps")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--snapshot-every", type=int, default=0, help="steps between rank 0's snapshots; 0: none")
     args = parser.parse_args()
@@ -47,6 +48,8 @@ def main() -> None:
         model(batch).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        if args.pause:
+            time.sleep(args.pause)
         step += 1
         os.write(out, f"{restart} {pid} {step} {time.monotonic():.6f}\n".encode())
         if args.snapshot_every and step % args.snapshot_every == 0 and rank == 0:

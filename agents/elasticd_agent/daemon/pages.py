@@ -7,7 +7,8 @@ AGENT = """\
 
 <!-- Written by `make docs` from agents/elasticd_agent/daemon/; a test keeps it in step. -->
 
-`elasticd agent --config /etc/elasticd/agent.toml` reads it once, at the start. Every key may be left out: an empty file
+`elasticd agent --config /etc/elasticd/agent.toml` reads it once, at the start. [agent-life.md](agent-life.md) is about
+what the agent does, dies of and survives. Every key may be left out: an empty file
 is a node that works alone, with one slot per GPU (or CPU) and a local store. `examples/agent.toml` is a complete one,
 `elasticd config example` prints one with every key in it.
 
