@@ -29,7 +29,7 @@ RECORDS: list[Document] = [
     Order("j", 1, "a", (0,), "{}"),
     Exit("j", 1, 0, "succeeded", "why"),
 ]
-FEW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture
@@ -149,17 +149,17 @@ def test_records_come_back_or_are_a_wire_error(record: Document) -> None:
     assert kind.from_json(record.to_json()) == record
     fields: list[str] = sorted(json.loads(record.to_json()))
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(st.sampled_from(fields), json_values)
     def one_field(name: str, value: Any) -> None:
         _read(kind, json.dumps({**json.loads(record.to_json()), name: value}).encode())
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(st.binary(max_size=80) | json_values.map(lambda value: json.dumps(value).encode()))
     def anything(data: bytes) -> None:
         _read(kind, data)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(st.integers(0, len(record.to_json())), st.binary(max_size=4))
     def torn(at: int, data: bytes) -> None:
         whole = record.to_json()
