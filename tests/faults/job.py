@@ -6,8 +6,10 @@ fired fails. Every wait has a deadline; the end of a `Job` kills and reaps whate
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -214,19 +216,29 @@ class Job:
         ports = (self.work / "ports").read_text().split() if (self.work / "ports").exists() else []
         return [
             *(f"process {pid} {comm}" for pid, comm in self.processes().items()),
-            *map(str, Path("/dev/shm").glob(f"elasticd-{os.getuid()}-{self.pid}-*")),
+            *map(str, self._memory()),
             *(f"port {port}" for port in set(ports) if listened_to(int(port))),
         ]
 
+    def _memory(self) -> list[Path]:
+        """The agent's directories, see run.runtime_directory."""
+        return [*Path("/dev/shm").glob(f"elasticd-{os.getuid()}-{self.pid}-*")]
+
     def end(self) -> None:
-        """Whatever happened: nothing of the job lives after this."""
+        """Whatever happened: nothing of the job lives after this. An agent that ended by itself has left nothing."""
+        by_itself = self.process.poll() is not None and self.process.returncode >= 0
         self.process.kill()
         self.process.wait()
         deadline = time.monotonic() + 5
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
         for pid in left:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        kept = [] if Path("/proc", str(self.pid)).exists() else self._memory()  # or the number is another's by now
+        for path in kept:
+            shutil.rmtree(path, ignore_errors=True)
+        assert not (by_itself and kept), kept
 
     def _told(self) -> str:
         return f"--- events\n{self._log.read_text() if self._log.exists() else ''}--- stderr\n{self.err[-4000:]}"
