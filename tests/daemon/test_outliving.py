@@ -4,9 +4,32 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import urllib.error
+import urllib.request
 
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import Node, comm_of, lives, until
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def page(port: int, name: str) -> str:
+    """What the agent serves; it may be about to listen again."""
+
+    def look() -> str:
+        try:
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"http://127.0.0.1:{port}/{name}", timeout=10) as answer:
+                return str(answer.read().decode())
+        except (ConnectionError, urllib.error.URLError):
+            return ""
+
+    return until(look, f"/{name}", 10.0)
 
 
 def training(node: Node, steps: int = 3000) -> tuple[int, ...]:
@@ -29,7 +52,8 @@ def go_on(node: Node, workers: tuple[int, ...]) -> None:
 def test_a_killed_agent_comes_back_to_the_same_workers_and_an_upgrade_keeps_them_and_the_job_ends(
     node: MakeNode,
 ) -> None:
-    n1 = node()
+    port = free_port()
+    n1 = node(http={"port": port})
     workers, runner = training(n1, steps=400), n1.runner("one")
     assert comm_of(runner) == "elasticd-job"
     assert os.getsid(runner) == runner
@@ -38,7 +62,10 @@ def test_a_killed_agent_comes_back_to_the_same_workers_and_an_upgrade_keeps_them
     n1.start()
     n1.said(f"its runner (pid {runner}) lives, and goes on")
     go_on(n1, workers)
+    assert 'elasticd_step{job_id="one"}' in page(port, "metrics")
+    assert 'elasticd_node_slots_used{node="n1"} 2.0' in page(port, "metrics")
     n1.upgrade()
+    assert page(port, "readyz") == "joined\n"
     go_on(n1, workers)
     last = n1.exited("one")
     assert (last.outcome, last.step) == ("succeeded", 400)
