@@ -1,0 +1,47 @@
+"""docs/http.md and docs/cli.md name every route, field, verb and option that there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.daemon import showing, verbs
+from elasticd_agent.daemon.api import _ROUTES
+from elasticd_agent.daemon.placing import View
+from elasticd_agent.daemon.progress import Progress
+from elasticd_agent.daemon.records import NodeCard, Submission
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_every_route_is_described() -> None:
+    text = (DOCS / "http.md").read_text()
+    for route, methods in _ROUTES.items():
+        path = "/" + "/".join(route).replace("jobs/*", "jobs/JOB").replace("nodes/*", "nodes/NODE")
+        if "here" not in route:
+            assert all(f"`{method} {path}`" in text for method in methods), path
+
+
+def test_every_field_is_described() -> None:
+    text = (DOCS / "http.md").read_text()
+    wants = Submission("j", 1, "{}", 1, 1, 1, 1)
+    card = NodeCard("a", "i", 1)
+    rows = [showing.job(View(), wants, 0.0), showing.node("a", card, None, View()), vars_of_progress()]
+    assert not {name for row in rows for name in row if f"`{name}`" not in text}
+
+
+def vars_of_progress() -> dict[str, object]:
+    from elasticd_agent.daemon.here import _shown
+
+    return _shown(Progress(), 0.0)
+
+
+@pytest.mark.parametrize("name", [*verbs.NAMES, "dump", "explain"])
+def test_every_verb_and_its_options_are_described(name: str) -> None:
+    text = (DOCS / "cli.md").read_text()
+    assert f"elasticd {name}" in text
+    options = {
+        option for action in verbs._parser(name)._actions for option in action.option_strings if option[:2] == "--"
+    }
+    assert not {option for option in options - {"--help", "--follow"} if option not in text}
