@@ -57,13 +57,14 @@ class EventLog:
     """Appends records to a file. Never raises once made; `lost` counts the lines that could not be written whole."""
 
     def __init__(self, path: Path, job: str, node: str) -> None:
-        """Raises UsageError when `path` cannot be opened for appending."""
+        """Raises UsageError when `path` cannot be opened for appending. Makes its directory if only that is missing."""
         self.lost = 0
         self._path, self._job, self._node = path, job, node
         self._torn = False
         # O_NONBLOCK: a named pipe without a reader is refused here, and one whose reader stalls costs lines, not time.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             self._fd = os.open(path, flags, 0o600)
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)

@@ -33,7 +33,7 @@ def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) ->
     _directory("--checkpoint-dir", spec.checkpoint_dir)
     if spec.log_dir != Path(os.devnull):
         _directory("--log-dir", spec.log_dir)
-    _appendable("--event-log", settings.event_log)
+    _appendable("--event-log", settings.event_log, spec.log_dir)
     if spec.master_port is not None or spec.master_addr != "localhost":
         _port("the workers' store", spec.master_addr, spec.master_port or 0)
     if settings.metrics_port is not None:
@@ -104,8 +104,9 @@ def _directory(option: str, path: Path | None) -> None:
             raise UsageError(f"{option} {str(path)!r}: {str(place)!r} is a file, not a directory")
 
 
-def _appendable(option: str, path: Path | None) -> None:
-    if path is None:
+def _appendable(option: str, path: Path | None, made: Path | None) -> None:
+    """`made`: a directory that is made where it is not there yet."""
+    if path is None or (path.parent == made and not made.exists()):
         return
     if path.is_dir():
         raise UsageError(f"{option} {str(path)!r} is a directory; name a file")

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from elasticd.errors import UsageError
 from elasticd_agent import preflight
 from elasticd_agent.arguments import parse_run
+from elasticd_agent.eventlog import EventLog
 
 
 @pytest.fixture
@@ -92,6 +93,13 @@ WRONG = [
 def test_what_cannot_work_is_said(here: Path, argv: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         check(here, *argv)
+
+
+def test_the_event_log_may_be_in_a_log_directory_that_is_not_there_yet(here: Path) -> None:
+    """Where `elasticd explain` looks for it."""
+    check(here, "--log-dir", "new", "--event-log", "new/events.jsonl", "train.py")
+    EventLog(here / "new" / "events.jsonl", "job", "node").close()
+    assert (here / "new").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("option", ["--master-port", "--metrics-port"])
