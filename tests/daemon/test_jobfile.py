@@ -302,7 +302,7 @@ _VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_WORDS, inner, max_size=4),
     max_leaves=6,
 )
-_BOUNDED = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+_BOUNDED = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
 @_BOUNDED
