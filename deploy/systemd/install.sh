@@ -35,7 +35,7 @@ done
 [ "$(id -u)" = 0 ] || refuse "needs root: it makes a user and a system service"
 command -v systemctl >/dev/null || refuse "there is no systemctl here; without systemd run: elasticd agent --supervised"
 version=$(systemctl --version | sed -n '1s/^systemd \([0-9]*\).*/\1/p')
-[ "$version" -ge 247 ] || refuse "systemd $version is too old: the unit needs 247 (ProtectProc=) or newer"
+[ "$version" -ge 246 ] || refuse "systemd $version is too old: the unit needs 246 (TimeoutStartFailureMode=) or newer"
 
 # --- the user who runs jobs and owns their checkpoints ----------------------------------------------------------------
 getent group elasticd >/dev/null || groupadd --system elasticd

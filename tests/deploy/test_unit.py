@@ -92,7 +92,7 @@ def test_what_everything_rests_on(name: str, value: str, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["PrivateTmp", "PrivateDevices", "DeviceAllow", "ProtectClock", "DynamicUser", "Delegate"]
+    "name", ["PrivateTmp", "PrivateDevices", "DeviceAllow", "ProtectClock", "DynamicUser", "Delegate", "ProtectProc"]
 )
 def test_what_would_break_jobs_is_not_set(name: str) -> None:
     assert name not in settings()

@@ -163,12 +163,19 @@ def service(installed: Machine, wheels: dict[str, Path], until: Until) -> Iterat
     made.trains(EVERY + 5, within=120)
     yield made
     installed.run("systemctl", "stop", UNIT, check=False, timeout=120)
+    result = installed.shows(UNIT, "Result")
     installed.run("systemctl", "reset-failed", UNIT, check=False)
     installed.run("sh", "-c", f"rm -rf {WORK} /var/lib/elasticd/*")
+    assert result == {"Result": "success"}, f"after all this it did not drain:\n{installed.journal(UNIT)[-6000:]}"
 
 
 def slowest(steps: list[Step]) -> float:
     return max(after.at - before.at for before, after in itertools.pairwise(steps))
+
+
+def undisturbed(steps: list[Step], since: int) -> bool:
+    """No step took twice as long as the slowest before. A step of 50 ms may take half a second where others work, too."""
+    return slowest(steps[since - 5 :]) <= max(0.5, 2 * slowest(steps[5:since]))
 
 
 def lost(steps: list[Step]) -> list[tuple[int, int]]:
@@ -205,14 +212,14 @@ def test_kill_9(service: Service) -> None:
     service.trains(40)
     assert service.workers == before
     assert lost(service.steps) == []
-    assert slowest(service.steps[since - 5 :]) < 1.0
+    assert undisturbed(service.steps, since)
 
 
 def test_the_agent_is_stopped_and_systemd_sees_it(service: Service) -> None:
     service.machine.write(f"/etc/systemd/system/{UNIT}.d/quick.conf", "[Service]\nWatchdogSec=3s\n")
     service.machine.run("systemctl", "daemon-reload")
     service.machine.run("systemctl", "kill", "--kill-who=main", "--signal=KILL", UNIT)
-    service.replaced(service.agent) if service.state != "active" else service.trains(20)
+    service.until(lambda: service.state == "active", 30)
     agent, before = service.agent, service.workers
     service.trains(100)
     assert service.agent == agent, "a healthy agent feeds its watchdog"
@@ -237,7 +244,7 @@ def test_upgrade(service: Service, wheels: dict[str, Path]) -> None:
     assert service.machine.shows(UNIT, "NRestarts") == restarts
     assert service.workers == before
     assert lost(service.steps) == []
-    assert slowest(service.steps[since - 5 :]) < 1.0
+    assert undisturbed(service.steps, since)
     # What is started from now on is the new one, too.
     service.machine.run("systemctl", "restart", UNIT, timeout=120)
     service.trains()
