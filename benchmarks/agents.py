@@ -14,6 +14,7 @@ import resource
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from elasticd.wire import Failure, NodeRecord
@@ -57,7 +58,8 @@ class Agent:
         self.knock = KnockServer("127.0.0.1", name, incarnation)
         facts, keys = Facts(), Keys(job)
         record = NodeRecord(name, incarnation, f"127.0.0.1:{self.knock.port}", (0,))
-        planner = Planner(store, keys, policy, asked, facts, lambda nodes: knock(nodes, KNOCK_S), name, self.said)
+        knock_s = KNOCK_S * policy.lease_s / Policy().lease_s
+        planner = Planner(store, keys, policy, asked, facts, lambda nodes: knock(nodes, knock_s), name, self.said)
         self.lines = Lines(lambda node: coordinator.hung_up(node))
         coordinator = Coordinator(
             store,
@@ -71,9 +73,14 @@ class Agent:
             others_plan=kind == "etcd",
             keep_lines=self.lines.keep,
         )
+        self._coordinator = coordinator
         self.meeting = RemoteMeeting(coordinator, facts, self.heard, hosts)
         coordinator.on_hint(self.meeting.wake)
         self.meeting.start()
+
+    @property
+    def plans(self) -> bool:
+        return self._coordinator.plans
 
     def said(self, sentence: str) -> None:
         say(kind="said", node=self.name, sentence=sentence)
@@ -159,15 +166,16 @@ def main() -> None:
                     agents[name] = start(name)
             case "kill":
                 gone = [agents.pop(name) for name in words]
-                for agent in gone:  # all at once, as when a rack loses power
-                    agent.die()
+                with ThreadPoolExecutor(len(gone)) as at_once:  # as when a rack loses power
+                    list(at_once.map(Agent.die, gone))
                 say(kind="killed")
                 for agent in gone:
                     agent.bury()
             case "fail":
                 agents[words[1]].fail(int(words[0]))
             case "traffic":
-                say(kind="traffic", nodes={name: dataclasses.asdict(a.store.traffic) for name, a in agents.items()})
+                used = {name: dataclasses.asdict(agent.store.traffic) for name, agent in agents.items()}
+                say(kind="traffic", nodes=used, plan=[name for name, agent in agents.items() if agent.plans])
             case "end":
                 break
     for agent in agents.values():

@@ -1,8 +1,9 @@
 """What meeting costs: N agents join, lose one, lose a tenth, get as many new ones; torch's own rendezvous beside it.
 
 Real protocol code over a real etcd and a real TCPStore; agents are threads of a few processes and have no workers, so
-what is measured is the rendezvous alone. Prints a markdown table and writes what it saw as JSON. torch's rendezvous is
-measured joining only, for as many nodes as it can do within the deadline: nothing else of it survives a lost node.
+what is measured is the rendezvous alone. Nobody kills the planner here: benchmarks/nodes.py does, with workers. Prints
+a markdown table and writes what it saw as JSON. torch's rendezvous is measured joining only, for as many nodes as it
+can do within the deadline: nothing else of it survives a lost node.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import rendezvous_plot, report
+from elasticd_agent.config import Policy
 from tests.etcd import etcd_servers
 
-PROCESSES = 4
+PROCESSES, TOGETHER = 4, 64
+"""So many processes, and more where more than so many agents would share one: threads of one process run in turn."""
+STEPS = "join", "lose one", "lose a tenth", "add a tenth"
+MANY, MANY_LEASE_S = 256, 30.0
 _START_S = 60.0
 SETTLED_S = 1.0
 """What follows a round: its records are cleaned, everybody is known by a knock."""
@@ -59,6 +64,7 @@ class Life:
 
     store: str
     nodes: int
+    lease_s: float
     steps: dict[str, Figures] = field(default_factory=dict)
     idle_requests_a_second: float = 0.0
     trouble: str = ""
@@ -76,8 +82,9 @@ class Agents:
         self.sizes: dict[str, tuple[int, int, float]] = {}
         self.why: dict[int, str] = {}
         self.expected: int | None = None
+        self.planners: list[str] = []
         self.broken: list[str] = []
-        processes = min(PROCESSES, count)
+        processes = min(max(PROCESSES, count // TOGETHER), count)
         spread = [self.alive[i::processes] for i in range(processes)]
         # All of them at first: min = max. Afterwards fewer will do, or nobody could be lost.
         base = [sys.executable, "-m", "benchmarks.agents", store, endpoint[0], str(endpoint[1]), job, "1", str(count)]
@@ -164,13 +171,17 @@ class Agents:
     def traffic(self, whose: Sequence[str] | None = None) -> tuple[float, float, float]:
         """Requests, bytes sent and received, of these agents, or all."""
         self.everyone("traffic")
-        sums = [0.0, 0.0, 0.0]
+        sums, planners = [0.0, 0.0, 0.0], []
         for _ in self._processes:
-            nodes = self._next("traffic", time.monotonic() + _START_S)["nodes"]
+            said = self._next("traffic", time.monotonic() + _START_S)
+            nodes, plan = said["nodes"], said["plan"]
             assert isinstance(nodes, dict)
+            assert isinstance(plan, list)
+            planners += plan
             for used in (used for node, used in nodes.items() if whose is None or node in whose):
                 for i, what in enumerate(("requests", "sent_bytes", "received_bytes")):
                     sums[i] += used[what]
+        self.planners = planners
         return sums[0], sums[1], sums[2]
 
     def cpu_s(self) -> float:
@@ -193,7 +204,7 @@ class Agents:
 
 def life(store: str, endpoint: tuple[str, int], count: int, deadline_s: float, idle_s: float, lease_s: float) -> Life:
     """Join, idle, lose one, lose a tenth, get as many new ones."""
-    result = Life(store, count)
+    result = Life(store, count, lease_s)
     agents = Agents(store, endpoint, f"bench-{store}-{count}-{os.getpid()}", count, deadline_s, lease_s)
     try:
         before = (0.0, 0.0, 0.0)
@@ -204,6 +215,7 @@ def life(store: str, endpoint: tuple[str, int], count: int, deadline_s: float, i
             used = agents.traffic()
             requests, sent, received = (max(0.0, b - a) / len(agents.alive) for a, b in zip(before, used, strict=True))
             why = [agents.why[n] for n in sorted(agents.why) if n > number]
+            assert name in STEPS
             result.steps[name] = Figures(seconds, cpu_s, len(why), requests, sent, received, why)
 
         cpu_s = agents.cpu_s()
@@ -218,10 +230,12 @@ def life(store: str, endpoint: tuple[str, int], count: int, deadline_s: float, i
         tenth = max(1, count // 10)
         for name, lost in (("lose one", 1), ("lose a tenth", tenth)):
             number = agents.number
-            before = agents.traffic(agents.alive[:-lost])
+            agents.traffic()
+            gone = [node for node in agents.alive if node not in agents.planners][-lost:]
+            before = agents.traffic([node for node in agents.alive if node not in gone])
             cpu_s = agents.cpu_s()
             began = time.monotonic()
-            agents.kill(agents.alive[-lost:])
+            agents.kill(gone)
             for node in agents.alive:
                 agents.tell(node, "fail", str(number), node)
             step(name, began, len(agents.alive), cpu_s, number)
@@ -253,14 +267,14 @@ def torch_joins(count: int, deadline_s: float) -> float | None:
 
 def table(lives: Sequence[Life], torch: dict[int, float | None]) -> str:
     lines = [
-        "| nodes | store | join s | lose one s | lose a tenth s | requests a node: join / lose one "
-        "| kB a node: join / lose one | idle requests a node and second | torch's rendezvous, join s |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| nodes | store | {' | '.join(f'{name} s' for name in STEPS)} | requests a node: {' / '.join(STEPS)} "
+        f"| kB a node: {' / '.join(STEPS)} | idle requests a node and second | torch's rendezvous, join s |",
+        "|" + "---|" * (len(STEPS) + 6),
     ]
     for one in lives:
         steps = one.steps
-        seconds = [f"{steps[n].seconds:.2f}" if n in steps else "–" for n in ("join", "lose one", "lose a tenth")]
-        known = [steps[n] for n in ("join", "lose one") if n in steps]
+        seconds = [f"{steps[n].seconds:.2f}" if n in steps else "–" for n in STEPS]
+        known = [steps[n] for n in STEPS if n in steps]
         requests = " / ".join(f"{f.requests:.1f}" for f in known)
         size = " / ".join(f"{(f.sent + f.received) / 1000:.1f}" for f in known)
         peer = torch.get(one.nodes)
@@ -292,10 +306,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--torch", type=int, nargs="*", default=[8, 64], help="nodes torch's own rendezvous is tried with"
     )
-    parser.add_argument("--deadline", type=float, default=60.0)
+    parser.add_argument("--deadline", type=float, default=120.0)
     parser.add_argument("--idle", type=float, default=10.0, help="seconds an idle job is watched")
     parser.add_argument(
-        "--lease", type=float, default=3.0, help="seconds; 1000 agents renewing every second are more than 2 cores do"
+        "--lease",
+        type=float,
+        help=f"seconds; default 3, and {MANY_LEASE_S:g} for more than {MANY} nodes, which a few cores cannot all renew "
+        "every second",
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
@@ -305,7 +322,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for count in args.nodes:
         for kind in args.stores:
             with endpoints(kind) as endpoint:
-                lives.append(life(kind, endpoint, count, args.deadline, args.idle, args.lease))
+                lease_s = args.lease or (Policy().lease_s if count <= MANY else MANY_LEASE_S)
+                lives.append(life(kind, endpoint, count, args.deadline, args.idle, lease_s))
             print(f"{kind}, {count} nodes: {lives[-1]}", file=sys.stderr, flush=True)
         if count in args.torch:
             torch[count] = torch_joins(count, args.deadline)

@@ -1,4 +1,4 @@
-"""Draws what rendezvous.py measured: seconds and requests over the number of nodes, both axes logarithmic.
+"""Draws what rendezvous.py measured: seconds, requests and bytes over the number of nodes, both axes logarithmic.
 
 It exists because growth shows as a slope: level is constant, one decade a decade is linear. Reads the JSON that
 rendezvous.py writes; needs matplotlib, which the `demo` extra brings.
@@ -13,6 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+STYLES = {"join": "o-", "lose one": "s--", "lose a tenth": "^:", "add a tenth": "v-."}
+COUNTED = "join", "lose one"
+"""Losing a tenth costs a survivor what losing one does."""
+
 
 def draw(lives: Sequence[dict[str, Any]], path: Path) -> bool:
     """False: there is no matplotlib."""
@@ -20,20 +24,22 @@ def draw(lives: Sequence[dict[str, Any]], path: Path) -> bool:
         import matplotlib.pyplot as plt
     except ImportError:
         return False
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     for store in sorted({one["store"] for one in lives}):
         mine = sorted((one for one in lives if one["store"] == store), key=lambda one: one["nodes"])
-        for name, style in (("join", "o-"), ("lose one", "s--"), ("lose a tenth", "^:")):
+        for name, style in STYLES.items():
             steps = [(one["nodes"], one["steps"][name]) for one in mine if name in one["steps"]]
             _line(left, [(nodes, step["seconds"]) for nodes, step in steps], style, f"{store}: {name}")
-            if name != "lose a tenth":
-                _line(right, [(nodes, step["requests"]) for nodes, step in steps], style, f"{store}: {name}")
+            if name in COUNTED:
+                _line(middle, [(nodes, step["requests"]) for nodes, step in steps], style, f"{store}: {name}")
+                kilobytes = [(nodes, (step["sent"] + step["received"]) / 1000) for nodes, step in steps]
+                _line(right, kilobytes, style, f"{store}: {name}")
         idle = [(one["nodes"], one["idle_requests_a_second"]) for one in mine]
-        _line(right, idle, "x-.", f"{store}: idle, a second")
+        _line(middle, idle, "x-.", f"{store}: idle, a second")
     peers = {one["nodes"]: one["torch_join_seconds"] for one in lives if one.get("torch_join_seconds") is not None}
     if peers:
         left.plot(sorted(peers), [peers[nodes] for nodes in sorted(peers)], "k*-", label="torch's rendezvous: join")
-    for axes, title in ((left, "seconds"), (right, "store requests a node")):
+    for axes, title in ((left, "seconds"), (middle, "store requests a node"), (right, "kB a node")):
         ticks = sorted({one["nodes"] for one in lives})
         axes.set(xscale="log", yscale="log", xlabel="nodes", title=title)
         axes.set_xticks(ticks, [str(nodes) for nodes in ticks])
