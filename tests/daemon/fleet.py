@@ -18,6 +18,7 @@ from elasticd_agent.daemon.placer import Placer
 from elasticd_agent.daemon.placing import View
 from elasticd_agent.daemon.reconciling import Ended, Over, Plan, Runs, reconcile
 from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Submission
+from elasticd_agent.keys import Keys
 from elasticd_agent.store import Lease
 from elasticd_agent.store.memory import MemoryStore
 from tests.daemon.stores import Clock, Interrupted
@@ -71,7 +72,18 @@ class Machine:
 
 
 class Fleet:
-    def __init__(self, seed: int, nodes: int, store: MemoryStore | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        nodes: int,
+        store: MemoryStore | None = None,
+        clock: Clock | None = None,
+        *,
+        keep_ended_s: float = 1e9,
+        steady: int = 0,
+    ) -> None:
+        """The daemons of the first `steady` machines never die."""
+        self.keep_ended_s, self.steady = keep_ended_s, steady
         self.chance = random.Random(seed)
         self.clock = clock or Clock()
         self.memory = store or MemoryStore(self.clock)
@@ -141,17 +153,24 @@ class Fleet:
             self._over(machine, self.chance.choice(machine.runners), None)
 
     def kill_daemon(self) -> None:
-        machine = self.chance.choice(self.machines)
+        machine = self.chance.choice(self.machines[self.steady :])
         if machine.daemon is not None:
-            machine.daemon = None
+            self._dies(machine)
             machine.back_at = self.clock.now + self.chance.choice((0.0, 1.0, 5.0, 30.0, 59.0, 90.0))
             for runner in machine.runners:
                 runner.alone_since = self.clock.now
 
     def power_loss(self) -> None:
-        machine = self.chance.choice(self.machines)
-        machine.daemon, machine.runners, machine.exits = None, [], []
+        machine = self.chance.choice(self.machines[self.steady :])
+        self._dies(machine)
+        machine.runners, machine.exits = [], []
         machine.back_at = self.clock.now + self.chance.choice((2.0, 30.0, 100.0))
+
+    def _dies(self, machine: Machine) -> None:
+        """Nothing is said to anybody; but a connection whose client is dead ends, and its watches with it."""
+        if machine.daemon is not None and machine.daemon.placer._watch is not None:
+            machine.daemon.placer._watch.close()
+        machine.daemon = None
 
     def pause(self) -> None:
         """The deciding thread of one daemon stands still; its runners hear nothing of it for a moment."""
@@ -171,6 +190,15 @@ class Fleet:
 
     EVENTS = ("submit",) * 8 + ("succeed",) * 6 + ("cancel", "uncordon", "uncordon", "cordon", "kill_daemon")
     EVENTS += ("crash_runner", "power_loss", "pause", "cut")
+
+    def forget(self) -> None:
+        """What only the test remembers."""
+        self.submitted.clear()
+        self.sentences.clear()
+        self._copies.forget()
+        for machine in self.machines:
+            if machine.daemon is not None:
+                machine.daemon.store.asked.clear()
 
     def anything(self) -> None:
         what = self.chance.choice(self.EVENTS)
@@ -218,7 +246,8 @@ class Fleet:
                 raise StoreUnavailable("cut off")
 
         store.before = cut
-        placer = Placer(store, machine.node, f"i{self.started}", LEASE_S, adopt_timeout_s=ADOPT_S)
+        times = {"lease_s": LEASE_S, "adopt_timeout_s": ADOPT_S, "keep_ended_s": self.keep_ended_s}
+        placer = Placer(store, machine.node, f"i{self.started}", **times)
         machine.daemon = Daemon(store, placer)
         for runner in machine.runners:
             runner.alone_since = None
@@ -250,6 +279,9 @@ class Fleet:
             wants = start.wants
             order = Order(wants.job, wants.number, machine.node, start.slots, wants.spec)
             machine.runners.append(Runner(order, self.clock.now))
+            keys = Keys(wants.job)
+            for key in (keys.spec, keys.done(1) + machine.node):  # as a job's own agents leave some behind
+                self.memory.compare_and_swap(key, None, b"{}")
         self._announce(machine, daemon, self._plan(machine, daemon))
 
     def _plan(self, machine: Machine, daemon: Daemon) -> Plan:
