@@ -75,6 +75,10 @@ TOML: list[tuple[str, str]] = [
     (ABOUT + "env={A=true}", "env.A: must be text, not true or false"),
     (ABOUT + 'env={"A=B"="c"}', "env: 'A=B' cannot be the name of a variable"),
     (ABOUT + 'env={RANK="0"}', "env.RANK: is set by elasticd itself, for every worker; leave it out"),
+    (
+        ABOUT + 'env={CUDA_VISIBLE_DEVICES="0,1"}',
+        "env.CUDA_VISIBLE_DEVICES: is set by the slots that the job gets; leave it out, or empty to hide all GPUs",
+    ),
     (ABOUT + 'env={ELASTICD_JOB="x"}', "env.ELASTICD_JOB: is set by elasticd itself, for every worker; leave it out"),
     (ABOUT + 'env={""="x"}', "env: '' cannot be the name of a variable"),
     (ABOUT + "env={API_TOKEN=12345}", "env.API_TOKEN: must be text, not a whole number"),

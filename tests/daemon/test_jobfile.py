@@ -236,6 +236,10 @@ def test_slots_stand_for_the_nodes_gpus() -> None:
     spec, _ = _choices(job, slots=(1, 3), devices=("0", "GPU-a", "2", "GPU-b"))
     assert (spec.devices, spec.min_workers, spec.max_workers) == (("GPU-a", "GPU-b"), 1, 2)
     assert _choices(job, slots=(1, 3), devices=())[0].devices == ()
+    hidden = read_job((ABOUT + 'workers = "1:3"\nenv = { CUDA_VISIBLE_DEVICES = "" }\n').encode(), "toml", "t")
+    spec, _ = _choices(hidden, slots=(1, 3), devices=("0", "1", "2", "3"))
+    assert spec.devices == ()
+    assert spec.inherited({})["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_too_few_slots_and_too_few_nodes_are_said() -> None:

@@ -121,6 +121,7 @@ CONF = (
 )
 """Keys that are --rdzv-conf's."""
 
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _SEES_TO_LOGS = "the daemon keeps every worker's output; elasticd logs JOB --rank K shows it"
 _SEES_TO_MEETING = "the daemons know where their nodes meet"
 NOT_KEYS: Mapping[str, str] = {
@@ -219,6 +220,8 @@ def choices(
             raise UsageError(f"nodes: {job.nodes}, but a local store is one node's; the job needs store.backend etcd")
         most = 1
     gpus = visible_gpus(os.environ) if devices is None else devices
+    if _GPUS in job.env:
+        gpus = ()  # it is empty: the job wants none
     spec = replace(
         spec,
         job_id=job_id,
@@ -297,6 +300,8 @@ def check(job: JobFile) -> None:
             raise KeyWrong("env", f"{name!r} cannot be the name of a variable")
         if SET_BY_ELASTICD.fullmatch(name):
             raise KeyWrong(f"env.{name}", "is set by elasticd itself, for every worker; leave it out")
+    if job.env.get(_GPUS):
+        raise KeyWrong(f"env.{_GPUS}", "is set by the slots that the job gets; leave it out, or empty to hide all GPUs")
     if (size := len(to_json(job).encode())) > LARGEST:
         raise KeyWrong("env" if job.env else "command", f"makes a job of {size} bytes; at most {LARGEST} are kept")
     if job.hang_factor is not None and math.isnan(job.hang_factor):

@@ -88,11 +88,11 @@ command = ["train.py", "--epochs", "3"]
 workdir = "/home/me/project"
 ```
 
-`examples/job.toml` is a complete one, `elasticd config example --job` prints one with every key in it, and `elasticd
-config check job.toml` says what would count, or what is wrong, in one line: file, key, what is wrong, what would be
-right. It is judged by the checks of `elasticd run` itself ([torchrun.md](torchrun.md)). What only a node can know (is
-the script there, does the user exist, may it run here) is looked at on the node that runs the job; one that cannot is
-shown as refused, with the reason, and the job is placed elsewhere.
+`examples/job.toml` is a complete one, `elasticd config example --job` prints one with every key in it, and
+`elasticd config check job.toml` says what would count, or what is wrong, in one line: file, key, what is wrong, what
+would be right. It is judged by the checks of `elasticd run` itself ([torchrun.md](torchrun.md)). What only a node can
+know (is the script there, does the user exist, may it run here) is looked at on the node that runs the job; one that
+cannot is shown as refused, with the reason, and the job is placed elsewhere.
 
 **Where it runs.** In `workdir`, as `user`, with the daemon's environment less what is the daemon's own (its `ELASTICD_`
 and `PYTHON…` variables, systemd's), then `HOME` and the like of the user, then `env`. `PATH` and `LD_LIBRARY_PATH` in
@@ -105,7 +105,7 @@ not possible; a bare name is looked up on the job's `PATH`.
 
 **How much.** `nodes` and `workers` (per node) are a number or MIN:MAX. The job waits until MIN nodes have MIN free
 slots each, in the order in which jobs were handed in; it then takes up to MAX and goes on while MIN are left. Where
-slots are GPUs, it sees its own GPUs only.
+slots are GPUs, it sees its own GPUs only; `CUDA_VISIBLE_DEVICES = ""` in `env` hides them all.
 
 **What it leaves.** The daemon keeps every worker's output and the job's events for `keep_ended` after its end:
 `elasticd logs JOB`, `elasticd explain JOB`. So a job file has no keys for logs, metrics, or where nodes meet.
