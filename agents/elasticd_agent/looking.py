@@ -26,6 +26,8 @@ from elasticd_agent.workers import Started
 
 EAGER_LOOK_S = 0.02
 """How often a group is looked at until its first step, so that the next one is parked soon."""
+EAGER_S = 60.0
+"""For so long; a group that has not stepped by then is not about to at any moment, or never notes its steps."""
 LOOK_S = 0.25
 TELL_CHECKPOINT_S = 10.0
 """How often other nodes hear of a new checkpoint: what a Round says it resumes from is a proposal, and rank 0 looks."""
@@ -57,7 +59,7 @@ class Looking:
         self._meeting, self._history, self._listener, self._shared = meeting, history, listener, shared
         self._paces = Paces()
         self._prepared: Prepared | None = None
-        self._at = 0.0
+        self._at = self._eager_until = 0.0
         self._step_at: tuple[int, float] = (0, 0.0)
         self._told_at = float("-inf")
         self._stepped = 0  # the newest round that was seen to step
@@ -83,6 +85,7 @@ class Looking:
         self._history.begin()
         self._paces.begin()
         self._at, self._step_at = now + EAGER_LOOK_S, (0, now)
+        self._eager_until = now + EAGER_S
         self._meeting.facts.advances_by = now
         self._meeting.update(ready=round.number, pace=())
 
@@ -137,7 +140,7 @@ class Looking:
             self._meeting.update(pace=counts)
         self.suspicion.look(seen, self._history.deadline_s(seen), now)
         self._listener.seen(seen, now)
-        self._at = now + (LOOK_S if number == self._stepped else EAGER_LOOK_S)
+        self._at = now + (LOOK_S if number == self._stepped or now > self._eager_until else EAGER_LOOK_S)
         return first
 
     def _advanced(self, step: int, now: float) -> None:
