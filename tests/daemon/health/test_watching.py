@@ -29,12 +29,15 @@ class Looks:
         self.looks, self.sums, self.gpus, self.closed = 0, 0, 0, False
         self.hangs, self.stopped = False, threading.Event()
         self.places: Places | None = None
+        self.fails: OSError | None = None
         self.heard: Callable[[], None] = lambda: None
 
     def look(self, idle: bool, most_gpus: int) -> list[Reading]:
         if self.hangs:
             self.stopped.wait(PATIENCE_S)
         self.looks += 1
+        if self.fails is not None:
+            raise self.fails
         self.gpus = most_gpus
         return list(self.finds)
 
@@ -256,6 +259,29 @@ def test_nobody_waits_for_a_look_and_one_that_hangs_is_trouble(
     assert time.monotonic() - began < 1.0
     until(lambda: not health.verdict()[0], "verdict on a look that hangs")
     assert "hangs" in health.verdict()[1]
+
+
+def test_who_was_stopped_itself_blames_nobody(
+    opened: Opened, looks: Looks, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health = opened()
+    assert states(inbox, 1) == ["healthy"]
+    monkeypatch.setattr(watching, "OVERDUE_S", 0.2)
+    monkeypatch.setattr(watching, "ATTENTIVE_S", 0.4)
+    looks.hangs = True
+    assert health.verdict()[0]
+    time.sleep(0.6)  # as long as a stopped process asks nothing
+    assert health.verdict()[0]
+    until(lambda: not health.verdict()[0], "verdict once it asks again")
+
+
+def test_a_machine_on_which_nothing_can_be_started_is_not_well(opened: Opened, looks: Looks, inbox: Inbox) -> None:
+    looks.fails = BlockingIOError(11, "Resource temporarily unavailable")
+    health = opened()
+    assert states(inbox, 1) == ["unhealthy"]
+    assert health.verdict()[1] == "machine: nothing can be looked at: Resource temporarily unavailable"
+    looks.fails = None
+    assert states(inbox, 1) == ["healthy"]
 
 
 def test_what_was_cut_short_by_the_end_counts_for_nothing(opened: Opened, looks: Looks, tmp_path: Path) -> None:

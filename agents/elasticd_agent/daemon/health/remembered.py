@@ -103,7 +103,7 @@ class Remembered:
 
     def taken_away(self) -> bool:
         """Somebody has removed the file: that is how a person says that all of this is forgiven."""
-        return self._path is not None and self._there and not self._path.exists()
+        return self._path is not None and self._there and not os.path.lexists(self._path)
 
 
 def boot_id() -> str:

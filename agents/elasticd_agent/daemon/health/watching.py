@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from elasticd_agent.daemon.health import measured
 from elasticd_agent.daemon.health.checks import Places
-from elasticd_agent.daemon.health.readings import Reading
+from elasticd_agent.daemon.health.readings import Reading, bad
 from elasticd_agent.daemon.health.remembered import Remembered
 from elasticd_agent.daemon.health.verdicts import (
     Healthy,
@@ -34,6 +34,8 @@ AGAIN_S = 5.0
 """What is not believed yet is looked at again this soon, and what keeps a node from joining."""
 OVERDUE_S = 300.0
 """Far beyond all the deadlines of one look together."""
+ATTENTIVE_S = 10.0
+"""It is asked every second; who has not asked for so long was stopped itself, and so was the thread that looks."""
 CLOSE_S = 10.0
 
 State = Literal["healthy", "unhealthy", "quarantined"]
@@ -143,6 +145,7 @@ class Watching:
         self._readings: tuple[Reading, ...] = ()
         self._looked_at = time.monotonic()
         self._closing = False
+        self._asked_at = self._attentive_since = self._looked_at
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
     def start(self, post: Callable[[HealthChanged], None]) -> None:
@@ -162,7 +165,10 @@ class Watching:
 
     def standing(self) -> HealthChanged:
         now = time.monotonic()
-        overdue_s = now - self._looked_at - self._every_s
+        if now - self._asked_at > ATTENTIVE_S:
+            self._attentive_since = now
+        self._asked_at = now
+        overdue_s = now - max(self._looked_at, self._attentive_since) - self._every_s
         if overdue_s > OVERDUE_S:
             return HealthChanged("unhealthy", f"the look that was due {overdue_s:.0f} s ago hangs", 0.0)
         return _change(verdict(self._past, now))
@@ -217,11 +223,10 @@ class Watching:
         self._tested = self._tested or not renewed.all_reduce
 
     def _look(self) -> None:
-        idle = self._idle()
-        readings = self._checks.look(idle, self._remembered.gpus)
-        if not self._tested and idle and all(reading.outcome != "bad" for reading in readings):
-            readings.append(self._checks.all_reduce())
-            self._tested = readings[-1].outcome != "bad"
+        try:
+            readings = self._found(self._idle())
+        except OSError as error:  # no process, pipe or file can be made: no job could be started here, either
+            readings = [bad("machine", f"nothing can be looked at: {error.strerror or error}")]
         if self._closing:
             return  # what was cut short says nothing
         now = time.monotonic()
@@ -229,6 +234,13 @@ class Watching:
         if self._remembered.taken_away():
             self._past = forgiven(self._past)
         self._keep(looked(self._past, readings, now, self._rules))
+
+    def _found(self, idle: bool) -> list[Reading]:
+        readings = self._checks.look(idle, self._remembered.gpus)
+        if not self._tested and idle and all(reading.outcome != "bad" for reading in readings):
+            readings.append(self._checks.all_reduce())
+            self._tested = readings[-1].outcome != "bad"
+        return readings
 
     def _keep(self, past: Past) -> None:
         if past.times > self._past.times and self._all_reduce:
