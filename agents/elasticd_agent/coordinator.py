@@ -76,7 +76,7 @@ class Coordinator:
         self._stored: Versioned | None = None
         self._heard: Versioned | None = None
         self._late = False
-        self._master_for = 0
+        self._master_for = self._master_told = 0
         self._held_for = 0
         self._reports_for = 0
         self._slow: tuple[tuple[int, float], ...] = ()
@@ -119,6 +119,8 @@ class Coordinator:
     def hint(self, key: str) -> None:
         """A watch has named `key`."""
         master = self._keys.master()
+        if (number := key.removeprefix(master)) != key and number.isdecimal():
+            self._master_told = max(self._master_told, int(number))
         self._stale |= {master if key.startswith(master) else key} & set(self._concerning)
         self._planner.hint(key)
         self._hinted()
@@ -274,7 +276,8 @@ class Coordinator:
         self._round = round
         self._awaited = ""
         self._chair.answered()
-        self._stale |= {self._keys.master(), self._keys.hold}
+        # As a rule a round's store is not there yet: its watch says when. It may have, before we heard of the round.
+        self._stale |= {self._keys.hold} | ({self._keys.master()} if self._master_told >= round.number else set())
         self.update(seen=round.number, held=0)
         self._news.append(RoundPublished(round))
 
