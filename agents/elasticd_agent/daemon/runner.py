@@ -49,6 +49,7 @@ def job(argv: Sequence[str]) -> int:
         raise UsageError("job is for the daemon to call: elasticd agent --config FILE")
     os.umask(0o077)
     prctl(PR_SET_NAME, NAME)
+    _as_mortal_as_others()
     files, lock, handed = JobFiles(Path(argv[0])), int(argv[1]), int(argv[2])
     os.set_inheritable(lock, False)
     alive.sign(lock)
@@ -57,6 +58,14 @@ def job(argv: Sequence[str]) -> int:
     except (OSError, WireError) as error:
         raise UsageError(f"{files.order}: {error}") from None
     return _to_its_end(order, secrets, files, lock)
+
+
+def _as_mortal_as_others() -> None:
+    """The daemon may be spared when memory runs out; a job is not, lest it outlives what the machine needs."""
+    with contextlib.suppress(OSError, ValueError):
+        score = Path("/proc/self/oom_score_adj")
+        if int(score.read_text()) < 0:
+            score.write_text("0")
 
 
 def _to_its_end(order: Order, secrets: Secrets, files: JobFiles, lock: int) -> int:
