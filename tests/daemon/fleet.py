@@ -168,8 +168,10 @@ class Fleet:
 
     def _dies(self, machine: Machine) -> None:
         """Nothing is said to anybody; but a connection whose client is dead ends, and its watches with it."""
-        if machine.daemon is not None and machine.daemon.placer._watch is not None:
-            machine.daemon.placer._watch.close()
+        if machine.daemon is not None:
+            for watch in (machine.daemon.placer._watch, machine.daemon.placer._key_watch):
+                if watch is not None:
+                    watch.close()
         machine.daemon = None
 
     def pause(self) -> None:

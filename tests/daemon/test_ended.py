@@ -12,7 +12,7 @@ import pytest
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd.wire import Member, NodeRecord, Round
 from elasticd_agent.daemon import ended, names, queue
-from elasticd_agent.daemon.placer import Placer
+from elasticd_agent.daemon.placer import REFRESH_S, Placer
 from elasticd_agent.daemon.records import Ending, NodeCard, Placement, Submission
 from elasticd_agent.keys import Keys
 from elasticd_agent.store.memory import MemoryStore
@@ -76,7 +76,7 @@ def test_records_go_after_their_time_all_of_them_and_nobody_elses() -> None:
     over.memory.compare_and_swap("/other/llm", None, b"not ours")
     over.turns(99)
     assert over.jobs() == {"llm"}
-    said = over.turns(3)
+    said = over.turns(REFRESH_S + 3)
     assert said == ["the records of job llm, number 1, were removed"]
     assert over.left() - before == {Keys("llmer").round, "/other/llm"}
     assert over.memory.read(names.CLEANING) is None
@@ -166,7 +166,7 @@ def test_an_ended_job_that_never_had_a_place_goes_too() -> None:
     queue.cancel(over.memory, "huge", "", 0.0)
     over.turns(5)
     assert over.jobs() == {"huge"}
-    over.turns(7)
+    over.turns(7 + REFRESH_S)
     assert not over.left()
 
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_removed_costs_little_and_holds_up_nobody() -> None:
         found = over.memory.read(names.SUBMITTED + job)
         assert found is not None
         assert over.memory.compare_and_swap(names.SUBMITTED + job, found.version, b"{")
-    over.turns(20)
+    over.turns(20 + REFRESH_S)
     assert {e.job for e in queue.view(over.memory).endings} == set(broken)
     over.store.asked.clear()
     over.turns(300)
@@ -194,7 +194,7 @@ def test_an_ending_whose_submission_is_gone_goes_too() -> None:
     over = Queue(keep_ended_s=10.0)
     over.run("llm")
     over.memory.delete(names.SUBMITTED + "llm")
-    over.turns(12)
+    over.turns(12 + REFRESH_S)
     assert not over.left()
 
 

@@ -9,6 +9,7 @@ where is `placing`'s business.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -26,6 +27,8 @@ D = TypeVar("D", bound=Document)
 
 REFRESH_S = 20.0
 """Everything is read again so often, in case a watch missed something."""
+FORGET_S = 3600.0
+"""What was understood of records is kept for so long, so that reading them all again costs little."""
 SPARED_S = 600.0
 """What an ended job has left and cannot be removed now is looked at again after so long."""
 
@@ -49,11 +52,15 @@ class Placer:
     version: int | None = None  # the key's, while it is ours
     _lease: Lease | None = None
     _renew_at: float = 0.0
+    _try_at: float = 0.0  # while another daemon has the key
+    _key_watch: Watch | None = None
     _read_at: float = float("-inf")
+    _forget_at: float = float("-inf")
     _cards: dict[str, NodeCard] = field(default_factory=dict)
     _away: dict[str, float] = field(default_factory=dict)
     _sentences: list[str] = field(default_factory=list)
-    _written: bool = False
+    _stale: threading.Event = field(default_factory=threading.Event)
+    _wrote: bool = False
     _spared: dict[tuple[str, int], float] = field(default_factory=dict)
     _copies: Copies = field(init=False)
     _clock: ended.Clock = field(init=False)
@@ -79,6 +86,8 @@ class Placer:
                 self._place(now)
         except StoreUnavailable:
             self._copies.forget()
+            self._stale.set()
+            self._try_at = 0.0
             self._away.clear()
             raise
         return list(self._sentences)
@@ -86,6 +95,9 @@ class Placer:
     def close(self) -> None:
         """Let another daemon place. Raises StoreUnavailable."""
         self._lost()
+        if self._key_watch is not None:
+            self._key_watch.close()
+            self._key_watch = None
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.withdraw()
@@ -99,8 +111,15 @@ class Placer:
             else:
                 self._lease = None
         if self._lease is None:
+            if now < self._try_at:
+                return False
+            if self._key_watch is None:
+                self._key_watch = self.store.watch(names.PLACER, self._freed)
             self._lost()
             value = json.dumps({"node": self.node, "incarnation": self.incarnation}).encode()
+            # To ask every second would cost a large store more than all else; its watch says when the key is free, and
+            # may say so while we ask.
+            self._try_at = now + REFRESH_S
             self._lease = self.store.announce(names.PLACER, value, self.lease_s)
             if self._lease is None:
                 return False
@@ -129,29 +148,49 @@ class Placer:
         self.version = None
         self._clock.forget()
         self._copies.forget()
+        self._stale.set()
         self._cards.clear()
         self._away.clear()
+
+    def _freed(self, key: str) -> None:
+        """The placer's key has changed or gone."""
+        self._try_at = 0.0
+        self.changed()
 
     def _hint(self, key: str) -> None:
         if not key.startswith(f"{names.ROOT}/jobs/"):
             self._copies.hint(key)
+            self._stale.set()
             self.changed()
 
     # ---- placing
 
     def _place(self, now: float) -> None:
-        if self._written:
-            self._copies.hint(names.PLACED)  # a watch will say so, too; but perhaps not yet
-            self._written = False
         if now >= self._read_at + REFRESH_S:
-            self._copies.forget()
+            self._stale.set()
+            self._copies.drop((names.ROOT,))
             self._read_at = now
+        if now >= self._forget_at:
+            self._copies.forget()
+            self._forget_at = now + FORGET_S
+        if not self._stale.is_set():
+            return
+        self._stale.clear()  # before the first look: what changes from now on is looked at in the next turn
         view = self._view(now)
-        for placement in placing.place(view):
-            if not self._write(placement):
-                return
-            self._sentences.append(f"job {placement.job} {placement.reason}")
-        self._clean(view, now)
+        self._wrote = False
+        if all(self._placed(placement) for placement in placing.place(view)):
+            self._clean(view, now)
+        if self._wrote:
+            self._copies.hint(names.PLACED)  # a watch will say so, too; but perhaps not yet
+            self._stale.set()
+        if self._away:
+            self._stale.set()  # they are given up at some moment, whether anything changes or not
+
+    def _placed(self, placement: Placement) -> bool:
+        if not self._write(placement):
+            return False
+        self._sentences.append(f"job {placement.job} {placement.reason}")
+        return True
 
     def _write(self, placement: Placement) -> bool:
         """False: somebody else has written, perhaps another placer; the next turn looks again."""
@@ -159,9 +198,10 @@ class Placer:
         before = self._copies.list(names.PLACED).get(key)
         version = None if before is None else before.version
         if self.store.compare_and_swap(key, version, placement.to_json(), self._guard):
-            self._written = True
+            self._wrote = True
             return True
         self._copies.forget()
+        self._stale.set()
         found = self.store.read(names.PLACER)
         if found is None or found.version != self.version:
             self._sentences.append("another daemon places jobs now")
@@ -180,6 +220,7 @@ class Placer:
         self._spared = {key: until for key, until in self._spared.items() if key in keys and now < until}
         for ending in [e for e in outdated if (e.job, e.number) not in self._spared][: ended.A_TURN]:
             self._copies.forget()
+            self._stale.set()
             if ended.remove(self.store, ending, self.node, self.lease_s):
                 self._sentences.append(f"the records of job {ending.job}, number {ending.number}, were removed")
             else:

@@ -123,10 +123,12 @@ def reconcile(known: View, node: str, runs: Iterable[Runs], ended: Ended, leavin
     busy = {slot: one.order.job for one in runs for slot in one.order.slots}
     start, until, waiting = [], None, []
     for placement in () if leaving else known.placements:
-        wants = _wanted(placement, known)
+        # First what is quickly said: most placements are other nodes', or of jobs that ended long ago.
         place = placement.place(node)
         key = (placement.job, placement.number)
-        if wants is None or place is None or key in {one.key for one in runs} or key in ended.last:
+        if place is None or key in {one.key for one in runs} or key in ended.last:
+            continue
+        if (wants := _wanted(placement, known)) is None:
             continue
         again = ended.again.get(key)
         if holders := sorted({busy[slot] for slot in place.slots if slot in busy}):
