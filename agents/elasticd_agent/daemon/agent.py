@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import os
 import queue
 import signal
@@ -75,6 +76,7 @@ def agent(argv: Sequence[str]) -> int:
         return load(asked.config, os.environ, told)
 
     settings = read()
+    faulthandler.enable()  # systemd's watchdog ends a daemon that hangs by SIGABRT: the journal has its stacks then
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     with heard_signals(inbox):
         with contextlib.ExitStack() as stack:

@@ -1,0 +1,241 @@
+"""What docs/security.md promises: a role that ends where our keys end, secrets that are nowhere, nothing unpickled."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd.errors import StoreRefused
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon.client import Client
+from elasticd_agent.keys import Keys
+from elasticd_agent.store.etcd import EtcdStore
+from tests.daemon.conftest import MakeNode
+from tests.daemon.node import COLD, Node, until
+from tests.etcd import EtcdServers, etcd_servers
+from tests.faults.job import REPOSITORY
+
+PAGE = REPOSITORY / "docs" / "security.md"
+PASSWORD, ROOT_PASSWORD, TOKEN = "hush-etcd-5f1e", "root-etcd-77aa", "hush-token-0a4b8c6d"
+
+
+# --- etcd: the commands of the page -----------------------------------------------------------------------------------
+
+
+def commands() -> list[str]:
+    """The etcdctl lines of the page."""
+    block = re.search(r"```sh\n(etcdctl.*?)```", PAGE.read_text(), re.DOTALL)
+    assert block
+    return block[1].strip().splitlines()
+
+
+@pytest.fixture
+def guarded() -> Iterator[EtcdServers]:
+    """An etcd as the page sets it up."""
+    with etcd_servers() as etcd:
+        for line in commands():
+            line = line.replace("$ROOT_PASSWORD", ROOT_PASSWORD).replace("$PASSWORD", PASSWORD)
+            program, *arguments = shlex.split(line)
+            assert program == "etcdctl"
+            etcd.ctl(*arguments)
+        yield etcd
+
+
+def our_keys() -> list[str]:
+    """One of every kind of key there is."""
+    ours = [
+        value + ("x" if value.endswith("/") else "")
+        for name, value in vars(names).items()
+        if name.isupper() and name != "ROOT"
+    ]
+    keys = Keys("job")
+    for name in (name for name in dir(Keys) if not name.startswith("_") and name != "job"):
+        value = getattr(keys, name)
+        ours.append(value if isinstance(value, str) else value(1) if value.__code__.co_argcount == 2 else value(1, "n"))
+    return [key for key in ours if isinstance(key, str)]
+
+
+def test_the_role_of_the_page_is_enough_and_ends_with_our_keys(guarded: EtcdServers) -> None:
+    ours = our_keys()
+    assert len(ours) > 12
+    store = EtcdStore(guarded.endpoints, user="elasticd", password=PASSWORD, timeout_s=5)
+    try:
+        for key in ours:
+            assert store.compare_and_swap(key, None, b"1"), key
+            assert store.read(key) is not None, key
+        for prefix in {key.rsplit("/", 1)[0] + "/" for key in ours if key.startswith(names.ROOT + "/")}:
+            assert store.list(prefix) is not None
+        for key in ("/elasticd/v2/placer", "/elasticd/", "/registry/secrets/x", "elasticd/v1/placer"):
+            with pytest.raises(StoreRefused):
+                store.read(key)
+            with pytest.raises(StoreRefused):
+                store.compare_and_swap(key, None, b"1")
+    finally:
+        store.close()
+    nobody = EtcdStore(guarded.endpoints, timeout_s=5)
+    try:
+        with pytest.raises(StoreRefused):
+            nobody.read(names.PLACER)
+    finally:
+        nobody.close()
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def secret_file(path: Path, secret: str) -> Path:
+    path.touch(0o600)
+    path.write_text(secret + "\n")
+    return path
+
+
+def shown(node: Node, etcd: EtcdServers) -> dict[str, bytes]:
+    """Everything somebody could look at: where → what is there."""
+    found: dict[str, bytes] = {}
+    for pid, comm in {**node.processes(), node.pid: "agent"}.items():
+        for name in ("cmdline", "environ"):
+            path = Path(f"/proc/{pid}/{name}")
+            try:
+                found[f"{comm}[{pid}] {name}"] = path.read_bytes()
+            except OSError:  # it has just ended
+                continue
+    # Written by the agent and its jobs; not what the test itself wrote.
+    for path in (p for top in (node.state, node.root / "run", node.root / "agent.log") for p in (top, *top.rglob("*"))):
+        if path.is_file():
+            found[str(path)] = path.read_bytes()
+    for path in Path("/dev/shm").glob("elasticd-*/**/*"):
+        if path.is_file():
+            found[str(path)] = path.read_bytes()
+    found["etcd"] = etcd.ctl("get", "--prefix", "/", user=f"root:{ROOT_PASSWORD}").encode()
+    client = Client(node.root / "run" / "agent.sock")
+    pages = [
+        "/metrics",
+        "/healthz",
+        "/readyz",
+        "/status",
+        "/v1/jobs",
+        "/v1/jobs/one",
+        "/v1/nodes",
+        "/v1/jobs/one/logs?rank=0",
+    ]
+    for page in pages:
+        found[page] = client.get(page).body
+    found["dump"] = client.post("/v1/jobs/one/dump", within_s=60).body
+    return found
+
+
+def test_secrets_are_nowhere(node: MakeNode, guarded: EtcdServers, tmp_path: Path) -> None:
+    password = secret_file(tmp_path / "password", PASSWORD)
+    token = secret_file(tmp_path / "token", TOKEN)
+    endpoint = f"127.0.0.1:{guarded.port}"
+    store = {"backend": "etcd", "endpoints": [endpoint], "user": "elasticd", "password_file": password}
+    one = node("n1", store=store, http={"port": 0, "token_file": token}, local_addr="127.0.0.1")
+    one.job("one", "chatty.py", COLD, workers=1)
+    one.start()
+    one.workers("one")
+    # A new agent finds the runner again, and an upgrade hands secrets on: they must not be in what is handed on.
+    one.kill()
+    one.start()
+    one.upgrade()
+    until(lambda: one.ask("one", "status"), one.told)
+
+    looked = shown(one, guarded)
+    for where in ("etcd", "/status", "/metrics", "/v1/jobs/one", "dump"):
+        assert looked[where], f"nothing was looked at: {where}"
+    assert any(name.startswith("elasticd-job") for name in looked), sorted(looked)
+    assert b'"one"' in looked["/v1/jobs"]
+    for secret in (PASSWORD, TOKEN):
+        assert [where for where, what in looked.items() if secret.encode() in what] == []
+    (one.work / "go").touch()
+    one.exited("one")
+    assert one.drain() == 0
+    left = [path for path in one.state.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
+    assert left == []
+
+
+def test_what_the_state_directory_lets_others_see(node: MakeNode) -> None:
+    one = node("n1")
+    one.job("one", "chatty.py", COLD, workers=1)
+    one.start()
+    one.workers("one")
+    assert one.state.stat().st_mode & 0o777 == 0o700
+    open_ = [p for p in one.state.rglob("*") if not p.is_symlink() and p.stat().st_mode & 0o077]
+    assert open_ == [], "inside it, too: a copy of it may lie elsewhere"
+    (one.work / "go").touch()
+    assert one.drain() == 0
+
+
+# --- nothing is unpickled or evaluated -----------------------------------------------------------------------------
+
+
+FORBIDDEN = {"marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
+PICKLE = {
+    "elasticd/checkpoint.py": "names its errors",
+    "agents/elasticd_agent/gather/flight.py": "NCCL's recordings are pickles: reads plain values, refuses the rest",
+}
+CALLS = {"eval", "exec", "__import__"}
+
+
+def sources() -> list[Path]:
+    tops = ("elasticd", "agents/elasticd_agent", "examples", "deploy")
+    return [path for top in tops for path in (REPOSITORY / top).rglob("*.py")]
+
+
+def sins(path: Path, tree: ast.Module) -> list[str]:
+    """Each as LINE: what."""
+    name = str(path.relative_to(REPOSITORY))
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=imported):
+                modules = {alias.name.split(".")[0] for alias in imported}
+            case ast.ImportFrom(module=str(module), level=0):
+                modules = {module.split(".")[0]}
+            case _:
+                modules = set()
+        found += [f"{node.lineno}: imports {module}" for module in modules & FORBIDDEN]  # type: ignore[attr-defined]
+        if "pickle" in modules and name not in PICKLE:
+            found.append(f"{node.lineno}: imports pickle")  # type: ignore[attr-defined]
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            how = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if called in CALLS or called in (
+                "pickle.loads",
+                "pickle.load",
+                "os.system",
+                "yaml.load",
+                "yaml.unsafe_load",
+            ):
+                found.append(f"{node.lineno}: calls {called}")
+            if called == "torch.load" and how.get("weights_only") != "True":
+                found.append(f"{node.lineno}: torch.load without weights_only=True")
+            if how.get("shell") == "True":
+                found.append(f"{node.lineno}: shell=True")
+    return found
+
+
+def test_nothing_shipped_unpickles_or_evaluates() -> None:
+    paths = sources()
+    assert len(paths) > 150
+    found = {str(path.relative_to(REPOSITORY)): sins(path, ast.parse(path.read_text())) for path in paths}
+    assert {name: what for name, what in found.items() if what} == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "eval('1')",
+        "import torch; torch.load('x')",
+        "import subprocess; subprocess.run('x', shell=True)",
+        "import yaml; yaml.load('x', yaml.Loader)",
+    ],
+)
+def test_that_search_finds_what_it_looks_for(code: str) -> None:
+    assert sins(REPOSITORY / "elasticd" / "made_up.py", ast.parse(code))
