@@ -82,7 +82,7 @@ def _of_outside(outside: list[Rank], live: Sequence[Rank], ended: Sequence[Rank]
     joining = sorted({rank.seen.function or JOINING for rank in waits if rank.joins})
     if joining and all(rank.seen.collectives < 0 for rank in suspects):
         cause = "never_joined"
-        said = f"{names(suspects)} ha{_s(suspects)} not come to {joining[0]}: {_pronoun(suspects)} "
+        said = f"{names(suspects)} ha{_s(suspects)} not come to {joining[0]}{_namely(suspects)}"
     else:
         said = f"{names(suspects)} {_issued(suspects, others)}"
     said += _does(suspects)
@@ -216,13 +216,14 @@ def _issued(ranks: Sequence[Rank], others: Sequence[Rank]) -> str:
     if not counts or mine < 0 or max(counts) <= mine:
         return ""
     theirs = f"{max(counts):,}" if min(counts) == max(counts) else f"up to {max(counts):,}"
-    return f"ha{_s(ranks)} issued {mine:,} collectives, the others {theirs}: {_pronoun(ranks)} "
+    return f"ha{_s(ranks)} issued {mine:,} collectives, the others {theirs}{_namely(ranks)}"
 
 
 def _does(ranks: Sequence[Rank]) -> str:
     if len(ranks) == 1:
         return ranks[0].doing()
-    return f"({'; '.join(f'{rank.seen.rank} {rank.doing()}' for rank in ranks[:3])})"
+    more = "; …" if len(ranks) > 3 else ""
+    return f"({'; '.join(f'rank {rank.seen.rank} {rank.doing()}' for rank in ranks[:3])}{more})"
 
 
 def _each(ranks: Sequence[Rank]) -> str:
@@ -233,8 +234,9 @@ def _s(ranks: Sequence[Rank]) -> str:
     return "s" if len(ranks) == 1 else "ve"
 
 
-def _pronoun(ranks: Sequence[Rank]) -> str:
-    return "it" if len(ranks) == 1 else "they"
+def _namely(ranks: Sequence[Rank]) -> str:
+    """Between what they have or have not done, and what each of them does."""
+    return ": it " if len(ranks) == 1 else " "
 
 
 def _whom(ranks: Sequence[Rank]) -> str:
