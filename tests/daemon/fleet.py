@@ -266,10 +266,7 @@ class Fleet:
                 queue.ended(daemon.store, ending)
             self.sentences += daemon.placer.turn(self.clock.now)
             plan = self._plan(machine, daemon)
-            for key in list(daemon.ended.last):
-                view = self._seen(machine)
-                if view.ending(*key) or not any((s.job, s.number) == key for s in view.submissions):
-                    daemon.ended.forget(key)
+            daemon.ended.settle(self._seen(machine), machine.node)
         except StoreUnavailable:
             return
         for stop in plan.stop:

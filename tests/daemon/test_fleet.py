@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from elasticd_agent.daemon import queue
 from tests.daemon.fleet import ADOPT_S, LEASE_S, STEP_S, Fleet
 
 HAPPENED: Counter[str] = Counter()
@@ -44,6 +45,27 @@ def test_everything_at_once(seed: int, nodes: int) -> None:
     ended = {(e.job, e.number) for e in fleet.view().endings}
     newest = {job: max(n for j, n in fleet.submitted if j == job) for job, _ in fleet.submitted}
     assert set(newest.items()) <= ended | {(s.job, s.number) for s in left}, "of every id the last run ended or waits"
+
+
+def test_a_node_that_refused_a_job_is_tried_again_once_somebody_has_cordoned_it() -> None:
+    fleet = Fleet(1, 1)
+    fleet.refusing.add(("llm", "n1"))
+    queue.submit(fleet.memory, "{}", job="llm", nodes=(1, 1), slots=(1, 1), by="", at=0.0)
+    for _ in range(20):
+        fleet.step()
+    assert "n1 refused it: no such script" in fleet.waiting()["llm"]
+    fleet.refusing.clear()
+    for _ in range(100):
+        fleet.step()
+    assert fleet.waiting(), "nobody has said that it is mended"
+    queue.cordon(fleet.memory, "n1", False, "the path", "", 0.0)
+    for _ in range(10):
+        fleet.step()
+    assert "n1 is cordoned: the path" in fleet.waiting()["llm"]
+    queue.uncordon(fleet.memory, "n1")
+    for _ in range(10):
+        fleet.step()
+    assert not fleet.waiting()
 
 
 def test_everything_did_happen() -> None:

@@ -358,10 +358,7 @@ class Deciding:
             jobs.ended(self._parts.store, ending)
             self._copies.hint(names.ENDED + ending.job)
         self._known = self._view()
-        for key in list(self._ended.last):
-            over = any((e.job, e.number) == key for e in self._known.endings)
-            if over or not any((s.job, s.number) == key for s in self._known.submissions):
-                self._ended.forget(key)
+        self._ended.settle(self._known, self.card.node)
 
     def _tell_again(self, now: float) -> None:
         """A store that came back empty hears from us which jobs there are, once every node has had time to be back."""

@@ -114,6 +114,15 @@ class Ended:
         self.last.pop(key, None)
         self.again.pop(key, None)
 
+    def settle(self, known: View, node: str) -> None:
+        """Forget what the store knows of; and what this node has refused, once somebody cordons it to mend that."""
+        cordoned = any(cordon.node == node for cordon in known.cordons)
+        there = {(s.job, s.number) for s in known.submissions} if self.last else set()
+        for key, last in list(self.last.items()):
+            mended = last.outcome == "refused" and cordoned
+            if mended or key not in there or known.ending(*key) is not None:
+                self.forget(key)
+
 
 def reconcile(known: View, node: str, runs: Iterable[Runs], ended: Ended, leaving: str, now: float) -> Plan:
     """`leaving`: why nothing may run here any more; "" while something may. `now` is monotonic seconds."""
