@@ -199,7 +199,9 @@ class Job:
         """Every fault happened as often as it was meant to."""
         fired = (self.work / "fired").read_text().split() if (self.work / "fired").exists() else []
         for number, fault in enumerate(self.faults):
-            assert fired.count(str(number)) == fault.times, f"{fault} fired {fired.count(str(number))} times"
+            assert fired.count(str(number)) == fault.times, (
+                f"{fault} fired {fired.count(str(number))} times\n{self._told()}"
+            )
 
     def processes(self) -> dict[int, str]:
         """Every process of the job, wherever it went to: by its environment."""
