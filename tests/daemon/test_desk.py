@@ -298,10 +298,14 @@ def test_what_would_lead_elsewhere_is_no_rank_round_or_stream(serve: Serve, quer
 
 
 @pytest.mark.parametrize(
-    "job", ["..", "../x", "..%2f..%2fetc", "a/b", "a%2fb", "%2e%2e", ".x", "x%00y", "", "a%0ab", "x" * 200, "%ff"]
+    "job", ["..", "..%2fx", "..%2f..%2fetc", "a/b", "a%2fb", "%2e%2e", ".x", "x%00y", "", "a%0ab", "x" * 200, "%ff"]
 )
 def test_no_id_leads_out_of_the_state_directory(serve: Serve, job: str) -> None:
     one = serve()
+    outside = one.root / "state" / "x.1" / "logs" / "round-1" / "rank-0"  # which `../x` would be
+    outside.mkdir(parents=True)
+    (outside / "stdout.log").write_text("secret")
+    (one.root / "state" / "jobs").mkdir()
     for path in (f"/v1/here/jobs/{job}/logs?number=1", f"/v1/jobs/{job}/logs", f"/v1/here/jobs/{job}?number=1"):
         assert one.unix().ask("GET", path).code in (400, 404), path
 

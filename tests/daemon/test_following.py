@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elasticd_agent.daemon import following, names
-from elasticd_agent.daemon.client import Unreachable
+from elasticd_agent.daemon.client import Client, Reply, Unreachable
 from elasticd_agent.daemon.following import Follower, Gone, Wanted
 from elasticd_agent.daemon.records import Ending, Running
 from tests.daemon.served import Served
@@ -122,6 +122,36 @@ def test_following_goes_through_the_rounds_to_the_end_of_the_job(one: Served, un
     end(one)
     assert reading.wait(), "it ends with the job"
     assert (reading.out.getvalue()[-8:], reading.error) == (b"and out\n", "")
+
+
+class Between:
+    """A client that has something happen after it was told that there is no more of stdout, before it asks on."""
+
+    def __init__(self, client: Client, happens: Callable[[], None]) -> None:
+        self._client, self._happens, self._at_its_end = client, happens, False
+
+    def get(self, path: str, query: dict[str, Any] | None = None) -> Reply:
+        if self._at_its_end:
+            self._at_its_end, happens, self._happens = False, self._happens, lambda: None
+            happens()
+        reply = self._client.get(path, query)
+        self._at_its_end = query is not None and query["stream"] == "stdout" and not reply.body
+        return reply
+
+
+def test_last_words_between_two_questions_are_heard(one: Served) -> None:
+    one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
+    for stream in ("stdout", "stderr"):
+        one.log(1, 0, stream, "one\n")
+
+    def happens() -> None:
+        one.log(1, 0, "stdout", "last words\n")
+        end(one)
+
+    out = io.BytesIO()
+    client: Any = Between(one.unix(), happens)
+    Follower(client, replace(ALL, follow=True), out, io.BytesIO(), lambda _: None, sleep=lambda _: None).run()
+    assert out.getvalue() == b"one\nlast words\n"
 
 
 def test_a_cancelled_jobs_last_words_are_waited_for(one: Served, until: Until) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl, unquote
 
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent.config import identifier
 from elasticd_agent.daemon import ranklogs
 from elasticd_agent.daemon.across import Asked, Away, Logs, NoSuch
 from elasticd_agent.daemon.desk import Conflict, Desk
@@ -108,8 +107,7 @@ class Api:
         raise _not_there(request.method, words)
 
     def _here(self, method: str, job: str, what: list[str], asked: Mapping[str, str]) -> Answer:
-        """For other daemons: what this node has itself, without the store. Paths are made of `job` here."""
-        identifier("job id", job)
+        """For other daemons: what this node has itself, without the store."""
         number = _whole(asked, "number")
         if number is None:
             raise _Wrong(400, "number=N, the job's own, is missing")

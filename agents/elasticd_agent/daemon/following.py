@@ -48,6 +48,7 @@ class _Stream:
     out: BinaryIO
     offset: int = 0
     ended: bool = False
+    over: bool = False
     begun: bool = False
     rest: bytes = field(default=b"", repr=False)
 
@@ -69,16 +70,14 @@ class Follower:
         self._streams = [_Stream(name, err if name == "stderr" else out) for name in wanted.streams]
         self._round, self._node = wanted.round, wanted.node
         self._newest = 0
-        self._over: bool | None = None
         self._said = ""
 
     def run(self) -> None:
         """Until everything is shown, or, with follow, until nothing more will come. Raises Gone, Unreachable."""
         if self._wanted.follow:
             self._await_start()
-        quiet = False
         while True:
-            self._over, newest = None, self._newest
+            newest = self._newest
             moved = [self._piece(stream) for stream in self._streams]
             if any(moved):
                 continue
@@ -89,13 +88,8 @@ class Follower:
             # Only if it was there before we looked: then nothing is added to this one any more.
             if self._next_round(newest):
                 continue
-            if all(stream.ended for stream in self._streams) and self._is_over():
-                # Asked once more: its last words may have been written between two questions.
-                if quiet:
-                    break
-                quiet = True
-            else:
-                quiet = False
+            if self._is_over():
+                break
             self._sleep(POLL_S)
         for stream in self._streams:
             self._put(stream, b"", last=True)
@@ -128,6 +122,8 @@ class Follower:
         reply = self._asked(lambda: self._client.get(_path(self._wanted.job) + "/logs", query))
         if reply.code == 404:
             self._said, stream.ended = reply.why, True
+            if stream.begun:  # of this round there is nothing of it
+                stream.over = self._has_ended()
             return False
         if reply.code != 200:
             raise Gone(reply.why)
@@ -141,7 +137,7 @@ class Follower:
         stream.offset = _number(reply, "next")
         stream.ended = stream.offset >= _number(reply, "size")
         self._newest = max(self._newest, _number(reply, "newest"))
-        self._over = reply.headers.get("elasticd-over") == "1" or (self._over or False)
+        stream.over = reply.headers.get("elasticd-over") == "1"
         if tail and first:
             data = _last_lines(data, self._wanted.tail or 0)
         self._put(stream, data)
@@ -159,9 +155,13 @@ class Follower:
         return True
 
     def _is_over(self) -> bool:
-        """Nothing will be added any more, as the log has just said, or, where there is none, the job."""
-        if self._over is not None:
-            return self._over
+        """Nothing will be added any more, as each log has said with its end, or, where there is none, the job."""
+        begun = [stream for stream in self._streams if stream.begun]
+        if begun:
+            return all(stream.ended and stream.over for stream in begun)
+        return self._has_ended()
+
+    def _has_ended(self) -> bool:
         job = self._asked(lambda: self._client.get(_path(self._wanted.job)))
         found = job.document() if job.code == 200 else {}
         return job.code != 200 or (found.get("ended_at") is not None and not found.get("leaving"))
