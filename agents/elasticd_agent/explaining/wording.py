@@ -66,8 +66,8 @@ DO = {
     "never_joined": "it never came to init_process_group: look at its log, its imports, its data",
     "exiting": "training was done; an exit handler or a thread keeps it: see its stack",
     "store": "the process that hosts the round's store was stopped or starved",
-    "everyone": "all ranks are blocked alike: look at what they share (a file system, a GPU driver, a service); if they may "
-    'wait there so long, say so: session.phase("eval") around it, or --hang-floor',
+    "everyone": "all ranks are blocked alike: look at what they share (a file system, a GPU driver, a service); if "
+    'they may wait there so long, say so: session.phase("eval") around it, or --hang-floor',
 }
 """What a person can look at next, by cause."""
 
