@@ -160,6 +160,10 @@ def test_what_ranks_on_another_node_have_written_is_fetched_from_there(nodes: Ma
         "n1": ("ready", "chat"),
         "n2": ("ready", "chat"),
     }
+    taken = {row["node"]: row for row in json.loads(ask("dump", "chat", "--json"))["nodes"]}
+    assert taken.keys() == {"n1", "n2"}
+    assert sorted(rank["rank"] for row in taken.values() for rank in row["document"]["ranks"]) == [0, 1]
+    assert ask("explain", "chat").count("NODE n") == 2
     address = json.loads(ask("nodes", "--json"))["nodes"][1]["address"]
     done = elasticd("jobs", "--agent", f"http://{address}", "--token-file", str(token))
     assert (done.returncode, table(done.stdout)[0]["JOB"]) == (0, "chat")
