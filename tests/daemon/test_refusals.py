@@ -123,6 +123,23 @@ def test_a_runner_that_does_not_leave_is_killed_with_everything_it_started(node:
 
 
 @pytest.mark.system
+def test_a_second_sigterm_does_not_wait_for_workers_that_do_not_listen(node: MakeNode) -> None:
+    n1 = node()
+    n1.job("one", "plain.py", COLD, "deaf", workers=1)
+    n1.start()
+    (worker,) = ready(n1)
+    asked = time.monotonic()
+    n1.signal(signal.SIGTERM)
+    n1.said("leaves this node")
+    n1.signal(signal.SIGTERM)
+    assert n1.wait() == 0
+    assert time.monotonic() - asked < 20
+    assert "SIGTERM again: what is left here is killed" in n1.log
+    assert not lives(worker)
+    n1.assert_gone()
+
+
+@pytest.mark.system
 def test_what_runs_goes_on_while_the_store_is_away_and_in_one_that_came_back_empty(
     nodes: MakeNode, etcd: EtcdServers
 ) -> None:

@@ -119,7 +119,7 @@ def test_a_job_that_this_node_cannot_run_is_refused_with_a_sentence_and_not_trie
     n1.kill()
     n1.start()
     waits = f"n1 refused it: {sentence}"
-    until(lambda: waits in n1.log, n1.told)
+    until(lambda: waits in (n1.state / "store.journal").read_text(), n1.told)
     assert len(n1.events("runner_started")) == 1
     assert n1.drain() == 0
 
