@@ -408,6 +408,9 @@ def test_what_is_on_another_node_is_fetched_with_the_same_token(serve: Serve) ->
     assert desk.get("/v1/jobs/llama/logs", {"node": "n1"}).body == b"on n1\n"
     assert desk.get("/v1/jobs/llama/logs", {"node": "n2", "offset": 3}).body == b"n2\n"
     assert desk.get("/v1/jobs/llama").document()["progress"]["rounds"][0]["reason"] == "n1 left"
+    n1.place("llama", 1, reason="waits: n2 is drained")
+    row = desk.get("/v1/jobs/llama").document()
+    assert (row["nodes"], row["progress"]["rounds"][0]["reason"]) == ([], "n1 left"), "it is remembered where it ran"
     rows = desk.get("/v1/jobs/llama/explain").document()["nodes"]
     assert {row["node"] for row in rows} == {"n1", "n2"}
     n2.token_file.write_text("n2 has another one, and refuses")

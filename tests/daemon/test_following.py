@@ -124,6 +124,20 @@ def test_following_goes_through_the_rounds_to_the_end_of_the_job(one: Served, un
     assert (reading.out.getvalue()[-8:], reading.error) == (b"and out\n", "")
 
 
+def test_without_follow_a_rank_that_writes_faster_than_one_reads_is_not_waited_for(one: Served) -> None:
+    one.log(1, 0, "stdout", "x" * (3 << 20))
+
+    class Faster(Between):
+        def get(self, path: str, query: dict[str, Any] | None = None) -> Reply:
+            one.log(1, 0, "stdout", "x" * (2 << 20))
+            return super().get(path, query)
+
+    out = io.BytesIO()
+    client: Any = Faster(one.unix(), lambda: None)
+    Follower(client, replace(ALL, streams=("stdout",)), out, io.BytesIO(), lambda _: None).run()
+    assert 3 << 20 <= len(out.getvalue()) <= 8 << 20
+
+
 class Between:
     """A client that has something happen after it was told that there is no more of stdout, before it asks on."""
 

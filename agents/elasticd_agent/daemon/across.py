@@ -26,6 +26,8 @@ from elasticd_agent.explaining.files import Silent
 
 PEER_S = 5.0
 SEARCH_S = 20.0
+MOST_ASKED = 16
+"""Nodes that are asked for the history of a job that has no place at the moment."""
 
 
 class NoSuch(ElasticdError):
@@ -114,9 +116,11 @@ class Across:
                 best = self.here.about(job.job, job.number, now)
             except Silent:
                 best = None
-            if best is not None and (self.here.node in nodes or not nodes):
+            if best is not None and (self.here.node in nodes or (not nodes and best["rounds"])):
                 return best
-        others = addresses(view, [node for node in nodes if node != self.here.node][:3])
+        # Where it waits again after it has run, only who had it knows of that.
+        asked = nodes[:3] or list(self._candidates(view, job, None))[:MOST_ASKED]
+        others = addresses(view, [node for node in asked if node != self.here.node])
         path = f"/v1/here/jobs/{quote(job.job, safe='')}"
         for one in self.peers.ask_all(others, "GET", path, {"number": job.number}, PEER_S).values():
             if isinstance(one, dict) and (best is None or (one.get("round") or 0) >= (best.get("round") or 0)):

@@ -50,6 +50,7 @@ class _Stream:
     ended: bool = False
     over: bool = False
     begun: bool = False
+    enough: int | None = None
     rest: bytes = field(default=b"", repr=False)
 
 
@@ -107,10 +108,12 @@ class Follower:
             if found.get("reason") != waiting:
                 waiting = str(found.get("reason"))
                 self._say(f"{found.get('state')}: {waiting}")
-            self._sleep(POLL_S)
+            self._sleep(2 * POLL_S)
 
     def _piece(self, stream: _Stream) -> bool:
         """Show what there is more of this stream; True if there was something."""
+        if stream.enough is not None and stream.offset >= stream.enough:
+            return False
         tail = self._wanted.tail is not None and not stream.begun
         query = {
             "rank": self._wanted.rank,
@@ -133,6 +136,8 @@ class Follower:
         if stream.begun is False or self._node is None:
             self._node = unquote(reply.headers.get("elasticd-node", "")) or self._node
         data, first = reply.body, not stream.begun
+        if first and not self._wanted.follow:
+            stream.enough = _number(reply, "size")  # what is added faster than we read is not waited for
         stream.begun = True
         stream.offset = _number(reply, "next")
         stream.ended = stream.offset >= _number(reply, "size")
