@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from elasticd_agent import procfs
 from elasticd_agent.daemon.health import checks, gpus, nvml
 from tests.daemon.health.conftest import Node, Says, until
 
@@ -115,6 +117,19 @@ def test_a_process_that_was_stopped_is_given_up_and_followed_by_another(
     assert gpu_node.look()["gpus"].outcome == "bad"
     asker._within_s = 30.0
     assert gpu_node.look()["gpus"].outcome == "good"
+
+
+def test_a_daemon_that_is_killed_leaves_nobody_in_the_driver(gpu_node: Node, nvml: Says) -> None:
+    nvml([], [], broken="hangs")
+    program = "from elasticd_agent.daemon.health.nvml import Nvml; Nvml(print, 60).look()"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", program], env=environ) as daemon:
+        children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children")
+        asker = int(until(lambda: children.read_text().split(), "process that asks NVML")[0])
+        until(lambda: (gpu_node.tmp / "asked").exists(), "question to the driver")
+        daemon.kill()
+        daemon.wait(10)
+    until(lambda: procfs.state(asker) in ("", "Z"), "end of the process that asks NVML")
 
 
 def happens(tmp: Path, line: str) -> None:

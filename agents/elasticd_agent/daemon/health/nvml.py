@@ -7,9 +7,11 @@ It judges nothing.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from typing import Any
 
 from elasticd_agent import gpu, procfs
 
+PR_SET_PDEATHSIG = 1
 WAITS_MS = 10_000
 """An event ends the wait at once; this is only how often the process looks up."""
 AGAIN_S = 5.0
@@ -175,6 +178,8 @@ class Listener:
 
 
 def main() -> None:
+    # Ends with the thread that started us also while a call hangs: nobody would read the end of our standard input.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     lock = threading.Lock()
 
     def say(message: dict[str, Any]) -> None:
