@@ -31,9 +31,20 @@ def start(tcp_store: Callable[..., Any], host: str, listen_fd: int) -> Any:
     """The store, listening. It closes the descriptor when it goes."""
     with socket.socket(fileno=os.dup(listen_fd)) as listener:
         port = listener.getsockname()[1]
-    return tcp_store(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listen_fd, timeout=timedelta(seconds=60)
-    )
+    given = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listen_fd}
+    return serving(tcp_store)(host, port, timeout=timedelta(seconds=60), **given)
+
+
+def serving(tcp_store: Callable[..., Any]) -> Callable[..., Any]:
+    """`tcp_store` for a socket that listens already, which torch 2.6 serves by its older backend only."""
+
+    def made(*place: Any, **how: Any) -> Any:
+        try:
+            return tcp_store(*place, **how)
+        except NotImplementedError:
+            return tcp_store(*place, **how, use_libuv=False)
+
+    return made
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from elasticd_agent.launcher.store import serving
 from elasticd_agent.store.c10d_client import PROTOCOL, WATCH_TURN_S, remove
 from elasticd_agent.store.c10d_records import (
     CLOSING,
@@ -54,7 +55,7 @@ def keep(tcp_store: Callable[..., Any], listener: socket.socket, channel: socket
     """Serve on an already listening socket until the channel's end of file."""
     port = listener.getsockname()[1]
     # The family the listener was made for; the store listens on all addresses, the keeper uses the nearest.
-    wire = Wire(tcp_store, "127.0.0.1", port, 10.0, is_master=True, master_listen_fd=listener.detach())
+    wire = Wire(serving(tcp_store), "127.0.0.1", port, 10.0, is_master=True, master_listen_fd=listener.detach())
     keeper = Keeper(wire)
     keeper.begin()
     channel.settimeout(TURN_S)

@@ -19,6 +19,7 @@ from typing import Any
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.addresses import joined, local_address
+from elasticd_agent.launcher.store import serving
 from elasticd_agent.store import Store
 from elasticd_agent.torchrun_plugin.attendance import Attendance, Closed, TimedOut, Times
 from elasticd_agent.torchrun_plugin.conf import Conf
@@ -177,7 +178,7 @@ class Handler:
             if rank != 0:
                 # Asked first, because TCPStore answers a refusal with retries and a page of C++ frames.
                 socket.create_connection((host.address, host.port), patience_s).close()
-            store = TCPStore(
+            store = serving(TCPStore)(
                 host.address,
                 host.port,
                 is_master=rank == 0,
