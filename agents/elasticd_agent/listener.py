@@ -26,6 +26,7 @@ class Listener(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
+    allow_reuse_port = False  # some Pythons' HTTPServer would share the port with another server
     timeout = 0.0  # handle_request is only called when somebody waits
 
     def __init__(

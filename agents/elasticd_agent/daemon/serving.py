@@ -1,4 +1,8 @@
-"""Builds what the daemon serves over HTTP, from its settings: the desk, the routes and the server before them."""
+"""Builds what the daemon serves over HTTP, from its settings: the desk, the routes and the server before them.
+
+It exists so that the agent has one thing to open and to close. It answers nothing itself, and never reads a secret: who
+needs the token reads its file whenever it is needed.
+"""
 
 from __future__ import annotations
 
