@@ -161,7 +161,13 @@ def test_no_secret_is_ever_logged_or_said(serve: Serve, caplog: pytest.LogCaptur
 def test_on_the_socket_the_kernel_says_who_asks(open_folder: Path) -> None:
     nobody = 65534
     wheres: list[dict[str, Any]] = [{}, {"users": (str(nobody),)}, {"groups": (str(nobody),)}]
-    closed, by_user, by_group = made = [Served(open_folder / str(i), where=where) for i, where in enumerate(wheres)]
+    for i in range(len(wheres)):
+        (open_folder / str(i)).mkdir(mode=0o755)
+    before = os.umask(0o077)  # as the agent has it
+    try:
+        closed, by_user, by_group = made = [Served(open_folder / str(i), where=where) for i, where in enumerate(wheres)]
+    finally:
+        os.umask(before)
     script = """
 import os, socket, sys
 path, uid, gid, groups = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), [int(g) for g in sys.argv[4:]]

@@ -135,6 +135,7 @@ def test_a_jobs_life_as_an_operator_sees_it(node: MakeNode) -> None:
     n1.assert_gone()
 
 
+@pytest.mark.system
 def test_what_ranks_on_another_node_have_written_is_fetched_from_there(nodes: MakeNode, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123456789abcdef\n")

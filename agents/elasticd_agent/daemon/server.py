@@ -128,7 +128,9 @@ def _unix(where: Listening, routes: Routes, asking_s: float) -> Listener:
     door = PeerDoor.open_to(where.users, where.groups)
     path = where.socket
     try:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True)
+            path.parent.chmod(0o755)  # whatever the umask is: the socket's own mode says who may connect
         _take_away(path)
         return _UnixListener(path, routes, door, asking_s)
     except OSError as error:
