@@ -294,6 +294,15 @@ def test_what_a_node_says_of_itself_counts_like_a_drain(state: str) -> None:
     assert words(after(replace(one, cards=cards)), "a") == f"n1 is {state}: its reasons; runs on n2 (slots 0-3)"
 
 
+def test_a_job_that_shall_not_grow_gets_others_only_for_those_it_loses() -> None:
+    wants = replace(job(nodes=(1, 3)), grow=False)
+    one = after(view(wants, nodes={"n1": 4}))
+    more = replace(one, cards=(*one.cards, NodeCard("n2", "i", 4)))
+    assert place(more) == ()
+    moved = after(replace(more, cordons=(Cordon("n1", True, ""),)))
+    assert words(moved, "a") == "n1 is drained; runs on n2 (slots 0-3)"
+
+
 def test_a_sentence_names_no_more_nodes_than_a_person_reads() -> None:
     nodes = {f"n{i:04}": 1 for i in range(2000)}
     reason = words(after(view(job(nodes=(3, 3), slots=(2, 2)), nodes=nodes)), "a")

@@ -76,7 +76,10 @@ class Desk:
         wanted, nodes, slots = name or job.id, job.nodes_wanted, job.slots_wanted
         spec, at = jobfile.to_json(job), self._clock()
         try:
-            made = queue.submit(self._store, spec, job=wanted, nodes=nodes, slots=slots, by=by, at=at, token=token)
+            grow = job.grow != "never"
+            made = queue.submit(
+                self._store, spec, job=wanted, nodes=nodes, slots=slots, by=by, at=at, token=token, grow=grow
+            )
         except UsageError as error:
             if wanted is not None and any(s.job == wanted for s in queue.view(self._store).unended()):
                 raise Conflict(str(error)) from None

@@ -48,7 +48,14 @@ class HandedIn:
                     self._remember(name, digest)
                     continue
                 made = queue.submit(
-                    store, spec, job=name, nodes=job.nodes_wanted, slots=job.slots_wanted, by=f"agent {node}", at=at
+                    store,
+                    spec,
+                    job=name,
+                    nodes=job.nodes_wanted,
+                    slots=job.slots_wanted,
+                    by=f"agent {node}",
+                    at=at,
+                    grow=job.grow != "never",
                 )
                 self._remember(name, digest)
                 yield f"job {name} of this node's agent.toml was handed in as number {made.number}"

@@ -251,7 +251,7 @@ def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
     if any(not job.runs and _possible(job, nodes) for job in jobs):
         return
     for job in jobs:
-        if job.runs and len(job.places) < job.wants.max_nodes:
+        if job.runs and job.wants.grow and len(job.places) < job.wants.max_nodes:
             before = set(job.places)
             _take(job, nodes)
             if came := sorted(job.places.keys() - before):

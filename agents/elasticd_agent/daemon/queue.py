@@ -44,6 +44,7 @@ def submit(
     by: str,
     at: float,
     token: str = "",
+    grow: bool = True,
 ) -> Submission:
     """Hand a job in; its number is its place in the queue. Without an id it gets one, `job-<number>`.
 
@@ -59,7 +60,9 @@ def submit(
         if isinstance(before, Submission):
             return before
         number = _next_number(store)
-        wants = Submission(job or f"job-{number}", number, spec_json, *nodes, *slots, by=by, at=at, token=token)
+        wants = Submission(
+            job or f"job-{number}", number, spec_json, *nodes, *slots, by=by, at=at, token=token, grow=grow
+        )
         _checked(wants)
         if _created(store, before, wants):
             return wants

@@ -22,7 +22,8 @@ class Submission(Document):
     """A job that was handed in. `number` is its place in the order of all submissions, and its run's token.
 
     `spec` is the job file as JSON, checked when it was handed in. Slots are those wanted on each node. By `token` a
-    caller finds again what it handed in before an outage. `removed`: it has ended, and is going this moment.
+    caller finds again what it handed in before an outage. Without `grow` it gets no more nodes once it runs. `removed`:
+    it has ended, and is going this moment.
     """
 
     job: str
@@ -35,6 +36,7 @@ class Submission(Document):
     by: str = ""
     at: float = 0.0
     token: str = ""
+    grow: bool = True
     removed: bool = False
 
     def check(self) -> None:
