@@ -8,8 +8,11 @@ import time
 
 import pytest
 
+from elasticd_agent.daemon import names
+from elasticd_agent.store.etcd import EtcdStore
 from tests.daemon.conftest import MakeNode
-from tests.daemon.node import Node, lives, until
+from tests.daemon.node import COLD, Node, lives, until
+from tests.etcd import EtcdServers
 from tests.faults.job import Event
 
 
@@ -74,3 +77,33 @@ def test_an_agent_that_does_not_come_back_loses_its_node_gracefully_and_one_that
     trains_in(n1, alone["round"])
     assert n1.drain() == 0
     until(lambda: not n2.processes(), n2.told)
+
+
+@pytest.mark.system
+def test_an_agent_that_stood_still_takes_part_again_and_its_job_has_not_noticed(
+    nodes: MakeNode, etcd: EtcdServers
+) -> None:
+    """Its lease and the placer's key were lost meanwhile; another agent places."""
+    n1, n2 = nodes("n1"), nodes("n2")
+    n1.job("one", "ticking.py", COLD, workers=2)
+    n1.start()
+    n1.said("n1 places jobs from now on")
+    n1.stepped(10)
+    workers = n1.workers("one")
+    n2.start()
+    n1.signal(signal.SIGSTOP)
+    n2.said("n2 places jobs from now on")
+    store = EtcdStore(etcd.endpoints)
+    try:
+        until(lambda: store.read(f"{names.NODES}n1") is None, n2.told)
+        n1.signal(signal.SIGCONT)
+        until(lambda: store.read(f"{names.NODES}n1") is not None, n1.told)
+    finally:
+        store.close()
+    reached = n1.steps()[-1][1]
+    n1.stepped(reached + 200)
+    assert n1.workers("one") == workers
+    assert {number for number, _ in n1.steps()} == {1}
+    assert n2.drain() == 0
+    n1.until(lambda: n1.log.count("n1 places jobs from now on") == 2, "n1 to place again")
+    assert n1.drain() == 0

@@ -409,7 +409,7 @@ class Deciding:
             self._over(runners.refuse(order, account, str(error)), now)
             return
         except (OSError, UsageError) as error:
-            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
             self._not_before[key] = now + FOLDER_S
             telling.warned(f"job {order.job} cannot be started: {why}; it is tried again in {FOLDER_S:g} s")
             return

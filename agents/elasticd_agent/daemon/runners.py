@@ -238,6 +238,7 @@ class Runners:
 
     def poll(self, now: float) -> list[Over]:
         """See to those that leave, and to those that have ended: these come back, each once."""
+        self._visitor.check()
         over = []
         for key, runner in list(self._runners.items()):
             if (seen := self._visitor.seen.get(key)) is not None:

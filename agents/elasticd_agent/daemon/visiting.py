@@ -34,6 +34,7 @@ class Visitor:
         self._wanted: dict[Key, tuple[JobFiles, Process]] = {}
         self._changed = False
         self._closing = False
+        self._broken: BaseException | None = None
         self._lock = threading.Lock()
         self._bell, self._ring = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._fds: dict[int, Key] = {}
@@ -47,6 +48,11 @@ class Visitor:
             self._changed = True
         self._wake()
 
+    def check(self) -> None:
+        """Raises what has ended the thread: without it every runner would take itself for an orphan."""
+        if self._broken is not None:
+            raise self._broken
+
     def close(self) -> None:
         self._closing = True
         self._wake()
@@ -57,6 +63,13 @@ class Visitor:
             os.write(self._ring, b"!")
 
     def _run(self) -> None:
+        try:
+            self._look_after()
+        except BaseException as error:  # noqa: BLE001 nobody else would hear of it
+            self._broken = error
+            self._post()
+
+    def _look_after(self) -> None:
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         due = 0.0
