@@ -82,7 +82,7 @@ class Keys:
 
     @property
     def suspect(self) -> str:
-        return f"{self._root}/suspect"
+        return f"{self._root}/suspicion"  # no beginning of `suspects`: who watches the one must not hear the others
 
     def suspects(self, number: int | None = None) -> str:
         return f"{self._root}/suspects/" + ("" if number is None else f"{number}/")

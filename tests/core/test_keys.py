@@ -1,0 +1,13 @@
+"""The names of a job's records."""
+
+from __future__ import annotations
+
+from elasticd_agent.keys import Keys
+
+
+def test_what_every_agent_watches_holds_nothing_that_every_node_writes() -> None:
+    """Or a hang of N nodes is N² messages, each with a node's report in it."""
+    keys = Keys("job")
+    for watched in (keys.round, keys.planner, keys.master(), keys.hold, keys.suspect):
+        for written in (keys.nodes, keys.failures(), keys.done(), keys.suspects()):
+            assert not written.startswith(watched), f"a watch on {watched} hears of {written}"
