@@ -20,7 +20,7 @@ from elasticd_agent.cli import main
 from elasticd_agent.daemon.records import Running
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, toml, until
-from tests.daemon.served import Served
+from tests.daemon.served import JOB, Served
 from tests.faults.job import REPOSITORY
 
 ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith("ELASTICD_")}
@@ -205,10 +205,10 @@ def served(tmp_path: Path) -> Iterator[Served]:
     made.close()
 
 
-def started(served: Served, *argv: str) -> subprocess.Popen[str]:
+def started(served: Served, *argv: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
     agent = f"unix:{served.root / 'run' / 'agent.sock'}"
     return subprocess.Popen(
-        command(*argv), env=environ(agent), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(*argv), env=environ(agent), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )  # fmt: skip
 
 
@@ -227,6 +227,44 @@ def test_ctrl_c_ends_following_with_130(served: Served) -> None:
             assert process.stdout.readline() == "line\n"
         process.send_signal(signal.SIGINT)
         assert (process.wait(30), process.stderr.read()) == (130, "")
+
+
+def test_draining_is_waited_for_but_not_for_ever(served: Served) -> None:
+    agent = f"unix:{served.root / 'run' / 'agent.sock'}"
+    done = elasticd("drain", "n1", "--wait", "--timeout", "0.1", agent=agent)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "elasticd drain: n1 is being drained, but llama is still there after 0.1 s\n",
+    )
+    served.announce()
+    served.place("llama", 1)
+    assert elasticd("drain", "n1", "--wait", "--timeout", "0.1", agent=agent).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "argv",
+    ["jobs", "nodes", "status llama", "cancel llama", "cordon n1", "drain n1", "explain llama", "submit {file} --id b"],
+)
+def test_with_json_the_daemons_own_answer_is_printed(served: Served, argv: str, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(JOB)
+    agent = f"unix:{served.root / 'run' / 'agent.sock'}"
+    done = elasticd(*argv.replace("{file}", str(tmp_path / "job.toml")).split(), "--json", agent=agent)
+    assert isinstance(json.loads(done.stdout), dict)
+    assert done.returncode == (1 if "explain" in argv else 0), "of this job there is nothing to explain"
+
+
+def test_a_job_file_may_come_on_standard_input(served: Served) -> None:
+    with started(served, "submit", "-", "--id", "piped", stdin=subprocess.PIPE) as process:
+        out, err = process.communicate(JOB.decode(), timeout=30)
+    assert (process.returncode, out, err) == (0, "piped\n", "")
+
+
+def test_a_job_file_that_is_wrong_is_named_in_one_line(served: Served, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("command = 7")
+    done = elasticd("submit", str(path), agent=f"unix:{served.root / 'run' / 'agent.sock'}")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"elasticd submit: error: {path}: command")
 
 
 # --- without a daemon -------------------------------------------------------------------------------------------------

@@ -220,7 +220,9 @@ def _left(client: Client, node: str, within_s: float) -> dict[str, Any]:
         if row is not None and not row["jobs"]:
             return dict(row)
         if not why:
-            why = f"{', '.join(row['jobs'])} still there" if row is not None else "it is no node any more"
+            why = "it is no node any more"
+            if row is not None:
+                why = f"{', '.join(row['jobs'])} {'is' if len(row['jobs']) == 1 else 'are'} still there"
         if time.monotonic() >= until:
             raise _Refused(f"{node} is being drained, but {why} after {within_s:g} s")
         time.sleep(POLL_S)
