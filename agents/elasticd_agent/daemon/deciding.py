@@ -12,47 +12,37 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
-from elasticd.records import Document
 from elasticd_agent import events
-from elasticd_agent.copies import Copies
 from elasticd_agent.daemon import names
 from elasticd_agent.daemon import queue as jobs
 from elasticd_agent.daemon.announcing import Announcement, NameTaken
 from elasticd_agent.daemon.gauges import Facts, NodeMetrics
 from elasticd_agent.daemon.handing import HandedIn
 from elasticd_agent.daemon.health.blaming import Blames
+from elasticd_agent.daemon.knowing import Knowledge
 from elasticd_agent.daemon.notify import Notifier
 from elasticd_agent.daemon.orders import Orders
 from elasticd_agent.daemon.placing import View
 from elasticd_agent.daemon.reconciling import Ended, Over, Plan, Start, reconcile
 from elasticd_agent.daemon.records import (
-    Cordon,
-    Ending,
     NodeCard,
     NodeState,
-    Placement,
     Running,
-    Submission,
 )
 from elasticd_agent.daemon.runners import Account, NotAllowed, Runners
 from elasticd_agent.daemon.settings import Settings
 from elasticd_agent.daemon.telling import Telling
-from elasticd_agent.store import Store, Watch
+from elasticd_agent.store import Store
 
-D = TypeVar("D", bound=Document)
-
-REREAD_S = 10.0
-"""Everything is read again so often, in case a watch missed something."""
 GATHER_S = 0.02
 """What is hinted at together is looked at together."""
 FOLDER_S = 10.0
 """Before a job is tried again whose folder could not be made: a disk that is full is full for a while."""
 TAKEN_S = 2.0
 """A name that is taken when we start may be that of a daemon that is no more: two of its leases and this decide."""
-WATCHED = (names.SUBMITTED, names.PLACED, names.ENDED, names.CORDONED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +104,11 @@ class Deciding:
         settings = orders.settings
         self.card = parts.card
         self._announcement = Announcement(parts.store, parts.card, float(settings.lease_s), float(settings.renewal_s))
-        self._copies = Copies(parts.store, parts.telling.warned)
-        self._watches: list[Watch] = []
+        self._knowledge = Knowledge(parts.store, parts.telling.warned, lambda: parts.inbox.put(Hint()))
         self._handed = HandedIn(settings.state_dir)
         self._blames = Blames(parts.card.node)
         self._ended = Ended()
         self._known = View()
-        self._reread_at = float("-inf")
         self._draining = ""
         self._away_since: float | None = None
         self._joined = False
@@ -284,14 +272,15 @@ class Deciding:
         """Hear what the store says, and say what there is to say. One that is away costs nothing but the news."""
         try:
             if self._announcement.turn(self.card, now):
-                self._copies.forget()
+                self._knowledge.forget()
                 if not self._joined:
                     self._joined = True
                     self._parts.telling.happened(
                         events.AgentJoined, f"node {self.card.node} takes part", slots=self.card.slots
                     )
-            self._listen(now)
-            self._known = self._view()
+            if self._knowledge.turn(now):
+                self._announcement.check()
+            self._known = self._knowledge.view()
             self._say_endings()
             self._tell_again(now)
             if not self._draining:
@@ -301,7 +290,7 @@ class Deciding:
                     self._parts.telling.said(sentence)
             for sentence in self._parts.placer.turn(now):
                 self._parts.telling.happened(events.Placed, sentence)
-            self._known = self._view()
+            self._known = self._knowledge.view()
             self._back(now)
         except StoreUnavailable as error:
             self._lost(str(error), now)
@@ -316,31 +305,8 @@ class Deciding:
                 raise
             self._lost(str(error), now)
 
-    def _listen(self, now: float) -> None:
-        if not self._watches:
-            self._watches = [self._parts.store.watch(prefix, self._hinted) for prefix in WATCHED]
-        if now >= self._reread_at:
-            self._reread_at = now + REREAD_S
-            self._copies.forget()
-            self._announcement.check()
-
-    def _hinted(self, key: str) -> None:
-        self._copies.hint(key)
-        self._parts.inbox.put(Hint())
-
-    def _view(self) -> View:
-        return View(
-            cordons=self._all(names.CORDONED, Cordon),
-            submissions=self._all(names.SUBMITTED, Submission),
-            placements=self._all(names.PLACED, Placement),
-            endings=self._all(names.ENDED, Ending),
-        )
-
-    def _all(self, prefix: str, kind: type[D]) -> tuple[D, ...]:
-        return tuple(self._copies.records(prefix, kind))
-
     def _lost(self, why: str, now: float) -> None:
-        self._copies.forget()
+        self._knowledge.forget()
         if self._away_since is None:
             self._away_since = now
             self._parts.metrics.store_away()
@@ -356,8 +322,8 @@ class Deciding:
     def _say_endings(self) -> None:
         for ending in self._plan(time.monotonic()).endings:
             jobs.ended(self._parts.store, ending)
-            self._copies.hint(names.ENDED + ending.job)
-        self._known = self._view()
+            self._knowledge.hint(names.ENDED + ending.job)
+        self._known = self._knowledge.view()
         self._ended.settle(self._known, self.card.node)
 
     def _tell_again(self, now: float) -> None:
@@ -375,7 +341,7 @@ class Deciding:
         for order in forgotten:
             if order.submission:
                 self._parts.store.compare_and_swap(names.SUBMITTED + order.job, None, order.submission.encode())
-                self._copies.hint(names.SUBMITTED + order.job)
+                self._knowledge.hint(names.SUBMITTED + order.job)
         self._forgotten_since = None
 
     # --- performing -------------------------------------------------------------------------------------------------
@@ -458,8 +424,7 @@ class Deciding:
 
     def close(self, *, leaves: bool) -> None:
         """Let another daemon place; `leaves`: take the card away, too. Raises nothing."""
-        for watch in self._watches:
-            watch.close()
+        self._knowledge.close()
         for away in (self._parts.placer.close, *([self._announcement.withdraw] if leaves else [])):
             try:
                 away()
