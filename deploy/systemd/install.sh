@@ -95,6 +95,7 @@ elif ! systemctl --quiet is-active elasticd-agent.service; then
     say "started; systemctl status elasticd-agent"
 else
     # The agent replaces itself by the new program, in the same process; its jobs' runners do not notice.
-    systemctl kill --kill-who=main --signal=SIGUSR2 elasticd-agent.service
-    say "the running agent replaces itself; jobs go on. What changed in the unit itself counts from the next start on"
+    kill -USR2 "$(systemctl show --property=MainPID --value elasticd-agent.service)"
+    say "the running agent replaces itself, and jobs go on; journalctl -u elasticd-agent says how it went"
+    say "what changed in the unit itself counts from the next start on"
 fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -165,7 +166,8 @@ def service(installed: Machine, wheels: dict[str, Path], until: Until) -> Iterat
     installed.run("systemctl", "stop", UNIT, check=False, timeout=120)
     result = installed.shows(UNIT, "Result")
     installed.run("systemctl", "reset-failed", UNIT, check=False)
-    installed.run("sh", "-c", f"rm -rf {WORK} /var/lib/elasticd/*")
+    installed.run("sh", "-c", f"rm -rf {WORK} /var/lib/elasticd/* /etc/systemd/system/{UNIT}.d")
+    installed.run("systemctl", "daemon-reload")
     assert result == {"Result": "success"}, f"after all this it did not drain:\n{installed.journal(UNIT)[-6000:]}"
 
 
@@ -229,8 +231,6 @@ def test_the_agent_is_stopped_and_systemd_sees_it(service: Service) -> None:
     assert service.agent == agent, "a healthy agent feeds its watchdog"
     service.signal(signal.SIGSTOP)
     service.replaced(agent)
-    service.machine.run("rm", f"/etc/systemd/system/{UNIT}.d/quick.conf")
-    service.machine.run("systemctl", "daemon-reload")
     service.trains(20)
     assert "Watchdog timeout" in service.machine.journal(UNIT)
     assert "Fatal Python error: Aborted" in service.machine.journal(UNIT), "its stacks say what it hung in"
@@ -255,6 +255,63 @@ def test_upgrade(service: Service, wheels: dict[str, Path]) -> None:
     service.trains()
     assert lost(service.steps) == []
     install(service.machine, wheels[OLD])
+
+
+def test_jobs_are_handed_in_at_the_socket(service: Service) -> None:
+    machine = service.machine
+    job = CONFIG[CONFIG.index("[[job]]") :].replace("[[job]]\n", "").replace('"train"', '"second"')
+    machine.write("/root/second.toml", job)
+    elasticd = "/opt/elasticd/venv/bin/elasticd"
+    assert machine.says(elasticd, "submit", "/root/second.toml") == "second"
+    jobs = {one["job"]: one for one in json.loads(machine.says(elasticd, "jobs", "--json"))["jobs"]}
+    assert (jobs["train"]["state"], jobs["second"]["state"]) == ("running", "waiting")
+    stranger = machine.run(
+        "setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups", elasticd, "jobs", check=False
+    )
+    assert stranger.returncode == 1
+    assert len(stranger.stderr.splitlines()) == 1
+    before = len(service.steps)
+    machine.run(elasticd, "cancel", "train")
+    runs = "second"
+    service.until(lambda: "running" in machine.says(elasticd, "status", runs), 60)
+    service.until(lambda: len(service.steps) > before + 5, 60)
+
+
+def test_reload(service: Service) -> None:
+    before = service.workers
+    service.machine.write(
+        "/etc/elasticd/agent.toml", 'drain_timeout = "20s"\n' + CONFIG.replace('drain_timeout = "30s"\n', "")
+    )
+    service.machine.run("systemctl", "reload", UNIT)
+    service.until(lambda: "drain_timeout" in service.machine.journal(UNIT), 20)
+    service.machine.write("/etc/elasticd/agent.toml", "slot = 2\n")
+    service.machine.run("systemctl", "reload", UNIT)
+    service.until(lambda: "nothing was reloaded" in service.machine.journal(UNIT), 20)
+    service.trains()
+    assert service.workers == before
+
+
+def test_an_agent_of_root_runs_jobs_as_their_users(service: Service) -> None:
+    """With the two lines that docs/systemd.md gives."""
+    machine = service.machine
+    machine.run("systemctl", "stop", UNIT, timeout=120)
+    machine.run("sh", "-c", f"rm -rf {WORK}/* /var/lib/elasticd/*; useradd alice")
+    machine.run("chown", "-R", "alice:", WORK)
+    machine.write("/etc/elasticd/agent.toml", CONFIG.replace('id = "train"', 'id = "hers"\nuser = "alice"'))
+    machine.write(f"/etc/systemd/system/{UNIT}.d/root.conf", "[Service]\nUser=root\nCapabilityBoundingSet=~\n")
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "start", UNIT)
+    service.trains(within=120)
+    status = dict(
+        line.split(":\t", 1)
+        for line in machine.says("cat", f"/proc/{service.steps[-1].worker}/status").splitlines()
+        if ":\t" in line
+    )
+    assert set(status["Uid"].split()) == {machine.says("id", "-u", "alice")}
+    assert int(status["CapEff"], 16) == 0
+    assert status["NoNewPrivs"] == "1"
+    owners = machine.says("stat", "-c", "%U %a", "/var/lib/elasticd").split()
+    assert owners[0] == "root"
 
 
 def test_a_stop_drains(service: Service) -> None:

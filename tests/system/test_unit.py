@@ -71,11 +71,13 @@ class Service:
 
 @pytest.fixture(scope="module")
 def installed(machine: Machine) -> Machine:
-    deploy = REPOSITORY / "deploy" / "systemd"
-    machine.run("useradd", "--system", "--home-dir", STATE, "elasticd")
-    machine.run("install", "-D", "-m", "0644", str(deploy / UNIT), f"/etc/systemd/system/{UNIT}")
-    for script in ("elasticd-end-left", "elasticd-devices"):
-        machine.run("install", "-D", "-m", "0755", str(deploy / script), f"/opt/elasticd/libexec/{script}")
+    """For an interpreter that has elasticd already, and where somebody wants it."""
+    install = str(REPOSITORY / "deploy" / "systemd" / "install.sh")
+    for _ in range(2):
+        machine.run(install, "--python", sys.executable, "--prefix", "/srv/elasticd", "--no-start")
+    unit = machine.says("cat", f"/etc/systemd/system/{UNIT}")
+    assert f"ExecStart={sys.executable} -m elasticd_agent agent" in unit
+    assert "/opt/elasticd" not in unit
     machine.write(f"/etc/systemd/system/{UNIT}.d/standin.conf", DROP_IN)
     machine.run("systemctl", "daemon-reload")
     return machine
