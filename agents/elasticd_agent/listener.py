@@ -56,7 +56,11 @@ class Listener(ThreadingHTTPServer):
             while not self._closing:
                 ready = selector.select(self._until_next_cut())
                 if any(key.fileobj is self.socket for key, _ in ready):
-                    self.handle_request()
+                    try:
+                        self.handle_request()
+                    except Exception:  # noqa: BLE001 one connection's trouble must not close the port to all others
+                        _log.warning("%s could not take a connection", self.name, exc_info=True)
+                        time.sleep(0.1)
                 # A socket's own timeout counts from byte to byte: a client that trickles would stay for ever.
                 self.cut(time.monotonic())
 
@@ -91,9 +95,11 @@ class Listener(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
+        try:
+            super().shutdown_request(request)
+        finally:  # who closes the listener waits for those that are still in here
+            with self._lock:
+                self._open.pop(request, None)
 
     def extend(self, request: socket.socket, seconds: float) -> None:
         """This connection has `seconds` from now on: what it asks for takes longer than asking."""

@@ -135,7 +135,7 @@ class Served:
             file.write(json.dumps({"kind": kind, "wall": wall, "round": round, **more}) + "\n")
 
     def close(self) -> None:
-        assert self.server.close()
+        assert self.server.close(within=DEADLINE)
 
     def _ask(self, files: JobFiles, request: Mapping[str, Any], within_s: float) -> dict[str, Any]:
         found = self.said.get(str(request["do"]))

@@ -387,6 +387,24 @@ def test_a_client_that_never_shakes_hands_holds_up_nobody_and_is_cut(serve: Serv
         assert time.monotonic() - begun < 3
 
 
+def test_one_connection_that_cannot_be_taken_closes_the_port_to_nobody_else(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = serve()
+    taken = one.server._listeners[1].get_request
+
+    def refuses() -> Any:
+        one.server._listeners[1].get_request = taken  # type: ignore[method-assign]
+        taken()[0].close()
+        raise ValueError("nobody expected this")
+
+    one.server._listeners[1].get_request = refuses  # type: ignore[method-assign]
+    with one.connected() as sock:
+        assert ended(sock)
+    assert one.tcp().get("/v1/jobs").code == 200
+    assert "could not take a connection" in caplog.text
+
+
 # --- what cannot be had -----------------------------------------------------------------------------------------------
 
 
