@@ -52,7 +52,8 @@ from elasticd_agent.store.opening import open_store
 from elasticd_agent.version import version
 
 KEPT = "store.journal"
-TRY_S = 30.0
+TRY_S = 20.0
+"""The deciding thread waits meanwhile, and systemd's watchdog may be as short as 30 s (deploy/systemd)."""
 HEALTHY_TURN_S = 30.0
 """A deciding thread that has not turned for this long is stuck; its own timers are far shorter."""
 _ASKED: Mapping[int, Asked] = {
