@@ -62,15 +62,16 @@ class Authority:
         cert, key = self._issue(names or ("127.0.0.1", "localhost"), expired)
         return ServerTls(cert, key, self.ca if ask_clients else None)
 
-    def client(self, *, certified: bool = False) -> Tls:
+    def client(self, *, certified: bool = False, user: str | None = None) -> Tls:
+        """`user`: whom etcd takes the certificate's owner for."""
         if not certified:
             return Tls(ca=self.ca)
-        cert, key = self._issue(("agent.test",), False)
+        cert, key = self._issue(("agent.test",), False, user)
         return Tls(ca=self.ca, cert=cert, key=key)
 
-    def _issue(self, names: Sequence[str], expired: bool) -> tuple[Path, Path]:
+    def _issue(self, names: Sequence[str], expired: bool, user: str | None = None) -> tuple[Path, Path]:
         ended = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=2)
-        issued = self._ca.issue_cert(*names, not_after=ended if expired else None)
+        issued = self._ca.issue_cert(*names, common_name=user, not_after=ended if expired else None)
         self._made += 1
         cert, key = (self.folder / f"{self._made}.{kind}.pem" for kind in ("cert", "key"))
         issued.cert_chain_pems[0].write_to_path(str(cert))

@@ -17,7 +17,7 @@ from elasticd_agent.keys import Keys
 from elasticd_agent.store.etcd import EtcdStore
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, until
-from tests.etcd import EtcdServers, etcd_servers
+from tests.etcd import Authority, EtcdServers, etcd_servers
 from tests.faults.job import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "security.md"
@@ -83,6 +83,32 @@ def test_the_role_of_the_page_is_enough_and_ends_with_our_keys(guarded: EtcdServ
             nobody.read(names.PLACER)
     finally:
         nobody.close()
+
+
+def test_a_certificate_stands_for_the_user_in_its_name(guarded: EtcdServers, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    guarded.kill()
+    guarded.certify(authority.server(ask_clients=True))
+    guarded.restart()
+    store = EtcdStore(guarded.endpoints, tls=authority.client(certified=True, user="elasticd"), timeout_s=5)
+    try:
+        assert store.compare_and_swap(names.PLACER, None, b"1")
+        with pytest.raises(StoreRefused):
+            store.read("/elasticd/v2/placer")
+    finally:
+        store.close()
+
+
+def test_what_other_users_of_that_etcd_can_do_to_leases(guarded: EtcdServers) -> None:
+    ours, other, root = f"elasticd:{PASSWORD}", "other:pw", f"root:{ROOT_PASSWORD}"
+    guarded.ctl("user", "add", other, user=root)
+    lease = guarded.ctl("lease", "grant", "60", user=ours).split()[1]
+    guarded.ctl("put", f"--lease={lease}", f"{names.NODES}n1", "x", user=ours)
+    with pytest.raises(AssertionError, match="permission denied"):
+        guarded.ctl("lease", "revoke", lease, user=other)
+    # What the page warns of.
+    assert "keepalived" in guarded.ctl("lease", "keep-alive", "--once", lease, user=other)
+    assert f"{names.NODES}n1" in guarded.ctl("lease", "timetolive", "--keys", lease, user=other)
 
 
 # --- secrets ----------------------------------------------------------------------------------------------------------
