@@ -227,6 +227,26 @@ def test_an_announcement_whose_answer_was_lost_does_not_stand_in_its_own_way(
         proxy.close()
 
 
+def test_all_watches_share_a_stream_and_each_ends_alone(etcd: EtcdServers, opened: Open, until: Until) -> None:
+    store = opened(etcd.endpoints)
+    heard: dict[str, list[str]] = {"a": [], "b": []}
+    watches = {name: store.watch(f"{name}/", heard[name].append) for name in heard}
+    assert sum(thread.name == "etcd watches" for thread in threading.enumerate()) == 1
+    put(store, "a/1", b"")
+    put(store, "b/1", b"")
+    until(lambda: heard == {"a": ["a/1"], "b": ["b/1"]}, SOON_S)
+    watches["a"].close()
+    put(store, "a/2", b"")
+    put(store, "b/2", b"")
+    until(lambda: heard["b"] == ["b/1", "b/2"], SOON_S)
+    assert heard["a"] == ["a/1"]
+    watches["b"].close()
+    until(lambda: not any(thread.name == "etcd watches" for thread in threading.enumerate()), SOON_S)
+    store.watch("a/", heard["a"].append)
+    put(store, "a/3", b"")
+    until(lambda: heard["a"] == ["a/1", "a/3"], SOON_S)
+
+
 def test_a_watch_can_begin_during_an_outage(etcd: EtcdServers, opened: Open, until: Until) -> None:
     put(opened(etcd.endpoints), "job/round", b"1")
     etcd.kill()
