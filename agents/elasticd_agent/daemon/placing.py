@@ -54,7 +54,8 @@ class View:
         """Of jobs that nothing else is known of: whoever placed them may know more. They stay as they are."""
         known = {s.job for s in self.submissions}
         over = {e.job: e.number for e in self.endings}
-        return tuple(p for p in self.placements if p.job not in known and p.number > over.get(p.job, 0))
+        found = [p for p in self.placements if p.job not in known and p.number > over.get(p.job, 0)]
+        return tuple(sorted(found, key=lambda p: p.job))
 
 
 def place(view: View) -> tuple[Placement, ...]:
@@ -184,12 +185,13 @@ def _job(wants: Submission, view: View, nodes: dict[str, _Node]) -> _Job:
 
 def _running(mine: tuple[str, int], view: View) -> tuple[Place, ...]:
     """Where a job runs that has no placement: the store has lost it, the nodes have not."""
-    return tuple(
-        Place(card.node, running.slots)
+    found = {
+        card.node: Place(card.node, running.slots)
         for card in view.cards
         for running in card.running
         if (running.job, running.number) == mine and running.slots and running.state in ("starting", "running")
-    )
+    }
+    return tuple(found.values())
 
 
 def _gone(place: Place, job: _Job, node: _Node | None, view: View) -> str:
