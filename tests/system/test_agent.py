@@ -204,10 +204,9 @@ def test_installed(service: Service) -> None:
     assert {owner.split()[0] for owner in owners} == {"elasticd"}
     assert machine.shows(UNIT, "StatusText") == {"StatusText": "node machine"}
     assert f"elasticd {OLD}" in machine.journal(UNIT)
-    spared = {
-        pid: machine.says("cat", f"/proc/{pid}/oom_score_adj") for pid in (service.agent, service.steps[-1].worker)
-    }
-    assert spared == {service.agent: "-500", service.steps[-1].worker: "0"}
+    # What systemd may do there depends on the machine below; what it was told to do does not.
+    assert machine.shows(UNIT, "OOMScoreAdjust") == {"OOMScoreAdjust": "-500"}
+    assert machine.says("cat", f"/proc/{service.steps[-1].worker}/oom_score_adj") == "0"
 
 
 def test_kill_9(service: Service) -> None:
