@@ -49,6 +49,8 @@ class Machine:
         once = f"{shlex.join(nspawn)} </dev/null >>{shlex.quote(str(self._console))} 2>&1"
         script = (
             f"mount -t overlay overlay -o {shlex.quote(overlay)} {shlex.quote(root)} || exit 1\n"
+            # What nspawn keeps of its machines: nobody else's may have the same name, and nothing of it stays.
+            "mkdir -p /run/systemd/nspawn && mount -t tmpfs elasticd /run/systemd/nspawn || exit 1\n"
             f"while read -r _; do {once}; echo off; done"
         )
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private"]
