@@ -91,8 +91,9 @@ def test_rules_and_presentation() -> None:
 
 def test_how_long_a_group_may_be_quiet() -> None:
     _, policy, _ = parse(
-        "--hang-floor 1.5s --hang-factor 4 --stopped-after 900ms --slow-ceiling 2m --slow-factor 2 --evidence-timeout 1 "
-        "--on-hang report --startup-ceiling 3m --first-step-ceiling 1.5h --progress-ceiling .5h t.py"
+        "--hang-floor 1.5s --hang-factor 4 --stopped-after 900ms --slow-ceiling 2m --slow-factor 2 "
+        "--evidence-timeout 1 --on-hang report "
+        "--startup-ceiling 3m --first-step-ceiling 1.5h --progress-ceiling .5h t.py"
     )
     assert policy == Policy(
         hang_floor_s=1.5,

@@ -16,7 +16,9 @@ ELASTICD = ("-m", "elasticd_agent", "run", "--nproc-per-node")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
-@pytest.mark.parametrize("launcher", [(), (*TORCHRUN, 2)], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param((*TORCHRUN, 2), marks=pytest.mark.system)], ids=["python", "torchrun"]
+)
 def test_trains_without_elasticd_run(run: Run, tmp_path: Path, launcher: tuple[object, ...]) -> None:
     ran = run(*launcher, TRAIN, *TINY, "--steps", 12, "--loss-log", tmp_path / "loss")
     assert ran.wait() == 0, ran.output

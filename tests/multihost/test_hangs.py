@@ -27,6 +27,7 @@ def two_nodes(network: StartNetwork, work: Path, faults: list[Fault], policy: Se
     return cluster
 
 
+@pytest.mark.system
 def test_by_default_it_takes_seconds_whichever_node_it_is(network: StartNetwork, tmp_path: Path) -> None:
     """Both nodes know that a checkpoint is attached: else the longer deadline of the other one would count."""
     cluster = two_nodes(network, tmp_path, [Fault(1, 30, "sleep")], policy=())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.multihost.cluster import Cluster
 from tests.multihost.conftest import StartTraining
 
@@ -15,6 +17,7 @@ def test_the_node_of_rank_0_is_killed_and_the_others_go_on_and_finish(training: 
     cluster.finish()
 
 
+@pytest.mark.system
 def test_a_link_goes_down_nothing_is_reset_and_the_node_is_back_once_it_is_up(training: StartTraining) -> None:
     cluster = training(resumes=True)
     nodes = cluster.round(1)["nodes"]
