@@ -21,6 +21,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _MARK = f"TESTS_OF_ELASTICD={os.getpid()}.{time.monotonic_ns()}"  # not ELASTICD_…: daemons keep those from jobs
@@ -28,6 +29,10 @@ _WAIT_S = float(os.environ.get("LEAK_WAIT_S", "5"))
 _SHM = Path("/dev/shm")
 _FOREIGN: set[str] = set()  # processes seen to be others': they need not be looked at before and after every test
 
+# The same examples in every run, or a change would be blamed for what it has not done; "search" draws new ones.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("search")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 os.environ.update([_MARK.split("=", 1)])
 for _signal, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
     if signal.getsignal(_signal) is signal.SIG_IGN:  # as a shell leaves them for what it starts in the background
