@@ -58,8 +58,8 @@ docs: $(READY)  ## rewrite the generated pages under docs/
 	@$(BIN)/python -m elasticd_agent.events > docs/events.md
 	@$(BIN)/python -m elasticd_agent.metrics > docs/metrics.md
 	@$(BIN)/python -m elasticd_agent.daemon.gauges > docs/node-metrics.md
-	@$(BIN)/python -m elasticd_agent.daemon.reference agent > docs/agent.md
-	@$(BIN)/python -m elasticd_agent.daemon.reference jobs > docs/jobs.md
+	@$(BIN)/python -m elasticd_agent.daemon.config.reference agent > docs/agent.md
+	@$(BIN)/python -m elasticd_agent.daemon.config.reference jobs > docs/jobs.md
 	@$(BIN)/python docs/states.py
 
 clean:  ## remove caches and what demo and bench wrote; the environment stays

@@ -119,7 +119,7 @@ def _agent(argv: Sequence[str]) -> int:
 
 def _job(argv: Sequence[str]) -> int:
     """Not in the help: the daemon's runners are started so."""
-    from elasticd_agent.daemon.runner import job
+    from elasticd_agent.daemon.running.runner import job
 
     try:
         return job(argv)
@@ -137,7 +137,7 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 def _config(argv: Sequence[str]) -> int:
-    from elasticd_agent.daemon.checked import config
+    from elasticd_agent.daemon.config.checked import config
 
     try:
         return config(argv)
@@ -146,7 +146,7 @@ def _config(argv: Sequence[str]) -> int:
 
 
 def _ask(name: str, argv: Sequence[str]) -> int:
-    from elasticd_agent.daemon.verbs import verb
+    from elasticd_agent.daemon.asking.verbs import verb
 
     try:
         return verb(name, argv)

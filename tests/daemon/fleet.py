@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.copies import Copies
-from elasticd_agent.daemon import names, queue
-from elasticd_agent.daemon.order import Exit, Order
-from elasticd_agent.daemon.placer import Placer
-from elasticd_agent.daemon.placing import View
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon.placement import queue
+from elasticd_agent.daemon.placement.placer import Placer
+from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.reconciling import Ended, Over, Plan, Runs, reconcile
 from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Submission
+from elasticd_agent.daemon.running.order import Exit, Order
 from elasticd_agent.keys import Keys
 from elasticd_agent.store import Lease
 from elasticd_agent.store.memory import MemoryStore

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from elasticd_agent import control
-from elasticd_agent.daemon import alive, visiting
 from elasticd_agent.daemon.names import JobFiles, job_files
-from elasticd_agent.daemon.order import Exit, read_exit
+from elasticd_agent.daemon.running import alive, visiting
+from elasticd_agent.daemon.running.order import Exit, read_exit
 from tests.faults.job import REPOSITORY, SCRIPTS, Event, all_pids, comm_of, descendants, marked, until
 from tests.faults.job import alive as lives
 

@@ -15,15 +15,15 @@ from typing import Any
 from elasticd.errors import StoreUnavailable
 from elasticd_agent.control import Unanswered
 from elasticd_agent.daemon import names
-from elasticd_agent.daemon.api import Api
 from elasticd_agent.daemon.client import Client, client_context
-from elasticd_agent.daemon.desk import Desk
 from elasticd_agent.daemon.door import TokenDoor
-from elasticd_agent.daemon.here import Here
 from elasticd_agent.daemon.names import JobFiles
-from elasticd_agent.daemon.peers import Peers
 from elasticd_agent.daemon.records import NodeCard, Place, Placement, Running
-from elasticd_agent.daemon.server import ASKING_S, DaemonServer, Listening
+from elasticd_agent.daemon.serving.api import Api
+from elasticd_agent.daemon.serving.desk import Desk
+from elasticd_agent.daemon.serving.here import Here
+from elasticd_agent.daemon.serving.peers import Peers
+from elasticd_agent.daemon.serving.server import ASKING_S, DaemonServer, Listening
 from elasticd_agent.http import Pages, Verdict
 from elasticd_agent.store import Versioned
 from elasticd_agent.store.memory import MemoryStore

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.daemon import alive
 from elasticd_agent.daemon.names import JobFiles
-from elasticd_agent.daemon.order import Exit, replace_file, write_exit
+from elasticd_agent.daemon.running import alive
+from elasticd_agent.daemon.running.order import Exit, replace_file, write_exit
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])

@@ -14,8 +14,8 @@ import pytest
 
 from elasticd_agent.daemon import names
 from elasticd_agent.daemon.client import Client
-from elasticd_agent.daemon.ranklogs import MOST_BYTES
 from elasticd_agent.daemon.records import Ending, RoundNote, Running
+from elasticd_agent.daemon.serving.ranklogs import MOST_BYTES
 from tests.daemon.served import JOB, Outage, Served
 from tests.etcd import Authority
 
@@ -151,8 +151,8 @@ def test_a_job_that_cannot_be_is_refused_in_a_sentence(
 
 
 def test_limits_judge_what_is_handed_in(serve: Serve) -> None:
-    from elasticd_agent.daemon.decoding import KeyWrong
-    from elasticd_agent.daemon.jobfile import JobFile
+    from elasticd_agent.daemon.config.decoding import KeyWrong
+    from elasticd_agent.daemon.config.jobfile import JobFile
 
     def check(job: JobFile) -> None:
         raise KeyWrong("user", "is not one of this node's [limits] users")

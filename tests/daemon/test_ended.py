@@ -11,8 +11,9 @@ import pytest
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd.wire import Member, NodeRecord, Round
-from elasticd_agent.daemon import ended, names, queue
-from elasticd_agent.daemon.placer import REFRESH_S, Placer
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon.placement import ended, queue
+from elasticd_agent.daemon.placement.placer import REFRESH_S, Placer
 from elasticd_agent.daemon.records import Ending, NodeCard, Placement, Submission
 from elasticd_agent.keys import Keys
 from elasticd_agent.store.memory import MemoryStore

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.daemon import following, names
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon.asking import following
+from elasticd_agent.daemon.asking.following import Follower, Gone, Wanted
 from elasticd_agent.daemon.client import Client, Reply, Unreachable
-from elasticd_agent.daemon.following import Follower, Gone, Wanted
 from elasticd_agent.daemon.records import Ending, Running
 from tests.daemon.served import Served
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from elasticd.errors import UsageError
 from elasticd_agent.arguments import parse_run
 from elasticd_agent.config import JobSpec, Mode, Policy, Rendezvous, Streams
-from elasticd_agent.daemon import documents
-from elasticd_agent.daemon.jobfile import (
+from elasticd_agent.daemon.config import documents
+from elasticd_agent.daemon.config.jobfile import (
     CONF,
     FLAGS,
     NOT_KEYS,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.daemon.jobfile import JobFile, job_of
-from elasticd_agent.daemon.limits import refusal
-from elasticd_agent.daemon.settings import Limits, load
+from elasticd_agent.daemon.config.jobfile import JobFile, job_of
+from elasticd_agent.daemon.config.limits import refusal
+from elasticd_agent.daemon.config.settings import Limits, load
 
 ME = pwd.getpwuid(os.geteuid()).pw_name
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.daemon import names, queue
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon.placement import queue
 from elasticd_agent.store.kept import SLACK_BYTES, KeptStore
 from elasticd_agent.store.memory import MemoryStore
 from tests.daemon.fleet import ADOPT_S, STEP_S, Fleet

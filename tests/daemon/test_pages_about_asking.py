@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.daemon import showing, verbs
-from elasticd_agent.daemon.api import _ROUTES
-from elasticd_agent.daemon.placing import View
-from elasticd_agent.daemon.progress import Progress
+from elasticd_agent.daemon.asking import verbs
+from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.records import NodeCard, Submission
+from elasticd_agent.daemon.serving import showing
+from elasticd_agent.daemon.serving.api import _ROUTES
+from elasticd_agent.daemon.serving.progress import Progress
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -32,7 +33,7 @@ def test_every_field_is_described() -> None:
 
 
 def vars_of_progress() -> dict[str, object]:
-    from elasticd_agent.daemon.here import _shown
+    from elasticd_agent.daemon.serving.here import _shown
 
     return _shown(Progress(), 0.0)
 

@@ -8,8 +8,9 @@ import pytest
 
 from elasticd.errors import StoreUnavailable
 from elasticd.wire import Member, Round
-from elasticd_agent.daemon import names, queue
-from elasticd_agent.daemon.placer import REFRESH_S, Placer
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon.placement import queue
+from elasticd_agent.daemon.placement.placer import REFRESH_S, Placer
 from elasticd_agent.daemon.records import NodeCard, Place, Placement
 from elasticd_agent.keys import Keys
 from elasticd_agent.store import Lease, Store

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.daemon.placing import SHOWN, View, place
+from elasticd_agent.daemon.placement.placing import SHOWN, View, place
 from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Place, Placement, Refusal, Running, Submission
 
 NAMES = [f"n{i}" for i in range(1, 6)]

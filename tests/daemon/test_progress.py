@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.daemon.progress import MOST_ROUNDS, Progress
+from elasticd_agent.daemon.serving.progress import MOST_ROUNDS, Progress
 
 Line = dict[str, object]
 

@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent.daemon import names, queue
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon.placement import queue
 from elasticd_agent.daemon.records import Cordon, Ending, Place, Placement, RoundNote, Submission
 from elasticd_agent.store import Lease, Store, Traffic, Versioned, Watch
 from elasticd_agent.store.etcd import EtcdStore

@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from elasticd_agent.daemon import alive, names
-from elasticd_agent.daemon.order import Order
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon.running import alive
+from elasticd_agent.daemon.running.order import Order
 from elasticd_agent.store.etcd import EtcdStore
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, lives, until

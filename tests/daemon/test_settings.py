@@ -18,14 +18,14 @@ from elasticd.errors import UsageError
 from elasticd.wire import Member, Round
 from elasticd_agent.cli import main
 from elasticd_agent.config import Policy, Tls
-from elasticd_agent.daemon.documents import parse
-from elasticd_agent.daemon.jobfile import CONF, read_job
-from elasticd_agent.daemon.quantities import Seconds, seconds, size
-from elasticd_agent.daemon.reference import JOB_SAYS, agent_rows, job_rows, page, template
-from elasticd_agent.daemon.reloading import merged, reloadable, reloads
-from elasticd_agent.daemon.settings import Settings, StoreSettings, load
-from elasticd_agent.daemon.store_access import meets, times
-from elasticd_agent.daemon.variables import keys, variable
+from elasticd_agent.daemon.config.documents import parse
+from elasticd_agent.daemon.config.jobfile import CONF, read_job
+from elasticd_agent.daemon.config.quantities import Seconds, seconds, size
+from elasticd_agent.daemon.config.reference import JOB_SAYS, agent_rows, job_rows, page, template
+from elasticd_agent.daemon.config.reloading import merged, reloadable, reloads
+from elasticd_agent.daemon.config.settings import Settings, StoreSettings, load
+from elasticd_agent.daemon.config.store_access import meets, times
+from elasticd_agent.daemon.config.variables import keys, variable
 from elasticd_agent.environment import WorkerPaths, worker_environment
 from tests.daemon.bad_settings import BAD, ETCD, JOB
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.daemon.order import Secrets
+from elasticd_agent.daemon.running.order import Secrets
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, lives, until
 from tests.etcd import EtcdServers
@@ -126,7 +126,7 @@ def test_a_job_that_this_node_cannot_run_is_refused_with_a_sentence_and_not_trie
 
 def test_what_is_handed_over_in_memory_is_whole() -> None:
     fd = Secrets("word", "ca", None, "key").handed()
-    read = "import sys; from elasticd_agent.daemon.order import Secrets; print(Secrets.taken(int(sys.argv[1])))"
+    read = "import sys; from elasticd_agent.daemon.running.order import Secrets; print(Secrets.taken(int(sys.argv[1])))"
     done = subprocess.run([sys.executable, "-c", read, str(fd)], pass_fds=[fd], capture_output=True, text=True)
     os.close(fd)
     assert "password='word'" in done.stdout, done.stderr

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from elasticd_agent.daemon.placing import View, place
+from elasticd_agent.daemon.placement.placing import View, place
 from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Running, Submission
 
 

@@ -27,23 +27,23 @@ from elasticd_agent.config import Rendezvous
 from elasticd_agent.console import PlainConsole
 from elasticd_agent.daemon import statedir
 from elasticd_agent.daemon.card import inventory
+from elasticd_agent.daemon.config.reloading import merged as merged_settings
+from elasticd_agent.daemon.config.settings import Settings, load
+from elasticd_agent.daemon.config.store_access import meets, times
+from elasticd_agent.daemon.config.variables import FLAGS
 from elasticd_agent.daemon.deciding import Asked, Deciding, Hint, Message, Parts
-from elasticd_agent.daemon.desk import Desk
 from elasticd_agent.daemon.gauges import NodeMetrics, merged, scraped
 from elasticd_agent.daemon.health.opening import open_health, renewed
 from elasticd_agent.daemon.health.telling import tell
 from elasticd_agent.daemon.health.watching import Health, HealthChanged
 from elasticd_agent.daemon.notify import Notifier, open_notifier
-from elasticd_agent.daemon.orders import Orders
-from elasticd_agent.daemon.placer import Placer
-from elasticd_agent.daemon.reloading import merged as merged_settings
-from elasticd_agent.daemon.runners import Runners
-from elasticd_agent.daemon.serving import open_serving
-from elasticd_agent.daemon.settings import Settings, load
-from elasticd_agent.daemon.store_access import meets, times
+from elasticd_agent.daemon.placement.placer import Placer
+from elasticd_agent.daemon.running.orders import Orders
+from elasticd_agent.daemon.running.runners import Runners
+from elasticd_agent.daemon.serving.desk import Desk
+from elasticd_agent.daemon.serving.opening import open_serving
 from elasticd_agent.daemon.sweeping import Sweeper
 from elasticd_agent.daemon.telling import Telling
-from elasticd_agent.daemon.variables import FLAGS
 from elasticd_agent.http import Pages, Verdict
 from elasticd_agent.outlet import Outlet
 from elasticd_agent.store import Store

@@ -10,8 +10,8 @@ from importlib import metadata
 from pathlib import Path
 
 from elasticd_agent import procfs
+from elasticd_agent.daemon.config.settings import Settings
 from elasticd_agent.daemon.records import NodeCard
-from elasticd_agent.daemon.settings import Settings
 from elasticd_agent.devices import cpu_count
 from elasticd_agent.version import version
 

@@ -17,23 +17,23 @@ from typing import Literal, Protocol
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent import events
 from elasticd_agent.daemon import names
-from elasticd_agent.daemon import queue as jobs
 from elasticd_agent.daemon.announcing import Announcement, NameTaken
+from elasticd_agent.daemon.config.settings import Settings
 from elasticd_agent.daemon.gauges import Facts, NodeMetrics
 from elasticd_agent.daemon.handing import HandedIn
 from elasticd_agent.daemon.health.blaming import Blames
 from elasticd_agent.daemon.knowing import Knowledge
 from elasticd_agent.daemon.notify import Notifier
-from elasticd_agent.daemon.orders import Orders
-from elasticd_agent.daemon.placing import View
+from elasticd_agent.daemon.placement import queue as jobs
+from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.reconciling import Ended, Over, Plan, Start, reconcile
 from elasticd_agent.daemon.records import (
     NodeCard,
     NodeState,
     Running,
 )
-from elasticd_agent.daemon.runners import Account, NotAllowed, Runners
-from elasticd_agent.daemon.settings import Settings
+from elasticd_agent.daemon.running.orders import Orders
+from elasticd_agent.daemon.running.runners import Account, NotAllowed, Runners
 from elasticd_agent.daemon.telling import Telling
 from elasticd_agent.store import Store
 

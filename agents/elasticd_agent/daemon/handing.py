@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elasticd.errors import UsageError
-from elasticd_agent.daemon import jobfile, queue
-from elasticd_agent.daemon.jobfile import JobFile
-from elasticd_agent.daemon.order import replace_file
-from elasticd_agent.daemon.orders import wanted
-from elasticd_agent.daemon.placing import View
+from elasticd_agent.daemon.config import jobfile
+from elasticd_agent.daemon.config.jobfile import JobFile
+from elasticd_agent.daemon.placement import queue
+from elasticd_agent.daemon.placement.placing import View
+from elasticd_agent.daemon.running.order import replace_file
+from elasticd_agent.daemon.running.orders import wanted
 from elasticd_agent.store import Store
 
 FILE = "handed-in.json"

@@ -11,7 +11,7 @@ from typing import TypeVar
 from elasticd.records import Document
 from elasticd_agent.copies import Copies
 from elasticd_agent.daemon import names
-from elasticd_agent.daemon.placing import View
+from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.records import Cordon, Ending, Placement, Submission
 from elasticd_agent.store import Store, Watch
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elasticd_agent.daemon.order import Exit, Order
-from elasticd_agent.daemon.placing import View
+from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.records import Ending, Placement, Running, Submission
+from elasticd_agent.daemon.running.order import Exit, Order
 
 Key = tuple[str, int]
 

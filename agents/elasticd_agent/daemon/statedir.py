@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elasticd.errors import UsageError
-from elasticd_agent.daemon import alive
-from elasticd_agent.daemon.order import replace_file
+from elasticd_agent.daemon.running import alive
+from elasticd_agent.daemon.running.order import replace_file
 
 LOCK, IDENTITY = "agent.lock", "node.json"
 WAIT_S = 3.0

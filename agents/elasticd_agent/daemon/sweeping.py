@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from elasticd_agent.daemon import ended
+from elasticd_agent.daemon.placement import ended
 
 EVERY_S = 600.0
 FIRST_S = 60.0

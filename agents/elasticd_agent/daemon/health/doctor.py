@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from elasticd.errors import UsageError
+from elasticd_agent.daemon.config.settings import Settings, load
 from elasticd_agent.daemon.health import reducing
 from elasticd_agent.daemon.health.checks import Checks
 from elasticd_agent.daemon.health.opening import most_gpus, places
 from elasticd_agent.daemon.health.readings import Reading, skipped
-from elasticd_agent.daemon.settings import Settings, load
 
 CONFIG = Path("/etc/elasticd/agent.toml")
 _HELP = f"""\

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from elasticd_agent.daemon.config.settings import Settings
 from elasticd_agent.daemon.health.checks import Checks, Places
 from elasticd_agent.daemon.health.remembered import Remembered, boot_id
 from elasticd_agent.daemon.health.verdicts import Rules
 from elasticd_agent.daemon.health.watching import Renewed, Watching
-from elasticd_agent.daemon.settings import Settings
 
 FILE = "health.json"
 

@@ -18,10 +18,11 @@ from typing import Any
 
 from elasticd_agent import control
 from elasticd_agent.config import identifier
-from elasticd_agent.daemon import ranklogs, visiting
 from elasticd_agent.daemon.names import JobFiles, job_files
-from elasticd_agent.daemon.progress import Progress
-from elasticd_agent.daemon.ranklogs import Piece
+from elasticd_agent.daemon.running import visiting
+from elasticd_agent.daemon.serving import ranklogs
+from elasticd_agent.daemon.serving.progress import Progress
+from elasticd_agent.daemon.serving.ranklogs import Piece
 from elasticd_agent.explaining import files as evidence_files
 from elasticd_agent.explaining import finding, reading
 from elasticd_agent.explaining.document import document

@@ -13,11 +13,11 @@ from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl, unquote
 
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent.daemon import ranklogs
-from elasticd_agent.daemon.across import Asked, Away, Logs, NoSuch
-from elasticd_agent.daemon.desk import Conflict, Desk
-from elasticd_agent.daemon.documents import Kind
-from elasticd_agent.daemon.server import TEXT, Answer, Request, said
+from elasticd_agent.daemon.config.documents import Kind
+from elasticd_agent.daemon.serving import ranklogs
+from elasticd_agent.daemon.serving.across import Asked, Away, Logs, NoSuch
+from elasticd_agent.daemon.serving.desk import Conflict, Desk
+from elasticd_agent.daemon.serving.server import TEXT, Answer, Request, said
 from elasticd_agent.explaining.files import Silent
 from elasticd_agent.http import METRICS_TYPE, Pages
 

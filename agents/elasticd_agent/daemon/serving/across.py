@@ -14,14 +14,14 @@ from urllib.parse import quote
 
 from elasticd.errors import ElasticdError
 from elasticd.wire import Round
-from elasticd_agent.daemon import ranklogs, showing
 from elasticd_agent.daemon.client import Reply, Unreachable
-from elasticd_agent.daemon.here import Here
 from elasticd_agent.daemon.names import JobFiles
-from elasticd_agent.daemon.peers import Peers
-from elasticd_agent.daemon.placing import View
-from elasticd_agent.daemon.ranklogs import Piece
+from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.records import Submission
+from elasticd_agent.daemon.serving import ranklogs, showing
+from elasticd_agent.daemon.serving.here import Here
+from elasticd_agent.daemon.serving.peers import Peers
+from elasticd_agent.daemon.serving.ranklogs import Piece
 from elasticd_agent.explaining.files import Silent
 
 PEER_S = 5.0

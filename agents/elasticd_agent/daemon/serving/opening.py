@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elasticd_agent.daemon.api import Api
-from elasticd_agent.daemon.desk import Desk
+from elasticd_agent.daemon.config.jobfile import JobFile
+from elasticd_agent.daemon.config.limits import refusal
+from elasticd_agent.daemon.config.settings import Settings
 from elasticd_agent.daemon.door import TokenDoor
-from elasticd_agent.daemon.here import Here
-from elasticd_agent.daemon.jobfile import JobFile
-from elasticd_agent.daemon.limits import refusal
-from elasticd_agent.daemon.peers import Peers
-from elasticd_agent.daemon.server import DaemonServer, Listening
-from elasticd_agent.daemon.settings import Settings
+from elasticd_agent.daemon.serving.api import Api
+from elasticd_agent.daemon.serving.desk import Desk
+from elasticd_agent.daemon.serving.here import Here
+from elasticd_agent.daemon.serving.peers import Peers
+from elasticd_agent.daemon.serving.server import DaemonServer, Listening
 from elasticd_agent.http import Pages
 from elasticd_agent.store import Store
 

@@ -16,12 +16,12 @@ import msgspec
 
 from elasticd.errors import UsageError
 from elasticd_agent.config import Policy
-from elasticd_agent.daemon.decoding import written
-from elasticd_agent.daemon.documents import Kind, kind_of, parse
-from elasticd_agent.daemon.jobfile import JobFile, policy_of, read_job
-from elasticd_agent.daemon.quantities import Seconds
-from elasticd_agent.daemon.settings import DEFAULT_FILE, LARGEST, Settings, load
-from elasticd_agent.daemon.variables import from_variables, keys
+from elasticd_agent.daemon.config.decoding import written
+from elasticd_agent.daemon.config.documents import Kind, kind_of, parse
+from elasticd_agent.daemon.config.jobfile import JobFile, policy_of, read_job
+from elasticd_agent.daemon.config.quantities import Seconds
+from elasticd_agent.daemon.config.settings import DEFAULT_FILE, LARGEST, Settings, load
+from elasticd_agent.daemon.config.variables import from_variables, keys
 
 _HELP = f"""\
 usage: elasticd config check [FILE] [--job | --agent] [--json]
@@ -53,7 +53,7 @@ def config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int
     if len(files) > (verb == "check"):
         raise UsageError(f"one file at a time, not {files[-1]!r} as well")
     if verb == "example":
-        from elasticd_agent.daemon.reference import template
+        from elasticd_agent.daemon.config.reference import template
 
         print(template("job" if "--job" in options else "agent"), end="")
         return 0

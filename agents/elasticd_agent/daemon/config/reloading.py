@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from elasticd_agent.daemon.decoding import meta_of, shown
-from elasticd_agent.daemon.settings import Settings
+from elasticd_agent.daemon.config.decoding import meta_of, shown
+from elasticd_agent.daemon.config.settings import Settings
 
 _LATER = "counts from the next start (SIGUSR2, which disturbs no job, or systemctl restart, which drains)"
 

@@ -22,10 +22,11 @@ from elasticd.errors import UsageError, WireError
 from elasticd_agent import eventlog, metrics, preflight
 from elasticd_agent.config import AgentSettings, JobSpec, Policy
 from elasticd_agent.control import Verb
-from elasticd_agent.daemon import alive, jobfile
-from elasticd_agent.daemon.book import Book, Rates
+from elasticd_agent.daemon.config import jobfile
 from elasticd_agent.daemon.names import JobFiles
-from elasticd_agent.daemon.order import Order, Secrets, keep_room, last_word, read_order, write_exit
+from elasticd_agent.daemon.running import alive
+from elasticd_agent.daemon.running.book import Book, Rates
+from elasticd_agent.daemon.running.order import Order, Secrets, keep_room, last_word, read_order, write_exit
 from elasticd_agent.launcher.spawn import prctl
 from elasticd_agent.loop import Message
 from elasticd_agent.messages import StopRequested

@@ -14,14 +14,16 @@ from urllib.parse import quote
 
 from elasticd.errors import ElasticdError, UsageError, WireError
 from elasticd.wire import Round
-from elasticd_agent.daemon import jobfile, queue, showing
-from elasticd_agent.daemon.across import Across, Asked, Logs, NoSuch
-from elasticd_agent.daemon.documents import Kind
-from elasticd_agent.daemon.here import DUMP_S, READ_S, Here
-from elasticd_agent.daemon.jobfile import JobFile
-from elasticd_agent.daemon.peers import Peers
-from elasticd_agent.daemon.placing import View
+from elasticd_agent.daemon.config import jobfile
+from elasticd_agent.daemon.config.documents import Kind
+from elasticd_agent.daemon.config.jobfile import JobFile
+from elasticd_agent.daemon.placement import queue
+from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.records import Submission
+from elasticd_agent.daemon.serving import showing
+from elasticd_agent.daemon.serving.across import Across, Asked, Logs, NoSuch
+from elasticd_agent.daemon.serving.here import DUMP_S, READ_S, Here
+from elasticd_agent.daemon.serving.peers import Peers
 from elasticd_agent.keys import Keys
 from elasticd_agent.store import Store
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticd_agent.daemon.placing import View
+from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Running, Submission
 
 UNPLACED = "nobody has placed it yet: a daemon does so within seconds of starting"

@@ -17,13 +17,13 @@ import msgspec
 from msgspec import Meta
 
 from elasticd.errors import UsageError
-from elasticd_agent.daemon.contradictions import check_settings
-from elasticd_agent.daemon.decoding import KeyWrong, Words, decode
-from elasticd_agent.daemon.documents import kind_of, parse
-from elasticd_agent.daemon.jobfile import NOT_KEYS as NOT_A_JOBS
-from elasticd_agent.daemon.jobfile import JobFile
-from elasticd_agent.daemon.quantities import Seconds, Size
-from elasticd_agent.daemon.variables import from_variables
+from elasticd_agent.daemon.config.contradictions import check_settings
+from elasticd_agent.daemon.config.decoding import KeyWrong, Words, decode
+from elasticd_agent.daemon.config.documents import kind_of, parse
+from elasticd_agent.daemon.config.jobfile import NOT_KEYS as NOT_A_JOBS
+from elasticd_agent.daemon.config.jobfile import JobFile
+from elasticd_agent.daemon.config.quantities import Seconds, Size
+from elasticd_agent.daemon.config.variables import from_variables
 from elasticd_agent.devices import cpu_count, visible_gpus
 
 DEFAULT_FILE = Path("/etc/elasticd/agent.toml")

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elasticd_agent import control
-from elasticd_agent.daemon.alive import Process
 from elasticd_agent.daemon.names import JobFiles
+from elasticd_agent.daemon.running.alive import Process
 
 ASK_S = 1.0
 EAGER_S = 0.1

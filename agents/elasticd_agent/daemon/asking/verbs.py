@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 from elasticd.errors import UsageError
-from elasticd_agent.daemon import tables
+from elasticd_agent.daemon.asking import tables
 from elasticd_agent.daemon.client import Client, Reply, Unreachable, open_client
 from elasticd_agent.daemon.meant import AGENT
 
@@ -66,7 +66,7 @@ def _submit(client: Client, asked: argparse.Namespace) -> int:
     data = sys.stdin.buffer.read(_LARGEST_FILE + 1) if str(path) == "-" else _content(path)
     if len(data) > _LARGEST_FILE:
         raise UsageError(f"{path} has more than {_LARGEST_FILE} bytes; a job file is a page")
-    from elasticd_agent.daemon.documents import kind_of
+    from elasticd_agent.daemon.config.documents import kind_of
 
     kind = _TYPES[asked.kind or kind_of(path.name)]
     # The same word at every try: a job that was handed in although the answer got lost is found again, not run twice.
@@ -92,7 +92,7 @@ def _status(client: Client, asked: argparse.Namespace) -> int:
 
 
 def _logs(client: Client, asked: argparse.Namespace) -> int:
-    from elasticd_agent.daemon.following import Follower, Gone, Wanted
+    from elasticd_agent.daemon.asking.following import Follower, Gone, Wanted
 
     streams = ("stdout", "stderr") if asked.stream == "both" else (asked.stream,)
     wanted = Wanted(

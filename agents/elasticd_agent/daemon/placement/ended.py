@@ -19,7 +19,7 @@ from elasticd.errors import WireError
 from elasticd.wire import Round
 from elasticd_agent.daemon import names
 from elasticd_agent.daemon.names import JobFiles
-from elasticd_agent.daemon.placing import View
+from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.records import Ending, Placement, Submission
 from elasticd_agent.keys import Keys, understood
 from elasticd_agent.store import Lease, Store, Versioned

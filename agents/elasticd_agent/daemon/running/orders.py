@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from elasticd.errors import UsageError
 from elasticd_agent.config import Rendezvous
-from elasticd_agent.daemon import jobfile, limits
-from elasticd_agent.daemon.jobfile import JobFile
-from elasticd_agent.daemon.order import Order, Secrets
+from elasticd_agent.daemon.config import jobfile, limits
+from elasticd_agent.daemon.config.jobfile import JobFile
+from elasticd_agent.daemon.config.settings import Settings
 from elasticd_agent.daemon.reconciling import Start
-from elasticd_agent.daemon.runners import Account
-from elasticd_agent.daemon.settings import Settings
+from elasticd_agent.daemon.running.order import Order, Secrets
+from elasticd_agent.daemon.running.runners import Account
 
 
 @dataclass(frozen=True, slots=True)

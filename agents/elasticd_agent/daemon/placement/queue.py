@@ -15,7 +15,7 @@ from elasticd.errors import StoreUnavailable, UsageError, WireError
 from elasticd.records import Document
 from elasticd_agent.config import identifier
 from elasticd_agent.daemon import names
-from elasticd_agent.daemon.placing import View
+from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Submission
 from elasticd_agent.keys import understood
 from elasticd_agent.store import Store, Versioned

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 
 from elasticd.errors import UsageError
 from elasticd_agent.config import Rendezvous
-from elasticd_agent.daemon.decoding import KeyWrong
+from elasticd_agent.daemon.config.decoding import KeyWrong
+from elasticd_agent.daemon.config.jobfile import JobFile, check, policy_of
+from elasticd_agent.daemon.config.limits import refusal
+from elasticd_agent.daemon.config.quantities import spoken_seconds
+from elasticd_agent.daemon.config.store_access import meets, times
 from elasticd_agent.daemon.door import PeerDoor
-from elasticd_agent.daemon.jobfile import JobFile, check, policy_of
-from elasticd_agent.daemon.limits import refusal
-from elasticd_agent.daemon.quantities import spoken_seconds
 from elasticd_agent.daemon.secret_files import read_secret, trouble
-from elasticd_agent.daemon.store_access import meets, times
 from elasticd_agent.devices import cpu_count, visible_gpus
 
 if TYPE_CHECKING:
-    from elasticd_agent.daemon.settings import HealthSettings, HttpSettings, Settings, StoreSettings
+    from elasticd_agent.daemon.config.settings import HealthSettings, HttpSettings, Settings, StoreSettings
 
 LONGEST_SOCKET = 107
 """Bytes of a Unix socket's path, by the kernel's sockaddr_un."""

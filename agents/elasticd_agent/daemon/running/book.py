@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from elasticd_agent import events, metrics
-from elasticd_agent.daemon.order import EXIT_ROUNDS
 from elasticd_agent.daemon.records import RoundNote
+from elasticd_agent.daemon.running.order import EXIT_ROUNDS
 from elasticd_agent.eventlog import Events
 
 

@@ -18,7 +18,8 @@ from elasticd.errors import StoreUnavailable, WireError
 from elasticd.records import Document
 from elasticd.wire import Round
 from elasticd_agent.copies import Copies
-from elasticd_agent.daemon import ended, names, placing
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon.placement import ended, placing
 from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Submission
 from elasticd_agent.keys import Keys, understood
 from elasticd_agent.store import Lease, Store, Watch

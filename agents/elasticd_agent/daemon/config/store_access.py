@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from elasticd.errors import UsageError
 from elasticd_agent import arguments
 from elasticd_agent.config import Policy, Rendezvous, Tls
-from elasticd_agent.daemon.decoding import KeyWrong
-from elasticd_agent.daemon.jobfile import in_keys
+from elasticd_agent.daemon.config.decoding import KeyWrong
+from elasticd_agent.daemon.config.jobfile import in_keys
 from elasticd_agent.daemon.secret_files import read_secret
 
 if TYPE_CHECKING:
-    from elasticd_agent.daemon.settings import Settings
+    from elasticd_agent.daemon.config.settings import Settings
 
 
 def times(settings: Settings) -> Policy:

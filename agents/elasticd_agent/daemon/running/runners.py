@@ -21,12 +21,20 @@ from typing import Any, Literal
 
 from elasticd.errors import UsageError, WireError
 from elasticd_agent import control, procfs
-from elasticd_agent.daemon import alive
-from elasticd_agent.daemon.alive import Process
 from elasticd_agent.daemon.names import JobFiles, job_files
-from elasticd_agent.daemon.order import Order, Secrets, last_word, read_exit, read_order, replace_file, write_exit
 from elasticd_agent.daemon.reconciling import Over, Runs
-from elasticd_agent.daemon.visiting import Visitor, ask
+from elasticd_agent.daemon.running import alive
+from elasticd_agent.daemon.running.alive import Process
+from elasticd_agent.daemon.running.order import (
+    Order,
+    Secrets,
+    last_word,
+    read_exit,
+    read_order,
+    replace_file,
+    write_exit,
+)
+from elasticd_agent.daemon.running.visiting import Visitor, ask
 
 FORCE_S = 5.0
 """From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""

@@ -22,11 +22,11 @@ from msgspec import Meta
 from elasticd.errors import UsageError
 from elasticd_agent import arguments
 from elasticd_agent.config import AgentSettings, JobSpec, Policy, Rendezvous, Streams
-from elasticd_agent.daemon.decoding import KeyWrong, decode
-from elasticd_agent.daemon.documents import LARGEST, Kind, parse
-from elasticd_agent.daemon.inheriting import SET_BY_ELASTICD, job_environment
+from elasticd_agent.daemon.config.decoding import KeyWrong, decode
+from elasticd_agent.daemon.config.documents import LARGEST, Kind, parse
+from elasticd_agent.daemon.config.inheriting import SET_BY_ELASTICD, job_environment
+from elasticd_agent.daemon.config.quantities import Seconds, count_range, encoded
 from elasticd_agent.daemon.names import JobFiles
-from elasticd_agent.daemon.quantities import Seconds, count_range, encoded
 from elasticd_agent.devices import visible_gpus
 
 

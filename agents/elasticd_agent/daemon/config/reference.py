@@ -3,7 +3,7 @@
 It exists so that what an operator reads cannot differ from what is understood. Keys that are flags of `elasticd run`
 are described by that command's own table.
 
-`python -m elasticd_agent.daemon.reference agent` prints docs/agent.md, `… jobs` docs/jobs.md.
+`python -m elasticd_agent.daemon.config.reference agent` prints docs/agent.md, `… jobs` docs/jobs.md.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Literal
 
 import msgspec
 
-from elasticd_agent.daemon.decoding import meta_of, written_default
-from elasticd_agent.daemon.jobfile import CONF, JobFile
-from elasticd_agent.daemon.pages import AGENT, JOBS
-from elasticd_agent.daemon.settings import Settings
-from elasticd_agent.daemon.variables import keys, variable
+from elasticd_agent.daemon.config.decoding import meta_of, written_default
+from elasticd_agent.daemon.config.jobfile import CONF, JobFile
+from elasticd_agent.daemon.config.pages import AGENT, JOBS
+from elasticd_agent.daemon.config.settings import Settings
+from elasticd_agent.daemon.config.variables import keys, variable
 from elasticd_agent.flags import Flag
 from elasticd_agent.own_flags import OWN
 from elasticd_agent.torchrun_flags import TORCHRUN

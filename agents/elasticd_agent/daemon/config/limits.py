@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elasticd_agent.daemon.decoding import KeyWrong
-from elasticd_agent.daemon.jobfile import JobFile
+from elasticd_agent.daemon.config.decoding import KeyWrong
+from elasticd_agent.daemon.config.jobfile import JobFile
 from elasticd_agent.launcher.preload import script_of
 
 if TYPE_CHECKING:
-    from elasticd_agent.daemon.settings import Limits
+    from elasticd_agent.daemon.config.settings import Limits
 
 _RUNS_OTHER_CODE = re.compile("LD_.*|PYTHON.*|PATH|BASH_ENV|ENV|GCONV_PATH|TORCH.*LIB.*|TMPDIR|HOME")
 """Variables by which an allowed command can be made to run something else."""

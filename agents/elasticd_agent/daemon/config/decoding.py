@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from elasticd.errors import UsageError
-from elasticd_agent.daemon.quantities import Seconds, Size, decoded, spoken_seconds, spoken_size
+from elasticd_agent.daemon.config.quantities import Seconds, Size, decoded, spoken_seconds, spoken_size
 
 S = TypeVar("S", bound=msgspec.Struct)
 

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 
 from elasticd.errors import UsageError
 from elasticd_agent.control import short
-from elasticd_agent.daemon.certificates import Certificates
 from elasticd_agent.daemon.door import Door, PeerDoor, Refused, TokenDoor
+from elasticd_agent.daemon.serving.certificates import Certificates
 from elasticd_agent.listener import Listener
 
 MOST_CONNECTIONS = 32
