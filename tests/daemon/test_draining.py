@@ -18,7 +18,8 @@ def assert_none_lost(job: str, where: Node, *nodes: Node) -> None:
     steps = where.steps()
     held = [event["step"] for node in nodes for event in node.job_events(job, "holding")]
     trained = sorted([step for _, step in steps] + [step for step in held if step not in dict(map(reversed, steps))])
-    assert trained == list(range(1, trained[-1] + 1)), (steps, held)
+    twice = sorted({step for step in trained if trained.count(step) > 1})
+    assert trained == list(range(1, trained[-1] + 1)), (twice, held, steps)
     assert steps == sorted(steps)
     for node in nodes:
         for resumed in node.job_events(job, "resumed"):
