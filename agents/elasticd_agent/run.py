@@ -7,6 +7,7 @@ and everything else (metrics, logs, terminal) is built while it imports torch.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import queue
 import shutil
@@ -39,6 +40,8 @@ from elasticd_agent.workers import Workers
 
 if TYPE_CHECKING:
     from elasticd_agent.outputs import Outputs
+
+YOUNG_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,17 +211,36 @@ def runtime_directory(wanted: Path | None) -> Iterator[Path]:
         base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
         sweep(base)
         path = Path(tempfile.mkdtemp(prefix=f"elasticd-{os.getuid()}-{os.getpid()}-", dir=base))
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
 
 
 def sweep(base: Path) -> None:
+    """A pid that nobody has here may be somebody's in another container that shares this memory: the lock decides."""
     for path in base.glob(f"elasticd-{os.getuid()}-*-*"):
         pid = path.name.split("-")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and not _locked(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # Nothing is in one that has just been made, and is not locked yet.
+        return not os.listdir(fd) and time.time() - os.fstat(fd).st_mtime < YOUNG_S
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager

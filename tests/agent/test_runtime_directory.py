@@ -1,0 +1,71 @@
+"""The agent's directory in memory: there while it lives, swept away later, and never another container's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.run import runtime_directory, sweep
+
+HOLD = """
+import sys
+from pathlib import Path
+from elasticd_agent.run import runtime_directory
+with runtime_directory(Path(sys.argv[1])) as path:
+    (path / "round-1").mkdir()
+    print(path, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def nobody() -> int:
+    """A pid that nobody has."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    return ended.pid
+
+
+@pytest.fixture
+def other(tmp_path: Path, nobody: int) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """An agent that lives where its pid is nobody's here, as in a container with the same shared memory."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        path = Path(process.stdout.readline().strip())
+        yield process, path.rename(tmp_path / f"elasticd-{os.getuid()}-{nobody}-x")
+        process.kill()
+
+
+def test_it_is_gone_when_the_agent_is(tmp_path: Path) -> None:
+    with runtime_directory(tmp_path / "run") as path:
+        assert path.stat().st_mode & 0o777 == 0o700
+        (path / "beat-0").touch()
+    assert not path.exists()
+
+
+def test_what_a_killed_agent_left_is_swept_and_what_another_container_uses_is_not(
+    tmp_path: Path, other: tuple[subprocess.Popen[str], Path]
+) -> None:
+    process, path = other
+    sweep(tmp_path)
+    assert (path / "round-1").is_dir(), "an agent that lives lost its directory"
+    process.kill()
+    process.wait()
+    sweep(tmp_path)
+    assert not path.exists()
+
+
+def test_one_that_has_just_been_made_is_not_taken_away_before_it_is_locked(tmp_path: Path, nobody: int) -> None:
+    young = Path(tempfile.mkdtemp(prefix=f"elasticd-{os.getuid()}-{nobody}-", dir=tmp_path))
+    sweep(tmp_path)
+    assert young.exists()
+    os.utime(young, (1, 1))
+    sweep(tmp_path)
+    assert not young.exists()
