@@ -162,6 +162,8 @@ class Loop:
                     if isinstance(heard, Started):
                         self._looking.started(heard)
                         self._story.started(heard, now)
+                        if heard.number == self._held:
+                            self._hold(heard.number, True)
                     elif isinstance(heard, StoreReady):
                         if self._rules.shared:
                             self._meeting.master(heard.number, self._address(), heard.port)
@@ -200,9 +202,8 @@ class Loop:
                 self._master = news
                 self._start_joining()
             case HoldAsked(number, on):
-                self._held = number if on else 0
-                # The number makes every round's request a new one.
-                self.workers.request(number, beat.HOLD | number << 8 if on else 0, only=0)
+                self._held = number if on else 0  # its group may not have been started yet
+                self._hold(number, on)
             case ReportAsked(number, on):
                 self._looking.suspicion.asked(number, on)
                 self._looking.soon(now)
@@ -224,6 +225,10 @@ class Loop:
                     raise StoreRefused(why)
             case Broken(error):
                 raise error
+
+    def _hold(self, number: int, on: bool) -> None:
+        # The number makes every round's request a new one.
+        self.workers.request(number, beat.HOLD | number << 8 if on else 0, only=0)
 
     def _drain(self) -> None:
         while self._events and self._exit_code is None:

@@ -122,13 +122,13 @@ def _wanted(view: View, current: Round, policy: Policy, now: float) -> Verdict:
         return runs
     why = "; ".join([*leaving, *([f"{_names(came)} joined"] if came else [])])
     if len(leaving) == len(current.members) and not came and all(p.record.leaving for p in view.nodes):
-        if _holdable(first, current):
+        if _holdable(first, current) or _will_be_holdable(view, first, current):
             return Hold(current.number, why)
         codes = {p.record.leaving_code for p in view.nodes} - {0}
         return _end(view, "stopped", codes.pop() if len(codes) == 1 else EVERYBODY_LEFT, why)
     if len(current.members) - len(leaving) + len(came) < view.asked.min_nodes:
         return Wait(f"{why}; too few nodes would be left", None, told=True)
-    if _holdable(first, current):
+    if _holdable(first, current) or (leaving and _will_be_holdable(view, first, current)):
         return Hold(current.number, why)
     if leaving or policy.grow == "always" or (first is not None and first.held == current.number):
         return _free(view, current, "; ".join(leaving), {}, policy, now)
@@ -139,6 +139,16 @@ def _wanted(view: View, current: Round, policy: Policy, now: float) -> Verdict:
 def _holdable(first: NodeRecord | None, current: Round) -> bool:
     """True if rank 0's workers can still be asked to hold, and do not yet."""
     return first is not None and first.can_hold == current.number and first.held != current.number
+
+
+def _will_be_holdable(view: View, first: NodeRecord | None, current: Round) -> bool:
+    """True if an earlier round could be held, and nobody has told of a step of this one yet, though it may have taken
+    some: rank 0 hears of the request at its first. Who leaves does not wait for it longer than its own stop may take.
+    """
+    if first is None or first.stepped == current.number or first.held == current.number:
+        return False
+    records = (view.record(m.node) for m in current.members)
+    return any(record is not None and record.can_hold for record in records)
 
 
 def _may_go_on(view: View, ended: Round) -> bool:

@@ -94,6 +94,19 @@ def test_who_leaves_is_let_go_from_a_checkpoint() -> None:
     assert nodes(decided(taken_over)) == "acd"
 
 
+def test_who_leaves_at_the_start_of_a_round_lets_it_hold_at_its_first_step_as_an_earlier_one_could() -> None:
+    b = present("b", leaving="b leaves")
+    for young in (with_(present("a", can_hold=2), b), with_(present("a"), present("b", leaving="b leaves", can_hold=1))):
+        assert plan(young, POLICY, NOW) == Hold(3, "b leaves")
+        held = with_(present("a", can_hold=3, held=3), view=young)
+        assert nodes(decided(held)) == "ac"
+    assert nodes(decided(with_(present("a"), b))) == "ac", "nothing is known of holding: nobody waits"
+    cannot = with_(present("a", stepped=3), present("b", leaving="b leaves", can_hold=2))
+    assert nodes(decided(cannot)) == "ac", "it steps, and has not said that it can be held"
+    came = with_(present("a", can_hold=2), present("d"))
+    assert plan(came, POLICY, NOW) == Wait("round 3 runs with 3 workers", None)
+
+
 def test_leaving_too_few_behind_waits_for_a_replacement() -> None:
     gone = [present(n, leaving=f"{n} leaves") for n in "bc"]
     waits = plan(with_(*gone), POLICY, NOW)
