@@ -96,7 +96,10 @@ def test_who_leaves_is_let_go_from_a_checkpoint() -> None:
 
 def test_who_leaves_at_the_start_of_a_round_lets_it_hold_at_its_first_step_as_an_earlier_one_could() -> None:
     b = present("b", leaving="b leaves")
-    for young in (with_(present("a", can_hold=2), b), with_(present("a"), present("b", leaving="b leaves", can_hold=1))):
+    for young in (
+        with_(present("a", can_hold=2), b),
+        with_(present("a"), present("b", leaving="b leaves", can_hold=1)),
+    ):
         assert plan(young, POLICY, NOW) == Hold(3, "b leaves")
         held = with_(present("a", can_hold=3, held=3), view=young)
         assert nodes(decided(held)) == "ac"

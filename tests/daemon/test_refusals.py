@@ -73,6 +73,7 @@ def test_pids_of_an_earlier_boot_are_nobodys(node: MakeNode) -> None:
             stranger.wait()
 
 
+@pytest.mark.system
 def test_a_runner_that_no_daemon_speaks_to_leaves_by_itself(node: MakeNode) -> None:
     n1 = node(adopt_timeout="5s")
     sleeping(n1)

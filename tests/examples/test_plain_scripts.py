@@ -16,6 +16,7 @@ WITH_ELASTICD = REPOSITORY / "examples" / "plain_with_elasticd.py"
 ELASTICD = ("-m", "elasticd_agent", "run", "--nproc-per-node", 2)
 
 
+@pytest.mark.system
 def test_the_plain_script_runs_under_torchrun(run: Run) -> None:
     ran = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, PLAIN, "--epochs", 3)
     assert ran.wait() == 0, ran.output

@@ -6,10 +6,13 @@ import os
 import signal
 import time
 
+import pytest
+
 from tests.faults.conftest import StartJob
 from tests.faults.job import Job, alive, parent_of, until
 
 
+@pytest.mark.system
 def test_the_launchers_processes_die_one_after_the_other_and_the_job_goes_on(job: StartJob) -> None:
     run = job("train.py", "100000")
     run.step(3, round=1)

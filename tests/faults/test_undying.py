@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from tests.faults.conftest import StartJob
 from tests.faults.job import Job, until
 from tests.tracing import Tracer
 
 
+@pytest.mark.system
 def test_a_slot_is_left_out_or_waited_for_until_its_worker_has_ended(job: StartJob) -> None:
     """Two jobs side by side, since each of them waits as long: one can spare a slot, the other cannot."""
     spares, needs = (job("undying.py", "${local_rank}", workers=workers) for workers in ("1:3", "2"))

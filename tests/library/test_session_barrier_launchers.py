@@ -33,6 +33,7 @@ def test_under_elasticd_a_missed_barrier_is_a_restart_that_names_who_was_missing
     assert not job.events("round_published", round=3)
 
 
+@pytest.mark.system
 def test_under_torchrun_the_error_names_who_was_missing(scripts: Path, environment: dict[str, str]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

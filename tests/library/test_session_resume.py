@@ -109,6 +109,7 @@ def test_wrappers_leave_no_trace_in_a_checkpoint(start: Any, tmp_path: Path) -> 
     assert not any("_orig_mod" in key or "module." in key for key in checkpoint.load(entries[0])["model"])
 
 
+@pytest.mark.system
 def test_under_torchrun_and_in_plain_python_each_start_is_the_next_round(
     scripts: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def test_a_link_goes_down_nothing_is_reset_and_the_node_is_back_once_it_is_up(tr
     cluster.finish()
 
 
+@pytest.mark.system
 def test_the_store_is_restarted_and_training_does_not_notice(training: StartTraining) -> None:
     cluster = training()
     assert cluster.store is not None
