@@ -8,7 +8,6 @@ jobs' own: nothing here touches them.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Collection, Mapping
@@ -21,6 +20,7 @@ from elasticd_agent.daemon import names
 from elasticd_agent.daemon.names import JobFiles
 from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.records import Ending, Placement, Submission
+from elasticd_agent.daemon.running.alive import held
 from elasticd_agent.keys import Keys, understood
 from elasticd_agent.store import Lease, Store, Versioned
 
@@ -194,29 +194,13 @@ def _runs_over(jobs: Path, needed: Collection[tuple[str, int]]) -> Mapping[Path,
         job, dot, number = folder.name.rpartition(".")
         if not (dot and number.isdigit() and folder.is_dir(follow_symlinks=False)):
             continue
-        if (job, int(number)) in needed or _lives(files := JobFiles(Path(folder.path))):
+        if (job, int(number)) in needed or held((files := JobFiles(Path(folder.path))).lock):
             continue
         try:
             found[files.root] = max(path.stat().st_mtime for path in (files.root, files.exit) if path.exists())
         except (OSError, ValueError):
             continue
     return found
-
-
-def _lives(files: JobFiles) -> bool:
-    try:
-        fd = os.open(files.lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _removed(path: Path, why: str) -> str:

@@ -85,7 +85,7 @@ def sign(fd: int, pid: int | None = None) -> None:
 def held(path: Path) -> bool:
     """True while a process has the lock at `path`, or while that cannot be told."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     except OSError:
