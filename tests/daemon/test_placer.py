@@ -76,7 +76,7 @@ def test_one_places_and_the_others_do_not_even_look() -> None:
         fleet.turn()
     asked = {verb for node in "bc" for verb, _ in fleet.stores[node].asked}
     assert asked == {"announce"}
-    assert fleet.said == ["a places jobs from now on", "job llm runs on a (slots 0-3)"]
+    assert fleet.said == ["a places jobs from now on", "job llm: runs on a (slots 0-3)"]
 
 
 def test_while_nothing_changes_nothing_is_read_or_written() -> None:
@@ -188,7 +188,7 @@ def test_a_write_that_is_lost_to_somebody_else_is_looked_at_again() -> None:
 
     fleet.stores["a"].before = another
     assert fleet.turn() == []
-    assert fleet.turn() == ["job llm runs on a (slots 0-3)"]
+    assert fleet.turn() == ["job llm: runs on a (slots 0-3)"]
 
 
 def test_watches_that_say_nothing_cost_time_and_no_more() -> None:
@@ -386,7 +386,7 @@ def test_two_clients_of_a_real_etcd(until: Until) -> None:
             card = stores[0].announce(names.NODES + "a", NodeCard("a", "i", 4).to_json(), 60.0)
             assert card is not None
             queue.submit(stores[1], "{}", job="llm", nodes=(1, 1), slots=(2, 2), by="", at=0.0)
-            assert one.turn(0.0) == ["a places jobs from now on", "job llm runs on a (slots 0-1)"]
+            assert one.turn(0.0) == ["a places jobs from now on", "job llm: runs on a (slots 0-1)"]
             assert two.turn(0.0) == []
             # Somebody takes the key from under the first one, as the end of its lease would.
             stores[1].delete(names.PLACER)
@@ -399,7 +399,7 @@ def test_two_clients_of_a_real_etcd(until: Until) -> None:
             until(noticed, 10.0)
             assert not one.places
             assert "next" not in {p.job for p in queue.view(stores[0]).placements}
-            until(lambda: "job next runs on a (slots 2-3)" in two.turn(0.3), 10.0)
+            until(lambda: "job next: runs on a (slots 2-3)" in two.turn(0.3), 10.0)
             assert {p.job: p.places for p in queue.view(stores[0]).placements} == {
                 "llm": (Place("a", (0, 1)),),
                 "next": (Place("a", (2, 3)),),

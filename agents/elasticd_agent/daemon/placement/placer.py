@@ -190,7 +190,7 @@ class Placer:
     def _placed(self, placement: Placement) -> bool:
         if not self._write(placement):
             return False
-        self._sentences.append(f"job {placement.job} {placement.reason}")
+        self._sentences.append(f"job {placement.job}: {placement.reason}")
         return True
 
     def _write(self, placement: Placement) -> bool:
