@@ -22,6 +22,7 @@ from elasticd_agent.daemon.config.settings import Settings
 from elasticd_agent.daemon.gauges import Facts, NodeMetrics
 from elasticd_agent.daemon.handing import HandedIn
 from elasticd_agent.daemon.health.blaming import Blames
+from elasticd_agent.daemon.health.verdicts import UNSEEN
 from elasticd_agent.daemon.knowing import Knowledge
 from elasticd_agent.daemon.notify import Notifier
 from elasticd_agent.daemon.placement import queue as jobs
@@ -415,7 +416,7 @@ class Deciding:
         cordon = next((c for c in self._known.cordons if c.node == self.card.node), None)
         well, why = self._parts.health.verdict()
         if not well:
-            return "quarantined", why
+            return "starting" if why == UNSEEN else "quarantined", why
         if cordon is not None:
             return "cordoned", cordon.reason
         return "ready", ""

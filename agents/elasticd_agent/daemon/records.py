@@ -13,7 +13,7 @@ from elasticd.errors import WireError
 from elasticd.records import Document, Record
 
 JobOutcome = Literal["succeeded", "failed", "cancelled"]
-NodeState = Literal["ready", "cordoned", "draining", "quarantined"]
+NodeState = Literal["starting", "ready", "cordoned", "draining", "quarantined"]
 RunnerState = Literal["starting", "running", "leaving", "refused"]
 
 

@@ -17,6 +17,7 @@ from elasticd_agent.daemon.health.readings import Reading
 FORGIVEN_S = 86400.0
 """After so long without trouble the next cool-off is a short one again."""
 BLAMED_WITHIN_S = 3600.0
+UNSEEN = "its health has not been looked at yet"
 _LONGEST_WHY = 300
 
 
@@ -98,7 +99,7 @@ def verdict(past: Past, now: float) -> Verdict:
     if now < past.until:
         return Quarantined(past.why, past.until - now)
     if not past.joined:
-        return Unhealthy("its health has not been looked at yet")
+        return Unhealthy(UNSEEN)
     return Healthy()
 
 
