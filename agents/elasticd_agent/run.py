@@ -41,8 +41,6 @@ from elasticd_agent.workers import Workers
 if TYPE_CHECKING:
     from elasticd_agent.outputs import Outputs
 
-YOUNG_S = 60.0
-
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -235,8 +233,7 @@ def _locked(path: Path) -> bool:
         return True
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        # Nothing is in one that has just been made, and is not locked yet.
-        return not os.listdir(fd) and time.time() - os.fstat(fd).st_mtime < YOUNG_S
+        return not os.listdir(fd)  # it has just been made, and is not locked yet; or it takes no room
     except BlockingIOError:
         return True
     finally:

@@ -66,6 +66,6 @@ def test_one_that_has_just_been_made_is_not_taken_away_before_it_is_locked(tmp_p
     young = Path(tempfile.mkdtemp(prefix=f"elasticd-{os.getuid()}-{nobody}-", dir=tmp_path))
     sweep(tmp_path)
     assert young.exists()
-    os.utime(young, (1, 1))
+    (young / "round-1").mkdir()
     sweep(tmp_path)
     assert not young.exists()
