@@ -169,6 +169,7 @@ def test_a_token_that_ends_is_renewed(until: Until) -> None:
         _survives_its_token(etcd, until)
 
 
+@pytest.mark.system
 def test_a_signed_token_that_ends_is_renewed(tmp_path: Path, until: Until) -> None:
     key = tmp_path / "jwt.key"
     key.write_text("a key that is shared by all members, 32 bytes at least")

@@ -69,6 +69,7 @@ def _seen(node: Node, rank: int = 0) -> dict[str, object]:
     return seen
 
 
+@pytest.mark.system
 def test_another_environments_python_runs_its_warm_launcher(
     node: MakeNode, venv: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

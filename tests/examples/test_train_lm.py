@@ -28,6 +28,7 @@ def test_trains_without_elasticd_run(run: Run, tmp_path: Path, launcher: tuple[o
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
+@pytest.mark.system
 def test_a_killed_worker_changes_no_loss(run: Run, tmp_path: Path) -> None:
     # Three workers: with two, a sum of gradients cannot be rounded differently, whatever DDP does to its buckets.
     workers, steps, kill_at = 3, 120, 45

@@ -15,6 +15,7 @@ from tests.faults.job import SCRIPTS, Fault, until
 COLD = "${local_rank}"
 
 
+@pytest.mark.system
 def test_a_cold_job_recovers_too(job: StartJob, tmp_path: Path) -> None:
     script = tmp_path / "cold.py"
     script.write_text(
@@ -59,6 +60,7 @@ def test_a_slot_that_keeps_failing_is_set_aside(job: StartJob) -> None:
     assert "set aside for 60 s after 2 failures" in run.event("round_published", round=3)["reason"]
 
 
+@pytest.mark.system
 def test_two_jobs_at_once(job: StartJob) -> None:
     first, second = (job("train.py", "40", faults=[Fault(rank, 10, "SIGKILL", round=1)]) for rank in (0, 1))
     for run in (first, second):
@@ -100,6 +102,7 @@ def test_an_environment_beyond_all_measure_is_refused(job: StartJob) -> None:
     assert run.err.splitlines()[-1].startswith("elasticd run: error: the environment and the arguments take 12")
 
 
+@pytest.mark.system
 def test_the_stores_port_is_the_one_asked_for_in_every_round(job: StartJob) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

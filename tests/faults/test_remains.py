@@ -42,6 +42,7 @@ def test_a_daemon_that_a_successful_script_leaves_behind_is_told_to_end(job: Sta
     assert len(run.file("family").split()) == 2
 
 
+@pytest.mark.system
 def test_a_daemon_that_does_not_listen_is_killed(job: StartJob) -> None:
     run = job("plain.py", COLD, "deaf daemon", workers="1")
     ready = time.monotonic()
