@@ -29,9 +29,10 @@ _WAIT_S = float(os.environ.get("LEAK_WAIT_S", "5"))
 _SHM = Path("/dev/shm")
 _FOREIGN: set[str] = set()  # processes seen to be others': they need not be looked at before and after every test
 
-# The same examples in every run, or a change would be blamed for what it has not done; "search" draws new ones.
-settings.register_profile("same", derandomize=True)
-settings.register_profile("search")
+# The same examples in every run, however busy the machine, or a change would be blamed for what it has not done;
+# "search" draws new ones.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 os.environ.update([_MARK.split("=", 1)])
 for _signal, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):

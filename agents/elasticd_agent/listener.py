@@ -50,7 +50,7 @@ class Listener(ThreadingHTTPServer):
 
     def _serve(self) -> None:
         """Accept connections, and cut those that are late. It wakes up for nothing else: waiting costs nothing."""
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # which takes no descriptor: there may be none left
             selector.register(self.socket, selectors.EVENT_READ)
             selector.register(self._bell, selectors.EVENT_READ)
             while not self._closing:
