@@ -35,8 +35,12 @@ settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 os.environ.update([_MARK.split("=", 1)])
-for _signal, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
-    if signal.getsignal(_signal) is signal.SIG_IGN:  # as a shell leaves them for what it starts in the background
+for _signal, _usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_signal) is signal.SIG_IGN:  # as a shell's & or nohup leaves them for what it starts
         signal.signal(_signal, _usual)
 
 
