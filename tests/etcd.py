@@ -86,7 +86,7 @@ class EtcdServers:
         self._folder = folder
         self._tls = tls
         self._flags = list(flags)
-        ports = _free_ports(2 * members)
+        ports = free_ports(2 * members)
         self.endpoints = [("127.0.0.1", port) for port in ports[:members]]
         self._peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * members
@@ -240,7 +240,8 @@ def _binary(name: str) -> Path:
     return Path(package.submodule_search_locations[0], "etcdbin", name)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Of loopback, for whoever binds them soon."""
     # Below the range that outgoing connections get theirs from, so that nobody takes one between this and the start.
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found: list[int] = []
