@@ -63,6 +63,12 @@ class Looking:
         self._step_at: tuple[int, float] = (0, 0.0)
         self._told_at = float("-inf")
         self._stepped = 0  # the newest round that was seen to step
+        self._seen: Seen | None = None
+
+    @property
+    def seen(self) -> Seen | None:
+        """The last look at the group that runs; None while there is none. Safe from any thread."""
+        return self._seen
 
     @property
     def number(self) -> int | None:
@@ -120,13 +126,13 @@ class Looking:
         """Look no more."""
         if self._prepared is not None:
             self._prepared.watch.close()
-            self._prepared = None
+            self._prepared = self._seen = None
 
     def look(self, now: float) -> FirstStep | None:
         """Look once, if there is a group; its first step, if that was seen for the first time."""
         if self._prepared is None:
             return None
-        seen = self._prepared.watch.look(now)
+        self._seen = seen = self._prepared.watch.look(now)
         number, at = seen.number, seen.first_step_at
         first = FirstStep(number, at) if at is not None and number != self._stepped else None
         if first is not None:

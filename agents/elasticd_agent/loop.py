@@ -54,6 +54,7 @@ from elasticd_agent.messages import (
 from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Rejected, ReportAsked, SlowSeen, StoreSeen
 from elasticd_agent.observation import Judged
 from elasticd_agent.slots import Slots
+from elasticd_agent.watch import Seen
 from elasticd_agent.workers import Freed, Started, StoreReady, Stuck, Workers
 
 Word = MasterKnown | HoldAsked | ReportAsked | Judged | SlowSeen | StoreSeen | Awaited | Rejected | Broken
@@ -131,6 +132,11 @@ class Loop:
     def high_water(self) -> int:
         """The highest step seen so far."""
         return self._meeting.facts.high_water
+
+    @property
+    def seen(self) -> Seen | None:
+        """The last look at this node's workers; None while there are none. Safe from any thread."""
+        return self._looking.seen
 
     def overdue_s(self) -> float:
         """For how long the deciding thread should have turned and has not. Safe from any thread."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import DirectoryInUse, UsageError
 from elasticd_agent.config import AgentSettings, JobSpec, Mode, Policy
@@ -33,6 +33,7 @@ from elasticd_agent.launcher.preload import Preload, plan_preload, script_of, wo
 from elasticd_agent.looking import Looking
 from elasticd_agent.loop import Loop, Message
 from elasticd_agent.messages import Rules, StopForced, StopRequested
+from elasticd_agent.observation import RankSeen
 from elasticd_agent.seat import listening_address, take_seat, workers_address
 from elasticd_agent.slots import Slots
 from elasticd_agent.suspicion import Suspicion
@@ -161,9 +162,9 @@ def plan(spec: JobSpec) -> Preload:
     return plan_preload(script_of(spec.mode is Mode.MODULE, spec.entrypoint, spec.cwd), spec.args, spec.preload)
 
 
-def status(spec: JobSpec, loop: Loop) -> dict[str, object]:
+def status(spec: JobSpec, loop: Loop) -> dict[str, Any]:
     """What /status shows."""
-    round = loop.round
+    round, seen = loop.round, loop.seen
     return {
         "job": spec.job_id,
         "phase": type(loop.phase).__name__.lower(),
@@ -174,6 +175,21 @@ def status(spec: JobSpec, loop: Loop) -> dict[str, object]:
         "members": [{"node": m.node, "slots": list(m.slots)} for m in round.members] if round is not None else [],
         "benched": [{"node": b.node, "slot": b.slot, "times": b.times} for b in round.benched] if round else [],
         "step": loop.high_water,
+        "ranks": [rank_row(rank) for rank in seen.ranks] if seen is not None else [],
+    }
+
+
+def rank_row(seen: RankSeen) -> dict[str, Any]:
+    """One of this node's ranks. `state` is its process's, as /proc says; `idle_seconds`: since anything of it moved."""
+    return {
+        "rank": seen.rank,
+        "slot": seen.slot,
+        "phase": seen.phase,
+        "step": seen.step,
+        "idle_seconds": round(seen.idle_s, 1),
+        "state": seen.state,
+        "barrier": seen.barrier,
+        "exited": seen.exited,
     }
 
 

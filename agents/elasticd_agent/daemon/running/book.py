@@ -14,6 +14,7 @@ from typing import Any
 from elasticd_agent import events, metrics
 from elasticd_agent.daemon.records import RoundNote
 from elasticd_agent.daemon.running.order import EXIT_ROUNDS
+from elasticd_agent.daemon.running.track import Track
 from elasticd_agent.eventlog import Events
 
 
@@ -81,13 +82,24 @@ class Book:
 
 
 class Rates(metrics.Metrics):
-    """The job's metrics, which also remember how fast it goes."""
+    """The job's metrics, which also remember how fast it goes and went."""
 
     steps_per_second: float | None = None
+    _number = 0
+
+    def __init__(self, job: str, node: str, version: str) -> None:
+        super().__init__(job, node, version)
+        self.track = Track()
+
+    def round_published(self, number: int, *more: Any, **named: Any) -> None:
+        self._number = number
+        super().round_published(number, *more, **named)
 
     def progress(self, steps: Mapping[int, int], steps_per_second: float | None, wall: float) -> None:
         if steps_per_second is not None:
             self.steps_per_second = steps_per_second
+        if reached := max(steps.values(), default=0):
+            self.track.at(wall, self._number, reached)
         super().progress(steps, steps_per_second, wall)
 
     def group_gone(self) -> None:

@@ -20,14 +20,19 @@ from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.records import Submission
 from elasticd_agent.daemon.serving import ranklogs, showing
 from elasticd_agent.daemon.serving.here import Here
+from elasticd_agent.daemon.serving.joined import joined
 from elasticd_agent.daemon.serving.peers import Peers
 from elasticd_agent.daemon.serving.ranklogs import Piece
 from elasticd_agent.explaining.files import Silent
 
 PEER_S = 5.0
+BESIDES_S = 2.0
+"""Where this node knows the job itself, the others' ranks are worth so long a wait."""
 SEARCH_S = 20.0
 MOST_ASKED = 16
 """Nodes that are asked for the history of a job that has no place at the moment."""
+MOST_WHOLE = 3
+"""Nodes, besides this one, that are asked for a job's whole history."""
 
 
 class NoSuch(ElasticdError):
@@ -109,23 +114,39 @@ class Across:
     peers: Peers
 
     def progress(self, view: View, job: Submission, nodes: list[str], now: float) -> dict[str, Any] | None:
-        """Of this node if it takes part, else of the first others that answer; None if nobody has anything to tell."""
-        best: dict[str, Any] | None = None
+        """What its nodes know together, this one's word first; None if nobody has anything to tell."""
+        own: dict[str, Any] | None = None
         if self.here.knows(job.job, job.number):
             try:
-                best = self.here.about(job.job, job.number, now)
+                own = self.here.about(job.job, job.number, now)
             except Silent:
-                best = None
-            if best is not None and (self.here.node in nodes or (not nodes and best["rounds"])):
-                return best
+                own = None
+        takes_part = own is not None and (self.here.node in nodes or (not nodes and bool(own["rounds"])))
         # Where it waits again after it has run, only who had it knows of that.
-        asked = nodes[:3] or list(self._candidates(view, job, None))[:MOST_ASKED]
+        asked = nodes or ([] if takes_part else list(self._candidates(view, job, None))[:MOST_ASKED])
         others = addresses(view, [node for node in asked if node != self.here.node])
-        path = f"/v1/here/jobs/{quote(job.job, safe='')}"
-        for one in self.peers.ask_all(others, "GET", path, {"number": job.number}, PEER_S).values():
-            if isinstance(one, dict) and (best is None or (one.get("round") or 0) >= (best.get("round") or 0)):
-                best = one
-        return best
+        answers = self._about(others, job, BESIDES_S if takes_part else PEER_S)
+        # Whoever was asked in vain, of nodes that may never have had it, is nobody's business.
+        silent = {node: str(one) for node, one in answers.items() if not isinstance(one, dict) and node in nodes}
+        silent |= {node: "no daemon announces it" for node in nodes if node not in (*others, self.here.node)}
+        rows = [one for one in answers.values() if isinstance(one, dict)]
+        rows.sort(key=lambda one: -(one.get("round") or 0))
+        if own is not None:
+            behind = rows and (rows[0].get("round") or 0) >= (own.get("round") or 0)
+            rows.insert(0 if takes_part or not behind else len(rows), own)
+        return joined(rows, silent)
+
+    def _about(self, others: dict[str, str], job: Submission, within_s: float) -> dict[str, dict[str, Any] | str]:
+        """A few tell all they know, the rest only of their ranks: of a thousand nodes' logs most say the same."""
+        path, few = f"/v1/here/jobs/{quote(job.job, safe='')}", dict(list(others.items())[:MOST_WHOLE])
+        rest = {node: address for node, address in others.items() if node not in few}
+        found: dict[str, dict[str, Any] | str] = {}
+        whole = lambda: found.update(  # noqa: E731
+            self.peers.ask_all(few, "GET", path, {"number": job.number}, within_s)
+        )
+        query = {"number": job.number, "brief": 1}
+        found.update(self.peers.ask_all(rest, "GET", path, query, within_s, whole))
+        return found
 
     def logs(self, view: View, job: Submission, agreed: Round | None, wanted: Asked, node: str | None) -> Logs:
         """`agreed`: the job's current Round, if it is known; `node`: look nowhere else. Raises NoSuch, Away."""

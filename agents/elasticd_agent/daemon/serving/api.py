@@ -116,7 +116,7 @@ class Api:
             case ("GET",):
                 if not here.knows(job, number):
                     raise NoSuch(f"{here.node} has nothing of job {job!r} number {number}")
-                return _json(here.about(job, number, self.desk.now()))
+                return _json(here.about(job, number, self.desk.now(), brief=asked.get("brief") == "1"))
             case "GET", "logs":
                 wanted = _asked(asked)
                 args = (wanted.rank, wanted.round, wanted.stream, wanted.offset, wanted.limit)

@@ -21,7 +21,7 @@ from elasticd_agent.config import identifier
 from elasticd_agent.daemon.names import JobFiles, job_files
 from elasticd_agent.daemon.running import visiting
 from elasticd_agent.daemon.serving import ranklogs
-from elasticd_agent.daemon.serving.progress import Progress
+from elasticd_agent.daemon.serving.progress import Cost, Progress, RoundSeen
 from elasticd_agent.daemon.serving.ranklogs import Piece
 from elasticd_agent.explaining import files as evidence_files
 from elasticd_agent.explaining import finding, reading
@@ -70,13 +70,18 @@ class Here:
     def knows(self, job: str, number: int) -> bool:
         return self.files(job, number).root.is_dir()
 
-    def about(self, job: str, number: int, now: float) -> dict[str, Any]:
-        """How the job does, as far as this node knows. `now` is unix seconds."""
+    def about(self, job: str, number: int, now: float, *, brief: bool = False) -> dict[str, Any]:
+        """How the job does, as far as this node knows. `now` is unix seconds. `brief`: without what lies behind it."""
         told = evidence_files.within(READ_S, lambda: self._history(job, number, now))
         running, trouble = self._running(job, number)
         steps = [one for one in (told["step"], running.get("step")) if isinstance(one, int)]
         known = {name: running[name] for name in ("round", "world_size") if running.get(name)}
-        live = {name: running.get(name) for name in ("phase", "members", "steps_per_second")}
+        live = {name: running.get(name) for name in ("phase", "members", "steps_per_second", "track")}
+        ranks = running.get("ranks")
+        rows = ranks if isinstance(ranks, list) else []
+        live["ranks"] = [{**one, "node": self.node} for one in rows if isinstance(one, dict)]
+        if brief:
+            told["rounds"], live["track"] = [], []
         return {"node": self.node, **told, **live, **known, "step": max(steps, default=None), "trouble": trouble}
 
     def newest_round(self, job: str, number: int, rank: int) -> int | None:
@@ -166,7 +171,7 @@ class Here:
 
 
 def _shown(told: Progress, now: float) -> dict[str, Any]:
-    newest, goodput, at = told.newest(), told.goodput(now), told.checkpoint_at
+    newest, goodput, at, costs = told.newest(), told.goodput(now), told.checkpoint_at, told.costs(now)
     saved = {"step": told.checkpoint_step, "round": told.checkpoint_round, "at": at}
     return {
         "round": None if newest is None else newest.number,
@@ -176,16 +181,24 @@ def _shown(told: Progress, now: float) -> dict[str, Any]:
         "checkpoint": None if at is None else {**saved, "age_seconds": round(max(0.0, now - at), 1)},
         "goodput": None if goodput is None else round(goodput, 4),
         "began_at": told.began_at,
-        "rounds": [
-            {
-                "round": one.number,
-                "at": one.at,
-                "world_size": one.world_size,
-                "nodes": list(one.nodes),
-                "reason": one.reason,
-            }
-            for one in list(told.rounds.values())[-SHOWN_ROUNDS:]
-        ],
+        "rounds": [_round(one, costs.get(one.number)) for one in list(told.rounds.values())[-SHOWN_ROUNDS:]],
+    }
+
+
+def _round(one: RoundSeen, cost: Cost | None) -> dict[str, Any]:
+    return {
+        "round": one.number,
+        "at": one.at,
+        "world_size": one.world_size,
+        "nodes": list(one.nodes),
+        "cause": one.cause,
+        "reason": one.reason,
+        "first_step": one.first_step if one.first_at is not None else None,
+        "first_step_at": one.first_at,
+        "last_step": one.last_step if one.first_at is not None else None,
+        "over_at": one.last_at,
+        "lost_seconds": None if cost is None else round(cost.seconds, 3),
+        "lost_steps": None if cost is None else cost.steps,
     }
 
 

@@ -34,6 +34,14 @@ class RoundSeen:
     resumed: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """From the last step of the round before to a round's first one; and the steps that were trained again, if known."""
+
+    seconds: float
+    steps: int | None
+
+
 @dataclass(slots=True)
 class Progress:
     """What the lines so far add up to."""
@@ -97,6 +105,24 @@ class Progress:
             productive += max(0.0, (running.last_at if running.last_at is not None else until) - running.first_at)
         whole = until - self.began_at
         return min(1.0, max(0.0, productive / whole)) if whole > 0 else None
+
+    def costs(self, now: float) -> dict[int, Cost]:
+        """What each round that followed another one cost. `now` is unix seconds: until then the newest one still does."""
+        found: dict[int, Cost] = {}
+        before: RoundSeen | None = None
+        newest = self.newest()
+        for one in self.rounds.values():
+            until = one.first_at
+            if until is None and one is newest:
+                until = self.ended_at if self.ended_at is not None else now
+            if before is not None and before.last_at is not None and until is not None:
+                # A script that counts its own steps from 1 in every process does not say what it went on from.
+                went_on = one.resumed if one.resumed is not None else one.first_step - 1 or None
+                steps = None if one.first_at is None or went_on is None else max(0, before.last_step - went_on)
+                found[one.number] = Cost(max(0.0, until - before.last_at), steps)
+            if one.first_at is not None:
+                before = one
+        return found
 
     def newest(self) -> RoundSeen | None:
         return next(reversed(self.rounds.values()), None)
