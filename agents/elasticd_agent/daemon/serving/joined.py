@@ -29,7 +29,7 @@ def joined(rows: Sequence[Mapping[str, Any]], silent: Mapping[str, str]) -> dict
         if _whole(row.get("round")) == newest  # who is still in an older one numbers its ranks differently
         for one in _dicts(row.get("ranks"))
     }
-    saved = [one for row in rows if isinstance(one := row.get("checkpoint"), dict)]
+    saved = [found for row in rows if isinstance(found := row.get("checkpoint"), dict)]
     steps = [step for row in rows if isinstance(step := row.get("step"), int)]
     tracks = [track for row in rows if isinstance(track := row.get("track"), list) and track]
     return {

@@ -36,7 +36,7 @@ class RoundSeen:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """From the last step of the round before to a round's first one; and the steps that were trained again, if known."""
+    """From the last step of the round before to a round's first one; and how many steps were made again, if known."""
 
     seconds: float
     steps: int | None
@@ -107,7 +107,7 @@ class Progress:
         return min(1.0, max(0.0, productive / whole)) if whole > 0 else None
 
     def costs(self, now: float) -> dict[int, Cost]:
-        """What each round that followed another one cost. `now` is unix seconds: until then the newest one still does."""
+        """What each round that followed another cost. `now` is unix seconds: until then the newest one still does."""
         found: dict[int, Cost] = {}
         before: RoundSeen | None = None
         newest = self.newest()
