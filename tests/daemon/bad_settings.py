@@ -157,6 +157,10 @@ BAD: list[tuple[str, str]] = [
     ('[http]\nsocket="TMP/dir"', "http.socket: 'TMP/dir' is a directory, not a socket"),
     ('[http]\ntls_ca="TMP/none"', "http.tls_ca: 'TMP/none' does not exist"),
     (
+        '[http]\ntls_name="agents"',
+        "http.tls_name: is given, but http.tls_cert is not: without it nobody speaks HTTPS here",
+    ),
+    (
         '[http]\nusers=["nobody-at-all"]',
         "http.users: there is no 'nobody-at-all' on this machine; give a name it knows, or a number",
     ),

@@ -75,6 +75,7 @@ class Served:
         here = Here(self.node, self.root / "state", self._ask)
         tls = "tls_cert" in self.where
         peers = Peers(TokenDoor(token_file).token, tls=tls, ca=self.where.pop("tls_ca", None))
+        peers = replace(peers, tls_name=self.where.pop("tls_name", None))
         self.desk = Desk(self.store, here, peers, clock=self.now)
         pages = Pages(lambda: b"up 1.0\n", lambda: {"node": self.node}, lambda: Verdict(True, "well"),
                       lambda: Verdict(False, "not in"))  # fmt: skip

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from elasticd_agent.addresses import joined
 from elasticd_agent.daemon import names
-from elasticd_agent.daemon.client import Client
+from elasticd_agent.daemon.client import Client, Unreachable
 from elasticd_agent.daemon.records import Ending, RoundNote, Running
+from elasticd_agent.daemon.serving.peers import Peers
 from elasticd_agent.daemon.serving.ranklogs import MOST_BYTES
 from tests.daemon.served import JOB, Outage, Served
 from tests.etcd import Authority
@@ -425,6 +427,18 @@ def test_other_nodes_certificates_are_checked_when_they_are_asked(serve: Serve, 
     made, ca = authority.server(), authority.ca
     n1, _ = two(serve, where={"tls_cert": made.cert, "tls_key": made.key, "tls_ca": ca})
     assert n1.unix().get("/v1/jobs/llama/logs").body == b"on n2\n"
+
+
+def test_certificates_of_nodes_without_lasting_addresses_are_for_one_name(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "n1-pki").mkdir()
+    authority = Authority(tmp_path / "n1-pki")
+    made, ca = authority.server("agents"), authority.ca
+    where = {"tls_cert": made.cert, "tls_key": made.key, "tls_ca": ca, "tls_name": "agents"}
+    n1, _ = two(serve, where=where)
+    assert n1.unix().get("/v1/jobs/llama/logs").body == b"on n2\n"
+    for name in ("others", None):
+        with pytest.raises(Unreachable, match="its certificate cannot be trusted"):
+            Peers(lambda: n1.token, True, ca, name).ask(joined(*n1.address), "GET", "/v1/jobs")
 
 
 def test_a_node_that_is_away_is_named_and_what_others_know_is_shown(serve: Serve) -> None:

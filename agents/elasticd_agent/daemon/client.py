@@ -64,13 +64,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One daemon, at a unix socket or at host:port."""
+    """One daemon, at a unix socket or at host:port. `tls_name`: whom its certificate is for, if not for `host`."""
 
     socket: Path | None
     host: str = ""
     port: int = 0
     token: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
+    tls_name: str | None = None
 
     def __str__(self) -> str:
         if self.socket is not None:
@@ -156,7 +157,7 @@ class _Connection(http.client.HTTPConnection):
         if client.tls is not None:
             plain = self.sock
             try:
-                self.sock = client.tls.wrap_socket(plain, server_hostname=client.host)
+                self.sock = client.tls.wrap_socket(plain, server_hostname=client.tls_name or client.host)
             except BaseException:
                 plain.close()
                 raise

@@ -140,6 +140,11 @@ def _http(http: HttpSettings) -> None:
     for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if getattr(http, one) is not None and getattr(http, other) is None:
             raise KeyWrong(f"http.{other}", f"is missing, but http.{one} is given; HTTPS needs both")
+    if http.tls_name is not None:
+        if http.tls_cert is None:
+            raise KeyWrong("http.tls_name", "is given, but http.tls_cert is not: without it nobody speaks HTTPS here")
+        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", http.tls_name):
+            raise KeyWrong("http.tls_name", f"{http.tls_name[:60]!r} is no name that a certificate can be for")
     _files("http", {"tls_cert": http.tls_cert, "tls_ca": http.tls_ca})
     _secrets({"http.token_file": http.token_file, "http.tls_key": http.tls_key})
     try:

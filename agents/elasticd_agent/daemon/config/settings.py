@@ -124,6 +124,14 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             examples=['"/etc/elasticd/ca.pem"'],
         ),
     ] = None
+    tls_name: Annotated[
+        str | None,
+        Meta(
+            description="The name that the other nodes' certificates are for, where all have one and the same: pods, "
+            "whose addresses come and go. Without it, each must be for the address in its node's card.",
+            examples=['"elasticd-agent"'],
+        ),
+    ] = None
     users: Annotated[
         tuple[str, ...],
         Meta(

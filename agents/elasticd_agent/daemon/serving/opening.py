@@ -49,7 +49,7 @@ def open_serving(settings: Callable[[], Settings], store: Store, pages: Callable
             raise wrong
 
     here = Here(chosen.node, chosen.state_dir)
-    peers = Peers(TokenDoor(http.token_file).token, tls=http.tls_cert is not None, ca=http.tls_ca)
+    peers = Peers(TokenDoor(http.token_file).token, http.tls_cert is not None, http.tls_ca, http.tls_name)
     desk = Desk(store, here, peers, check)
     where = Listening(
         chosen.socket, http.bind, http.port, http.token_file, http.tls_cert, http.tls_key, http.users, http.groups

@@ -24,11 +24,14 @@ MOST_NODES = 256
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """`token` is read whenever one is asked, so that a new one counts at once. `tls`: others show certificates."""
+    """`token` is read whenever one is asked, so that a new one counts at once. `tls`: others show certificates; for
+    `tls_name`, or for their addresses.
+    """
 
     token: Callable[[], str | None]
     tls: bool = False
     ca: Path | None = None
+    tls_name: str | None = None
 
     def ask(
         self, address: str, method: str, path: str, query: Mapping[str, object] | None = None, within_s: float = 5.0
@@ -41,7 +44,7 @@ class Peers:
             context = client_context(self.ca) if self.tls else None
         except UsageError as error:
             raise Unreachable(str(error)) from None
-        client = Client(None, host, port, self.token(), context)
+        client = Client(None, host, port, self.token(), context, self.tls_name)
         reply = client.ask(method, path, query, within_s=within_s)
         if reply.code in (401, 403):
             raise Unreachable(f"the daemon at {client} does not let this one in: {reply.why}")
