@@ -37,6 +37,7 @@ from elasticd_agent.daemon.health.opening import open_health, renewed
 from elasticd_agent.daemon.health.telling import tell
 from elasticd_agent.daemon.health.watching import Health, HealthChanged
 from elasticd_agent.daemon.notify import Notifier, open_notifier
+from elasticd_agent.daemon.page.front import front
 from elasticd_agent.daemon.placement.placer import Placer
 from elasticd_agent.daemon.running.orders import Orders
 from elasticd_agent.daemon.running.runners import Runners
@@ -135,7 +136,12 @@ def _run(
         inbox.put(Hint())
 
     deciding = Deciding(parts, orders, reload, unfit)
-    serving = open_serving(lambda: deciding.settings, store, lambda desk: _pages(deciding, desk, metrics, health))
+    serving = open_serving(
+        lambda: deciding.settings,
+        store,
+        lambda desk: _pages(deciding, desk, metrics, health),
+        lambda api, token, tls: front(api, token, version(), tls=tls),
+    )
     stack.callback(serving.close)
     sweeper = Sweeper(settings.state_dir, deciding.needed, lambda: float(deciding.settings.keep_ended_s), telling.said)
     stack.callback(sweeper.close)

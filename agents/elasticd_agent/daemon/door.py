@@ -97,12 +97,21 @@ class TokenDoor:
         if len(authorization) != 1:
             return Refused(401, "a token is needed: Authorization: Bearer TOKEN, as in the daemon's http.token_file")
         scheme, _, given = authorization[0].strip().partition(" ")
-        # The digests are compared, so that not even the length of the token shows in the time this takes.
-        same = hmac.compare_digest(_digest(given.strip().encode("utf-8", "surrogateescape")), digest)
-        if not same or scheme.lower() != "bearer":
+        if not self.knows(given) or scheme.lower() != "bearer":
             return Refused(401, "that is not this daemon's token")
         peer = sock.getpeername()
         return f"the token's holder at {peer[0]}" if isinstance(peer, tuple) else "the token's holder"
+
+    def knows(self, given: str) -> bool:
+        """Whether that is the token."""
+        digest = self.key()
+        # The digests are compared, so that not even the length of the token shows in the time this takes.
+        same = hmac.compare_digest(_digest(given.strip().encode("utf-8", "surrogateescape")), digest or b"")
+        return same and digest is not None
+
+    def key(self) -> bytes | None:
+        """What only who has the token can know, to sign with; another token, another key. None without a token."""
+        return None if self._file is None else self._read(self._file)[0]
 
     def check(self) -> str:
         """What is wrong with the token's file, "" if nothing: for the daemon to say at its start."""

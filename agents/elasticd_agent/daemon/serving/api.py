@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl, unquote
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.daemon.config.documents import Kind
+from elasticd_agent.daemon.door import Refused
 from elasticd_agent.daemon.serving import ranklogs
 from elasticd_agent.daemon.serving.across import Asked, Away, Logs, NoSuch
 from elasticd_agent.daemon.serving.desk import Conflict, Desk
-from elasticd_agent.daemon.serving.server import TEXT, Answer, Request, said
+from elasticd_agent.daemon.serving.server import TEXT, Answer, Knock, Request, said
 from elasticd_agent.explaining.files import Silent
 from elasticd_agent.http import METRICS_TYPE, Pages
 
@@ -50,6 +51,10 @@ class Api:
 
     def is_open(self, method: str, path: str) -> bool:
         return path in OPEN and method in ("GET", "HEAD")
+
+    def refused(self, knock: Knock, refused: Refused) -> Answer:
+        challenge = (("WWW-Authenticate", "Bearer"),) if refused.code == 401 else ()
+        return replace(said(refused.code, refused.why), headers=challenge)
 
     def answer(self, request: Request) -> Answer:
         try:

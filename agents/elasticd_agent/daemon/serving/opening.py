@@ -17,7 +17,7 @@ from elasticd_agent.daemon.serving.api import Api
 from elasticd_agent.daemon.serving.desk import Desk
 from elasticd_agent.daemon.serving.here import Here
 from elasticd_agent.daemon.serving.peers import Peers
-from elasticd_agent.daemon.serving.server import DaemonServer, Listening
+from elasticd_agent.daemon.serving.server import DaemonServer, Listening, Routes
 from elasticd_agent.http import Pages
 from elasticd_agent.store import Store
 
@@ -37,7 +37,16 @@ class Serving:
         return self.server.close(within)
 
 
-def open_serving(settings: Callable[[], Settings], store: Store, pages: Callable[[Desk], Pages]) -> Serving:
+Front = Callable[[Api, TokenDoor, bool], Routes]
+"""What is served before the routes of the API; it hears whether browsers see TLS."""
+
+
+def open_serving(
+    settings: Callable[[], Settings],
+    store: Store,
+    pages: Callable[[Desk], Pages],
+    front: Front = lambda api, token, tls: api,
+) -> Serving:
     """`settings` are those that count now; those of where to listen, only now. Raises UsageError."""
     chosen = settings()
     http = chosen.http
@@ -49,9 +58,10 @@ def open_serving(settings: Callable[[], Settings], store: Store, pages: Callable
             raise wrong
 
     here = Here(chosen.node, chosen.state_dir)
-    peers = Peers(TokenDoor(http.token_file).token, http.tls_cert is not None, http.tls_ca, http.tls_name)
+    token, tls = TokenDoor(http.token_file), http.tls_cert is not None
+    peers = Peers(token.token, tls, http.tls_ca, http.tls_name)
     desk = Desk(store, here, peers, check)
     where = Listening(
         chosen.socket, http.bind, http.port, http.token_file, http.tls_cert, http.tls_key, http.users, http.groups
     )
-    return Serving(DaemonServer(where, Api(desk, pages(desk))), desk)
+    return Serving(DaemonServer(where, front(Api(desk, pages(desk)), token, tls)), desk)

@@ -44,7 +44,10 @@ _log = logging.getLogger("elasticd.http")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request whose sender is known. `path` and `query` are as they came, still encoded. `by`: who asks, in words."""
+    """A request whose sender is known. `path` and `query` are as they came, still encoded. `by`: who asks, in words.
+
+    `host` is the address it came from, "" for the socket.
+    """
 
     method: str
     path: str
@@ -52,6 +55,18 @@ class Request:
     by: str
     kind: str = ""
     body: bytes = b""
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """A request whose sender the door did not let in, as far as a browser's differs from others."""
+
+    method: str
+    path: str
+    query: str
+    cookie: str = ""
+    accept: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +82,10 @@ class Routes(Protocol):
 
     def is_open(self, method: str, path: str) -> bool:
         """True for what everybody may see."""
+        ...
+
+    def refused(self, knock: Knock, refused: Refused) -> str | Answer:
+        """Who that is after all, in words, or what they are told."""
         ...
 
     def answer(self, request: Request) -> Answer: ...
@@ -269,9 +288,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.request_version = self.protocol_version  # to "GET /path" alone, which is HTTP/0.9, there would be no code
         path, _, query = self.path.partition("?")
         is_open = self.server.routes.is_open(self.command, path)
-        by = self.server.door.admit(self.request, self.headers.get_all("Authorization", []))
+        method = "GET" if self.command == "HEAD" else self.command
+        by: str | Refused | Answer = self.server.door.admit(self.request, self.headers.get_all("Authorization", []))
         if isinstance(by, Refused) and not is_open:
-            self._answer(said(by.code, by.why), *([("WWW-Authenticate", "Bearer")] if by.code == 401 else []))
+            headers = self.headers.get("Cookie", ""), self.headers.get("Accept", "")
+            by = self.server.routes.refused(Knock(method, path, query, *headers), by)
+        if isinstance(by, Answer):
+            self._answer(by)
             return
         body = self._body()
         if isinstance(body, Refused):
@@ -281,14 +304,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.extend(self.request, ANSWERING_S)
             self.request.settimeout(ANSWERING_S)
         kind = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        request = Request(
-            "GET" if self.command == "HEAD" else self.command,
-            path,
-            query,
-            "" if isinstance(by, Refused) else by,
-            kind,
-            body,
-        )
+        host = "" if self.server.address_family == socket.AF_UNIX else str(self.client_address[0])
+        request = Request(method, path, query, by if isinstance(by, str) else "", kind, body, host)
         try:
             answer = self.server.routes.answer(request)
         except Exception:  # noqa: BLE001 a route's defect is that route's, never the daemon's
@@ -319,7 +336,7 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_expect_100(self) -> bool:
         return True  # who asks is looked at first: see _body
 
-    def _answer(self, answer: Answer, *more: tuple[str, str]) -> None:
+    def _answer(self, answer: Answer) -> None:
         self.send_response(answer.code)
         headers = [
             ("Content-Type", answer.kind),
@@ -331,7 +348,6 @@ class _Handler(BaseHTTPRequestHandler):
             ("Connection", "close"),
             ("X-Content-Type-Options", "nosniff"),
             *answer.headers,
-            *more,
         ]:
             self.send_header(name, value)
         self.end_headers()

@@ -1,0 +1,46 @@
+"""Answers that several people ask for at the same time, made once.
+
+It exists because every open page asks every two seconds, and an answer may mean asking each node of a job. It keeps a
+bounded number of answers for a moment; an exception is kept for nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+V = TypeVar("V")
+MOST = 64
+
+
+@dataclass(slots=True)
+class _Kept(Generic[V]):
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    at: float = float("-inf")
+    values: list[V] = field(default_factory=list)
+
+
+class Fresh(Generic[V]):
+    """Thread-safe. `for_s` is how old an answer may be."""
+
+    def __init__(self, for_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._for_s, self._clock = for_s, clock
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, _Kept[V]] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], V]) -> V:
+        """Who comes while it is being made waits for that. Raises what `make` raises."""
+        with self._lock:
+            kept = self._kept.setdefault(key, _Kept())
+            self._kept.move_to_end(key)
+            while len(self._kept) > MOST:
+                self._kept.popitem(last=False)
+        with kept.lock:
+            if not kept.values or self._clock() - kept.at >= self._for_s:
+                kept.values = [make()]
+                kept.at = self._clock()
+            return kept.values[0]
