@@ -69,8 +69,9 @@ class Agent:
             planner,
             b"{}",
             lambda a, b: None,
-            may_plan=kind == "etcd" or hosts,
-            others_plan=kind == "etcd",
+            may_plan=lambda: kind == "etcd" or hosts,
+            others_plan=lambda: kind == "etcd",
+            one_key=kind != "etcd",
             keep_lines=self.lines.keep,
         )
         self._coordinator = coordinator

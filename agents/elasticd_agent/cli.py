@@ -16,6 +16,7 @@ from elasticd.errors import UsageError
 _HELP = """\
 usage: elasticd run [options] SCRIPT [script's arguments]
        elasticd agent --config FILE
+       elasticd store [--port PORT]
        elasticd explain LOGDIR [options]
        elasticd dump [options]
        elasticd doctor [options]
@@ -29,10 +30,11 @@ Keeps a PyTorch training job running while its workers fail. `elasticd run` take
 elasticd run --help lists them. `elasticd explain` says who made a job hang and why, from the evidence in its log
 directory; `elasticd dump` takes the same evidence of a job that runs on this machine, without disturbing it.
 `elasticd agent` runs for months on a node and is given jobs. `elasticd doctor` looks at this machine as it does.
+`elasticd store` is where jobs can meet without an etcd.
 `elasticd config check FILE` says what an agent.toml or a job file means, or what is wrong with it.
 The others ask an `elasticd agent`, this node's unless --agent names another one: docs/cli.md.
 """
-_COMMANDS = ("run", "agent", "explain", "dump", "doctor", "config")
+_COMMANDS = ("run", "agent", "store", "explain", "dump", "doctor", "config")
 _ASKING = ("submit", "jobs", "status", "logs", "cancel", "nodes", "cordon", "uncordon", "drain")
 
 
@@ -51,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _doctor(rest)
     if command == "agent":
         return _agent(rest)
+    if command == "store":
+        return _store(rest)
     if command == "job":
         return _job(rest)
     if command == "config":
@@ -115,6 +119,15 @@ def _agent(argv: Sequence[str]) -> int:
         return agent(argv)
     except UsageError as error:
         return _refuse("elasticd agent", str(error))
+
+
+def _store(argv: Sequence[str]) -> int:
+    from elasticd_agent.apart import store
+
+    try:
+        return store(argv)
+    except UsageError as error:
+        return _refuse("elasticd store", str(error))
 
 
 def _job(argv: Sequence[str]) -> int:

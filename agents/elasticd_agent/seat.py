@@ -26,7 +26,7 @@ from elasticd_agent.meeting import Broken, LocalMeeting, RemoteMeeting
 from elasticd_agent.news import News
 from elasticd_agent.plan import Asked
 from elasticd_agent.planner import Facts, Planner
-from elasticd_agent.store.opening import open_store
+from elasticd_agent.store.opening import open_store, others_plan
 
 ALWAYS_S = 1e7
 KNOCK_S = 0.2
@@ -98,8 +98,9 @@ def take_seat(
         planner,
         json.dumps(spec_document(spec, policy), sort_keys=True).encode(),
         lambda mine, theirs: unlike(mine, theirs, say),
-        may_plan=meets.backend != "c10d" or hosts,
-        others_plan=meets.backend != "c10d",
+        may_plan=lambda: hosts or others_plan(meets.backend, store),
+        others_plan=lambda: others_plan(meets.backend, store),
+        one_key=meets.backend == "c10d",
         attentive=attentive,
         keep_lines=lines.keep,
     )

@@ -77,7 +77,8 @@ class Store(Protocol):
         """Set `key` if its version is `expected` (None: if it is not there). False: it was not, nothing has changed.
 
         `guard` names another key and the version that it, too, must have. A store that cannot compare two keys at once
-        (c10d) ignores it; its planner is the agent that hosts it. A leased key stays with its lease.
+        (c10d) looks at it first: whoever takes that key writes `key` anew, so that who looked before finds another
+        version. A leased key stays with its lease.
         """
         ...
 

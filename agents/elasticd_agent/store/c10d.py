@@ -2,7 +2,7 @@
 
 TCPStore has neither versions nor leases nor watches; c10d_client.py makes them of what it has, c10d_host.py keeps them.
 When the host is gone, so is everything in the store: a host that comes back is empty, every lease in it has ended, and
-no version of before is valid. It cannot compare two keys, so a guard is not looked at.
+no version of before is valid. It cannot compare two keys at once, so a guard is looked at first: see Store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def _silent(sentence: str) -> None:
 class C10dStore:
     """Thread-safe; every call returns or raises within `timeout_s`, but the first ones, which wait for the start.
 
-    `serve`: host the store, on all addresses of this machine; port 0 takes a free one. `python` must have torch.
+    `serve`: host the store, on all addresses of this machine; port 0 takes a free one. `apart`: as no agent of a job.
+    `python` must have torch.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class C10dStore:
         port: int,
         *,
         serve: bool,
+        apart: bool = False,
         python: str = sys.executable,
         timeout_s: float = 0.9,
         start_timeout_s: float = 30.0,
@@ -45,6 +47,7 @@ class C10dStore:
             host,
             port,
             serve=serve,
+            apart=apart,
             python=python,
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
@@ -55,6 +58,11 @@ class C10dStore:
     @property
     def port(self) -> int:
         return self._link.port
+
+    @property
+    def apart(self) -> bool:
+        """Whether whoever hosts it is no agent of a job; False before it has answered."""
+        return self._link.apart
 
     @property
     def traffic(self) -> Traffic:
@@ -71,7 +79,8 @@ class C10dStore:
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
     ) -> bool:
-        return bool(self._link.call("swap", key=_named(key), expected=expected, value=_text(value)))
+        looked_at = None if guard is None else [_named(guard[0]), guard[1]]
+        return bool(self._link.call("swap", key=_named(key), expected=expected, value=_text(value), guard=looked_at))
 
     def delete(self, key: str) -> bool:
         return bool(self._link.call("delete", key=_named(key)))

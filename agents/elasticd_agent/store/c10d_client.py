@@ -85,7 +85,9 @@ class Operations:
         found = zip(keys, map(opened, self._wire.read_all([value_key(key) for key in keys])), strict=True)
         return {k: [e.version, _text(e.value)] for k, e in found if e is not None and e.state is State.HERE}
 
-    def swap(self, key: str, expected: int | None, value: str) -> bool:
+    def swap(self, key: str, expected: int | None, value: str, guard: list[Any] | None = None) -> bool:
+        if guard is not None and (self.read(guard[0]) or [None])[0] != guard[1]:
+            return False
         return self._swap(key, expected, base64.b64decode(value), None) is not None
 
     def delete(self, key: str) -> bool:

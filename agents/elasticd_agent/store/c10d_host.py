@@ -17,6 +17,7 @@ from typing import Any
 from elasticd_agent.launcher.store import serving
 from elasticd_agent.store.c10d_client import PROTOCOL, WATCH_TURN_S, remove
 from elasticd_agent.store.c10d_records import (
+    APART,
     CLOSING,
     DIRECTORIES,
     ENDED,
@@ -51,13 +52,13 @@ HOLES_AT_ONCE = 256
 _NOTHING = Envelope(State.GONE, 0, "", b"")
 
 
-def keep(tcp_store: Callable[..., Any], listener: socket.socket, channel: socket.socket) -> None:
-    """Serve on an already listening socket until the channel's end of file."""
+def keep(tcp_store: Callable[..., Any], listener: socket.socket, channel: socket.socket, apart: bool = False) -> None:
+    """Serve on an already listening socket until the channel's end of file. `apart`: no job's agent does so."""
     port = listener.getsockname()[1]
     # The family the listener was made for; the store listens on all addresses, the keeper uses the nearest.
     wire = Wire(serving(tcp_store), "127.0.0.1", port, 10.0, is_master=True, master_listen_fd=listener.detach())
     keeper = Keeper(wire)
-    keeper.begin()
+    keeper.begin(apart)
     channel.settimeout(TURN_S)
     while True:
         try:
@@ -100,13 +101,13 @@ class Keeper:
         self._swept_at = 0.0
         self._swept: bytes | None = None
 
-    def begin(self) -> None:
+    def begin(self, apart: bool = False) -> None:
         # A host that starts anew has an empty store; its versions must not meet those of before. Milliseconds grow
         # faster than anyone writes, and the random part tells apart two starts of one millisecond or a clock set back.
         self._wire.set(VERSION, str((time.time_ns() // 1_000_000 << 20) + secrets.randbits(20)).encode())
         for register in (DIRECTORIES, LEASES, WATCHED):
             self._wire.set(register, joined(()))
-        self._wire.set(MARKER, f"{PROTOCOL} {secrets.token_hex(8)}".encode())
+        self._wire.set(MARKER, f"{PROTOCOL} {secrets.token_hex(8)}{APART if apart else ''}".encode())
 
     def turn(self, monotonic: float) -> None:
         if self._last is not None:

@@ -21,6 +21,7 @@ from typing import Any
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store import Traffic
 from elasticd_agent.store.c10d_control import END_DEADLINE_S, Helper, Lost, listen
+from elasticd_agent.store.c10d_records import APART
 
 CONNECT_DEADLINE_S = 8.0
 """A client that is not ready by then is tried anew; while the host is frozen, it would wait for ever."""
@@ -48,6 +49,7 @@ class Link:
         port: int,
         *,
         serve: bool,
+        apart: bool,
         python: str,
         timeout_s: float,
         start_timeout_s: float,
@@ -55,6 +57,8 @@ class Link:
         hear: Callable[[str, str], None],
     ) -> None:
         self.traffic = Traffic()
+        self.apart = apart
+        """Whether the host is no agent of a job, as it says itself."""
         self._host, self._port, self._serve, self._python = host, port, serve, python
         self._timeout_s, self._say, self._hear = timeout_s, say, hear
         self._start_by = time.monotonic() + start_timeout_s
@@ -196,8 +200,9 @@ class Link:
             self._say(f"{self._sentence()}; trying on, what runs goes on meanwhile")
 
     def _sentence(self) -> str:
-        what = "this agent hosts" if self._serve else "of this job"
-        hint = "" if self._serve else "; see that its host's agent runs and that nothing blocks the port"
+        what = "hosted here" if self._serve and self.apart else "this agent hosts" if self._serve else "of this job"
+        who = "its host" if self.apart else "its host's agent"
+        hint = "" if self._serve else f"; see that {who} runs and that nothing blocks the port"
         return f"the c10d store {what} at {self.where} does not answer ({self._why}){hint}"
 
     # What the thread does
@@ -273,7 +278,7 @@ class Link:
         self._server_channel, theirs = socket.socketpair()
         with listening as listener, theirs:
             self._listener = None
-            self._server = helper.ask({"do": "serve"}, listener, theirs)["pid"]
+            self._server = helper.ask({"do": "serve", "apart": self.apart}, listener, theirs)["pid"]
 
     def _bind(self) -> socket.socket:
         give_up_at = time.monotonic() + BIND_DEADLINE_S
@@ -303,8 +308,9 @@ class Link:
             message: dict[str, Any] = json.loads(text)
             self._count(message.get("counts", (0, 0, 0)))
             match message:
-                case {"ready": _}:
+                case {"ready": start}:
                     ready = True
+                    self.apart = start.endswith(APART)
                     self._connected(channel)
                 case {"id": number}:
                     with self._state:

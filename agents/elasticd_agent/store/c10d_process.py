@@ -5,7 +5,7 @@ a start costs a second, so a client stuck in torch is killed and replaced as if 
 each, answered with a packet:
 
     {"do": "connect", "host", "port", "timeout_s"}  + one end of a channel   -> {"pid"}
-    {"do": "serve"}  + a listening socket, one end of a channel              -> {"pid"}
+    {"do": "serve", "apart"}  + a listening socket, one end of a channel              -> {"pid"}
     {"do": "end", "pid"}                                                     -> {"pid"}
     {"do": "living", "pid"}                                                  -> {"living"}
 
@@ -87,7 +87,7 @@ class Forker:
                     return {"pid": self._fork(lambda: self._connect(request, channel))}
             case "serve":
                 with socket.socket(fileno=fds[0]) as listener, socket.socket(fileno=fds[1]) as channel:
-                    return {"pid": self._fork(lambda: self._host(listener, channel))}
+                    return {"pid": self._fork(lambda: self._host(listener, channel, request["apart"]))}
             case "end":
                 self._end(request["pid"])
                 return {"pid": request["pid"]}
@@ -131,13 +131,13 @@ class Forker:
 
         Client(connect, channel).serve()
 
-    def _host(self, listener: socket.socket, channel: socket.socket) -> None:
+    def _host(self, listener: socket.socket, channel: socket.socket, apart: bool) -> None:
         self._libc.prctl(PR_SET_NAME, b"elasticd-c10d-h", 0, 0, 0)
         look_up_hosts(b"files")
         # A connection for each agent and each watch of an agent: thousands in a large job.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        keep(self._tcp_store, listener, channel)
+        keep(self._tcp_store, listener, channel, apart)
 
     def _living(self, pid: int) -> bool:
         """Whoever has ended is waited for here, so that no other process can have the number meanwhile."""

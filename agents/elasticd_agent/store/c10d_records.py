@@ -15,6 +15,8 @@ from enum import Enum
 ROOT = b"elasticd/1/"
 MARKER = ROOT + b"host"
 """Which host start this is. Set last, so that whoever reads it finds everything else in place."""
+APART = " apart"
+"""Ends the mark of a host that is no agent of a job: any of its agents may plan then."""
 VERSION = ROOT + b"version"
 """The counter all versions are drawn from."""
 DIRECTORIES = ROOT + b"directories"

@@ -45,6 +45,11 @@ def open_store(meets: Rendezvous, python: str, policy: Policy, say: Callable[[st
             return MemoryStore(), False
 
 
+def others_plan(backend: str, store: Store) -> bool:
+    """Whether any agent may plan, not only the store's host: not where an agent hosts it, with whom it would end."""
+    return backend != "c10d" or bool(getattr(store, "apart", False))
+
+
 def _free(port: int) -> bool:
     """False where somebody listens there already: several agents on one machine, of which the first is the host."""
     with socket.socket() as probe:

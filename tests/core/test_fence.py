@@ -1,0 +1,54 @@
+"""A planner that was held up cannot publish once another has its key, also where one key is compared at a time."""
+
+from __future__ import annotations
+
+from elasticd.wire import NodeRecord
+from elasticd_agent.config import Policy
+from elasticd_agent.coordinator import Coordinator
+from elasticd_agent.keys import Keys
+from elasticd_agent.plan import Asked
+from elasticd_agent.planner import Facts, Planner
+from elasticd_agent.store.memory import MemoryStore
+
+KEYS = Keys("job")
+
+
+class OneKey(MemoryStore):
+    """As c10d is between the look at the guard and the swap: what the guard was worth then counts."""
+
+    def compare_and_swap(
+        self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
+    ) -> bool:
+        return super().compare_and_swap(key, expected, value)
+
+
+def agent(store: MemoryStore, name: str) -> Coordinator:
+    policy, facts = Policy(), Facts(first_number=1, checkpoint=None)
+    planner = Planner(
+        store, KEYS, policy, Asked(1, 1, 1, 2, 0.0, "0"), facts, lambda nodes: {}, name, lambda said: None
+    )
+    record = NodeRecord(name, f"{name}1", "", (0,), "", 0, warm=1)
+    return Coordinator(store, KEYS, policy, record, planner, b"{}", lambda mine, theirs: None, one_key=True)
+
+
+def test_who_takes_the_planners_key_makes_the_rounds_version_another() -> None:
+    store = OneKey()
+    first, second = agent(store, "a"), agent(store, "b")
+    now = 100.0
+    while (planned_from := store.read(KEYS.round)) is None:
+        first.turn(now)
+        now += 0.1
+        assert now < 110
+    key = store.read(KEYS.planner)
+    assert key is not None
+    store.delete(KEYS.planner)  # its lease has ended meanwhile
+    while not second.plans:
+        second.turn(now)
+        now += 0.1
+        assert now < 120
+    late = planned_from.value.replace(b'"number":1', b'"number":2')
+    guard = (KEYS.planner, key.version)
+    assert not store.compare_and_swap(KEYS.round, planned_from.version, late, guard), "it was held up for too long"
+    found = store.read(KEYS.round)
+    assert found is not None
+    assert found.value == planned_from.value, "nobody has said anything else"
