@@ -56,7 +56,7 @@ fmt: $(READY)  ## format the code, fix what can be fixed
 docs: $(READY)  ## rewrite the generated pages under docs/
 	@$(BIN)/python -m elasticd_agent.torchrun_flags > docs/torchrun.md
 	@$(BIN)/python -m elasticd_agent.events > docs/events.md
-	@$(BIN)/python -m elasticd_agent.metrics > docs/metrics.md
+	@$(BIN)/python -m elasticd_agent.metric_names > docs/metrics.md
 	@$(BIN)/python -m elasticd_agent.daemon.gauges > docs/node-metrics.md
 	@$(BIN)/python -m elasticd_agent.daemon.config.reference agent > docs/agent.md
 	@$(BIN)/python -m elasticd_agent.daemon.config.reference jobs > docs/jobs.md

@@ -13,7 +13,8 @@ many were lost.
     checkpoint_failed   path
     checkpoint_skipped  path
     resumed             path, from_round, from_step
-    attached            (this rank has something to save and a place for it; once a process, on every rank)
+    attached            every_seconds, if that is how checkpoints were asked for (this rank has something to save and a
+                        place for it; once a process, on every rank)
     can_hold            (holds are possible from now on; once a process)
     cannot_hold         (what was asked for will not be: why)
     holding             (all ranks wait at this step, whose checkpoint is on the disk)

@@ -201,7 +201,9 @@ class Session:
             self._stepped = True
             self._termination.listen()
             if self._attached and self._saver.directory is not None:
-                self._notes.write("attached", "a checkpoint is attached", self._steps)
+                every = self._saver.every
+                known = {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
+                self._notes.write("attached", "a checkpoint is attached", self._steps, **known)
         for obj in self._committing:
             obj.commit()
         self._steps += 1

@@ -61,6 +61,15 @@ class FirstStep(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CaughtUp(Record):
+    """A step was finished that had not been made before the last fault: from now on the job does something new."""
+
+    kind: ClassVar[str] = "caught_up"
+    step: int = _is("the step that was finished, as the agent counts them")
+    seconds: float = _is("what the fault has cost, in seconds: from the last step before it, without waiting for nodes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExited(Record):
     """A worker process of this node ended."""
 
@@ -352,11 +361,11 @@ class Placed(Record):
 
 
 RECORDS: tuple[type[Record], ...] = (
-    RoundPublished, GroupStarted, FirstStep, WorkerExited, CheckpointSaved, CheckpointSkipped, CheckpointFailed,
-    Resumed, Holding, HoldOver, StoreAway, StoreBack, Suspected, SuspicionOver, Hung, SlowRank, Launcher, StoreExited,
-    GroupGone, ProcessStuck, ProcessFreed, StopRequested, JobEnded, AgentStarted, AgentJoined, AgentState,
-    NodeUnhealthy, NodeQuarantined, NodeHealthy, AgentReloaded, AgentEnded, RunnerStarted, RunnerAsked, RunnerEnded,
-    Placed,
+    RoundPublished, GroupStarted, FirstStep, CaughtUp, WorkerExited, CheckpointSaved, CheckpointSkipped,
+    CheckpointFailed, Resumed, Holding, HoldOver, StoreAway, StoreBack, Suspected, SuspicionOver, Hung, SlowRank,
+    Launcher, StoreExited, GroupGone, ProcessStuck, ProcessFreed, StopRequested, JobEnded, AgentStarted, AgentJoined,
+    AgentState, NodeUnhealthy, NodeQuarantined, NodeHealthy, AgentReloaded, AgentEnded, RunnerStarted, RunnerAsked,
+    RunnerEnded, Placed,
 )  # fmt: skip
 
 

@@ -51,13 +51,13 @@ from elasticd_agent.messages import (
     Wake,
     WorkerExited,
 )
-from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Rejected, ReportAsked, SlowSeen, StoreSeen
+from elasticd_agent.news import HoldAsked, MasterKnown, News, Planning, Rejected, ReportAsked, SlowSeen, StoreSeen
 from elasticd_agent.observation import Judged
 from elasticd_agent.slots import Slots
 from elasticd_agent.watch import Seen
 from elasticd_agent.workers import Freed, Started, StoreReady, Stuck, Workers
 
-Word = MasterKnown | HoldAsked | ReportAsked | Judged | SlowSeen | StoreSeen | Awaited | Rejected | Broken
+Word = MasterKnown | HoldAsked | ReportAsked | Judged | SlowSeen | StoreSeen | Planning | Rejected | Broken
 Message = News | OwnerSaid | OwnerLost | Broken | Gathered | DumpAsked | MemoryChecked
 
 
@@ -74,6 +74,8 @@ class Story(Protocol):
     def failed(self, failure: Failure) -> None: ...
     def judged(self, judged: Judged) -> None: ...
     def slow(self, seen: SlowSeen) -> None: ...
+    def planning(self, news: Planning, now: float) -> None: ...
+    def phase(self, name: str) -> None: ...
     def stuck(self, heard: Stuck | Freed, sentence: str, now: float) -> None: ...
     def ended(self, exit_code: int, why: str, round: Round | None) -> None: ...
 
@@ -191,7 +193,7 @@ class Loop:
                 self._looking.soon(now)
             case MasterKnown() | HoldAsked() | ReportAsked() | Judged() | SlowSeen():
                 self._heard(message, now)
-            case StoreSeen() | Awaited() | Rejected() | Broken():
+            case StoreSeen() | Planning() | Rejected() | Broken():
                 self._heard(message, now)
             case None:
                 pass
@@ -222,8 +224,8 @@ class Loop:
                 self._story.slow(news)
             case StoreSeen():
                 self._story.store_seen(news, now)
-            case Awaited(why):
-                self._story.said(why)
+            case Planning():
+                self._story.planning(news, now)
             case Rejected(why):
                 if not isinstance(self._phase, Joining):
                     self._story.said(why)
@@ -251,7 +253,10 @@ class Loop:
             if isinstance(event, WorkerExited) and event.status.ok:
                 self._looking.exited(event.rank)
             self._story.happened(event)
+            before = type(self._phase)
             self._phase, actions = core.step(self._phase, event, self._rules)
+            if type(self._phase) is not before:
+                self._story.phase(type(self._phase).__name__.lower())
             for action in actions:
                 self._perform(action)
 

@@ -42,6 +42,27 @@ class SlowSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class Planning:
+    """What only an agent that plans knows, or no longer does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plans(Planning):
+    """This agent plans for the job from now on (`on`), or does not any more."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FaultSeen(Planning):
+    """A fault has broken round `number`: `cause` in a word, `culprit` the node at fault, "" where no single one is."""
+
+    number: int
+    cause: str
+    culprit: str
+
+
+@dataclass(frozen=True, slots=True)
 class StoreSeen:
     """The store has gone away (`away`), or has come back after `seconds`."""
 
@@ -51,7 +72,7 @@ class StoreSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
+class Awaited(Planning):
     """What the job waits for while nothing runs; `why` is for the person."""
 
     why: str
@@ -64,4 +85,4 @@ class Rejected:
     why: str
 
 
-News = Event | MasterKnown | HoldAsked | ReportAsked | Judged | SlowSeen | StoreSeen | Awaited | Rejected
+News = Event | MasterKnown | HoldAsked | ReportAsked | Judged | SlowSeen | StoreSeen | Planning | Rejected

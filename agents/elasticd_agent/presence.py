@@ -7,6 +7,7 @@ behind our back is announced anew; one that is another agent's is never touched 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,18 @@ from elasticd_agent.keys import Keys, understood
 from elasticd_agent.knock import Answered, Refused
 from elasticd_agent.observation import Report
 from elasticd_agent.store import Lease, Store
+
+Renewed = Callable[[float, float | None], None]
+"""Hears how long a lease lives, and how long it was tried to renew it; None: it has just been granted."""
+
+
+def renewed(lease: Lease, tell: Renewed) -> bool:
+    """Renew it, and tell how long that took, or was tried. Raises StoreUnavailable."""
+    began = time.monotonic()
+    try:
+        return lease.renew()
+    finally:
+        tell(lease.ttl_s, time.monotonic() - began)
 
 
 def agree(store: Store, keys: Keys, agreed: bytes, differences: Callable[[bytes, bytes], str | None]) -> None:
@@ -46,9 +59,10 @@ class Presence:
         record: NodeRecord,
         knock: Callable[[NodeRecord], object],
         attentive: Callable[[], bool],
+        renewed: Renewed = lambda lives_s, renewal_s: None,
     ) -> None:
         self._store, self._key, self._policy = store, key, policy
-        self._knock, self._attentive = knock, attentive
+        self._knock, self._attentive, self._tell = knock, attentive, renewed
         self._record, self._written, self._version = record, b"", 0
         self._sent: NodeRecord | None = None
         self._lock = threading.Lock()
@@ -70,7 +84,7 @@ class Presence:
         Raises StoreRefused if that is a living agent, StoreUnavailable.
         """
         if self.lease is not None and now >= self.renew_at and self._attentive():
-            if self.lease.renew():
+            if renewed(self.lease, self._tell):
                 self._renewed(now, self.lease)
             else:
                 self.lease = None
@@ -86,6 +100,7 @@ class Presence:
         if self.lease is None:
             return False
         self._written, self._version, self._sent = value, 0, record
+        self._tell(self.lease.ttl_s, None)
         self._renewed(now, self.lease)
         return True
 

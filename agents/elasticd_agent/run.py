@@ -101,6 +101,7 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host, sta
         attentive=lambda: not loops or loops[0].overdue_s() < policy.lease_s,
         post=inbox.put,
         say=outputs.story.said,
+        renewed=outputs.metrics.lease,
         stack=stack,
     )
     evidence = Evidence(runtime, inbox.put, policy.evidence_s, job=spec.job_id)

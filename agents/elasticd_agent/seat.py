@@ -26,7 +26,8 @@ from elasticd_agent.meeting import Broken, LocalMeeting, RemoteMeeting
 from elasticd_agent.news import News
 from elasticd_agent.plan import Asked
 from elasticd_agent.planner import Facts, Planner
-from elasticd_agent.store.opening import open_store, others_plan
+from elasticd_agent.presence import Renewed
+from elasticd_agent.store.opening import open_store
 
 ALWAYS_S = 1e7
 KNOCK_S = 0.2
@@ -57,10 +58,12 @@ def take_seat(
     attentive: Callable[[], bool],
     post: Callable[[News | Broken], None],
     say: Callable[[str], None],
+    renewed: Renewed,
     stack: contextlib.ExitStack,
 ) -> Seat:
     """`found`: the highest round number that left anything here, and the checkpoint to propose. `warm`: workers would
-    start at once. `stack` takes back what is opened. Raises UsageError for a store that cannot be used.
+    start at once. `renewed` hears of this agent's lease, if there is a store to lose it in. `stack` takes back what is
+    opened. Raises UsageError for a store that cannot be used.
     """
     meets = spec.rendezvous
     shared = meets.backend != "memory"
@@ -98,11 +101,11 @@ def take_seat(
         planner,
         json.dumps(spec_document(spec, policy), sort_keys=True).encode(),
         lambda mine, theirs: unlike(mine, theirs, say),
-        may_plan=lambda: hosts or others_plan(meets.backend, store),
-        others_plan=lambda: others_plan(meets.backend, store),
-        one_key=meets.backend == "c10d",
+        may_plan=meets.backend != "c10d" or hosts,
+        others_plan=meets.backend != "c10d",
         attentive=attentive,
         keep_lines=lines.keep,
+        renewed=renewed if shared else lambda lives_s, renewal_s: None,
     )
     if not shared:
         return Seat(node, incarnation, shared, LocalMeeting(coordinator, facts))

@@ -18,6 +18,7 @@ from elasticd_agent import events as happened
 from elasticd_agent.config import JobSpec, Policy
 from elasticd_agent.console import Console, ProgressView
 from elasticd_agent.eventlog import Events
+from elasticd_agent.goodput import Spent, Times
 from elasticd_agent.messages import (
     Event,
     FirstStep,
@@ -28,9 +29,10 @@ from elasticd_agent.messages import (
     WorkerExited,
 )
 from elasticd_agent.metrics import Measures
-from elasticd_agent.news import SlowSeen, StoreSeen
+from elasticd_agent.news import Awaited, FaultSeen, Planning, Plans, SlowSeen, StoreSeen
 from elasticd_agent.observation import Judged
 from elasticd_agent.recovery import Recovery
+from elasticd_agent.spending import Spending, fault_in
 from elasticd_agent.watch import Seen
 from elasticd_agent.workers import STORE, Freed, Started, Stuck
 
@@ -63,6 +65,31 @@ class JobStory:
     _ending_since: float | None = None
     _checkpoint_at: float | None = None
     _rate: deque[tuple[float, int]] = field(default_factory=deque)
+    _spending: Spending = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._spending = Spending(self.node, Spent(time.monotonic()))
+        self.metrics.spends(self.spent)
+        self.metrics.phase("joining")
+
+    def spent(self) -> Times:
+        """What became of this node's time so far. Safe from any thread."""
+        return self._spending.until(time.monotonic())
+
+    def phase(self, name: str) -> None:
+        self.metrics.phase(name)
+
+    def planning(self, news: Planning, now: float) -> None:
+        """What the planner knows, where it is this node's agent."""
+        match news:
+            case Plans(on):
+                self.metrics.plans(on)
+            case FaultSeen(number, cause, culprit):
+                self.metrics.fault(cause, culprit)
+                self._spending.broke(number, now)
+            case Awaited(why):
+                self.console.said(why)
+                self._spending.waits(now)
 
     def said(self, sentence: str) -> None:
         self.console.said(sentence)
@@ -77,12 +104,14 @@ class JobStory:
             self.console.said(reason, "warning")
 
     def round_published(self, round: Round, now: float) -> None:
+        self._spending.published(round, now)
+        self.metrics.round_told(round.number, round.outcome or round.cause, round.reason, time.time())
         if round.terminal:
             self.round = round
             return
         cause = round.cause or "resize"
-        if cause == "hung" and self._seen is not None:
-            self._recovery.fault(now - self._seen.idle_s)  # where another node's agent judged
+        if fault_in(round) and self._seen is not None:
+            self._recovery.fault(now - self._seen.idle_s)  # where this node has not seen it by itself
         self._recovery.passed("agree", now)
         ranks = round.ranks(self.node)
         self.metrics.round_published(
@@ -139,6 +168,7 @@ class JobStory:
 
     def asked_to_end(self, number: int) -> None:
         self._asked.add(number)
+        self._spending.ending(number)
         if self._ending_since is None:
             self._ending_since = time.monotonic()
 
@@ -167,8 +197,11 @@ class JobStory:
     def _worker_exited(self, event: WorkerExited) -> None:
         asked = event.number in self._asked
         status = event.status
-        if not status.ok and not asked:
+        if status.ok:
+            self._spending.exited(event.at)
+        elif not asked:
             self._recovery.fault(event.at)
+            self._spending.broke(event.number, event.at)
         kind = "asked" if asked else "success" if status.ok else "signal" if status.signal else "exit_code"
         self.metrics.worker_exited(kind)
         pid = self._pids.pop(event.local_rank, 0)
@@ -191,6 +224,7 @@ class JobStory:
         if all(local_rank == STORE for local_rank in self._pids):
             return  # every worker is done: its end is ours
         self._recovery.fault(at)
+        self._spending.broke(number, at)
         self.events.write(
             happened.StoreExited(
                 round=number, mono=at, reason=f"the workers' store {why}", pid=self._pids.get(STORE, 0)
@@ -233,6 +267,8 @@ class JobStory:
         seconds = now - self._ending_since if self._ending_since is not None else 0.0
         if any(local_rank != STORE for local_rank in self._pids):
             self._recovery.fault(now)  # the workers went without a word, as when their owner is killed
+            self._spending.broke(number, now)
+        self._spending.gone(number, now)
         self._recovery.passed("stop", now)
         survivors = tuple(pid for pid, its in self._stuck.items() if its == number)
         self.metrics.group_gone()
@@ -291,13 +327,14 @@ class JobStory:
     def judged(self, judged: Judged) -> None:
         """The group is hung, by what all nodes see; this node's agent has judged."""
         now = time.monotonic()
-        self.metrics.hung(judged.cause, judged.hung_s)
+        places = judged.culprits
+        self.metrics.hung(judged.cause, judged.hung_s, places[0][0] if places else "")
+        self._spending.broke(judged.round, now, ends=judged.restarts)
         if judged.restarts:
             self._recovery.fault(now - judged.hung_s)
             if self._suspected_at is not None:
                 self._recovery.passed("detect", self._suspected_at)
             self._recovery.passed("evidence", now)
-        places = judged.culprits
         self.events.write(
             happened.Hung(
                 round=judged.round,
@@ -331,6 +368,7 @@ class JobStory:
         for note in seen.notes:
             self._noted(note)
         before, self._seen = self._seen, seen
+        self._goes_on(seen)
         if self.round is None or seen.number != self.round.number:
             return
         if seen.first_step_at is not None:
@@ -353,6 +391,15 @@ class JobStory:
             )
         )
 
+    def _goes_on(self, seen: Seen) -> None:
+        cost_s = self._spending.seen(seen)
+        if cost_s is not None and seen.progress_at is not None:
+            step = self._spending.spent.high_water
+            reason = f"step {step} had not been made before the fault, which has cost {cost_s:.2f} s"
+            self.events.write(
+                happened.CaughtUp(round=seen.number, mono=seen.progress_at, reason=reason, step=step, seconds=cost_s)
+            )
+
     def _steps_per_second(self, seen: Seen, now: float) -> float | None:
         self._rate.append((now, seen.step))
         while self._rate[0][0] < now - RATE_WINDOW_S:
@@ -362,6 +409,8 @@ class JobStory:
 
     def _noted(self, note: Note) -> None:
         """What a worker said: into the log as it was said, to the person where it matters."""
+        if note.kind == "attached" and isinstance(seconds := note.more.get("every_seconds"), (int, float)):
+            self.metrics.checkpoint_interval(float(seconds))
         event = noted.event(note)
         if event is not None:
             self.events.write(event)
@@ -369,6 +418,8 @@ class JobStory:
             case happened.CheckpointSaved(step=step, bytes=size, seconds=seconds):
                 self._checkpoint_at = note.mono
                 self.metrics.checkpoint_saved(step, note.wall, size, seconds)
+            case happened.Holding():
+                self._spending.holding(note.mono)
             case happened.CheckpointFailed():
                 self.metrics.checkpoint_failed()
             case happened.CheckpointSkipped():

@@ -163,8 +163,8 @@ def test_odd_values_still_make_json(tmp_path: Path) -> None:
 def test_kinds_are_the_promised_ones() -> None:
     """Adding a kind is fine, so add it here; renaming or removing one breaks readers."""
     assert [kind.kind for kind in RECORDS] == [
-        "round_published", "group_started", "first_step", "worker_exited", "checkpoint_saved", "checkpoint_skipped",
-        "checkpoint_failed", "resumed", "holding", "hold_over",
+        "round_published", "group_started", "first_step", "caught_up", "worker_exited", "checkpoint_saved",
+        "checkpoint_skipped", "checkpoint_failed", "resumed", "holding", "hold_over",
     "store_away",
     "store_back", "suspected", "suspicion_over", "hung", "slow_rank", "launcher", "store_exited", "group_gone",
         "process_stuck", "process_freed", "stop_requested", "job_ended", "agent_started", "agent_joined", "agent_state",

@@ -81,7 +81,7 @@ def eventually(true: Callable[[], bool]) -> bool:
 def test_the_four_pages(server: HttpServer) -> None:
     code, body, headers = ask(server, "/metrics?x=1")
     assert (code, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
-    assert 'elasticd_agent_up{job_id="j"} 1.0' in body
+    assert 'elasticd_agent_up{job_id="j",node=""} 1.0' in body
     assert ask(server, "/healthz")[:2] == (200, "the loop turns\n")
     assert ask(server, "/readyz")[:2] == (503, "no group runs yet\n")
     code, body, headers = ask(server, "/status")

@@ -63,7 +63,7 @@ def test_a_killed_agent_comes_back_to_the_same_workers_and_an_upgrade_keeps_them
     n1.said(f"its runner (pid {runner}) lives, and goes on")
     go_on(n1, workers)
     # A runner that is too busy to answer is left out of a scrape.
-    until(lambda: 'elasticd_workers_running{job_id="one"} 2.0' in page(port, "metrics"), n1.told)
+    until(lambda: 'elasticd_workers_running{job_id="one",node="n1"} 2.0' in page(port, "metrics"), n1.told)
     assert 'elasticd_node_slots_used{node="n1"} 2.0' in page(port, "metrics")
     n1.upgrade()
     assert page(port, "readyz") == "joined\n"

@@ -49,7 +49,7 @@ from elasticd_agent.messages import (
     Wake,
     WorkerExited,
 )
-from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Rejected, ReportAsked, StoreSeen
+from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Planning, Rejected, ReportAsked, StoreSeen
 from elasticd_agent.observation import Judged
 from elasticd_agent.planner import Facts, Planner
 from elasticd_agent.slots import Slots
@@ -311,6 +311,8 @@ class Cluster:
                 self.tell(node.label, "the store is away" if away else f"the store is back after {seconds:.1f} s")
             case Awaited(why):
                 self.tell(node.label, f"waits: {why}")
+            case Planning():
+                pass
             case Rejected(why):
                 joining = isinstance(node.phase, Joining)
                 self._perform(node, Leave(1, why)) if joining else self.tell(node.label, f"rejected: {why}")

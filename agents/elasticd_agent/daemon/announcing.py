@@ -10,6 +10,7 @@ from elasticd.errors import ElasticdError, StoreUnavailable, WireError
 from elasticd_agent.daemon import names
 from elasticd_agent.daemon.records import NodeCard
 from elasticd_agent.keys import understood
+from elasticd_agent.presence import Renewed, renewed
 from elasticd_agent.store import Lease, Store
 
 
@@ -20,9 +21,17 @@ class NameTaken(ElasticdError):
 class Announcement:
     """Belongs to one thread."""
 
-    def __init__(self, store: Store, card: NodeCard, lease_s: float, renewal_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        card: NodeCard,
+        lease_s: float,
+        renewal_s: float,
+        tell: Renewed = lambda lives_s, took_s: None,
+    ) -> None:
         self._store, self._key = store, names.NODES + card.node
         self._lease_s, self._renewal_s = lease_s, renewal_s
+        self._tell = tell
         self._written = card
         self._version: int | None = None
         self._lease: Lease | None = None
@@ -36,7 +45,7 @@ class Announcement:
         """Have `card` in the store. True if it was taken anew. Raises StoreUnavailable, NameTaken."""
         lease = self._lease
         if lease is not None and now >= self.renew_at:
-            if lease.renew():
+            if renewed(lease, self._tell):
                 self.renew_at = now + min(self._renewal_s, lease.ttl_s / 3)
             else:
                 self._lease = lease = None
@@ -52,6 +61,7 @@ class Announcement:
             if lease is not None:
                 self._lease, self._written, self._version = lease, card, None
                 self.renew_at = now + min(self._renewal_s, lease.ttl_s / 3)
+                self._tell(lease.ttl_s, None)
                 return
             found = self._store.read(self._key)
             if found is None:

@@ -104,7 +104,9 @@ class Deciding:
         self._reload, self._replaceable = reload, replaceable
         settings = orders.settings
         self.card = parts.card
-        self._announcement = Announcement(parts.store, parts.card, float(settings.lease_s), float(settings.renewal_s))
+        self._announcement = Announcement(
+            parts.store, parts.card, float(settings.lease_s), float(settings.renewal_s), parts.metrics.lease
+        )
         self._knowledge = Knowledge(parts.store, parts.telling.warned, lambda: parts.inbox.put(Hint()))
         self._handed = HandedIn(settings.state_dir)
         self._blames = Blames(parts.card.node)

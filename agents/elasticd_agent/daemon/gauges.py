@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import get_args
 
 from elasticd_agent.control import Unanswered
 from elasticd_agent.daemon.health import measured
 from elasticd_agent.daemon.records import NodeState, RunnerState
-from elasticd_agent.metrics import Spec
+from elasticd_agent.metric_names import LEASE_BUCKETS, Spec
 
 STATES: tuple[str, ...] = get_args(NodeState)
 RUNNERS: tuple[str, ...] = get_args(RunnerState)
@@ -39,12 +41,21 @@ ENDS = Spec(
 )
 STORE_UP = Spec("elasticd_node_store_up", "gauge", "1 while the store answers this agent.")
 OUTAGES = Spec("elasticd_node_store_outages_total", "counter", "Times the store went away from this agent.")
+LEASE = Spec(
+    "elasticd_node_lease_seconds", "gauge", "How long the node's card lives without a renewal, as the store granted it."
+)
+LEASE_RENEWAL = Spec(
+    "elasticd_node_lease_renewal_seconds",
+    "histogram",
+    "How long a renewal of the lease of the node's card took, also one that failed.",
+    buckets=LEASE_BUCKETS,
+)
 LATE = Spec("elasticd_node_late_seconds", "gauge", "For how long the agent's deciding thread should have turned.")
 LINES_LOST = Spec("elasticd_node_event_lines_lost", "gauge", "Lines of the agent's event log that were not written.")
 
 METRICS = (
-    INFO, START, SLOTS, SLOTS_USED, STATE, JOINED, PLACER, HERE, WAITING, STARTS, ENDS, STORE_UP, OUTAGES, LATE,
-    LINES_LOST,
+    INFO, START, SLOTS, SLOTS_USED, STATE, JOINED, PLACER, HERE, WAITING, STARTS, ENDS, STORE_UP, OUTAGES, LEASE,
+    LEASE_RENEWAL, LATE, LINES_LOST,
 )  # fmt: skip
 
 
@@ -73,6 +84,9 @@ class NodeMetrics:
     _starts: int = 0
     _ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     _outages: int = 0
+    _lease_s: float | None = None
+    _renewals: list[int] = field(default_factory=lambda: [0] * (len(LEASE_BUCKETS) + 1))
+    _renewals_s: float = 0.0
     _began: float = field(default_factory=time.time)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -89,6 +103,14 @@ class NodeMetrics:
         with self._lock:
             self._outages += 1
 
+    def lease(self, lives_s: float, renewal_s: float | None) -> None:
+        """The store granted a lease of `lives_s`, or it was tried for `renewal_s` to renew it."""
+        with self._lock:
+            self._lease_s = lives_s
+            if renewal_s is not None:
+                self._renewals[bisect_left(LEASE_BUCKETS, renewal_s)] += 1
+                self._renewals_s += renewal_s
+
     def render(self, facts: Facts) -> bytes:
         """The text format, version 0.0.4."""
         with self._lock:
@@ -99,6 +121,9 @@ class NodeMetrics:
                 *((ENDS, (outcome,), count) for outcome, count in self._ends.items()),
                 (OUTAGES, (), self._outages),
             ]
+            if self._lease_s is not None:
+                samples.append((LEASE, (), self._lease_s))
+            renewals, renewals_s = list(accumulate(self._renewals)), self._renewals_s
         samples += [
             (SLOTS, (), facts.slots),
             (SLOTS_USED, (), facts.used),
@@ -111,7 +136,16 @@ class NodeMetrics:
             (LATE, (), facts.late_s),
             (LINES_LOST, (), facts.lines_lost),
         ]
-        return "".join(self._family(spec, samples) for spec in METRICS).encode()
+        page = "".join(self._family(spec, samples) for spec in METRICS if spec is not LEASE_RENEWAL)
+        return (page + self._histogram(LEASE_RENEWAL, renewals, renewals_s)).encode()
+
+    def _histogram(self, spec: Spec, counts: Sequence[int], total: float) -> str:
+        node = f'node="{_escaped(self.node)}"'
+        bounds = [*(repr(bound) for bound in spec.buckets), "+Inf"]
+        lines = [f"# HELP {spec.name} {spec.help}", f"# TYPE {spec.name} {spec.kind}"]
+        lines += [f'{spec.name}_bucket{{{node},le="{le}"}} {n}' for le, n in zip(bounds, counts, strict=True)]
+        lines += [f"{spec.name}_count{{{node}}} {counts[-1]}", f"{spec.name}_sum{{{node}}} {total!r}"]
+        return "\n".join(lines) + "\n"
 
     def _family(self, spec: Spec, samples: Iterable[tuple[Spec, tuple[str, ...], float]]) -> str:
         lines = [f"# HELP {spec.name} {spec.help}", f"# TYPE {spec.name} {spec.kind}"]

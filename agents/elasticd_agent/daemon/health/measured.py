@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from elasticd_agent.daemon.health.readings import Reading
-from elasticd_agent.metrics import Spec
+from elasticd_agent.metric_names import Spec
 
 HEALTHY = Spec("elasticd_node_healthy", "gauge", "1 while nothing is held against this node: it is given work.")
 QUARANTINED = Spec(

@@ -1,0 +1,105 @@
+"""What happens to a group -> what becomes of the node's time: one node's ledger of goodput, kept while the job runs.
+
+It exists so that the story need not know what counts as useful. It belongs to the deciding thread; `until` may be asked
+from any, because a ledger never changes, it is replaced. It decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elasticd.wire import Round
+from elasticd_agent.goodput import Spent, Times
+from elasticd_agent.watch import Seen
+
+BACKOFF_S = 60.0
+"""The longest wait before a restart (`Policy.backoff_s`): who has no group for longer waits for nodes."""
+
+
+def fault_in(round: Round) -> bool:
+    """Whether `round` follows a fault: a failure, or the loss of a node."""
+    return round.cause not in ("", "start", "resize") or any(not node.age_s for node in round.excluded)
+
+
+@dataclass(slots=True)
+class Spending:
+    """Moments are monotonic seconds."""
+
+    node: str
+    spent: Spent
+    _over: int = 0  # rounds up to this one are, whatever their workers still do
+    _number: int = 0
+    _base: int = 0  # what a plain script's steps of this round are counted from
+    _stepped: bool = False
+    _lost_s: float = 0.0  # before the fault that is being made good
+
+    def until(self, now: float) -> Times:
+        return self.spent.until(now)
+
+    def published(self, round: Round, now: float) -> None:
+        if round.terminal:
+            self._ended(round.number)
+            return
+        if fault_in(round):
+            self.broke(round.number - 1, now)
+        self._ended(round.number - 1)
+        self._number, self._stepped = round.number, False
+        self._base = max(self.spent.high_water, round.budget.high_water)
+        spent = replace(self.spent, high_water=self._base)
+        self.spent = spent.goes_on(now) if round.member(self.node) is not None else spent.paused().waits(now)
+
+    def broke(self, number: int, now: float, *, ends: bool = True) -> None:
+        """A fault of round `number` was heard of; it `ends` the round, or is only reported."""
+        if ends and number <= self._over:
+            return
+        if self.spent.state != "lost":
+            self._lost_s = self.spent.decided.lost
+        self.spent = self.spent.broke(now)
+        self._over = number if ends else self._over
+
+    def seen(self, seen: Seen) -> float | None:
+        """One look at the workers. Seconds that a fault has cost, if it has just been made good."""
+        at = seen.progress_at
+        if not seen.step or at is None:
+            return None
+        step = seen.step if seen.has_session else self._base + seen.step
+        before = self.spent
+        if seen.number <= self._over or seen.number != self._number:
+            self.spent = before.late(step, at) if seen.number == self._number else before
+            return None
+        if not self._stepped and seen.first_step_at is not None:
+            at = seen.first_step_at
+        self._stepped = True
+        self.spent = before.stepped(step, at).proceeded(at)
+        if before.state == "idle" and self.spent.state == "lost":
+            self._lost_s = self.spent.decided.lost
+        made_good = before.state == "lost" and self.spent.state == "useful"
+        return self.spent.decided.lost - self._lost_s if made_good else None
+
+    def holding(self, at: float) -> None:
+        """All workers wait after a checkpoint."""
+        self.spent = self.spent.proceeded(at).paused()
+
+    def exited(self, at: float) -> None:
+        """A worker has ended with code 0."""
+        self.spent = self.spent.proceeded(at)
+
+    def ending(self, number: int) -> None:
+        """The group of round `number` is being ended."""
+        self._ended(number)
+
+    def gone(self, number: int, now: float) -> None:
+        """Nothing is left of the group of round `number`."""
+        self._ended(number)
+        if number >= self._number:
+            self.spent = self.spent.waits(now + BACKOFF_S)
+
+    def waits(self, now: float) -> None:
+        """The planner waits for something; it may be more nodes for a round that runs."""
+        if self._over >= self._number:
+            self.spent = self.spent.waits(now)
+
+    def _ended(self, number: int) -> None:
+        if number > self._over:
+            self._over = number
+            self.spent = self.spent.paused()
