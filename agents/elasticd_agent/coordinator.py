@@ -19,8 +19,18 @@ from elasticd_agent.chair import Chair
 from elasticd_agent.config import Policy
 from elasticd_agent.keys import Keys, address, understood
 from elasticd_agent.messages import RoundPublished, StoreAbandoned
-from elasticd_agent.news import Awaited, FaultSeen, HoldAsked, MasterKnown, News, Plans, Rejected, ReportAsked
-from elasticd_agent.news import SlowSeen, StoreSeen
+from elasticd_agent.news import (
+    Awaited,
+    FaultSeen,
+    HoldAsked,
+    MasterKnown,
+    News,
+    Plans,
+    Rejected,
+    ReportAsked,
+    SlowSeen,
+    StoreSeen,
+)
 from elasticd_agent.observation import Report
 from elasticd_agent.planner import Planner
 from elasticd_agent.presence import Presence, Renewed, Reports, Sight, agree
@@ -54,19 +64,23 @@ class Coordinator:
         agreed: bytes,
         differences: Callable[[bytes, bytes], str | None],
         *,
-        may_plan: bool = True,
-        others_plan: bool = True,
+        may_plan: Callable[[], bool] = lambda: True,
+        others_plan: Callable[[], bool] = lambda: True,
+        one_key: bool = False,
         attentive: Callable[[], bool] = lambda: True,
         keep_lines: Callable[[Mapping[str, tuple[str, int]]], None] = lambda nodes: None,
         renewed: Renewed = lambda lives_s, renewal_s: None,
     ) -> None:
-        """`keep_lines` is told to whom a standing connection shall be kept; `hung_up` hears of those that break."""
+        """`keep_lines` is told to whom a standing connection shall be kept; `hung_up` hears of those that break.
+
+        `may_plan` and `others_plan` are asked once the store has answered. `one_key`: it compares one key at a time.
+        """
         self._keep_lines = keep_lines
         self._hung_up: deque[str] = deque()
         self._store, self._keys, self._policy, self._planner = store, keys, policy, planner
         self._agree: Callable[[], None] = lambda: agree(store, keys, agreed, differences)
         self._concerning = keys.round, keys.planner, keys.master(), keys.hold, keys.suspect
-        self._may_plan, self._others_plan = may_plan, others_plan
+        self._may_plan, self._others_plan, self._one_key = may_plan, others_plan, one_key
         self._me = record.id, record.incarnation
         self._presence = Presence(store, keys.node(record.id), policy, record, self._knock, attentive, renewed)
         self._reports, self._sight = Reports(store), Sight(store, keys, record.id)
@@ -337,7 +351,7 @@ class Coordinator:
     def _lead(self, now: float) -> float | None:
         if self._presence.lease is None:
             return now
-        if not self._may_plan or self._over():
+        if not self._may_plan() or self._over():
             return None
         if self._keys.planner in self._stale:
             self._stale.discard(self._keys.planner)
@@ -348,7 +362,8 @@ class Coordinator:
             return until
         if not planned:
             self._hear_rounds()
-        elif self._others_plan and self._outsider and self._planner.others_can(self._round):
+            self._fence()
+        elif self._outsider and self._planner.others_can(self._round) and self._others_plan():
             return self._chair.resign(now, 0.0)
         if self._planner.store_up_since == float("inf"):
             self._planner.store_up_since = now
@@ -365,7 +380,7 @@ class Coordinator:
             self._stale.add(self._keys.round)
             self._published(verdict)
             return now
-        if self._others_plan and self._planner.cut_off:
+        if self._planner.cut_off and self._others_plan():
             return self._chair.resign(now, CUT_OFF_S)
         if isinstance(verdict, Wait) and verdict.until == now:
             self._stale |= {self._keys.round, self._keys.planner}
@@ -373,6 +388,15 @@ class Coordinator:
             self._awaited = verdict.why
             self._news.append(Awaited(verdict.why))
         return verdict.until
+
+    def _fence(self) -> None:
+        """Where a store compares one key at a time: whoever looked at the planner's key before it was ours, and was
+        then held up, finds another version of the round than the one it has planned from.
+        """
+        if self._one_key and self._stored is not None:
+            self._store.compare_and_swap(self._keys.round, self._stored.version, self._stored.value)
+            self._stale.add(self._keys.round)  # lost or won, the version is another
+            self._hear_rounds()
 
     def _over(self) -> bool:
         """True if the job has ended for us. Who ended it may have died before it was buried: who comes late looks."""

@@ -27,7 +27,7 @@ from elasticd_agent.news import News
 from elasticd_agent.plan import Asked
 from elasticd_agent.planner import Facts, Planner
 from elasticd_agent.presence import Renewed
-from elasticd_agent.store.opening import open_store
+from elasticd_agent.store.opening import open_store, others_plan
 
 ALWAYS_S = 1e7
 KNOCK_S = 0.2
@@ -101,8 +101,9 @@ def take_seat(
         planner,
         json.dumps(spec_document(spec, policy), sort_keys=True).encode(),
         lambda mine, theirs: unlike(mine, theirs, say),
-        may_plan=meets.backend != "c10d" or hosts,
-        others_plan=meets.backend != "c10d",
+        may_plan=lambda: hosts or others_plan(meets.backend, store),
+        others_plan=lambda: others_plan(meets.backend, store),
+        one_key=meets.backend == "c10d",
         attentive=attentive,
         keep_lines=lines.keep,
         renewed=renewed if shared else lambda lives_s, renewal_s: None,

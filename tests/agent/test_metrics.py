@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.goodput import Times
-from elasticd_agent.metric_names import CAUSES, EXIT_KINDS, METRICS, MOST_BLAMED, OTHERS, Spec, document
+from elasticd_agent.metric_names import CAUSES, EXIT_KINDS, METRICS, Spec, document
 from elasticd_agent.metrics import Metrics, NullMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,7 +182,9 @@ def test_a_hang_is_counted_by_cause_and_its_recovery_by_part() -> None:
     found = samples(metrics)
     assert found["elasticd_suspicions_total"] == 2
     assert found['elasticd_hangs_total{cause="blocked",culprit=""}'] == 1
-    assert found['elasticd_hangs_total{cause="network",culprit=""}'] == 0, "there from the start, so that a rate can be taken"
+    assert found['elasticd_hangs_total{cause="network",culprit=""}'] == 0, (
+        "there from the start, so that a rate can be taken"
+    )
     assert found["elasticd_hang_detection_seconds_sum"] == 5.2
     assert found['elasticd_recovery_part_seconds_sum{part="detect"}'] == 4.0
     assert found['elasticd_recovery_part_seconds_count{part="stop"}'] == 0
