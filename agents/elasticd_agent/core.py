@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticd.wire import Failure, Round
-from elasticd_agent.lastwords import mistake, said, victim
+from elasticd_agent.lastwords import echo, mistake, said, victim
 from elasticd_agent.messages import (
     Action,
     Ended,
@@ -46,6 +46,12 @@ Move = tuple[Phase, list[Action]]
 
 REQUEUE = 75
 """EX_TEMPFAIL of sysexits.h: nothing is wrong with the job, whoever scheduled it should start it again."""
+
+ECHO_WAIT_S = 3.0
+"""Who lost a peer may be heard so long before that peer: its connections are closed before it is gone, and a Python
+that raised takes its time to end on a busy machine, or has a last file to write."""
+SHARED_ECHO_WAIT_S = 0.15
+"""The same where the peer may have been another node's: that one says it, or is dead, which is found out only then."""
 
 # From each phase, the phases it may turn into, and what must arrive for it to end. docs/states.md is made from this.
 MOVES: dict[type[Phase], tuple[tuple[type[Phase], ...], str]] = {
@@ -151,6 +157,10 @@ def _ask_to_leave(phase: Running, event: StopRequested, rules: Rules) -> Move:
 
 def _worker_exited(phase: Running, exit: WorkerExited, rules: Rules) -> Move:
     round_, exits = phase.round, (*phase.exits, exit)
+    if echo(exit) and phase.stop is None:
+        wait_s = SHARED_ECHO_WAIT_S if len(round_.members) > 1 else ECHO_WAIT_S
+        until = exit.at + wait_s
+        return _echoed(Settling(round_, exits, until), rules, [Wake(until)])
     if not exit.status.ok:
         if phase.first_step or phase.exits or phase.stop or mistake(exit) is None:
             return _crash(round_, exit, rules, ended=phase.exits)
@@ -162,17 +172,20 @@ def _worker_exited(phase: Running, exit: WorkerExited, rules: Rules) -> Move:
 
 
 def _settling(phase: Settling, event: Event, rules: Rules) -> Move:
-    round_, first = phase.round, phase.exits[0]
+    round_, first = phase.round, next(e for e in phase.exits if not e.status.ok)
     match event:
         case RoundPublished(r) if r.number > round_.number:
             return _superseded(round_, r, rules)
         case WorkerExited(number) if number == round_.number and not _known(phase.exits, event):
+            after = Settling(round_, (*phase.exits, event), phase.until)
+            if echo(first):
+                return _echoed(after, rules, [])
             if mistake(event) != mistake(first):
-                return _crash(round_, _to_blame(phase.exits, event), rules)
-            return _settled(Settling(round_, (*phase.exits, event), phase.until), rules, [])
+                return _crash(round_, _to_blame(first, event), rules)
+            return _settled(after, rules, [])
         case TimeCame(at) if at >= phase.until:
-            return _crash(round_, first, rules)
-        case FirstStep(number) if number == round_.number:
+            return _crash(round_, first, rules, phase.exits)
+        case FirstStep(number) if number == round_.number and not echo(first):
             return _crash(round_, first, rules)  # another rank trains: it is not the script as such
         case StoreExited(number, why) if number == round_.number:
             return _fail(round_, rules, "store_lost", (), f"the workers' store {why}")
@@ -193,6 +206,15 @@ def _settled(phase: Settling, rules: Rules, actions: list[Action]) -> Move:
     who = f"rank {first.rank}" if workers == 1 else f"all {workers} ranks on {rules.node}"
     why = f"{who} failed by themselves before the first step: rank {first.rank} {said(first)}"
     return _fail(phase.round, rules, "user_error", (first,), why.replace("themselves", "itself", workers == 1))
+
+
+def _echoed(phase: Settling, rules: Rules, actions: list[Action]) -> Move:
+    """Some have lost a peer: its own exit names the cause. Until that has come, or nobody is left, go on waiting."""
+    failed = [exit for exit in phase.exits if not exit.status.ok]
+    cause = next((exit for exit in failed if not echo(exit)), None)
+    if cause is None and len(phase.exits) < _workers(phase.round, rules):
+        return phase, actions
+    return _crash(phase.round, cause or failed[0], rules, phase.exits)
 
 
 def _stopping(phase: Stopping, event: Event, rules: Rules) -> Move:
@@ -255,9 +277,9 @@ def _stop(round_: Round, event: StopRequested | StopForced, rules: Rules) -> Mov
 
 
 def _crash(round_: Round, exit: WorkerExited, rules: Rules, ended: tuple[WorkerExited, ...] = ()) -> Move:
-    """`ended`: who has ended with code 0 before, and may be whom it lost."""
+    """`ended`: who has ended, too; those with code 0 may be whom it lost."""
     if victim(exit):
-        ranks = sorted(e.rank for e in ended)
+        ranks = sorted(e.rank for e in ended if e.status.ok)
         left = (
             f" after rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))} had ended with code 0" if ranks else ""
         )
@@ -296,14 +318,14 @@ def _vanished(round_: Round, exits: tuple[WorkerExited, ...], rules: Rules) -> M
     return Joining(round_.number), [a for a in actions if isinstance(a, ReportFailure)]
 
 
-def _to_blame(exits: tuple[WorkerExited, ...], last: WorkerExited) -> WorkerExited:
-    """The first that failed, unless what `last` did shows that the first ones only fell with it.
+def _to_blame(first: WorkerExited, last: WorkerExited) -> WorkerExited:
+    """The first that failed, unless what `last` did shows that it only fell with the last.
 
     Ranks that raise the same error are reaped before the one whose death made them raise, now and then: a death
     without last words is nobody's echo, an exception may be.
     """
     died = not last.status.ok and last.last_words is None
-    return last if died else exits[0]
+    return last if died else first
 
 
 def _known(exits: tuple[WorkerExited, ...], exit: WorkerExited) -> bool:

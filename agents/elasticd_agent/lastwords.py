@@ -20,7 +20,17 @@ _NOT_OWN_TYPES = frozenset({
 })  # fmt: skip
 
 # torch raises plain RuntimeError for these (seen on 2.13): gloo's transport names its C++ file, the others themselves.
-_NOT_OWN_TEXTS = ("/gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "CUDA error", "Timed out")
+_NOT_OWN_TEXTS = (
+    "/gloo/", "Connection closed by peer", "Connection reset by peer", "Application timeout caused pair closure",
+    "NCCL", "CUDA error", "Timed out",
+)  # fmt: skip
+
+# A peer's end of a connection is gone: it has died, or is about to. Spelled as gloo, NCCL and the kernel do.
+_ECHO_TYPES = frozenset({"ConnectionResetError", "ConnectionAbortedError", "BrokenPipeError"})
+_ECHO_TEXTS = (
+    "closed by peer", "reset by peer", "broken pipe", "closed by remote peer", "remote process exited",
+    "ncclremoteerror",
+)  # fmt: skip
 
 # A first line is cut to so much, unless it names the ranks that were missing: that is what the reader is after.
 _LINE, _LINE_OF_NAMES = 160, 480
@@ -42,6 +52,16 @@ def victim(exit: WorkerExited) -> bool:
     """True if the worker raised because of somebody else: it failed, but is not to blame."""
     words = exit.last_words
     return words is not None and words.kind == "exception" and not own(words)
+
+
+def echo(exit: WorkerExited) -> bool:
+    """True if it fell with a peer whose connection ended: that peer's own end, which says why, comes if it has not."""
+    words = exit.last_words
+    if words is None or not victim(exit):
+        return False
+    if any(name.rpartition(".")[2] in _ECHO_TYPES for name in (words.type, *words.bases)):
+        return True
+    return any(text in words.message.lower() for text in _ECHO_TEXTS)
 
 
 def mistake(exit: WorkerExited) -> str | None:

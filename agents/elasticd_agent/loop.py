@@ -57,6 +57,11 @@ from elasticd_agent.slots import Slots
 from elasticd_agent.watch import Seen
 from elasticd_agent.workers import Freed, Started, StoreReady, Stuck, Workers
 
+OVERSLEPT_S = 0.25
+"""Later than this and we were not there: the machine was suspended, or had no core for us."""
+HEAR_S = 0.1
+"""For what happened meanwhile to be heard, before it counts that something else has not."""
+
 Word = MasterKnown | HoldAsked | ReportAsked | Judged | SlowSeen | StoreSeen | Planning | Rejected | Broken
 Message = News | OwnerSaid | OwnerLost | Broken | Gathered | DumpAsked | MemoryChecked
 
@@ -156,11 +161,14 @@ class Loop:
         times = [*self._wakes, *self._kill_at.values(), self.workers.tick(now)]
         times += [self._meet_at, self._looking.at]
         timeout = min((at - now for at in times if at is not None), default=None)
-        self._awake_by = None if timeout is None else now + timeout
+        self._awake_by = awake_by = None if timeout is None else now + timeout
         try:
-            return self._inbox.get(timeout=None if timeout is None else max(0.0, timeout))
+            message = self._inbox.get(timeout=None if timeout is None else max(0.0, timeout))
         except queue.Empty:
-            return None
+            message = None
+        if awake_by is not None and (overslept_s := time.monotonic() - awake_by) > OVERSLEPT_S:
+            self._wakes = [at + overslept_s for at in self._wakes]  # nothing is overdue that nobody could have heard
+        return message
 
     def _turn(self, message: Message | None) -> None:
         now = time.monotonic()
@@ -299,7 +307,7 @@ class Loop:
                 self._story.said(why)
                 self._meeting.update(leaving=why, leaving_code=code)
             case Wake(at):
-                self._wakes.append(at)
+                self._wakes.append(max(at, time.monotonic() + HEAR_S))
             case Leave(exit_code, why):
                 self._exit_code = exit_code
                 self._explain()

@@ -208,7 +208,10 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """A worker failed by itself before the first step; until `until` the others may show that they all do."""
+    """A worker failed; until `until` the others may show why.
+
+    It failed by itself before the first step, and perhaps all do; or it lost a peer, which has not been heard of yet.
+    """
 
     round: Round
     exits: tuple[WorkerExited, ...]

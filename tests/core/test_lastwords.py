@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd_agent.lastwords import mistake, said, victim
+from elasticd_agent.lastwords import echo, mistake, said, victim
 from elasticd_agent.messages import ExitStatus, LastWords, WorkerExited
 
 # As torch 2.13 raised it in a survivor whose gloo peer was killed.
@@ -29,6 +29,7 @@ def raised(type_: str, message: str = "", bases: tuple[str, ...] = ()) -> Worker
         (raised("mine.ConfigError", "bad"), "mine.ConfigError", False),
         (raised("RuntimeError", "mat1 and mat2 shapes cannot be multiplied"), "RuntimeError", False),
         (raised("RuntimeError", GLOO), None, True),
+        (raised("RuntimeError", "Application timeout caused pair closure"), None, True),
         (raised("RuntimeError", "NCCL error in: ProcessGroupNCCL.cpp:1"), None, True),
         (raised("RuntimeError", "CUDA error: uncorrectable ECC error encountered"), None, True),
         (raised("torch.AcceleratorError", "CUDA error: device-side assert"), None, True),
@@ -51,6 +52,32 @@ def raised(type_: str, message: str = "", bases: tuple[str, ...] = ()) -> Worker
 def test_whose_fault(exit: WorkerExited, is_mistake: str | None, is_victim: bool) -> None:
     assert mistake(exit) == is_mistake
     assert victim(exit) is is_victim
+
+
+@pytest.mark.parametrize(
+    ("exit", "lost_a_peer"),
+    [
+        (raised("RuntimeError", GLOO), True),
+        (raised("RuntimeError", "[/gloo/transport/tcp/pair.cc:537] Connection reset by peer"), True),
+        (raised("ConnectionResetError"), True),
+        (raised("http.client.RemoteDisconnected", "", ("ConnectionResetError", "ConnectionError")), True),
+        (raised("BrokenPipeError"), True),
+        (raised("DistBackendError", "NCCL error: remote process exited or there was a network error"), True),
+        # nobody has gone, so nobody's end is to be heard of
+        (raised("RuntimeError", "[/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 30000ms"), False),
+        (raised("RuntimeError", "Application timeout caused pair closure"), False),
+        (raised("elasticd.errors.BarrierTimeout"), False),
+        (raised("ConnectionRefusedError"), False),
+        (raised("torch.OutOfMemoryError"), False),
+        # a script's own
+        (raised("ValueError", "Connection closed by peer"), False),
+        (ended(1, LastWords("exit", "SystemExit", "1", "")), False),
+        (ended(-9, None), False),
+        (ended(3, None), False),
+    ],
+)
+def test_who_fell_with_a_peer(exit: WorkerExited, lost_a_peer: bool) -> None:
+    assert echo(exit) is lost_a_peer
 
 
 def test_an_exit_in_words() -> None:

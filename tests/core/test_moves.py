@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elasticd.wire import Failure, Member, Round
 from elasticd_agent import core
-from elasticd_agent.core import MOVES, step
+from elasticd_agent.core import ECHO_WAIT_S, MOVES, SHARED_ECHO_WAIT_S, step
 from elasticd_agent.messages import (
     Ended,
     Event,
@@ -48,6 +48,7 @@ STOPPED = Round(6, (), reason="stopped by SIGTERM", outcome="stopped", exit_code
 FAILED = Round(6, (), reason="no restart left", outcome="failed", exit_code=1)
 STOP = Stop("SIGTERM", 143, 40.0)
 MISTAKE = LastWords("exception", "ValueError", "bad", "Traceback: bad")
+ECHO = LastWords("exception", "RuntimeError", "[gloo/transport/tcp/pair.cc:537] Connection reset by peer", "")
 
 
 def exited(rank: int, code: int, words: LastWords | None = None, number: int = 3, at: float = 10.0) -> WorkerExited:
@@ -63,6 +64,7 @@ PHASES: list[Phase] = [
     Running(R3),
     Running(R3, (DONE0,), first_step=True),
     Settling(R3, (RAISED0,), 10.5),
+    Settling(R3, (exited(0, 1, ECHO),), 13.0),
     Stopping(R3),
     Stopping(R3, R4),
     Stopping(R3, None, STOP),
@@ -94,7 +96,7 @@ def test_rounds_that_are_not_newer_change_nothing(phase: Phase) -> None:
 
 events = st.sampled_from([
     *of_round(3), *of_round(4), exited(0, 0), exited(0, 1, MISTAKE), exited(1, 1, MISTAKE),
-    exited(1, 2, MISTAKE, at=11.0),
+    exited(1, 2, MISTAKE, at=11.0), exited(0, 1, ECHO), exited(1, 1, ECHO),
     RoundPublished(R3), RoundPublished(R4), RoundPublished(ELSEWHERE), RoundPublished(STOPPED), RoundPublished(FAILED),
     StopRequested("SIGTERM", 143, 10.0), StopForced("SIGTERM", 143, 10.0), TimeCame(10.4), TimeCame(50.0),
 ])  # fmt: skip
@@ -183,12 +185,49 @@ def test_a_crash_kills_the_rest_at_once_and_names_the_culprit() -> None:
 
 def test_who_lost_its_peers_says_which_of_them_had_ended_well() -> None:
     """They may have left too early, and nothing else would say so."""
-    lost = LastWords("exception", "RuntimeError", "[gloo/transport/tcp/pair.cc:537] Connection reset by peer", "")
-    _, (kill, *_) = step(Running(R3, (DONE0,), True), exited(1, 1, lost), RULES)
-    assert isinstance(kill, KillGroup)
-    assert kill.why.startswith(
-        "rank 1 lost its peers after rank 0 had ended with code 0: it exited with code 1 (Runtime"
-    )
+    waiting, _ = step(Running(R3, (), True), exited(1, 1, ECHO), RULES)
+    for phase, event in ((Running(R3, (DONE0,), True), exited(1, 1, ECHO)), (waiting, DONE0)):
+        _, (kill, *_) = step(phase, event, RULES)
+        assert isinstance(kill, KillGroup)
+        assert kill.why.startswith(
+            "rank 1 lost its peers after rank 0 had ended with code 0: it exited with code 1 (Runtime"
+        )
+
+
+@pytest.mark.parametrize("first_step", [False, True])
+def test_who_lost_a_peer_is_not_the_last_word_while_that_peer_may_still_be_heard(first_step: bool) -> None:
+    echo = exited(0, 1, ECHO)
+    waiting, actions = step(Running(R3, (), first_step), echo, RULES)
+    assert (waiting, actions) == (Settling(R3, (echo,), 10.0 + ECHO_WAIT_S), [Wake(10.0 + ECHO_WAIT_S)])
+    assert step(waiting, TimeCame(9.9 + ECHO_WAIT_S), RULES) == (waiting, [])
+    assert step(waiting, FirstStep(3, 10.1), RULES) == (waiting, [])
+    lost = "rank 0 lost its peers: it exited"
+    cases: list[tuple[Event, tuple[tuple[int, int], ...], str]] = [
+        (exited(1, 1, MISTAKE), ((1, 5),), "rank 1 exited with code 1 (ValueError: bad)"),
+        (exited(1, -9), ((1, 5),), "rank 1 was killed by SIGKILL"),
+        (exited(1, 3), ((1, 5),), "rank 1 exited with code 3"),
+        (exited(1, 1, ECHO), (), lost),
+        (TimeCame(10.0 + ECHO_WAIT_S), (), lost),
+        (StoreExited(3, "died", 10.1), (), "the workers' store died"),
+    ]
+    for event, culprits, why in cases:
+        after, (kill, report) = step(waiting, event, RULES)
+        assert after == Stopping(R3), event
+        assert isinstance(kill, KillGroup), event
+        assert isinstance(report, ReportFailure), event
+        assert (report.failure.culprits, report.failure.why[: len(why)]) == (culprits, why), event
+
+
+def test_a_peer_on_another_node_is_hardly_waited_for() -> None:
+    """That node says it, if it can; if it is dead, its loss shall be found soon."""
+    both = Round(3, (*HERE, Member("b", "i", (0,))), reason="three")
+    _, actions = step(Running(both, (), True), exited(0, 1, ECHO), RULES)
+    assert actions == [Wake(10.0 + SHARED_ECHO_WAIT_S)]
+
+
+def test_a_leaving_agent_waits_for_no_peer() -> None:
+    after, _ = step(Running(R3, (), True, STOP), exited(0, 1, ECHO), RULES)
+    assert after == Stopping(R3, stop=STOP)
 
 
 def test_an_exception_after_the_first_step_is_a_crash_with_its_traceback() -> None:

@@ -1,0 +1,51 @@
+"""A rank raises, closes its connections, and takes its time to end: its peers fall first, and it is still to blame."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from elasticd_agent.core import ECHO_WAIT_S
+from tests.faults.conftest import StartJob
+from tests.faults.job import Fault, Job, alive, until
+
+AT_FAULT = "rank 0 exited with code 1 (ValueError: a fault)"
+
+
+def ended_by_themselves(run: Job, number: int) -> list[int]:
+    return [event["rank"] for event in run.events("worker_exited", round=number, asked=False)]
+
+
+def test_who_ends_last_is_named_if_it_ended_the_others(job: StartJob) -> None:
+    """Before the first step, and after some."""
+    faults = [Fault(0, 1, "raise ValueError", round=1), Fault(0, 9, "raise ValueError", round=2)]
+    run = job("parting.py", "10", "0.2", faults=faults)
+    assert run.wait() == 0
+    for number in (1, 2):
+        assert ended_by_themselves(run, number) == [1, 0], "it did not end last: nothing was tested"
+        assert run.event("round_published", round=number + 1)["reason"].startswith(AT_FAULT)
+
+
+def test_who_does_not_end_is_not_waited_for(job: StartJob) -> None:
+    run = job("parting.py", "10", "60", faults=[Fault(0, 5, "raise ValueError", round=1)])
+    assert run.wait() == 0
+    assert ended_by_themselves(run, 1) == [1]
+    published = run.event("round_published", round=2)
+    assert published["reason"].startswith("rank 1 lost its peers: it exited with code 1 (RuntimeError: ")
+    assert published["mono"] - run.event("worker_exited", round=1, rank=1)["mono"] > 0.9 * ECHO_WAIT_S
+
+
+def test_an_agent_that_could_not_listen_hears_everybody_before_it_blames(job: StartJob) -> None:
+    run = job("parting.py", "10", "0", faults=[Fault(0, 5, "raise ValueError", round=1)])
+    run.file("parting-1")
+    workers = [run.worker(rank) for rank in (0, 1)]
+    os.kill(run.pid, signal.SIGSTOP)
+    try:
+        until(lambda: not any(map(alive, workers)), "the workers' end")
+        time.sleep(1.1 * ECHO_WAIT_S)
+    finally:
+        os.kill(run.pid, signal.SIGCONT)
+    assert run.wait() == 0
+    assert ended_by_themselves(run, 1) == [1, 0], "it did not end last: nothing was tested"
+    assert run.event("round_published", round=2)["reason"].startswith(AT_FAULT)
