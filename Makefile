@@ -61,6 +61,7 @@ docs: $(READY)  ## rewrite the generated pages under docs/
 	@$(BIN)/python -m elasticd_agent.daemon.config.reference agent > docs/agent.md
 	@$(BIN)/python -m elasticd_agent.daemon.config.reference jobs > docs/jobs.md
 	@$(BIN)/python docs/states.py
+	@$(BIN)/python deploy/k8s/rules.py
 
 clean:  ## remove caches and what demo and bench wrote; the environment stays
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build demo-run bench-results demo.png
