@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from elasticd_agent.daemon.page.facts import Job, RoundRow
 from elasticd_agent.daemon.page.markup import Html, tag
 
 WIDTH, LEFT, RIGHT = 960, 44, 12
-TOP, RATE_H, GAP, BLOCKS_H, AXIS = 22, 130, 18, 44, 20
+TOP, RATE_H, GAP, BLOCKS_H, AXIS = 22, 130, 30, 40, 22
 HEIGHT = TOP + RATE_H + GAP + BLOCKS_H + AXIS
 COLUMNS = 180
 MOST_MARKS = 40
@@ -49,17 +50,20 @@ def window(job: Job, now: float, seconds: float | None) -> Window:
 
 
 def points(job: Job) -> tuple[Point, ...]:
-    """Where it was when: as its runner says, or else as far as its log tells."""
-    if job.track:
-        return job.track
-    found = []
+    """Where it was when: as its runner says, and each round's first and last step, as its log tells."""
+    found = list(job.track)
     for one in job.rounds:
         if one.first_step_at is not None and one.first_step is not None:
             found.append((one.first_step_at, one.number, one.first_step))
             over = one.over_at if one.over_at is not None else job.ended_at
             if over is not None and one.last_step is not None and over > one.first_step_at:
                 found.append((over, one.number, max(one.last_step, one.first_step)))
-    return tuple(found)
+    kept: list[Point] = []
+    for point in sorted(found):
+        # Runner and log may be of two hosts, whose clocks differ: within a round steps only ever grow.
+        if not kept or point[1] > kept[-1][1] or (point[1] == kept[-1][1] and point[2] >= kept[-1][2]):
+            kept.append(point)
+    return tuple(kept)
 
 
 def rates(track: Sequence[Point], shown: Window, live: bool) -> list[float | None]:
@@ -96,13 +100,14 @@ def chart(job: Job, now: float, seconds: float | None) -> Html:
     """The drawing, or nothing before the first step."""
     shown = window(job, now, seconds)
     found = rates(points(job), shown, live=not job.ended)
-    most = max((one for one in found if one is not None), default=0.0)
+    most = _round_up(max((one for one in found if one is not None), default=0.0))
     rounds = [one for one in job.rounds if (one.over_at or shown.until) >= shown.since or one is job.newest]
     size = max([one.world_size for one in rounds], default=1) or 1
     return tag(
         "svg",
         tag("title", f"Step rate and rounds of {job.job}, {words.clock(shown.since)} to {words.clock(shown.until)}"),
         tag("desc", _said(job, found, rounds)),
+        [_lost(one, shown) for one in rounds if one.lost_s],
         _grid(shown, most, size),
         _area(found, shown, most),
         [_block(one, rounds, shown, size, job) for one in rounds],
@@ -133,20 +138,19 @@ def _grid(shown: Window, most: float, size: int) -> list[Html]:
         tag("text", _short(most), x=LEFT - 6, y=TOP + 4, class_="number"),
         tag("text", _short(most / 2), x=LEFT - 6, y=TOP + RATE_H / 2 + 4, class_="number"),
         tag("text", "0", x=LEFT - 6, y=base + 4, class_="number"),
-        tag("text", str(size), x=LEFT - 6, y=base + GAP + 10, class_="number"),
-        tag("text", "workers", x=LEFT - 6, y=floor, class_="number"),
+        tag("text", "workers", x=LEFT, y=base + GAP - 7, class_="name"),
+        tag("text", str(size), x=LEFT - 6, y=base + GAP + 9, class_="number"),
     ]
     span = shown.until - shown.since
     every = next((tick for tick in _TICKS if span / tick <= 8), span / 6)
     # Counted back from the end: a tick then stays where it is when the window only grows.
-    back, ago = 0, words.clock
-    at = shown.until
+    back, at = 0, shown.until
     while at > shown.since:
         x = shown.x(at)
         anchor = "end" if back == 0 else "middle"
         lines.append(tag("line", x1=x, x2=x, y1=floor + 2, y2=floor + 6, class_="tick"))
         if x > LEFT + 30:
-            lines.append(tag("text", ago(at), x=x, y=floor + 18, text_anchor=anchor, class_="time"))
+            lines.append(tag("text", words.clock(at), x=x, y=floor + 19, text_anchor=anchor, class_="time"))
         back += 1
         at = shown.until - back * every
     return lines
@@ -198,6 +202,17 @@ def _block(one: RoundRow, rounds: Sequence[RoundRow], shown: Window, size: int, 
     ]
 
 
+def _lost(one: RoundRow, shown: Window) -> Html:
+    """From the last step of the round before to its own first one."""
+    assert one.lost_s is not None
+    until = one.first_step_at if one.first_step_at is not None else shown.until
+    left, right = shown.x(until - one.lost_s), shown.x(until)
+    title = tag("title", f"{words.span(one.lost_s)} without a step")
+    height = RATE_H + GAP + BLOCKS_H
+    kind = "pause" if one.planned else "lost"
+    return tag("rect", title, x=left, y=TOP, width=max(0.0, round(right - left, 1)), height=height, class_=kind)
+
+
 def _mark(one: RoundRow, shown: Window) -> Html:
     x, bottom = shown.x(one.at), TOP + RATE_H + GAP + BLOCKS_H
     kind = "planned" if one.planned else "fault"
@@ -208,6 +223,14 @@ def _mark(one: RoundRow, shown: Window) -> Html:
         tag("path", d=f"M{x - 4},{TOP - 12}h8l-4,7z", class_=f"flag {kind}"),
         tag("rect", x=x - 5, y=TOP - 14, width=10, height=bottom - TOP + 14, class_="touch"),
     )
+
+
+def _round_up(value: float) -> float:
+    """The next number that is easy to read off an axis."""
+    if value <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step for step in (1, 1.2, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10, 20) if step * power >= value * 0.999) * power
 
 
 def _short(value: float) -> str:

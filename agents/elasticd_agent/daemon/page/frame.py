@@ -80,8 +80,9 @@ def login(why: str, then: str) -> Html:
     """`why`: what to say first; `then`: the page that was wanted."""
     form = tag(
         "form",
+        # For password managers, which keep nothing without a name.
+        tag("input", name="username", value="elasticd", autocomplete="username", hidden=True),
         tag("label", "Token", for_="token"),
-        # No name that a password manager of another site would fill; a token is no word of the person's own.
         tag(
             "input",
             id="token",

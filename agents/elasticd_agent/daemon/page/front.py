@@ -21,6 +21,7 @@ from elasticd_agent.daemon.page.jobpage import STREAMS, WINDOWS, Tail, View
 from elasticd_agent.daemon.page.markup import Child, tag
 from elasticd_agent.daemon.page.overview import overview
 from elasticd_agent.daemon.page.passes import Guesses, Passes, Token
+from elasticd_agent.daemon.page.standing import trouble
 from elasticd_agent.daemon.serving.across import Asked, Away, NoSuch
 from elasticd_agent.daemon.serving.api import Api
 from elasticd_agent.daemon.serving.server import Answer, Knock, Request
@@ -110,7 +111,7 @@ class Front:
         now = self.api.desk.now()
         explained = self._explained(job)
         content = jobpage.jobpage(job, view, now, self._tail(job, view), explained)
-        mark = "▲ " if jobpage.trouble(job) else ""
+        mark = "▲ " if trouble(job) else ""
         return self._shown(request, f"{mark}{job.job}: {job.state} · elasticd", *content)
 
     def _explain(self, request: Request, name: str) -> Answer:

@@ -48,7 +48,7 @@ def _did(one: RoundRow, job: Job, now: float) -> str:
         return "no step yet" if newest and not job.ended else "made no step"
     ends = one.over_at if one.over_at is not None else job.ended_at if newest else None
     if ends is None:
-        return f"trains for {words.span(now - one.first_step_at)}" if newest else "trained"
+        return f"training for {words.span(now - one.first_step_at)}" if newest else "trained"
     trained = f"trained for {words.span(max(0.0, ends - one.first_step_at))}"
     made = (one.last_step or 0) - (one.first_step or 0)
     return trained + (f", steps {one.first_step:,} to {one.last_step:,}" if made > 0 else "")

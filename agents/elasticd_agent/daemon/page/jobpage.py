@@ -12,7 +12,7 @@ from elasticd_agent.daemon.page.chart import chart
 from elasticd_agent.daemon.page.facts import Job, RoundRow
 from elasticd_agent.daemon.page.frame import banner, chip, section
 from elasticd_agent.daemon.page.markup import Child, Html, joined, tag
-from elasticd_agent.daemon.page.overview import JOBS
+from elasticd_agent.daemon.page.standing import state, trouble
 
 WINDOWS: dict[str, float | None] = {"10m": 600.0, "1h": 3600.0, "1d": 86400.0, "all": None}
 _NAMES = {"10m": "10 min", "1h": "1 hour", "1d": "1 day", "all": "all of it"}
@@ -43,7 +43,7 @@ class Tail:
 
 def jobpage(job: Job, view: View, now: float, tail: Tail, explained: Child) -> list[Child]:
     return [
-        tag("h1", job.job, " ", tag("span", chip(*_state(job)), id="state", data_live=True, role="status")),
+        tag("h1", job.job, " ", tag("span", chip(*state(job)), id="state", data_live=True, role="status")),
         tag("div", _why(job), id="why", data_live=True),
         tag("dl", _tiles(job), class_="tiles", id="tiles", data_live=True),
         section("course", "How it went", _course(job, view, now), more=_windows(job, view)),
@@ -54,32 +54,10 @@ def jobpage(job: Job, view: View, now: float, tail: Tail, explained: Child) -> l
     ]
 
 
-def trouble(job: Job) -> str:
-    """What is wrong at this moment, in a few words; "" if nothing is."""
-    if job.ended:
-        return ""
-    for rank in job.ranks:
-        word, kind = ranks.condition(rank, job)
-        if kind in ("bad", "warn"):
-            return f"rank {rank.rank} on {rank.node}: {word}, for {words.span(rank.idle_s)}"
-    newest = job.newest
-    if newest is not None and newest.first_step_at is None and newest.lost_s is not None:
-        return f"no step since {words.span(newest.lost_s)}: round {newest.number} is starting"
-    if job.phase in ("stopping", "settling"):
-        return f"round {job.round} is being ended"
-    return ""
-
-
-def _state(job: Job) -> tuple[str, str]:
-    if job.state == "succeeded":
-        return job.state, "good"
-    return (job.state, "warn") if trouble(job) else (job.state, JOBS.get(job.state, "idle"))
-
-
 def _why(job: Job) -> list[Child]:
     said: list[Child] = []
     if wrong := trouble(job):
-        said.append(banner("warn", wrong))
+        said.append(banner("warn", wrong[1]))
     said += [banner("warn", f"{node} does not answer: {why}") for node, why in job.silent[:3]]
     if job.ended and job.ended_s is not None:
         code = f" with exit code {job.exit_code}" if job.exit_code is not None else ""
@@ -139,8 +117,17 @@ def _course(job: Job, view: View, now: float) -> Child:
         tag("span", tag("i", class_="key block"), "a round's workers, as long as they trained"),
         tag("span", tag("i", class_="key fault"), "a round began because of a fault"),
         tag("span", tag("i", class_="key planned"), "as planned"),
+        tag("span", tag("i", class_="key lost"), "no step because of it"),
     ]
-    return [tag("div", chart(job, now, WINDOWS[view.window]), class_="drawn"), tag("p", legend, class_="legend")]
+    drawn = tag(
+        "div",
+        chart(job, now, WINDOWS[view.window]),
+        class_="drawn",
+        tabindex="0",
+        role="region",
+        aria_label="Step rate and rounds",
+    )
+    return [drawn, tag("p", legend, class_="legend")]
 
 
 def _ranks(job: Job) -> Child:
@@ -174,7 +161,8 @@ def explanation(job: str, rows: Sequence[dict[str, Any]], *, brief: bool) -> Chi
     ]  # fmt: skip
     if brief and len(told) > 1:
         link = f"/jobs/{quote(job, safe='')}/explain"
-        shown.append(tag("p", tag("a", f"What the other {len(told) - 1} say", href=link)))
+        others = "node says" if len(told) == 2 else f"{len(told) - 1} nodes say"
+        shown.append(tag("p", tag("a", f"What the other {others}", href=link), class_="below"))
     return shown
 
 
@@ -203,7 +191,7 @@ def _log(job: Job, view: View, tail: Tail) -> Html:
         "div",
         tag("p", tail.why or tail.where, class_="quiet"),
         tag("pre", tail.text or "(nothing yet)", tabindex="0", role="region", aria_label="The end of the log",
-            data_end=True) if not tail.why else None,
+            class_="wraps", data_end=True) if not tail.why else None,
         id="log",
         data_live=True,
     )  # fmt: skip

@@ -9,8 +9,8 @@ from urllib.parse import quote
 from elasticd_agent.daemon.page import facts, words
 from elasticd_agent.daemon.page.frame import banner, chip, section
 from elasticd_agent.daemon.page.markup import Child, Html, tag
+from elasticd_agent.daemon.page.standing import KINDS, state
 
-JOBS = {"running": "good", "starting": "busy", "waiting": "idle", "leaving": "busy", "failed": "bad"}
 NODES = {
     "ready": "good",
     "draining": "busy",
@@ -43,13 +43,9 @@ def overview(
             data_live=True,
         ),
         tag("div", [banner("bad", one) for one in troubles[:5]], id="troubles", data_live=True),
-        section(
-            "here", f"Jobs on {here}", _jobs(mine, doing) if mine else _nothing("No job has a place on this node.")
-        ),
-        section("jobs", "Other jobs", _jobs(others, {}))
-        if others
-        else section("jobs", "Other jobs", _nothing("None.")),
-        section("nodes", "Nodes", _nodes(nodes, here) if nodes else _nothing("No agent has announced one.")),
+        section("here", f"Jobs on {here}", _jobs(mine, doing) or _nothing("No job has a place on this node.")),
+        tag("div", section("jobs", "Other jobs", _jobs(others, {})) if others else None, id="others", data_live=True),
+        section("nodes", "Nodes", _nodes(nodes, here) or _nothing("No agent has announced one.")),
     ]
 
 
@@ -59,7 +55,7 @@ def _jobs(rows: Sequence[Mapping[str, Any]], doing: Mapping[str, facts.Job]) -> 
         [
             (
                 tag("a", row["job"], href=f"/jobs/{quote(row['job'], safe='')}"),
-                chip(row["state"], JOBS.get(row["state"], "idle")),
+                chip(*_state(row, doing.get(row["job"]))),
                 _step(doing.get(row["job"])),
                 _some(row["nodes"]),
                 _since(row),
@@ -100,6 +96,10 @@ def _slots(used: int, there: int) -> Html | None:
     return tag("svg", boxes, viewBox=f"0 0 {there * 9 - 2} 12", width=there * 9 - 2, class_="slots", aria_hidden="true")
 
 
+def _state(row: Mapping[str, Any], job: facts.Job | None) -> tuple[str, str]:
+    return state(job) if job is not None else (row["state"], KINDS.get(row["state"], "idle"))
+
+
 def _step(job: facts.Job | None) -> Child:
     if job is None or job.step is None:
         return "–"
@@ -133,6 +133,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Child]]) -> Html | None
         return None
     head = tag("tr", [tag("th", one, scope="col") for one in heads])
     body = [
-        tag("tr", [tag("td", cell, data_label=name) for name, cell in zip(heads, row, strict=True)]) for row in rows
+        tag("tr", [tag("td", tag("span", cell), data_label=name) for name, cell in zip(heads, row, strict=True)])
+        for row in rows
     ]
     return tag("table", tag("thead", head), tag("tbody", body))
