@@ -23,10 +23,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from elasticd_agent.launcher import endings
+
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _MARK = f"TESTS_OF_ELASTICD={os.getpid()}.{time.monotonic_ns()}"  # not ELASTICD_…: daemons keep those from jobs
 _WAIT_S = float(os.environ.get("LEAK_WAIT_S", "5"))
 _SHM = Path("/dev/shm")
+_BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
 _FOREIGN: set[str] = set()  # processes seen to be others': they need not be looked at before and after every test
 
 # The same examples in every run, however busy the machine, or a change would be blamed for what it has not done;
@@ -136,6 +139,8 @@ def _listening(fd: int, target: str) -> str:
 
 def _held_by_others(path: Path) -> bool:
     """Another test run's, or a job's, on this machine: a living process is in its name, or has it open or mapped."""
+    if _BESIDE_OTHERS and path.name.startswith("sem.mp-"):
+        return True  # multiprocessing's: one whose owner was killed has no trace of it
     ours = {os.getpid(), *_processes()}
     if any(int(pid) not in ours and Path("/proc", pid).exists() for pid in re.findall(r"\d{2,}", path.name)):
         return True
@@ -163,6 +168,13 @@ def _left_behind(before: Remains) -> list[str]:
     fds = {key: what + _listening(*key) for key, what in now.fds.items() if key not in before.fds}
     ours = {name: what for name, what in kept.items() if name not in foreign}
     return Remains(now.processes, now.threads, fds, ours).since(before)
+
+
+@pytest.fixture(autouse=True)
+def _ends_its_own_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that plays the agent ends all children of its process, as agents may: not the servers of other tests."""
+    theirs, children = frozenset(endings.children()), endings.children
+    monkeypatch.setattr(endings, "children", lambda: [pid for pid in children() if pid not in theirs])
 
 
 @pytest.fixture(autouse=True)
