@@ -19,12 +19,14 @@ PARTS = ("detect", "evidence", "agree", "stop", "start", "first_step")
 FAULTS = ("crash", "hung", "node_lost", "store_lost", "start_failed", "other")
 SPENT = ("useful", "lost", "idle")
 PHASES = tuple(phase.__name__.lower() for phase in MOVES)
-MOST_BLAMED = 16
+MOST_BLAMED = 8
 """So many pairs of a cause and a node at fault have a series of their own; what more there are share one a cause."""
 OTHERS = "..."
 """The culprit where there are more; no node can be called that."""
 LEASE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 """A renewal gives up after 0.9 s by default; a lease is 3 s."""
+MOST_SLOW = 16
+"""Of more ranks that the others wait for only the slowest have a series."""
 REASON = 200
 """Characters of a round's reason that a label carries."""
 
@@ -33,7 +35,8 @@ REASON = 200
 class Spec:
     """One metric. A job's also carry `job_id` and `node`, a node's `node`; Prometheus itself owns the label `job`.
 
-    `many`: how many sets of values its labels can have, the ranks of a node aside.
+    `many`: how many sets of values its labels can have; 0: one for each rank, or
+    health check, that the node has.
     """
 
     name: str
@@ -46,7 +49,12 @@ class Spec:
     def series(self, ranks: int) -> int:
         """How many series it can be on a node with so many ranks of the job."""
         each = len(self.buckets) + 3 if self.buckets else 1  # +Inf, _sum and _count
-        return each * self.many * (ranks if "rank" in self.labels else 1)
+        return each * (self.many or ranks)
+
+
+def escaped(text: str) -> str:
+    """As a label's value in the text format."""
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 AGENT_UP = Spec("elasticd_agent_up", "gauge", "1 while the agent runs; the last scrape before it ends still shows 1.")
@@ -112,6 +120,7 @@ WORKER_STEP = Spec(
     "gauge",
     "Last optimizer step finished by the rank; only ranks of the current round.",
     ("rank",),
+    many=0,
 )
 STEPS_PER_SECOND = Spec("elasticd_steps_per_second", "gauge", "Optimizer steps a second, lately.")
 LAST_PROGRESS = Spec(
@@ -131,6 +140,9 @@ RECOVERY = Spec(
 )
 CHECKPOINTS_SAVED = Spec("elasticd_checkpoints_saved_total", "counter", "Checkpoints written whole.")
 CHECKPOINT_FAILURES = Spec("elasticd_checkpoint_failures_total", "counter", "Checkpoints that could not be written.")
+CHECKPOINT_FAILED_AT = Spec(
+    "elasticd_checkpoint_last_failure_timestamp_seconds", "gauge", "Unix time a checkpoint could last not be written."
+)
 CHECKPOINTS_SKIPPED = Spec(
     "elasticd_checkpoints_skipped_total", "counter", "Checkpoints passed over because they could not be trusted."
 )
@@ -165,6 +177,14 @@ HANGS_SEEN = Spec(
     ("cause", "culprit"),
     many=2 * len(HANGS) + MOST_BLAMED,
 )
+LAST_HANG = Spec(
+    "elasticd_last_hang_timestamp_seconds",
+    "gauge",
+    "Unix time the last such hang was found: `increase()` does not see the count that a series of the counter begins "
+    "with.",
+    ("cause", "culprit"),
+    many=len(HANGS) + MOST_BLAMED + len(HANGS),
+)
 HANG_DETECTION = Spec(
     "elasticd_hang_detection_seconds",
     "histogram",
@@ -179,7 +199,7 @@ RECOVERY_PART = Spec(
     "first step (first_step). A part that ran beside another one counts from that one's end.",
     ("part",),
     many=len(PARTS),
-    buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0),
+    buckets=(0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0),
 )
 SLOWNESS = Spec(
     "elasticd_rank_slowness_ratio",
@@ -187,6 +207,7 @@ SLOWNESS = Spec(
     "How many times as long as its peers' the own work of a rank takes that the others wait for, told by the node "
     "whose agent plans; absent for all others.",
     ("rank",),
+    many=MOST_SLOW,
 )
 STUCK = Spec("elasticd_stuck_processes", "gauge", "Processes of this node that were sent SIGKILL and do not die.")
 STORE_UP = Spec("elasticd_store_up", "gauge", "1 while the store agents meet in answers this one, else 0.")
@@ -207,10 +228,16 @@ LINES_LOST = Spec("elasticd_event_log_lines_lost_total", "counter", "Event-log l
 METRICS: tuple[Spec, ...] = (
     AGENT_UP, AGENT_INFO, AGENT_START, JOB_PHASE, TIME, ROUND, ROUND_INFO, ROUND_START, WORLD_SIZE, WORLD_SIZE_TARGET,
     WORKERS_RUNNING, RESTARTS, FAULTS_SEEN, BUDGET, EXITS, STEP, WORKER_STEP, STEPS_PER_SECOND, LAST_PROGRESS,
-    FIRST_STEP, RECOVERY, RECOVERY_PART, CHECKPOINTS_SAVED, CHECKPOINT_FAILURES, CHECKPOINTS_SKIPPED, CHECKPOINT_STEP,
-    CHECKPOINT_TIME, CHECKPOINT_BYTES, CHECKPOINT_SECONDS, CHECKPOINT_INTERVAL, LAUNCHER_STARTS, SUSPICIONS,
-    HANGS_SEEN, HANG_DETECTION, SLOWNESS, STUCK, STORE_UP, STORE_OUTAGES, LEASE, LEASE_RENEWAL, LINES_LOST,
+    FIRST_STEP, RECOVERY, RECOVERY_PART, CHECKPOINTS_SAVED, CHECKPOINT_FAILURES, CHECKPOINT_FAILED_AT,
+    CHECKPOINTS_SKIPPED, CHECKPOINT_STEP, CHECKPOINT_TIME, CHECKPOINT_BYTES, CHECKPOINT_SECONDS, CHECKPOINT_INTERVAL,
+    LAUNCHER_STARTS, SUSPICIONS, HANGS_SEEN, LAST_HANG, HANG_DETECTION, SLOWNESS, STUCK, STORE_UP, STORE_OUTAGES, LEASE,
+    LEASE_RENEWAL, LINES_LOST,
 )  # fmt: skip
+
+
+def most_series(ranks: int) -> int:
+    """What one job can have on a node with so many of its ranks, whatever happens to it."""
+    return sum(spec.series(ranks) for spec in METRICS)
 
 
 def document() -> str:
@@ -219,17 +246,57 @@ def document() -> str:
     for spec in METRICS:
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
-    return _INTRODUCTION + "\n\n" + "\n".join(rows) + "\n"
+    return "\n\n".join([_INTRODUCTION, "\n".join(rows), _READING, _cardinality()]) + "\n"
 
 
-_INTRODUCTION = """# Metrics
+def _cardinality() -> str:
+    rows = ["| name | series of a job on one node, at most |", "|---|---|"]
+    for spec in METRICS:
+        if spec.labels or spec.buckets:
+            times = "" if spec.many == 1 else f"{spec.many} × " if spec.many else "ranks × "
+            each = len(spec.buckets) + 3
+            how = f"{times}{each} ({each - 2} buckets, sum, count)" if spec.buckets else str(spec.many or "ranks")
+            rows.append(f"| `{spec.name}` | {how} |")
+    rows.append(f"| the {sum(not spec.labels and not spec.buckets for spec in METRICS)} others | 1 each |")
+    told = _CARDINALITY.format(blamed=MOST_BLAMED, slow=MOST_SLOW, reason=REASON, most=most_series(8), others=OTHERS)
+    return told + "\n\n" + "\n".join(rows)
+
+
+_INTRODUCTION = """# Metrics of a job
 
 <!-- Written by `make docs`: change agents/elasticd_agent/metric_names.py. -->
 
-`elasticd run --metrics-port PORT ...` serves these at `/metrics` in Prometheus' text format. Units are base units
-(seconds, bytes); a timestamp is unix seconds, so alert on `time() - elasticd_last_progress_timestamp_seconds`. A gauge
-nobody has reported yet is absent, a counter starts at 0. `rank` appears only for ranks of the current round on this
-node; a rank that left loses its series. The names and labels follow semantic versioning, as the event log does."""
+`elasticd run --metrics-port PORT ...` serves these at `/metrics` in Prometheus' text format, and `elasticd agent`
+those of every job that has ranks on its node, together with the [node's own](node-metrics.md). Every series carries
+`job_id` and `node`, the node whose agent tells it. Units are base units (seconds, bytes); a timestamp is unix seconds,
+so alert on `time() - elasticd_last_progress_timestamp_seconds`. A gauge nobody has reported yet is absent, a counter
+starts at 0. The names and labels follow semantic versioning, as the event log does.
+
+A job's metrics live in its runner, or in `elasticd run`: they go on when the agent is killed, upgraded or starts anew,
+and begin anew with the runner."""
+
+_READING = """## How to read them
+
+**Goodput** is `rate(elasticd_time_seconds_total{state="useful"}[5m])` divided by the sum of all three states' rates;
+any window will do. The three always add up to the time since the job's agent or runner started on the node. Time after
+the last step counts as useful until a fault shows that it was not. A counter cannot take that back, so as much of what
+comes next is counted as lost too much: after a hang that took 10 s to be found, 10 s. Over a longer window each is
+exact. A script without `elasticd.init()` counts the steps of its own process: only it knows where it went on, so every
+step of its counts as useful. Where a fault leaves too few nodes, other nodes than the one that plans count the first
+minute of the wait as lost, the rest as idle.
+
+**Faults**: `elasticd_faults_total`, `elasticd_hangs_total`, `elasticd_round_info` and `elasticd_rank_slowness_ratio`
+are told by the one node whose agent plans; add over nodes. A fault counts when it is known, perhaps long before a
+round can follow. Nodes that are lost together are a fault each. A series with a `culprit` begins with its first count,
+which `increase()` does not see; `elasticd_last_hang_timestamp_seconds` has no such gap."""
+
+_CARDINALITY = """## How many series
+
+No label is a step, a pid, a time or a text from outside, but for the reason in `elasticd_round_info` (at most {reason}
+characters, and one series at a time). `rank` appears only for ranks of the current round on this node, and of all the
+job's ranks for the {slow} slowest ones that the others wait for; a rank that left loses its series. `culprit` is at
+most {blamed} pairs of a cause and a node for each metric; for what more there are it is `{others}`. So one job with 8
+ranks on a node has at most {most} series there, whatever happens to it and however many nodes it has."""
 
 
 if __name__ == "__main__":

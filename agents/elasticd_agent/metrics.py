@@ -200,13 +200,17 @@ class Metrics:
     def round_told(self, number: int, cause: str, reason: str, wall: float) -> None:
         """The current round, and why there is one. Only where this agent plans it has a series, one at a time."""
         self._of(names.ROUND_START).set(wall)
+        reason = " ".join(reason.split())
         short = reason if len(reason) <= names.REASON else reason[: names.REASON - 1] + "…"
         self._shown(None)
         self._round = str(number), cause, short
         self._shown(self._round if self._plans else None)
 
     def plans(self, on: bool) -> None:
+        """This agent plans, or does not any more: what only the planner tells is another node's to tell then."""
         self._plans = on
+        if not on:
+            self.slowness({})
         self._shown(self._round if on else None)
 
     def _shown(self, round: tuple[str, str, str] | None) -> None:
@@ -223,8 +227,8 @@ class Metrics:
         """`culprit` is the node at fault, "" if none is."""
         self._blame(names.FAULTS_SEEN, cause if cause in names.FAULTS else "other", culprit)
 
-    def _blame(self, spec: Spec, cause: str, culprit: str) -> None:
-        """Count it; a job on many nodes must not have a series for each."""
+    def _blame(self, spec: Spec, cause: str, culprit: str) -> str:
+        """Count it, and say as whose; a job on many nodes must not have a series for each."""
         blamed = self._blamed.setdefault(spec.name, set())
         if culprit and (cause, culprit) not in blamed:
             if len(blamed) >= names.MOST_BLAMED:
@@ -232,6 +236,7 @@ class Metrics:
             else:
                 blamed.add((cause, culprit))
         self._of(spec, cause, culprit).inc()
+        return culprit
 
     def spends(self, spent: Callable[[], Times]) -> None:
         """Ask `spent`, from any thread, what became of the time until now."""
@@ -279,6 +284,7 @@ class Metrics:
 
     def checkpoint_failed(self) -> None:
         self._of(names.CHECKPOINT_FAILURES).inc()
+        self._of(names.CHECKPOINT_FAILED_AT).set(time.time())
 
     def checkpoint_skipped(self) -> None:
         self._of(names.CHECKPOINTS_SKIPPED).inc()
@@ -291,7 +297,8 @@ class Metrics:
 
     def hung(self, cause: str, seconds: float, culprit: str = "") -> None:
         """`cause` is one of hang.CAUSES; anything else is a mistake of the caller: KeyError."""
-        self._blame(names.HANGS_SEEN, {known: known for known in HANGS}[cause], culprit)
+        culprit = self._blame(names.HANGS_SEEN, {known: known for known in HANGS}[cause], culprit)
+        self._of(names.LAST_HANG, cause, culprit).set(time.time())
         self._of(names.HANG_DETECTION).observe(seconds)
 
     def recovered(self, parts: Mapping[str, float]) -> None:
@@ -300,7 +307,8 @@ class Metrics:
             self._of(names.RECOVERY_PART, {known: known for known in names.PARTS}[part]).observe(seconds)
 
     def slowness(self, ratios: Mapping[int, float]) -> None:
-        """Of the slow ranks; the others lose their series."""
+        """Of the slow ranks, the slowest; the others lose their series."""
+        ratios = dict(sorted(ratios.items(), key=lambda of: -of[1])[: names.MOST_SLOW])
         for rank, ratio in ratios.items():
             self._of(names.SLOWNESS, str(rank)).set(ratio)
         for rank in self._slow - ratios.keys():

@@ -11,10 +11,27 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.metric_names import CAUSES, EXIT_KINDS, METRICS, Spec, document
+from elasticd_agent.goodput import Times
+from elasticd_agent.metric_names import (
+    CAUSES,
+    EXIT_KINDS,
+    FAULTS,
+    METRICS,
+    MOST_BLAMED,
+    OTHERS,
+    PARTS,
+    PHASES,
+    REASON,
+    SPENT,
+    Spec,
+    document,
+    most_series,
+)
 from elasticd_agent.metrics import Metrics, NullMetrics
+from elasticd_agent.observation import CAUSES as HANGS
 
 ROOT = Path(__file__).resolve().parents[2]
+NAMES = {spec.name for spec in METRICS}
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -152,13 +169,18 @@ def test_names_are_unique_and_nothing_else_is_served() -> None:
     assert re.findall(r"^# TYPE (\S+)", lived().render().decode(), re.M) == names
 
 
-def test_promtool_has_nothing_to_say() -> None:
+def promtool(page: bytes) -> tuple[int, bytes]:
     """tests/install-servers puts Debian's promtool into .venv; where it cannot, the rules above are the check."""
-    promtool = shutil.which("promtool") or shutil.which("promtool", path=ROOT / ".venv" / "prometheus" / "usr" / "bin")
-    if promtool is None:
+    found = shutil.which("promtool") or shutil.which("promtool", path=ROOT / ".venv" / "prometheus" / "usr" / "bin")
+    if found is None:
         pytest.skip("no promtool, and tests/install-servers could not fetch it")
-    ran = subprocess.run([promtool, "check", "metrics"], input=lived().render(), capture_output=True, timeout=30)
-    assert (ran.returncode, ran.stdout + ran.stderr) == (0, b"")
+    ran = subprocess.run([found, "check", "metrics"], input=page, capture_output=True, timeout=30)
+    return ran.returncode, ran.stdout + ran.stderr
+
+
+def test_promtool_has_nothing_to_say() -> None:
+    for metrics in (Metrics("j"), lived(), worst("j", 8)):
+        assert promtool(metrics.render()) == (0, b"")
 
 
 def test_the_page_is_the_one_the_code_generates() -> None:
@@ -209,3 +231,134 @@ def test_the_store_s_outages_are_counted() -> None:
         metrics.store(up)
     found = samples(metrics)
     assert (found["elasticd_store_up"], found["elasticd_store_outages_total"]) == (1, 2)
+
+
+def test_of_what_only_the_planner_tells_nothing_is_left_when_another_one_plans() -> None:
+    metrics = Metrics("j", "node-a")
+    metrics.round_told(1, "start", "first round", 1700000000.0)
+    found = samples(metrics)
+    assert found["elasticd_round_start_timestamp_seconds"] == 1700000000.0
+    assert not any("round_info" in name for name in found), "it does not plan"
+    metrics.plans(True)
+    metrics.slowness({3: 1.8})
+    metrics.round_told(2, "crash", "rank 1 was killed; " + "x" * 300, 1700000001.0)
+    (info,) = (name for name in samples(metrics) if "round_info" in name)
+    assert 'cause="crash"' in info and 'round="2"' in info
+    reason = re.search(r'reason="([^"]*)"', info)
+    assert reason and len(reason[1]) == REASON and reason[1].endswith("x…")
+    metrics.plans(False)
+    assert not any("round_info" in name or "slowness" in name for name in samples(metrics))
+
+
+def test_one_phase_at_a_time() -> None:
+    metrics = Metrics("j")
+    for phase in PHASES:
+        metrics.phase(phase)
+        found = {name: value for name, value in samples(metrics).items() if "job_phase" in name}
+        assert len(found) == len(PHASES) and [name for name, value in found.items() if value] == [
+            f'elasticd_job_phase{{phase="{phase}"}}'
+        ]
+
+
+def test_a_fault_is_counted_by_cause_and_culprit_and_a_large_job_has_no_series_for_each_node() -> None:
+    metrics = Metrics("j")
+    metrics.fault("crash", "b")
+    metrics.fault("crash", "")
+    metrics.fault("a newer kind", "")
+    found = samples(metrics)
+    assert found['elasticd_faults_total{cause="crash",culprit="b"}'] == 1
+    assert found['elasticd_faults_total{cause="crash",culprit=""}'] == 1
+    assert found['elasticd_faults_total{cause="other",culprit=""}'] == 1
+    assert found['elasticd_faults_total{cause="hung",culprit=""}'] == 0, "or no rate could be taken"
+    for number in range(100):
+        metrics.fault("node_lost", f"node-{number}")
+        metrics.hung("stopped", 2.5, f"node-{number}")
+    found = samples(metrics)
+    assert found[f'elasticd_faults_total{{cause="node_lost",culprit="{OTHERS}"}}'] == 100 - (MOST_BLAMED - 1)
+    assert found['elasticd_faults_total{cause="node_lost",culprit="node-0"}'] == 1
+    metrics.fault("node_lost", "node-0")
+    assert samples(metrics)['elasticd_faults_total{cause="node_lost",culprit="node-0"}'] == 2
+    assert sum(value for name, value in found.items() if name.startswith("elasticd_hangs_total")) == 100
+    at = found['elasticd_last_hang_timestamp_seconds{cause="stopped",culprit="node-0"}']
+    assert time.time() - 60 < at <= time.time()
+
+
+def test_time_is_counted_as_far_as_counters_may_go() -> None:
+    metrics = Metrics("j")
+    spent = [Times(useful=10, idle=5)]
+    metrics.spends(lambda: spent[0])
+
+    def told() -> tuple[float, ...]:
+        found = samples(metrics)
+        return tuple(found[f'elasticd_time_seconds_total{{state="{state}"}}'] for state in SPENT)
+
+    assert told() == (10, 0, 5)
+    spent[0] = Times(useful=8, lost=4, idle=5)
+    assert told() == (10, 2, 5)
+    spent[0] = Times(useful=20, lost=4, idle=5)
+    assert told() == (20, 4, 5)
+
+
+def test_a_lease_has_series_once_there_is_one() -> None:
+    metrics = Metrics("j")
+    assert not any("lease" in name for name in samples(metrics)), "a job on one node has none"
+    metrics.lease(4.0, None)
+    metrics.lease(4.0, 0.003)
+    found = samples(metrics)
+    assert found["elasticd_lease_seconds"] == 4
+    assert found["elasticd_lease_renewal_seconds_count"] == 1
+    assert found['elasticd_lease_renewal_seconds_bucket{le="0.005"}'] == 1
+    assert found['elasticd_lease_renewal_seconds_bucket{le="0.0025"}'] == 0
+
+
+def test_a_checkpoint_s_interval_and_failure() -> None:
+    metrics = Metrics("j")
+    found = samples(metrics)
+    assert "elasticd_checkpoint_interval_seconds" not in found
+    assert "elasticd_checkpoint_last_failure_timestamp_seconds" not in found
+    metrics.checkpoint_interval(300.0)
+    metrics.checkpoint_failed()
+    found = samples(metrics)
+    assert found["elasticd_checkpoint_interval_seconds"] == 300
+    assert time.time() - 60 < found["elasticd_checkpoint_last_failure_timestamp_seconds"] <= time.time()
+
+
+def worst(job: str, ranks: int) -> Metrics:
+    """Everything has happened to this job, in every way and to every node of many, and it plans."""
+    metrics = Metrics(job, "node-a", "0.1.0")
+    metrics.plans(True)
+    for number in range(1, 200):
+        metrics.round_published(number, 8 * ranks, 8 * ranks, range(number, number + ranks), restart_cause="crash")
+        metrics.round_told(number, "crash", f"reason {number}", 1.0)
+        metrics.progress(dict.fromkeys(range(number, number + ranks), 5), 5.0, 1.0)
+        metrics.slowness({rank: 1.5 + rank for rank in range(number)})
+        for cause in FAULTS:
+            metrics.fault(cause, f"node-{number}")
+        for cause in HANGS:
+            metrics.hung(cause, 1.0, f"node-{number}")
+            metrics.hung(cause, 1.0)
+    for phase in PHASES:
+        metrics.phase(phase)
+    metrics.restart_budget(3)
+    metrics.group_started(ranks, warm=True)
+    metrics.first_step(1.0, 1.0)
+    metrics.recovered(dict.fromkeys(PARTS, 1.0))
+    metrics.checkpoint_saved(1, 1.0, 1, 1.0)
+    metrics.checkpoint_failed()
+    metrics.checkpoint_interval(60.0)
+    metrics.stuck(1)
+    metrics.store(up=True)
+    metrics.lease(3.0, 0.01)
+    return metrics
+
+
+def test_a_job_has_no_more_series_than_the_table_says_whatever_happens_to_it() -> None:
+    page = worst("j", 8).render().decode()
+    by_name: dict[str, int] = {}
+    for line in page.splitlines():
+        if not line.startswith("#"):
+            family = re.sub(r"_(bucket|sum|count)$", "", line.partition("{")[0])
+            family = family if family in NAMES else line.partition("{")[0]
+            by_name[family] = by_name.get(family, 0) + 1
+    assert by_name == {spec.name: spec.series(8) for spec in METRICS}, "the worst there is, and the table says so"
+    assert sum(by_name.values()) == most_series(8)

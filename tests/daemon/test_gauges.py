@@ -1,4 +1,4 @@
-"""The page of a node's metrics: every family once, whoever has samples of it, and docs that say what is there."""
+"""The metrics of a node: what it says of itself, and docs that say what is there."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticd_agent.control import Unanswered
 from elasticd_agent.daemon import gauges
-from elasticd_agent.daemon.gauges import Facts, NodeMetrics, merged, scraped
-from elasticd_agent.metrics import Metrics
+from elasticd_agent.daemon.gauges import Facts, NodeMetrics
 
 FACTS = Facts(
     slots=8,
@@ -34,12 +32,6 @@ def samples(page: bytes) -> dict[tuple[str, ...], float]:
     }
 
 
-def job_page(job: str, step: int) -> bytes:
-    metrics = Metrics(job, "n1", "1.0")
-    metrics.progress({0: step}, 5.0, 1000.0)
-    return metrics.render()
-
-
 def test_what_the_node_says_of_itself() -> None:
     node = NodeMetrics('n"1\\', "1.0")
     node.runner_started()
@@ -59,30 +51,17 @@ def test_what_the_node_says_of_itself() -> None:
         node.runner_ended("elsewhere")
 
 
-def test_pages_of_several_jobs_are_one_page() -> None:
-    page = merged([NodeMetrics("n1", "1.0").render(FACTS), job_page("a", 7), job_page("b", 9)])
-    heads = [line for line in page.splitlines() if line.startswith(b"# TYPE")]
-    assert len(heads) == len(set(heads))
-    found = samples(page)
-    assert found["elasticd_step", "job_id=a"] == 7
-    assert found["elasticd_step", "job_id=b"] == 9
-    alone = {key: value for one in (job_page("a", 7), job_page("b", 9)) for key, value in samples(one).items()}
-    assert alone.keys() <= found.keys()
-
-
-def test_a_runner_that_does_not_answer_is_left_out() -> None:
-    def ask(job: str, number: int, within_s: float) -> bytes:
-        assert 0 < within_s <= gauges.ASK_S
-        if job == "b":
-            raise Unanswered("it is stopped")
-        return job_page(job, number)
-
-    assert [len(samples(page)) > 5 for page in scraped([("a", 1), ("b", 1), ("c", 2)], ask)] == [True, True]
-
-
-def test_a_runner_speaks_of_its_own_job_only() -> None:
-    (page,) = scraped([("a", 1)], lambda job, number, within_s: job_page("a", 7) + job_page("b", 9))
-    assert {label for key in samples(page) for label in key if label.startswith("job_id=")} == {"job_id=a"}
+def test_the_lease_of_the_node_s_card() -> None:
+    node = NodeMetrics("n1", "1.0")
+    assert ("elasticd_node_lease_seconds",) not in samples(node.render(FACTS)), "it has none yet"
+    for renewal_s in (None, 0.001, 0.003, 7.0):
+        node.lease(3.0, renewal_s)
+    found = samples(node.render(FACTS))
+    assert found["elasticd_node_lease_seconds",] == 3
+    buckets = {key[1]: value for key, value in found.items() if key[0] == "elasticd_node_lease_renewal_seconds_bucket"}
+    assert (buckets["le=0.001"], buckets["le=0.0025"], buckets["le=0.005"], buckets["le=+Inf"]) == (1, 1, 2, 3)
+    assert found["elasticd_node_lease_renewal_seconds_count",] == 3
+    assert found["elasticd_node_lease_renewal_seconds_sum",] == 7.004
 
 
 def test_the_docs_are_in_step() -> None:

@@ -32,7 +32,7 @@ from elasticd_agent.daemon.config.settings import Settings, load
 from elasticd_agent.daemon.config.store_access import meets, times
 from elasticd_agent.daemon.config.variables import FLAGS
 from elasticd_agent.daemon.deciding import Asked, Deciding, Hint, Message, Parts
-from elasticd_agent.daemon.gauges import NodeMetrics, merged, scraped
+from elasticd_agent.daemon.gauges import NodeMetrics
 from elasticd_agent.daemon.health.opening import open_health, renewed
 from elasticd_agent.daemon.health.telling import tell
 from elasticd_agent.daemon.health.watching import Health, HealthChanged
@@ -41,6 +41,7 @@ from elasticd_agent.daemon.page.front import front
 from elasticd_agent.daemon.placement.placer import Placer
 from elasticd_agent.daemon.running.orders import Orders
 from elasticd_agent.daemon.running.runners import Runners
+from elasticd_agent.daemon.scraping import merged, scraped
 from elasticd_agent.daemon.serving.desk import Desk
 from elasticd_agent.daemon.serving.opening import open_serving
 from elasticd_agent.daemon.sweeping import Sweeper
@@ -169,8 +170,9 @@ def _run(
 
 def _pages(deciding: Deciding, desk: Desk, metrics: NodeMetrics, health: Health) -> Pages:
     def page() -> bytes:
-        own = metrics.render(deciding.facts())
-        return merged([own, health.metrics(deciding.card.node), *scraped(deciding.jobs(), desk.here.metrics)])
+        node = deciding.card.node
+        jobs = scraped(node, deciding.jobs(), desk.here.metrics)
+        return merged([metrics.render(deciding.facts()), health.metrics(node), *jobs])
 
     def healthy() -> Verdict:
         late = deciding.overdue_s()

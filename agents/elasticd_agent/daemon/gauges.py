@@ -1,7 +1,6 @@
-"""The daemon's metrics: the node's own, and those of its jobs, on one page. docs/node-metrics.md's source.
+"""The metrics of a node that are no job's: names, help and labels in one table, and their page. docs/node-metrics.md's.
 
-A job's metrics are its runner's, fetched over its control socket when somebody scrapes; one that does not answer in
-time is left out of that scrape. Series of jobs carry `job_id`, those of the node `node`. It decides nothing.
+Those of its jobs are their runners' (`scraping`). It measures nothing and decides nothing.
 """
 
 from __future__ import annotations
@@ -9,35 +8,50 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import get_args
 
-from elasticd_agent.control import Unanswered
+from elasticd_agent import metric_names
 from elasticd_agent.daemon.health import measured
 from elasticd_agent.daemon.records import NodeState, RunnerState
-from elasticd_agent.metric_names import LEASE_BUCKETS, Spec
+from elasticd_agent.metric_names import LEASE_BUCKETS, Spec, escaped
 
 STATES: tuple[str, ...] = get_args(NodeState)
 RUNNERS: tuple[str, ...] = get_args(RunnerState)
+CHECKS = 16
+"""More than most nodes have: seven of ours, and the rest directories and plugins."""
 OUTCOMES = ("succeeded", "failed", "refused", "left", "lost")
-SCRAPE_S = 5.0
-"""For all runners together; Prometheus gives up after 10 s."""
-ASK_S = 1.5
 
 INFO = Spec("elasticd_node_info", "gauge", "Always 1; the label says which version the node's agent is.", ("version",))
 START = Spec("elasticd_node_agent_start_timestamp_seconds", "gauge", "Unix time the agent started.")
 SLOTS = Spec("elasticd_node_slots", "gauge", "Workers this node takes at once.")
 SLOTS_USED = Spec("elasticd_node_slots_used", "gauge", "Slots that a job's runner has, also one that is leaving.")
-STATE = Spec("elasticd_node_state", "gauge", f"1 for the state the node is in: {', '.join(STATES)}.", ("state",))
+STATE = Spec(
+    "elasticd_node_state",
+    "gauge",
+    f"1 for the state the node is in: {', '.join(STATES)}.",
+    ("state",),
+    many=len(STATES),
+)
 JOINED = Spec("elasticd_node_joined", "gauge", "1 while the node's card is in the store, as far as the agent knows.")
 PLACER = Spec("elasticd_node_places", "gauge", "1 on the one node whose agent places jobs at the time.")
-HERE = Spec("elasticd_node_runners", "gauge", f"Runners on this node, by state: {', '.join(RUNNERS)}.", ("state",))
+HERE = Spec(
+    "elasticd_node_runners",
+    "gauge",
+    f"Runners on this node, by state: {', '.join(RUNNERS)}.",
+    ("state",),
+    many=len(RUNNERS),
+)
 WAITING = Spec("elasticd_node_jobs_waiting", "gauge", "Jobs in the queue that have no place, as this node sees it.")
 STARTS = Spec("elasticd_node_runner_starts_total", "counter", "Runners started by this agent.")
 ENDS = Spec(
-    "elasticd_node_runner_ends_total", "counter", f"Runners that ended, by how: {', '.join(OUTCOMES)}.", ("outcome",)
+    "elasticd_node_runner_ends_total",
+    "counter",
+    f"Runners that ended, by how: {', '.join(OUTCOMES)}.",
+    ("outcome",),
+    many=len(OUTCOMES),
 )
 STORE_UP = Spec("elasticd_node_store_up", "gauge", "1 while the store answers this agent.")
 OUTAGES = Spec("elasticd_node_store_outages_total", "counter", "Times the store went away from this agent.")
@@ -140,7 +154,7 @@ class NodeMetrics:
         return (page + self._histogram(LEASE_RENEWAL, renewals, renewals_s)).encode()
 
     def _histogram(self, spec: Spec, counts: Sequence[int], total: float) -> str:
-        node = f'node="{_escaped(self.node)}"'
+        node = f'node="{escaped(self.node)}"'
         bounds = [*(repr(bound) for bound in spec.buckets), "+Inf"]
         lines = [f"# HELP {spec.name} {spec.help}", f"# TYPE {spec.name} {spec.kind}"]
         lines += [f'{spec.name}_bucket{{{node},le="{le}"}} {n}' for le, n in zip(bounds, counts, strict=True)]
@@ -152,53 +166,14 @@ class NodeMetrics:
         for of, values, value in samples:
             if of is spec:
                 labels = [("node", self.node), *zip(spec.labels, values, strict=True)]
-                named = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels)
+                named = ",".join(f'{name}="{escaped(text)}"' for name, text in labels)
                 lines.append(f"{spec.name}{{{named}}} {float(value)!r}")
         return "\n".join(lines) + "\n"
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def merged(pages: Iterable[bytes]) -> bytes:
-    """Several pages as one: each family once, as the format demands, with everybody's samples."""
-    heads: dict[bytes, list[bytes]] = {}
-    samples: dict[bytes, list[bytes]] = {}
-    for page in pages:
-        family = b""
-        first: set[bytes] = set()
-        for line in page.splitlines():
-            if line.startswith((b"# HELP ", b"# TYPE ")):
-                family = line.split(b" ", 3)[2]
-                if family not in heads or family in first:
-                    first.add(family)
-                    heads.setdefault(family, []).append(line)
-            elif line and not line.startswith(b"#"):
-                samples.setdefault(family, []).append(line)
-    named = [name for name in heads if name in samples]
-    return b"".join(b"\n".join([*heads[name], *samples[name]]) + b"\n" for name in named)
-
-
-def scraped(jobs: Iterable[tuple[str, int]], ask: Callable[[str, int, float], bytes]) -> list[bytes]:
-    """The pages of these jobs' runners, of those that answer in time."""
-    until = time.monotonic() + SCRAPE_S
-    pages = []
-    for job, number in jobs:
-        left = until - time.monotonic()
-        if left <= 0:
-            break
-        try:
-            pages.append(_own(job, ask(job, number, min(ASK_S, left))))
-        except Unanswered:
-            continue
-    return pages
-
-
-def _own(job: str, page: bytes) -> bytes:
-    """Without what is said of anybody else: a runner is its job's user's."""
-    mine = f'job_id="{_escaped(job)}"'.encode()
-    return b"\n".join(line for line in page.splitlines() if line.startswith(b"# ") or mine in line) + b"\n"
+def most_series(checks: int) -> int:
+    """What a node with so many health checks has of its own."""
+    return sum(spec.series(0) for spec in METRICS) + sum(spec.series(checks) for spec in measured.METRICS)
 
 
 def document() -> str:
@@ -207,17 +182,26 @@ def document() -> str:
     for spec in (*METRICS, *measured.METRICS):
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
-    return _INTRODUCTION + "\n\n" + "\n".join(rows) + "\n"
+    job, own, each = metric_names.most_series(8), most_series(0), most_series(1) - most_series(0)
+    three = 3 * job + own + each * CHECKS
+    told = _CARDINALITY.format(job=job, own=own, each=each, checks=CHECKS, three=three)
+    return "\n\n".join([_INTRODUCTION, "\n".join(rows), told]) + "\n"
 
 
 _INTRODUCTION = """# Metrics of a node
 
-<!-- Written by `python -m elasticd_agent.daemon.gauges`: change agents/elasticd_agent/daemon/gauges.py. -->
+<!-- Written by `make docs`: change agents/elasticd_agent/daemon/gauges.py. -->
 
 `elasticd agent` serves these at `/metrics` of its HTTP port, without a token, together with the
-[metrics](metrics.md) of every job that runs on the node, told apart by `job_id`. A runner that does not answer within
-1.5 s is left out of that scrape; after 5 s a scrape is over. Counters begin with the agent: one that was killed or
-upgraded counts from 0 again."""
+[metrics](metrics.md) of every job that runs on the node, told apart by `job_id`. The runners are asked all at once; one
+that does not answer within 1.5 s is left out of that scrape; after 5 s a scrape is over. Counters begin with the agent:
+one that was killed or upgraded counts from 0 again, while those of its jobs go on."""
+
+_CARDINALITY = """## How many series
+
+At most {own}, and {each} for each health check that is not skipped (`gpus`, `memory`, one for each directory and plugin
+...). With a job's own, at most {job} where it has 8 ranks on the node, three such jobs and {checks} checks come to
+{three}: fewer than 1,000. Of what a runner answers no more than 500 series are passed on, and only those of its job."""
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from elasticd_agent.daemon.health.readings import Reading
-from elasticd_agent.metric_names import Spec
+from elasticd_agent.metric_names import Spec, escaped
 
 HEALTHY = Spec("elasticd_node_healthy", "gauge", "1 while nothing is held against this node: it is given work.")
 QUARANTINED = Spec(
@@ -20,8 +20,8 @@ LEFT = Spec("elasticd_node_quarantine_left_seconds", "gauge", "How long that coo
 TROUBLE = Spec(
     "elasticd_node_troubles", "gauge", "How often in a row the node was in trouble; a long good time forgives."
 )
-BAD = Spec("elasticd_health_check_bad", "gauge", "1 if the last look at this found it bad.", ("check",))
-SECONDS = Spec("elasticd_health_check_seconds", "gauge", "How long the last look at this took.", ("check",))
+BAD = Spec("elasticd_health_check_bad", "gauge", "1 if the last look at this found it bad.", ("check",), many=0)
+SECONDS = Spec("elasticd_health_check_seconds", "gauge", "How long the last look at this took.", ("check",), many=0)
 
 METRICS = (HEALTHY, QUARANTINED, LEFT, TROUBLE, BAD, SECONDS)
 
@@ -43,10 +43,6 @@ def page(node: str, state: str, left_s: float, troubles: int, readings: Sequence
 def _family(spec: Spec, node: str, values: Iterable[tuple[str, float]]) -> list[str]:
     lines = [f"# HELP {spec.name} {spec.help}\n", f"# TYPE {spec.name} {spec.kind}\n"]
     for check, value in values:
-        labels = f'node="{_escaped(node)}"' + (f',check="{_escaped(check)}"' if spec.labels else "")
+        labels = f'node="{escaped(node)}"' + (f',check="{escaped(check)}"' if spec.labels else "")
         lines.append(f"{spec.name}{{{labels}}} {float(value)!r}\n")
     return lines
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,68 @@
+"""What broke a round, in one word, and whose fault it was: once, as soon as it is settled, and only if it was one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticd.wire import Failure, Member, NodeRecord, Round
+from elasticd_agent.config import Policy
+from elasticd_agent.faults import Fault, faults
+from elasticd_agent.messages import StopRequested
+from elasticd_agent.plan import VICTIMS_S
+from elasticd_agent.view import Asked, Present, View
+
+POLICY = Policy()
+NOW = 1000.0
+
+
+def failed(node: str, kind: str = "crash", *culprits: tuple[int, int]) -> Failure:
+    return Failure(3, node, kind, culprits, "why")
+
+
+def running(*failures: Failure, nodes: str = "abc", **more: object) -> View:
+    """Round 3 of a, b and c, begun long ago; `nodes` have a record."""
+    members = tuple(Member(node, "i", (0,)) for node in "abc")
+    records = tuple(
+        Present(NodeRecord(node, "i", f"{node}:1", (0,), seen=3, ready=3, stepped=3), 0.0) for node in nodes
+    )
+    view = View(Round(3, members), records, Asked(1, 1, 2, 3), failures=failures, failed_at=NOW - 1.0)
+    return replace(view, store_up_since=0.0, **more)  # type: ignore[arg-type]
+
+
+CRASH = failed("b", "crash", (1, 0))
+VICTIM = failed("a")
+
+
+@pytest.mark.parametrize(
+    ("view", "found"),
+    [
+        (View(None, (), Asked(1, 1)), []),
+        (running(), []),
+        (running(CRASH), [Fault("crash", "b")]),
+        (running(VICTIM, CRASH), [Fault("crash", "b")]),
+        (running(failed("b", "hung", (1, 0)), failed("c", "hung", (2, 0))), [Fault("hung", "b")]),
+        (running(failed("a", "hung")), [Fault("hung", "")]),
+        (running(failed("a", "store_lost")), [Fault("store_lost", "")]),
+        (running(failed("c", "start_failed")), [Fault("start_failed", "c")]),
+        (running(failed("c", "user_error", (2, 0))), [Fault("crash", "c")]),
+        # Nobody is to blame: whoever has lost a peer may only not have heard yet of what befell that one.
+        (running(VICTIM), [Fault("crash", "")]),
+        (replace(running(VICTIM), failed_at=NOW - VICTIMS_S / 2), []),
+        (replace(running(CRASH), failed_at=NOW), [Fault("crash", "b")]),
+        # A node that is gone, as its agent's port says or its lease.
+        (running(VICTIM, knocked=(("c", "refused"),)), [Fault("node_lost", "c")]),
+        (running(knocked=(("b", "refused"), ("c", "refused"))), [Fault("node_lost", "b"), Fault("node_lost", "c")]),
+        (running(nodes="ab", absent=(("c", 0.0),)), [Fault("node_lost", "c")]),
+        (running(VICTIM, nodes="ab", absent=(("c", NOW),)), []),
+        # Who crashed is to blame for what the others lost by it.
+        (running(CRASH, knocked=(("c", "refused"),)), [Fault("crash", "b")]),
+        # No faults: somebody asked for it, or all is done.
+        (running(CRASH, stop=StopRequested("SIGTERM", 143, 1.0)), []),
+        (running(knocked=(("c", "refused"),), done=frozenset("abc")), []),
+        (replace(running(CRASH), current=Round(4, (), outcome="failed", exit_code=1)), []),
+    ],
+)
+def test_what_broke_the_round(view: View, found: list[Fault]) -> None:
+    assert list(faults(view, POLICY, NOW)) == found
