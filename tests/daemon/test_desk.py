@@ -15,6 +15,7 @@ import pytest
 from elasticd_agent.addresses import joined
 from elasticd_agent.daemon import names
 from elasticd_agent.daemon.client import Client, Unreachable
+from elasticd_agent.daemon.placement.placing import BEHIND
 from elasticd_agent.daemon.records import Ending, RoundNote, Running
 from elasticd_agent.daemon.serving.peers import Peers
 from elasticd_agent.daemon.serving.ranklogs import MOST_BYTES
@@ -80,8 +81,14 @@ def test_a_job_from_its_submission_to_its_end(serve: Serve) -> None:
     row = desk.get("/v1/jobs/llama").document()
     assert (row["state"], row["by"], row["wants"]) == ("waiting", _me(), {"nodes": [1, 1], "slots": [1, 2]})
     assert "nobody has placed it yet" in row["reason"]
-    one.place("llama", 1, reason="waits behind big, which came first")
-    assert desk.get("/v1/jobs/llama").document()["reason"] == "waits behind big, which came first"
+    one.place("llama", 1, reason="n1 is drained; waits: wants 1 node with 1 free slot; n1 is drained")
+    assert one.submit("late") == 2
+    one.place("late", 2, reason=BEHIND)
+    reasons = {row["job"]: row["reason"] for row in desk.get("/v1/jobs").document()["jobs"]}
+    assert reasons["llama"] == "n1 is drained; waits: wants 1 node with 1 free slot; n1 is drained"
+    assert reasons["late"] == "waits behind llama, which came first and wants 1 node with 1 free slot"
+    assert desk.get("/v1/jobs/late").document()["reason"] == reasons["late"]
+    assert desk.post("/v1/jobs/late/cancel").code == 200
     one.place("llama", 1, "n1")
     assert desk.get("/v1/jobs/llama").document()["state"] == "starting"
     one.announce(running(why="3 of 4 slots"))
@@ -95,7 +102,7 @@ def test_a_job_from_its_submission_to_its_end(serve: Serve) -> None:
     assert desk.post("/v1/jobs/llama/cancel").code == 200, "cancelled twice is cancelled"
     row = desk.get("/v1/jobs/llama").document()
     assert (row["state"], row["exit_code"], row["ended_seconds"]) == ("cancelled", 143, 0.0)
-    assert one.submit() == 2, "an id may be used again"
+    assert one.submit() == 3, "an id may be used again"
 
 
 def test_a_job_that_ended_by_itself_cannot_be_cancelled(serve: Serve) -> None:

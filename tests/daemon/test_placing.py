@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.daemon.placement.placing import SHOWN, View, place
+from elasticd_agent.daemon.placement.placing import BEHIND, SHOWN, View, ahead, place, spoken
 from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Place, Placement, Refusal, Running, Submission
 
 NAMES = [f"n{i}" for i in range(1, 6)]
@@ -265,6 +265,36 @@ def test_a_refusal_is_remembered_after_the_card_has_forgotten_it() -> None:
     assert "n1 refused it: no such script" in words(three, "a")
     other_run = replace(three, submissions=(job(number=5),))
     assert words(after(other_run), "a") == "runs on n1 (slots 0-3)"
+
+
+def test_what_all_nodes_refuse_for_the_same_reason_is_said_once() -> None:
+    refusing = tuple(
+        NodeCard(f"n{i}", "i", 4, running=(Running("a", 1, (), "refused", "no such script"),)) for i in (1, 2, 3)
+    )
+    placed = Placement("a", 1, (Place("n1", (0,)),), "runs on n1 (slot 0)")
+    then = after(View(cards=refusing, submissions=(job(slots=(1, 1)),), placements=(placed,)))
+    assert words(then, "a") == (
+        "waits: wants 1 node with 1 free slot, and none of the 3 nodes here could carry it: "
+        "n1, n2 and n3 refused it: no such script; it holds up nobody"
+    )
+
+
+def test_the_start_of_the_first_rewrites_nobody_but_the_next() -> None:
+    """A queue of 200 must not be written anew, and said 200 times, each time that one of them starts."""
+    full = Running("z", 999, (0, 1, 2, 3), "leaving")
+    waiting = after(
+        View(
+            cards=(NodeCard("n1", "i", 4, running=(full,)),),
+            submissions=tuple(job(f"j{i}", i, slots=(4, 4)) for i in range(1, 201)),
+        )
+    )
+    head = ahead(waiting)
+    assert head is not None
+    assert (head.job, words(waiting, "j200")) == ("j1", BEHIND)
+    assert spoken(BEHIND, head) == "waits behind j1, which came first and wants 1 node with 4 free slots"
+    free = replace(waiting, cards=(NodeCard("n1", "i", 4),))
+    assert [p.job for p in place(free)] == ["j1", "j2"]
+    assert ahead(after(free)) == free.submissions[1]
 
 
 def test_of_two_that_are_short_the_younger_gives_way() -> None:

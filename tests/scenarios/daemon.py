@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from elasticd_agent.daemon.placement.placing import View, place
+from elasticd_agent.daemon.placement.placing import View, ahead, place, spoken
 from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Running, Submission
 
 
@@ -95,7 +95,7 @@ class Fleet:
             written = place(self.view())
             for placement in written:
                 self.placements[placement.job] = placement
-                said.append(f"{placement.job} ({placement.number}) {placement.reason}")
+                said.append(f"{placement.job} ({placement.number}) {spoken(placement.reason, ahead(self.view()))}")
             before = dict(self.cards)
             self.cards = {name: self._runners(card) for name, card in self.cards.items()}
             if not written and self.cards == before:

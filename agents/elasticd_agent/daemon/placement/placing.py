@@ -24,6 +24,9 @@ from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Place, Place
 
 SHOWN = 6
 """Nodes that a sentence names; of more it says how many there are."""
+BEHIND = "waits behind those that came first"
+"""Of whoever is not at the head of the queue. It names nobody: each start would rewrite it for all who wait."""
+HOLDS_UP_NOBODY = "it holds up nobody"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +64,30 @@ class View:
 def place(view: View) -> tuple[Placement, ...]:
     """The placements that differ from those in the view, in order of their numbers; () if all is as it shall be."""
     nodes = _nodes(view)
-    jobs = [_job(submission, view, nodes) for submission in view.unended()]
+    written = {(p.job, p.number): p for p in view.placements}
+    jobs = [_job(s, written.get((s.job, s.number)), view, nodes) for s in view.unended()]
     _refill(jobs, nodes)
     _start(jobs, nodes)
     _grow(jobs, nodes)
-    written = {(p.job, p.number): p for p in view.placements}
     decided = [job.placement() for job in jobs]
     return tuple(p for p in decided if p != written.get((p.job, p.number)))
+
+
+def spoken(reason: str, ahead: Submission | None) -> str:
+    """A placement's reason as people read it: with the name of the job that the others wait behind."""
+    if ahead is None or not reason.endswith(BEHIND):
+        return reason
+    return f"{reason.removesuffix(BEHIND)}waits behind {ahead.job}, which came first and {_wish(ahead)}"
+
+
+def ahead(view: View) -> Submission | None:
+    """The job at the head of the queue, which holds up those behind it; None if nobody is held up."""
+    written = {(p.job, p.number): p for p in view.placements}
+    for submission in view.unended():
+        placement = written.get((submission.job, submission.number))
+        if placement is not None and not placement.places and not placement.reason.endswith((BEHIND, HOLDS_UP_NOBODY)):
+            return submission
+    return None
 
 
 # ---- nodes
@@ -160,13 +180,15 @@ class _Job:
             return written
         reason = f"runs on {_listed(_slots(p) for p in places)}" if places else self.waits
         last = () if places or written is None else tuple(p.node for p in written.places) or written.last
-        return Placement(wants.job, wants.number, places, "; ".join([*self.said, reason]), refused, last)
+        # Who has refused it is what it waits for, too: once is enough.
+        told = () if places else {_refused((node,), why) for node, why in self.refused.items()}
+        said = [sentence for sentence in self.said if sentence not in told]
+        return Placement(wants.job, wants.number, places, "; ".join([*said, reason]), refused, last)
 
 
-def _job(wants: Submission, view: View, nodes: dict[str, _Node]) -> _Job:
+def _job(wants: Submission, written: Placement | None, view: View, nodes: dict[str, _Node]) -> _Job:
     """The job with the places it keeps; their slots are taken from now on."""
     mine = (wants.job, wants.number)
-    written = next((p for p in view.placements if (p.job, p.number) == mine), None)
     cordoned = {cordon.node for cordon in view.cordons}
     refused = {} if written is None else {r.node: r.why for r in written.refused if r.node not in cordoned}
     for card in view.cards:
@@ -201,7 +223,7 @@ def _gone(place: Place, job: _Job, node: _Node | None, view: View) -> str:
     if node.leave:
         return node.leave
     if place.node in job.refused:
-        return _because(f"{place.node} refused it", job.refused[place.node])
+        return _refused((place.node,), job.refused[place.node])
     if node.away and (job.wants.job, place.node) in view.lost:
         return f"{place.node} is away, and the job went on without it"
     if others := {node.given[slot] for slot in place.slots if slot in node.given}:
@@ -240,12 +262,12 @@ def _start(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
         if ahead is None and _take(job, nodes):
             continue
         if not _possible(job, nodes):
-            job.waits = f"waits: {_missing(job, nodes)}; it holds up nobody"
+            job.waits = f"waits: {_missing(job, nodes)}; {HOLDS_UP_NOBODY}"
         elif ahead is None:
             job.waits = f"waits: {_wish(job.wants)}; {_lack(job, nodes)}"
             ahead = job.wants
         else:
-            job.waits = f"waits behind {ahead.job}, which came first and {_wish(ahead)}"
+            job.waits = BEHIND
 
 
 def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
@@ -309,7 +331,7 @@ def _wish(wants: Submission) -> str:
 def _lack(job: _Job, nodes: dict[str, _Node]) -> str:
     """What a job waits for that could run if others did not."""
     fit = [name for name, node in sorted(nodes.items()) if _fits(job, node)]
-    others = [_word(job, node, f"{len(node.free)} of ") for name, node in sorted(nodes.items()) if name not in fit]
+    others = _words(job, nodes, fit, free=True)
     has = f"{_listed(fit)} {'has' if len(fit) == 1 else 'have'} them, but " if fit else ""
     return has + _listed(others)
 
@@ -317,7 +339,7 @@ def _lack(job: _Job, nodes: dict[str, _Node]) -> str:
 def _missing(job: _Job, nodes: dict[str, _Node]) -> str:
     """What a job waits for that could never run on these nodes. It does not change as others come and go."""
     could = [name for name, node in sorted(nodes.items()) if _could(job, node)]
-    others = [_word(job, node, "") for name, node in sorted(nodes.items()) if name not in could]
+    others = _words(job, nodes, could, free=False)
     here = f"{len(could) or 'none'} of the {len(nodes)} nodes here could carry it: {_listed(others)}"
     if not others:
         here = (
@@ -330,15 +352,26 @@ def _missing(job: _Job, nodes: dict[str, _Node]) -> str:
     return f"{_wish(job.wants)}, and {here}"
 
 
-def _word(job: _Job, node: _Node, free: str) -> str:
-    name = node.card.node
-    if node.why_not:
-        return node.why_not
-    if name in job.refused:
-        return _because(f"{name} refused it", job.refused[name])
-    if free and node.card.slots >= job.wants.min_slots:
-        return f"{name} has {free}{node.card.slots} free"
-    return f"{name} has {_count(node.card.slots, 'slot')}" + (" in all" if free else "")
+def _words(job: _Job, nodes: dict[str, _Node], but: list[str], *, free: bool) -> list[str]:
+    """What is in the way on each of the others; nodes that refused it for the same reason are named together."""
+    found: list[str] = []
+    alike: dict[str, list[str]] = {}
+    for name, node in sorted(nodes.items()):
+        if name in but:
+            continue
+        if node.why_not:
+            found.append(node.why_not)
+        elif name in job.refused:
+            alike.setdefault(job.refused[name], []).append(name)
+        elif free and node.card.slots >= job.wants.min_slots:
+            found.append(f"{name} has {len(node.free)} of {node.card.slots} free")
+        else:
+            found.append(f"{name} has {_count(node.card.slots, 'slot')}" + (" in all" if free else ""))
+    return [*found, *(_refused(names, why) for why, names in alike.items())]
+
+
+def _refused(names: Iterable[str], why: str) -> str:
+    return _because(f"{_listed(names)} refused it", why)
 
 
 def _slots(place: Place) -> str:

@@ -6,26 +6,54 @@ but the one it is given; a time of day is only ever subtracted from another to b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from elasticd_agent.daemon.placement import placing
 from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Running, Submission
+
+Key = tuple[str, int]
 
 UNPLACED = "nobody has placed it yet: a daemon does so within seconds of starting"
 
 
 def jobs(view: View, now: float) -> list[dict[str, Any]]:
     """Every job there is a record of: those that have not ended in the order of their numbers, then the ended ones."""
-    known = {s.job for s in view.submissions}
-    rows = [job(view, s, now) for s in view.submissions]
-    rows += [_only_ended(e, now) for e in view.endings if e.job not in known]
+    names = {s.job for s in view.submissions}
+    known = _Known.of(view)
+    rows = [_row(s, known, now) for s in view.submissions]
+    rows += [_only_ended(e, now) for e in view.endings if e.job not in names]
     return sorted(rows, key=lambda row: (row["ended_at"] is not None, row["ended_at"] or 0.0, row["number"]))
 
 
 def job(view: View, submission: Submission, now: float) -> dict[str, Any]:
-    ending = view.ending(submission.job, submission.number)
-    placement = placement_of(view, submission)
-    running = {} if ending is not None else running_on(view, submission.job, submission.number)
+    return _row(submission, _Known.of(view), now)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The view by (job, number): hundreds of jobs are looked up at once. `ahead`: whom the others wait behind."""
+
+    endings: dict[Key, Ending]
+    placements: dict[Key, Placement]
+    running: dict[Key, dict[str, Running]]
+    ahead: Submission | None
+
+    @classmethod
+    def of(cls, view: View) -> _Known:
+        running: dict[Key, dict[str, Running]] = {}
+        for card in view.cards:
+            for one in card.running:
+                running.setdefault((one.job, one.number), {})[card.node] = one
+        endings = {(e.job, e.number): e for e in view.endings}
+        return cls(endings, {(p.job, p.number): p for p in view.placements}, running, placing.ahead(view))
+
+
+def _row(submission: Submission, known: _Known, now: float) -> dict[str, Any]:
+    key = (submission.job, submission.number)
+    ending, placement, there = known.endings.get(key), known.placements.get(key), known.running.get(key, {})
+    running = {} if ending is not None else there
     places = () if placement is None or ending is not None else placement.places
     state = _state(ending, placement, running)
     return {
@@ -44,8 +72,8 @@ def job(view: View, submission: Submission, now: float) -> dict[str, Any]:
         "ended_at": None if ending is None else ending.at,
         "ended_seconds": None if ending is None else _since(ending.at, now),
         "exit_code": None if ending is None else ending.exit_code,
-        "leaving": [] if ending is None else sorted(running_on(view, submission.job, submission.number)),
-        "reason": _reason(ending, placement),
+        "leaving": [] if ending is None else sorted(there),
+        "reason": _reason(ending, placement, known.ahead),
     }
 
 
@@ -122,10 +150,10 @@ def _state(ending: Ending | None, placement: Placement | None, running: dict[str
     return "running" if any(one.state == "running" for one in running.values()) else "starting"
 
 
-def _reason(ending: Ending | None, placement: Placement | None) -> str:
+def _reason(ending: Ending | None, placement: Placement | None, ahead: Submission | None) -> str:
     if ending is not None:
         return ending.reason
-    return UNPLACED if placement is None else placement.reason
+    return UNPLACED if placement is None else placing.spoken(placement.reason, ahead)
 
 
 def _node_state(card: NodeCard | None, cordon: Cordon | None, *, busy: bool) -> tuple[str, str]:
