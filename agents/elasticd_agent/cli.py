@@ -21,7 +21,7 @@ usage: elasticd run [options] SCRIPT [script's arguments]
        elasticd dump [options]
        elasticd doctor [options]
        elasticd config check|example [options]
-       elasticd submit FILE | jobs | status JOB | logs JOB | cancel JOB [options]
+       elasticd submit FILE | jobs | status [JOB] | logs JOB | cancel JOB [options]
        elasticd nodes | cordon NODE | uncordon NODE | drain NODE [options]
        elasticd dump JOB | explain JOB [options]
        elasticd --version

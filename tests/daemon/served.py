@@ -23,7 +23,7 @@ from elasticd_agent.daemon.serving.api import Api
 from elasticd_agent.daemon.serving.desk import Desk
 from elasticd_agent.daemon.serving.here import Here
 from elasticd_agent.daemon.serving.peers import Peers
-from elasticd_agent.daemon.serving.server import ASKING_S, DaemonServer, Listening
+from elasticd_agent.daemon.serving.server import ASKING_S, DaemonServer, Listening, Routes
 from elasticd_agent.http import Pages, Verdict
 from elasticd_agent.store import Versioned
 from elasticd_agent.store.memory import MemoryStore
@@ -62,6 +62,7 @@ class Served:
     connection_s: float = ASKING_S
     where: dict[str, Any] = field(default_factory=dict)
     said: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    front: Callable[[Api, TokenDoor, bool], Routes] = lambda api, token, tls: api  # noqa: E731
     now: Callable[[], float] = time.time
     server: DaemonServer = field(init=False)
     desk: Desk = field(init=False)
@@ -80,7 +81,8 @@ class Served:
         pages = Pages(lambda: b"up 1.0\n", lambda: {"node": self.node}, lambda: Verdict(True, "well"),
                       lambda: Verdict(False, "not in"))  # fmt: skip
         where = Listening(self.root / "run" / "agent.sock", port=0, token_file=token_file)
-        self.server = DaemonServer(replace(where, **self.where), Api(self.desk, pages), self.connection_s)
+        routes = self.front(Api(self.desk, pages), TokenDoor(token_file), tls)
+        self.server = DaemonServer(replace(where, **self.where), routes, self.connection_s)
 
     @property
     def token_file(self) -> Path:

@@ -55,8 +55,14 @@ def test_a_jobs_page(monkeypatch: pytest.MonkeyPatch) -> None:
         "round": 23, "phase": "running", "world_size": 8, "step": 12_345, "steps_per_second": 3.14159, "restarts": 22,
         "checkpoint": {"step": 12_000, "round": 22, "age_seconds": 34.0}, "goodput": 0.9321, "rounds": rounds,
     }  # fmt: skip
-    page = tables.status({**JOB, "places": places, "progress": progress})
-    head, table = page.split("\n\n")
+    rounds[-1] |= {"lost_seconds": 0.42, "lost_steps": 17}
+    ranks = [
+        {"rank": 0, "node": "a", "phase": "step", "step": 12_345, "idle_seconds": 0.1, "state": "S"},
+        {"rank": 1, "node": "b", "phase": "barrier", "barrier": "eval", "step": 12_345, "idle_seconds": 3.0},
+        {"rank": 2, "node": "b", "phase": "step", "step": 12_340, "idle_seconds": 3.0, "state": "T"},
+    ]
+    page = tables.status({**JOB, "places": places, "progress": {**progress, "ranks": ranks}})
+    head, of_ranks, table = page.split("\n\n")
     assert head.splitlines() == [
         "llama: running",
         "  why         runs on a (slots 0-3) and b (slots 0-3)",
@@ -70,8 +76,24 @@ def test_a_jobs_page(monkeypatch: pytest.MonkeyPatch) -> None:
         "  wants       1 to 2 nodes with 4 slots each",
         "  submitted   2027-01-15 08:00:00 by root, 3h20m ago, as number 7",
     ]
-    assert table.splitlines()[0].split() == ["ROUND", "SINCE", "WORKERS", "NODES", "REASON"]
-    assert table.splitlines()[-2:] == ["23     2027-01-15 08:00:23  8        a,b    why", "and 3 older ones: --json"]
+    assert of_ranks.splitlines() == [
+        "RANK  NODE  PHASE         STEP   MOVED",
+        "0     a     step          12345  0.1s ago",
+        "1     b     barrier eval  12345  3.0s ago",
+        "2     b     stopped       12340  3.0s ago",
+    ]
+    assert table.splitlines()[0].split() == ["ROUND", "SINCE", "WORKERS", "NODES", "LOST", "REASON"]
+    assert table.splitlines()[-2:] == [
+        "23     2027-01-15 08:00:23  8        a,b    0.4s, 17 steps  why",
+        "and 3 older ones: --json",
+    ]
+
+
+def test_of_very_many_ranks_those_that_stand_still_are_shown() -> None:
+    ranks = [{"rank": k, "node": "a", "phase": "step", "step": 9, "idle_seconds": float(k == 200)} for k in range(256)]
+    page = tables.status({**JOB, "progress": {"ranks": ranks}})
+    assert page.splitlines()[-tables.SHOWN_RANKS - 1].split() == ["200", "a", "step", "9", "1.0s", "ago"]
+    assert page.splitlines()[-1] == "and 192 more that moved later: --json"
 
 
 def test_a_page_of_a_job_of_which_nobody_knows_anything_yet() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _SHOWN_NODES = 3
+SHOWN_RANKS = 64
+"""Of more ranks those that have not moved for longest are shown."""
 SHOWN_ROUNDS = 20
 """Of more rounds the newest are shown; --json has up to a hundred."""
 _NAME = 11
@@ -72,14 +74,19 @@ def status(job: Mapping[str, Any]) -> str:
     ]
     lines += [f"  {name:<{_NAME}} {value}" for name, value in facts if value]
     rounds = progress.get("rounds") or []
-    page = "\n".join(lines) + "\n"
+    page = "\n".join(lines) + "\n" + _ranks(progress.get("ranks"))
     if rounds:
         older = len(rounds) - SHOWN_ROUNDS
         page += "\n" + table(
-            ("ROUND", "SINCE", "WORKERS", "NODES", "REASON"), [_round_row(r) for r in rounds[-SHOWN_ROUNDS:]]
+            ("ROUND", "SINCE", "WORKERS", "NODES", "LOST", "REASON"), [_round_row(r) for r in rounds[-SHOWN_ROUNDS:]]
         )
         page += f"and {older} older ones: --json\n" if older > 0 else ""
     return page
+
+
+def overview(both: Mapping[str, Any]) -> str:
+    """All jobs, all nodes."""
+    return jobs(both["jobs"]) + "\n" + nodes(both["nodes"])
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -197,8 +204,44 @@ def _round_row(one: Mapping[str, Any]) -> tuple[str, ...]:
         _moment(one.get("at")),
         str(size) if size else "-",
         _nodes(one.get("nodes")),
+        _lost(one),
         _text(one.get("reason")),
     )
+
+
+def _lost(one: Mapping[str, Any]) -> str:
+    """What it cost: until its first step, and how many steps were made again."""
+    seconds, steps = one.get("lost_seconds"), one.get("lost_steps")
+    if not isinstance(seconds, (int, float)):
+        return "-"
+    return f"{seconds:.1f}s" + (f", {steps} step{'' if steps == 1 else 's'}" if isinstance(steps, int) else "")
+
+
+def _ranks(rows: object) -> str:
+    if not isinstance(rows, list) or not rows:
+        return ""
+    idle = lambda one: -one["idle_seconds"] if isinstance(one.get("idle_seconds"), (int, float)) else 0.0  # noqa: E731
+    shown = sorted(rows, key=idle)[:SHOWN_RANKS] if len(rows) > SHOWN_RANKS else rows
+    cells = [
+        (
+            str(one.get("rank")),
+            _text(one.get("node")),
+            _doing(one),
+            str(one.get("step")),
+            f"{one['idle_seconds']:.1f}s ago" if isinstance(one.get("idle_seconds"), (int, float)) else "-",
+        )
+        for one in shown
+    ]
+    more = f"and {len(rows) - SHOWN_RANKS} more that moved later: --json\n" if len(rows) > SHOWN_RANKS else ""
+    return "\n" + table(("RANK", "NODE", "PHASE", "STEP", "MOVED"), cells) + more
+
+
+def _doing(one: Mapping[str, Any]) -> str:
+    if one.get("exited") is True:
+        return "done"
+    word = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(str(one.get("state")))
+    barrier = _text(one.get("barrier"))
+    return word or _text(one.get("phase")) + (f" {barrier}" if barrier else "")
 
 
 def _moment(at: object) -> str:

@@ -88,6 +88,17 @@ def _jobs(client: Client, asked: argparse.Namespace) -> int:
 
 
 def _status(client: Client, asked: argparse.Namespace) -> int:
+    if asked.watch:
+        from elasticd_agent.daemon.asking.watching import Refused, watch
+
+        try:
+            return watch(client, asked.job, asked.every, as_json=asked.json)
+        except Refused as error:
+            raise _Refused(str(error)) from None
+    if asked.job is None:
+        both = {**_good(client.get("/v1/jobs")), "nodes": _good(client.get("/v1/nodes"))["nodes"]}
+        _troubles(both)
+        return _show(asked, both, tables.overview)
     return _show(asked, _good(client.get(_job(asked.job))), tables.status)
 
 
@@ -249,6 +260,13 @@ def _path(text: str | None) -> Path | None:
 # ---- the command line
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.2 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text}: between 0.2 and 3600 seconds")
+    return seconds
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -257,7 +275,7 @@ class _Parser(argparse.ArgumentParser):
 _WHAT = {
     "submit": "Hands a job in and prints its id. FILE is TOML, YAML or JSON, by its name; - is standard input.",
     "jobs": "Lists the jobs: those that wait or run in the order in which they were handed in, then those that ended.",
-    "status": "Says what one job does and why: its nodes, step, steps/s, last checkpoint, goodput and rounds.",
+    "status": "Says what one job does and why: its nodes, step, steps/s, last checkpoint, goodput, ranks and rounds.",
     "logs": "Prints what a rank has written, wherever it runs: of its newest round, or of the one that is named.",
     "cancel": "Ends a job: its workers are asked to stop, and killed when they do not.",
     "nodes": "Lists the nodes, what runs on them, and why one takes no work.",
@@ -281,7 +299,11 @@ def _parser(name: str) -> argparse.ArgumentParser:
         parser.add_argument("file", type=Path, metavar="FILE", help="the job file")
         parser.add_argument("--id", metavar="JOB", help="the job's id; otherwise the file's, or job-NUMBER")
         parser.add_argument("--kind", choices=tuple(_TYPES), help="what FILE is, where its name does not say so")
-    if name in ("status", "logs", "cancel", "dump", "explain"):
+    if name == "status":
+        parser.add_argument("job", metavar="JOB", nargs="?", help="its id; without one, all jobs and nodes")
+        parser.add_argument("--watch", action="store_true", help="again and again, until the job has ended or Ctrl-C")
+        parser.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="with --watch: how often (2 s)")
+    if name in ("logs", "cancel", "dump", "explain"):
         parser.add_argument("job", metavar="JOB", help="its id, as elasticd jobs lists it")
     if name in ("cordon", "uncordon", "drain"):
         parser.add_argument("name", metavar="NODE", help="its name, as elasticd nodes lists it")

@@ -26,6 +26,9 @@ _TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 
 _GOES_ON = 2.5
 """After its last known point a rate is taken to hold for so many times as long as the points lay apart."""
 
+_APART_S = 1.0
+"""Two points that are nearer tell of a moment, not of a rate."""
+
 Point = tuple[float, int, int]
 
 
@@ -59,15 +62,22 @@ def points(job: Job) -> tuple[Point, ...]:
             if over is not None and one.last_step is not None and over > one.first_step_at:
                 found.append((over, one.number, max(one.last_step, one.first_step)))
     kept: list[Point] = []
-    for point in sorted(found):
+    for at, number, step in sorted(found):
+        if not kept or number > kept[-1][1]:
+            kept.append((at, number, step))
         # Runner and log may be of two hosts, whose clocks differ: within a round steps only ever grow.
-        if not kept or point[1] > kept[-1][1] or (point[1] == kept[-1][1] and point[2] >= kept[-1][2]):
-            kept.append(point)
+        elif number == kept[-1][1] and step >= kept[-1][2]:
+            near = at - kept[-1][0] < _APART_S
+            first = len(kept) == 1 or kept[-2][1] != number
+            if near and not first:
+                kept.pop()
+            if not (near and first):
+                kept.append((at, number, step))
     return tuple(kept)
 
 
-def rates(track: Sequence[Point], shown: Window, live: bool) -> list[float | None]:
-    """Steps per second in each of COLUMNS equal parts of the window; None where nothing is known.
+def rates(track: Sequence[Point], shown: Window, live: bool, columns: int = COLUMNS) -> list[float | None]:
+    """Steps per second in each of so many equal parts of the window; None where nothing is known.
 
     Between two points of a round steps are spread evenly; from one round's last point to the next one's first none are
     made. With `live` the newest point is not the end.
@@ -81,10 +91,10 @@ def rates(track: Sequence[Point], shown: Window, live: bool) -> list[float | Non
         then, at, last = pieces[-1]
         holds = min(shown.until, at + _GOES_ON * max(at - then, 2.0))
         pieces += [(at, holds, last), (holds, shown.until, 0.0)]
-    width = (shown.until - shown.since) / COLUMNS
+    width = (shown.until - shown.since) / columns
     ends = [end for _, end, _ in pieces]
     found: list[float | None] = []
-    for column in range(COLUMNS):
+    for column in range(columns):
         begin = shown.since + column * width
         steps = known = 0.0
         for then, at, pace in pieces[bisect.bisect_right(ends, begin) :]:
