@@ -125,7 +125,9 @@ class Here:
 
     def metrics(self, job: str, number: int, within_s: float) -> bytes:
         """The runner's page. Raises control.Unanswered."""
-        return str(self._ask(self.files(job, number), {"do": "metrics"}, within_s).get("text", "")).encode(errors="replace")
+        return str(self._ask(self.files(job, number), {"do": "metrics"}, within_s).get("text", "")).encode(
+            errors="replace"
+        )
 
     def _running(self, job: str, number: int) -> tuple[dict[str, Any], str]:
         """What the runner says now, and why it says nothing."""
