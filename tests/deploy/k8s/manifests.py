@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shlex
 import shutil
@@ -14,17 +15,13 @@ from typing import Any
 
 import yaml
 
-from elasticd_agent import apart, arguments
-from elasticd_agent.daemon import agent
-from elasticd_agent.daemon.asking import verbs
-
 ROOT = Path(__file__).resolve().parents[3]
 K8S = ROOT / "deploy" / "k8s"
 PAGE = ROOT / "docs" / "kubernetes.md"
 OVERLAYS = ("etcd", "external-etcd", "c10d", "prometheus", "rdma", "host-network")
 DAEMONS = tuple(name for name in OVERLAYS if name != "c10d")
 """Those whose pods run `elasticd agent`."""
-KUBECTL = shutil.which("kubectl")
+KUBECTL = os.environ.get("STANDIN_KUBECTL") or shutil.which("kubectl")
 OURS = "elasticd:0.1.0"
 """The image whose entry point is `elasticd`."""
 
@@ -103,18 +100,29 @@ def expanded(container: Mapping[str, Any], values: Mapping[str, str]) -> list[st
 
 
 def accepted(words: Sequence[str]) -> str:
-    """Have the real command line's parser read `elasticd words…`; its command. Raises UsageError, SystemExit."""
+    """Have the real command line's parser read `elasticd words…`; its command. Raises UsageError, SystemExit.
+
+    Each is imported when it is needed: what stands in for a cluster starts often.
+    """
     command, *rest = words
     match command:
         case "agent":
+            from elasticd_agent.daemon import agent
+
             agent._parser().parse_args(rest)
         case "store":
+            from elasticd_agent import apart
+
             apart._parser().parse_args(rest)
         case "run":
+            from elasticd_agent import arguments
+
             arguments.parse_run(rest, {}, Path("/"))
         case "config":
             assert rest[0] in ("check", "example"), rest
         case _:
+            from elasticd_agent.daemon.asking import verbs
+
             verbs._parser(command).parse_args(rest)
     return command
 
