@@ -1,4 +1,4 @@
-"""Writes docs/states.md from the agent's table of moves: `python docs/states.py`."""
+"""`python docs/states.py`: writes states.md, and the diagram in architecture.md, from the agent's table of moves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from elasticd_agent.core import MOVES
 
 PAGE = Path(__file__).with_name("states.md")
+ARCHITECTURE = Path(__file__).with_name("architecture.md")
+FROM, TO = "<!-- Written by `python docs/states.py` from here … -->\n", "<!-- … to here. -->\n"
 
 HEAD = """\
 # Where an agent can be
@@ -21,16 +23,30 @@ old group has been reaped, or has been sent SIGKILL and hangs in the kernel.
 
 
 def page() -> str:
-    rows, arrows = [], []
+    rows = []
     for phase, (targets, waits_for) in MOVES.items():
-        name = phase.__name__
         meaning = (phase.__doc__ or "").strip().partition("\n\n")[0].replace("\n    ", " ")
         after = ", ".join(f"`{t.__name__}`" for t in targets) or "nothing"
-        rows.append(f"| `{name}` | {meaning} | {waits_for} | {after} |\n")
-        arrows += [f"    {name} --> {t.__name__}\n" for t in targets] or [f"    {name} --> [*]\n"]
-    diagram = "".join(["\n```mermaid\nstateDiagram-v2\n    [*] --> Joining\n", *arrows, "```\n"])
-    return HEAD + "".join(rows) + diagram
+        rows.append(f"| `{phase.__name__}` | {meaning} | {waits_for} | {after} |\n")
+    return HEAD + "".join(rows) + "\n" + diagram()
+
+
+def diagram() -> str:
+    """Mermaid: GitHub draws it, and it can be read as it is."""
+    arrows = []
+    for phase, (targets, _) in MOVES.items():
+        arrows += [f"    {phase.__name__} --> {target.__name__}\n" for target in targets]
+        arrows += [] if targets else [f"    {phase.__name__} --> [*]\n"]
+    return "".join(["```mermaid\nstateDiagram-v2\n    [*] --> Joining\n", *arrows, "```\n"])
+
+
+def with_diagram(text: str) -> str:
+    """The page with the diagram between its two marks, whatever was there."""
+    before, _, rest = text.partition(FROM)
+    _, _, after = rest.partition(TO)
+    return f"{before}{FROM}{diagram()}{TO}{after}"
 
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    ARCHITECTURE.write_text(with_diagram(ARCHITECTURE.read_text()))

@@ -1,0 +1,51 @@
+"""docs/architecture.md names every thread, key and process name that the code makes, and none that it does not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from elasticd_agent.daemon import names
+from elasticd_agent.keys import Keys
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+SOURCES = [
+    path.read_text() for folder in ("agents/elasticd_agent", "elasticd") for path in (ROOT / folder).rglob("*.py")
+]
+ELSEWHERE = {"elasticd-explain", "elasticd-rendezvous"}
+"""Threads of commands and of torchrun's own process."""
+
+
+def test_every_thread_is_there() -> None:
+    found = {name for text in SOURCES for name in re.findall(r"Thread\([^)]*?name=f?\"([^\"{]+)\"", text, re.DOTALL)}
+    assert len(found) > 15
+    told = set(re.findall(r"`([a-z][\w -]+)`", PAGE))
+    assert {name for name in found if not name.startswith("resolving")} - ELSEWHERE - told == set()
+    rows = "".join(
+        re.findall(r"^\| [\w, ]*\| .*$", PAGE.partition("## Threads")[2].partition("\n## ")[0], re.MULTILINE)
+    )
+    made = "".join(SOURCES)
+    assert [name for name in re.findall(r"`(elasticd-[a-z-]+)`", rows) if f'"{name}"' not in made] == []
+
+
+def test_every_name_of_a_process_is_there() -> None:
+    titles = {name for text in SOURCES for name in re.findall(r"b\"(elasticd-[a-z]+)\"", text)}
+    assert titles >= {"elasticd-job", "elasticd-owner", "elasticd-store"}
+    assert {title for title in titles if title not in PAGE} - {"elasticd-super"} == set()
+
+
+def test_every_key_of_the_store_is_there() -> None:
+    keys = Keys("JOB")
+    named = {name: value for name in vars(Keys) if name[0] != "_" and isinstance(value := getattr(keys, name), str)}
+    words = {value.removeprefix("/elasticd/v1/jobs/JOB").strip("/").split("/")[0] for value in named.values()}
+    words |= {"master", "failures", "done", "suspects"}
+    words |= {
+        value.removeprefix("/elasticd/v1/").strip("/")
+        for name, value in vars(names).items()
+        if name.isupper() and isinstance(value, str) and value.startswith("/elasticd/v1/")
+    }
+    table = PAGE.partition("## What agents share")[2].partition("\n## ")[0]
+    assert {word for word in words if word and not re.search(rf"\b{word}\b", table)} - {"JOB"} == set()
+    for word in re.findall(r"[`/ ](\w+)/(?:N/)?(?:NODE|JOB|N)\b", table):
+        assert word in words | {"jobs", "nodes", "submitted", "placed", "ended", "cordoned"}, word
