@@ -22,6 +22,7 @@ from elasticd_agent.config import AgentSettings, JobSpec, Mode, Tls
 def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) -> None:
     """Raises UsageError for the first thing that cannot work."""
     path = environ.get("PATH")
+    _workdir(spec.cwd)
     if spec.mode is not Mode.EXEC and shutil.which(spec.python, path=path) is None:
         raise UsageError(f"the Python interpreter {spec.python!r} (PYTHON_EXEC) cannot be found or executed")
     if spec.mode is Mode.SCRIPT:
@@ -44,7 +45,25 @@ def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) ->
         _tls(spec.rendezvous.tls)
 
 
+def _workdir(path: Path) -> None:
+    try:
+        there = path.is_dir()
+    except PermissionError:
+        there = True  # but behind a directory that is not ours to enter
+    if not there:
+        raise UsageError(f"the working directory {str(path)!r} {'is a file' if path.exists() else 'does not exist'}")
+    if not os.access(path, os.X_OK, effective_ids=True):
+        raise UsageError(f"the working directory {str(path)!r} cannot be entered: permission denied")
+
+
 def _script(spec: JobSpec) -> None:
+    try:
+        _script_file(spec)
+    except PermissionError:
+        raise UsageError(f"the script {spec.entrypoint!r} cannot be reached: permission denied") from None
+
+
+def _script_file(spec: JobSpec) -> None:
     script = spec.cwd / spec.entrypoint
     if script.is_dir():
         if not (script / "__main__.py").is_file():
@@ -97,11 +116,14 @@ def _directory(option: str, path: Path | None) -> None:
     """It need not exist yet; it is made later, by whoever writes there."""
     if path is None:
         return
-    for place in (path, *path.parents):
-        if place.is_dir():
-            return
-        if place.exists():
-            raise UsageError(f"{option} {str(path)!r}: {str(place)!r} is a file, not a directory")
+    try:
+        for place in (path, *path.parents):
+            if place.is_dir():
+                return
+            if place.exists():
+                raise UsageError(f"{option} {str(path)!r}: {str(place)!r} is a file, not a directory")
+    except PermissionError:
+        raise UsageError(f"{option} {str(path)!r} cannot be reached: permission denied") from None
 
 
 def _appendable(option: str, path: Path | None, made: Path | None) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import pwd
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -93,6 +97,48 @@ WRONG = [
 def test_what_cannot_work_is_said(here: Path, argv: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         check(here, *argv)
+
+
+def test_a_working_directory_that_is_none_is_said_before_what_is_missing_in_it(here: Path) -> None:
+    with pytest.raises(UsageError, match=r"the working directory '.*nowhere' does not exist"):
+        check(here / "nowhere", "train.py")
+    with pytest.raises(UsageError, match=r"the working directory '.*a file' is a file"):
+        check(here / "a file", "train.py")
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A directory that others may pass through, which pytest's own are not."""
+    path = Path(tempfile.mkdtemp(prefix="elasticd-preflight-"))
+    path.chmod(0o711)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    ("shut", "workdir", "argv", "sentence"),
+    [
+        ("dir", "dir", ["train.py"], "the working directory '.*dir' cannot be entered: permission denied"),
+        ("dir", "dir/deep", ["train.py"], "the working directory '.*deep' cannot be entered: permission denied"),
+        ("dir", ".", ["dir/train.py"], "the script 'dir/train.py' cannot be reached: permission denied"),
+        ("dir", ".", ["--checkpoint-dir", "dir/deep/x", "-m", "json.tool"], "--checkpoint-dir '.*x' cannot be reached"),
+    ],
+)
+def test_a_directory_that_is_somebody_elses_is_said(
+    open_place: Path, shut: str, workdir: str, argv: list[str], sentence: str
+) -> None:
+    """A job's user is often not who wrote the job file."""
+    (open_place / "dir" / "deep").mkdir(parents=True)
+    (open_place / shut).chmod(0)
+    if os.geteuid() == 0:
+        os.seteuid(pwd.getpwnam("nobody").pw_uid)
+    try:
+        with pytest.raises(UsageError, match=sentence):
+            check(open_place / workdir, *argv, PYTHON_EXEC="/bin/sh")  # ours may lie in root's home
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+        (open_place / shut).chmod(0o700)
 
 
 def test_the_event_log_may_be_in_a_log_directory_that_is_not_there_yet(here: Path) -> None:

@@ -128,7 +128,7 @@ class Owner:
         except OSError:
             packet = b""
         if not packet:
-            self.forget_template("it closed its socket")
+            self.forget_template("closed its socket")
             return
         message = json.loads(packet)
         if message["is"] == "forked":

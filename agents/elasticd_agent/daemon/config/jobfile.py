@@ -286,6 +286,8 @@ def check(job: JobFile) -> None:
             raise KeyWrong(key, "is empty; leave it out, or name it")
         if text is not None and not text.isprintable():
             raise KeyWrong(key, f"{text[:60]!r} holds a character that cannot be printed")
+    if job.id is not None and job.id.startswith("-"):
+        raise KeyWrong("id", f"{job.id[:60]!r} begins with '-': commands would take it for an option")
     if job.python is not None and "/" in job.python and not job.python.startswith("/"):
         raise KeyWrong("python", f"{job.python!r} is neither an absolute path nor a name on PATH; begin it with /")
     if job.module and job.no_python:
@@ -333,6 +335,7 @@ def in_keys(sentence: str) -> KeyWrong:
     for beginning, key in (
         ("the Python interpreter", "python"),
         ("the script", "command"),
+        ("the working directory", "workdir"),
         ("the program", "command"),
         ("-m ", "command"),
     ):

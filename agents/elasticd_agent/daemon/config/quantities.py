@@ -16,6 +16,8 @@ from elasticd_agent.config import LONGEST_S
 _TIMES = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)}}
 _SIZES |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+MOST = 100_000
+"""Nodes, or slots of one: more is a slip of the pen."""
 
 
 class Seconds(float):
@@ -84,11 +86,13 @@ def path(value: Any) -> Path:
 
 def count_range(value: int | str) -> tuple[int, int]:
     """(MIN, MAX) of 4, "4" or "2:8". Raises ValueError."""
-    parts = re.fullmatch(r"\s*([0-9]{1,6})\s*(?::\s*([0-9]{1,6})\s*)?", str(value))
+    parts = re.fullmatch(r"\s*(-?[0-9]{1,40})\s*(?::\s*([0-9]{1,40})\s*)?", str(value))
     if not parts or isinstance(value, bool):
         raise ValueError(f"{_shown(value)} is neither a number nor MIN:MAX, as in 4 or 2:8")
     low = int(parts[1])
     high = low if parts[2] is None else int(parts[2])
+    if max(low, high) > MOST:
+        raise ValueError(f"{_shown(value)}: at most {MOST} are possible")
     if low < 1:
         raise ValueError(f"{value}: at least 1 is needed")
     if low > high:

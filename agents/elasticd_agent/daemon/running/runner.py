@@ -116,7 +116,12 @@ def _run(order: Order, secrets: Secrets, files: JobFiles, lock: int, book: Book)
         leave_within_s=order.drain_timeout_s,
         made=lambda runtime: _point(files.runtime, runtime),
     )
-    return run_job(spec, policy, settings, host)
+    try:
+        return run_job(spec, policy, settings, host)
+    except UsageError as error:
+        if str(error).startswith("--"):  # of a flag, which is a key in a job file
+            raise jobfile.in_keys(str(error)) from None
+        raise
 
 
 def _point(link: Path, runtime: Path) -> None:
