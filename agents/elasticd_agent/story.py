@@ -7,7 +7,6 @@ fault was) and never changes what happens next.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -31,12 +30,11 @@ from elasticd_agent.messages import (
 from elasticd_agent.metrics import Measures
 from elasticd_agent.news import Awaited, FaultSeen, Planning, Plans, SlowSeen, StoreSeen
 from elasticd_agent.observation import Judged
+from elasticd_agent.rate import Rate
 from elasticd_agent.recovery import Recovery
 from elasticd_agent.spending import Spending, fault_in
 from elasticd_agent.watch import Seen
 from elasticd_agent.workers import STORE, Freed, Started, Stuck
-
-RATE_WINDOW_S = 10.0
 
 
 @dataclass(slots=True)
@@ -64,7 +62,7 @@ class JobStory:
     _stuck: dict[int, int] = field(default_factory=dict)  # pid -> round
     _ending_since: float | None = None
     _checkpoint_at: float | None = None
-    _rate: deque[tuple[float, int]] = field(default_factory=deque)
+    _rate: Rate = field(default_factory=Rate)
     _spending: Spending = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,7 +150,7 @@ class JobStory:
         self._pids = {STORE: started.store_pid, **dict(enumerate(started.pids))}
         self._started_at, self._ending_since, self.first_step_seen = now, None, False
         self._recovery.passed("start", now)
-        self._rate.clear()
+        self._rate.begin()
         self.metrics.group_started(len(started.pids), started.warm)
         how = "forked from the warm launcher" if started.warm else "started cold"
         self.events.write(
@@ -373,7 +371,7 @@ class JobStory:
             return
         if seen.first_step_at is not None:
             self.step = seen.step
-        rate = self._steps_per_second(seen, now)
+        rate = self._rate.look(seen.step, now, stepped=seen.first_step_at is not None)
         moved = before is None or before.number != seen.number or seen.progress_at != before.progress_at
         if moved and seen.progress_at is not None:
             steps = dict(zip(self.round.ranks(self.node), (beat.step for beat in seen.beats), strict=False))
@@ -399,13 +397,6 @@ class JobStory:
             self.events.write(
                 happened.CaughtUp(round=seen.number, mono=seen.progress_at, reason=reason, step=step, seconds=cost_s)
             )
-
-    def _steps_per_second(self, seen: Seen, now: float) -> float | None:
-        self._rate.append((now, seen.step))
-        while self._rate[0][0] < now - RATE_WINDOW_S:
-            self._rate.popleft()
-        (then, first), (_, last) = self._rate[0], self._rate[-1]
-        return (last - first) / (now - then) if now - then > 0.5 else None
 
     def _noted(self, note: Note) -> None:
         """What a worker said: into the log as it was said, to the person where it matters."""
