@@ -9,8 +9,8 @@ def test_a_group_that_resumes_at_step_1000_has_not_made_1000_steps() -> None:
     rate = Rate()
     assert rate.look(0, 0.0, stepped=False) is None
     assert rate.look(1000, 1.0, stepped=False) is None, "resumed, and has not stepped yet"
-    assert rate.look(1001, 1.2, stepped=True) is None
-    assert rate.look(1006, 2.2, stepped=True) == 5.0
+    assert rate.look(1001, 1.5, stepped=True) is None
+    assert rate.look(1006, 2.5, stepped=True) == 5.0
 
 
 def test_only_the_last_seconds_count() -> None:
