@@ -28,7 +28,14 @@ class Nodes:
         self.agents: list[Job] = []
 
     def agent(
-        self, node: str, script: str, *args: str, flags: Sequence[str] = (), path: Path | None = None, **how: Any
+        self,
+        node: str,
+        script: str,
+        *args: str,
+        flags: Sequence[str] = (),
+        path: Path | None = None,
+        warm: bool = False,
+        **how: Any,
     ) -> Job:
         """One more node. Its last arguments are `args`; cold workers start quickest. `path` goes before PYTHONPATH."""
         if path is not None:
@@ -36,7 +43,8 @@ class Nodes:
         meet = ["--nnodes", self.nnodes, "--rdzv-backend", "etcd", "--rdzv-id", self.job, "--node-id", node]
         meet += ["--rdzv-conf", "last_call_timeout=0"]
         meet += ["--rdzv-endpoint", f"127.0.0.1:{self.etcd.port}", "--local-addr", "127.0.0.1"]
-        self.agents.append(self._start(script, COLD, *args, flags=[*meet, *flags], **{"workers": "1", **how}))
+        given = args if warm else (COLD, *args)
+        self.agents.append(self._start(script, *given, flags=[*meet, *flags], **{"workers": "1", **how}))
         return self.agents[-1]
 
     def enough(self) -> list[int]:

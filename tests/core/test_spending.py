@@ -1,0 +1,166 @@
+"""What happens to a group -> what becomes of the node's time, one happening after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticd.beat import Beat, Source
+from elasticd.wire import BudgetState, Exclusion, Member, Round
+from elasticd_agent.goodput import Spent, Times
+from elasticd_agent.spending import BACKOFF_S, Spending, fault_in
+from elasticd_agent.watch import Seen
+
+ME, OTHER = "a", "b"
+
+
+def round(
+    number: int, cause: str = "start", *, nodes: str = ME, high_water: int = 0, lost: str = "", **more: object
+) -> Round:
+    return Round(
+        number,
+        tuple(Member(node, "i", (0,)) for node in nodes),
+        cause=cause,
+        budget=BudgetState(high_water=high_water),
+        excluded=tuple(Exclusion(node, 1, 0.0) for node in lost),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def seen(number: int, step: int, at: float, first_at: float = 0.0, source: Source = Source.SESSION) -> Seen:
+    first = round_ns(first_at or at)
+    return Seen(number, (Beat(step=step, progress_ns=round_ns(at), first_step_ns=first, source=source),), (), 0.0)
+
+
+def round_ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def trained() -> Spending:
+    """Ten steps of a second each, the first of them finished at 10; all times are from 0."""
+    spending = Spending(ME, Spent(0.0))
+    spending.published(round(1), 1.0)
+    for step in range(1, 11):
+        assert spending.seen(seen(1, step, 9.0 + step, first_at=10.0)) is None
+    return spending
+
+
+def exactly(useful: float, lost: float, idle: float) -> Times:
+    return Times(pytest.approx(useful), pytest.approx(lost), pytest.approx(idle))
+
+
+def test_a_crash_here_from_the_last_step_to_the_first_new_one() -> None:
+    spending = trained()
+    spending.broke(1, 19.5)
+    spending.ending(1)
+    spending.gone(1, 19.6)
+    spending.published(round(2, "crash", high_water=10), 19.7)
+    assert spending.seen(seen(2, 6, 25.0)) is None
+    assert spending.seen(seen(2, 10, 29.0, first_at=25.0)) is None
+    cost = spending.seen(seen(2, 11, 30.0, first_at=25.0))
+    assert cost == pytest.approx(11.0)
+    assert spending.until(31.0) == exactly(10, 11, 10)
+    assert spending.seen(seen(2, 12, 31.0, first_at=25.0)) is None, "it was made good once"
+
+
+def test_a_crash_elsewhere_is_heard_of_by_the_next_round() -> None:
+    spending = trained()
+    spending.published(round(2, "crash", high_water=10), 19.7)
+    spending.ending(1)
+    assert spending.until(29.0) == exactly(9, 10, 10)
+
+
+def test_a_lost_node_is_a_fault_and_one_that_leaves_is_none() -> None:
+    assert fault_in(round(2, "resize", lost=OTHER))
+    assert not fault_in(round(2, "resize"))
+    for news, lost, idle in ((round(2, "resize", lost=OTHER), 10, 10), (round(2, "resize"), 0, 20)):
+        spending = trained()
+        spending.published(news, 20.0)
+        assert spending.until(29.0) == exactly(9, lost, idle)
+
+
+def test_an_older_loss_that_is_still_held_against_a_node_is_no_fault_of_this_round() -> None:
+    assert not fault_in(Round(2, (Member(ME, "i", (0,)),), cause="resize", excluded=(Exclusion(OTHER, 1, 3.0),)))
+
+
+def test_what_was_trained_again_after_a_round_without_a_fault_is_lost() -> None:
+    spending = trained()
+    spending.published(round(2, "resize", high_water=10), 20.0)
+    assert spending.seen(seen(2, 6, 25.0)) is None
+    assert spending.seen(seen(2, 11, 30.0, first_at=25.0)) == pytest.approx(5.0)
+    assert spending.until(30.0) == exactly(9, 5, 16)
+
+
+def test_a_hold_is_idle_from_its_checkpoint_on() -> None:
+    spending = trained()
+    spending.holding(19.5)
+    spending.published(round(2, "resize", high_water=10), 21.0)
+    spending.seen(seen(2, 11, 23.0))
+    assert spending.until(24.0) == exactly(10.5, 0, 13.5)
+
+
+def test_a_step_made_before_the_fault_was_heard_of_counts_and_does_not_end_it() -> None:
+    spending = trained()
+    spending.broke(1, 20.5)
+    assert spending.seen(seen(1, 11, 20.0, first_at=10.0)) is None
+    assert spending.until(25.0) == exactly(10, 5, 10)
+    spending.published(round(2, "crash", high_water=11), 21.0)
+    assert spending.seen(seen(1, 12, 22.0, first_at=10.0)) is None, "a group that was ended does nothing new"
+    assert spending.until(25.0) == exactly(10, 5, 10)
+
+
+def test_a_hang_that_is_only_reported_ends_with_the_next_step() -> None:
+    spending = trained()
+    spending.broke(1, 30.0, ends=False)
+    assert spending.until(35.0) == exactly(9, 16, 10)
+    assert spending.seen(seen(1, 11, 40.0, first_at=10.0)) == pytest.approx(21.0)
+    assert spending.until(41.0) == exactly(10, 21, 10)
+
+
+def test_a_plain_script_counts_from_0_in_each_round_and_every_step_is_new() -> None:
+    spending = Spending(ME, Spent(0.0))
+    spending.published(round(1), 1.0)
+    spending.seen(seen(1, 50, 10.0, source=Source.HOOK))
+    spending.published(round(2, "crash", high_water=50), 12.0)
+    assert spending.seen(seen(2, 1, 15.0, source=Source.HOOK)) == pytest.approx(5.0)
+    assert spending.spent.high_water == 51
+
+
+def test_who_joins_late_trains_nothing_new_until_the_others_do() -> None:
+    spending = Spending(ME, Spent(0.0))
+    spending.published(round(7, "resize", nodes=OTHER, high_water=100), 1.0)
+    spending.published(round(8, "resize", nodes=OTHER + ME, high_water=100), 5.0)
+    spending.seen(seen(8, 91, 10.0))
+    spending.seen(seen(8, 101, 20.0, first_at=10.0))
+    assert spending.until(21.0) == exactly(1, 10, 10)
+
+
+def test_too_few_nodes_are_waited_for() -> None:
+    spending = trained()
+    spending.broke(1, 20.0)
+    spending.ending(1)
+    spending.waits(20.5)
+    assert spending.until(100.0) == exactly(9, 1.5, 89.5), "where the planner is"
+    spending.published(round(2, "resize", lost=OTHER, high_water=10), 90.0)
+    spending.seen(seen(2, 11, 95.0))
+    assert spending.until(96.0) == exactly(10, 6.5, 79.5)
+
+    spending = trained()
+    spending.broke(1, 20.0)
+    spending.gone(1, 21.0)
+    assert spending.until(21.0 + BACKOFF_S) == exactly(9, 2 + BACKOFF_S, 10), "it may be the backoff"
+    assert spending.until(121.0 + BACKOFF_S) == exactly(9, 2 + BACKOFF_S, 110)
+
+
+def test_the_planner_may_wait_for_more_nodes_while_all_trains() -> None:
+    spending = trained()
+    spending.waits(19.5)
+    spending.broke(1, 20.0)
+    assert spending.until(30.0) == exactly(9, 11, 10)
+
+
+def test_the_end_of_a_job_is_no_loss() -> None:
+    spending = trained()
+    spending.exited(25.0)
+    spending.gone(1, 25.5)
+    spending.published(Round(2, (), outcome="succeeded", exit_code=0), 25.6)
+    assert spending.until(30.0) == exactly(15, 0, 15)

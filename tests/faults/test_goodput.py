@@ -1,0 +1,148 @@
+"""What became of a job's time, as Prometheus sees it, against the job's event log."""
+
+from __future__ import annotations
+
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elasticd_agent.metric_names import SPENT
+from tests.etcd import free_ports
+from tests.faults.conftest import StartJob
+from tests.faults.job import Fault, Job, until
+from tests.faults.nodes import Nodes
+
+StartNodes = Callable[[str], Nodes]
+LOOK_S = 0.25
+"""How often the agent looks at the steps, and so how much later than the last one that it knows one was made."""
+
+
+@dataclass(slots=True)
+class Scraped:
+    """One agent's metrics, scraped again and again; what must hold of every scrape is checked at each."""
+
+    port: int
+    pages: list[dict[str, float]] = field(default_factory=list)
+    asked: list[tuple[float, float]] = field(default_factory=list)
+
+    def page(self) -> dict[str, float]:
+        """`name{labels but job_id and node}` to value; empty while nobody listens."""
+        began = time.monotonic()
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+                text = answer.read().decode()
+        except urllib.error.URLError:
+            return {}
+        found = {}
+        for family in text_string_to_metric_families(text):
+            for one in family.samples:
+                labels = {name: value for name, value in one.labels.items() if name not in ("job_id", "node")}
+                found[one.name + str(sorted(labels.items()) if labels else "")] = one.value
+                assert one.labels["node"], one
+        self.pages.append(found)
+        self.asked.append((began, time.monotonic()))
+        return found
+
+    def of(self, name: str, **labels: str) -> float | None:
+        return self.page().get(key(name, **labels))
+
+    def times(self) -> dict[str, float]:
+        found = self.page()
+        return {state: found[key("elasticd_time_seconds_total", state=state)] for state in SPENT}
+
+    def assert_no_time_was_made_or_lost(self) -> None:
+        """From any scrape to the next one the three grow, by what has passed between the two and no more."""
+        told = [[page[key("elasticd_time_seconds_total", state=state)] for state in SPENT] for page in self.pages]
+        for n in range(1, len(told)):
+            assert all(after >= before for before, after in zip(told[n - 1], told[n], strict=True))
+            grew = sum(told[n]) - sum(told[n - 1])
+            least, most = self.asked[n][0] - self.asked[n - 1][1], self.asked[n][1] - self.asked[n - 1][0]
+            assert least - 1e-3 <= grew <= most + 1e-3
+
+
+def key(name: str, **labels: str) -> str:
+    return name + (str(sorted(labels.items())) if labels else "")
+
+
+def test_what_a_kill_costs_is_what_the_event_log_says(job: StartJob, tmp_path: Path) -> None:
+    scraped = Scraped(*free_ports(1))
+    flags = ["--metrics-port", str(scraped.port), "--checkpoint-dir", str(tmp_path / "checkpoints")]
+    trains = job(
+        "resume.py", "--steps", "100000", "--every", "40", flags=flags, faults=[Fault(1, 75, "SIGKILL", round=1)]
+    )
+    until(scraped.page, "the first scrape")
+    before = until(lambda: scraped.times() if trains.events("first_step") else None, "a step")
+    assert before["lost"] == 0
+    caught_up = until(lambda: scraped.page() and trains.events("caught_up"), trains._told)[0]
+    # What the counters cannot take back is made good within as much time again; then they stand where the log says.
+    until(lambda: scraped.page() and trains.steps()[-1][1] > 160, trains._told)
+    times, now = scraped.times(), time.monotonic()
+    found = scraped.pages[-1]
+    scraped.assert_no_time_was_made_or_lost()
+
+    (first, again), died = trains.events("first_step"), trains.event("worker_exited", signal=int(signal.SIGKILL))
+    resumed = trains.event("resumed")
+    assert resumed["step"] == 40 < caught_up["step"], "steps were trained again"
+    assert caught_up["mono"] > again["mono"]
+    assert abs(times["lost"] - caught_up["seconds"]) < 1e-3
+    # The last step before the fault was made at most a look before the death.
+    assert died["mono"] - 2 * LOOK_S - 0.2 < caught_up["mono"] - caught_up["seconds"] <= died["mono"]
+    useful_s = now - caught_up["mono"] + (caught_up["mono"] - caught_up["seconds"] - first["mono"])
+    assert abs(times["useful"] - useful_s) < 0.2, "what was scraped was scraped a moment before `now`"
+    assert times["lost"] > found["elasticd_recovery_seconds_sum"] > 0, "to train again is no part of the recovery"
+
+    assert found[key("elasticd_faults_total", cause="crash", culprit=trains.event("round_published")["node"])] == 1
+    assert found["elasticd_round"] == 2
+    (info,) = (name for name in found if name.startswith("elasticd_round_info"))
+    assert trains.events("round_published")[1]["reason"] in info
+    assert found[key("elasticd_job_phase", phase="running")] == 1
+    trains.process.terminate()
+    trains.wait()
+
+
+@pytest.mark.system
+def test_the_loss_of_a_node_as_every_node_tells_it(nodes: StartNodes, tmp_path: Path) -> None:
+    both = nodes("1:2")
+    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+
+    def start(name: str) -> tuple[Job, Scraped]:
+        scraped = Scraped(*free_ports(1))
+        asked = [*flags, "--metrics-port", str(scraped.port)]
+        script = "resume.py", "--steps", "100000", "--every", "20"
+        agent = both.agent(name, *script, flags=asked, workers="2", warm=True)
+        return agent, scraped
+
+    a, on_a = start("a")
+    a.event("first_step")
+    b, on_b = start("b")
+    b.event("first_step")
+    joined = max(event["round"] for event in a.events("round_published"))
+    until(lambda: on_a.of("elasticd_world_size") == 4 and on_b.of("elasticd_world_size") == 4, "both")
+    (there, here) = on_b.page(), on_a.page()
+    assert any("elasticd_round_info" in name for name in here), "a plans"
+    assert not any("elasticd_round_info" in name for name in there)
+    until(lambda: (on_b.of("elasticd_lease_renewal_seconds_count") or 0) > 1, "renewals")
+    assert on_b.of("elasticd_lease_seconds") == 3
+    assert here[key("elasticd_time_seconds_total", state="lost")] == 0, "to take a node is no fault"
+
+    b.process.kill()
+    a.event("first_step", round=joined + 1)
+    lost = until(lambda: on_a.times()["lost"], "time lost")
+    found = on_a.page()
+    assert 0 < lost < 20
+    assert found[key("elasticd_faults_total", cause="node_lost", culprit="b")] == 1
+    assert sum(value for name, value in found.items() if name.startswith("elasticd_faults_total")) == 1
+    assert found["elasticd_recovery_seconds_count"] == 1
+    assert {name for name in found if name.startswith("elasticd_worker_step")} <= {
+        key("elasticd_worker_step", rank=str(rank)) for rank in (0, 1)
+    }
+    on_a.assert_no_time_was_made_or_lost()
+    a.process.terminate()
+    a.wait()
