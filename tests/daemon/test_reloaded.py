@@ -48,3 +48,26 @@ def test_a_reload_is_all_or_nothing_and_says_what_waits(node: MakeNode) -> None:
     assert lives(workers[0])
     assert n1.drain() == 0
     n1.assert_gone()
+
+
+def test_an_agent_does_not_replace_itself_by_one_that_would_not_start(node: MakeNode) -> None:
+    """It would be gone, for a wrong key or half an upgrade, and systemd does not start exit code 2 again."""
+    n1 = node()
+    installed = n1.root / "installed"
+    installed.mkdir()
+    n1.path.insert(0, str(installed))
+    n1.start()
+    right = n1.config.read_text()
+
+    n1.config.write_text(right + "nonsense = 1\n")
+    n1.signal(signal.SIGUSR2)
+    assert "nonsense: is not a key" in n1.said("SIGUSR2: this agent goes on as it is")
+    n1.config.write_text(right)
+
+    (installed / "elasticd_agent.py").write_text("raise ImportError('half of it')\n")
+    n1.signal(signal.SIGUSR2)
+    assert "SIGUSR2: this agent goes on as it is" in n1.said("ImportError: half of it")
+    (installed / "elasticd_agent.py").unlink()
+
+    n1.upgrade()
+    assert n1.drain() == 0

@@ -73,10 +73,9 @@ def agent(argv: Sequence[str]) -> int:
         from elasticd_agent.daemon.supervise import supervise
 
         return supervise(_again(without="--supervised"))
-    told = {flag: text for flag in FLAGS if (text := getattr(asked, flag[2:].replace("-", "_"))) is not None}
 
     def read() -> Settings:
-        return load(asked.config, os.environ, told)
+        return _settings(asked)
 
     settings = read()
     faulthandler.enable()  # systemd's watchdog ends a daemon that hangs by SIGABRT: the journal has its stacks then
@@ -84,7 +83,7 @@ def agent(argv: Sequence[str]) -> int:
     with heard_signals(inbox):
         with contextlib.ExitStack() as stack:
             notifier = open_notifier(os.environ)
-            replaces = _run(settings, read, inbox, notifier, stack)
+            replaces = _run(settings, read, lambda: unfit(argv), inbox, notifier, stack)
         if replaces:
             _replace(notifier, inbox)
     return 0
@@ -93,6 +92,7 @@ def agent(argv: Sequence[str]) -> int:
 def _run(
     settings: Settings,
     read: Callable[[], Settings],
+    replaceable: Callable[[], str],
     inbox: queue.SimpleQueue[Message],
     notifier: Notifier,
     stack: contextlib.ExitStack,
@@ -136,7 +136,7 @@ def _run(
         tell(now, telling.happened)
         inbox.put(Hint())
 
-    deciding = Deciding(parts, orders, reload, unfit)
+    deciding = Deciding(parts, orders, reload, replaceable)
     serving = open_serving(
         lambda: deciding.settings,
         store,
@@ -224,17 +224,42 @@ def heard_signals(inbox: queue.SimpleQueue[Message]) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def unfit() -> str:
-    """Why what is installed now could not take over; "" if it can. Takes a second; bounded."""
-    program = "import elasticd_agent.daemon.agent, elasticd_agent.cli"
+def unfit(arguments: Sequence[str] = ()) -> str:
+    """Why what is installed now could not take over with these arguments; "" if it can. Takes a second; bounded.
+
+    It reads the configuration as well: whoever takes over and then finds it wrong is gone, and its jobs with it.
+    """
+    program = (
+        "import sys, elasticd_agent.cli, elasticd_agent.daemon.agent as it; "
+        "sys.exit(getattr(it, 'wrong', lambda arguments: '')(sys.argv[1:]) or 0)"  # an older version does not say
+    )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TRY_S
+            [sys.executable, "-c", program, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TRY_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the version that is installed does not start: {error}"
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return "" if done.returncode == 0 else f"the version that is installed does not start: {last}"
+
+
+def wrong(argv: Sequence[str]) -> str:
+    """Why an agent with these arguments would not start; "" if it would."""
+    try:
+        asked = _parser().parse_args(argv)
+        _settings(asked)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def _settings(asked: argparse.Namespace) -> Settings:
+    told = {flag: text for flag in FLAGS if (text := getattr(asked, flag[2:].replace("-", "_"))) is not None}
+    return load(asked.config, os.environ, told)
 
 
 def _replace(notifier: Notifier, inbox: queue.SimpleQueue[Message]) -> NoReturn:
