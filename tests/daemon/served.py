@@ -62,7 +62,7 @@ class Served:
     connection_s: float = ASKING_S
     where: dict[str, Any] = field(default_factory=dict)
     said: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    front: Callable[[Api, TokenDoor, bool], Routes] = lambda api, token, tls: api  # noqa: E731
+    front: Callable[[Api, TokenDoor, bool], Routes] = lambda api, token, tls: api
     now: Callable[[], float] = time.time
     server: DaemonServer = field(init=False)
     desk: Desk = field(init=False)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote
+from urllib.parse import parse_qsl, unquote
 
 from elasticd.errors import ElasticdError, StoreUnavailable, UsageError
 from elasticd_agent.daemon.door import Refused
@@ -117,7 +117,7 @@ class Front:
     def _explain(self, request: Request, name: str) -> Answer:
         job = self._known(name)
         rows = self._evidence.get((name, job.number, "all"), lambda: self.api.desk.explain(name, None))["nodes"]
-        back = tag("p", tag("a", f"← {name}", href=f"/jobs/{quote(name, safe='')}"))
+        back = tag("p", tag("a", f"← {name}", href=words.link(name)))
         found = jobpage.explanation(name, rows, brief=False)
         return self._shown(
             request, f"{name}: evidence · elasticd", back, tag("h1", "Who was to blame"), found, live=False
@@ -135,7 +135,7 @@ class Front:
         try:
             found = within(TAIL_S, lambda: self._evidence.get(key, lambda: desk.explain(job.job, None)))
         except (ElasticdError, Silent):
-            link = tag("a", "ask again", href=f"/jobs/{quote(job.job, safe='')}/explain")
+            link = tag("a", "ask again", href=words.link(job.job, "/explain"))
             return tag("p", "Reading the evidence takes long: ", link, ".", class_="quiet")
         return jobpage.explanation(job.job, found["nodes"], brief=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 from elasticd_agent.daemon.page import history, ranks, words
 from elasticd_agent.daemon.page.chart import chart
@@ -29,7 +29,7 @@ class View:
 
     def link(self, job: str, **other: str) -> str:
         query = {"window": self.window, "rank": str(self.rank), "stream": self.stream, **other}
-        return f"/jobs/{quote(job, safe='')}?{urlencode(query)}"
+        return words.link(job, f"?{urlencode(query)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +160,14 @@ def explanation(job: str, rows: Sequence[dict[str, Any]], *, brief: bool) -> Chi
         for row in (told[:1] if brief else told)
     ]  # fmt: skip
     if brief and len(told) > 1:
-        link = f"/jobs/{quote(job, safe='')}/explain"
+        link = words.link(job, "/explain")
         others = "node says" if len(told) == 2 else f"{len(told) - 1} nodes say"
         shown.append(tag("p", tag("a", f"What the other {others}", href=link), class_="below"))
     return shown
 
 
 def look_for_evidence(job: str) -> Html:
-    link = tag("a", "Look for evidence all the same", href=f"/jobs/{quote(job, safe='')}/explain")
+    link = tag("a", "Look for evidence all the same", href=words.link(job, "/explain"))
     return tag("p", "No round began because of a hang. ", link, ".", class_="quiet")
 
 
@@ -183,7 +183,7 @@ def _log(job: Job, view: View, tail: Tail) -> Html:
         tag("input", type="hidden", name="window", value=view.window),
         tag("button", "Show"),
         method="get",
-        action=f"/jobs/{quote(job.job, safe='')}#log",
+        action=words.link(job.job, "#log"),
         id="which",
     )
     heading = tag("div", tag("h2", "Log", id="log-title"), form, class_="heading")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
 
 from elasticd_agent.daemon.page import facts, words
 from elasticd_agent.daemon.page.frame import banner, chip, section
@@ -54,7 +53,7 @@ def _jobs(rows: Sequence[Mapping[str, Any]], doing: Mapping[str, facts.Job]) -> 
         ("Job", "State", "Step", "Nodes", "Since", "Why"),
         [
             (
-                tag("a", row["job"], href=f"/jobs/{quote(row['job'], safe='')}"),
+                tag("a", row["job"], href=words.link(row["job"])),
                 chip(*_state(row, doing.get(row["job"]))),
                 _step(doing.get(row["job"])),
                 _some(row["nodes"]),
@@ -120,7 +119,7 @@ def _some(names: Sequence[str]) -> str:
 def _links(jobs: Sequence[str]) -> Child:
     found: list[Child] = []
     for job in jobs[:4]:
-        found += [", " if found else None, tag("a", job, href=f"/jobs/{quote(job, safe='')}")]
+        found += [", " if found else None, tag("a", job, href=words.link(job))]
     return [*found, f" +{len(jobs) - 4}" if len(jobs) > 4 else None] if found else "–"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from urllib.parse import quote
 
 from elasticd_agent.daemon.page.markup import Html, tag
 
@@ -39,6 +40,11 @@ def moment(at: float, now: float) -> Html:
     whole = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(at))
     today = time.localtime(at)[:3] == time.localtime(now)[:3]
     return tag("time", clock(at, day=not today), datetime=whole, title=clock(at, day=True))
+
+
+def link(job: str, more: str = "") -> str:
+    """The address of a job's page."""
+    return f"/jobs/{quote(job, safe='', errors='replace')}{more}"
 
 
 def zone() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 FINE_S = 2.0
@@ -18,41 +19,45 @@ COARSE = 256
 
 Point = tuple[float, int, int]
 """Unix seconds, round, step."""
+_Kept = tuple[int, Point]
+"""With its place among all that ever came."""
 
 
 @dataclass(slots=True)
 class Track:
     """Fed by one thread, read by others."""
 
-    _fine: deque[Point] = field(default_factory=lambda: deque(maxlen=FINE))
-    _coarse: list[Point] = field(default_factory=list)
+    _fine: deque[_Kept] = field(default_factory=lambda: deque(maxlen=FINE))
+    _coarse: list[_Kept] = field(default_factory=list)
+    _count: int = 0
     _every_s: float = FINE_S
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def at(self, wall: float, round: int, step: int) -> None:
         """A round's first point is always kept, others only if the one before is long enough ago."""
-        point = (wall, round, step)
         with self._lock:
-            if _due(self._fine[-1] if self._fine else None, point, FINE_S):
-                self._fine.append(point)
-            if _due(self._coarse[-1] if self._coarse else None, point, self._every_s):
-                self._coarse.append(point)
+            self._count += 1
+            kept = (self._count, (wall, round, step))
+            if _due(self._fine, kept, FINE_S):
+                self._fine.append(kept)
+            if _due(self._coarse, kept, self._every_s):
+                self._coarse.append(kept)
                 if len(self._coarse) >= COARSE:
                     # The newest stays: what comes next is measured from it.
                     self._coarse = self._coarse[-1::-2][::-1]
-                    span = self._coarse[-1][0] - self._coarse[0][0]
+                    span = self._coarse[-1][1][0] - self._coarse[0][1][0]
                     self._every_s = max(FINE_S, span / len(self._coarse))
 
     def points(self) -> list[Point]:
-        """In order; no two of the same moment."""
+        """As they came; none twice."""
         with self._lock:
             fine, coarse = list(self._fine), list(self._coarse)
-        return [point for point in coarse if not fine or point[0] < fine[0][0]] + fine
+        return [point for count, point in coarse if not fine or count < fine[0][0]] + [point for _, point in fine]
 
 
-def _due(last: Point | None, point: Point, every_s: float) -> bool:
-    if last is None:
+def _due(before: Sequence[_Kept], kept: _Kept, every_s: float) -> bool:
+    if not before:
         return True
-    wall, round, _ = last
+    (then, number, _), (now, round, _) = before[-1][1], kept[1]
     # A clock that was set back must not stop the record until it has caught up.
-    return point[1] != round or not 0 <= point[0] - wall < every_s
+    return round != number or not 0 <= now - then < every_s
