@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -297,6 +298,22 @@ def test_no_value_in_its_place_is_too_much(data: st.DataObject) -> None:
         assert page(told).endswith("\n")
         assert summary(told)
         json.dumps(document(told), allow_nan=False)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "9" * 400])
+def test_numbers_that_are_none(number: str, tmp_path: Path) -> None:
+    """Wherever a number is expected: a property test draws one of these in the one place that matters rarely."""
+    logs = Path(shutil.copytree(HERE / "stopped", tmp_path / "logs"))
+    evidence = logs / "round-1" / "evidence"
+    for path in (logs / "events.jsonl", *evidence.glob("*.json*")):
+        whole = path.read_text()
+        for key in sorted(set(re.findall(r'"(\w+)": -?\d', whole))):
+            path.write_text(re.sub(rf'"{key}": -?[\d.e+-]+', f'"{key}": {number}', whole))
+            told = explained(logs, logs / "events.jsonl")
+            assert page(told).endswith("\n")
+            assert summary(told)
+            json.dumps(document(told), allow_nan=False)
+        path.write_text(whole)
 
 
 def test_pipes_links_and_directories_are_named_and_not_opened(evidence: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 import threading
@@ -21,6 +22,8 @@ TEXT_LIMIT = 4 << 20
 """A stack dump of a thousand threads is below 1 MB, a flight recorder of 2,000 entries about 2 MB."""
 LINE_LIMIT = 1 << 20
 ENTRIES_LIMIT = 20_000
+_DIGITS = 20
+"""Of an integer of 64 bits, its sign included."""
 
 _Result = TypeVar("_Result")
 
@@ -118,11 +121,21 @@ def names(directory: Path) -> list[str]:
 
 
 def _object(text: str) -> dict[str, Any] | None:
+    """A number that no clock and no JSON can show (NaN, 1e999, one of 400 digits) is as good as none."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_float=_finite, parse_int=_bounded, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
+
+
+def _finite(digits: str) -> float | None:
+    value = float(digits)
+    return value if math.isfinite(value) else None
+
+
+def _bounded(digits: str) -> int | None:
+    return int(digits) if len(digits) <= _DIGITS else None
 
 
 def _bytes(fd: int, offset: int, most: int) -> bytes:
