@@ -10,8 +10,9 @@ from functools import partial
 import pytest
 
 from elasticd.errors import StoreUnavailable, UsageError
+from elasticd_agent import keys
 from elasticd_agent.daemon import names
-from elasticd_agent.daemon.placement import queue
+from elasticd_agent.daemon.placement import looking, queue
 from elasticd_agent.daemon.records import Cordon, Ending, Place, Placement, RoundNote, Submission
 from elasticd_agent.store import Lease, Store, Traffic, Versioned, Watch
 from elasticd_agent.store.etcd import EtcdStore
@@ -178,6 +179,34 @@ def test_a_history_of_any_length_becomes_a_record_that_fits(store: Store) -> Non
     assert found is not None
     assert len(found.value) < 60_000
     assert queue.view(store).ending("llm", wants.number) == kept
+
+
+def test_what_was_understood_once_is_not_again_and_what_has_changed_is(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page of 500 ended jobs is asked for every few seconds, and hardly any of them changes."""
+    understood: list[str] = []
+
+    def counted(kind: type[Submission], key: str, value: bytes) -> Submission:
+        understood.append(key)
+        return keys.understood(kind, key, value)
+
+    monkeypatch.setattr(looking, "understood", counted)
+    eye = looking.Looking(store)
+    made = [submit(store, f"job{i}", token=f"word{i}") for i in range(5)]
+    understood.clear()
+    assert set(eye.view().submissions) == set(made)
+    assert submit(store, "job3", token="word3", looking=eye) == made[3]
+    assert sorted(understood) == [names.SUBMITTED + f"job{i}" for i in range(5)]
+    understood.clear()
+    ending = queue.cancel(store, "job2", "ann", 7.0)
+    store.delete(names.SUBMITTED + "job4")
+    understood.clear()
+    now = eye.view()
+    assert (set(now.submissions), now.endings) == (set(made[:4]), (ending,))
+    assert understood == [names.ENDED + "job2"]
+    submit(store, "job2")
+    assert [s.number for s in eye.view().unended()] == [1, 2, 4, 6]
 
 
 def test_damaged_records_are_named_and_in_nobodys_way(store: Store) -> None:

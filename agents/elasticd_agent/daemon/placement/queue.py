@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 from elasticd.errors import StoreUnavailable, UsageError, WireError
-from elasticd.records import Document
 from elasticd_agent.config import identifier
 from elasticd_agent.daemon import names
+from elasticd_agent.daemon.placement.looking import Looking
 from elasticd_agent.daemon.placement.placing import View
-from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Submission
+from elasticd_agent.daemon.records import Cordon, Ending, Placement, Submission
 from elasticd_agent.keys import understood
 from elasticd_agent.store import Store, Versioned
-
-D = TypeVar("D", bound=Document)
 
 CANCELLED = 143
 """As a shell says it of SIGTERM, which is what a cancelled job's workers get."""
@@ -45,15 +42,17 @@ def submit(
     at: float,
     token: str = "",
     grow: bool = True,
+    looking: Looking | None = None,
 ) -> Submission:
     """Hand a job in; its number is its place in the queue. Without an id it gets one, `job-<number>`.
 
     `token` is the caller's own word for this one submission: repeated with it, e.g. after an outage, the job that was
-    handed in the first time is found again. Without it, an id whose job has not ended is refused.
+    handed in the first time is found again. Without it, an id whose job has not ended is refused. `looking`: who has
+    looked at the store before, and so needs less time to.
     """
     if job is not None:
         identifier("job id", job)
-    if token and (found := _by_token(store, token)) is not None:
+    if token and (found := _by_token(looking or Looking(store), token)) is not None:
         return found
     for _ in range(RACES):
         before = None if job is None else _refuse_unless_free(store, job, token)
@@ -118,23 +117,7 @@ def uncordon(store: Store, node: str) -> bool:
 
 def view(store: Store, say: Callable[[str], None] = lambda sentence: None) -> View:
     """Everything that daemons have said, for people to look at; what cannot be understood is said and left out."""
-
-    def all_of(kind: type[D], prefix: str) -> tuple[D, ...]:
-        found = []
-        for key, item in store.list(prefix).items():
-            try:
-                found.append(understood(kind, key, item.value))
-            except WireError as error:
-                say(str(error))
-        return tuple(found)
-
-    return View(
-        cards=all_of(NodeCard, names.NODES),
-        cordons=all_of(Cordon, names.CORDONED),
-        submissions=all_of(Submission, names.SUBMITTED),
-        placements=all_of(Placement, names.PLACED),
-        endings=all_of(Ending, names.ENDED),
-    )
+    return Looking(store).view(say)
 
 
 # ---- submitting
@@ -224,8 +207,8 @@ def _is_there(store: Store, key: str, value: bytes) -> bool:
     return found is not None and found.value == value
 
 
-def _by_token(store: Store, token: str) -> Submission | None:
-    return next((s for s in view(store).submissions if s.token == token), None)
+def _by_token(looking: Looking, token: str) -> Submission | None:
+    return next((s for s in looking.submissions() if s.token == token), None)
 
 
 def _checked(wants: Submission) -> None:

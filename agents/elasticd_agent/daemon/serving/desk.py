@@ -18,6 +18,7 @@ from elasticd_agent.daemon.config import jobfile
 from elasticd_agent.daemon.config.documents import Kind
 from elasticd_agent.daemon.config.jobfile import JobFile
 from elasticd_agent.daemon.placement import queue
+from elasticd_agent.daemon.placement.looking import Looking
 from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.records import Submission
 from elasticd_agent.daemon.serving import showing
@@ -49,6 +50,7 @@ class Desk:
         self.here = here
         self._across = Across(here, peers)
         self._store, self._check, self._clock = store, check, clock
+        self._looking = Looking(store)
 
     def now(self) -> float:
         """Unix seconds."""
@@ -58,7 +60,7 @@ class Desk:
 
     def jobs(self) -> dict[str, Any]:
         troubles: list[str] = []
-        view = queue.view(self._store, troubles.append)
+        view = self._looking.view(troubles.append)
         return {"jobs": showing.jobs(view, self._clock()), "troubles": troubles}
 
     def job(self, name: str) -> dict[str, Any]:
@@ -80,10 +82,19 @@ class Desk:
         try:
             grow = job.grow != "never"
             made = queue.submit(
-                self._store, spec, job=wanted, nodes=nodes, slots=slots, by=by, at=at, token=token, grow=grow
+                self._store,
+                spec,
+                job=wanted,
+                nodes=nodes,
+                slots=slots,
+                by=by,
+                at=at,
+                token=token,
+                grow=grow,
+                looking=self._looking,
             )
         except UsageError as error:
-            if wanted is not None and any(s.job == wanted for s in queue.view(self._store).unended()):
+            if wanted is not None and any(s.job == wanted for s in self._looking.view().unended()):
                 raise Conflict(str(error)) from None
             raise
         return {"job": made.job, "number": made.number}
@@ -100,7 +111,7 @@ class Desk:
 
     def nodes(self) -> dict[str, Any]:
         troubles: list[str] = []
-        return {"nodes": showing.nodes(queue.view(self._store, troubles.append)), "troubles": troubles}
+        return {"nodes": showing.nodes(self._looking.view(troubles.append)), "troubles": troubles}
 
     def cordon(self, node: str, *, drain: bool, reason: str, by: str) -> dict[str, Any]:
         """Raises NoSuch."""
@@ -148,7 +159,7 @@ class Desk:
     # ---- inside
 
     def _found(self, name: str) -> tuple[View, Submission]:
-        view = queue.view(self._store)
+        view = self._looking.view()
         for submission in view.submissions:
             if submission.job == name:
                 return view, submission
@@ -158,7 +169,7 @@ class Desk:
         raise NoSuch(f"there is no job {name!r}; {_there_are([s.job for s in view.submissions], 'job')}")
 
     def _known(self, node: str) -> dict[str, Any]:
-        rows = showing.nodes(queue.view(self._store))
+        rows = showing.nodes(self._looking.view())
         for row in rows:
             if row["node"] == node:
                 return row
