@@ -86,7 +86,9 @@ ROUND_INFO = Spec(
 ROUND_START = Spec("elasticd_round_start_timestamp_seconds", "gauge", "Unix time this node heard of the current round.")
 WORLD_SIZE = Spec("elasticd_world_size", "gauge", "Workers in the current round, over all nodes.")
 WORLD_SIZE_TARGET = Spec(
-    "elasticd_world_size_target", "gauge", "Workers the job would have with nothing set aside or lost."
+    "elasticd_world_size_target",
+    "gauge",
+    "Workers the job would have on as many nodes as it may have, and with nothing set aside.",
 )
 WORKERS_RUNNING = Spec("elasticd_workers_running", "gauge", "Worker processes of the current round alive on this node.")
 RESTARTS = Spec(

@@ -32,7 +32,7 @@ from elasticd_agent.news import Awaited, FaultSeen, Planning, Plans, SlowSeen, S
 from elasticd_agent.observation import Judged
 from elasticd_agent.rate import Rate
 from elasticd_agent.recovery import Recovery
-from elasticd_agent.spending import Spending, fault_in
+from elasticd_agent.spending import Spending, fault_in, lost_in
 from elasticd_agent.watch import Seen
 from elasticd_agent.workers import STORE, Freed, Started, Stuck
 
@@ -115,7 +115,7 @@ class JobStory:
         self.metrics.round_published(
             round.number,
             round.world_size,
-            max(self.spec.max_workers, round.world_size),
+            self._most_workers(round),
             ranks,
             None if self.round is None else cause,
         )
@@ -130,10 +130,15 @@ class JobStory:
                 nodes=tuple(member.node for member in round.members),
                 restarts=round.restarts,
                 cause=cause,
+                lost=lost_in(round),
             )
         )
         self.console.said(f"round {round.number}: {round.reason}")
         self.round, self._failure = round, None
+
+    def _most_workers(self, round: Round) -> int:
+        """What the job may have on as many nodes as it may have; other nodes can have more slots than this one."""
+        return max(self.spec.max_workers * self.spec.rendezvous.max_nodes, round.world_size)
 
     def store_seen(self, seen: StoreSeen, now: float) -> None:
         """The store went away, or came back; to the person the store has said so itself."""
@@ -381,7 +386,7 @@ class JobStory:
             ProgressView(
                 self.round.number,
                 self.round.world_size,
-                target=max(self.spec.max_workers, self.round.world_size),
+                target=self._most_workers(self.round),
                 step=self.step,
                 steps_per_second=rate,
                 checkpoint_at=self._checkpoint_at,
@@ -393,7 +398,8 @@ class JobStory:
         cost_s = self._spending.seen(seen)
         if cost_s is not None and seen.progress_at is not None:
             step = self._spending.spent.high_water
-            reason = f"step {step} had not been made before the fault, which has cost {cost_s:.2f} s"
+            what = f"the fault before has cost {cost_s:.2f} s" if cost_s else "nothing was lost"
+            reason = f"step {step} is beyond all before: {what}"
             self.events.write(
                 happened.CaughtUp(round=seen.number, mono=seen.progress_at, reason=reason, step=step, seconds=cost_s)
             )
