@@ -37,6 +37,7 @@ class RoundPublished(Record):
     nodes: tuple[str, ...] = _is("ids of the nodes, in rank order")
     restarts: int = _is("restarts of the job so far, this round included")
     cause: str = _is("why there is a new round; the `cause` label of `elasticd_restarts_total`, or start")
+    lost: tuple[str, ...] = _is("ids of the nodes that the round before has lost; empty when none was", default=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +63,13 @@ class FirstStep(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaughtUp(Record):
-    """A step was finished that had not been made before the last fault: from now on the job does something new."""
+    """After a fault, a hold or a change of nodes a step was finished that is beyond all before: the job goes on."""
 
     kind: ClassVar[str] = "caught_up"
     step: int = _is("the step that was finished, as the agent counts them")
-    seconds: float = _is("what the fault has cost, in seconds: from the last step before it, without waiting for nodes")
+    seconds: float = _is(
+        "what the fault has cost, in seconds: from the last step before it, without waiting for nodes; 0 without one"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

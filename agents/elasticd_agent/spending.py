@@ -16,9 +16,14 @@ BACKOFF_S = 60.0
 """The longest wait before a restart (`Policy.backoff_s`): who has no group for longer waits for nodes."""
 
 
+def lost_in(round: Round) -> tuple[str, ...]:
+    """The nodes without which `round` goes on because they were lost, and not in an earlier one."""
+    return tuple(node.node for node in round.excluded if not node.age_s)
+
+
 def fault_in(round: Round) -> bool:
     """Whether `round` follows a fault: a failure, or the loss of a node."""
-    return round.cause not in ("", "start", "resize") or any(not node.age_s for node in round.excluded)
+    return round.cause not in ("", "start", "resize") or bool(lost_in(round))
 
 
 @dataclass(slots=True)
@@ -58,7 +63,7 @@ class Spending:
         self._over = number if ends else self._over
 
     def seen(self, seen: Seen) -> float | None:
-        """One look at the workers. Seconds that a fault has cost, if it has just been made good."""
+        """One look at the workers. Where they do something new again: seconds that a fault has cost before, or 0."""
         at = seen.progress_at
         if not seen.step or at is None:
             return None
@@ -73,8 +78,9 @@ class Spending:
         self.spent = before.stepped(step, at).proceeded(at)
         if before.state == "idle" and self.spent.state == "lost":
             self._lost_s = self.spent.decided.lost
-        made_good = before.state == "lost" and self.spent.state == "useful"
-        return self.spent.decided.lost - self._lost_s if made_good else None
+        if self.spent.state != "useful" or before.state == "useful" or not before.high_water:
+            return None
+        return self.spent.decided.lost - self._lost_s if before.state == "lost" else 0.0
 
     def holding(self, at: float) -> None:
         """All workers wait after a checkpoint."""

@@ -8,10 +8,12 @@ import math
 import os
 import re
 import resource
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,7 @@ def test_a_line_carries_the_common_fields_and_its_own(tmp_path: Path) -> None:
     assert abs(line.pop("wall") - before) < 1
     assert line == {
         "v": 1, "kind": "round_published", "job": "job-1", "node": "node-a", "round": 1, "mono": mono,
-        "reason": "began", "world_size": 2, "nodes": ["node-a"], "restarts": 0, "cause": "start",
+        "reason": "began", "world_size": 2, "nodes": ["node-a"], "restarts": 0, "cause": "start", "lost": [],
     }  # fmt: skip
 
 
@@ -66,6 +68,30 @@ def test_a_later_run_appends_and_a_new_file_is_private(tmp_path: Path) -> None:
         log.close()
     assert len(lines(path)) == 2
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_log_of_months_begins_anew_and_one_that_was_taken_away_is_there_again(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "events.jsonl"
+    log = EventLog(path, "", "n", most_bytes=2000)
+    threads = [threading.Thread(target=lambda: [log.write(ended()) for _ in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    old = path.with_name("events.jsonl.1")
+    assert sorted(path.parent.iterdir()) == [path, old]
+    assert 0 < path.stat().st_size < 3000
+    assert 2000 <= old.stat().st_size < 3000
+    assert {line["kind"] for line in lines(path) + lines(old)} == {"job_ended"}
+
+    path.rename(tmp_path / "by-logrotate")
+    log.write(ended("after logrotate"))
+    assert [line["reason"] for line in lines(path)] == ["after logrotate"]
+    shutil.rmtree(path.parent)
+    log.write(ended("after rm -r"))
+    assert [line["reason"] for line in lines(path)] == ["after rm -r"]
+    log.close()
+    assert log.lost == 0
 
 
 def test_without_a_path_nothing_is_done() -> None:

@@ -65,6 +65,7 @@ def trained(one: Served) -> None:
     )
     one.event("resumed", NOW - 61, 2, step=11)
     one.event("first_step", NOW - 60, 2, step=12)
+    one.event("caught_up", NOW - 50, 2, step=22, seconds=20.0)
     one.event("checkpoint_saved", NOW - 34, 2, step=40)
     one.said["status"] = {"phase": "running", "round": 2, "world_size": 2, "step": 101, "steps_per_second": 1.5}
 
@@ -122,7 +123,7 @@ def test_progress_comes_from_the_disk_and_from_the_runner_while_there_is_one(ser
     progress = one.unix().get("/v1/jobs/llama").document()["progress"]
     assert (progress["round"], progress["step"], progress["steps_per_second"]) == (2, 101, 1.5)
     assert progress["checkpoint"] == {"step": 40, "round": 2, "at": NOW - 34, "age_seconds": 34.0}
-    # 20 s for 20 steps of which 10 were kept, then 60 s, in 100 s.
+    # 20 s until the fault, and 50 s since what it cost was made good, in 100 s.
     assert progress["goodput"] == 0.7
     assert [one["reason"] for one in progress["rounds"]] == ["first round", "rank 1 was killed"]
     del one.said["status"]

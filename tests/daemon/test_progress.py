@@ -27,7 +27,9 @@ STARTED = (
     line("group_started", 101.0, ranks=[0, 1]),
     line("first_step", 110.0, step=1),
 )
+HELD = (line("holding", 120.0, step=10), line("hold_over", 125.0), line("caught_up", 130.0, step=11, seconds=0.0))
 CRASHED = (line("worker_exited", 130.0, step=21), line("group_gone", 131.0))
+AGAIN = (*STARTED, *CRASHED, line("resumed", 139.0, 2, step=11), line("first_step", 140.0, 2, step=12))
 
 
 @pytest.mark.parametrize(
@@ -37,21 +39,32 @@ CRASHED = (line("worker_exited", 130.0, step=21), line("group_gone", 131.0))
         (STARTED[:2], 200.0, None),
         (STARTED, 120.0, 0.5),
         ((*STARTED, *CRASHED), 140.0, 0.5),
-        # All of 20 steps were kept, half of them, none of them.
+        # All of 20 steps were kept, half of them, none of them: what is trained again is lost.
         ((*STARTED, *CRASHED, line("resumed", 139.0, 2, step=21), line("first_step", 140.0, 2, step=22)), 140.0, 0.5),
-        ((*STARTED, *CRASHED, line("resumed", 139.0, 2, step=11), line("first_step", 140.0, 2, step=12)), 140.0, 0.25),
+        ((*STARTED, *CRASHED, line("resumed", 139.0, 2, step=11), line("first_step", 140.0, 2, step=12)), 140.0, 0.5),
         ((*STARTED, *CRASHED, line("resumed", 139.0, 2, step=11), line("first_step", 140.0, 2, step=12)), 150.0, 0.4),
-        ((*STARTED, *CRASHED, line("first_step", 140.0, 2, step=1)), 140.0, 0.0),
+        ((*AGAIN, line("caught_up", 150.0, 2, step=22, seconds=20.5)), 180.0, 49.5 / 80),
+        ((*AGAIN, line("checkpoint_saved", 150.0, 2, step=22)), 180.0, 50 / 80),
+        ((*AGAIN, line("caught_up", 150.0, 2, step=22, seconds=8.0)), 180.0, 50 / 80),
+        ((*STARTED, *CRASHED, line("first_step", 140.0, 2, step=1)), 160.0, 20 / 60),
+        # Another node's worker, or another node, was lost.
+        (
+            (*STARTED, line("round_published", 130.0, 2, cause="crash"), line("first_step", 140.0, 2, step=9)),
+            140.0,
+            0.5,
+        ),
         # A hang counts from when it began; a hold only while it lasts.
         ((*STARTED, line("hung", 140.0, seconds=20.0)), 140.0, 0.25),
         ((*STARTED, line("holding", 120.0)), 140.0, 0.25),
-        ((*STARTED, line("holding", 120.0), line("hold_over", 121.0)), 140.0, 0.75),
+        ((*STARTED, *HELD), 140.0, 0.5),
+        # A round with other nodes that no fault has caused: what it takes is idle, what it trains again is lost.
+        ((*STARTED, line("round_published", 130.0, 2, cause="resize", nodes=["a"])), 140.0, 0.5),
         # After the end nothing counts any more, neither for nor against it.
         ((*STARTED, line("job_ended", 120.0, outcome="succeeded", step=11)), 9999.0, 0.5),
     ],
 )
 def test_goodput_is_the_time_of_steps_that_count(lines: tuple[Line, ...], now: float, goodput: float | None) -> None:
-    assert told(*lines).goodput(now) == goodput
+    assert told(*lines).goodput(now) == (None if goodput is None else pytest.approx(goodput))
 
 
 def test_the_step_the_rounds_and_the_checkpoint_are_the_newest() -> None:
@@ -88,12 +101,28 @@ values = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers(), max_size=3)
 )
 KINDS = (
-    "round_published group_started resumed first_step checkpoint_saved worker_exited group_gone hung holding hold_over"
+    "round_published group_started resumed first_step caught_up checkpoint_saved worker_exited store_exited group_gone"
+    " hung holding hold_over stop_requested"
 )
 kinds = st.sampled_from([*KINDS.split(), "job_ended", "nonsense"])
 lines = st.fixed_dictionaries(
     {"kind": kinds | values, "wall": st.floats(0, 1e10) | values, "round": st.integers(0, 5) | values},
-    optional=dict.fromkeys(("step", "seconds", "nodes", "ranks", "world_size", "restarts", "outcome"), values),
+    optional=dict.fromkeys(
+        (
+            "step",
+            "seconds",
+            "asked",
+            "exit_code",
+            "cause",
+            "lost",
+            "nodes",
+            "ranks",
+            "world_size",
+            "restarts",
+            "outcome",
+        ),
+        values,
+    ),
 )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from elasticd_agent.daemon.serving.progress import Progress
 from elasticd_agent.metric_names import SPENT
 from tests.etcd import free_ports
 from tests.faults.conftest import StartJob
@@ -97,6 +98,14 @@ def test_what_a_kill_costs_is_what_the_event_log_says(job: StartJob, tmp_path: P
     useful_s = now - caught_up["mono"] + (caught_up["mono"] - caught_up["seconds"] - first["mono"])
     assert abs(times["useful"] - useful_s) < 0.2, "what was scraped was scraped a moment before `now`"
     assert times["lost"] > found["elasticd_recovery_seconds_sum"] > 0, "to train again is no part of the recovery"
+
+    # What `elasticd status` reads out of the log is the same.
+    progress = Progress()
+    for line in trains.events():
+        progress.feed(line)
+    said = progress.goodput(time.time() - (time.monotonic() - now))
+    early_s = (progress.began_at or 0.0) - found["elasticd_agent_start_timestamp_seconds"]  # before the first line
+    assert said is not None and abs(said * (sum(times.values()) - early_s) - times["useful"]) < 0.3
 
     assert found[key("elasticd_faults_total", cause="crash", culprit=trains.event("round_published")["node"])] == 1
     assert found["elasticd_round"] == 2

@@ -1,4 +1,4 @@
-"""What a runner remembers of its job, for whoever asks: its rounds, how fast it goes, how much of its time it trained.
+"""What a runner remembers of its job, for whoever asks: its rounds, its last checkpoint, how fast it goes and went.
 
 It sits where the event log and the metrics are written, so that nothing has to be told twice, and passes everything on.
 It is written by the deciding thread, read by the control socket's, and bounded whatever happens.
@@ -26,8 +26,6 @@ class Book:
         self.ended: events.JobEnded | None = None
         self._rounds: deque[RoundNote] = deque(maxlen=EXIT_ROUNDS)
         self._began = time.monotonic()
-        self._training_since: float | None = None
-        self._trained_s = 0.0
         self._checkpoint: dict[str, Any] | None = None
 
     @property
@@ -43,12 +41,6 @@ class Book:
         match record:
             case events.RoundPublished(round=number, world_size=size, reason=reason):
                 self._rounds.append(RoundNote(number, size, reason, wall))
-            case events.FirstStep():
-                self._training_since = record.mono
-            case events.WorkerExited(asked=False) | events.StoreExited() | events.GroupGone():
-                self._interrupted(record.mono)
-            case events.Hung(action="restart", seconds=seconds):
-                self._interrupted(record.mono - seconds)
             case events.CheckpointSaved(round=number, step=step):
                 self._checkpoint = {"round": number, "step": step, "at": wall, "bytes": record.bytes}
             case events.JobEnded():
@@ -56,23 +48,14 @@ class Book:
         if self.log is not None:
             self.log.write(record)
 
-    def _interrupted(self, at: float) -> None:
-        since, self._training_since = self._training_since, None
-        if since is not None:
-            self._trained_s += max(0.0, at - since)
-
     def close(self) -> None:
         if self.log is not None:
             self.log.close()
 
     def told(self) -> dict[str, Any]:
         """Plain values, for /status."""
-        now, since = time.monotonic(), self._training_since
-        trained_s = self._trained_s + (0.0 if since is None else max(0.0, now - since))
-        age_s = max(1e-9, now - self._began)
         return {
-            "age_seconds": round(age_s, 3),
-            "goodput": round(min(1.0, trained_s / age_s), 4),
+            "age_seconds": round(time.monotonic() - self._began, 3),
             "checkpoint": self._checkpoint,
             "rounds": [
                 {"round": note.number, "world_size": note.world_size, "reason": note.reason, "at": note.at}

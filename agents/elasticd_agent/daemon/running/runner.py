@@ -178,6 +178,7 @@ class RunnerOutputs(Outputs):
 
         def whole(_: Mapping[str, Any]) -> Mapping[str, Any]:
             rate = {"steps_per_second": self._rates.steps_per_second, "track": self._rates.track.points()}
+            rate["goodput"] = round(self.story.spent().goodput, 4)
             return {**status(), **self._about, "pid": os.getpid(), **rate, **self._book.told()}
 
         def asked_to_leave(request: Mapping[str, Any]) -> Mapping[str, Any]:

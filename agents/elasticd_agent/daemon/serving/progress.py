@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from elasticd_agent.goodput import Spent
 
 MOST_ROUNDS = 1000
 """Of more only the newest are kept; what they add up to is kept of all."""
@@ -56,8 +58,9 @@ class Progress:
     checkpoint_step: int | None = None
     checkpoint_round: int | None = None
     checkpoint_at: float | None = None
-    _productive_s: float = 0.0
-    _open: int | None = None  # the round whose steps are not in _productive_s yet
+    _spent: Spent | None = None
+    _lost_s: float = 0.0  # before the fault that is being made good
+    _open: int | None = None  # the round that was seen to step last
 
     def feed(self, line: Mapping[str, Any]) -> None:
         """One line of the log; what makes no sense is passed over."""
@@ -66,6 +69,7 @@ class Progress:
             return
         if self.began_at is None:
             self.began_at = at
+        self._account(at, line)
         match line.get("kind"):
             case "round_published":
                 self._published(number, at, line)
@@ -90,21 +94,15 @@ class Progress:
             case "job_ended":
                 self._ended(number, at, line)
 
-    def goodput(self, now: float, step: int | None = None) -> float | None:
-        """The part of the time since the start in which steps were made that count; None before the first step.
+    def goodput(self, now: float) -> float | None:
+        """The useful part of the time since the start, as `elasticd_time_seconds_total` counts it on this node.
 
-        Steps that had to be trained again do not count. `now` is unix seconds, `step` the newest known of the round
-        that runs.
+        None before the first step. `now` is unix seconds. Where the log does not tell yet when the last step before a
+        fault was made, the time until its first sign counts as useful.
         """
-        if self.began_at is None or not any(one.first_at is not None for one in self.rounds.values()):
+        if self._spent is None or not self._spent.high_water:
             return None
-        until = self.ended_at if self.ended_at is not None else now
-        productive = self._productive_s
-        running = self.rounds.get(self._open) if self._open is not None else None
-        if running is not None and running.first_at is not None:
-            productive += max(0.0, (running.last_at if running.last_at is not None else until) - running.first_at)
-        whole = until - self.began_at
-        return min(1.0, max(0.0, productive / whole)) if whole > 0 else None
+        return self._spent.until(self.ended_at if self.ended_at is not None else now).goodput
 
     def costs(self, now: float) -> dict[int, Cost]:
         """What each round that followed another cost. `now` is unix seconds: until then the newest one still does."""
@@ -141,7 +139,6 @@ class Progress:
         one = self._round(number, at)
         if one.first_at is not None:
             return
-        self._settle(one.resumed if one.resumed is not None else step - 1)
         one.first_at, one.first_step, one.last_step = at, step, step
         self.step, self._open = step, number
 
@@ -157,16 +154,44 @@ class Progress:
         if one is not None and one.first_at is not None and (one.last_at is None or at < one.last_at):
             one.last_at = max(at, one.first_at)
 
-    def _settle(self, resumed: int) -> None:
-        """The round before is over, and training goes on from step `resumed`: later steps of it were for nothing."""
-        before = self.rounds.get(self._open) if self._open is not None else None
-        if before is None or before.first_at is None:
-            return
-        spent = max(0.0, (before.last_at or before.first_at) - before.first_at)
-        made = before.last_step - before.first_step
-        kept = min(made, max(0, resumed - before.first_step))
-        self._productive_s += spent * (kept / made if made > 0 else float(resumed >= before.first_step))
-        self._open = None
+    def _account(self, at: float, line: Mapping[str, Any]) -> None:
+        """What the line says of the time, as the ledger that its writer kept would."""
+        spent = Spent(at) if self._spent is None else self._spent
+        step = _whole(line.get("step"))
+        match line.get("kind"):
+            case "round_published":
+                if line.get("cause", "start") not in ("", "start", "resize") or _listed(line.get("lost")):
+                    spent = self._broke(spent, at)
+                nodes = _listed(line.get("nodes"))
+                member = "node" not in line or line["node"] in nodes
+                spent = spent.proceeded(at).paused()
+                spent = spent.goes_on(at) if member else spent.waits(at)
+            case "first_step":
+                spent = spent.stepped(step or 1, at)
+            case "caught_up" if step:
+                spent = spent.stepped(max(step, spent.high_water + 1), at)
+                spent = _corrected(spent, self._lost_s, _number(line.get("seconds")) or 0.0)
+            case "checkpoint_saved" if step and spent.high_water and step > spent.high_water:
+                one = self.rounds.get(self._open) if self._open is not None else None
+                goes_on = one is not None and one.number == line.get("round") and one.last_at is None
+                spent = spent.stepped(step, at) if goes_on else spent.late(step, at)
+            case "worker_exited" if not line.get("asked") and line.get("exit_code") == 0:
+                spent = spent.proceeded(at)
+            case "worker_exited":
+                spent = (spent if line.get("asked") else self._broke(spent, at)).late(step or 0, at)
+            case "hung":
+                spent = self._broke(spent, at - (_number(line.get("seconds")) or 0.0))
+            case "store_exited":
+                spent = self._broke(spent, at)
+            case "holding" | "stop_requested" | "group_gone" | "job_ended":
+                spent = spent.proceeded(at).paused()
+        self._spent = spent
+
+    def _broke(self, spent: Spent, at: float) -> Spent:
+        spent = spent.proceeded(at)
+        if spent.state != "lost":
+            self._lost_s = spent.decided.lost
+        return spent.broke(at)
 
     def _ended(self, number: int, at: float, line: Mapping[str, Any]) -> None:
         step = _whole(line.get("step"))
@@ -182,6 +207,15 @@ class Progress:
             while len(self.rounds) > MOST_ROUNDS:
                 self.rounds.popitem(last=False)
         return self.rounds[number]
+
+
+def _corrected(spent: Spent, before_s: float, cost_s: float) -> Spent:
+    """The writer knew when the last step before the fault had been made, and for how long nodes were waited for."""
+    times = spent.decided
+    more = max(before_s - times.lost, min(cost_s - (times.lost - before_s), times.useful))
+    if more > 0:
+        return replace(spent, decided=replace(times, lost=times.lost + more, useful=times.useful - more))
+    return replace(spent, decided=replace(times, lost=times.lost + more, idle=times.idle - more))
 
 
 def _number(value: object) -> float | None:
