@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
@@ -36,9 +37,9 @@ def missing() -> str:
 
 
 class Browser:
-    def __init__(self, root: Path, *, script: bool = True, width: int = 1200, height: int = 900) -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        self.root = root
+    def __init__(self, *, script: bool = True, width: int = 1200, height: int = 900) -> None:
+        # Its sockets lie there, and a socket's path has 107 bytes: a test's own directory is too deep.
+        self.root = root = Path(tempfile.mkdtemp(prefix="chromium-", dir="/tmp"))
         # Whatever Chromium wants to keep, it keeps here; and it asks nobody on the machine for anything.
         env = {**os.environ, "HOME": str(root), "XDG_RUNTIME_DIR": str(root), "TMPDIR": str(root)}
         env.pop("DBUS_SESSION_BUS_ADDRESS", None)
@@ -102,14 +103,14 @@ class Browser:
     def cookies(self) -> list[dict[str, Any]]:
         return list(self._do("GET", "/cookie"))
 
-    def until(self, seen: Callable[[], T], what: str, within: float = 20.0) -> T:
+    def until(self, seen: Callable[[], T], what: str, within: float = 40.0) -> T:
         """What `seen` returns once it is true of the page."""
         deadline = time.monotonic() + within
         while True:
             with contextlib.suppress(LookupError):
                 if found := seen():
                     return found
-            assert time.monotonic() < deadline, f"{what} was not seen within {within:g} s in\n{self.text()}"
+            assert time.monotonic() < deadline, f"{what} was not seen within {within:g} s in {self.url}\n{self.text()[:3000]}"
             time.sleep(0.1)
 
     def complaints(self) -> list[str]:
@@ -176,3 +177,4 @@ class Browser:
                 self._driver.wait(5.0)
         if self._driver.stdout is not None:
             self._driver.stdout.close()
+        shutil.rmtree(self.root, ignore_errors=True)
