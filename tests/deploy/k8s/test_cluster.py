@@ -127,8 +127,7 @@ def test_without_etcd_pods_meet_at_the_store_beside_them(machine: Machine) -> No
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
             url = probe(container, kind, port)
             machine.until_it_answers(url)
-    until(lambda: events(logs[1], "round_published", world_size=2), lambda: f"two nodes
-{machine.told}", 120)
+    until(lambda: events(logs[1], "round_published", world_size=2), lambda: f"two nodes\n{machine.told}", 120)
     until(lambda: events(logs[0], "checkpoint_saved"), lambda: f"a checkpoint\n{machine.told}", 120)
     # The store's pod moves: empty, and nobody starts again.
     at = len(events(logs[0], "round_published"))
