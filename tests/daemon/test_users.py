@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticd_agent.daemon.names import JobFiles
+from elasticd_agent.daemon.running import spawning
 from elasticd_agent.daemon.running.order import Secrets
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, lives, until
@@ -122,6 +124,44 @@ def test_a_job_that_this_node_cannot_run_is_refused_with_a_sentence_and_not_trie
     until(lambda: waits in (n1.state / "store.journal").read_text(), n1.told)
     assert len(n1.events("runner_started")) == 1
     assert n1.drain() == 0
+
+
+def test_a_user_who_gets_no_further_than_a_directory_on_the_way_to_our_python_is_told_which(
+    open_place: Path, tmp_path: Path
+) -> None:
+    """Often the environment is open to all, and its interpreter is a link into somebody's home."""
+    home, env = open_place / "home", open_place / "env"
+    for place in (home, env):
+        place.mkdir()
+        place.chmod(0o755)
+    (home / "python").write_text("#!/bin/sh\n")
+    (home / "python").chmod(0o755)
+    (env / "python").symlink_to(home / "python")
+    nobody = spawning.Account.of("nobody") if os.geteuid() == 0 else None
+    if nobody is None:
+        pytest.skip("only root may run jobs as somebody else")
+    assert spawning.shut(nobody, env / "python") == ", or pass through to it", "modes do not tell"
+    home.chmod(0o700)
+    assert spawning.shut(nobody, env / "python") == (
+        f", as it may not pass through {home} (mode 0700); install where everybody can"
+    )
+    env.chmod(0o750)
+    assert f"may not pass through {env} (mode 0750)" in spawning.shut(nobody, env / "python")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
+def test_who_cannot_be_started_leaves_no_log_that_says_nothing(
+    tmp_path: Path, open_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`elasticd logs --stream elasticd` takes the first node that has one."""
+    shut = open_place / "python"
+    shut.write_text("#!/bin/sh\n")
+    shut.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(shut))
+    files = JobFiles(tmp_path)
+    with open(files.lock, "w") as lock, pytest.raises(spawning.NotAllowed, match="user 'nobody' may not execute"):
+        spawning.spawn(files, lock.fileno(), spawning.Account.of("nobody"), Secrets())
+    assert not files.told.exists()
 
 
 def test_what_is_handed_over_in_memory_is_whole() -> None:

@@ -34,7 +34,8 @@ from elasticd_agent.daemon.records import (
     Running,
 )
 from elasticd_agent.daemon.running.orders import Orders
-from elasticd_agent.daemon.running.runners import Account, NotAllowed, Runners
+from elasticd_agent.daemon.running.runners import Runners
+from elasticd_agent.daemon.running.spawning import Account, NotAllowed
 from elasticd_agent.daemon.telling import Telling
 from elasticd_agent.store import Store
 

@@ -38,6 +38,12 @@ def jobs(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(("JOB", "STATE", "NODES", "SLOTS", "AGE", "REASON"), cells)
 
 
+def cancelled(answer: Mapping[str, Any]) -> str:
+    leaving = answer.get("leaving")
+    stopping = f"; its workers on {_nodes(leaving)} are being stopped" if leaving else ""
+    return visible(f"{answer['job']}: {answer['reason']}{stopping}") + "\n"
+
+
 def nodes(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return "no nodes: no daemon has announced one\n"

@@ -64,6 +64,8 @@ def verb(name: str, argv: Sequence[str]) -> int:
 def _submit(client: Client, asked: argparse.Namespace) -> int:
     path: Path = asked.file
     data = sys.stdin.buffer.read(_LARGEST_FILE + 1) if str(path) == "-" else _content(path)
+    if not data.strip():
+        raise UsageError(f"{path} is empty; `elasticd config example --job` prints a job file to start from")
     if len(data) > _LARGEST_FILE:
         raise UsageError(f"{path} has more than {_LARGEST_FILE} bytes; a job file is a page")
     from elasticd_agent.daemon.config.documents import kind_of
@@ -119,7 +121,7 @@ def _logs(client: Client, asked: argparse.Namespace) -> int:
 
 def _cancel(client: Client, asked: argparse.Namespace) -> int:
     found = _good(client.post(f"{_job(asked.job)}/cancel"))
-    return _show(asked, found, lambda it: f"{it['job']}: {it['reason']}; its workers are being stopped\n")
+    return _show(asked, found, tables.cancelled)
 
 
 def _nodes(client: Client, asked: argparse.Namespace) -> int:

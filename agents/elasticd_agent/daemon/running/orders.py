@@ -15,7 +15,7 @@ from elasticd_agent.daemon.config.jobfile import JobFile
 from elasticd_agent.daemon.config.settings import Settings
 from elasticd_agent.daemon.reconciling import Start
 from elasticd_agent.daemon.running.order import Order, Secrets
-from elasticd_agent.daemon.running.runners import Account
+from elasticd_agent.daemon.running.spawning import Account
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +32,7 @@ from elasticd_agent.daemon.running.order import (
     replace_file,
     write_exit,
 )
+from elasticd_agent.daemon.running.spawning import Account, spawn
 from elasticd_agent.daemon.running.visiting import Visitor, ask
 
 FORCE_S = 5.0
@@ -41,38 +40,6 @@ FORCE_S = 5.0
 REMAINS_S = 25.0
 """The owner of a killed runner's processes has ended them by then, or cannot."""
 NAMED_S = 10.0
-TOLD_BYTES = 1 << 20
-_OUR_OWN = ("ELASTICD_", "PET_", "LISTEN_", "NOTIFY_", "WATCHDOG_", "JOURNAL_", "INVOCATION_", "CREDENTIALS_", "GRPC_")
-"""Variables that are meant for the daemon: no job shall speak for it, or see where its secrets are."""
-
-
-class NotAllowed(UsageError):
-    """This node will never be able to start the job as its user."""
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """As whom a runner runs."""
-
-    name: str
-    uid: int
-    gid: int
-    home: str
-    shell: str
-
-    @classmethod
-    def of(cls, name: str | None) -> Account:
-        """`name` None: the daemon's own. Raises UsageError for one that this node does not have, or may not become."""
-        try:
-            entry = pwd.getpwuid(os.geteuid()) if name is None else pwd.getpwnam(name)
-        except KeyError:
-            if name is None:
-                uid = os.geteuid()
-                return cls(str(uid), uid, os.getegid(), os.environ.get("HOME", "/"), "/bin/sh")
-            raise UsageError(f"user {name!r} does not exist on this node") from None
-        if os.geteuid() not in (0, entry.pw_uid):
-            raise UsageError(f"user {name!r}: this agent does not run as root, and can run jobs only as itself")
-        return cls(entry.pw_name, entry.pw_uid, entry.pw_gid, entry.pw_dir, entry.pw_shell)
 
 
 @dataclass(slots=True, eq=False)
@@ -199,7 +166,7 @@ class Runners:
             raise UsageError(f"{files.root}: somebody has its lock already")
         try:
             os.fchown(lock, account.uid, account.gid)
-            child = _spawn(files, lock, account, secrets)
+            child = spawn(files, lock, account, secrets)
             alive.sign(lock, child.pid)
         finally:
             os.close(lock)
@@ -331,47 +298,6 @@ class Runners:
 
     def _look_after(self) -> None:
         self._visitor.visit({r.key: (r.files, r.process) for r in self._runners.values() if r.process is not None})
-
-
-def _spawn(files: JobFiles, lock: int, account: Account, secrets: Secrets) -> subprocess.Popen[bytes]:
-    with contextlib.suppress(OSError):
-        if files.told.stat().st_size > TOLD_BYTES:
-            os.rename(files.told, files.told.with_suffix(".log.1"))
-    other = account.uid != os.geteuid()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-    told = os.open(files.told, flags, 0o600)
-    handed = secrets.handed()
-    try:
-        if other:
-            os.fchown(told, account.uid, account.gid)
-        return subprocess.Popen(
-            [sys.executable, "-m", "elasticd_agent", "job", str(files.root), str(lock), str(handed)],
-            stdin=subprocess.DEVNULL,
-            stdout=told,
-            stderr=told,
-            cwd="/",
-            env=environment(account),
-            pass_fds=[lock, handed],
-            start_new_session=True,
-            user=account.uid if other else None,
-            group=account.gid if other else None,
-            extra_groups=os.getgrouplist(account.name, account.gid) if other else None,
-        )
-    except PermissionError as error:
-        if error.filename != sys.executable:
-            raise
-        raise NotAllowed(f"user {account.name!r} may not execute {sys.executable}, or pass through to it") from None
-    finally:
-        os.close(told)
-        os.close(handed)
-
-
-def environment(account: Account, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a runner inherits: the daemon's own, but for what is meant for the daemon, and as its user's."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(_OUR_OWN)}
-    if account.uid != os.geteuid():
-        kept |= {"HOME": account.home, "USER": account.name, "LOGNAME": account.name, "SHELL": account.shell}
-    return kept
 
 
 def _kill(process: Process) -> None:

@@ -105,7 +105,9 @@ class Desk:
         ending = queue.cancel(self._store, name, by, self._clock())
         if ending.outcome != "cancelled":
             raise Conflict(f"job {name!r} has {ending.outcome} already: {ending.reason}")
-        return {"job": ending.job, "number": ending.number, "outcome": ending.outcome, "reason": ending.reason}
+        leaving = sorted(showing.running_on(self._looking.view(), ending.job, ending.number))
+        said = {"job": ending.job, "number": ending.number, "outcome": ending.outcome, "reason": ending.reason}
+        return {**said, "leaving": leaving}
 
     # ---- nodes
 
