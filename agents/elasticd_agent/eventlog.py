@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import fields
@@ -56,22 +57,54 @@ class NullEventLog:
 class EventLog:
     """Appends records to a file. Never raises once made; `lost` counts the lines that could not be written whole."""
 
-    def __init__(self, path: Path, job: str, node: str) -> None:
-        """Raises UsageError when `path` cannot be opened for appending. Makes its directory if only that is missing."""
+    def __init__(self, path: Path, job: str, node: str, most_bytes: int | None = None) -> None:
+        """Raises UsageError when `path` cannot be opened for appending. Makes its directory if only that is missing.
+
+        `most_bytes`: once it has so many it begins anew, and what was is `path` with .1 at its end; it does so, too,
+        when somebody has moved or removed it. For those who write for months; and from several threads.
+        """
         self.lost = 0
         self._path, self._job, self._node = path, job, node
         self._torn = False
-        # O_NONBLOCK: a named pipe without a reader is refused here, and one whose reader stalls costs lines, not time.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            self._fd = os.open(path, flags, 0o600)
+            self._fd = self._opened()
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise UsageError(f"--event-log {path}: cannot be opened for appending: {why}") from error
 
+    def _opened(self) -> int:
+        # O_NONBLOCK: a named pipe without a reader is refused here, and one whose reader stalls costs lines, not time.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        return os.open(self._path, flags, 0o600)
+
     def write(self, record: Record) -> None:
         line = encode(record, self._job, self._node)
+        with self._lock:
+            if self._most_bytes is not None:
+                self._begin_anew(self._most_bytes)
+            self._append(line)
+
+    def _begin_anew(self, most_bytes: int) -> None:
+        try:
+            mine = os.fstat(self._fd)
+            try:
+                there = os.path.samestat(mine, os.stat(self._path))
+            except FileNotFoundError:
+                there = False
+            if there and mine.st_size < most_bytes:
+                return
+            if there:
+                os.rename(self._path, f"{self._path}.1")
+            fd = self._opened()
+        except OSError:
+            return  # then where it is
+        os.close(self._fd)
+        self._fd, self._torn = fd, False
+
+    def _append(self, line: bytes) -> None:
         if self._torn:
             line = b"\n" + line
         try:
@@ -98,9 +131,9 @@ class EventLog:
             _log.warning("event log %s: %d lines were lost", self._path, self.lost)
 
 
-def open_event_log(path: Path | None, job: str, node: str) -> Events:
+def open_event_log(path: Path | None, job: str, node: str, most_bytes: int | None = None) -> Events:
     """The log at `path`, or one that does nothing. Raises UsageError when the file cannot be opened."""
-    return NullEventLog() if path is None else EventLog(path, job, node)
+    return NullEventLog() if path is None else EventLog(path, job, node, most_bytes)
 
 
 def encode(record: Record, job: str, node: str) -> bytes:

@@ -12,6 +12,9 @@ from elasticd_agent import eventlog
 from elasticd_agent.console import Console
 from elasticd_agent.events import Record
 
+MOST_BYTES = 64 << 20
+"""Some 200,000 lines; twice as much is kept."""
+
 
 class Telling:
     """`log` None: no event log."""
@@ -22,7 +25,7 @@ class Telling:
         if log is not None:
             try:
                 log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._events = eventlog.open_event_log(log, "", node)
+                self._events = eventlog.open_event_log(log, "", node, MOST_BYTES)
             except (OSError, UsageError) as error:
                 self.said(f"there is no event log of this agent: {error}")
 
