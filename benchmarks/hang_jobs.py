@@ -116,7 +116,7 @@ def _one(run: Job, number: int, situation: Situation, struck: int, outcome: Outc
         outcome.wrong.append(f"{hung['cause']} {hung['ranks']}: {hung['reason']}")
     _until(lambda: run.events("group_gone", round=number), RECOVERED_S, f"{where}: its end", run)
     exits = run.events("worker_exited", round=number)
-    outcome.evidence_first += _evidence_first(run.work / "log", number, situation.workers, exits)
+    _see_evidence(outcome, run.work / "log", number, situation.workers, exits)
     if situation.what != "exit":  # nothing is left to be trained: the next round ends at once
         first = _until(lambda: stepped(run.work, number, situation.workers), RECOVERED_S, f"{where}: steps again", run)
         outcome.recovered.append(first - at)
@@ -142,20 +142,26 @@ def stepped(work: Path, after: int, workers: int) -> float | None:
     return max(firsts)
 
 
-def _evidence_first(log: Path, number: int, workers: int, exits: Sequence[Event]) -> bool:
-    """Stacks and facts of every rank that had not ended are on disk, and were taken before the first kill."""
+def _see_evidence(outcome: Outcome, log: Path, number: int, workers: int, exits: Sequence[Event]) -> None:
+    missing = _missing(log / f"round-{number}" / "evidence", workers, exits)
+    outcome.evidence_first += not missing
+    outcome.wrong += [f"evidence: {missing}"] if missing else []
+
+
+def _missing(folder: Path, workers: int, exits: Sequence[Event]) -> str:
+    """ "" if stacks and facts of every rank that had not ended are on disk, and were taken before the first kill."""
     killed = min((float(event["wall"]) for event in exits if event["exit_code"] != 0), default=0.0)
     ended = {event["rank"] for event in exits if event["exit_code"] == 0}
-    folder = log / f"round-{number}" / "evidence"
     for rank in set(range(workers)) - ended:
-        facts = folder / f"rank-{rank}.json"
+        facts, stacks = folder / f"rank-{rank}.json", folder / f"rank-{rank}.stacks.txt"
         if not facts.exists():
-            return False
+            return f"no facts of rank {rank}, only {sorted(path.name for path in folder.glob('*'))}"
         found = json.loads(facts.read_text())
-        stacks = (folder / f"rank-{rank}.stacks.txt").exists() or found["state"] == "Z"  # a zombie has none
-        if found["at_wall"] > killed or not stacks:
-            return False
-    return True
+        if found["at_wall"] > killed:
+            return f"facts of rank {rank} are {found['at_wall'] - killed:.3f} s late"
+        if found["state"] != "Z" and not found.get("source"):  # a zombie has no stacks
+            return f"no stacks of rank {rank}: {stacks.read_text()[:200] if stacks.exists() else 'nothing was written'}"
+    return ""
 
 
 def partition(policy: Sequence[str], folder: Path, repetitions: int, outcome: Outcome) -> None:
@@ -167,7 +173,7 @@ def partition(policy: Sequence[str], folder: Path, repetitions: int, outcome: Ou
     flags += ["--checkpoint-dir", str(folder / "checkpoints"), "--log-dir", str(folder / "log")]
     with Network(2, others=("store",)) as net:
         cluster = Cluster(net, folder / "job", "2:2", SCRIPTS / SESSION, flags=flags)
-        cluster.start()
+        cluster.start(env={"OMP_NUM_THREADS": "1"})  # elasticd and torchrun set that for several workers a node only
         for _ in range(repetitions):
             number = cluster.round(max(1, cluster.last_round()))["round"]
             cluster.trains(number, WARM_UP_STEPS if number == 1 else GAP_STEPS)
@@ -184,7 +190,7 @@ def partition(policy: Sequence[str], folder: Path, repetitions: int, outcome: Ou
             first = cluster.event("first_step", RECOVERED_S, round=number + 1)
             outcome.recovered.append(float(first["mono"]) - at)
             exits = cluster.events("worker_exited", round=number)
-            outcome.evidence_first += _evidence_first(folder / "log", number, 2, exits)
+            _see_evidence(outcome, folder / "log", number, 2, exits)
         cluster.stop()
 
 

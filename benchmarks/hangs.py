@@ -2,7 +2,8 @@
 
 Each row is a situation of tests/hangs/situations.py: a small DDP script on gloo with steps of 20 ms and an attached
 checkpoint, under the default policy and under `--hang-floor 1s --stopped-after 1s`. `--slow-minutes 15` runs what is
-only slow, at full length, and counts kills. It prints markdown and writes everything it saw as JSON.
+only slow, at full length, and counts kills. It prints markdown and writes everything it saw as JSON; `--from FILE…`
+prints the table of several such files together, as what takes an hour may be cut into parts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.hang_jobs import DEFAULT, JOBS, TUNED, Missed, Outcome, partition, repetition
 from benchmarks.hang_soak import Soak, soak
-from benchmarks.hang_torchrun import torchrun
+from benchmarks.hang_torchrun import torchrun, torchrun_partition
 from benchmarks.processes import adopt_orphans, end_all
 from benchmarks.recovery import as_plain, numbered, say
 from tests.hangs.situations import BY_NAME
@@ -37,6 +38,10 @@ Outcomes = dict[str, dict[str, Outcome]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    if args.parts:
+        outcomes = together(args.parts)
+        print(f"{table(outcomes)}\n\n{summary(outcomes)}")
+        return 0 if all_found(outcomes) else 1
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     facts = report.machine()
@@ -93,10 +98,29 @@ def hung(args: argparse.Namespace, folders: Iterator[Path]) -> Outcomes:
                 outcome.wrong.append(str(error))
             say(f"{policy}: {args.repetitions} partitions")
     if args.torchrun:
-        outcomes[_TORCHRUN] = {name: Outcome(name, _TORCHRUN) for name in names if BY_NAME[name].what}
+        others = [name for name in names if BY_NAME[name].what or (name == "partition" and not missing())]
+        outcomes[_TORCHRUN] = {name: Outcome(name, _TORCHRUN) for name in others}
         for number, outcome in itertools.product(range(args.torchrun), outcomes[_TORCHRUN].values()):
-            torchrun(BY_NAME[outcome.situation], next(folders), _TORCHRUN_DEADLINE_S, outcome)
+            if outcome.situation == "partition":
+                torchrun_partition(next(folders), _TORCHRUN_DEADLINE_S, outcome)
+            else:
+                torchrun(BY_NAME[outcome.situation], next(folders), _TORCHRUN_DEADLINE_S, outcome)
             say(f"torchrun {number + 1}/{args.torchrun}: {outcome.situation}: {_seconds(outcome.recovered)}")
+    return outcomes
+
+
+def together(paths: Sequence[Path]) -> Outcomes:
+    """What several runs have seen, in the order of the policies and situations."""
+    told = [json.loads(path.read_text())["hung"] for path in paths]
+    outcomes: Outcomes = {}
+    for policy in (one for one in (*POLICIES, _TORCHRUN) if any(one in each for each in told)):
+        outcomes[policy] = {name: Outcome(name, policy) for name in BY_NAME}
+        for found in (one for each in told for one in each.get(policy, {}).values()):
+            into = outcomes[policy][found["situation"]]
+            for count in ("tried", "right_cause", "right_culprit", "evidence_first"):
+                setattr(into, count, getattr(into, count) + found[count])
+            for many in ("detected", "recovered", "wrong"):
+                getattr(into, many).extend(found[many])
     return outcomes
 
 
@@ -116,10 +140,11 @@ def table(outcomes: Outcomes) -> str:
             one = outcomes[policy][name]
             right = f"{min(one.right_cause, one.right_culprit)}/{one.tried}"
             again = "–" if BY_NAME[name].what == "exit" else _seconds(one.recovered)  # nothing is left to train
-            cells += [_seconds(one.detected), again, right]
+            cells += [_seconds(one.detected), again, right] if one.tried else ["–"] * 3
         if _TORCHRUN in outcomes:
             other = outcomes[_TORCHRUN].get(name)
-            cells.append("–" if other is None else f"{_seconds(other.recovered)}, {len(other.recovered)}/{other.tried}")
+            of = f", {len(other.recovered)}/{other.tried}" if other is not None else ""
+            cells.append(f"{_seconds(other.recovered)}{of}" if other is not None and other.tried else "–")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -175,6 +200,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--torchrun", type=int, default=0, help="repetitions of torchrun beside it, up to 2 min each")
     parser.add_argument("--slow-minutes", type=float, default=0.0, help="of what is only slow (the issue asks for 15)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--from", dest="parts", nargs="+", type=Path, metavar="FILE", help="of earlier runs; runs nothing"
+    )
     parser.add_argument("--json", type=Path, help="where the figures go (default bench-results/)")
     return parser.parse_args(argv)
 
