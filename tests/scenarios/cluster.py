@@ -49,7 +49,17 @@ from elasticd_agent.messages import (
     Wake,
     WorkerExited,
 )
-from elasticd_agent.news import Awaited, HoldAsked, MasterKnown, News, Planning, Rejected, ReportAsked, StoreSeen
+from elasticd_agent.news import (
+    Awaited,
+    FaultSeen,
+    HoldAsked,
+    MasterKnown,
+    News,
+    Planning,
+    Rejected,
+    ReportAsked,
+    StoreSeen,
+)
 from elasticd_agent.observation import Judged
 from elasticd_agent.planner import Facts, Planner
 from elasticd_agent.slots import Slots
@@ -311,6 +321,9 @@ class Cluster:
                 self.tell(node.label, "the store is away" if away else f"the store is back after {seconds:.1f} s")
             case Awaited(why):
                 self.tell(node.label, f"waits: {why}")
+            case FaultSeen(number, cause, culprit):
+                whose = f", the fault of {culprit}" if culprit else ""
+                self.tell(node.label, f"counts round {number} as ended by {cause}{whose}")
             case Planning():
                 pass
             case Rejected(why):
