@@ -12,9 +12,6 @@ from elasticd.wire import Round
 from elasticd_agent.goodput import Spent, Times
 from elasticd_agent.watch import Seen
 
-BACKOFF_S = 60.0
-"""The longest wait before a restart (`Policy.backoff_s`): who has no group for longer waits for nodes."""
-
 
 def lost_in(round: Round) -> tuple[str, ...]:
     """The nodes without which `round` goes on because they were lost, and not in an earlier one."""
@@ -28,10 +25,12 @@ def fault_in(round: Round) -> bool:
 
 @dataclass(slots=True)
 class Spending:
-    """Moments are monotonic seconds."""
+    """Moments are monotonic seconds. `backoff_s`: the longest wait before a restart; who has no group, and hears of no
+    round, for longer waits for nodes."""
 
     node: str
     spent: Spent
+    backoff_s: float
     _over: int = 0  # rounds up to this one are, whatever their workers still do
     _number: int = 0
     _base: int = 0  # what a plain script's steps of this round are counted from
@@ -98,7 +97,7 @@ class Spending:
         """Nothing is left of the group of round `number`."""
         self._ended(number)
         if number >= self._number:
-            self.spent = self.spent.waits(now + BACKOFF_S)
+            self.spent = self.spent.waits(now + self.backoff_s)
 
     def waits(self, now: float) -> None:
         """The planner waits for something; it may be more nodes for a round that runs."""

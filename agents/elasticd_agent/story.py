@@ -66,7 +66,7 @@ class JobStory:
     _spending: Spending = field(init=False)
 
     def __post_init__(self) -> None:
-        self._spending = Spending(self.node, Spent(time.monotonic()))
+        self._spending = Spending(self.node, Spent(time.monotonic()), self.policy.backoff_s[-1])
         self.metrics.spends(self.spent)
         self.metrics.phase("joining")
 

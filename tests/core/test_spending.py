@@ -7,10 +7,11 @@ import pytest
 from elasticd.beat import Beat, Source
 from elasticd.wire import BudgetState, Exclusion, Member, Round
 from elasticd_agent.goodput import Spent, Times
-from elasticd_agent.spending import BACKOFF_S, Spending, fault_in
+from elasticd_agent.spending import Spending, fault_in
 from elasticd_agent.watch import Seen
 
 ME, OTHER = "a", "b"
+BACKOFF_S = 60.0
 
 
 def round(
@@ -37,7 +38,7 @@ def round_ns(seconds: float) -> int:
 
 def trained() -> Spending:
     """Ten steps of a second each, the first of them finished at 10; all times are from 0."""
-    spending = Spending(ME, Spent(0.0))
+    spending = Spending(ME, Spent(0.0), BACKOFF_S)
     spending.published(round(1), 1.0)
     for step in range(1, 11):
         assert spending.seen(seen(1, step, 9.0 + step, first_at=10.0)) is None
@@ -117,7 +118,7 @@ def test_a_hang_that_is_only_reported_ends_with_the_next_step() -> None:
 
 
 def test_a_plain_script_counts_from_0_in_each_round_and_every_step_is_new() -> None:
-    spending = Spending(ME, Spent(0.0))
+    spending = Spending(ME, Spent(0.0), BACKOFF_S)
     spending.published(round(1), 1.0)
     spending.seen(seen(1, 50, 10.0, source=Source.HOOK))
     spending.published(round(2, "crash", high_water=50), 12.0)
@@ -126,7 +127,7 @@ def test_a_plain_script_counts_from_0_in_each_round_and_every_step_is_new() -> N
 
 
 def test_who_joins_late_trains_nothing_new_until_the_others_do() -> None:
-    spending = Spending(ME, Spent(0.0))
+    spending = Spending(ME, Spent(0.0), BACKOFF_S)
     spending.published(round(7, "resize", nodes=OTHER, high_water=100), 1.0)
     spending.published(round(8, "resize", nodes=OTHER + ME, high_water=100), 5.0)
     spending.seen(seen(8, 91, 10.0))

@@ -7,7 +7,11 @@ import signal
 import socket
 import urllib.error
 import urllib.request
+from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
+from elasticd_agent.metric_names import METRICS
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, comm_of, lives, until
 
@@ -30,6 +34,29 @@ def page(port: int, name: str) -> str:
             return ""
 
     return until(look, f"/{name}", 10.0)
+
+
+def series(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Of the job."""
+    return {
+        (one.name, tuple(sorted(one.labels.items()))): one.value
+        for family in text_string_to_metric_families(page)
+        for one in family.samples
+        if "job_id" in one.labels
+    }
+
+
+def goes_on(before: dict[Any, float], after: dict[Any, float]) -> None:
+    """What the job's metrics said before is there, and no counter has begun anew."""
+    assert before.keys() <= after.keys()
+    counts = {key for key in before if key[0].endswith(("_total", "_count", "_bucket"))}
+    assert all(after[key] >= before[key] for key in counts)
+    spent = [
+        sum(v for (name, _), v in page.items() if name == "elasticd_time_seconds_total") for page in (before, after)
+    ]
+    assert spent[1] > spent[0] > 0
+    start = next(key for key in before if key[0] == "elasticd_agent_start_timestamp_seconds")
+    assert after[start] == before[start], "the runner's, not the agent's"
 
 
 def training(node: Node) -> tuple[int, ...]:
@@ -58,6 +85,10 @@ def test_a_killed_agent_comes_back_to_the_same_workers_and_an_upgrade_keeps_them
     workers, runner = training(n1), n1.runner("one")
     assert comm_of(runner) == "elasticd-job"
     assert os.getsid(runner) == runner
+    before = series(until(lambda: "elasticd_workers_running" in (said := page(port, "metrics")) and said, n1.told))
+    assert {spec.name for spec in METRICS if spec.kind == "counter"} <= {name for name, _ in before}, (
+        "as `elasticd run`'s"
+    )
     n1.kill()
     go_on(n1, workers)
     n1.start()
@@ -66,7 +97,9 @@ def test_a_killed_agent_comes_back_to_the_same_workers_and_an_upgrade_keeps_them
     # A runner that is too busy to answer is left out of a scrape.
     until(lambda: 'elasticd_workers_running{job_id="one",node="n1"} 2.0' in page(port, "metrics"), n1.told)
     assert 'elasticd_node_slots_used{node="n1"} 2.0' in page(port, "metrics")
+    goes_on(before, series(page(port, "metrics")))
     n1.upgrade()
+    goes_on(before, series(until(lambda: "elasticd_workers" in (said := page(port, "metrics")) and said, n1.told)))
     assert page(port, "readyz") == "joined\n"
     go_on(n1, workers)
     (n1.work / "enough").touch()
