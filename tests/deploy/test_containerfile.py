@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +126,22 @@ def test_only_what_an_image_is_made_from_is_sent_to_the_build() -> None:
     assert sent == copied, "what is copied is sent, and nothing else"
     assert all((ROOT / name).exists() for name in sent)
     assert os.readlink(ROOT / ".dockerignore") == ".containerignore", "docker reads no other name"
+
+
+def test_the_command_on_the_page_is_what_is_tested() -> None:
+    """test_image.py starts containers with these rights and mounts, the agent with these words."""
+    page = (ROOT / "docs" / "container.md").read_text()
+    (command,) = [line for line in page.replace("\\\n", " ").split("\n") if line.startswith("podman run ")]
+    words, tested = shlex.split(command), (ROOT / "tests" / "deploy" / "test_image.py").read_text()
+    rights = [word for word in words if re.match("--(read-only|cap-drop|security-opt|mount|network)", word)]
+    assert len(rights) == 7
+    assert [word for word in rights if f'"{word}"' not in tested] == []
+    assert words[words.index("agent") : words.index("agent") + 3] == ["agent", "--supervised", "--config"]
+    assert '["agent", "--supervised", "--config", ' in tested
+    written = set(re.findall(r"^\| `(/[\w/]+)`", page, re.MULTILINE))
+    mounted = {word.split(":")[1] for word in words if word.startswith("--volume") and not word.endswith(":ro")}
+    mounted |= {word.split("destination=")[1].split(",")[0] for word in words if "destination=" in word}
+    assert written == mounted | {"/dev/shm"}
+    assert set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE)) == set(
+        re.findall(r"^ARG (\w+)=", TEXT, re.MULTILINE)
+    )

@@ -113,6 +113,7 @@ print(json.dumps({
     "wheels": os.path.exists("/wheels") and os.listdir("/wheels"),
     "capabilities": status["CapEff"].strip(),
     "home": os.path.expanduser("~"),
+    "files": [str(path.relative_to(package)) for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"],
 }))
 """
 
@@ -143,6 +144,9 @@ def test_what_is_in_it(podman: Podman) -> None:
     assert not seen["pip.conf"] and not seen["wheels"], "how pip was told is nobody's who has the image"
     assert int(seen["capabilities"], 16) == 0, "a user other than root has none, whatever the container may have"
     assert seen["home"] == "/var/lib/elasticd"
+    package = REPOSITORY / "agents/elasticd_agent"
+    ours = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert set(seen["files"]) == ours, "pages and scripts are in it as well as Python"
 
 
 def test_elasticd_run_survives_the_kill_of_a_worker(
