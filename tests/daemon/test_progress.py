@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.daemon.serving.progress import MOST_ROUNDS, Progress
+from elasticd_agent.daemon.serving.progress import MOST_ROUNDS, Cost, Progress
 
 Line = dict[str, object]
 
@@ -131,3 +131,20 @@ lines = st.fixed_dictionaries(
 def test_no_log_however_torn_is_ever_an_exception_or_more_than_all_of_the_time(log: list[Line]) -> None:
     goodput = told(*log).goodput(1e10)
     assert goodput is None or 0 <= goodput <= 1
+
+
+def test_what_each_round_cost() -> None:
+    second = (
+        line("round_published", 131.5, 2),
+        line("resumed", 139.0, 2, step=11),
+        line("first_step", 140.0, 2, step=12),
+    )
+    assert told(*STARTED, *CRASHED, *second).costs(200.0) == {2: Cost(10.0, 10)}
+    # Not a step yet: so far. A script that counts from 1 in every process does not say where it went on.
+    assert told(*STARTED, *CRASHED, second[0]).costs(150.0) == {2: Cost(20.0, None)}
+    again = line("first_step", 140.0, 2, step=1)
+    assert told(*STARTED, *CRASHED, second[0], again).costs(0.0) == {2: Cost(10.0, None)}
+    # A round that made no step is a part of what the next one cost.
+    third = (line("round_published", 145.0, 3), line("first_step", 150.0, 3, step=22))
+    assert told(*STARTED, *CRASHED, second[0], *third).costs(0.0) == {3: Cost(20.0, 0)}
+    assert told(*STARTED).costs(200.0) == {}

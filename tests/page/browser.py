@@ -110,7 +110,8 @@ class Browser:
             with contextlib.suppress(LookupError):
                 if found := seen():
                     return found
-            assert time.monotonic() < deadline, f"{what} was not seen within {within:g} s in {self.url}\n{self.text()[:3000]}"
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {within:g} s: {what}; {self.url} has\n{self.text()[:3000]}")
             time.sleep(0.1)
 
     def complaints(self) -> list[str]:

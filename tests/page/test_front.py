@@ -18,6 +18,7 @@ from elasticd_agent.daemon.page.front import front
 from elasticd_agent.daemon.page.passes import BURST, COOKIE
 from elasticd_agent.daemon.records import Running
 from tests.daemon.served import TOKEN, Served
+from tests.faults.job import until
 from tests.page.wicked import WICKED, read
 
 Serve = Callable[..., Served]
@@ -239,4 +240,4 @@ def test_while_the_store_is_away_a_page_says_so(serve: Serve) -> None:
     reply = browse(one, "/", cookie)
     assert (reply.code, "Jobs go on meanwhile" in "".join(read(reply.body.decode()).text)) == (503, True)
     one.store.away = False
-    assert browse(one, "/", cookie).code == 200
+    until(lambda: browse(one, "/", cookie).code == 200, "the store is asked again")

@@ -15,6 +15,8 @@ from elasticd_agent.daemon.page.markup import Child, Html, joined, tag, text
 from elasticd_agent.daemon.serving.server import Answer
 
 HTML_TYPE = "text/html; charset=utf-8"
+EVERY_S = 2.0
+"""How often a page's script asks for it again."""
 RELOAD_S = 10
 """How often a page without its script is loaded again."""
 FILES = {
@@ -48,14 +50,24 @@ def answer(code: int, page: Html, policy: str = INSIDE, *headers: tuple[str, str
     return Answer(code, page.encode("utf-8", "replace"), HTML_TYPE, more)
 
 
-def page(title: str, node: str, version: str, *content: Child, now: float, leave: bool, live: bool = True) -> Html:
-    """A page for who has come in. `leave`: there is a pass to give back. `live`: its script asks for it again."""
+def page(
+    title: str, node: str, version: str, *content: Child, now: float, leave: bool, every_s: float | None = EVERY_S
+) -> Html:
+    """A page for who has come in. `leave`: there is a pass to give back. `every_s`: None if it stays as it is."""
+    live = every_s is not None
     header = tag(
         "header",
         tag("a", "Skip to the page", href="#main", class_="skip"),
         tag("a", _logo(), tag("span", "elasticd"), href="/", class_="brand"),
         tag("span", "as ", tag("b", node), " sees it", class_="node"),
-        tag("span", tag("span", class_="dot"), tag("span", words.clock(now), id="live-text"), id="live", class_="live"),
+        tag(
+            "span",
+            tag("span", class_="dot"),
+            tag("span", words.clock(now), id="live-text"),
+            id="live",
+            class_="live",
+            data_every=every_s,
+        ),
         tag("form", tag("button", "Log out"), method="post", action="/logout") if leave else None,
     )
     footer = tag("footer", f"elasticd {version} · times are {words.zone()} of node {node} · this page only reads")

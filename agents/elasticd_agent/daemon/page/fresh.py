@@ -1,7 +1,7 @@
 """Answers that several people ask for at the same time, made once.
 
 It exists because every open page asks every two seconds, and an answer may mean asking each node of a job. It keeps a
-bounded number of answers for a moment; an exception is kept for nobody.
+bounded number of answers for a moment; that there is none is an answer, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
-MOST = 64
 
 
 @dataclass(slots=True)
@@ -22,25 +21,32 @@ class _Kept(Generic[V]):
     lock: threading.Lock = field(default_factory=threading.Lock)
     at: float = float("-inf")
     values: list[V] = field(default_factory=list)
+    error: Exception | None = None
 
 
 class Fresh(Generic[V]):
-    """Thread-safe. `for_s` is how old an answer may be."""
+    """Thread-safe. `for_s` is how old an answer may be, `most` how many are kept."""
 
-    def __init__(self, for_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._for_s, self._clock = for_s, clock
+    def __init__(self, for_s: float, most: int = 64, clock: Callable[[], float] = time.monotonic) -> None:
+        self._for_s, self._most, self._clock = for_s, most, clock
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, _Kept[V]] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Who comes while it is being made waits for that. Raises what `make` raises."""
+        """Who comes while it is being made waits for that. Raises what `make` raised."""
         with self._lock:
             kept = self._kept.setdefault(key, _Kept())
             self._kept.move_to_end(key)
-            while len(self._kept) > MOST:
+            while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
         with kept.lock:
-            if not kept.values or self._clock() - kept.at >= self._for_s:
-                kept.values = [make()]
+            if self._clock() - kept.at >= self._for_s:
+                kept.values, kept.error = [], None
+                try:
+                    kept.values = [make()]
+                except Exception as error:  # noqa: BLE001 raised below, for whoever asks
+                    kept.error = error
                 kept.at = self._clock()
+            if kept.error is not None:
+                raise kept.error.with_traceback(None)
             return kept.values[0]

@@ -7,6 +7,7 @@ through the desk, shares answers among everybody who looks, and changes nothing.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,9 +30,11 @@ from elasticd_agent.explaining.files import Silent, within
 
 FRESH_S = 0.9
 """The script asks every two seconds: of several people who look each gets an answer that is newer than its last."""
-EVIDENCE_S = 30.0
+EVIDENCE_S, MOST_EVIDENCE = 30.0, 8
 TAIL_BYTES = 16 << 10
 TAIL_S = 2.0
+NODES_A_SECOND = 16
+"""A page of a job on more nodes than twice that comes less often: each of them is asked for its ranks."""
 MOST_DOING = 8
 """Jobs of this node that are asked how they do, for the overview."""
 _FORM = "application/x-www-form-urlencoded"
@@ -47,7 +50,7 @@ class Front:
     version: str
     guesses: Guesses = field(default_factory=lambda: Guesses(time.monotonic))
     _jobs: Fresh[dict[str, Any]] = field(default_factory=lambda: Fresh(FRESH_S))
-    _evidence: Fresh[dict[str, Any]] = field(default_factory=lambda: Fresh(EVIDENCE_S))
+    _evidence: Fresh[dict[str, Any]] = field(default_factory=lambda: Fresh(EVIDENCE_S, MOST_EVIDENCE))
 
     def is_open(self, method: str, path: str) -> bool:
         return self.api.is_open(method, path) or (method == "POST" and path in ("/login", "/logout"))
@@ -100,11 +103,26 @@ class Front:
         desk = self.api.desk
         here = desk.here.node
         both = self._jobs.get("/", lambda: {**desk.jobs(), "nodes": desk.nodes()["nodes"]})
-        rows, doing = both["jobs"], {}
-        for row in [row for row in rows if here in row["nodes"] and row["ended_at"] is None][:MOST_DOING]:
-            doing[row["job"]] = self._known(row["job"])
-        content = overview(rows, both["nodes"], here, doing, [str(one) for one in both["troubles"]])
+        rows = both["jobs"]
+        own = [row for row in rows if here in row["nodes"] and row["ended_at"] is None][:MOST_DOING]
+        content = overview(rows, both["nodes"], here, self._doing(own), [str(one) for one in both["troubles"]])
         return self._shown(request, f"{here} · elasticd", *content)
+
+    def _doing(self, rows: list[dict[str, Any]]) -> dict[str, facts.Job]:
+        """How this node's jobs are getting on, by its own word; those that do not say so in time are left out."""
+        found: dict[str, facts.Job] = {}
+        until = time.monotonic() + TAIL_S
+        for row in rows:
+            try:
+                known = within(max(0.0, until - time.monotonic()), functools.partial(self._here, row))
+            except (ElasticdError, Silent):
+                continue
+            found[row["job"]] = facts.job({**row, "progress": known})
+        return found
+
+    def _here(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        name, number, desk = row["job"], row["number"], self.api.desk
+        return self._jobs.get((name, number, "here"), lambda: desk.here.about(name, number, desk.now()))
 
     def _job(self, request: Request, name: str, view: View) -> Answer:
         job = self._known(name)
@@ -112,7 +130,8 @@ class Front:
         explained = self._explained(job)
         content = jobpage.jobpage(job, view, now, self._tail(job, view), explained)
         mark = "▲ " if trouble(job) else ""
-        return self._shown(request, f"{mark}{job.job}: {job.state} · elasticd", *content)
+        every_s = max(frame.EVERY_S, len(job.nodes) / NODES_A_SECOND)
+        return self._shown(request, f"{mark}{job.job}: {job.state} · elasticd", *content, every_s=every_s)
 
     def _explain(self, request: Request, name: str) -> Answer:
         job = self._known(name)
@@ -120,7 +139,7 @@ class Front:
         back = tag("p", tag("a", f"← {name}", href=words.link(name)))
         found = jobpage.explanation(name, rows, brief=False)
         return self._shown(
-            request, f"{name}: evidence · elasticd", back, tag("h1", "Who was to blame"), found, live=False
+            request, f"{name}: evidence · elasticd", back, tag("h1", "Who was to blame"), found, every_s=None
         )
 
     def _known(self, name: str) -> facts.Job:
@@ -153,12 +172,12 @@ class Front:
         which = f"round {logs.round}, " if logs.round else ""
         return Tail(text, f"{which}on {logs.node}, the last {len(logs.data):,} of {logs.size:,} bytes")
 
-    def _shown(self, request: Request, title: str, *content: Child, live: bool = True, code: int = 200) -> Answer:
-        node, leave = self.api.desk.here.node, bool(request.host)
-        now = self.api.desk.now()
-        return frame.answer(
-            code, frame.page(title, node, self.version, *content, now=now, leave=leave, live=live)
-        )  # fmt: skip
+    def _shown(
+        self, request: Request, title: str, *content: Child, every_s: float | None = frame.EVERY_S, code: int = 200
+    ) -> Answer:
+        desk, leave = self.api.desk, bool(request.host)
+        page = frame.page(title, desk.here.node, self.version, *content, now=desk.now(), leave=leave, every_s=every_s)
+        return frame.answer(code, page)
 
     def _trouble(self, code: int, title: str, why: str, request: Request) -> Answer:
         said = [tag("h1", title), frame.banner("bad", why), tag("p", tag("a", "Jobs and nodes", href="/"))]

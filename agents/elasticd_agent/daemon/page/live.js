@@ -1,10 +1,11 @@
-// Asks for this very page again every two seconds and replaces the parts that have changed. Everything that is shown was
+// Asks for this very page again every few seconds and replaces the parts that have changed. Everything that is shown was
 // written, and escaped, by the agent: nothing here makes markup. While nobody looks, nobody asks.
 "use strict";
 
 (() => {
-  const EVERY_MS = 2000, PATIENCE_MS = 15000, SLOWEST_MS = 15000;
+  const PATIENCE_MS = 15000, SLOWEST_MS = 20000;
   const sign = document.getElementById("live"), word = document.getElementById("live-text");
+  const everyMs = 1000 * Number(sign.dataset.every);
   let failures = 0, heard = Date.now(), timer = 0, asking = false;
 
   const told = (on, text) => {
@@ -79,7 +80,7 @@
       clearTimeout(late);
       asking = false;
       clearTimeout(timer);
-      timer = setTimeout(ask, Math.min(SLOWEST_MS, EVERY_MS * (1 + failures / 2)));
+      timer = setTimeout(ask, Math.min(Math.max(SLOWEST_MS, everyMs), everyMs * (1 + failures / 2)));
     }
   };
 
@@ -88,5 +89,5 @@
   document.addEventListener("visibilitychange", () => { if (!document.hidden) ask(); });
   document.querySelectorAll("[data-live]").forEach((part) => kept.set(part.id, part.outerHTML));
   told(true, word.textContent);
-  timer = setTimeout(ask, EVERY_MS);
+  timer = setTimeout(ask, everyMs);
 })();

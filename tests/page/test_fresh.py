@@ -1,0 +1,59 @@
+"""Several people ask at the same time: one answer is made, and soon another one."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+
+from elasticd_agent.daemon.page.fresh import Fresh
+
+
+def test_an_answer_is_made_once_for_all_who_ask_while_it_is_new() -> None:
+    now, made = [0.0], list[int]()
+    fresh: Fresh[int] = Fresh(1.0, clock=lambda: now[0])
+    gate, inside = threading.Event(), threading.Event()
+
+    def make() -> int:
+        inside.set()
+        assert gate.wait(10)
+        made.append(len(made))
+        return made[-1]
+
+    answers: list[int] = []
+    threads = [threading.Thread(target=lambda: answers.append(fresh.get("a", make))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert inside.wait(10)
+    gate.set()
+    for thread in threads:
+        thread.join(10)
+    assert (answers, made) == ([0] * 8, [0])
+    now[0] = 0.99
+    assert fresh.get("a", make) == 0
+    now[0] = 1.0
+    assert fresh.get("a", make) == 1
+
+
+def test_a_refusal_is_an_answer_too_and_not_for_ever() -> None:
+    now, asked = [0.0], list[int]()
+    fresh: Fresh[int] = Fresh(1.0, clock=lambda: now[0])
+
+    def refuse() -> int:
+        asked.append(1)
+        raise LookupError("no")
+
+    for _ in range(3):
+        with pytest.raises(LookupError, match="no"):
+            fresh.get("a", refuse)
+    assert len(asked) == 1
+    now[0] = 2.0
+    assert fresh.get("a", lambda: 7) == 7
+
+
+def test_it_keeps_few() -> None:
+    fresh: Fresh[int] = Fresh(1e9, most=3)
+    for number in range(100):
+        assert fresh.get(number, functools.partial(int, number)) == number
+    assert len(fresh._kept) == 3
