@@ -16,13 +16,10 @@ from typing import Any
 import pytest
 
 from tests.deploy.k8s.machine import AgentPod, Etcd, Machine, free_ports, probe, replaced
-from tests.deploy.k8s.manifests import K8S, KUBECTL, agents, expanded, of_kind, overlay, pods, rendered
+from tests.deploy.k8s.manifests import K8S, agents, expanded, of_kind, overlay, pods, rendered
 from tests.faults.job import until
 
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.skipif(KUBECTL is None, reason="no kubectl here to render with: tests/install-servers"),
-]
+pytestmark = pytest.mark.system
 
 
 @pytest.fixture

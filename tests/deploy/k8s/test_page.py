@@ -16,8 +16,6 @@ import pytest
 from tests.deploy.k8s import manifests
 from tests.deploy.k8s.manifests import KUBECTL, PAGE, ROOT, blocks
 
-NEEDED = ("openssl", "bash")
-pytestmark = pytest.mark.skipif(KUBECTL is None, reason="no kubectl here to render with: tests/install-servers")
 STOOD_IN = ("kubectl", "podman", "elasticd", "curl", "less", "sleep")
 
 
@@ -35,14 +33,13 @@ class Checkout:
             program = manifests.__file__.replace("manifests.py", "standin.py")
             script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" {name} "$@"\n')
             script.chmod(0o755)
-        # The real kubectl only renders: the stand-in knows where it is.
-        assert KUBECTL
+        # The real kubectl only renders, if there is one: the stand-in knows where it is.
         self.env = {
             **os.environ,
             "PATH": f"{bin_}:{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT}:{ROOT / 'agents'}",
             "STANDIN_CALLS": str(self.calls_file),
-            "STANDIN_KUBECTL": KUBECTL,
+            "STANDIN_KUBECTL": KUBECTL or "",
         }
 
     def run(self, script: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,49 @@
+"""The agent.toml that pods read: what elasticd makes of it, with the page's certificates and a pod's variables."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd.errors import UsageError
+from elasticd_agent.daemon.config.settings import load
+from elasticd_agent.daemon.config.store_access import meets
+from tests.deploy.k8s.machine import AgentPod, Machine
+from tests.deploy.k8s.manifests import DAEMONS, overlay
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    root = Path(tempfile.mkdtemp(prefix="elasticd-k8s-"))
+    root.chmod(0o755)
+    made = Machine(root)
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("name", DAEMONS)
+def test_the_agent_would_start_with_it(machine: Machine, name: str) -> None:
+    pod = AgentPod(machine, overlay(name), f"{name}.example.com", {})
+    bound = {"ELASTICD_HTTP_BIND": "10.1.2.3"} if name == "host-network" else {}
+    found = load(Path(pod.config), {**pod.env, **bound})
+    assert (found.node, found.local_addr, found.slots) == (f"{name}.example.com", "127.0.0.1", 1)
+    where = meets(found)
+    assert where.tls is not None
+    assert (len(where.endpoints), where.tls.cert is not None) == (3, True)
+    assert found.http.bind == bound.get("ELASTICD_HTTP_BIND", "0.0.0.0")
+    assert found.user is None, "jobs run as the agent's own user: it is not root, and may be nobody else"
+
+
+def test_a_secret_that_others_can_read_is_refused(machine: Machine) -> None:
+    """Why each Secret's volume has a defaultMode."""
+    pod = AgentPod(machine, overlay("etcd"), "gpu-1", {})
+    token = machine.root / "secrets" / "elasticd-token" / "token"
+    os.chmod(token, 0o644)
+    with pytest.raises(UsageError, match=r"http\.token_file: .*anybody can read it"):
+        load(Path(pod.config), pod.env)
+    os.chmod(token, 0o440)
+    load(Path(pod.config), pod.env)
