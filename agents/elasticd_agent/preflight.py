@@ -11,11 +11,11 @@ import os
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from elasticd.errors import UsageError
+from elasticd_agent import certificate_files
 from elasticd_agent.config import AgentSettings, JobSpec, Mode, Tls
 
 
@@ -142,31 +142,9 @@ def _tls(tls: Tls) -> None:
     for name, path in (("cacert", tls.ca), ("cert", tls.cert), ("key", tls.key)):
         if path is not None:
             _readable(f"--rdzv-conf {name}", path)
-    import ssl  # 20 ms that only TLS needs
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if tls.ca is not None:
-        try:
-            context.load_verify_locations(tls.ca)
-        except ssl.SSLError:
-            raise UsageError(f"--rdzv-conf cacert {str(tls.ca)!r} holds no certificate in PEM form") from None
-        ends = [ssl.cert_time_to_seconds(str(ca["notAfter"])) for ca in context.get_ca_certs()]
-        if ends and max(ends) < time.time():
-            day = time.strftime("%Y-%m-%d", time.gmtime(max(ends)))
-            raise UsageError(f"--rdzv-conf cacert {str(tls.ca)!r} expired on {day}; get a new one")
-    if tls.cert is not None and tls.key is not None:
-
-        def ask() -> str:
-            raise UsageError(f"--rdzv-conf key {str(tls.key)!r} is protected by a passphrase; give one that is not")
-
-        try:
-            context.load_cert_chain(tls.cert, tls.key, password=ask)
-        except ssl.SSLError as error:
-            if error.reason == "KEY_VALUES_MISMATCH":
-                why = "do not belong together"
-            else:
-                why = "are not a certificate and its key in PEM form"
-            raise UsageError(f"--rdzv-conf cert {str(tls.cert)!r} and key {str(tls.key)!r} {why}") from None
+    if (found := certificate_files.wrong(tls)) is not None:
+        which, why = found
+        raise UsageError(f"--rdzv-conf {'cacert' if which == 'ca' else which} {why}")
 
 
 def _readable(option: str, path: Path) -> None:

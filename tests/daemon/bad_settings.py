@@ -7,6 +7,7 @@ between versions of a parser.
 from __future__ import annotations
 
 ETCD = '[store]\nbackend="etcd"\nendpoints=["h:2379"]\n'
+TLS = ETCD.replace("h:2379", "https://h")
 JOB = '[[job]]\nid="a"\ncommand=["t.py"]\nworkdir="/tmp"\n'
 JOB_B, JOB_C = JOB.replace('"a"', '"b"'), JOB.replace('"a"', '"c"')
 
@@ -54,7 +55,8 @@ BAD: list[tuple[str, str]] = [
     ('store="etcd"', "store: must be a table, not text 'etcd'; write [store]"),
     (
         '[store]\nbackend="c10d"',
-        "store.backend: c10d forgets everything when its host ends; a daemon needs local or etcd",
+        "store.backend: c10d has no password, so that whoever reaches it could run programs here, and forgets all jobs "
+        "when its host ends; write etcd, or local for a node that works alone",
     ),
     ('[store]\nbackend="redis"', "store.backend: must be local or etcd, not 'redis'"),
     (
@@ -149,6 +151,20 @@ BAD: list[tuple[str, str]] = [
     ),
     ('[http]\ntoken_file="token"', "http.token_file: 'token' is not an absolute path; begin it with /"),
     ("[http]\ntoken_file=3", "http.token_file: 3 is not a path; write it as text, as in /srv/data"),
+    (TLS + 'ca="TMP/text"', "store.ca: 'TMP/text' holds no certificate in PEM form"),
+    (
+        TLS + 'cert="TMP/cert"\nkey="TMP/otherkey"',
+        "store.cert: 'TMP/cert' and key 'TMP/otherkey' do not belong together",
+    ),
+    (
+        '[http]\ntls_cert="TMP/text"\ntls_key="TMP/key"',
+        "http.tls_cert: 'TMP/text' and key 'TMP/key' are not a certificate and its key in PEM form",
+    ),
+    ('[http]\ntls_ca="TMP/text"', "http.tls_ca: 'TMP/text' holds no certificate in PEM form"),
+    (
+        '[http]\ntoken_file="TMP/short"',
+        "http.token_file: 'TMP/short' must hold at least 16 characters of ASCII; openssl rand -hex 32 makes a good token",
+    ),
     ('[http]\ntls_cert="TMP/pem"', "http.tls_key: is missing, but http.tls_cert is given; HTTPS needs both"),
     (
         '[http]\ntls_cert="TMP/pem"\ntls_key="TMP/pem"',

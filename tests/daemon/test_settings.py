@@ -28,17 +28,37 @@ from elasticd_agent.daemon.config.store_access import meets, times
 from elasticd_agent.daemon.config.variables import keys, variable
 from elasticd_agent.environment import WorkerPaths, worker_environment
 from tests.daemon.bad_settings import BAD, ETCD, JOB
+from tests.etcd import Authority
 
 ROOT = Path(__file__).parents[2]
 
 
+SECRET = "s3cret-of-32-characters-or-more-x"
+
+
+@pytest.fixture(scope="module")
+def pems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """An authority, a certificate of its, with and without its key, and somebody else's key."""
+    made = [Authority(tmp_path_factory.mktemp("pki")) for _ in range(2)]
+    mine, other = (one.client(certified=True) for one in made)
+    assert mine.ca is not None
+    assert mine.cert is not None
+    assert mine.key is not None
+    assert other.key is not None
+    found = {"pem": mine.ca, "cert": mine.cert, "key": mine.key, "otherkey": other.key}
+    return {name: path.read_bytes() for name, path in found.items()}
+
+
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def here(tmp_path: Path, pems: dict[str, bytes]) -> Path:
     """A directory of files that may, and may not, hold secrets."""
-    files = {"token": 0o600, "open": 0o644, "group": 0o640, "gw": 0o660, "pem": 0o644, "key": 0o600}
+    files = {"token": 0o600, "open": 0o644, "group": 0o640, "gw": 0o660, "short": 0o600, "text": 0o600}
     for name, mode in files.items():
-        (tmp_path / name).write_text("s3cret\n")
+        (tmp_path / name).write_text("s3cret\n" if name == "short" else f"{SECRET}\n")
         (tmp_path / name).chmod(mode)
+    for name, data in pems.items():
+        (tmp_path / name).write_bytes(data)
+        (tmp_path / name).chmod(0o600 if name.endswith("key") else 0o644)
     (tmp_path / "empty").touch(0o600)
     (tmp_path / "two").write_text("a\nb\n")
     (tmp_path / "two").chmod(0o600)
@@ -166,7 +186,7 @@ def test_a_whole_one(here: Path) -> None:
     assert found.jobs == (read_job(b'{id: a, command: [t.py], workdir: /tmp, workers: "1:8"}', "yaml", "j"),)
     place = meets(found)
     assert place.endpoints == (("a", 2379), ("::1", 2379))
-    assert (place.user, place.password, place.node) == ("elasticd", "s3cret", "n7")
+    assert (place.user, place.password, place.node) == ("elasticd", SECRET, "n7")
     assert place.tls == Tls(ca=here / "pem")
     assert "s3cret" not in repr(place)
     # The times that only follow from the lease follow, as they do for `elasticd run`.
@@ -439,9 +459,8 @@ def test_the_examples_are_right(here: Path) -> None:
     job = read_job((ROOT / "examples" / "job.toml").read_bytes(), "toml", "job.toml")
     assert (job.nodes_wanted, job.slots_wanted, job.env["OMP_NUM_THREADS"]) == ((2, 8), (8, 8), "8")
     text = (ROOT / "examples" / "agent.toml").read_text()
-    for name, mode in {"ca.pem": 0o644, "node.pem": 0o644, "node.key": 0o600, "token": 0o600}.items():
-        (here / name).write_text("s3cret\n")
-        (here / name).chmod(mode)
+    for name, made in {"ca.pem": "pem", "node.pem": "cert", "node.key": "key"}.items():
+        (here / made).rename(here / name)
     me = pwd.getpwuid(os.geteuid()).pw_name
     text = text.replace("/etc/elasticd", str(here)).replace('"elasticd"', f'"{me}"')
     found = _load(here, text)

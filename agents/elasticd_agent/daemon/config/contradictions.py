@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticd.errors import UsageError
-from elasticd_agent.config import Rendezvous
+from elasticd_agent import certificate_files
+from elasticd_agent.config import Rendezvous, Tls
 from elasticd_agent.daemon.config.decoding import KeyWrong
 from elasticd_agent.daemon.config.jobfile import JobFile, check, policy_of
 from elasticd_agent.daemon.config.limits import refusal
 from elasticd_agent.daemon.config.quantities import spoken_seconds
 from elasticd_agent.daemon.config.store_access import meets, times
-from elasticd_agent.daemon.door import PeerDoor
-from elasticd_agent.daemon.secret_files import read_secret, trouble
+from elasticd_agent.daemon.door import PeerDoor, read_token
+from elasticd_agent.daemon.secret_files import trouble
 from elasticd_agent.devices import cpu_count, visible_gpus
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def _store(store: StoreSettings) -> None:
             raise KeyWrong(f"store.{other}", f"is missing, but store.{one} is given; they come together")
     _files("store", {"ca": store.ca, "cert": store.cert})
     _secrets({"store.password_file": store.password_file, "store.key": store.key})
+    _certificates("store.", Tls(store.ca, store.cert, store.key))
 
 
 def _http(http: HttpSettings) -> None:
@@ -147,6 +149,7 @@ def _http(http: HttpSettings) -> None:
             raise KeyWrong("http.tls_name", f"{http.tls_name[:60]!r} is no name that a certificate can be for")
     _files("http", {"tls_cert": http.tls_cert, "tls_ca": http.tls_ca})
     _secrets({"http.token_file": http.token_file, "http.tls_key": http.tls_key})
+    _certificates("http.tls_", Tls(http.tls_ca, http.tls_cert, http.tls_key))
     try:
         PeerDoor.open_to(http.users, http.groups)
     except UsageError as error:
@@ -154,7 +157,7 @@ def _http(http: HttpSettings) -> None:
         raise KeyWrong(key, says) from None
     if http.token_file is not None:
         try:
-            read_secret(http.token_file, "")
+            read_token(http.token_file, "")
         except UsageError as error:
             raise KeyWrong("http.token_file", str(error).removeprefix(": ")) from None
 
@@ -229,6 +232,12 @@ def _files(table: str, files: Mapping[str, Path | None]) -> None:
             raise KeyWrong(f"{table}.{key}", f"{str(path)!r} {'is not a file' if path.exists() else 'does not exist'}")
         if not os.access(path, os.R_OK):
             raise KeyWrong(f"{table}.{key}", f"{str(path)!r} cannot be read: permission denied")
+
+
+def _certificates(keys: str, tls: Tls) -> None:
+    if (tls.ca or tls.cert) and (found := certificate_files.wrong(tls)) is not None:
+        which, why = found
+        raise KeyWrong(f"{keys}{which}", why)
 
 
 def _secrets(files: Mapping[str, Path | None]) -> None:

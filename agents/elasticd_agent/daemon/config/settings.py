@@ -356,7 +356,11 @@ def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]
     try:
         merged = _merged(table, given)
         if isinstance(store := merged.get("store"), dict) and store.get("backend") == "c10d":
-            raise KeyWrong("store.backend", "c10d forgets everything when its host ends; a daemon needs local or etcd")
+            raise KeyWrong(
+                "store.backend",
+                "c10d has no password, so that whoever reaches it could run programs here, and forgets all jobs when "
+                "its host ends; write etcd, or local for a node that works alone",
+            )
         settings = decode(merged, Settings, NOT_KEYS)
         check_settings(settings, environ)
     except KeyWrong as error:
