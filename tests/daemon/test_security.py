@@ -5,19 +5,21 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elasticd.errors import StoreRefused
+from elasticd_agent.config import Tls
 from elasticd_agent.daemon import names
-from elasticd_agent.daemon.client import Client
+from elasticd_agent.daemon.client import Client, Unreachable, client_context
 from elasticd_agent.keys import Keys
 from elasticd_agent.store.etcd import EtcdStore
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, until
-from tests.etcd import Authority, EtcdServers, etcd_servers
+from tests.etcd import Authority, EtcdServers, ServerTls, etcd_servers
 from tests.faults.job import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "security.md"
@@ -97,6 +99,91 @@ def test_a_certificate_stands_for_the_user_in_its_name(guarded: EtcdServers, tmp
             store.read("/elasticd/v2/placer")
     finally:
         store.close()
+
+
+def openssl_lines() -> str:
+    """The openssl block of the page, for servers and nodes on loopback."""
+    block = re.search(r"```sh\n(umask 077\nopenssl.*?)```", PAGE.read_text(), re.DOTALL)
+    assert block
+    text = block[1].replace("IP:10.0.0.1", "IP:127.0.0.1").replace("IP:10.0.1.1", "IP:127.0.0.1")
+    return text + "issue gpu-2 elasticd IP:127.0.0.2\nissue other other IP:127.0.0.1\n"
+
+
+@pytest.fixture
+def issued(tmp_path: Path) -> Path:
+    """A folder with what the page's openssl lines make."""
+    folder = tmp_path / "pki"
+    folder.mkdir()
+    done = subprocess.run(
+        ["bash", "-euc", openssl_lines()], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def certified(guarded: EtcdServers, issued: Path) -> EtcdServers:
+    """The guarded etcd, which from now on only talks to those with a certificate."""
+    guarded.kill()
+    guarded.certify(ServerTls(issued / "etcd-1.pem", issued / "etcd-1.key", issued / "ca.pem"))
+    guarded.restart()
+    return guarded
+
+
+def test_the_certificates_of_the_page_make_nodes_etcds_user_and_others_nobody(
+    certified: EtcdServers, issued: Path
+) -> None:
+    assert {path.stat().st_mode & 0o077 for path in issued.glob("*.key")} == {0}
+    for name, welcome in (("gpu-1", True), ("gpu-2", True), ("other", False)):
+        tls = Tls(issued / "ca.pem", issued / f"{name}.pem", issued / f"{name}.key")
+        store = EtcdStore(certified.endpoints, tls=tls, timeout_s=5)
+        try:
+            if welcome:
+                assert store.compare_and_swap(f"{names.SUBMITTED}{name}", None, b"1")
+            else:
+                with pytest.raises(StoreRefused):
+                    store.read(names.PLACER)
+        finally:
+            store.close()
+
+
+@pytest.mark.system
+def test_two_nodes_that_only_speak_tls_run_a_job_and_read_each_others_logs(
+    node: MakeNode, certified: EtcdServers, issued: Path, tmp_path: Path
+) -> None:
+    token = secret_file(tmp_path / "token", TOKEN)
+
+    def made(number: int) -> Node:
+        pem, key = issued / f"gpu-{number}.pem", issued / f"gpu-{number}.key"
+        store = {"backend": "etcd", "endpoints": [f"https://127.0.0.1:{certified.port}"], "ca": issued / "ca.pem"}
+        http = {"bind": f"127.0.0.{number}", "port": 0, "token_file": token}
+        tls = {"tls_cert": pem, "tls_key": key, "tls_ca": issued / "ca.pem"}
+        store |= {"cert": pem, "key": key}
+        return node(f"n{number}", store=store, http=http | tls, local_addr=f"127.0.0.{number}", slots=1)
+
+    n1, n2 = made(1), made(2)
+    n1.job("both", "chatty.py", COLD, nodes=2, workers=1, env={"WORK": str(n1.work)})
+    n2.start()
+    n1.start()
+    for one in (n1, n2):
+        one.workers("both")
+    socket = Client(n1.root / "run" / "agent.sock")
+    address = {row["node"]: row["address"] for row in socket.get("/v1/nodes").document()["nodes"]}
+    for rank in (0, 1):
+        said = until(lambda rank=rank: socket.get(f"/v1/jobs/both/logs?rank={rank}").body, n1.told)
+        assert said
+    where = {socket.get(f"/v1/jobs/both/logs?rank={rank}").headers["elasticd-node"] for rank in (0, 1)}
+    assert where == {"n1", "n2"}, "one of them came over TLS, with the token"
+    trusted = client_context(issued / "ca.pem")
+    host, port = address["n2"].split(":")
+    assert Client(None, host, int(port), TOKEN, trusted).get("/v1/jobs").code == 200
+    assert Client(None, host, int(port), None, trusted).get("/v1/jobs").code == 401
+    assert Client(None, host, int(port), None, trusted).get("/healthz").code == 200
+    with pytest.raises(Unreachable, match="certificate cannot be trusted"):
+        Client(None, host, int(port), TOKEN, client_context(None)).get("/healthz")
+    (n1.work / "go").touch()
+    assert {n1.exited("both").outcome, n2.exited("both").outcome} == {"succeeded"}
+    assert {n1.drain(), n2.drain()} == {0}
 
 
 def test_what_other_users_of_that_etcd_can_do_to_leases(guarded: EtcdServers) -> None:
