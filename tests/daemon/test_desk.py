@@ -429,6 +429,30 @@ def test_what_is_on_another_node_is_fetched_with_the_same_token(serve: Serve) ->
     assert n1.token is not None and n1.token not in reply.why
 
 
+def test_a_jobs_ranks_are_those_of_all_its_nodes(serve: Serve) -> None:
+    n1, n2 = two(serve)
+    n1.place("llama", 1, "n1", "n2")
+    n1.event("round_published", NOW - 90, 1, world_size=1, nodes=["n1"], reason="first round")
+    n1.event("round_published", NOW - 50, 2, world_size=2, nodes=["n1", "n2"], reason="n2 came")
+    for one, rank in ((n1, 0), (n2, 1)):
+        row = {"rank": rank, "slot": 0, "phase": "step", "step": 7 + rank, "idle_seconds": 0.1, "state": "S"}
+        one.said["status"] = {"phase": "running", "round": 2, "world_size": 2, "step": 7, "ranks": [row],
+                              "track": [[NOW - 40 - rank, 2, 1]]}  # fmt: skip
+    for asked in (n1, n2):
+        progress = asked.unix().get("/v1/jobs/llama").document()["progress"]
+        assert [(rank["rank"], rank["node"], rank["step"]) for rank in progress["ranks"]] == [
+            (0, "n1", 7),
+            (1, "n2", 8),
+        ]
+        assert [one["round"] for one in progress["rounds"]] == [1, 2], f"{asked.node} has joined in round 2"
+        assert (progress["node"], progress["track"], progress["silent"]) == (asked.node, [[NOW - 41, 2, 1]], {})
+    brief = n1.tcp().get("/v1/here/jobs/llama", {"number": 1, "brief": 1}).document()
+    assert (brief["rounds"], brief["track"], [rank["rank"] for rank in brief["ranks"]]) == ([], [], [0])
+    n2.server.close()
+    silent = n1.unix().get("/v1/jobs/llama").document()["progress"]["silent"]
+    assert "no daemon answers at" in silent["n2"]
+
+
 def test_other_nodes_certificates_are_checked_when_they_are_asked(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "n1-pki").mkdir()
     authority = Authority(tmp_path / "n1-pki")

@@ -5,7 +5,6 @@ It exists so that drawing never meets a word where a number should be. What make
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -208,7 +207,7 @@ def _whole(value: object, least: int = 0) -> int | None:
 
 def _real(value: object) -> float | None:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e12
-    return float(value) if good and isinstance(value, (int, float)) and math.isfinite(value) else None
+    return float(value) if good and isinstance(value, (int, float)) else None
 
 
 def _list(value: object) -> list[Any]:
