@@ -6,6 +6,7 @@ All of these tests are the slow kind. Where the servers are not there they skip,
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
     """`watched(*script's arguments, scale=…, settings={agent.toml's}, **job's keys)`: they train, and are scraped."""
     if lacks := missing():
         pytest.skip(lacks)
+    faulthandler.cancel_dump_traceback_later()  # whoever waits for alerts takes longer than what is taken for stuck
     with contextlib.ExitStack() as stack:
 
         def start(

@@ -27,8 +27,8 @@ PANELS = {"stat", "timeseries", "table", "bargauge", "state-timeline", "row"}
 BUILT_IN = {"__range", "__rate_interval", "__interval"}
 HISTOGRAM = ("_bucket", "_sum", "_count")
 WORDS = {
-    "sum", "min", "max", "count", "by", "on", "or", "time", "vector", "group_left", "increase", "rate", "last_over_time",
-    "histogram_quantile", "le",
+    "sum", "min", "max", "count", "by", "on", "or", "time", "vector", "group_left", "increase", "rate",
+    "last_over_time", "histogram_quantile", "offset", "le",
 }  # fmt: skip
 
 
@@ -59,9 +59,9 @@ def queries(board: Any) -> Iterator[str]:
 
 def test_it_is_a_dashboard(board: Any) -> None:
     wanted = {
-        "title": str, "uid": str, "description": str, "tags": list, "editable": bool, "graphTooltip": int, "panels": list,
-        "schemaVersion": int, "version": int, "time": dict, "timepicker": dict, "templating": dict, "annotations": dict,
-        "timezone": str, "refresh": str, "links": list,
+        "title": str, "uid": str, "description": str, "tags": list, "editable": bool, "graphTooltip": int,
+        "panels": list, "schemaVersion": int, "version": int, "time": dict, "timepicker": dict, "templating": dict,
+        "annotations": dict, "timezone": str, "refresh": str, "links": list,
     }  # fmt: skip
     assert {key: type(board[key]) for key in wanted} == wanted
     assert 8 <= len(board["uid"]) <= 40 and board["graphTooltip"] in (0, 1, 2)
