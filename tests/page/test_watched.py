@@ -40,18 +40,19 @@ def watching(node: Node, out: int, *more: str) -> Iterator[subprocess.Popen[byte
 
 
 class Read:
-    """What comes from it, so far."""
+    """What comes from it, so far; `seen` of it has been waited for."""
 
     def __init__(self, fd: int) -> None:
-        self.fd, self.text = fd, ""
+        self.fd, self.text, self.seen = fd, "", 0
 
     def until(self, wanted: str, within: float = 40.0) -> None:
-        """Reads on until that has come after what was read before."""
-        start, deadline = len(self.text), time.monotonic() + within
-        while wanted not in self.text[start:]:
+        """Reads on until that has come, after what was waited for before."""
+        deadline = time.monotonic() + within
+        while (at := self.text.find(wanted, self.seen)) < 0:
             left = deadline - time.monotonic()
             assert left > 0 and select.select([self.fd], [], [], left)[0], f"no {wanted!r} in\n{self.text[-3000:]}"
             self.text += os.read(self.fd, 65536).decode("utf-8", "replace")
+        self.seen = at + len(wanted)
 
 
 def test_in_a_pipe_it_goes_on_through_an_agents_restart_and_ends_with_the_job(node: MakeNode) -> None:
