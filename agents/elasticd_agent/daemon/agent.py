@@ -26,6 +26,7 @@ from elasticd_agent.addresses import joined, local_address
 from elasticd_agent.config import Rendezvous
 from elasticd_agent.console import PlainConsole
 from elasticd_agent.daemon import statedir
+from elasticd_agent.daemon.announcing import Announcement
 from elasticd_agent.daemon.card import inventory
 from elasticd_agent.daemon.config.reloading import merged as merged_settings
 from elasticd_agent.daemon.config.settings import Settings, load
@@ -110,6 +111,8 @@ def _run(
     card = inventory(settings, statedir.incarnation(settings.state_dir, settings.node), os.environ)
     runners = Runners(settings.state_dir, lambda: inbox.put(Hint()), telling.said)
     stack.callback(runners.close)
+    metrics = NodeMetrics(settings.node, version())
+    announcement = Announcement(store, card, float(settings.lease_s), float(settings.renewal_s), metrics.lease)
     placer = Placer(
         store,
         card.node,
@@ -118,12 +121,12 @@ def _run(
         float(settings.renewal_s),
         float(settings.adopt_timeout_s),
         changed=lambda: inbox.put(Hint()),
+        announce=announcement.beneath,
         keep_ended_s=float(settings.keep_ended_s),
     )
     health = open_health(settings, os.environ, idle=lambda: not runners.alive())
     stack.callback(health.close)
-    metrics = NodeMetrics(settings.node, version())
-    parts = Parts(store, runners, placer, health, notifier, telling, inbox, card, metrics)
+    parts = Parts(store, announcement, runners, placer, health, notifier, telling, inbox, card, metrics)
     orders = Orders(settings, where, settings.devices(os.environ))
 
     def reload(old: Settings) -> tuple[Settings, list[str]]:

@@ -1,10 +1,14 @@
 """Keeps this node's card in the store, under a lease: taken, renewed, replaced, and taken again after an outage.
 
 It exists so that the deciding loop need not know how a name is kept. A card of this very daemon's, left by a process
-of it that was killed or replaced, is taken over at once; another daemon's is never touched while its lease lives.
+of it that was killed or replaced, is taken over at once; another daemon's is never touched while its lease lives. Other
+keys of this daemon's may live under the same lease, so that an idle daemon asks for one renewal.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from elasticd.errors import ElasticdError, StoreUnavailable, WireError
 from elasticd_agent.daemon import names
@@ -102,8 +106,42 @@ class Announcement:
         if lease is not None:
             lease.withdraw()
 
+    def beneath(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
+        """As `Store.announce`, for a key that shall live as long as the card does: it costs no renewal of its own.
+
+        None: the key is there already, or the card is not. Raises StoreUnavailable.
+        """
+        lease = self._lease
+        if lease is None or lease.hold(key, value) is None:
+            return None
+        return _Beneath(self._store, key, lease, lambda: self._lease is lease)
+
     def _read(self, value: bytes) -> NodeCard | None:
         try:
             return understood(NodeCard, self._key, value)
         except WireError:
             return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Beneath:
+    """A key under the card's lease. `lives`: that lease is still the card's."""
+
+    store: Store
+    key: str
+    lease: Lease
+    lives: Callable[[], bool]
+
+    @property
+    def ttl_s(self) -> float:
+        return self.lease.ttl_s
+
+    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+        return self.lease.hold(key, value, expected)
+
+    def renew(self) -> bool:
+        return self.lives()
+
+    def withdraw(self) -> None:
+        if self.lives():
+            self.store.delete(self.key)

@@ -80,6 +80,7 @@ class Parts:
     """What the loop is made of."""
 
     store: Store
+    announcement: Announcement
     runners: Runners
     placer: Placer
     health: Health
@@ -105,9 +106,7 @@ class Deciding:
         self._reload, self._replaceable = reload, replaceable
         settings = orders.settings
         self.card = parts.card
-        self._announcement = Announcement(
-            parts.store, parts.card, float(settings.lease_s), float(settings.renewal_s), parts.metrics.lease
-        )
+        self._announcement = parts.announcement
         self._knowledge = Knowledge(parts.store, parts.telling.warned, lambda: parts.inbox.put(Hint()))
         self._handed = HandedIn(settings.state_dir)
         self._blames = Blames(parts.card.node)

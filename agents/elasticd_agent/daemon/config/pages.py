@@ -27,8 +27,8 @@ A mistake is one line on stderr and exit code 2, and nothing is started:
 ```
 
 The check looks at this machine: files that hold secrets are there and nobody else's to read (their group may:
-`root:elasticd` 0640, as mounted secrets in containers are made), certificates belong to their keys, users exist, `slots`
-are not more than there are GPUs. The file itself must not be writable by everybody, as it can name commands.
+`root:elasticd` 0640, as mounted secrets in containers are made), certificates belong to their keys, users exist,
+`slots` are not more than there are GPUs. The file itself must not be writable by everybody, as it can name commands.
 
 **Values.** A time is seconds, or text with its unit: `0.5`, `"500ms"`, `"5s"`, `"2m"`, `"1.5h"`, `"7d"`. A size is
 bytes or text: `"500MB"`, `"10GiB"`. Paths are absolute. The file may be YAML or JSON, if its name ends so. In YAML,

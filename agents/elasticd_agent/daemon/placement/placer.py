@@ -39,6 +39,7 @@ class Placer:
     """One daemon's. `turn` belongs to one thread and is to be called at least every `renewal_s`.
 
     Times are monotonic seconds. `changed` is called, from any thread, when something to look at has happened.
+    `announce` takes the key, as `store.announce` would, which is what does it if none is given.
     """
 
     store: Store
@@ -50,6 +51,7 @@ class Placer:
     keep_ended_s: float = ended.KEEP_S
     kept: int = ended.KEPT
     changed: Callable[[], None] = lambda: None
+    announce: Callable[[str, bytes, float], Lease | None] | None = None
     version: int | None = None  # the key's, while it is ours
     _lease: Lease | None = None
     _renew_at: float = 0.0
@@ -121,7 +123,7 @@ class Placer:
             # To ask every second would cost a large store more than all else; its watch says when the key is free, and
             # may say so while we ask.
             self._try_at = now + REFRESH_S
-            self._lease = self.store.announce(names.PLACER, value, self.lease_s)
+            self._lease = (self.announce or self.store.announce)(names.PLACER, value, self.lease_s)
             if self._lease is None:
                 return False
             self._renew_at = now + min(self.renewal_s, self._lease.ttl_s / 3)
