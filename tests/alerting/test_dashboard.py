@@ -69,9 +69,9 @@ def test_every_query_returns_data_on_a_job_with_faults(watched: Watched) -> None
     until(lambda: watch.query("elasticd_rank_slowness_ratio"), watch.told, 150)
     (nodes.work / "lag-1").unlink()
     # A crash, a hang, a check that finds something.
-    for signum, cause in ((signal.SIGKILL, "crash"), (signal.SIGSTOP, "hung")):
+    for node, signum, cause in (("n1", signal.SIGKILL, "crash"), ("n2", signal.SIGSTOP, "hung")):
         before = nodes.round()
-        os.kill(nodes.worker("n2"), signum)
+        os.kill(nodes.worker(node), signum)
         until(lambda cause=cause: watch.query(f'elasticd_restarts_total{{cause="{cause}"}} > 0'), nodes.told)  # type: ignore[misc]
         nodes.on_both(after=before)
     nodes.etcd.stop()

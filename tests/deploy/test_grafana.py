@@ -133,7 +133,7 @@ def test_it_asks_for_series_and_labels_that_there_are(board: Any) -> None:
     asked = set()
     for query in queries(board):
         # Take out what is no name of a series: texts, what is in [] and what `by` and `on` list.
-        bare = re.sub(r'"[^"]*"|\[[^]]*\]|\{[^}]*\}|\b(by|on|label_values) \([^)]*\)|, \w+\)$', " ", query)
+        bare = re.sub(r'"[^"]*"|\$\w+|\[[^]]*\]|\{[^}]*\}|\b(by|on|label_values) \([^)]*\)|, \w+\)$', " ", query)
         names = set(re.findall(r"[a-zA-Z_:]\w*", bare)) - WORDS
         if query.startswith("label_values("):
             names = {re.split(r"[({,]", query)[1]}
