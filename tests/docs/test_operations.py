@@ -41,7 +41,7 @@ def commands() -> list[tuple[str, ...]]:
     for line in lines():
         if re.match(r"elasticd [a-z]+( |$)", line) and "…" not in line:
             words = shlex.split(line, comments=True)
-            # `elasticd jobs: the store does not answer …` is what it says, `elasticd explain` in a sentence is its name.
+            # `elasticd jobs: the store does not answer …` is what it says, `elasticd explain` in a sentence a name.
             if not words[1].endswith(":") and words[1:] not in NAMES and tuple(words) not in found:
                 found.append(tuple(words))
     return found
