@@ -58,6 +58,15 @@ def test_what_is_wrong_is_said_first(progress: dict[str, Any], word: str, senten
     assert standing.trouble(facts.job({**said, "ended_at": NOW})) is None
 
 
+def test_a_round_that_was_planned_is_no_loss() -> None:
+    rounds = [
+        a_round(1, NOW - 300, over_at=NOW - 200),
+        a_round(2, NOW - 199, cause="resize", reason="b joined", lost_seconds=0.8, lost_steps=0),
+    ]
+    text = shown(a_job(rounds=rounds))
+    assert "paused 0.8 s" in text and "no step lost" in text and "Lost nothing" in text
+
+
 def test_steps_that_take_long_are_no_trouble() -> None:
     said = a_job(steps_per_second=0.05, ranks=[a_rank(0, idle_seconds=60.0)])
     assert standing.trouble(facts.job(said)) is None

@@ -23,10 +23,10 @@ _ELEMENTS = frozenset(
     """
     html head meta title link script noscript body header main footer a span b form button h1 h2 h3 p div
     section dl dt dd nav svg desc line text polygon polyline g rect path ul li ol time table thead tbody tr th td pre
-    label select option input details summary i style code
+    label select option input details summary i style code br
     """.split()  # noqa: SIM905
 )
-_VOID = frozenset({"meta", "link", "input"})
+_VOID = frozenset({"meta", "link", "input", "br"})
 _ATTRIBUTES = frozenset(
     """
     charset name content title rel href type src defer http-equiv id class tabindex data-live data-every

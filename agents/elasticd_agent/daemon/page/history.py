@@ -59,4 +59,7 @@ def _lost(one: RoundRow) -> Child:
     again = "" if one.lost_steps is None else f"{words.count(one.lost_steps, 'step')} again"
     if one.first_step_at is None:
         return [tag("b", words.span(one.lost_s)), tag("span", "without a step so far", class_="quiet")]
+    if one.planned:
+        less = again if one.lost_steps else "no step lost" if one.lost_steps == 0 else ""
+        return tag("span", f"paused {words.span(one.lost_s)}", tag("br"), less, class_="quiet")
     return [tag("b", f"−{words.span(one.lost_s)}"), tag("span", again, class_="quiet") if again else None]

@@ -68,9 +68,9 @@ def _why(job: Job) -> list[Child]:
 
 
 def _tiles(job: Job) -> list[Html]:
-    lost = [one.lost_s for one in job.rounds if one.lost_s is not None]
-    again = sum(one.lost_steps for one in job.rounds if one.lost_steps is not None)
-    faults = sum(1 for one in job.rounds if not one.planned)
+    faulty = [one for one in job.rounds if not one.planned]
+    lost = [one.lost_s for one in faulty if one.lost_s is not None]
+    again = sum(one.lost_steps for one in faulty if one.lost_steps is not None)
     saved, most = job.checkpoint, job.most_workers
     workers = str(job.world_size) if job.world_size and not job.ended else "–"
     fewer = most is not None and most != job.world_size and not job.ended
@@ -87,7 +87,7 @@ def _tiles(job: Job) -> list[Html]:
         _tile(
             "Lost",
             words.span(sum(lost)) if lost else "nothing",
-            f"{words.count(faults, 'fault')}, {words.count(again, 'step')} again" if lost else "",
+            f"{words.count(len(faulty), 'fault')}, {words.count(again, 'step')} again" if lost else "",
         ),
     ]
 
