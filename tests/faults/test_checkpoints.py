@@ -20,7 +20,7 @@ KEPT = ["--keep", "100"]
 def losses(run: Job) -> dict[int, float]:
     """By step, of the last round that trained it."""
     lines = (line.split() for line in (run.work / "steps-0").read_text().splitlines())
-    return {int(step): float(loss) for _, step, loss in lines}
+    return {int(step): float(loss) for _, step, loss, _ in lines}
 
 
 def test_an_interrupted_run_equals_the_uninterrupted_one_bit_for_bit(job: StartJob, tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ def main(args: argparse.Namespace) -> None:
             session.step()
             total = loss.detach().clone()
             torch.distributed.all_reduce(total)
-            faults.write(f"steps-{session.rank}", f"{session.round} {step} {float(total) / session.world_size:.9g}\n")
+            mean = float(total) / session.world_size
+            faults.write(f"steps-{session.rank}", f"{session.round} {step} {mean:.9g} {time.monotonic():.6f}\n")
             time.sleep(0.005)
             if session.should_stop or session.steps >= args.steps:
                 return end(session, model)
