@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from elasticd_agent.daemon.feeding import Feeding
+from elasticd_agent.daemon.notify import open_notifier
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, comm_of, lives, until
-from tests.faults.job import parent_of
+from tests.faults.job import REPOSITORY, parent_of
 
 
 def children(pid: int) -> set[int]:
@@ -72,3 +77,81 @@ def test_as_process_1_of_a_container(node: MakeNode) -> None:
     os.kill(first, signal.SIGTERM)
     assert n1.wait() == 0
     n1.assert_gone()
+
+
+SUPERVISE = """
+import sys
+from elasticd_agent.daemon.supervise import supervise
+sys.exit(supervise(sys.argv[2:], float(sys.argv[1]), 0.3))
+"""
+HANGS_ONCE = """
+import os, pathlib, sys, time
+from elasticd_agent.daemon.notify import open_notifier
+open_notifier(os.environ).ready()
+hung = pathlib.Path(sys.argv[1])
+if not hung.exists():
+    hung.touch()
+    time.sleep(100)
+"""
+
+
+def test_who_feeds_is_left_alone_and_who_leaves_is_not_waited_for() -> None:
+    feeding = Feeding(30.0)
+    with closing(feeding):
+        environ = dict(feeding.variables)
+        notifier = open_notifier(environ)
+        assert notifier.watchdog_s == 30
+        assert not feeding.look(100.0), "it is not ready yet, and may take its time"
+        notifier.ready("here")
+        assert not feeding.look(200.0)
+        assert not feeding.look(229.0)
+        assert notifier.feed()
+        assert not feeding.look(231.0)
+        assert feeding.look(262.0)
+        feeding.begin()
+        assert not feeding.look(300.0), "another one"
+        notifier.ready()
+        notifier.stopping(60)
+        assert notifier.ready()
+        assert not feeding.look(301.0)
+        assert not feeding.look(400.0)
+
+
+def test_an_agent_that_hangs_is_ended_and_started_again(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SUPERVISE, "1.0", sys.executable, "-c", HANGS_ONCE, str(tmp_path / "hung")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the agent has decided nothing for 1 s; it is ended, with its stacks if it can" in done.stderr
+    assert "the agent was killed by SIGABRT and is started again in 0 s" in done.stderr
+
+
+@pytest.mark.system
+def test_a_stopped_agent_is_started_again_and_its_jobs_do_not_notice(node: MakeNode) -> None:
+    n1 = node()
+    n1.job("one", "plain.py", COLD, "sleep", workers=1)
+    n1.write()
+    path = os.pathsep.join(n1.path)
+    with open(n1.root / "agent.log", "ab") as log:
+        command = [n1.python, "-m", "elasticd_agent", "agent", "--config", str(n1.config)]
+        n1.process = subprocess.Popen(
+            [n1.python, "-c", SUPERVISE, "3.0", *command],
+            env={**os.environ, "PYTHONPATH": path, **n1._marked()},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    (worker,) = n1.workers("one")
+    agent = n1.events("agent_started")[0]["pid"]
+    os.kill(agent, signal.SIGSTOP)
+    again = until(lambda: n1.events("agent_started")[1:], n1.told)[0]
+    assert again["pid"] != agent
+    assert again["adopted"] == 1
+    assert n1.workers("one") == (worker,)
+    assert lives(worker)
+    until(lambda: len(n1.events("agent_joined")) == 2, n1.told)
+    assert n1.drain() == 0

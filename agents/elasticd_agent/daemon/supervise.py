@@ -1,8 +1,9 @@
 """`elasticd agent --supervised`: starts the agent, and starts it again whenever it dies. Process 1 of a container.
 
 It exists so that a container has what systemd does for a machine: runners outlive the agent's death, because they
-become this process's children; whoever dies is reaped; signals go to the agent. It is small, so that it does not die:
-it reads no configuration, talks to no store and decides nothing. An agent that ends by itself ends this, too.
+become this process's children; whoever dies is reaped; signals go to the agent; one that hangs is ended and started
+again. It is small, so that it does not die: it reads no configuration, talks to no store and decides nothing. An agent
+that ends by itself ends this, too.
 """
 
 from __future__ import annotations
@@ -15,17 +16,34 @@ import sys
 import time
 from collections.abc import Sequence
 
+from elasticd_agent.daemon.feeding import Feeding
+
 PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 36, 15
 BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 WELL_S = 60.0
 """An agent that lived so long did not die of how it starts."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+HANGS_S = 30.0
+"""As deploy/systemd's WatchdogSec: less than what the kubelet's liveness probe takes."""
+ABORT_S = 5.0
+"""From SIGABRT, by which the agent writes its stacks, to SIGKILL, which a stopped one hears as well."""
+LOOK_S = 5.0
 FINAL = (0, 2)
 """It has left because it was asked to, or cannot work as it is configured."""
 
 
-def supervise(command: Sequence[str]) -> int:
+def supervise(command: Sequence[str], hangs_s: float = HANGS_S, abort_s: float = ABORT_S) -> int:
     """Keep `command` running until it ends by itself. Returns its exit code."""
+    # Where somebody listens already, as podman may, that one hears and watches.
+    feeding = None if "NOTIFY_SOCKET" in os.environ else Feeding(hangs_s)
+    try:
+        return _supervised(command, feeding, min(LOOK_S, hangs_s / 4), abort_s)
+    finally:
+        if feeding is not None:
+            feeding.close()
+
+
+def _supervised(command: Sequence[str], feeding: Feeding | None, look_s: float, abort_s: float) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     libc.prctl(PR_SET_NAME, b"elasticd-super", 0, 0, 0)
@@ -35,13 +53,26 @@ def supervise(command: Sequence[str]) -> int:
     asked_to_end = False
     deaths = 0
     while True:
-        child = _start(command, before)
-        since = time.monotonic()
+        if feeding is not None:
+            feeding.begin()
+        child = _start(command, before, feeding)
+        since = looked_at = time.monotonic()
+        attentive_s, kill_at = 0.0, float("inf")
         while (status := _reaped(child.pid)) is None:
-            got = signal.sigwait(waited_for)
-            if got in FORWARDED:
-                asked_to_end = asked_to_end or got in (signal.SIGTERM, signal.SIGINT)
-                child.send_signal(got)
+            got = signal.sigtimedwait(waited_for, look_s)
+            if got is not None and got.si_signo in FORWARDED:
+                asked_to_end = asked_to_end or got.si_signo in (signal.SIGTERM, signal.SIGINT)
+                os.kill(child.pid, got.si_signo)  # Popen's own would reap it, and we would wait for ever
+            now = time.monotonic()
+            # A container that was frozen has not waited: its agent could not say anything either.
+            attentive_s, looked_at = attentive_s + min(now - looked_at, 2 * look_s), now
+            if attentive_s >= kill_at:
+                os.kill(child.pid, signal.SIGKILL)
+            elif kill_at == float("inf") and feeding is not None and feeding.look(attentive_s):
+                silent = f"the agent has decided nothing for {feeding.within_s:g} s"
+                _say(f"{silent}; it is ended, with its stacks if it can")
+                os.kill(child.pid, signal.SIGABRT)
+                kill_at = attentive_s + abort_s
         code = os.waitstatus_to_exitcode(status)
         child.returncode = code
         if code in FINAL or asked_to_end:
@@ -53,11 +84,13 @@ def supervise(command: Sequence[str]) -> int:
             return 128 + signal.SIGTERM
 
 
-def _start(command: Sequence[str], mask: set[signal.Signals] | set[int]) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], mask: set[signal.Signals] | set[int], feeding: Feeding | None
+) -> subprocess.Popen[bytes]:
     """With our own signal mask as it was before: a blocked signal would stay blocked in the agent."""
     blocked = signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
-        return subprocess.Popen(command)
+        return subprocess.Popen(command, env={**os.environ, **(feeding.variables if feeding is not None else {})})
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
