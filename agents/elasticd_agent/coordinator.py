@@ -370,8 +370,8 @@ class Coordinator:
         verdict = self._planner.turn(self._stored, now, (self._keys.planner, key))
         self._news += self._planner.judge.judged
         self._planner.judge.judged.clear()
-        self._news += [FaultSeen(number, fault.cause, fault.culprit) for number, fault in self._planner.faults]
-        self._planner.faults.clear()
+        self._news += [FaultSeen(number, fault.cause, fault.culprit) for number, fault in self._planner.faults.new]
+        self._planner.faults.new.clear()
         if self._round is not None and self._planner.slow != self._slow:
             self._slow = self._planner.slow
             self._news.append(SlowSeen(self._round.number, self._slow))

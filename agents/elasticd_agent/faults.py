@@ -6,7 +6,7 @@ plans. It words nothing and decides nothing: what follows from a fault is `plan`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elasticd_agent.config import Policy
 from elasticd_agent.membership import losses
@@ -40,3 +40,22 @@ def faults(view: View, policy: Policy, now: float) -> tuple[Fault, ...]:
     if not failures or lost.awaited or (victims and now < view.failed_at + VICTIMS_S):
         return ()
     return (Fault(failures[0].kind, ""),)
+
+
+@dataclass(slots=True)
+class Faults:
+    """Which have been seen, each once: (round, Fault), in `new` until somebody takes them out."""
+
+    policy: Policy
+    new: list[tuple[int, Fault]] = field(default_factory=list)
+    _seen: tuple[int, frozenset[Fault]] = (0, frozenset())
+
+    def see(self, view: View, now: float) -> None:
+        """What is heard after a round's first is brought about by it, but for other nodes that are lost."""
+        number = view.current.number if view.current is not None else 0
+        seen = self._seen[1] if self._seen[0] == number else frozenset()
+        blamed = {fault.culprit for fault in seen}
+        found = [f for f in faults(view, self.policy, now) if not seen or f.cause == "node_lost"]
+        new = [f for f in found if f.culprit not in blamed]
+        self.new += [(number, fault) for fault in new]
+        self._seen = number, seen.union(new)

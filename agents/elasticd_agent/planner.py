@@ -16,7 +16,7 @@ from elasticd.wire import Failure, NodeRecord, Round
 from elasticd_agent.addresses import split
 from elasticd_agent.config import Policy
 from elasticd_agent.copies import Copies
-from elasticd_agent.faults import Fault, faults
+from elasticd_agent.faults import Faults
 from elasticd_agent.judging import Judge, failures
 from elasticd_agent.keys import Keys, understood
 from elasticd_agent.knock import Answered, Refused, Silent
@@ -97,11 +97,11 @@ class Planner:
     judge: Judge = field(init=False)
     _copies: Copies = field(init=False)
     slow: tuple[tuple[int, float], ...] = ()
-    faults: list[tuple[int, Fault]] = field(default_factory=list)
-    _faulted: tuple[int, frozenset[Fault]] = (0, frozenset())
+    faults: Faults = field(init=False)
 
     def __post_init__(self) -> None:
         self.judge = Judge(self.policy)
+        self.faults = Faults(self.policy)
         self._copies = Copies(self.store, self.say)
 
     def hint(self, key: str) -> None:
@@ -140,13 +140,13 @@ class Planner:
             version = None if current is None else current.version
             if not self.store.compare_and_swap(self.keys.round, version, verdict.to_json(), guard):
                 return Wait("another planner was faster", now)
-            self._see_faults(view, now)
+            self.faults.see(view, now)
             self._forget_before(verdict.number)
             self._say_what_is_odd(verdict, view)
             if verdict.terminal:
                 self.bury(verdict)
         elif isinstance(verdict, Wait) and (verdict.short or view.failures):
-            self._see_faults(view, now)
+            self.faults.see(view, now)
         self._hold(verdict, current is not None)
         self._ask_for_reports(round)
         self._tidy()
@@ -334,16 +334,6 @@ class Planner:
     def _see_slow(self, view: View, round: Round) -> None:
         records = [r for m in round.members if (r := view.record(m.node)) is not None and r.ready == round.number]
         self.slow = slow([Pace(*counts) for record in records for counts in record.pace], self.policy)
-
-    def _see_faults(self, view: View, now: float) -> None:
-        """What broke the round, each once; of what is heard after the first only that more nodes are lost."""
-        number = view.current.number if view.current is not None else 0
-        told = self._faulted[1] if self._faulted[0] == number else frozenset()
-        blamed = {fault.culprit for fault in told}
-        found = [f for f in faults(view, self.policy, now) if not told or f.cause == "node_lost"]
-        new = [f for f in found if f.culprit not in blamed]
-        self.faults += [(number, fault) for fault in new]
-        self._faulted = number, told.union(new)
 
     def _ask_for_reports(self, round: Round | None) -> None:
         """While one node is suspicious, all shall say what they see."""

@@ -18,6 +18,7 @@ from elasticd_agent.config import JobSpec, Policy
 from elasticd_agent.console import Console, ProgressView
 from elasticd_agent.eventlog import Events
 from elasticd_agent.goodput import Spent, Times
+from elasticd_agent.lasting import Lasting
 from elasticd_agent.messages import (
     Event,
     FirstStep,
@@ -57,15 +58,15 @@ class JobStory:
     _recovery: Recovery = field(default_factory=Recovery)
     _failure: Failure | None = None
     _suspected_at: float | None = None
-    _slow: set[int] = field(default_factory=set)
     _asked: set[int] = field(default_factory=set)
-    _stuck: dict[int, int] = field(default_factory=dict)  # pid -> round
     _ending_since: float | None = None
     _checkpoint_at: float | None = None
     _rate: Rate = field(default_factory=Rate)
+    _lasting: Lasting = field(init=False)
     _spending: Spending = field(init=False)
 
     def __post_init__(self) -> None:
+        self._lasting = Lasting(self.events, self.metrics, self.console)
         self._spending = Spending(self.node, Spent(time.monotonic()), self.policy.backoff_s[-1])
         self.metrics.spends(self.spent)
         self.metrics.phase("joining")
@@ -273,7 +274,7 @@ class JobStory:
             self._spending.broke(number, now)
         self._spending.gone(number, now)
         self._recovery.passed("stop", now)
-        survivors = tuple(pid for pid, its in self._stuck.items() if its == number)
+        survivors = self._lasting.survivors(number)
         self.metrics.group_gone()
         self.logs_end(number)
         self.events.write(
@@ -289,27 +290,7 @@ class JobStory:
 
     def stuck(self, heard: Stuck | Freed, sentence: str, now: float) -> None:
         """A process does not die of SIGKILL, or has died of it at last."""
-        self.console.said(sentence, "warning" if isinstance(heard, Stuck) else "info")
-        if isinstance(heard, Freed):
-            self._stuck.pop(heard.pid, None)
-            self.metrics.stuck(len(self._stuck))
-            number = self.round.number if self.round is not None else 0
-            self.events.write(happened.ProcessFreed(round=number, mono=now, reason=sentence, pid=heard.pid))
-            return
-        self._stuck[heard.pid] = heard.number
-        self.metrics.stuck(len(self._stuck))
-        self.events.write(
-            happened.ProcessStuck(
-                round=heard.number,
-                mono=now,
-                reason=sentence,
-                pid=heard.pid,
-                rank=heard.rank,
-                slot=heard.slot,
-                state=heard.state,
-                wchan=heard.wchan,
-            )
-        )
+        self._lasting.stuck(heard, sentence, now, self.round.number if self.round is not None else 0)
 
     def failed(self, failure: Failure) -> None:
         self._failure = failure
@@ -355,16 +336,8 @@ class JobStory:
         self.console.said(f"round {judged.round} hangs{what}: {judged.why}", "warning")
 
     def slow(self, seen: SlowSeen) -> None:
-        """Ranks the others wait for: said once of each, and measured for as long as it lasts."""
-        self.metrics.slowness(dict(seen.ranks))
-        for rank, ratio in seen.ranks:
-            if rank not in self._slow:
-                reason = f"rank {rank} is slow: the others wait for it, its own work takes {ratio:.1f} times as long"
-                self.events.write(
-                    happened.SlowRank(round=seen.number, mono=time.monotonic(), reason=reason, rank=rank, ratio=ratio)
-                )
-                self.console.said(f"round {seen.number}: {reason}", "warning")
-        self._slow = {rank for rank, _ in seen.ranks}
+        """The ranks the others wait for."""
+        self._lasting.slow(seen)
 
     def seen(self, seen: Seen, now: float) -> None:
         """One look at the workers: numbers for the metrics, the live line, and what they noted."""

@@ -8,12 +8,9 @@ import pytest
 
 from elasticd.wire import Failure, Member, NodeRecord, Round
 from elasticd_agent.config import Policy
-from elasticd_agent.faults import Fault, faults
-from elasticd_agent.keys import Keys
+from elasticd_agent.faults import Fault, Faults, faults
 from elasticd_agent.messages import StopRequested
 from elasticd_agent.plan import VICTIMS_S
-from elasticd_agent.planner import Facts, Planner
-from elasticd_agent.store.memory import MemoryStore
 from elasticd_agent.view import Asked, Present, View
 
 POLICY = Policy()
@@ -72,15 +69,15 @@ def test_what_broke_the_round(view: View, found: list[Fault]) -> None:
 
 
 def test_a_fault_is_told_once_and_what_it_brings_about_is_none() -> None:
-    planner = Planner(MemoryStore(), Keys("j"), POLICY, Asked(1, 1, 2, 3), Facts(), lambda nodes: {}, "a", print)
+    seen = Faults(POLICY)
     told: list[tuple[int, Fault]] = [(3, Fault("crash", "b"))]
     for view in (running(CRASH), running(CRASH), running(failed("a", "crash", (0, 0)), CRASH)):
-        planner._see_faults(view, NOW)
-        assert planner.faults == told, "whoever fails later fails by it"
-    planner._see_faults(running(knocked=(("b", "refused"), ("c", "refused"))), NOW)
+        seen.see(view, NOW)
+        assert seen.new == told, "whoever fails later fails by it"
+    seen.see(running(knocked=(("b", "refused"), ("c", "refused"))), NOW)
     told.append((3, Fault("node_lost", "c")))
-    assert planner.faults == told, "but a node that is lost as well is a fault of its own"
+    assert seen.new == told, "but a node that is lost as well is a fault of its own"
     later = running(replace(CRASH, round=4))
     assert later.current is not None
-    planner._see_faults(replace(later, current=replace(later.current, number=4)), NOW)
-    assert planner.faults == [*told, (4, Fault("crash", "b"))]
+    seen.see(replace(later, current=replace(later.current, number=4)), NOW)
+    assert seen.new == [*told, (4, Fault("crash", "b"))]

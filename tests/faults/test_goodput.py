@@ -78,7 +78,7 @@ def test_what_a_kill_costs_is_what_the_event_log_says(job: StartJob, tmp_path: P
     trains = job(
         "resume.py", "--steps", "100000", "--every", "40", flags=flags, faults=[Fault(1, 75, "SIGKILL", round=1)]
     )
-    first_page = until(scraped.page, "the first scrape")
+    first_page = until(scraped.page, trains._told)
     idle_s = first_page[key("elasticd_time_seconds_total", state="idle")]
     assert idle_s == sum(first_page[key("elasticd_time_seconds_total", state=state)] for state in SPENT) > 0
     caught_up = until(lambda: scraped.page() and trains.events("caught_up"), trains._told)[0]
