@@ -308,17 +308,14 @@ def _modules(given: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _hangs(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Policy's fields on hangs. A time that only follows from the floor is shortened with it: one flag is enough."""
-    floor, evidence = parsed.hang_floor, parsed.evidence_timeout
-    if evidence is None:
-        evidence = Policy().evidence_s if floor is None else min(floor, Policy().evidence_s)
+    """Policy's fields on hangs."""
     return {
-        "hang_floor_s": floor,
+        "hang_floor_s": parsed.hang_floor,
         "hang_factor": parsed.hang_factor,
         "stopped_after_s": parsed.stopped_after,
         "slow_ceiling_s": parsed.slow_ceiling,
         "slow_factor": parsed.slow_factor,
-        "evidence_s": evidence,
+        "evidence_s": parsed.evidence_timeout,
         "on_hang": parsed.on_hang,
         "startup_ceiling_s": parsed.startup_ceiling,
         "first_step_ceiling_s": parsed.first_step_ceiling,

@@ -16,6 +16,9 @@ from typing import Literal
 
 from elasticd.errors import UsageError
 
+EVIDENCE_S = 3.0
+"""For the evidence of a hang. A bound and no wait: hangs that are seen sooner need not be explained worse."""
+
 
 class Mode(str, Enum):
     """How a worker's command line is made from the entrypoint; the names follow the Python interpreter's own."""
@@ -185,7 +188,7 @@ class Policy:
     stopped_after_s: float = 2.5
     slow_ceiling_s: float | None = None
     slow_factor: float = 1.5
-    evidence_s: float = 3.0
+    evidence_s: float = EVIDENCE_S
     on_hang: Literal["restart", "report"] = "restart"
     slot_strikes: int = 2
     slot_cooloff_s: float = 60.0
@@ -300,10 +303,11 @@ class Policy:
             value = getattr(self, name)
             if not 1 < value < float("inf"):
                 raise UsageError(f"{name} {value:g} must be more than 1: it says how many times the usual is too long")
-        if not 0 < self.evidence_s <= floor:
+        most, bound = (floor, least) if floor >= EVIDENCE_S else (EVIDENCE_S, f"{EVIDENCE_S:g} s, as {least} is less")
+        if not 0 < self.evidence_s <= most:
             raise UsageError(
-                f"evidence_timeout {self.evidence_s:g} s must be more than 0 and not exceed {least}, so that a hang is "
-                f"over soon after it is seen; lower it by {max(0.0, self.evidence_s - floor):.6g} s"
+                f"evidence_timeout {self.evidence_s:g} s must be more than 0 and not exceed {bound}, so that a hang is "
+                f"over soon after it is seen; lower it by {max(0.0, self.evidence_s - most):.6g} s"
             )
         if self.slow_ceiling_s is not None:
             self._exceeds("slow_ceiling_s", floor, least, "slow ranks have more time than idle ones")

@@ -34,6 +34,8 @@ from elasticd_agent.observation import Where
 
 GATHER_PART, KILL_PART = 0.6, 0.7
 """Of the budget: how long a helper gathers, and when it is killed. The rest is for the way to the log directory."""
+KEEP_S = 1.0
+"""That way has at least so much: a directory is not dead because a busy machine took the whole budget to gather."""
 KEPT_S = 2.0
 """For the copy outside of the log directory, if that does not answer: by then nobody waits for it."""
 WRITE_S = 5.0
@@ -144,7 +146,10 @@ class Evidence:
         self._elsewhere: dict[Path, Path] = {}
 
     def gather(self, number: int, targets: Sequence[Target], final: Path, why: str) -> bool:
-        """Begin; a Gathered is posted within the budget. False: nothing begins, another one is still going on."""
+        """Begin; a Gathered is posted within the budget, or KEEP_S after it where gathering took all of it.
+
+        False: nothing begins, another one is still going on.
+        """
         with self._lock:
             if self._busy or self._closing:
                 return False
@@ -261,7 +266,8 @@ class Evidence:
         troubles += [trouble] if trouble else []
         place = self.place(asked.final)
         if place == asked.final:
-            lost = self._put(Keep(str(place), str(local), rounds=self._keep), asked.began + self._budget_s)
+            until = max(asked.began + self._budget_s, time.monotonic() + KEEP_S)
+            lost = self._put(Keep(str(place), str(local), rounds=self._keep), until)
             if lost:
                 place = self._kept(asked.number, asked.final)
                 troubles.append(f"{asked.final} cannot be written ({lost}): the evidence is in {place}")

@@ -140,8 +140,9 @@ OWN: tuple[Flag, ...] = (
     Flag(
         ("--evidence-timeout",),
         Kind.DURATION,
-        "How long stacks and logs of a hung group may take to gather before it is ended. Not given: 3s, or the hang "
-        "floor where that is shorter.",
+        "How long stacks and logs of a hung group may take to gather before it is ended. They are waited for no longer "
+        "than they take.",
+        default="3s",
         metavar="TIME",
         env=False,
     ),

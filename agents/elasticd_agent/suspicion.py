@@ -125,8 +125,8 @@ class Suspicion:
         self._wanted_by.clear()
         if found.number != self._number:
             return
-        if found.trouble and self._gathers == 0 and not any_found:
-            self._gathers, self._gather_at = 1, now  # the helper came too late for anything: a busy machine, once more
+        if found.trouble and self._gathers == 0 and not any(rank.source for rank in found.ranks):
+            self._gathers, self._gather_at = 1, now  # the helper came too late for stacks: a busy machine, once more
             return
         self._found = found
         self._gather_at = now + GATHER_S[min(self._gathers, len(GATHER_S) - 1)]

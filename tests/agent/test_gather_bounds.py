@@ -85,6 +85,30 @@ def test_a_log_directory_that_does_not_answer_costs_only_the_place(
     assert helpers(pid) == set()
 
 
+@pytest.mark.parametrize("left", [True, False])
+def test_a_gathering_that_took_all_the_time_still_gets_where_it_belongs(
+    left: bool,
+    takes: MakeEvidence,
+    worker: StartWorker,
+    posted: Posted,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A helper needs a moment to start, more on a busy machine, which does not make the directory a dead one."""
+    monkeypatch.setattr(module, "GATHER_PART", 1.0)
+    monkeypatch.setattr(module, "KILL_PART", 1.0)  # nothing of the budget is left for the way
+    if not left:
+        monkeypatch.setattr(module, "KEEP_S", 0.0)
+    spy = tmp_path / "py-spy"
+    spy.write_text("#!/bin/sh\nsleep 1000\n")
+    spy.chmod(0o700)
+    evidence = takes(1.0, spy=str(spy), temporary=tmp_path)
+    final, pid = tmp_path / "log" / "round-7" / "evidence", worker(SLEEPS)
+    assert evidence.gather(7, [Target(0, pid)], final, "")
+    assert (posted.get(timeout=30).path == final) is left
+    assert (final / "rank-0.json").exists() is left
+
+
 def test_what_is_written_into_a_directory_that_does_not_answer_is_kept_elsewhere(
     takes: MakeEvidence, posted: Posted, tmp_path: Path
 ) -> None:

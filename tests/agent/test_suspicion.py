@@ -69,8 +69,7 @@ def look(idle_s: float, number: int = 3) -> Seen:
     return Seen(number, (), (), idle_s, ranks)
 
 
-def found(number: int = 3, *, trouble: str = "", state: str = "S") -> Gathered:
-    source = "py-spy" if state else ""
+def found(number: int = 3, *, trouble: str = "", state: str = "S", source: str = "py-spy") -> Gathered:
     ranks = tuple(RankEvidence(rank, "collective", "all_reduce", "x", state, "", source) for rank in (0, 1))
     return Gathered(number, ranks, HERE, 0.2, trouble)
 
@@ -124,12 +123,13 @@ def test_who_is_asked_reports_without_a_suspicion_of_its_own() -> None:
     assert told.reports[-1] is None, "another round's question"
 
 
-def test_a_helper_that_came_too_late_is_asked_once_more() -> None:
+@pytest.mark.parametrize("state", ["", "S"])
+def test_a_helper_that_came_too_late_for_stacks_is_asked_once_more(state: str) -> None:
     told = Told()
     suspicion = made(told)
     for at in (104.0, 106.0, 108.0):
         suspicion.look(look(at - 100.0), 5.0, at)
-        suspicion.gathered(found(trouble="it did not answer within 1.0 s", state=""), at + 1)
+        suspicion.gathered(found(trouble="it did not answer within 1.0 s", state=state, source=""), at + 1)
     assert told.asked[:2] == [3, 3]
     gathered = [r.gathered for r in told.reports if r]
     assert gathered[0] is False

@@ -39,7 +39,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"slow_factor": float("inf")}, "slow_factor inf must be more than 1"),
     (
         {"evidence_s": 4, "hang_floor_s": 1},
-        "evidence_timeout 4 s must .* not exceed hang_floor 1 s, .* by 3 s",
+        "evidence_timeout 4 s must .* not exceed 3 s, as hang_floor 1 s is less, .* by 1 s",
     ),
     ({"evidence_s": 7}, "evidence_timeout 7 s must .* not exceed the least hang floor, 5 s, .* lower it by 2 s"),
     ({"evidence_s": 0}, "evidence_timeout 0 s must be more than 0"),

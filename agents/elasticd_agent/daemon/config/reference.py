@@ -134,7 +134,7 @@ def _default(flag: Flag) -> str:
 
 
 def _example(flag: Flag) -> str:
-    return _default(flag) or {"max_restarts": "10", "evidence_timeout": '"3s"'}.get(flag.dest, '"30s"')
+    return _default(flag) or {"max_restarts": "10"}.get(flag.dest, '"30s"')
 
 
 # ---- pages
