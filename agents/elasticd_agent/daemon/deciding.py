@@ -3,7 +3,7 @@
 It exists so that the daemon can be killed, replaced or cut off at any moment: what it knows is in the store, in the
 runners' folders and in locks, and a turn needs nothing that an earlier one remembered. A store that is away stops
 nothing: the last that was known counts until it is back. Where a job runs is `placing`'s to decide, what that means
-for this node `reconciling`'s; this performs it.
+for this node `reconciling`'s, doing it `performing`'s.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from elasticd_agent.daemon.health.blaming import Blames
 from elasticd_agent.daemon.health.verdicts import UNSEEN
 from elasticd_agent.daemon.knowing import Knowledge
 from elasticd_agent.daemon.notify import Notifier
+from elasticd_agent.daemon.performing import Performing
 from elasticd_agent.daemon.placement import queue as jobs
 from elasticd_agent.daemon.placement.placing import View
-from elasticd_agent.daemon.reconciling import Ended, Over, Plan, Start, reconcile
+from elasticd_agent.daemon.reconciling import Ended, Plan, reconcile
 from elasticd_agent.daemon.records import (
     NodeCard,
     NodeState,
@@ -35,14 +36,11 @@ from elasticd_agent.daemon.records import (
 )
 from elasticd_agent.daemon.running.orders import Orders
 from elasticd_agent.daemon.running.runners import Runners
-from elasticd_agent.daemon.running.spawning import Account, NotAllowed
 from elasticd_agent.daemon.telling import Telling
 from elasticd_agent.store import Store
 
 GATHER_S = 0.02
 """What is hinted at together is looked at together."""
-FOLDER_S = 10.0
-"""Before a job is tried again whose folder could not be made: a disk that is full is full for a while."""
 TAKEN_S = 2.0
 """A name that is taken when we start may be that of a daemon that is no more: two of its leases and this decide."""
 
@@ -102,7 +100,7 @@ class Deciding:
         replaceable: Callable[[], str],
     ) -> None:
         """`replaceable`: why the daemon cannot replace itself by what is installed now, or ""."""
-        self._parts, self._orders = parts, orders
+        self._parts = parts
         self._reload, self._replaceable = reload, replaceable
         settings = orders.settings
         self.card = parts.card
@@ -117,8 +115,7 @@ class Deciding:
         self._joined = False
         self._taken_said = ""
         self._forgotten_since: float | None = None
-        self._not_before: dict[tuple[str, int], float] = {}
-        self._started_at: dict[tuple[str, int], float] = {}
+        self._performing = Performing(parts.runners, parts.telling, parts.metrics, orders, self._ended)
         self._turned_at = time.monotonic()
         self._next_at = 0.0
         self._began_at = time.monotonic()
@@ -127,7 +124,7 @@ class Deciding:
 
     @property
     def settings(self) -> Settings:
-        return self._orders.settings
+        return self._performing.orders.settings
 
     @property
     def joined(self) -> bool:
@@ -231,7 +228,7 @@ class Deciding:
                 self._parts.notifier.reloading()
                 try:
                     settings, said = self._reload(self.settings)
-                    self._orders = replace(self._orders, settings=settings)
+                    self._performing.orders = replace(self._performing.orders, settings=settings)
                     self.card = replace(self.card, labels=settings.labels)
                     telling.happened(events.AgentReloaded, f"{asked.by}: {'; '.join(said) or 'nothing has changed'}")
                 except UsageError as error:
@@ -250,14 +247,14 @@ class Deciding:
         self._turned_at = now
         parts, settings = self._parts, self.settings
         for over in parts.runners.poll(now):
-            self._over(over, now)
+            self._performing.over(over, now)
         heard = parts.runners.heard()
-        for blame in self._blames.heard(heard, [key for key in heard if key not in self._started_at]):
+        for blame in self._blames.heard(heard, [key for key in heard if not self._performing.started(key)]):
             parts.health.blamed(blame)
         self._carded(self.card.running)
         self._agree(now)
         plan = reconcile(self._known, self.card.node, parts.runners.alive(), self._ended, self._draining, now)
-        self._perform(plan, now)
+        self._performing.perform(plan, now)
         running = plan.running if not plan.start else self._plan(now).running
         changed = self._carded(running)
         due = parts.runners.due()
@@ -347,59 +344,7 @@ class Deciding:
                 self._knowledge.hint(names.SUBMITTED + order.job)
         self._forgotten_since = None
 
-    # --- performing -------------------------------------------------------------------------------------------------
-
-    def _perform(self, plan: Plan, now: float) -> None:
-        runners, telling = self._parts.runners, self._parts.telling
-        for stop in plan.stop:
-            order = stop.order
-            if runners.ask_to_leave(order.job, order.number, stop.why, float(self.settings.drain_timeout_s)):
-                sentence = f"job {order.job} leaves this node: {stop.why}"
-                telling.happened(events.RunnerAsked, sentence, name=order.job, number=order.number)
-        for start in plan.start:
-            key = (start.wants.job, start.wants.number)
-            if now >= self._not_before.get(key, now):
-                self._not_before.pop(key, None)
-                self._start(start, now)
-
-    def _start(self, start: Start, now: float) -> None:
-        runners, telling = self._parts.runners, self._parts.telling
-        key = (start.wants.job, start.wants.number)
-        order = self._orders.order(start)
-        account: Account | None = None
-        try:
-            try:
-                account = self._orders.account(order)
-            except UsageError as error:
-                self._over(runners.refuse(order, None, str(error)), now)
-                return
-            pid = runners.start(order, account, self._orders.secrets())
-        except NotAllowed as error:
-            self._over(runners.refuse(order, account, str(error)), now)
-            return
-        except (OSError, UsageError) as error:
-            why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            self._not_before[key] = now + FOLDER_S
-            telling.warned(f"job {order.job} cannot be started: {why}; it is tried again in {FOLDER_S:g} s")
-            return
-        self._started_at[key] = now
-        self._parts.metrics.runner_started()
-        slots = ", ".join(map(str, order.slots))
-        sentence = f"job {order.job}: its runner starts as pid {pid}, with slots {slots}"
-        telling.happened(
-            events.RunnerStarted, sentence, name=order.job, number=order.number, slots=order.slots, pid=pid
-        )
-
-    def _over(self, over: Over, now: float) -> None:
-        order, last = over.order, over.last
-        lived_s = now - self._started_at.pop(over.key, now)
-        sentence = self._ended.add(over, lived_s, now)
-        outcome = "lost" if last is None else last.outcome
-        code = None if last is None else last.exit_code
-        self._parts.metrics.runner_ended(outcome)
-        self._parts.telling.happened(
-            events.RunnerEnded, sentence, name=order.job, number=order.number, outcome=outcome, exit_code=code
-        )
+    # --- the card -----------------------------------------------------------------------------------------------------
 
     def _carded(self, running: tuple[Running, ...]) -> bool:
         """Write the card anew. True if it says something else than before."""
