@@ -284,9 +284,10 @@ any window will do. The three always add up to the time since the job's agent or
 the last step counts as useful until a fault shows that it was not. A counter cannot take that back, so as much of what
 comes next is counted as lost too much: after a hang that took 10 s to be found, 10 s. Over a longer window each is
 right, but for the quarter of a second in which an agent looks at its workers. A script without `elasticd.init()`
-counts the steps of its own process: only it knows where it went on, so every step of its counts as useful. Where a
-fault leaves too few nodes, other nodes than the one that plans count of that wait what the longest backoff takes, a
-minute, as lost, and the rest as idle.
+counts the steps of its own process: only it knows where it went on, so every step of its counts as useful. One that
+takes no optimizer steps at all is idle all the time, and has no `elasticd_step`. Where a fault leaves too few nodes,
+other nodes than the one that plans count of that wait what the longest backoff takes, a minute, as lost, and the rest
+as idle.
 
 **Faults**: `elasticd_faults_total`, `elasticd_hangs_total`, `elasticd_round_info` and `elasticd_rank_slowness_ratio`
 are told by the one node whose agent plans; add over nodes. A fault counts when it is known, perhaps long before a

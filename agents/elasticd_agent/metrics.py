@@ -2,7 +2,7 @@
 
 The agent owns one registry per job, never prometheus_client's global one, and imports the library only when a metrics
 port was asked for (it costs 61 ms). The methods are named for what happened and take plain values. Safe to call from
-one thread while another renders. Nothing here talks to the network.
+one thread, and `lease` from another, while others render. Nothing here talks to the network.
 """
 
 from __future__ import annotations
