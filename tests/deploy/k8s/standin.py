@@ -53,12 +53,14 @@ def kubectl(words: Sequence[str]) -> None:
         "logs": lambda plain, _: must_exist(plain[0]),
         "delete": lambda plain, _: must_exist(f"{plain[0]}/{plain[1]}"),
         "port-forward": port_forward,
+        "drain": node,
+        "uncordon": node,
         "get": lambda plain, _: [must_exist(kind) for kind in plain[0].split(",")] and None,
         "exec": lambda plain, _: execute(plain[0], words[words.index("--") + 1 :]),
     }
     if verb not in known:
         raise Refused(f"{verb!r} is nothing that the page should ask")
-    if verb not in ("kustomize", "apply") and "-n" not in words:
+    if verb not in ("kustomize", "apply", "drain", "uncordon") and "-n" not in words:
         raise Refused(f"{verb} without -n elasticd asks another namespace")
     known[verb](rest, words)
 
@@ -127,6 +129,11 @@ def port_forward(plain: Sequence[str], _: Sequence[str]) -> None:
     if plain[1] != "9411:9411":
         raise Refused(f"{plain[1]}: nobody listens there")
     signal.sigtimedwait([signal.SIGTERM], 60)  # as the real one, until it is stopped
+
+
+def node(plain: Sequence[str], words: Sequence[str]) -> None:
+    if "drain" in words and "--ignore-daemonsets" not in words:
+        raise Refused(f"node {plain[0]} has pods of DaemonSets; --ignore-daemonsets leaves them there")
 
 
 def execute(where: str, inside: Sequence[str]) -> None:

@@ -129,7 +129,7 @@ def test_every_overlay_and_file_that_the_page_names_is_there() -> None:
     for path in re.findall(r"(?:\.\./)?(deploy/[\w./-]+)", page):
         assert (ROOT / path).exists(), path
     for path in re.findall(r"\]\((?!http)([\w./-]+)(?:#\S*)?\)", page):
-        assert (ROOT / "docs" / path).exists() or path == "operations.md", path
+        assert (ROOT / "docs" / path).exists(), path
 
 
 @pytest.mark.parametrize(
