@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from tests.alerting import rules
 from tests.alerting.pair import Pair, pair
 from tests.alerting.watching import Watch, missing, watching
+from tests.faults.job import Fault
 
 _HERE = Path(__file__).resolve().parent
 Watched = Callable[..., tuple[Pair, Watch]]
@@ -31,17 +32,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[Watched]:
-    """`watched(*script's arguments, scale=…, settings={agent.toml's}, **job's keys)`: they train, and are scraped."""
+    """`watched(*script's arguments, scale=…, faults=[…], settings={agent.toml's}, **job's keys)`: they are scraped."""
     if lacks := missing():
         pytest.skip(lacks)
     faulthandler.cancel_dump_traceback_later()  # whoever waits for alerts takes longer than what is taken for stuck
     with contextlib.ExitStack() as stack:
 
         def start(
-            *args: str, scale: float = 1.0, settings: dict[str, Any] | None = None, **job: Any
+            *args: str,
+            scale: float = 1.0,
+            faults: Sequence[Fault] = (),
+            settings: dict[str, Any] | None = None,
+            **job: Any,
         ) -> tuple[Pair, Watch]:
             nodes = stack.enter_context(pair(tmp_path, **settings or {}))
             watch = stack.enter_context(watching(rules.scaled(tmp_path, scale)))
+            nodes.strikes(faults)
             nodes.train(*args, **job)
             watch.scrape(nodes.ports)
             return nodes, watch

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tests.daemon.node import Node, until
 from tests.etcd import EtcdServers, etcd_servers, free_ports
+from tests.faults.job import Fault
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 JOB = "both"
@@ -42,13 +45,14 @@ class Pair:
         self.n1, self.n2 = self.nodes.values()
         self.work = self.n1.work
 
-    def train(self, *args: str, script: Path = SCRIPT, nodes: str = "1:2", **how: Any) -> None:
+    def train(self, *args: str, script: Path = SCRIPT, nodes: str = "1:2", wait: bool = True, **how: Any) -> None:
         """Start both agents with the job, and wait until it makes steps on both."""
         how = {"checkpoint_dir": str(self.work / "ck"), "workers": 1, "hang_floor": "3s", **how}
         self.n1.job(JOB, str(script), *args, nodes=nodes, env={"WORK": str(self.work)}, **how)
         self.n2.start()
         self.n1.start()
-        self.on_both()
+        if wait:
+            self.on_both()
 
     def on_both(self, after: int = 0) -> None:
         """Wait until it makes steps on both nodes in a round later than that."""
@@ -71,6 +75,10 @@ class Pair:
     def worker(self, node: str) -> int:
         """The pid of the one worker there."""
         return self.nodes[node].workers(JOB)[0]
+
+    def strikes(self, faults: Sequence[Fault]) -> None:
+        """What the scripts of tests/hangs do to themselves."""
+        (self.work / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
 
     def node_of(self, rank: int) -> str:
         """Whose worker that rank is now."""
