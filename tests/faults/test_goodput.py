@@ -95,7 +95,8 @@ def test_what_a_kill_costs_is_what_the_event_log_says(job: StartJob, tmp_path: P
     written = [line.split() for rank in (0, 1) for line in (trains.work / f"steps-{rank}").read_text().splitlines()]
     before = [(int(step), float(at)) for number, step, _, at in written if number == "1"]
     assert max(before)[0] == 74
-    assert max(at for step, at in before if step == 73) < lost_from <= died["mono"]
+    # Rank 0 may have finished it a moment after rank 1, which was dead by then.
+    assert max(at for step, at in before if step == 73) < lost_from < died["mono"] + LATE_S
     useful_s = times["useful"] - (lost_from - first["mono"])
     assert asked - LATE_S < caught_up["mono"] + useful_s < answered + LATE_S
     assert times["lost"] > found["elasticd_recovery_seconds_sum"] > 0, "to train again is no part of the recovery"
@@ -111,6 +112,7 @@ def test_what_a_kill_costs_is_what_the_event_log_says(job: StartJob, tmp_path: P
 
     assert found[key("elasticd_faults_total", cause="crash", culprit=trains.event("round_published")["node"])] == 1
     assert found["elasticd_round"] == 2
+    assert "elasticd_checkpoint_interval_seconds" not in found, "it is so many steps"
     (info,) = (name for name in found if name.startswith("elasticd_round_info"))
     assert trains.events("round_published")[1]["reason"] in info
     assert found[key("elasticd_job_phase", phase="running")] == 1
@@ -126,7 +128,7 @@ def test_the_loss_of_a_node_as_every_node_tells_it(nodes: StartNodes, tmp_path: 
     def start(name: str) -> tuple[Job, Scraped]:
         scraped = Scraped(*free_ports(1))
         asked = [*flags, "--metrics-port", str(scraped.port)]
-        script = "resume.py", "--steps", "100000", "--every", "20"
+        script = "resume.py", "--steps", "100000", "--every", "500ms"
         agent = both.agent(name, *script, flags=asked, workers="2", warm=True)
         return agent, scraped
 
@@ -141,7 +143,8 @@ def test_the_loss_of_a_node_as_every_node_tells_it(nodes: StartNodes, tmp_path: 
     assert not any("elasticd_round_info" in name for name in there)
     until(lambda: (on_b.of("elasticd_lease_renewal_seconds_count") or 0) > 1, "renewals")
     assert on_b.of("elasticd_lease_seconds") == 3
-    assert here[key("elasticd_time_seconds_total", state="lost")] == 0, "to take a node is no fault"
+    assert on_b.of("elasticd_checkpoint_interval_seconds") == 0.5
+    assert here[key("elasticd_time_seconds_total", state="lost")] == 0, f"to take a node is no fault\n{a._told()}"
 
     b.process.kill()
     a.event("first_step", round=joined + 1)

@@ -83,7 +83,7 @@ def disk(args: argparse.Namespace, step: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--every", type=lambda text: int(text) if text.isdigit() else text, default=5)
     parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--ballast", type=int, default=0)
     parser.add_argument("--disk")
