@@ -74,6 +74,7 @@ def test_every_query_returns_data_on_a_job_with_faults(watched: Watched) -> None
         os.kill(nodes.worker(node), signum)
         until(lambda cause=cause: watch.query(f'elasticd_restarts_total{{cause="{cause}"}} > 0'), nodes.told)  # type: ignore[misc]
         nodes.on_both(after=before)
+        until(lambda: watch.query(f'elasticd_round_info{{round="{nodes.round()}"}}'), watch.told)
     nodes.etcd.stop()
     until(lambda: watch.query("elasticd_node_store_up == 0"), watch.told)
     nodes.etcd.cont()
