@@ -117,6 +117,17 @@ def test_a_job_that_ended_by_itself_cannot_be_cancelled(serve: Serve) -> None:
     assert (row["progress"]["step"], row["progress"]["rounds"][0]["round"]) == (77, 4), "what the ending remembers"
 
 
+def test_what_is_cancelled_names_the_nodes_where_it_still_runs_and_not_those_that_refused_it(serve: Serve) -> None:
+    one = serve()
+    one.announce()
+    one.submit()
+    one.place("llama", 1, "n1")
+    for state, leaving in (("refused", []), ("running", ["n1"])):
+        one.announce(running(state=state))
+        assert one.unix().post("/v1/jobs/llama/cancel").document()["leaving"] == leaving
+        assert one.unix().get("/v1/jobs/llama").document()["leaving"] == leaving
+
+
 def test_progress_comes_from_the_disk_and_from_the_runner_while_there_is_one(serve: Serve) -> None:
     one = serve()
     trained(one)

@@ -105,7 +105,7 @@ class Desk:
         ending = queue.cancel(self._store, name, by, self._clock())
         if ending.outcome != "cancelled":
             raise Conflict(f"job {name!r} has {ending.outcome} already: {ending.reason}")
-        leaving = sorted(showing.running_on(self._looking.view(), ending.job, ending.number))
+        leaving = sorted(showing.still_on(showing.running_on(self._looking.view(), ending.job, ending.number)))
         said = {"job": ending.job, "number": ending.number, "outcome": ending.outcome, "reason": ending.reason}
         return {**said, "leaving": leaving}
 

@@ -72,7 +72,7 @@ def _row(submission: Submission, known: _Known, now: float) -> dict[str, Any]:
         "ended_at": None if ending is None else ending.at,
         "ended_seconds": None if ending is None else _since(ending.at, now),
         "exit_code": None if ending is None else ending.exit_code,
-        "leaving": [] if ending is None else sorted(there),
+        "leaving": [] if ending is None else sorted(still_on(there)),
         "reason": _reason(ending, placement, known.ahead),
     }
 
@@ -140,6 +140,11 @@ def placement_of(view: View, submission: Submission) -> Placement | None:
 def running_on(view: View, job: str, number: int) -> dict[str, Running]:
     """The job's runner on each node, as the node's own daemon says."""
     return {card.node: one for card in view.cards for one in card.running if (one.job, one.number) == (job, number)}
+
+
+def still_on(running: dict[str, Running]) -> list[str]:
+    """The nodes on which something runs: who has refused a job has nothing of it."""
+    return [node for node, one in running.items() if one.state != "refused"]
 
 
 def _state(ending: Ending | None, placement: Placement | None, running: dict[str, Running]) -> str:
