@@ -60,7 +60,8 @@ def test_a_killed_runner_costs_the_others_one_round_and_is_started_again(nodes: 
 def test_an_agent_that_does_not_come_back_loses_its_node_gracefully_and_one_that_does_loses_nothing(
     nodes: MakeNode,
 ) -> None:
-    n1, n2 = nodes("n1", slots=1, adopt_timeout="8s"), nodes("n2", slots=1, adopt_timeout="8s")
+    # Much longer than an agent takes to start on a machine with other things to do.
+    n1, n2 = nodes("n1", slots=1, adopt_timeout="25s"), nodes("n2", slots=1, adopt_timeout="25s")
     both = together(n1, n2)
     n2.kill()
     time.sleep(5)  # longer than its lease: the node is away, its job's runner is not
@@ -71,7 +72,7 @@ def test_an_agent_that_does_not_come_back_loses_its_node_gracefully_and_one_that
     n2.kill()
     gone = time.monotonic()
     alone = until(lambda: rounds(1, n1, after=both["round"]), n1.told)[-1]
-    assert time.monotonic() - gone > 6
+    assert time.monotonic() - gone > 20
     assert alone["nodes"] == ["n1"]
     assert "no daemon has spoken to this runner" in n2.files("both").told.read_text()
     trains_in(n1, alone["round"])
