@@ -64,14 +64,14 @@ class Spending:
     def seen(self, seen: Seen) -> float | None:
         """One look at the workers. Where they do something new again: seconds that a fault has cost before, or 0."""
         at = seen.progress_at
-        if not seen.step or at is None:
-            return None
+        if seen.first_step_at is None or at is None:
+            return None  # it may have the number of the step that it goes on from already, and has made none
         step = seen.step if seen.has_session else self._base + seen.step
         before = self.spent
         if seen.number <= self._over or seen.number != self._number:
             self.spent = before.late(step, at) if seen.number == self._number else before
             return None
-        if not self._stepped and seen.first_step_at is not None:
+        if not self._stepped:
             at = seen.first_step_at
         self._stepped = True
         self.spent = before.stepped(step, at).proceeded(at)

@@ -27,8 +27,8 @@ def round(
     )
 
 
-def seen(number: int, step: int, at: float, first_at: float = 0.0, source: Source = Source.SESSION) -> Seen:
-    first = round_ns(first_at or at)
+def seen(number: int, step: int, at: float, first_at: float | None = None, source: Source = Source.SESSION) -> Seen:
+    first = round_ns(at if first_at is None else first_at)
     return Seen(number, (Beat(step=step, progress_ns=round_ns(at), first_step_ns=first, source=source),), (), 0.0)
 
 
@@ -97,6 +97,17 @@ def test_a_hold_is_idle_from_its_checkpoint_on() -> None:
     spending.published(round(2, "resize", high_water=10), 21.0)
     spending.seen(seen(2, 11, 23.0))
     assert spending.until(24.0) == exactly(10.5, 0, 13.5)
+
+
+def test_who_has_only_gone_back_to_a_checkpoint_has_made_no_step() -> None:
+    spending = trained()
+    spending.published(round(2, "resize", high_water=10), 20.0)
+    spending.seen(seen(2, 10, 21.0, first_at=0.0))
+    assert spending.until(25.0) == exactly(9, 0, 16)
+    anew = Spending(ME, Spent(0.0), BACKOFF_S)
+    anew.published(round(2), 1.0)
+    anew.seen(seen(2, 10, 21.0, first_at=0.0))
+    assert anew.until(25.0) == exactly(0, 0, 25)
 
 
 def test_a_step_made_before_the_fault_was_heard_of_counts_and_does_not_end_it() -> None:
