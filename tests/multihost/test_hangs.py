@@ -62,8 +62,8 @@ def test_the_network_between_two_nodes_swallows_everything(network: StartNetwork
     cluster.net.cut(a, b)
     hung = cluster.event("hung", round=1)
     assert (hung["cause"], hung["ranks"]) == ("network", []), hung
+    cluster.net.heal(a, b)  # a job of 2:2 nodes ends its group once both can begin another one, on a busy machine
     assert_gathered(cluster, tmp_path / "log")
-    cluster.net.heal(a, b)
     cluster.trains(2)
     cluster.finish()
 
