@@ -16,7 +16,7 @@ from elasticd_agent.daemon.page import words
 from elasticd_agent.daemon.page.facts import Job, RoundRow
 from elasticd_agent.daemon.page.markup import Html, tag
 
-WIDTH, LEFT, RIGHT = 960, 44, 12
+WIDTH, LEFT, RIGHT = 960, 56, 12
 TOP, RATE_H, GAP, BLOCKS_H, AXIS = 22, 130, 30, 40, 22
 HEIGHT = TOP + RATE_H + GAP + BLOCKS_H + AXIS
 COLUMNS = 180
@@ -144,11 +144,11 @@ def _grid(shown: Window, most: float, size: int) -> list[Html]:
         for y in (TOP, TOP + RATE_H / 2, base)
     ]  # fmt: skip
     lines += [
-        tag("text", "steps/s", x=LEFT, y=TOP - 9, class_="name"),
+        tag("text", "steps/s", x=LEFT - 6, y=TOP - 9, class_="number"),
         tag("text", _short(most), x=LEFT - 6, y=TOP + 4, class_="number"),
         tag("text", _short(most / 2), x=LEFT - 6, y=TOP + RATE_H / 2 + 4, class_="number"),
         tag("text", "0", x=LEFT - 6, y=base + 4, class_="number"),
-        tag("text", "workers", x=LEFT, y=base + GAP - 7, class_="name"),
+        tag("text", "workers", x=LEFT - 6, y=base + GAP - 7, class_="number"),
         tag("text", str(size), x=LEFT - 6, y=base + GAP + 9, class_="number"),
     ]
     span = shown.until - shown.since
