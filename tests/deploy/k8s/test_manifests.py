@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from elasticd_agent.daemon.config.documents import parse
 from elasticd_agent.daemon.config.jobfile import read_job
 from elasticd_agent.daemon.config.quantities import seconds
 from elasticd_agent.daemon.config.settings import Settings
+from elasticd_agent.daemon.serving import api
+from elasticd_agent.http import HttpServer, Pages, Verdict
+from tests.deploy.k8s.machine import answers
 from tests.deploy.k8s.manifests import (
     DAEMONS,
     K8S,
@@ -366,6 +370,25 @@ def test_every_port_is_somebodys(path: str) -> None:
     for monitor in of_kind(found, "PodMonitor"):
         for pod in selected(monitor["spec"]["selector"]["matchLabels"]):
             assert {e["port"] for e in monitor["spec"]["podMetricsEndpoints"]} <= set(ports[pod.name])
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_every_page_that_is_asked_for_is_served_to_everybody(name: str) -> None:
+    """By the agent, or by `elasticd run`; etcd's is asked of a real one in test_cluster.py."""
+    well = Verdict(True, "well")
+    pages = Pages(lambda: b"", dict, lambda: well, lambda: well)
+    container = agents(overlay(name)).container("agent")
+    probes = [container[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")]
+    ends = [e for m in of_kind(overlay(name), "PodMonitor") for e in m["spec"]["podMetricsEndpoints"]]
+    asked = [(asked["path"], asked["scheme"].lower()) for asked in (*probes, *ends)]
+    assert [path for path, _ in asked[:3]] == ["/healthz", "/healthz", "/readyz"]
+    with closing(HttpServer("127.0.0.1", 0, pages)) as server:
+        assert server.address
+        for path, scheme in asked:
+            if name == "c10d":
+                assert (answers(f"http://127.0.0.1:{server.address[1]}{path}"), scheme) == (200, "http")
+            else:
+                assert (path in api.OPEN, scheme) == (True, "https")
 
 
 def ports_of(pod: Pod) -> dict[str, int]:
