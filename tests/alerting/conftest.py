@@ -41,12 +41,13 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
         def start(
             *args: str,
             scale: float = 1.0,
+            inhibits: bool = False,
             faults: Sequence[Fault] = (),
             settings: dict[str, Any] | None = None,
             **job: Any,
         ) -> tuple[Pair, Watch]:
             nodes = stack.enter_context(pair(tmp_path, **settings or {}))
-            watch = stack.enter_context(watching(rules.scaled(tmp_path, scale)))
+            watch = stack.enter_context(watching(rules.scaled(tmp_path, scale), inhibits))
             nodes.strikes(faults)
             nodes.train(*args, **job)
             watch.scrape(nodes.ports)

@@ -89,8 +89,20 @@ def test_a_hang_that_is_only_reported(watched: Watched) -> None:
     still = watch.fired("ElasticdNoProgress", 120, job_id=JOB)
     in_time(watch, still, fault, fault + 2700 / 60)
     os.kill(stopped, signal.SIGCONT)
-    watch.over(within=SOON)
+    watch.over("ElasticdJobHung", "ElasticdNoProgress", within=SOON)
     quiet(watch, {"ElasticdJobHung", "ElasticdNoProgress"})
+
+
+def test_one_fault_is_one_page(watched: Watched) -> None:
+    """The same with alertmanager.yaml's inhibit rules: while the page for the hang lasts, nothing else is heard."""
+    nodes, watch = watched(scale=60, inhibits=True, on_hang="report")
+    stopped = nodes.worker("n2")
+    hit(nodes, "n2", signal.SIGSTOP)
+    page = watch.fired("ElasticdJobHung", SOON, severity="page", node="n2")
+    until(lambda: "ElasticdNoProgress" in watch.suppressed(), watch.told, 120)
+    assert [n for n in watch.heard if n.at > page.at] == [], watch.told()
+    os.kill(stopped, signal.SIGCONT)
+    watch.over("ElasticdJobHung", within=SOON)
 
 
 def test_a_worker_that_is_killed_again_and_again(watched: Watched) -> None:
@@ -146,7 +158,7 @@ def test_a_store_that_is_away(watched: Watched, how: str) -> None:
         nodes.etcd.cont()
     else:
         nodes.etcd.restart()
-    watch.over(within=SOON)
+    watch.over("ElasticdStoreUnreachable", within=SOON)
     until(lambda: nodes.n1.steps()[-1] > reached, nodes.told)
     quiet(watch, {"ElasticdStoreUnreachable"})
 

@@ -29,9 +29,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.etcd import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+DEPLOYED = REPOSITORY / "deploy" / "prometheus"
 UNPACKED = REPOSITORY / ".venv" / "prometheus" / "usr" / "bin"
 _TEMPLATE = Path("/usr/share/prometheus/alertmanager/default.tmpl")  # Debian's alertmanager has none built in
 SCRAPE_S = 1.0
@@ -72,10 +75,11 @@ class Notice:
 
 @dataclass(slots=True)
 class Watch:
-    """`folder` holds everything the servers read and write. Every wait has a deadline."""
+    """`folder` holds everything the servers read and write; `heard` is what the webhook was told, in order."""
 
     folder: Path
     rules: Sequence[Path]
+    inhibits: bool = False
     heard: list[Notice] = field(default_factory=list)
     _ports: list[int] = field(default_factory=lambda: free_ports(2))
     _servers: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -121,6 +125,11 @@ class Watch:
     def alerts(self) -> list[dict[str, Any]]:
         """Those that are pending or firing now, as Prometheus sees it."""
         return list(self.api("alerts")["alerts"])
+
+    def suppressed(self) -> set[str]:
+        """Names of the alerts that Alertmanager keeps to itself, because another one says it already."""
+        there = json.loads(_got(f"http://127.0.0.1:{self._ports[1]}/api/v2/alerts"))
+        return {one["labels"]["alertname"] for one in there if one["status"]["state"] == "suppressed"}
 
     def patience(self, name: str, severity: str) -> float:
         """Seconds of `for` of that alert, as loaded."""
@@ -180,9 +189,10 @@ class Watch:
         self._listen()
         assert self._hook is not None
         prometheus, alertmanager = (f"127.0.0.1:{port}" for port in self._ports)
-        (self.folder / "alertmanager.yaml").write_text(json.dumps(_alertmanager(self._hook.server_port)))
-        (self.folder / "prometheus.yaml").write_text(json.dumps(_prometheus(alertmanager, self.rules)))
-        (self.folder / "agents.json").write_text("[]")
+        (self.folder / "alertmanager.yaml").write_text(json.dumps(_alertmanager(self._hook.server_port, self.inhibits)))
+        (self.folder / "prometheus.yaml").write_text(json.dumps(_prometheus(self.folder, alertmanager, self.rules)))
+        for nobody in ("agents.json", "runs.json"):
+            (self.folder / nobody).write_text("[]")
         self._spawn(
             "prometheus-alertmanager",
             f"--config.file={self.folder}/alertmanager.yaml",
@@ -256,10 +266,10 @@ class Watch:
 
 
 @contextlib.contextmanager
-def watching(rules: Sequence[Path]) -> Iterator[Watch]:
-    """Servers that are ready and watch nobody yet."""
+def watching(rules: Sequence[Path], inhibits: bool = False) -> Iterator[Watch]:
+    """Servers that are ready and watch nobody yet. `inhibits`: with the inhibit_rules of alertmanager.yaml."""
     folder = Path(tempfile.mkdtemp(prefix=f"elasticd-prometheus-{os.getpid()}-", dir="/dev/shm"))
-    watch = Watch(folder, rules)
+    watch = Watch(folder, rules, inhibits)
     try:
         watch.start()
         yield watch
@@ -268,29 +278,28 @@ def watching(rules: Sequence[Path]) -> Iterator[Watch]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _prometheus(alertmanager: str, rules: Sequence[Path]) -> dict[str, Any]:
-    """JSON is YAML."""
-    return {
-        "global": {"scrape_interval": f"{SCRAPE_S:g}s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(path) for path in rules],
-        "alerting": {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]},
-        "scrape_configs": [
-            {"job_name": "elasticd", "file_sd_configs": [{"files": ["agents.json"]}]},
-        ],
-    }
+def _prometheus(folder: Path, alertmanager: str, rules: Sequence[Path]) -> dict[str, Any]:
+    """deploy/prometheus/prometheus.yaml, but once a second, and with what is in `folder`. JSON is YAML."""
+    told: dict[str, Any] = yaml.safe_load((DEPLOYED / "prometheus.yaml").read_text())
+    told["global"] = {"scrape_interval": f"{SCRAPE_S:g}s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+    told["rule_files"] = [str(path) for path in rules]
+    told["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
+    for scrape in told["scrape_configs"]:
+        for one in scrape["file_sd_configs"]:
+            one["files"] = [str(folder / Path(file).name) for file in one["files"]]
+    return told
 
 
-def _alertmanager(port: int) -> dict[str, Any]:
+def _alertmanager(port: int, inhibits: bool) -> dict[str, Any]:
     """Every alert by itself and at once, and once only: what is measured is not Alertmanager's patience."""
-    route = {
-        "receiver": "hook",
-        "group_by": ["..."],
-        "group_wait": "0s",
-        "group_interval": "1s",
-        "repeat_interval": "4h",
-    }
+    route = {"receiver": "hook", "group_by": ["..."], "group_wait": "0s", "group_interval": "1s"}
     hook = {"url": f"http://127.0.0.1:{port}/", "send_resolved": True}
-    return {"route": route, "receivers": [{"name": "hook", "webhook_configs": [hook]}]}
+    told = yaml.safe_load((DEPLOYED / "alertmanager.yaml").read_text())
+    return {
+        "route": route | {"repeat_interval": "4h"},
+        "receivers": [{"name": "hook", "webhook_configs": [hook]}],
+        "inhibit_rules": told["inhibit_rules"] if inhibits else [],
+    }
 
 
 def _got(url: str) -> bytes:
