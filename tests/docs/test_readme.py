@@ -1,0 +1,88 @@
+"""README is short, its commands are understood, its figures are those of docs/measured.md, whose commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.arguments import parse_run
+from elasticd_agent.daemon.asking import verbs
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+MEASURED = (ROOT / "docs" / "measured.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def shell(text: str) -> list[list[str]]:
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").split("\n")]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def test_it_is_read_in_ten_minutes() -> None:
+    assert len(README.split("\n")) <= 200
+    assert max(len(line) for line in README.split("\n") if not line.startswith("|")) <= 160
+
+
+def test_its_commands_are_understood() -> None:
+    commands = shell(README)
+    assert len(commands) >= 7
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands:
+        match words:
+            case ["make", target]:
+                assert target in targets
+            case ["sudo", script]:
+                assert (ROOT / script).stat().st_mode & 0o100, script
+            case ["kubectl", "apply", "-k", folder]:
+                assert (ROOT / folder / "kustomization.yaml").exists()
+            case ["elasticd", verb, *more]:
+                verbs._parser(verb).parse_args(more)
+            case _:
+                pytest.fail(f"nobody looks whether this works: {shlex.join(words)}")
+
+
+def test_the_commands_of_its_table_are_understood() -> None:
+    typed = [shlex.split(text) for text in re.findall(r"`(elasticd run [^`]+)`", README) if text.endswith(".py")]
+    assert typed
+    for words in typed:
+        parse_run(words[2:], {}, ROOT)
+
+
+def test_its_figures_are_those_that_were_measured() -> None:
+    """Of the first table row by row; of the second, which is put together from several, cell by cell."""
+    section = README.partition("\n## Measured")[2].partition("\n## ")[0]
+    first, second = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert first in MEASURED
+    figures = set(re.findall(r"\d+\.\d+", second + section.partition("Without faults")[2].partition("\n\n")[0]))
+    assert len(figures) >= 8
+    assert figures <= set(re.findall(r"\d+\.\d+", MEASURED))
+
+
+@pytest.mark.parametrize("words", shell(MEASURED), ids=shlex.join)
+def test_what_was_measured_can_be_measured_again(words: list[str]) -> None:
+    program = words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1]
+    text = (ROOT / program).read_text()
+    for word in words[2:]:
+        if word.startswith("--"):
+            assert f'"{word}"' in text, f"{program} knows no {word}"
+    faults = [word for word in words if " " in word]
+    known = (ROOT / "benchmarks/node_faults.py").read_text() + (ROOT / "benchmarks/nodes.py").read_text()
+    assert all(f'"{fault}"' in known for fault in faults)
+
+
+def test_what_it_says_is_supported_is_what_pip_asks_for() -> None:
+    table = README.partition("\n## Compatibility")[2]
+    python = PROJECT["requires-python"].removeprefix(">=")
+    (torch,) = [need.removeprefix("torch>=") for need in PROJECT["dependencies"] if need.startswith("torch")]
+    assert f"{python} and newer, {torch} and newer" in table
