@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elasticd.errors import UsageError
+from elasticd_agent import standard_files
 
 _HELP = """\
 usage: elasticd run [options] SCRIPT [script's arguments]
@@ -40,6 +41,7 @@ _ASKING = ("submit", "jobs", "status", "logs", "cancel", "nodes", "cordon", "unc
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 succeeded, 1 the job failed, 2 usage, 128+n stopped by signal n."""
+    standard_files.ensure()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # help and file names must print in any locale
     command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]

@@ -40,6 +40,15 @@ def test_a_second_agent_with_the_same_state_directory_is_refused_in_one_line(nod
     assert n1.drain() == 0
 
 
+def test_an_agent_that_is_started_without_standard_files_has_them_all_the_same(node: MakeNode) -> None:
+    """Else its lock or its socket would be descriptor 2, where whoever complains writes."""
+    n1 = node()
+    n1.start(prefix=["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"])
+    assert [os.readlink(f"/proc/{n1.pid}/fd/{fd}") for fd in range(3)] == ["/dev/null"] * 3
+    n1.upgrade()
+    assert n1.drain() == 0
+
+
 @pytest.mark.system
 def test_a_second_agent_with_the_same_name_is_refused_and_the_first_goes_on(nodes: MakeNode) -> None:
     n1, twin = nodes("n1").start(), nodes("n1")
