@@ -14,14 +14,30 @@ import socket
 import socketserver
 import threading
 import time
+from collections import Counter
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 _log = logging.getLogger("elasticd.http")
 
 
+@dataclass(slots=True)
+class _Open:
+    """A connection. `until`: when it is cut; infinite once it was. `host`: whose. `heard`: what it asks is known."""
+
+    until: float
+    thread: threading.Thread
+    host: str
+    heard: bool = False
+
+
 class Listener(ThreadingHTTPServer):
-    """At most `most` connections at once; the next one is closed at once. Each is cut after `connection_s` seconds."""
+    """At most `most` connections at once, each cut after `connection_s` seconds.
+
+    One too many takes the place of one that still asks, the oldest of whoever has most of those; else it is closed at
+    once. So who holds connections open keeps himself out, not the prober whose silence would cost a container.
+    """
 
     daemon_threads = True
     block_on_close = False
@@ -34,7 +50,7 @@ class Listener(ThreadingHTTPServer):
     ) -> None:
         self.connection_s, self.most, self.name = connection_s, most, name
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, tuple[float, threading.Thread]] = {}
+        self._open: dict[socket.socket, _Open] = {}
         self._closing = False
         self._bell, self._ring = socket.socketpair()
         try:
@@ -66,7 +82,7 @@ class Listener(ThreadingHTTPServer):
 
     def _until_next_cut(self) -> float | None:
         with self._lock:
-            first = min((until for until, _ in self._open.values()), default=math.inf)
+            first = min((one.until for one in self._open.values()), default=math.inf)
         return None if first == math.inf else max(0.0, first - time.monotonic())
 
     def server_bind(self) -> None:
@@ -85,14 +101,27 @@ class Listener(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         serve, name = self.process_request_thread, "elasticd-http-client"
         thread = threading.Thread(target=serve, args=(request, client_address), name=name, daemon=True)
+        host = str(client_address[0]) if client_address else ""  # a unix socket's clients have no address
         with self._lock:
-            room = len(self._open) < self.most
+            room = self._has_room()
             if room:
-                self._open[request] = (time.monotonic() + self.connection_s, thread)
+                self._open[request] = _Open(time.monotonic() + self.connection_s, thread, host)
         if room:
             thread.start()
         else:
             self.shutdown_request(request)
+
+    def _has_room(self) -> bool:
+        """Call with the lock. Threads that were cut need a moment to end: of those there are never more than `most`."""
+        counted = [(request, one) for request, one in self._open.items() if one.until != math.inf]
+        if len(counted) < self.most:
+            return len(self._open) < 2 * self.most
+        asking = [(request, one) for request, one in counted if not one.heard]  # the oldest first
+        if not asking or len(self._open) >= 2 * self.most:
+            return False
+        ((host, _),) = Counter(one.host for _, one in asking).most_common(1)
+        self._cut(*next(pair for pair in asking if pair[1].host == host))
+        return True
 
     def shutdown_request(self, request: Any) -> None:
         try:
@@ -104,18 +133,23 @@ class Listener(ThreadingHTTPServer):
     def extend(self, request: socket.socket, seconds: float) -> None:
         """This connection has `seconds` from now on: what it asks for takes longer than asking."""
         with self._lock:
-            if request in self._open:
-                self._open[request] = (time.monotonic() + seconds, self._open[request][1])
+            one = self._open.get(request)
+            if one is not None and one.until != math.inf:
+                one.until, one.heard = time.monotonic() + seconds, True
 
     def cut(self, now: float) -> None:
         """Cut every connection whose time is over at `now`."""
         with self._lock:
-            for request, (until, thread) in list(self._open.items()):
-                if now >= until:
-                    self._open[request] = (math.inf, thread)
-                    # Not an SSLSocket's own, which would forget first that it is one.
-                    with contextlib.suppress(OSError):
-                        socket.socket.shutdown(request, socket.SHUT_RDWR)
+            for request, one in self._open.items():
+                if now >= one.until:
+                    self._cut(request, one)
+
+    @staticmethod
+    def _cut(request: socket.socket, one: _Open) -> None:
+        one.until = math.inf
+        # Not an SSLSocket's own, which would forget first that it is one.
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(request, socket.SHUT_RDWR)
 
     def close(self, within: float) -> bool:
         """Stop listening, cut every connection; True when every thread is gone within `within` seconds."""
@@ -140,7 +174,7 @@ class Listener(ThreadingHTTPServer):
 
     def threads(self) -> list[threading.Thread]:
         with self._lock:
-            return [thread for _, thread in self._open.values()]
+            return [one.thread for one in self._open.values()]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _log.debug("a connection of %s ended early", self.name, exc_info=True)

@@ -148,14 +148,14 @@ def test_a_page_with_a_defect_is_a_500_and_the_rest_goes_on() -> None:
     assert made.close()
 
 
-def test_silent_and_trickling_clients_are_cut_and_a_flood_is_turned_away() -> None:
+def test_silent_and_trickling_clients_are_cut_and_keep_nobody_else_out() -> None:
     server = HttpServer("127.0.0.1", 0, pages(), connection_s=0.5)
     held = [connected(server) for _ in range(MAX_CONNECTIONS)]
     assert eventually(lambda: len(server._listener.threads()) == len(held))
     begun = time.monotonic()
-    with connected(server) as one_too_many:
-        assert ended(one_too_many)
-    assert time.monotonic() - begun < 0.4, "turned away at once, not when the others are cut"
+    assert ask(server, "/healthz")[0] == 200
+    assert ended(held[0]), "the oldest of those that say nothing made room"
+    assert time.monotonic() - begun < 0.4, "at once, not when the others are cut"
     while time.monotonic() - begun < 2 and server._listener.threads():
         for sock in held:
             with contextlib.suppress(OSError):
@@ -164,7 +164,19 @@ def test_silent_and_trickling_clients_are_cut_and_a_flood_is_turned_away() -> No
     assert all(ended(sock) for sock in held)
     for sock in held:
         sock.close()
-    assert ask(server, "/healthz")[0] == 200
+    assert server.close()
+
+
+def test_who_opens_more_and_more_connections_closes_only_those_of_his_own() -> None:
+    server = HttpServer("127.0.0.1", 0, pages(), connection_s=DEADLINE)
+    with contextlib.ExitStack() as stack:
+        assert server.address is not None
+        prober = stack.enter_context(socket.create_connection(server.address, DEADLINE, ("127.0.0.2", 0)))
+        for _ in range(4 * MAX_CONNECTIONS):
+            stack.enter_context(connected(server))
+            assert eventually(lambda: len(server._listener.threads()) <= MAX_CONNECTIONS)
+        prober.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert prober.recv(100).startswith(b"HTTP/1.0 200 ")
     assert server.close()
 
 

@@ -255,14 +255,15 @@ def test_a_head_or_a_body_that_is_cut_short_changes_nothing(serve: Serve) -> Non
     assert one.store.list("/") == before
 
 
-def test_who_trickles_or_says_nothing_is_cut_and_a_flood_leaves_room_on_the_socket(serve: Serve, until: Until) -> None:
+def test_who_trickles_or_says_nothing_is_cut_and_keeps_nobody_else_out(serve: Serve, until: Until) -> None:
     one = serve(connection_s=0.6)
     with ExitStack() as stack:
         held = [stack.enter_context(one.connected()) for _ in range(MOST_CONNECTIONS)]
         begun = time.monotonic()
         tcp = one.server._listeners[1]
         until(lambda: len(tcp.threads()) == MOST_CONNECTIONS, DEADLINE)
-        assert ended(stack.enter_context(one.connected())), "one too many"
+        assert one.tcp(token=None).get("/healthz").code == 200, "a probe that fails costs a container"
+        assert ended(held[0]), "the oldest of those that say nothing made room"
         assert one.unix().get("/v1/jobs").code == 200, "who is on the node itself still gets in"
         while time.monotonic() - begun < 5 and tcp.threads():
             for sock in held:
