@@ -81,7 +81,10 @@ def own(node: str, job: str, page: bytes) -> bytes:
         sample = _SAMPLE.fullmatch(line)
         if not left or sample is None or not family or not line.startswith(family):
             continue
-        labels = dict(_LABEL.findall(sample[1]))
+        pairs = _LABEL.findall(sample[1])
+        labels = dict(pairs)
+        if len(labels) < len(pairs):
+            continue
         if labels.get("job_id") == of["job_id"] and labels.get("node", of["node"]) == of["node"]:
             kept.append(line)
             left -= 1
