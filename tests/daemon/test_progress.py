@@ -115,6 +115,7 @@ lines = st.fixed_dictionaries(
             "exit_code",
             "cause",
             "lost",
+            "recovery_seconds",
             "nodes",
             "ranks",
             "world_size",
@@ -148,3 +149,13 @@ def test_what_each_round_cost() -> None:
     third = (line("round_published", 145.0, 3), line("first_step", 150.0, 3, step=22))
     assert told(*STARTED, *CRASHED, second[0], *third).costs(0.0) == {3: Cost(20.0, 0)}
     assert told(*STARTED).costs(200.0) == {}
+
+
+def test_a_hang_that_another_node_judged_costs_from_when_it_began() -> None:
+    second = (line("round_published", 130.0, 2, cause="hung"), line("worker_exited", 130.1, step=21, asked=True))
+    trains = line("first_step", 131.0, 2, step=12, recovery_seconds=6.0)
+    seen = told(*STARTED, *second, line("resumed", 130.8, 2, step=11), trains)
+    assert seen.rounds[1].last_at == 125.0
+    assert seen.costs(200.0) == {2: Cost(6.0, 10)}
+    # What follows is another round's: one that has begun to train is not over because of it.
+    assert told(*STARTED, line("first_step", 131.0, recovery_seconds=6.0)).rounds[1].last_at is None

@@ -78,6 +78,9 @@ class Progress:
             case "resumed":
                 self._round(number, at).resumed = _whole(line.get("step"))
             case "first_step":
+                # Of a hang that another node judged, only this says here when it began: the clock is the node's own.
+                if (ago := _number(line.get("recovery_seconds"))) is not None and self._open != number:
+                    self._over(self._open, at - ago)
                 self._first_step(number, at, _whole(line.get("step")) or 1)
             case "checkpoint_saved":
                 self.checkpoint_step, self.checkpoint_round, self.checkpoint_at = _whole(line.get("step")), number, at
