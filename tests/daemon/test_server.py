@@ -370,8 +370,11 @@ def test_with_tls_the_certificate_is_shown_checked_and_renewed_without_a_restart
     assert shown() not in (None, before)
     with pytest.raises(Unreachable, match=r"cannot be trusted.*--ca"):
         Client(None, *one.address, TOKEN, ssl.create_default_context()).get("/v1/jobs")
-    with pytest.raises(Unreachable):
+    with pytest.raises(Unreachable, match=r"does not speak HTTP as a daemon does: .*; perhaps it speaks https://"):
         one.tcp().get("/v1/jobs")
+    trusted = ssl.create_default_context(cafile=str(authority.ca))
+    with pytest.raises(Unreachable, match=r"cannot be trusted: IP address mismatch.*; ask at one of the names or addr"):
+        Client(None, *one.address, TOKEN, trusted, tls_name="127.0.0.9").get("/v1/jobs")
     with one.connected() as sock:
         sock.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         assert b"up 1.0" not in sock.recv(1000)

@@ -169,7 +169,7 @@ def test_what_ranks_on_another_node_have_written_is_fetched_from_there(nodes: Ma
     done = elasticd("jobs", "--agent", f"http://{address}", "--token-file", str(token))
     assert (done.returncode, table(done.stdout)[0]["JOB"]) == (0, "chat")
     done = elasticd("jobs", "--agent", f"http://{address}")
-    assert (done.returncode, "a token is needed" in done.stderr) == (1, True)
+    assert (done.returncode, "a token is needed: --token-file FILE" in done.stderr) == (1, True)
 
     away = subprocess.Popen(
         command("logs", "chat", "-f", "--rank", "1"), env=environ(f"unix:{n1.root / 'run' / 'agent.sock'}"),
@@ -274,7 +274,7 @@ def test_a_job_file_that_is_wrong_is_named_in_one_line(served: Served, tmp_path:
     ("argv", "code", "said"),
     [
         (["jobs"], 1, "no daemon answers at {dir}/none.sock: No such file or directory; is `elasticd agent` running"),
-        (["status"], 2, "error: the following arguments are required: JOB"),
+        (["cancel"], 2, "error: the following arguments are required: JOB"),
         (["logs", "j", "--rank", "x"], 2, "error: argument --rank: invalid int value: 'x'"),
         (["submit", "{dir}/no.toml"], 2, "error: {dir}/no.toml: cannot be read: No such file or directory"),
         (["jobs", "--agent", "ftp://x"], 2, "error: --agent ftp://x: give unix:/run/elasticd/agent.sock"),

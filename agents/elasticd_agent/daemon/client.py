@@ -28,6 +28,8 @@ from elasticd_agent.daemon.meant import DEFAULT_SOCKET
 ANSWER_BYTES = 64 << 20
 """Evidence of a thousand ranks is some megabytes of JSON."""
 DEFAULT_PORT = 9411
+_OTHER_NAME = (62, 64)
+"""X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH (openssl/x509_vfy.h)."""
 _WAYS = "unix:/run/elasticd/agent.sock, http://HOST:PORT or https://HOST:PORT"
 
 
@@ -121,14 +123,16 @@ class Client:
         except TimeoutError:
             raise Unreachable(f"the daemon at {self} did not answer within {within_s:.0f} s") from None
         except ssl.SSLCertVerificationError as error:
-            raise Unreachable(
-                f"{self}: its certificate cannot be trusted: {error.verify_message}; --ca FILE names the authority "
-                "that signed it"
-            ) from None
+            advice = "--ca FILE names the authority that signed it"
+            if error.verify_code in _OTHER_NAME:
+                advice = "ask at one of the names or addresses that it is for"
+            why = error.verify_message.rstrip(".")
+            raise Unreachable(f"{self}: its certificate cannot be trusted: {why}; {advice}") from None
         except ssl.SSLError as error:
             raise Unreachable(f"{self}: no TLS: {error.reason or error}; perhaps it speaks http://") from None
         except (http.client.HTTPException, ValueError) as error:
-            raise Unreachable(f"{self} does not speak HTTP as a daemon does: {type(error).__name__}") from None
+            tls = "" if self.tls is not None or self.socket is not None else "; perhaps it speaks https://"
+            raise Unreachable(f"{self} does not speak HTTP as a daemon does: {type(error).__name__}{tls}") from None
         except OSError as error:
             raise Unreachable(f"no daemon answers at {self}: {error.strerror or error}{self._advice(error)}") from None
 

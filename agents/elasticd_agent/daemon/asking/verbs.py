@@ -179,6 +179,8 @@ NAMES = tuple(name for name in _VERBS if name not in ("dump", "explain"))
 def _good(reply: Reply) -> dict[str, Any]:
     if reply.code == 400:
         raise UsageError(reply.why)
+    if reply.code == 401 and "a token is needed" in reply.why:
+        raise _Refused("a token is needed: --token-file FILE names a file with that of the daemon's http.token_file")
     if not 200 <= reply.code < 300:
         raise _Refused(reply.why)
     return reply.document()
