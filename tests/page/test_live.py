@@ -156,7 +156,8 @@ for (const e of document.body.querySelectorAll('*')) {
   const box = e.getBoundingClientRect();
   if (!box.width || box.right < 0) continue;
   const style = getComputedStyle(e), ink = e.namespaceURI.endsWith('svg') ? style.fill : style.color;
-  const ground = e.classList.contains('in') ? getComputedStyle(e.parentElement.querySelector('rect')).fill : behind(e);
+  const block = e.classList.contains('in') ? getComputedStyle(e.parentElement.querySelector('rect')).fill : 'none';
+  const ground = block === 'none' ? behind(e) : block;
   const [a, b] = [light(ink), light(ground)].sort((x, y) => y - x), ratio = (a + 0.05) / (b + 0.05);
   const name = `${e.tagName}.${e.className.baseVal ?? e.className}`;
   if (ratio < 4.5) found.push(`${name} ${e.textContent.slice(0, 30)}: ${ratio}`);
