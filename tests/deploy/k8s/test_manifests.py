@@ -8,17 +8,20 @@ import json
 import os
 import re
 import subprocess
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import kubernetes_validate
 import pytest
 import yaml
 
 from deploy.k8s import rules
-from elasticd.errors import UsageError
+from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.daemon.config import variables
 from elasticd_agent.daemon.config.documents import parse
 from elasticd_agent.daemon.config.jobfile import read_job
@@ -26,6 +29,7 @@ from elasticd_agent.daemon.config.quantities import seconds
 from elasticd_agent.daemon.config.settings import Settings
 from elasticd_agent.daemon.serving import api
 from elasticd_agent.http import HttpServer, Pages, Verdict
+from elasticd_agent.store.etcd import EtcdStore
 from tests.deploy.k8s.machine import answers
 from tests.deploy.k8s.manifests import (
     DAEMONS,
@@ -51,6 +55,7 @@ from tests.deploy.k8s.manifests import (
     secrets_of,
     writable,
 )
+from tests.etcd import etcd_servers
 
 EVERY = (*(f"overlays/{name}" for name in OVERLAYS), "sample-job")
 VERSIONS = ("1.25", "1.37")
@@ -283,6 +288,36 @@ def test_etcd_is_three_members_apart_from_each_other_and_from_gpus() -> None:
     data = mounted(container, given["data-dir"])
     assert data is not None
     assert data["mountPath"] in writable(pod, container)
+
+
+def test_etcd_is_not_ended_for_want_of_a_leader_or_of_room() -> None:
+    """A member that is ended every minute can neither elect a leader nor be compacted and defragmented."""
+    found = overlay("etcd")
+    container = next(p for p in pods(found) if p.owner is one(found, "StatefulSet")).container("etcd")
+    paths = {kind: container[kind]["httpGet"]["path"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
+    asked = parse_qs(urlsplit(paths["livenessProbe"]).query)
+    assert asked == {"exclude": ["NOSPACE", "CORRUPT"], "serializable": ["true"]}
+    assert paths["startupProbe"] == paths["livenessProbe"]
+    with etcd_servers(flags=("--quota-backend-bytes=200000",)) as etcd:
+        with closing(EtcdStore(etcd.endpoints)) as store, pytest.raises(StoreUnavailable, match="quota"):
+            fill(store)
+        said = {kind: status(f"http://127.0.0.1:{etcd.port}{path}") for kind, path in paths.items()}
+    assert said == {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 503}
+
+
+def fill(store: EtcdStore) -> None:
+    """Until it refuses: it looks at its size only now and then."""
+    for n in range(1000):
+        store.compare_and_swap(f"/{n}", None, b"x" * 60_000)
+
+
+def status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
 
 
 # --- names that must exist elsewhere ----------------------------------------------------------------------------------
