@@ -56,6 +56,20 @@ def python_for(user: Sequence[str], root: Path) -> str | None:
     return str(root / "venv" / "bin" / "python")
 
 
+READ_ONLY = """
+while [ "$1" != -- ]; do mount --bind "$1" "$1"; shift; done
+shift
+mount -o remount,ro,bind /
+exec "$@"
+"""
+"""readOnlyRootFilesystem: nothing below / may be written but what is named, up to --; then a command."""
+
+
+def can_read_only() -> bool:
+    words = ["unshare", "--mount", "sh", "-euc", READ_ONLY, "pod", "--", "true"]
+    return os.geteuid() == 0 and subprocess.run(words, capture_output=True).returncode == 0
+
+
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
@@ -117,6 +131,7 @@ class Machine:
         self.user = AS_POD if found else ()
         """What a pod's command begins with; nothing where we cannot be another user."""
         self.python = found or sys.executable
+        self.read_only = can_read_only()
         self.checkpoints = self._directory("checkpoints")
         (certificates,) = (block for block in blocks() if "openssl req -x509" in block)
         subprocess.run(["bash", "-euc", certificates], cwd=root, check=True, capture_output=True, timeout=60)
@@ -165,19 +180,32 @@ class Machine:
                 found[path] = str(here)
         return found
 
-    def start(self, words: Sequence[str], name: str, env: Mapping[str, str]) -> Process:
+    def start(
+        self, words: Sequence[str], name: str, env: Mapping[str, str], writable: Sequence[str] | None = None
+    ) -> Process:
+        """`writable`: where alone it may write; None: wherever its user may."""
         path = os.pathsep.join([str(ROOT), str(ROOT / "agents")])
         around = {key: value for key, value in os.environ.items() if not key.startswith("ELASTICD_")}
-        made = Process([*self.user, *words], self.root / f"{name}.log", {**around, "PYTHONPATH": path, **env})
+        command = [*self.user, *words]
+        if writable is not None and self.read_only:
+            command = ["unshare", "--mount", "sh", "-euc", READ_ONLY, "pod", *writable, "--", *command]
+        made = Process(command, self.root / f"{name}.log", {**around, "PYTHONPATH": path, **env})
         self.processes.append(made)
         return made
 
-    def elasticd(self, words: Sequence[str], name: str, env: Mapping[str, str]) -> Process:
+    def elasticd(
+        self, words: Sequence[str], name: str, env: Mapping[str, str], writable: Sequence[str] | None = None
+    ) -> Process:
         """A container of the image, whose entry point is `elasticd`."""
-        return self.start([self.python, "-m", "elasticd_agent", *words], name, env)
+        return self.start([self.python, "-m", "elasticd_agent", *words], name, env, writable)
 
-    def ask(self, *words: str) -> str:
-        """What `elasticd words…` prints, asked as the pods' user."""
+    def ask(self, *words: str, within: float = 60.0) -> str:
+        """What `elasticd words…` prints, asked as the pods' user; again, as long as that is no answer."""
+        said = until(lambda: self._asked(words), lambda: f"{words}\n{self.told}", within)
+        return said.stdout
+
+    def _asked(self, words: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
+        """None: the store is away, or an agent is, for which a busy machine is reason enough."""
         done = subprocess.run(
             [*self.user, self.python, "-m", "elasticd_agent", *words],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "agents")])},
@@ -186,8 +214,8 @@ class Machine:
             timeout=100,
             cwd="/",
         )
-        assert done.returncode == 0, f"{words}: {done.stderr}\n{self.told}"
-        return done.stdout
+        assert done.returncode in (0, 1), f"{words}: {done.stderr}\n{self.told}"
+        return done if done.returncode == 0 else None
 
     def until_it_answers(self, url: str, ca: Path | None = None, within: float = 120.0) -> None:
         """As a probe does; 200 is what it waits for."""
@@ -299,7 +327,8 @@ class AgentPod:
         words = [replaced(word, {"/var/lib/elasticd": self.here["/var/lib/elasticd"]}) for word in state["command"]]
         subprocess.run(words if self.machine.user else ["true"], check=True, timeout=20)
         args = [replaced(word, {"/etc/elasticd/agent.toml": self.config}) for word in self.container["args"]]
-        self.process = self.machine.elasticd(args, self.node, self.env)
+        places = sorted(self.here[path] for path in manifests.writable(self.pod, self.container) & set(self.here))
+        self.process = self.machine.elasticd(args, self.node, self.env, places)
         self.answers()
         return self
 

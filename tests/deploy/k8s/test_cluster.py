@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.deploy.k8s.machine import AgentPod, Etcd, Machine, free_ports, probe, replaced
-from tests.deploy.k8s.manifests import K8S, agents, expanded, of_kind, overlay, pods, rendered
+from tests.deploy.k8s.manifests import K8S, agents, expanded, of_kind, overlay, pods, rendered, writable
 from tests.faults.job import until
 
 pytestmark = pytest.mark.system
@@ -43,6 +43,10 @@ def test_a_job_from_its_manifest_through_the_deaths_of_agents_and_pods(machine: 
         assert checked["values"]["http"]["tls_name"] == "elasticd-agent"
         if machine.user:
             assert {Path(f"/proc/{pid}").stat().st_uid for pid in pod.process.pids()} == {10001}  # type: ignore[union-attr]
+        if machine.read_only:
+            mounts = [line.split() for line in Path(f"/proc/{pod.agent}/mounts").read_text().splitlines()]
+            root = [options.split(",") for _, where, _, options, *_ in mounts if where == "/"]
+            assert "ro" in root[-1]
     listed = json.loads(first.asked("nodes", "--json"))["nodes"]
     assert {row["node"]: row["address"] for row in listed} == {
         pod.node: f"127.0.0.1:{pod.port}" for pod in (first, second)
@@ -119,7 +123,8 @@ def test_without_etcd_pods_meet_at_the_store_beside_them(machine: Machine) -> No
         own = {**here, **mounts, "=9411": f"={port}", "--nproc-per-node=auto": "--nproc-per-node=1"}
         words = expanded(container, {"ELASTICD_NODE": node, "ELASTICD_LOCAL_ADDR": "127.0.0.1"})
         env = {"HOME": mounts["/tmp"], "TMPDIR": mounts["/tmp"]}
-        started.append(machine.elasticd([replaced(word, own) for word in words], node, env))
+        places = sorted(mounts[path] for path in writable(pod, container) & set(mounts))
+        started.append(machine.elasticd([replaced(word, own) for word in words], node, env, places))
         logs.append(Path(mounts["/var/lib/elasticd"], "events.jsonl"))
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
             url = probe(container, kind, port)
