@@ -26,7 +26,9 @@ NAMES = [["explain"], ["dump"], ["run"]]
 
 def lines() -> list[str]:
     """Of blocks, sentences, and what alerts say."""
-    blocks = re.findall(r"^ *```(?:sh)?\n(.*?)^ *```", PAGE, re.DOTALL | re.MULTILINE)
+    blocks = [
+        text for kind, text in re.findall(r"^ *```(\w*)\n(.*?)^ *```", PAGE, re.DOTALL | re.MULTILINE) if kind != "yaml"
+    ]
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*?^ *```", "", PAGE, flags=re.DOTALL | re.MULTILINE))
     said = []
     for group in yaml.safe_load(ALERTS.read_text())["groups"]:

@@ -305,6 +305,23 @@ def test_etcd_is_not_ended_for_want_of_a_leader_or_of_room() -> None:
     assert said == {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 503}
 
 
+def test_what_operations_patches_in_etcds_arguments_is_what_it_means(tmp_path: Path) -> None:
+    """A member that has lost its disk comes back only as one of a cluster that is there."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    patches = re.search(r"```yaml\n(  - target: {kind: StatefulSet.*?)```", page, re.DOTALL)
+    assert patches is not None
+    base = os.path.relpath(K8S / "overlays" / "etcd", tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(f"resources: [{base}]\npatches:\n{patches[1]}")
+
+    def given(found: Sequence[Object]) -> list[str]:
+        return next(p for p in pods(found) if p.owner["kind"] == "StatefulSet").container("etcd")["args"]
+
+    before, after = given(overlay("etcd")), given(render(tmp_path))
+    assert [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]] == [
+        ("--initial-cluster-state=new", "--initial-cluster-state=existing")
+    ]
+
+
 def fill(store: EtcdStore) -> None:
     """Until it refuses: it looks at its size only now and then."""
     for n in range(1000):
