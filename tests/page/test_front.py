@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from elasticd_agent.daemon.client import Reply
 from elasticd_agent.daemon.page.front import front
@@ -241,3 +243,24 @@ def test_while_the_store_is_away_a_page_says_so(serve: Serve) -> None:
     assert (reply.code, "Jobs go on meanwhile" in "".join(read(reply.body.decode()).text)) == (503, True)
     one.store.away = False
     until(lambda: browse(one, "/", cookie).code == 200, "the store is asked again")
+
+
+@pytest.fixture
+def entered(serve: Serve) -> tuple[Served, str]:
+    one = serve()
+    return one, come_in(one)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=40), st.binary(max_size=40), st.binary(max_size=60))
+def test_whatever_is_asked_is_answered_by_a_page(
+    entered: tuple[Served, str], path: bytes, query: bytes, cookie: bytes
+) -> None:
+    one, good = entered
+    target = f"/jobs/{quote(path)}?{quote(query, safe='=&')}"
+    inside = browse(one, target, good)
+    assert inside.code == 404, target
+    read(inside.body.decode())
+    outside = browse(one, target, f"{COOKIE}=" + quote(cookie, safe=".;= "))
+    assert outside.code == 401
+    assert read(outside.body.decode()).links == ["data:,", "/login"]
