@@ -34,7 +34,7 @@ class Spending:
     _over: int = 0  # rounds up to this one are, whatever their workers still do
     _number: int = 0
     _base: int = 0  # what a plain script's steps of this round are counted from
-    _stepped: bool = False
+    _made: int = 0  # the last step of this round; 0 before the first
     _lost_s: float = 0.0  # before the fault that is being made good
 
     def until(self, now: float) -> Times:
@@ -47,7 +47,7 @@ class Spending:
         if fault_in(round):
             self.broke(round.number - 1, now)
         self._ended(round.number - 1)
-        self._number, self._stepped = round.number, False
+        self._number, self._made = round.number, 0
         self._base = max(self.spent.high_water, round.budget.high_water)
         spent = replace(self.spent, high_water=self._base)
         self.spent = spent.goes_on(now) if round.member(self.node) is not None else spent.paused().waits(now)
@@ -71,10 +71,11 @@ class Spending:
         if seen.number <= self._over or seen.number != self._number:
             self.spent = before.late(step, at) if seen.number == self._number else before
             return None
-        if not self._stepped:
-            at = seen.first_step_at
-        self._stepped = True
-        self.spent = before.stepped(step, at).proceeded(at)
+        if step > self._made:  # or they stand still, as in a hold
+            at = at if self._made else seen.first_step_at
+            self._made = step
+            self.spent = before.stepped(step, at)
+        self.spent = self.spent.proceeded(at)
         if before.state == "idle" and self.spent.state == "lost":
             self._lost_s = self.spent.decided.lost
         if self.spent.state != "useful" or before.state == "useful" or not before.high_water:

@@ -341,10 +341,10 @@ class JobStory:
 
     def seen(self, seen: Seen, now: float) -> None:
         """One look at the workers: numbers for the metrics, the live line, and what they noted."""
+        self._goes_on(seen)  # a hold begins after the step it is noted at
         for note in seen.notes:
             self._noted(note)
         before, self._seen = self._seen, seen
-        self._goes_on(seen)
         if self.round is None or seen.number != self.round.number:
             return
         if seen.first_step_at is not None:

@@ -94,6 +94,8 @@ def test_what_was_trained_again_after_a_round_without_a_fault_is_lost() -> None:
 def test_a_hold_is_idle_from_its_checkpoint_on() -> None:
     spending = trained()
     spending.holding(19.5)
+    assert spending.seen(seen(1, 10, 19.5, first_at=10.0)) is None
+    assert spending.until(21.0) == exactly(9.5, 0, 11.5), "they stand still, and train nothing again"
     spending.published(round(2, "resize", high_water=10), 21.0)
     spending.seen(seen(2, 11, 23.0))
     assert spending.until(24.0) == exactly(10.5, 0, 13.5)

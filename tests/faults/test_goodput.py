@@ -147,13 +147,17 @@ def test_the_loss_of_a_node_as_every_node_tells_it(nodes: StartNodes, tmp_path: 
     assert here[key("elasticd_time_seconds_total", state="lost")] == 0, f"to take a node is no fault\n{a._told()}"
 
     b.process.kill()
-    a.event("first_step", round=joined + 1)
-    lost = until(lambda: on_a.times()["lost"], "time lost")
+    until(lambda: [event for event in a.events("first_step") if event["round"] > joined], a._told)
+    until(lambda: on_a.of("elasticd_world_size") == 2, a._told)
+    lost = until(lambda: on_a.times()["lost"], a._told)
     found = on_a.page()
-    assert 0 < lost < 20
-    assert found[key("elasticd_faults_total", cause="node_lost", culprit="b")] == 1
-    assert sum(value for name, value in found.items() if name.startswith("elasticd_faults_total")) == 1
-    assert found["elasticd_recovery_seconds_count"] == 1
+    assert 0 < lost < 60
+    assert found[key("elasticd_faults_total", cause="node_lost", culprit="b")] == 1, a._told()
+    # Where the others are slow to hear why they have lost a peer, that is told first, and costs a round of its own.
+    blamed = {name for name, value in found.items() if name.startswith("elasticd_faults_total") and value}
+    ours = [key("elasticd_faults_total", cause=cause, culprit=of) for cause, of in (("node_lost", "b"), ("crash", ""))]
+    assert blamed <= set(ours), a._told()
+    assert found["elasticd_recovery_seconds_count"] >= 1
     assert {name for name in found if name.startswith("elasticd_worker_step")} <= {
         key("elasticd_worker_step", rank=str(rank)) for rank in (0, 1)
     }
