@@ -132,9 +132,12 @@ def _fds() -> dict[tuple[int, str], str]:
 def _listening(fd: int, target: str) -> str:
     if not target.startswith("socket:"):
         return ""
-    with socket.socket(fileno=os.dup(fd)) as sock:
-        listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        return f", listening on {sock.getsockname()}" if listening else ""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as sock:
+            listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return f", listening on {sock.getsockname()}" if listening else ""
+    except OSError:  # a thread that is still there has just closed it
+        return ""
 
 
 def _held_by_others(path: Path) -> bool:
