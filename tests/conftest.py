@@ -144,6 +144,8 @@ def _held_by_others(path: Path) -> bool:
     """Another test run's, or a job's, on this machine: a living process is in its name, or has it open or mapped."""
     if _BESIDE_OTHERS and path.name.startswith("sem.mp-"):
         return True  # multiprocessing's: one whose owner was killed has no trace of it
+    if path.name.startswith("libpod"):
+        return True  # podman's, which keeps it for good
     ours = {os.getpid(), *_processes()}
     if any(int(pid) not in ours and Path("/proc", pid).exists() for pid in re.findall(r"\d{2,}", path.name)):
         return True
