@@ -148,9 +148,13 @@ CHECKPOINT_FAILED_AT = Spec(
 CHECKPOINTS_SKIPPED = Spec(
     "elasticd_checkpoints_skipped_total", "counter", "Checkpoints passed over because they could not be trusted."
 )
-CHECKPOINT_STEP = Spec("elasticd_checkpoint_last_step", "gauge", "Step of the last checkpoint written.")
+CHECKPOINT_STEP = Spec(
+    "elasticd_checkpoint_last_step", "gauge", "Step of the last checkpoint written here, or resumed from."
+)
 CHECKPOINT_TIME = Spec(
-    "elasticd_checkpoint_last_timestamp_seconds", "gauge", "Unix time the last checkpoint was written."
+    "elasticd_checkpoint_last_timestamp_seconds",
+    "gauge",
+    "Unix time the last checkpoint was written here, or another node's was resumed from.",
 )
 CHECKPOINT_BYTES = Spec("elasticd_checkpoint_last_size_bytes", "gauge", "Size of the last checkpoint written.")
 CHECKPOINT_SECONDS = Spec(

@@ -36,6 +36,7 @@ class Measures(Protocol):
     def first_step(self, start_seconds: float, recovery_seconds: float | None) -> None: ...
     def progress(self, steps: Mapping[int, int], steps_per_second: float | None, wall: float) -> None: ...
     def checkpoint_saved(self, step: int, wall: float, size: int, seconds: float) -> None: ...
+    def checkpoint_resumed(self, step: int, wall: float) -> None: ...
     def checkpoint_failed(self) -> None: ...
     def checkpoint_skipped(self) -> None: ...
     def checkpoint_interval(self, seconds: float) -> None: ...
@@ -92,6 +93,9 @@ class NullMetrics:
         pass
 
     def checkpoint_saved(self, step: int, wall: float, size: int, seconds: float) -> None:
+        pass
+
+    def checkpoint_resumed(self, step: int, wall: float) -> None:
         pass
 
     def checkpoint_failed(self) -> None:
@@ -281,6 +285,11 @@ class Metrics:
         self._of(names.CHECKPOINT_TIME).set(wall)
         self._of(names.CHECKPOINT_BYTES).set(size)
         self._of(names.CHECKPOINT_SECONDS).set(seconds)
+
+    def checkpoint_resumed(self, step: int, wall: float) -> None:
+        """From one that another node's rank 0 had written; now it is ours, and what a fault would cost counts anew."""
+        self._of(names.CHECKPOINT_STEP).set(step)
+        self._of(names.CHECKPOINT_TIME).set(wall)
 
     def checkpoint_failed(self) -> None:
         self._of(names.CHECKPOINT_FAILURES).inc()

@@ -61,6 +61,7 @@ class JobStory:
     _asked: set[int] = field(default_factory=set)
     _ending_since: float | None = None
     _checkpoint_at: float | None = None
+    _checkpoint_step: int = -1
     _rate: Rate = field(default_factory=Rate)
     _lasting: Lasting = field(init=False)
     _spending: Spending = field(init=False)
@@ -385,8 +386,11 @@ class JobStory:
         if event is not None:
             self.events.write(event)
         match event:
+            case happened.Resumed(step=step) if step > self._checkpoint_step:
+                self._checkpoint_step = step
+                self.metrics.checkpoint_resumed(step, note.wall)
             case happened.CheckpointSaved(step=step, bytes=size, seconds=seconds):
-                self._checkpoint_at = note.mono
+                self._checkpoint_at, self._checkpoint_step = note.mono, step
                 self.metrics.checkpoint_saved(step, note.wall, size, seconds)
             case happened.Holding():
                 self._spending.holding(note.mono)

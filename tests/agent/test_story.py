@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from elasticd.notes import Note
 from elasticd.wire import Member, Round
 from elasticd_agent.arguments import parse_run
 from elasticd_agent.console import PlainConsole
@@ -15,19 +17,47 @@ from elasticd_agent.eventlog import NullEventLog
 from elasticd_agent.metrics import Metrics
 from elasticd_agent.outlet import Outlet
 from elasticd_agent.story import JobStory
+from elasticd_agent.watch import Seen
+
+StartStory = Callable[[str], JobStory]
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Iterator[StartStory]:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    outlet = Outlet(nowhere)
+
+    def start(flags: str) -> JobStory:
+        spec, policy, _ = parse_run([*flags.split(), "train.py"], {}, tmp_path)
+        console = PlainConsole(outlet, "lm")
+        return JobStory(spec, policy, "a", NullEventLog(), Metrics("lm", "a"), console, lambda number: None)
+
+    yield start
+    assert outlet.close()
+    os.close(nowhere)
 
 
 @pytest.mark.parametrize(("nodes", "workers", "here", "aim"), [(1, 4, 3, 4), (4, 2, 2, 8), (1, 2, 2, 2), (2, 1, 3, 3)])
-def test_a_job_aims_at_all_of_its_nodes(nodes: int, workers: int, here: int, aim: int, tmp_path: Path) -> None:
+def test_a_job_aims_at_all_of_its_nodes(nodes: int, workers: int, here: int, aim: int, story: StartStory) -> None:
     """`here` workers are there; nodes that have more slots than this one can make it more than was aimed at."""
     flags = f"--nnodes 1:{nodes} --nproc-per-node {workers} --rdzv-backend etcd --rdzv-endpoint h:1 --rdzv-id lm"
-    spec, policy, _ = parse_run([*flags.split(), "train.py"], {}, tmp_path)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    metrics, outlet = Metrics("lm", "a"), Outlet(nowhere)
-    story = JobStory(spec, policy, "a", NullEventLog(), metrics, PlainConsole(outlet, "lm"), lambda number: None)
-    story.round_published(Round(1, (Member("a", "x", tuple(range(here))),), cause="start"), time.monotonic())
-    assert outlet.close()
-    os.close(nowhere)
-    served = metrics.render().decode()
+    told = story(flags)
+    told.round_published(Round(1, (Member("a", "x", tuple(range(here))),), cause="start"), time.monotonic())
+    served = told.metrics.render().decode()
     assert f'elasticd_world_size{{job_id="lm",node="a"}} {here}.0' in served
     assert f'elasticd_world_size_target{{job_id="lm",node="a"}} {aim}.0' in served
+
+
+def test_whoever_goes_on_from_another_nodes_checkpoint_has_one(story: StartStory) -> None:
+    """Until it saves one itself, nobody else is there who could say how much a fault would cost."""
+    told = story("--nproc-per-node 1")
+    told.round_published(Round(2, (Member("a", "x", (0,)),), cause="resize"), 90.0)
+
+    def noted(kind: str, step: int, wall: float) -> list[str]:
+        told.seen(Seen(2, (), (Note(kind, 2, 0, step, wall, wall, ""),), 0.0), wall)
+        served = told.metrics.render().decode().splitlines()
+        return [line.rpartition(" ")[2] for line in served if line.startswith("elasticd_checkpoint_last_")][:2]
+
+    assert noted("resumed", 50, 100.0) == ["50.0", "100.0"]
+    assert noted("checkpoint_saved", 60, 110.0) == ["60.0", "110.0"]
+    assert noted("resumed", 60, 120.0) == ["60.0", "110.0"]

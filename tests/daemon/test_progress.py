@@ -159,3 +159,12 @@ def test_a_hang_that_another_node_judged_costs_from_when_it_began() -> None:
     assert seen.costs(200.0) == {2: Cost(6.0, 10)}
     # What follows is another round's: one that has begun to train is not over because of it.
     assert told(*STARTED, line("first_step", 131.0, recovery_seconds=6.0)).rounds[1].last_at is None
+
+
+def test_who_goes_on_from_another_nodes_checkpoint_has_one() -> None:
+    resumed = line("resumed", 139.0, 2, step=11)
+    seen = told(*STARTED, *CRASHED, resumed)
+    assert (seen.checkpoint_step, seen.checkpoint_round, seen.checkpoint_at) == (11, 2, 139.0)
+    # Its own stays what was saved, when it was saved.
+    seen = told(*STARTED, line("checkpoint_saved", 125.0, step=11), *CRASHED, resumed)
+    assert (seen.checkpoint_step, seen.checkpoint_round, seen.checkpoint_at) == (11, 1, 125.0)

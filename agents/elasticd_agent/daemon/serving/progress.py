@@ -76,7 +76,9 @@ class Progress:
             case "group_started":
                 self._round(number, at).ranks = tuple(r for r in _listed(line.get("ranks")) if isinstance(r, int))
             case "resumed":
-                self._round(number, at).resumed = _whole(line.get("step"))
+                step = self._round(number, at).resumed = _whole(line.get("step"))
+                if step is not None and (self.checkpoint_step is None or step > self.checkpoint_step):
+                    self.checkpoint_step, self.checkpoint_round, self.checkpoint_at = step, number, at  # another node's
             case "first_step":
                 # Of a hang that another node judged, only this says here when it began: the clock is the node's own.
                 if (ago := _number(line.get("recovery_seconds"))) is not None and self._open != number:
