@@ -22,7 +22,7 @@ from elasticd_agent.daemon.config.documents import parse
 from elasticd_agent.daemon.config.jobfile import CONF, read_job
 from elasticd_agent.daemon.config.quantities import Seconds, seconds, size
 from elasticd_agent.daemon.config.reference import JOB_SAYS, agent_rows, job_rows, page, template
-from elasticd_agent.daemon.config.reloading import merged, reloadable, reloads
+from elasticd_agent.daemon.config.reloading import merged, reloads
 from elasticd_agent.daemon.config.settings import Settings, StoreSettings, load
 from elasticd_agent.daemon.config.store_access import meets, times
 from elasticd_agent.daemon.config.variables import keys, variable
@@ -285,31 +285,28 @@ def test_what_reloads_counts_and_what_does_not_is_said(here: Path) -> None:
         .replace("2GiB", "3GiB")
         .replace("https://a", "https://b"),
     )
-    counts, sentences = reloadable(old, new)
+    counts, sentences = merged(old, new)
     assert (counts.drain_timeout_s, counts.health.disk_free_min_bytes) == (120, 3 << 30)
     assert (counts.slots, counts.store) == (2, old.store)
     later = "counts from the next start (SIGUSR2, which disturbs no job, or systemctl restart, which drains)"
     assert sentences == [
         f"slots: 1 instead of 2 {later}",
+        'drain_timeout: "2m" instead of "90s" from now on',
         f'store.endpoints: ["https://b:2379", "https://[::1]"] instead of ["https://a:2379", "https://[::1]"] {later}',
+        'health.disk_free_min: "3GiB" instead of "2GiB" from now on',
     ]
-    assert merged(old, new) == (
-        counts,
-        [
-            sentences[0],
-            'drain_timeout: "2m" instead of "90s" from now on',
-            sentences[1],
-            'health.disk_free_min: "3GiB" instead of "2GiB" from now on',
-        ],
-    )
-    assert reloadable(new, new) == (new, [])
+    assert merged(new, new) == (new, [])
 
 
 def test_new_jobs_and_limits_reload(here: Path) -> None:
-    counts, sentences = reloadable(_load(here, ""), _load(here, '[limits]\nusers=["root"]\ndirectories=["/tmp"]\n'))
-    assert (counts.limits.users, sentences) == (("root",), [])
-    counts, sentences = reloadable(_load(here, ""), _load(here, JOB))
-    assert ([job.id for job in counts.jobs], sentences) == (["a"], [])
+    counts, sentences = merged(_load(here, ""), _load(here, '[limits]\nusers=["root"]\ndirectories=["/tmp"]\n'))
+    assert counts.limits.users == ("root",)
+    assert sentences
+    assert all(sentence.endswith(" from now on") for sentence in sentences)
+    counts, sentences = merged(_load(here, ""), _load(here, JOB))
+    assert [job.id for job in counts.jobs] == ["a"]
+    assert sentences
+    assert all(sentence.endswith(" from now on") for sentence in sentences)
 
 
 def test_where_the_daemon_is_found_and_who_it_is_never_reloads() -> None:
@@ -449,7 +446,7 @@ def test_whatever_is_written_only_a_usage_error(tmp_path: Path, table: dict[str,
     assert found is not None or (said.isprintable() and len(said) < 600)
     if found is not None:
         assert isinstance(found.lease_s, Seconds)
-        assert reloadable(found, found) == (found, [])
+        assert merged(found, found) == (found, [])
 
 
 # ---- examples

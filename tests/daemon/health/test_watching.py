@@ -16,7 +16,7 @@ from elasticd_agent.daemon.health.checks import Places
 from elasticd_agent.daemon.health.readings import Reading, bad, good
 from elasticd_agent.daemon.health.remembered import Remembered
 from elasticd_agent.daemon.health.verdicts import Rules
-from elasticd_agent.daemon.health.watching import HealthChanged, NoHealth, Renewed, Watching
+from elasticd_agent.daemon.health.watching import HealthChanged, Renewed, Watching
 from tests.daemon.health.conftest import PATIENCE_S, until
 
 
@@ -292,11 +292,3 @@ def test_what_was_cut_short_by_the_end_counts_for_nothing(opened: Opened, looks:
     time.sleep(0.05)
     health.close()
     assert json.loads((tmp_path / "health.json").read_bytes())["times"] == 0
-
-
-def test_a_node_that_nobody_looks_after_is_fit() -> None:
-    health = NoHealth()
-    health.start(lambda change: None)
-    health.blamed("x")
-    assert (health.verdict(), health.readings(), health.standing().state) == ((True, ""), (), "healthy")
-    health.close()

@@ -26,12 +26,6 @@ def merged(old: Settings, new: Settings) -> tuple[Settings, list[str]]:
     return _mixed(old, new), said
 
 
-def reloadable(old: Settings, new: Settings) -> tuple[Settings, list[str]]:
-    """The settings that count from now on, and a sentence for each key that differs and does not."""
-    settings, said = merged(old, new)
-    return settings, [sentence for sentence in said if sentence.endswith(_LATER)]
-
-
 def _mixed(old: Any, new: Any) -> Any:
     kept: dict[str, Any] = {}
     for field in msgspec.structs.fields(type(old)):

@@ -94,31 +94,6 @@ class Checked(Protocol):
     def close(self) -> None: ...
 
 
-class NoHealth:
-    """A node whose health nobody looks after: always fit."""
-
-    def start(self, post: Callable[[HealthChanged], None]) -> None:
-        pass
-
-    def verdict(self) -> tuple[bool, str]:
-        return True, ""
-
-    def standing(self) -> HealthChanged:
-        return HealthChanged("healthy", "", 0.0)
-
-    def readings(self) -> tuple[Reading, ...]:
-        return ()
-
-    def blamed(self, why: str) -> None:
-        pass
-
-    def metrics(self, node: str) -> bytes:
-        return b""
-
-    def close(self) -> None:
-        pass
-
-
 class Watching:
     """Looks every `every_s`, sooner where there is doubt. `idle()`: no job runs on this node; asked from its thread."""
 
