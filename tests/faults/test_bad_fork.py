@@ -1,10 +1,12 @@
-"""Workers that could not use CUDA once they are forked are started cold, and the log says why."""
+"""Workers that could not be forked, or not use CUDA then, are started cold, and the log says why."""
 
 from __future__ import annotations
 
 import os
 import signal
 from pathlib import Path
+
+import pytest
 
 from tests.faults.conftest import StartJob
 from tests.faults.job import REPOSITORY
@@ -26,3 +28,35 @@ def test_a_preloaded_module_that_touches_cuda_means_a_cold_start(job: StartJob, 
     run.file("ready-0")
     run.process.send_signal(signal.SIGTERM)
     run.wait()
+
+
+CANNOT_FORK = """
+import os
+fork, left = os.fork, [int(os.environ["FORKS"])]
+
+def only_so_often():
+    left[0] -= 1
+    if left[0] < 0:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+
+os.fork = only_so_often
+"""
+WHO = 'import os; open(os.path.join(os.environ["WORK"], "who"), "a").write(os.environ.get("RANK", "nobody") + "\\n")'
+
+
+@pytest.mark.parametrize("forks", [1, 3])
+def test_where_no_more_processes_fit_the_script_runs_as_the_workers_and_as_nobody_else(
+    job: StartJob, tmp_path: Path, forks: int
+) -> None:
+    """The first fork asks about CUDA, the second is the intermediate, which then forks the store and the workers."""
+    (tmp_path / "few.py").write_text(CANNOT_FORK)
+    script = tmp_path / "elsewhere" / "who.py"  # what lies beside a script cannot be preloaded
+    script.parent.mkdir()
+    script.write_text(WHO)
+    path = os.pathsep.join(map(str, (tmp_path, REPOSITORY, REPOSITORY / "agents")))
+    flags, env = ["--preload", "few"], {"PYTHONPATH": path, "FORKS": str(forks)}
+    run = job(script, flags=flags, env=env)
+    assert run.wait() == 0
+    assert "fork" in run.err and run.event("group_started")["warm"] is False
+    assert sorted((run.work / "who").read_text().split()) == ["0", "1"]

@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -87,6 +88,15 @@ class Template:
 
     def serve(self) -> None:
         """Return only in a forked worker that was released."""
+        try:
+            release = self.released()
+        except BaseException:  # noqa: BLE001 site.py would print it, and run the script: here, as nobody's worker
+            traceback.print_exc()
+            os._exit(1)
+        self.become_worker(release)
+
+    def released(self) -> Config:
+        """Preload, and fork whenever the owner asks: what a worker was released with, in that worker."""
         os.set_inheritable(self.control.fileno(), False)
         self.libc.prctl(PR_SET_NAME, b"elasticd-templ", 0, 0, 0)
         started = time.monotonic()
@@ -109,8 +119,7 @@ class Template:
             request = json.loads(packet)
             released = self.fork(request, [socket.socket(fileno=fd) for fd in fds])
             if released is not None:
-                self.become_worker(released)
-                return
+                return released
 
     def say(self, is_: str, **fields: Any) -> None:
         try:
@@ -190,11 +199,17 @@ class Template:
         if unfit is not None:
             self.say(is_="refused", group=request["fork"], why=unfit)
             return None
-        intermediate = os.fork()
+        try:
+            intermediate = os.fork()
+        except OSError as error:  # no room for another process, here or in the job's cgroup
+            self.say(is_="refused", group=request["fork"], why=f"fork: {error.strerror}")
+            return None
         if intermediate:
             for channel in channels:
                 channel.close()
-            os.waitpid(intermediate, 0)
+            _, status = os.waitpid(intermediate, 0)
+            if status:  # whom it has forked sees the channels closed, and goes
+                self.say(is_="refused", group=request["fork"], why="the template could not fork all of its workers")
             return None
         pids = []
         self.intermediate = os.getpid()
