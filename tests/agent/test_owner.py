@@ -67,5 +67,33 @@ def test_an_agent_one_minor_version_newer_is_obeyed_as_far_as_we_understand_it(t
     assert (process.returncode, words) == (0, "")
 
 
+def test_what_cannot_even_be_named_in_utf_8_ends_its_worker_and_nothing_else(tmp_path: Path) -> None:
+    process, agent = owner(tmp_path)
+    worker = {"argv": ["/nowhere/\udcff"], "env": {}, "stdout": None, "stderr": None}
+    group = {"group": 1, "store": None, "keep": False, "cwd": "/", "env": {}, "host": "127.0.0.1", "port": 0}
+    agent.send(json.dumps({"do": "exec", **group, "workers": [worker]}).encode())
+    said = [json.loads(agent.recv(1 << 16)) for _ in range(3)]
+    assert [message["is"] for message in said] == ["started", "exited", "gone"]
+    assert said[1]["status"] == 127 << 8
+    assert (tmp_path / "run").exists(), "the failed worker has gone on as its parent"
+    agent.close()
+    _, words = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert words.count("\n") == 1 and words.startswith("elasticd: cannot start /nowhere/\\udcff: ")
+
+
+def test_a_template_killed_by_a_signal_without_a_name_is_gone_and_its_owner_is_not(tmp_path: Path) -> None:
+    process, agent = owner(tmp_path)
+    dies = ["sh", "-c", "kill -40 $$"]
+    spawn = {"do": "template", "argv": dies, "env": {"PATH": "/usr/bin:/bin"}, "cwd": "/", "launch": {}}
+    agent.send(json.dumps(spawn).encode())
+    said = json.loads(agent.recv(1 << 16))
+    assert said["is"] == "template_gone"
+    assert said["why"] in ("was killed by signal 40", "closed its socket")
+    agent.close()
+    _, words = process.communicate(timeout=20)
+    assert (process.returncode, words) == (0, "")
+
+
 def until_unread(channel: socket.socket) -> None:
     assert channel.recv(1, socket.MSG_PEEK)

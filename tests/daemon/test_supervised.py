@@ -130,6 +130,25 @@ def test_an_agent_that_hangs_is_ended_and_started_again(tmp_path: Path) -> None:
     assert "the agent was killed by SIGABRT and is started again in 0 s" in done.stderr
 
 
+def test_an_agent_that_cannot_be_started_is_tried_again_and_nobody_need_listen(tmp_path: Path) -> None:
+    """Our end would be that of every runner: neither a full process table nor a closed standard error is worth it."""
+    late, beside = tmp_path / "agent", tmp_path / "new"
+    beside.write_text(f"#!/bin/sh\n[ -e {tmp_path}/died ] && exit 2\n: > {tmp_path}/died\nexit 1\n")
+    beside.chmod(0o700)
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISE, "30", str(late)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])},
+    ) as process:
+        assert process.stderr is not None
+        assert "the agent cannot be started (No such file or directory), and" in process.stderr.readline()
+        process.stderr.close()
+        beside.rename(late)
+        assert process.wait(30) == 2
+    assert (tmp_path / "died").exists()
+
+
 @pytest.mark.system
 def test_a_stopped_agent_is_started_again_and_its_jobs_do_not_notice(node: MakeNode) -> None:
     n1 = node()

@@ -8,6 +8,7 @@ that ends by itself ends this, too.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -17,6 +18,7 @@ import time
 from collections.abc import Sequence
 
 from elasticd_agent.daemon.feeding import Feeding
+from elasticd_agent.launcher.endings import signal_name
 
 PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 36, 15
 BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -50,44 +52,60 @@ def _supervised(command: Sequence[str], feeding: Feeding | None, look_s: float, 
     waited_for = {*FORWARDED, signal.SIGCHLD}
     # Signals are waited for, not handled: none can come between a look and the wait.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
-    asked_to_end = False
     deaths = 0
     while True:
-        if feeding is not None:
-            feeding.begin()
-        child = _start(command, before, feeding)
-        since = looked_at = time.monotonic()
-        attentive_s, kill_at = 0.0, float("inf")
-        while (status := _reaped(child.pid)) is None:
-            got = signal.sigtimedwait(waited_for, look_s)
-            if got is not None and got.si_signo in FORWARDED:
-                asked_to_end = asked_to_end or got.si_signo in (signal.SIGTERM, signal.SIGINT)
-                os.kill(child.pid, got.si_signo)  # Popen's own would reap it, and we would wait for ever
-            now = time.monotonic()
-            # A container that was frozen has not waited: its agent could not say anything either.
-            attentive_s, looked_at = attentive_s + min(now - looked_at, 2 * look_s), now
-            if attentive_s >= kill_at:
-                os.kill(child.pid, signal.SIGKILL)
-            elif kill_at == float("inf") and feeding is not None and feeding.look(attentive_s):
-                silent = f"the agent has decided nothing for {feeding.within_s:g} s"
-                _say(f"{silent}; it is ended, with its stacks if it can")
-                os.kill(child.pid, signal.SIGABRT)
-                kill_at = attentive_s + abort_s
-        code = os.waitstatus_to_exitcode(status)
-        child.returncode = code
-        if code in FINAL or asked_to_end:
-            return code if code >= 0 else 128 - code
+        since = time.monotonic()
+        try:
+            child = _start(command, before, feeding)
+        except OSError as error:  # no room for another process, say: our end would be that of every runner
+            how = f"cannot be started ({error.strerror}), and it is tried again"
+        else:
+            code, asked_to_end = _outlived(child, feeding, waited_for, look_s, abort_s)
+            if code in FINAL or asked_to_end:
+                return code if code >= 0 else 128 - code
+            how = f"{_how(code)} and is started again"
         deaths = 1 if time.monotonic() - since >= WELL_S else deaths + 1
         pause_s = BACKOFF_S[min(deaths - 1, len(BACKOFF_S) - 1)]
-        _say(f"the agent {_how(code)} and is started again in {pause_s:g} s; jobs go on without it")
+        _say(f"the agent {how} in {pause_s:g} s; jobs go on without it")
         if _pause(pause_s, waited_for):
             return 128 + signal.SIGTERM
+
+
+def _outlived(
+    child: subprocess.Popen[bytes],
+    feeding: Feeding | None,
+    waited_for: set[signal.Signals],
+    look_s: float,
+    abort_s: float,
+) -> tuple[int, bool]:
+    """How the agent has ended, and whether it had been asked to; one that hangs is ended."""
+    looked_at = time.monotonic()
+    attentive_s, kill_at, asked_to_end = 0.0, float("inf"), False
+    while (status := _reaped(child.pid)) is None:
+        got = signal.sigtimedwait(waited_for, look_s)
+        if got is not None and got.si_signo in FORWARDED:
+            asked_to_end = asked_to_end or got.si_signo in (signal.SIGTERM, signal.SIGINT)
+            os.kill(child.pid, got.si_signo)  # Popen's own would reap it, and we would wait for ever
+        now = time.monotonic()
+        # A container that was frozen has not waited: its agent could not say anything either.
+        attentive_s, looked_at = attentive_s + min(now - looked_at, 2 * look_s), now
+        if attentive_s >= kill_at:
+            os.kill(child.pid, signal.SIGKILL)
+        elif kill_at == float("inf") and feeding is not None and feeding.look(attentive_s):
+            silent = f"the agent has decided nothing for {feeding.within_s:g} s"
+            _say(f"{silent}; it is ended, with its stacks if it can")
+            os.kill(child.pid, signal.SIGABRT)
+            kill_at = attentive_s + abort_s
+    child.returncode = os.waitstatus_to_exitcode(status)
+    return child.returncode, asked_to_end
 
 
 def _start(
     command: Sequence[str], mask: set[signal.Signals] | set[int], feeding: Feeding | None
 ) -> subprocess.Popen[bytes]:
-    """With our own signal mask as it was before: a blocked signal would stay blocked in the agent."""
+    """With our own signal mask as it was before: a blocked signal would stay blocked in the agent. Raises OSError."""
+    if feeding is not None:
+        feeding.begin()
     blocked = signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         return subprocess.Popen(command, env={**os.environ, **(feeding.variables if feeding is not None else {})})
@@ -121,8 +139,9 @@ def _pause(seconds: float, waited_for: set[signal.Signals]) -> bool:
 
 
 def _how(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
 
 
 def _say(sentence: str) -> None:
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} elasticd: {sentence}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it any more, or the disk is full
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} elasticd: {sentence}", file=sys.stderr, flush=True)

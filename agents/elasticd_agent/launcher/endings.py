@@ -103,5 +103,13 @@ def end(pid: int, signum: int) -> None:
 
 def how_it_ended(status: int) -> str:
     if os.WIFSIGNALED(status):
-        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"was killed by {signal_name(os.WTERMSIG(status))}"
     return f"exited with code {os.WEXITSTATUS(status)}"
+
+
+def signal_name(number: int) -> str:
+    """Goes after "by": "SIGKILL"; most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

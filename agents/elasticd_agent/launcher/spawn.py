@@ -44,8 +44,10 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, stdout: str | None, st
         os.chdir(cwd)
         os.execvpe(argv[0], argv, env)
     except BaseException as error:  # noqa: BLE001 this is a forked child: nothing may go back to the owner's loop
-        os.write(2, f"elasticd: cannot start {argv[0]}: {error}\n".encode())
-    os._exit(127)
+        # A name that is not UTF-8 can be neither started nor written as it is.
+        os.write(2, f"elasticd: cannot start {argv[0]}: {error}\n".encode("utf-8", "backslashreplace"))
+    finally:
+        os._exit(127)
 
 
 def redirect(stdout: str | None, stderr: str | None) -> None:

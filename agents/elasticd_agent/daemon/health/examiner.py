@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from elasticd_agent.daemon.health import directories
 from elasticd_agent.daemon.health.readings import Reading, bad, good, skipped
+from elasticd_agent.launcher.endings import signal_name
 from elasticd_agent.procfs import read, stat
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -264,7 +265,7 @@ def first_line(output: bytes) -> str:
 
 def _ending(status: int) -> str:
     if os.WIFSIGNALED(status):
-        return f"it was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"it was ended by {signal_name(os.WTERMSIG(status))}"
     return f"it exited with {os.WEXITSTATUS(status)}"
 
 
