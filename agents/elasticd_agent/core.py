@@ -102,12 +102,12 @@ def _joining(phase: Joining, event: Event, rules: Rules) -> Move:
             return _enter(r, rules)
         case StoreAbandoned(why):
             return Ended(phase.past, REQUEUE), [Leave(REQUEUE, why)]
-        case StopRequested(signal, code) if rules.leaves:
-            return Ended(phase.past, code), [Leave(code, f"stopped by {signal}")]
-        case StopRequested(signal, code, at) if phase.stop is None:
+        case StopRequested(_, code) if rules.leaves:
+            return Ended(phase.past, code), [Leave(code, _stopped(event))]
+        case StopRequested(signal, code, at, why) if phase.stop is None:
             # The planner answers with the terminal Round; if it cannot, we leave all the same.
             until = at + rules.stop_grace_s
-            return Joining(phase.past, Stop(signal, code, until)), [Wake(until)]
+            return Joining(phase.past, Stop(signal, code, until, why)), [Wake(until)]
         case StopForced(signal, code):
             return Ended(phase.past, code), [Leave(code, f"{signal} twice: leaving at once")]
         case TimeCame(at) if phase.stop is not None and at >= phase.stop.until:
@@ -135,7 +135,8 @@ def _running(phase: Running, event: Event, rules: Rules) -> Move:
         case StopRequested() if rules.leaves:
             return _ask_to_leave(phase, event, rules)
         case TimeCame(at) if phase.stop is not None and at >= phase.stop.until:
-            kill = KillGroup(round_.number, f"{phase.stop.signal}: no round without {rules.node} has come in time")
+            asked = phase.stop.why or phase.stop.signal
+            kill = KillGroup(round_.number, f"{asked}: no round without {rules.node} has come in time")
             return Stopping(round_, stop=phase.stop), [kill]
         case StopRequested() | StopForced():
             return _stop(round_, event, rules)
@@ -147,10 +148,9 @@ def _ask_to_leave(phase: Running, event: StopRequested, rules: Rules) -> Move:
     """The other nodes go on without this one, from a checkpoint where they can be held at one."""
     if phase.stop is not None:
         return phase, []
-    within_s = rules.stop_grace_s if rules.leave_within_s is None else rules.leave_within_s
-    stop = Stop(event.signal, event.exit_code, event.at + within_s)
+    stop = Stop(event.signal, event.exit_code, event.at + rules.stop_s, event.why)
     return replace(phase, stop=stop), [
-        ReportLeaving(f"{rules.node} leaves: {event.signal}", event.exit_code),
+        ReportLeaving(f"{rules.node} leaves: {event.why or event.signal}", event.exit_code),
         Wake(stop.until),
     ]
 
@@ -225,8 +225,8 @@ def _stopping(phase: Stopping, event: Event, rules: Rules) -> Move:
             return Stopping(phase.round, r, phase.stop), []
         case GroupGone(number) if number == phase.round.number:
             return _after(phase, rules)
-        case StopRequested(signal, code, at) if phase.stop is None:
-            return Stopping(phase.round, _terminal(phase.then), Stop(signal, code, at)), []
+        case StopRequested(signal, code, at, why) if phase.stop is None:
+            return Stopping(phase.round, _terminal(phase.then), Stop(signal, code, at, why)), []
         case StopForced(signal, code, at):
             stop = phase.stop or Stop(signal, code, at)
             kill = KillGroup(phase.round.number, f"{signal} twice: killed without grace")
@@ -241,7 +241,7 @@ def _after(phase: Stopping, rules: Rules) -> Move:
         return _leave(phase.then) if phase.then.terminal else _enter(phase.then, rules)
     if phase.stop is not None:
         code = phase.stop.exit_code
-        return Ended(phase.round.number, code), [Leave(code, f"stopped by {phase.stop.signal}")]
+        return Ended(phase.round.number, code), [Leave(code, _stopped(phase.stop))]
     return Joining(phase.round.number), []
 
 
@@ -257,6 +257,10 @@ def _leave(r: Round) -> Move:
     return Ended(r.number, r.exit_code), [Leave(r.exit_code, r.reason)]
 
 
+def _stopped(stop: Stop | StopRequested) -> str:
+    return f"stopped: {stop.why}" if stop.why else f"stopped by {stop.signal}"
+
+
 def _superseded(old: Round, new: Round, rules: Rules, stop: Stop | None = None) -> Move:
     """Only a stop gives the old group time: the survivors of a broken one have nothing to say."""
     why = f"round {new.number}: {new.reason}"
@@ -268,11 +272,12 @@ def _superseded(old: Round, new: Round, rules: Rules, stop: Stop | None = None) 
 
 
 def _stop(round_: Round, event: StopRequested | StopForced, rules: Rules) -> Move:
-    stop = Stop(event.signal, event.exit_code, event.at)
     if isinstance(event, StopForced):
+        stop = Stop(event.signal, event.exit_code, event.at)
         return Stopping(round_, stop=stop), [KillGroup(round_.number, f"{event.signal} twice: killed without grace")]
+    stop = Stop(event.signal, event.exit_code, event.at, event.why)
     grace = rules.stop_grace_s
-    why = f"{event.signal}: workers have {grace:g} s to stop"
+    why = f"{event.why or event.signal}: workers have {grace:g} s to stop"
     return Stopping(round_, stop=stop), [StopGroup(round_.number, why, grace, event.signal)]
 
 

@@ -244,19 +244,19 @@ class ProcessFreed(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested(Record):
-    """Somebody asked the job to stop."""
+    """Somebody asked the job to stop, or this node to leave it; `reason` has what was said of why."""
 
     kind: ClassVar[str] = "stop_requested"
-    by: str = _is("who asked: SIGTERM, SIGINT, drain, ...")
-    grace_seconds: float = _is("how long workers are given before SIGKILL, in seconds")
+    by: str = _is("the signal: SIGTERM, which is also the agent's, SIGINT, ...")
+    grace_seconds: float = _is("after how long what is left is killed, in seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded(Record):
-    """The last line of a job."""
+    """The last line of a job on this node."""
 
     kind: ClassVar[str] = "job_ended"
-    outcome: str = _is("succeeded, failed or stopped")
+    outcome: str = _is("succeeded, failed or stopped; or left: only this node's part is over, the job may go on")
     exit_code: int = _is("what elasticd exits with")
     restarts: int = _is("restarts in all")
     step: int | None = _is("the last step finished; null when none is known", default=None)

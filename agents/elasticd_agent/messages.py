@@ -28,6 +28,11 @@ class Rules:
     leaves: bool = False
     """True where a stop is this node's leaving: the planner hears of it, and can hold the group at a checkpoint."""
 
+    @property
+    def stop_s(self) -> float:
+        """From being asked to stop until what is left is killed, at the latest."""
+        return self.stop_grace_s if self.leave_within_s is None or not self.leaves else self.leave_within_s
+
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
@@ -136,11 +141,15 @@ class StoreAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Someone asked the agent to stop: `signal` by name ("SIGTERM"), `exit_code` 128 + its number."""
+    """Someone asked the agent to stop: `signal` by name ("SIGTERM"), `exit_code` 128 + its number.
+
+    `why`: what whoever sent it had to say, "" where that was nothing.
+    """
 
     signal: str
     exit_code: int
     at: float
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +192,7 @@ class Stop:
     signal: str
     exit_code: int
     until: float
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class Host:
     `outputs` builds what is told to whom. `keep` are file descriptors that stay open for as long as a process of the
     job may be left, whatever becomes of this one. `holds`: a stop first asks for a checkpoint at the next decision
     point, as a node that leaves others does, also where this node is the only one; that may take `leave_within_s`, or
-    the policy's grace. `made` hears of the runtime directory.
+    the policy's grace. `made` hears of the runtime directory. `why`: what whoever sends the first signal has to say.
     """
 
     outputs: Callable[[JobSpec, Policy, AgentSettings, str, Path], Outputs] | None = None
@@ -58,6 +58,7 @@ class Host:
     holds: bool = False
     leave_within_s: float | None = None
     made: Callable[[Path], None] = lambda path: None
+    why: Callable[[], str] = lambda: ""
 
 
 def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host | None = None) -> int:
@@ -68,7 +69,7 @@ def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host |
 
 def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host, stack: contextlib.ExitStack) -> int:
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    stack.enter_context(handled_signals(spec.signals, inbox))
+    stack.enter_context(handled_signals(spec.signals, inbox, host.why))
     if spec.checkpoint_dir is not None:
         stack.enter_context(held(spec))
     runtime = stack.enter_context(runtime_directory(settings.runtime_dir))
@@ -195,14 +196,17 @@ def rank_row(seen: RankSeen) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def handled_signals(names: tuple[str, ...], inbox: queue.SimpleQueue[Message]) -> Iterator[None]:
+def handled_signals(
+    names: tuple[str, ...], inbox: queue.SimpleQueue[Message], why: Callable[[], str]
+) -> Iterator[None]:
     """The first of these signals asks the job to stop, the second does not wait. Restores what was there before."""
     received: list[int] = []
 
     def handle(signum: int, _: FrameType | None) -> None:
-        kind = StopForced if received else StopRequested
+        forced = bool(received)
         received.append(signum)
-        inbox.put(kind(signal.Signals(signum).name, 128 + signum, time.monotonic()))
+        name, code, now = signal.Signals(signum).name, 128 + signum, time.monotonic()
+        inbox.put(StopForced(name, code, now) if forced else StopRequested(name, code, now, why()))
 
     before = {}
     for name in names:

@@ -23,6 +23,7 @@ from elasticd_agent.messages import (
     Event,
     FirstStep,
     GroupGone,
+    Rules,
     StopForced,
     StopRequested,
     StoreExited,
@@ -187,13 +188,20 @@ class JobStory:
                 self._first_step(number, at)
             case GroupGone(number):
                 self._group_gone(number)
-            case StopRequested(name) | StopForced(name):
-                grace = self.policy.stop_grace_s if isinstance(event, StopRequested) else 0.0
-                reason = f"{name} received: workers have {grace:g} s to stop" if grace else f"{name} received again"
-                number = self.round.number if self.round is not None else 0
-                self.events.write(
-                    happened.StopRequested(round=number, mono=event.at, reason=reason, by=name, grace_seconds=grace)
-                )
+
+    def asked_to_stop(self, event: StopRequested | StopForced, rules: Rules) -> None:
+        """Where others may go on, only this node leaves; they, or the checkpoint, have the time that it may take."""
+        name, grace = event.signal, rules.stop_s
+        if isinstance(event, StopForced):
+            reason, grace = f"{name} again: what runs is killed", 0.0
+        elif rules.leaves:
+            reason = f"{self.node} leaves within {grace:g} s: {event.why or f'{name} received'}"
+        else:
+            reason = f"{name} received: workers have {grace:g} s to stop"
+        number = self.round.number if self.round is not None else 0
+        self.events.write(
+            happened.StopRequested(round=number, mono=event.at, reason=reason, by=name, grace_seconds=grace)
+        )
 
     @property
     def _unhurt(self) -> bool:
@@ -403,10 +411,19 @@ class JobStory:
 
     def ended(self, exit_code: int, why: str, round: Round | None) -> None:
         """The last words: how the job ended, and the traceback where a script's own mistake ended it."""
-        outcome = round.outcome if round is not None and round.outcome else "stopped" if exit_code else "succeeded"
+        outcome = "stopped" if exit_code else "succeeded"
+        if round is not None and round.outcome:
+            outcome = round.outcome
+        elif self.spec.rendezvous.max_nodes > 1:
+            outcome = "left"  # nobody has ended it: the others may go on, or it goes on when its nodes are back
         if self._failure is not None and self._failure.detail:
             self.console.said(f"the traceback of the rank that failed first:\n{self._failure.detail.rstrip()}", "error")
-        self.console.said(f"job {self.spec.job_id} has {outcome}: {why}", "info" if exit_code == 0 else "error")
+        what = (
+            f"{self.node} has left job {self.spec.job_id}"
+            if outcome == "left"
+            else f"job {self.spec.job_id} has {outcome}"
+        )
+        self.console.said(f"{what}: {why}", "info" if exit_code == 0 else "error")
         self.events.write(
             happened.JobEnded(
                 round=round.number if round is not None else 0,

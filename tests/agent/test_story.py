@@ -11,13 +11,27 @@ import pytest
 
 from elasticd.notes import Note
 from elasticd.wire import Member, Round
+from elasticd_agent import events as happened
 from elasticd_agent.arguments import parse_run
 from elasticd_agent.console import PlainConsole
 from elasticd_agent.eventlog import NullEventLog
+from elasticd_agent.events import Record
+from elasticd_agent.messages import Rules, StopRequested
 from elasticd_agent.metrics import Metrics
 from elasticd_agent.outlet import Outlet
 from elasticd_agent.story import JobStory
 from elasticd_agent.watch import Seen
+
+
+class Kept(NullEventLog):
+    """An event log in a list."""
+
+    def __init__(self, into: list[Record]) -> None:
+        self._into = into
+
+    def write(self, record: Record) -> None:
+        self._into.append(record)
+
 
 StartStory = Callable[[str], JobStory]
 
@@ -46,6 +60,27 @@ def test_a_job_aims_at_all_of_its_nodes(nodes: int, workers: int, here: int, aim
     served = told.metrics.render().decode()
     assert f'elasticd_world_size{{job_id="lm",node="a"}} {here}.0' in served
     assert f'elasticd_world_size_target{{job_id="lm",node="a"}} {aim}.0' in served
+
+
+def test_who_leaves_others_does_not_end_the_job(story: StartStory) -> None:
+    """A drained node's log told that the job had stopped, which went on elsewhere."""
+    flags = "--rdzv-backend etcd --rdzv-endpoint h:1 --rdzv-id lm --nproc-per-node 1 "
+    written: list[Record] = []
+    for nnodes, rules, within in (("1:2", Rules("a", leaves=True, leave_within_s=60.0), 60.0), ("1", Rules("a"), 30.0)):
+        told = story(f"{flags} --nnodes {nnodes}")
+        told.events = Kept(written)
+        told.asked_to_stop(StopRequested("SIGTERM", 143, 1.0, "drained: a fan"), rules)
+        without = Round(2, (Member("b", "x", (0,)),), cause="resize")
+        told.ended(143, "stopped: drained: a fan", without)
+        asked, ended = written[-2:]
+        assert isinstance(asked, happened.StopRequested)
+        assert isinstance(ended, happened.JobEnded)
+        assert (asked.by, asked.grace_seconds) == ("SIGTERM", within)
+        assert ended.outcome == ("left" if rules.leaves else "stopped")
+    assert [record.reason for record in written] == [
+        "a leaves within 60 s: drained: a fan", "stopped: drained: a fan",
+        "SIGTERM received: workers have 30 s to stop", "stopped: drained: a fan",
+    ]  # fmt: skip
 
 
 def test_whoever_goes_on_from_another_nodes_checkpoint_has_one(story: StartStory) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ from elasticd_agent.messages import (
     Phase,
     ReportDone,
     ReportFailure,
+    ReportLeaving,
     RoundPublished,
     Rules,
     Running,
@@ -284,6 +287,18 @@ def test_a_group_that_vanishes_is_a_failure_with_nobody_left_to_kill() -> None:
     phase, actions = step(Running(R3, (DONE0,)), GroupGone(3), RULES)
     assert phase == Joining(3)
     assert [type(a) for a in actions] == [ReportFailure]
+
+
+def test_a_node_leaves_for_what_whoever_asked_had_to_say() -> None:
+    rules = replace(RULES, leaves=True, leave_within_s=60.0)
+    asked = StopRequested("SIGTERM", 143, 9.0, "drained: a fan")
+    leaving, (report, wake) = step(Running(R3), asked, rules)
+    assert (report, wake) == (ReportLeaving("a leaves: drained: a fan", 143), Wake(69.0))
+    _, (kill,) = step(leaving, TimeCame(69.0), rules)
+    assert kill == KillGroup(3, "drained: a fan: no round without a has come in time")
+    ending, _ = step(leaving, RoundPublished(replace(R4, members=())), rules)
+    assert step(ending, GroupGone(3), rules)[1] == [Leave(143, "stopped: drained: a fan")]
+    assert step(Joining(), asked, rules)[1] == [Leave(143, "stopped: drained: a fan")]
 
 
 def test_a_stop_gives_grace_and_a_second_one_does_not() -> None:

@@ -65,6 +65,7 @@ def test_one_of_two_nodes_leaves_and_no_step_is_lost(nodes: MakeNode) -> None:
     newest = stayer.job_events("both", "round_published")[-1]
     assert newest["nodes"] == [stayer.name]
     assert newest["cause"] == "resize"
+    assert newest["reason"].startswith(f"{leaver.name} leaves: the agent was stopped (SIGTERM); restart ")
     leaver.start()
     grown = until(lambda: [e for e in both_in(n1, n2) if e["round"] > newest["round"]], stayer.told)[-1]
     until(lambda: n1.steps()[-1][0] >= grown["round"], n1.told)

@@ -9,7 +9,7 @@ import pytest
 
 from elasticd_agent.daemon.placement.placing import View
 from elasticd_agent.daemon.reconciling import BACKOFF_S, WELL_S, Ended, Over, Plan, Runs, reconcile
-from elasticd_agent.daemon.records import Ending, Place, Placement, Running, Submission
+from elasticd_agent.daemon.records import Cordon, Ending, Place, Placement, Running, Submission
 from elasticd_agent.daemon.running.order import Exit, Order
 
 NODE = "n1"
@@ -37,6 +37,7 @@ def plan(view: View, *living: Runs, ended: Ended | None = None, leaving: str = "
     return reconcile(view, NODE, living, ended or Ended(), leaving, now)
 
 
+MOVED = placed("a", 1, 0, 1, node="n2", why="n1 is drained: a fan; runs on n2")
 BOTH = View(submissions=(wants(),), placements=(placed("a", 1, 0, 1),))
 
 
@@ -66,11 +67,17 @@ def test_nothing_else_is_started(view: View) -> None:
 @pytest.mark.parametrize(
     ("view", "why"),
     [
-        (replace(BOTH, endings=(Ending("a", 1, "cancelled", 143, ""),)), "the job has been cancelled"),
+        (
+            replace(BOTH, endings=(Ending("a", 1, "cancelled", 143, "cancelled by ann"),)),
+            "the job was cancelled by ann",
+        ),
         (replace(BOTH, endings=(Ending("a", 1, "failed", 1, ""),)), "the job has failed"),
         (replace(BOTH, endings=(Ending("a", 2, "succeeded", 0, ""),)), "the job has succeeded"),
         (View(placements=(placed("a", 1, why="n1 is drained: a fan"),)), "n1 is drained: a fan"),
         (View(placements=(placed("a", 1, 0, 1, node="n2", why="runs on n2"),)), "runs on n2"),
+        (View(placements=(MOVED,), cordons=(Cordon("n1", True, "a fan", "ann"),)), "drained: a fan"),
+        (View(placements=(MOVED,), cordons=(Cordon("n1", True, "", "ann"),)), "drained by ann"),
+        (View(placements=(MOVED,), cordons=(Cordon("n1", False, "a fan"), Cordon("n2", True, "b"))), MOVED.reason),
         (View(placements=(placed("a", 2, 0, 1),)), "the job runs anew, as number 2"),
         (View(placements=(placed("a", 1, 0, 3),)), "its slots here are 0, 3 from now on"),
     ],
@@ -112,10 +119,10 @@ def test_no_slot_is_given_twice_while_somebody_leaves_it() -> None:
 
 
 def test_nothing_runs_on_a_node_whose_agent_leaves() -> None:
-    done = plan(BOTH, runs("b", 2, 3), leaving="the agent of n1 leaves (SIGTERM)")
+    done = plan(BOTH, runs("b", 2, 3), leaving="the agent was stopped (SIGTERM)")
     assert not done.start
-    assert [(stop.order.job, stop.why) for stop in done.stop] == [("b", "the agent of n1 leaves (SIGTERM)")]
-    assert done.running == (Running("b", 2, (3,), "leaving", "the agent of n1 leaves (SIGTERM)"),)
+    assert [(stop.order.job, stop.why) for stop in done.stop] == [("b", "the agent was stopped (SIGTERM)")]
+    assert done.running == (Running("b", 2, (3,), "leaving", "the agent was stopped (SIGTERM)"),)
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("succeeded", 0), ("failed", 1)])

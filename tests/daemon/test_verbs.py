@@ -108,11 +108,13 @@ def test_a_jobs_life_as_an_operator_sees_it(node: MakeNode) -> None:
     assert "this is what 2 ranks did" in ask("dump", "llama")
     assert json.loads(ask("explain", "llama", "--json"))["nodes"][0]["document"]["kind"] == "dump"
 
-    reached = n1.steps()[-1][1]
     (row,) = table(ask("drain", "n1", "--reason", "fan 3", "--wait"))
     assert (row["STATE"], row["JOBS"], "fan 3" in row["REASON"]) == ("drained", "-", True)
     (row,) = table(ask("jobs"))
     assert (row["STATE"], "n1 is drained: fan 3" in row["REASON"]) == ("waiting", True)
+    assert n1.job_events("llama", "job_ended")[-1]["reason"] == "n1 leaves: drained: fan 3"
+    assert n1.job_events("llama", "stop_requested")[-1]["reason"] == "n1 leaves within 60 s: drained: fan 3"
+    reached = n1.steps()[-1][1]
     assert ask("uncordon", "n1") == "n1 takes work again\n"
     n1.stepped(reached + 10)
     assert [step for _, step in n1.steps()] == list(range(1, len(n1.steps()) + 1)), "a drain loses no step"
@@ -122,7 +124,8 @@ def test_a_jobs_life_as_an_operator_sees_it(node: MakeNode) -> None:
         env=environ(f"unix:{n1.root / 'run' / 'agent.sock'}"), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        assert "cancelled by" in ask("cancel", "llama")
+        cancelled = ask("cancel", "llama")
+        assert "cancelled by" in cancelled
         out, _ = follows.communicate(timeout=30)
     finally:
         follows.kill()
@@ -131,6 +134,8 @@ def test_a_jobs_life_as_an_operator_sees_it(node: MakeNode) -> None:
     (row,) = table(ask("jobs"))
     assert row["STATE"] == "cancelled"
     assert ask("status", "llama").startswith("llama: cancelled, ")
+    n1.until(lambda: len(n1.job_events("llama", "job_ended")) == 2, "the job's end here")
+    assert n1.job_events("llama", "job_ended")[-1]["reason"].startswith("n1 leaves: the job was cancelled by ")
     assert n1.drain() == 0
     n1.assert_gone()
 

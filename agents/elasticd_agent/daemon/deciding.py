@@ -219,7 +219,7 @@ class Deciding:
                 self._parts.runners.hurry()
             case "drain":
                 within_s = float(self.settings.drain_timeout_s)
-                self._draining = f"the agent of {self.card.node} leaves ({asked.by})"
+                self._draining = f"the agent was stopped ({asked.by})"
                 telling.happened(
                     events.AgentState, f"{asked.by}: jobs have {within_s:g} s to leave this node", state="draining"
                 )

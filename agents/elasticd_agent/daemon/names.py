@@ -52,6 +52,11 @@ class JobFiles:
         return self.root / "runner.log"
 
     @property
+    def leave(self) -> Path:
+        """Why the daemon has the runner leave: one line, there before the SIGTERM is."""
+        return self.root / "leave"
+
+    @property
     def exit(self) -> Path:
         """How the runner ended (runner.Exit as JSON), written last."""
         return self.root / "exit.json"

@@ -169,7 +169,7 @@ def _must_stop(order: Order, known: View, node: str, leaving: str) -> str:
         return leaving
     for ending in known.endings:
         if ending.job == order.job and ending.number >= order.number:
-            return f"the job has {_spoken(ending)}"
+            return f"the job was {ending.reason}" if ending.outcome == "cancelled" else f"the job has {ending.outcome}"
     for placement in known.placements:
         if placement.job != order.job or placement.number < order.number:
             continue
@@ -177,7 +177,8 @@ def _must_stop(order: Order, known: View, node: str, leaving: str) -> str:
         if placement.number > order.number:
             return f"the job runs anew, as number {placement.number}"
         if place is None:
-            return placement.reason
+            # What moves the other nodes' places, and where they are now, is none of this node's.
+            return next((c.text for c in known.cordons if c.node == node and c.drain), placement.reason)
         if set(place.slots) != set(order.slots):
             return f"its slots here are {_listed(place.slots)} from now on"
     return ""
@@ -217,10 +218,6 @@ def _state(one: Runs, stopped: set[str]) -> Literal["starting", "running", "leav
 
 def _why(one: Runs, stop: tuple[Stop, ...]) -> str:
     return one.why or next((s.why for s in stop if s.order is one.order), "")
-
-
-def _spoken(ending: Ending) -> str:
-    return "been cancelled" if ending.outcome == "cancelled" else ending.outcome
 
 
 def _listed(slots: Iterable[int]) -> str:

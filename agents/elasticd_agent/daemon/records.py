@@ -156,3 +156,9 @@ class Cordon(Document):
     reason: str
     by: str = ""
     at: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """Goes after "n2 is": "drained: a fan is broken", or, where nobody said why, "drained by ann"."""
+        what = "drained" if self.drain else "cordoned"
+        return f"{what}: {self.reason}" if self.reason else f"{what} by {self.by}" if self.by else what

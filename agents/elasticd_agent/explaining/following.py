@@ -25,10 +25,10 @@ def of_run(lines: Sequence[Line], number: int, at: float) -> list[Line]:
     good = [line for line in lines if isinstance(line.get("kind"), str) and whole(line.get("round")) is not None]
     begun = [i for i, line in enumerate(good) if line["kind"] == "round_published" and line["round"] == number]
     begun = [i for i in begun if not at or _number(good[i].get("wall")) <= at + _CLOCKS_S] or begun
-    ended = [i for i, line in enumerate(good) if line["kind"] == "job_ended"]
+    ended = [i for i, line in enumerate(good) if _ends(line)]
     if begun:
         good = good[max((i + 1 for i in ended if i < begun[-1]), default=0) :]
-        last = next((i for i, line in enumerate(good) if line["kind"] == "job_ended"), len(good))
+        last = next((i for i, line in enumerate(good) if _ends(line)), len(good))
         good = good[: last + 1]
     job = next((line.get("job") for line in reversed(good) if line["round"] == number), None)
     return [line for line in good if line.get("job") == job]
@@ -47,7 +47,7 @@ def follow(lines: Sequence[Line], number: int) -> Followed:
     published = _first(lines, "round_published", following)
     resumed = _first(lines, "resumed", following)
     stepped = _first(lines, "first_step", following)
-    ended = next((line for line in lines if line["kind"] == "job_ended"), {})
+    ended = next((line for line in lines if _ends(line)), {})
     gone = [line for line in lines if line["kind"] == "group_gone" and line["round"] == number]
     took = stepped.get("recovery_seconds")
     return Followed(
@@ -131,11 +131,18 @@ def _moment(line: Line, number: int, following: int) -> Moment | None:
             what = f"round {following} resumed from checkpoint {origin}"
         case "first_step" if not here:
             what = f"round {following} trains: step {whole(line.get('step'))} done"
+        case "job_ended" if not _ends(line):
+            what = f"{text(line.get('node'))} left the job: {reason}"
         case "job_ended":
             what = f"the job has {text(line.get('outcome'))}: {reason}"
         case _:
             return None
     return Moment(float(wall), what, text(line.get("node")))
+
+
+def _ends(line: Line) -> bool:
+    """Whether it is the job's end, not only that of one node's part."""
+    return bool(line["kind"] == "job_ended" and line.get("outcome") != "left")
 
 
 def _once(moments: list[Moment]) -> list[Moment]:

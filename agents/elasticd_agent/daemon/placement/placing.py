@@ -133,7 +133,7 @@ def _nodes(view: View) -> dict[str, _Node]:
 
 def _leave(card: NodeCard, cordon: Cordon | None) -> str:
     if cordon is not None and cordon.drain:
-        return _because(f"{card.node} is drained", cordon.reason)
+        return f"{card.node} is {cordon.text}"
     if card.state in ("draining", "quarantined"):
         return _because(f"{card.node} is {card.state}", card.why)
     return ""
@@ -143,7 +143,7 @@ def _why_not(card: NodeCard, cordon: Cordon | None, away: bool) -> str:
     if leave := _leave(card, cordon):
         return leave
     if cordon is not None:
-        return _because(f"{card.node} is cordoned", cordon.reason)
+        return f"{card.node} is {cordon.text}"
     if card.state != "ready":
         return _because(f"{card.node} is {card.state}", card.why)
     return f"{card.node} is away" if away else ""

@@ -27,6 +27,7 @@ _WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 SPARE = "exit.spare"
 SPARE_BYTES = 64 << 10
 """Room for the last word, taken when the runner starts: a full disk then costs logs, but not the way a job ended."""
+WHY_CHARS = 500
 EXIT_ROUNDS = 100
 """More rounds than this are the event log's to tell."""
 
@@ -161,6 +162,15 @@ def write_exit(files: JobFiles, last: Exit) -> None:
     finally:
         os.close(fd)
     os.rename(spare, files.exit)
+
+
+def why_leave(files: JobFiles) -> str:
+    """What the daemon wrote before its SIGTERM, in one line; "" where it wrote nothing, or somebody else sent that."""
+    try:
+        with open(files.leave, "rb") as file:
+            return " ".join(file.read(4 * WHY_CHARS).decode(errors="replace").split())[:WHY_CHARS]
+    except OSError:
+        return ""
 
 
 def keep_room(files: JobFiles) -> None:

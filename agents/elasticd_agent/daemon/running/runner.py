@@ -26,7 +26,16 @@ from elasticd_agent.daemon.config import jobfile
 from elasticd_agent.daemon.names import JobFiles
 from elasticd_agent.daemon.running import alive
 from elasticd_agent.daemon.running.book import Book, Rates
-from elasticd_agent.daemon.running.order import Order, Secrets, keep_room, last_word, read_order, write_exit
+from elasticd_agent.daemon.running.order import (
+    WHY_CHARS,
+    Order,
+    Secrets,
+    keep_room,
+    last_word,
+    read_order,
+    why_leave,
+    write_exit,
+)
 from elasticd_agent.launcher.spawn import prctl
 from elasticd_agent.loop import Message
 from elasticd_agent.messages import StopRequested
@@ -115,6 +124,7 @@ def _run(order: Order, secrets: Secrets, files: JobFiles, lock: int, book: Book)
         holds=True,
         leave_within_s=order.drain_timeout_s,
         made=lambda runtime: _point(files.runtime, runtime),
+        why=lambda: why_leave(files),
     )
     try:
         return run_job(spec, policy, settings, host)
@@ -160,8 +170,7 @@ class RunnerOutputs(Outputs):
 
     def verbs(self, status: Callable[[], dict[str, Any]], post: Callable[[Message], None]) -> Mapping[str, Verb]:
         def leave(why: str) -> None:
-            self.story.said(why)
-            post(StopRequested("SIGTERM", STOPPED, time.monotonic()))
+            post(StopRequested("SIGTERM", STOPPED, time.monotonic(), why))
 
         tether = Tether(self._order.adopt_timeout_s, leave)
         self.callback(tether.close)
@@ -182,7 +191,7 @@ class RunnerOutputs(Outputs):
             return {**status(), **self._about, "pid": os.getpid(), **rate, **self._book.told()}
 
         def asked_to_leave(request: Mapping[str, Any]) -> Mapping[str, Any]:
-            leave(str(request.get("why") or "asked to leave")[:500])
+            leave(str(request.get("why") or "asked to leave")[:WHY_CHARS])
             return brief()
 
         return {
@@ -218,4 +227,4 @@ class Tether:
             if time.monotonic() > wake_at + LATE_S:
                 self._heard_at = max(self._heard_at, time.monotonic() - self._seconds + min(LATE_S, self._seconds))
         with contextlib.suppress(OSError):
-            self._leave(f"no daemon has spoken to this runner for {self._seconds:g} s: leaving, as after a SIGTERM")
+            self._leave(f"no daemon has spoken to this runner for {self._seconds:g} s")

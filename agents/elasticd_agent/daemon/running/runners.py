@@ -161,6 +161,7 @@ class Runners:
         files = self._folder(order, account)
         replace_file(files.order, order.to_json(), (account.uid, account.gid))
         files.exit.unlink(missing_ok=True)
+        files.leave.unlink(missing_ok=True)
         lock = alive.take(files.lock)
         if lock is None:
             raise UsageError(f"{files.root}: somebody has its lock already")
@@ -202,8 +203,17 @@ class Runners:
             return False
         runner.asked, runner.state, runner.why = True, "leaving", why
         runner.leave_by = time.monotonic() + within_s
+        self._say_why(runner)
         runner.signal(signal.SIGTERM)
         return True
+
+    def _say_why(self, runner: Runner) -> None:
+        """In a file, which is there when the signal is: nobody waits for a runner that does not answer."""
+        try:
+            owner = runner.files.root.stat()
+            replace_file(runner.files.leave, runner.why.encode(), (owner.st_uid, owner.st_gid))
+        except OSError as error:
+            self._say(f"job {runner.order.job}: its runner is not told why it leaves: {error.strerror}")
 
     def hurry(self) -> None:
         """Who has been asked to leave has had its time."""
