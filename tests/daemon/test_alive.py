@@ -1,4 +1,4 @@
-"""A lock in a folder that belongs to somebody else: it leads nowhere, and names nobody but its owner's processes."""
+"""A job's folder that belongs to somebody else: what lies in it leads nowhere, and names nobody but its owner's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from elasticd_agent.daemon.names import JobFiles
+from elasticd_agent.daemon.names import JobFiles, job_files
 from elasticd_agent.daemon.running import alive
-from elasticd_agent.daemon.running.order import Exit, replace_file, write_exit
+from elasticd_agent.daemon.running.order import (
+    EXIT_BYTES,
+    Exit,
+    Order,
+    Secrets,
+    read_exit,
+    read_order,
+    replace_file,
+    write_exit,
+)
+from elasticd_agent.daemon.running.runners import Runners
+from elasticd_agent.daemon.running.spawning import Account, spawn
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
@@ -63,3 +75,54 @@ def test_a_lock_lasts_as_long_as_any_copy_of_it(tmp_path: Path) -> None:
         assert keeper.pid in alive.keepers(path)
         assert alive.take(path) is None
     assert not alive.held(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "endless"])
+def test_what_is_no_plain_file_holds_nobody_up(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """The deciding thread looks at these; the job's user could have it wait, or read, for ever."""
+    files = JobFiles(tmp_path)
+    for path in (files.lock, files.exit, files.order, files.told):
+        make(path)
+    assert alive.held(files.lock), "that cannot be told"
+    assert alive.holder(files.lock) is None
+    assert read_exit(files) is None
+    with pytest.raises(OSError, match=r"no plain file|symbolic links"):
+        read_order(files)
+    with pytest.raises(OSError, match=r"no plain file|symbolic links|No such device"):
+        spawn(files, 0, Account.of(None), Secrets())
+
+
+def test_a_last_word_that_no_store_would_take_is_none(tmp_path: Path) -> None:
+    files = JobFiles(tmp_path)
+    write_exit(files, Exit("j", 1, 1, "failed", "." * EXIT_BYTES))
+    assert read_exit(files) is None
+    write_exit(files, Exit("j", 1, 1, "failed", "short"))
+    last = read_exit(files)
+    assert last is not None and last.reason == "short"
+
+
+ORDER = Order("mine", 1, "n1", (0,), "{}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
+def test_an_order_that_a_jobs_user_has_written_is_nobodys(tmp_path: Path) -> None:
+    """What the agent adopts by it is told to the store as jobs, and as how they ended."""
+    files, said = job_files(tmp_path, "mine", 1), list[str]()
+    files.root.mkdir(parents=True)
+    replace_file(files.order, ORDER.to_json(), 65534)
+    assert (files.order.stat().st_uid, files.order.stat().st_mode & 0o777) == (0, 0o640)
+    with closing(Runners(tmp_path, lambda: None, said.append)) as runners:
+        assert [over.key for over in runners.adopt()] == [("mine", 1)]
+        os.chown(files.order, 65534, 65534)
+        assert runners.adopt() == []
+    assert said == [f"{files.order}: [Errno 1] user 65534 has written it: '{files.order}'; it is left alone"]
+
+
+def test_an_order_of_another_job_than_its_folders_is_nobodys(tmp_path: Path) -> None:
+    files, said = job_files(tmp_path, "yours", 7), list[str]()
+    files.root.mkdir(parents=True)
+    replace_file(files.order, ORDER.to_json())
+    write_exit(files, Exit("mine", 1, 0, "succeeded", "done"))
+    with closing(Runners(tmp_path, lambda: None, said.append)) as runners:
+        assert runners.adopt() == []
+    assert said == [f"{files.order}: it is of job mine number 1; it is left alone"]

@@ -7,7 +7,6 @@ kernel's word, a process is named by its id, when it started, and the boot in wh
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd_agent import procfs
+from elasticd_agent.daemon.running.plain import opened
 
 SIGNED_BYTES = 80
 """Always as long, so that a name is replaced by one write, and on a full disk, too."""
@@ -60,10 +60,8 @@ def take(path: Path) -> int | None:
     The lock lasts until every copy of the descriptor is closed, also one that a child has. Raises OSError, also where
     `path` leads elsewhere: its folder may be another user's, who would like to be given what is there.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = opened(path, os.O_RDWR | os.O_CREAT)
     try:
-        if os.fstat(fd).st_nlink != 1:
-            raise OSError(errno.EMLINK, "it has another name, too", str(path))
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         sign(fd)
     except BlockingIOError:
@@ -85,7 +83,7 @@ def sign(fd: int, pid: int | None = None) -> None:
 def held(path: Path) -> bool:
     """True while a process has the lock at `path`, or while that cannot be told."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = opened(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     except OSError:
@@ -104,12 +102,12 @@ def held(path: Path) -> bool:
 def holder(path: Path) -> Process | None:
     """Who wrote its name there, if it lives, and is of the user whose file it is: nobody can name another's process."""
     try:
-        named = Process.parse(path.read_text(errors="replace"))
-        if named is None or _user(named.pid) != path.stat().st_uid:
-            return None
+        with open(opened(path, os.O_RDONLY), "rb") as file:
+            named = Process.parse(file.read(SIGNED_BYTES).decode("ascii", "replace"))
+            user = os.fstat(file.fileno()).st_uid
     except OSError:
         return None
-    return named if named.alive else None
+    return named if named is not None and _user(named.pid) == user and named.alive else None
 
 
 def _user(pid: int) -> int | None:

@@ -2,7 +2,8 @@
 
 They exist so that a runner needs nothing from the daemon that started it, which may be gone a moment later, and so that
 the next daemon learns from the disk what this one began. Both are 0600, as a job's environment may be nobody else's
-business; the store's own credentials are in neither (see `Secrets`).
+business; the store's own credentials are in neither (see `Secrets`). An order stays its daemon's where the runner is
+another user's, who may only read it: the next daemon goes by it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from elasticd.records import Document
 from elasticd_agent.config import Rendezvous, Tls
 from elasticd_agent.daemon.names import JobFiles
 from elasticd_agent.daemon.records import RoundNote
+from elasticd_agent.daemon.running import plain
 from elasticd_agent.launcher.spawn import prctl
 
 PR_SET_DUMPABLE = 4
-_WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-"""The folder may be another user's: a link in it must not lead root's pen elsewhere."""
+ORDER_BYTES, EXIT_BYTES = 16 << 20, 512 << 10
+"""A job file has at most 1 MiB, and is in an order twice, once quoted twice. A last word becomes a record for etcd."""
 SPARE = "exit.spare"
 SPARE_BYTES = 64 << 10
 """Room for the last word, taken when the runner starts: a full disk then costs logs, but not the way a job ended."""
@@ -137,30 +139,26 @@ class Exit(Document):
     at: float = 0.0
 
 
-def read_order(files: JobFiles) -> Order:
-    """Raises WireError in a whole sentence, OSError."""
-    return Order.from_json(files.order.read_bytes())
+def read_order(files: JobFiles, *, ours: bool = False) -> Order:
+    """`ours`: only one that this very user has written. Raises WireError in a whole sentence, OSError."""
+    return Order.from_json(plain.read(files.order, ORDER_BYTES, ours=ours))
 
 
 def read_exit(files: JobFiles) -> Exit | None:
     """None while the runner has not ended, or where it could not say how."""
     try:
-        return Exit.from_json(files.exit.read_bytes())
+        return Exit.from_json(plain.read(files.exit, EXIT_BYTES))
     except (OSError, WireError):
         return None
 
 
 def write_exit(files: JobFiles, last: Exit) -> None:
     """The runner's last word, whole or not at all, also on a full disk if there was room at the start."""
-    data = last.to_json()
     spare = files.root / SPARE
-    fd = os.open(spare, _WRITE, 0o600)
-    try:
-        os.pwrite(fd, data, 0)
-        os.ftruncate(fd, len(data))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with open(plain.opened(spare, os.O_WRONLY | os.O_CREAT), "wb") as file:
+        file.write(last.to_json())
+        file.truncate()
+        os.fsync(file.fileno())
     os.rename(spare, files.exit)
 
 
@@ -175,11 +173,8 @@ def why_leave(files: JobFiles) -> str:
 
 def keep_room(files: JobFiles) -> None:
     """Take the room for the last word now. Raises OSError on a disk that is full already."""
-    fd = os.open(files.root / SPARE, _WRITE | os.O_TRUNC, 0o600)
-    try:
-        os.write(fd, b" " * SPARE_BYTES)
-    finally:
-        os.close(fd)
+    with open(plain.opened(files.root / SPARE, os.O_WRONLY | os.O_CREAT), "wb") as file:
+        file.write(b" " * SPARE_BYTES)
 
 
 def last_word(order: Order, exit_code: int, reason: str, rounds: Sequence[RoundNote], step: int) -> Exit:
@@ -190,18 +185,19 @@ def last_word(order: Order, exit_code: int, reason: str, rounds: Sequence[RoundN
     return Exit(order.job, order.number, exit_code, outcome, reason, kept, step, time.time())
 
 
-def replace_file(path: Path, data: bytes, owner: tuple[int, int] | None = None) -> None:
-    """Write `path` whole, 0600, as `owner`'s if one is given. Raises OSError, and then nothing has changed."""
+def replace_file(path: Path, data: bytes, group: int | None = None) -> None:
+    """Write `path` whole, 0600; with a `group` that may read it, 0640. Raises OSError: then nothing has changed."""
     beside = path.with_name(f".{path.name}.new")
     beside.unlink(missing_ok=True)
-    fd = os.open(beside, _WRITE | os.O_EXCL, 0o600)
+    fd = plain.opened(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         with open(fd, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(fd)
-            if owner is not None:
-                os.fchown(fd, *owner)
+            if group is not None:
+                os.fchown(fd, -1, group)
+                os.fchmod(fd, 0o640)
         os.rename(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)

@@ -131,7 +131,9 @@ class Runners:
         for folder in sorted(self._folders()):
             files = JobFiles(folder)
             try:
-                order = read_order(files)
+                order = read_order(files, ours=True)
+                if folder != job_files(self._state, order.job, order.number).root:
+                    raise WireError(f"it is of job {order.job} number {order.number}")
             except FileNotFoundError:
                 continue
             except (OSError, WireError) as error:
@@ -159,7 +161,7 @@ class Runners:
     def start(self, order: Order, account: Account, secrets: Secrets) -> int:
         """Start a runner; its pid. Raises OSError when the folder or the process cannot be made, UsageError."""
         files = self._folder(order, account)
-        replace_file(files.order, order.to_json(), (account.uid, account.gid))
+        replace_file(files.order, order.to_json(), account.gid if account.uid != os.geteuid() else None)
         files.exit.unlink(missing_ok=True)
         files.leave.unlink(missing_ok=True)
         lock = alive.take(files.lock)

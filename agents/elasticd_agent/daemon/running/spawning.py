@@ -19,6 +19,7 @@ from pathlib import Path
 from elasticd.errors import UsageError
 from elasticd_agent.daemon.names import JobFiles
 from elasticd_agent.daemon.running.order import Secrets
+from elasticd_agent.daemon.running.plain import opened
 
 TOLD_BYTES = 1 << 20
 _OUR_OWN = ("ELASTICD_", "PET_", "LISTEN_", "NOTIFY_", "WATCHDOG_", "JOURNAL_", "INVOCATION_", "CREDENTIALS_", "GRPC_")
@@ -59,8 +60,7 @@ def spawn(files: JobFiles, lock: int, account: Account, secrets: Secrets) -> sub
         if files.told.stat().st_size > TOLD_BYTES:
             os.rename(files.told, files.told.with_suffix(".log.1"))
     other = account.uid != os.geteuid()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-    told = os.open(files.told, flags, 0o600)
+    told = opened(files.told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     handed = secrets.handed()
     try:
         if other:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd_agent.daemon.names import JobFiles
+from elasticd_agent.daemon.running import plain
 
 STREAMS = ("stdout", "stderr")
 TOLD = "elasticd"
@@ -85,13 +85,8 @@ def _piece(root: Path, parts: tuple[str, ...], offset: int, limit: int) -> Piece
 def opened(root: Path, parts: tuple[str, ...]) -> Iterator[int]:
     """A plain file below `root`, for reading. Raises OSError for anything else, and for a link on the way to it."""
     with _directory(root, parts[:-1]) as directory:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-        fd = os.open(parts[-1], flags, dir_fd=directory)
+        fd = plain.opened(parts[-1], os.O_RDONLY, within=directory)
         try:
-            found = os.fstat(fd)
-            # A second name could be somebody else's file, to which the job's user has made a hard link.
-            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-                raise OSError(f"{parts[-1]} is no plain file of the job's own")
             yield fd
         finally:
             os.close(fd)
