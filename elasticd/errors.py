@@ -5,7 +5,6 @@
     │   └── StoreRefused        the store answered, and will not have us: credentials, TLS, not that kind of server
     ├── WireError               a record from a file, a process or the network that cannot be understood
     ├── StoreUnavailable        the coordination store did not answer (a lost race is a value, never an error)
-    ├── LauncherError           the warm launcher could not do what it was asked; a cold start is tried instead
     ├── DecisionTimeout         rank 0's verdict at a decision point did not arrive in time
     ├── BarrierTimeout          ranks did not come to `session.barrier` in time; names them
     ├── SamplerError            the elastic batch sampler was used in a way that would lose or repeat samples
@@ -38,10 +37,6 @@ class WireError(ElasticdError):
 
 class StoreUnavailable(ElasticdError):
     """The coordination store did not answer in time; nothing is known about the outcome of the request."""
-
-
-class LauncherError(ElasticdError):
-    """The warm launcher could not do what it was asked."""
 
 
 class DecisionTimeout(ElasticdError):

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Protocol
+from typing import Any
 
 from elasticd.errors import UsageError
 from elasticd_agent.listener import Listener
@@ -45,12 +45,6 @@ class Pages:
     status: Callable[[], Mapping[str, Any]]
     healthy: Callable[[], Verdict]
     ready: Callable[[], Verdict]
-
-
-class Server(Protocol):
-    address: tuple[str, int] | None
-
-    def close(self, within: float = 2.0) -> bool: ...
 
 
 class NullServer:

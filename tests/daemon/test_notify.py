@@ -51,12 +51,8 @@ def test_what_it_says(systemd: Listening) -> None:
     notifier = open_notifier(environ)
     assert notifier.ready("2 jobs run")
     assert systemd.heard() == ["READY=1", "STATUS=2 jobs run"]
-    assert notifier.status("waits for the store")
-    assert systemd.heard() == ["STATUS=waits for the store"]
     assert notifier.stopping(90.5, "drains")
     assert systemd.heard() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=90500000", "STATUS=drains"]
-    assert notifier.main_pid(42)
-    assert systemd.heard() == ["MAINPID=42"]
     assert not notifier.feed(), "nobody watches"
     assert systemd.nothing_more()
 
@@ -68,8 +64,8 @@ def test_reloading_says_when(systemd: Listening) -> None:
 
 
 def test_a_newline_makes_no_second_message(systemd: Listening) -> None:
-    open_notifier({"NOTIFY_SOCKET": systemd.address}).status("job a\nMAINPID=1\r\n ends")
-    assert systemd.heard() == ["STATUS=job a MAINPID=1 ends"]
+    open_notifier({"NOTIFY_SOCKET": systemd.address}).ready("job a\nMAINPID=1\r\n ends")
+    assert systemd.heard() == ["READY=1", "STATUS=job a MAINPID=1 ends"]
 
 
 def test_the_watchdog_is_fed_four_times_as_often_as_it_looks(systemd: Listening) -> None:
@@ -105,8 +101,7 @@ def test_nobody_to_tell(address: str | None) -> None:
     notifier = open_notifier(environ)
     assert isinstance(notifier, NullNotifier)
     assert not environ
-    said = (notifier.ready(), notifier.status(""), notifier.feed(), notifier.reloading(), notifier.stopping(1))
-    assert not any((*said, notifier.main_pid(1)))
+    assert not any((notifier.ready(), notifier.feed(), notifier.reloading(), notifier.stopping(1)))
 
 
 def test_a_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:

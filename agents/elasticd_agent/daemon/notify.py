@@ -33,9 +33,6 @@ class Notifier(Protocol):
     def ready(self, status: str = "") -> bool:
         """Start or reload is done. False: it could not be said."""
 
-    def status(self, text: str) -> bool:
-        """One line for `systemctl status`."""
-
     def feed(self) -> bool:
         """The deciding loop turns. Cheap enough for every turn. True when something was sent."""
 
@@ -44,9 +41,6 @@ class Notifier(Protocol):
 
     def stopping(self, within_s: float, status: str = "") -> bool:
         """It leaves, and systemd shall wait so long for it, whatever TimeoutStopSec= says."""
-
-    def main_pid(self, pid: int) -> bool:
-        """Another process is the daemon from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +53,6 @@ class NullNotifier:
     def ready(self, status: str = "") -> bool:
         return False
 
-    def status(self, text: str) -> bool:
-        return False
-
     def feed(self) -> bool:
         return False
 
@@ -69,9 +60,6 @@ class NullNotifier:
         return False
 
     def stopping(self, within_s: float, status: str = "") -> bool:
-        return False
-
-    def main_pid(self, pid: int) -> bool:
         return False
 
 
@@ -104,9 +92,6 @@ class SystemdNotifier:
     def ready(self, status: str = "") -> bool:
         return self._send(["READY=1", *_status(status)])
 
-    def status(self, text: str) -> bool:
-        return self._send([f"STATUS={_line(text)}"])
-
     def feed(self) -> bool:
         if self._watchdog_s is None:
             return False
@@ -124,9 +109,6 @@ class SystemdNotifier:
 
     def stopping(self, within_s: float, status: str = "") -> bool:
         return self._send(["STOPPING=1", f"EXTEND_TIMEOUT_USEC={max(0, int(within_s * 1e6))}", *_status(status)])
-
-    def main_pid(self, pid: int) -> bool:
-        return self._send([f"MAINPID={pid}"])
 
     def _send(self, lines: list[str], wait_s: float = _SEND_S) -> bool:
         try:

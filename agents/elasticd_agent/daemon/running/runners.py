@@ -2,7 +2,7 @@
 
 It exists so that the deciding thread deals with jobs, not with processes. A runner is known by the lock it holds in its
 job's folder and by its process's identity, never by a bare pid, so nobody else is ever signalled. It decides nothing:
-what shall run, and when it is tried again, is `reconciling`'s business. All but `ask` belongs to one thread.
+what shall run, and when it is tried again, is `reconciling`'s business. All but `alive` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from elasticd.errors import UsageError, WireError
-from elasticd_agent import control, procfs
+from elasticd_agent import procfs
 from elasticd_agent.daemon.names import JobFiles, job_files
 from elasticd_agent.daemon.reconciling import Over, Runs
 from elasticd_agent.daemon.running import alive
@@ -33,13 +33,12 @@ from elasticd_agent.daemon.running.order import (
     write_exit,
 )
 from elasticd_agent.daemon.running.spawning import Account, spawn
-from elasticd_agent.daemon.running.visiting import Visitor, ask
+from elasticd_agent.daemon.running.visiting import Visitor
 
 FORCE_S = 5.0
 """From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
 REMAINS_S = 25.0
 """The owner of a killed runner's processes has ended them by then, or cannot."""
-NAMED_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -110,20 +109,9 @@ class Runners:
         """Safe from any thread."""
         return tuple(runner.view for runner in list(self._runners.values()))
 
-    def told(self, job: str) -> Mapping[str, Any] | None:
-        """What the job's runner said when it was visited last."""
-        return next((r.seen for r in list(self._runners.values()) if r.order.job == job), None)
-
     def heard(self) -> dict[tuple[str, int], Mapping[str, Any]]:
-        """The same of every runner that has said something, by job and number."""
+        """By job and number what each runner said when it was visited last, if it has said something."""
         return {runner.key: runner.seen for runner in self._runners.values() if runner.seen is not None}
-
-    def ask(self, job: str, request: Mapping[str, Any], within_s: float) -> dict[str, Any]:
-        """Ask the job's runner for something. Safe from any thread, bounded. Raises control.Unanswered."""
-        runner = next((r for r in list(self._runners.values()) if r.order.job == job), None)
-        if runner is None:
-            raise control.Unanswered(f"job {job} has no runner on this node")
-        return ask(runner.files, request, within_s)
 
     def adopt(self) -> list[Over]:
         """Find what an earlier daemon has started: who lives is ours from now on; how the others ended comes back."""

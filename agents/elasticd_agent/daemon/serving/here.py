@@ -84,9 +84,6 @@ class Here:
             told["rounds"], live["track"] = [], []
         return {"node": self.node, **told, **live, **known, "step": max(steps, default=None), "trouble": trouble}
 
-    def newest_round(self, job: str, number: int, rank: int) -> int | None:
-        return evidence_files.within(READ_S, lambda: ranklogs.newest_round(self.files(job, number), rank))
-
     def logs(
         self, job: str, number: int, rank: int, round: int | None, stream: str, offset: int, limit: int
     ) -> tuple[Piece, int] | None:
