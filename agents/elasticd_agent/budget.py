@@ -37,9 +37,13 @@ def progressed(round_: Round, failures: tuple[Failure, ...], high_water: int) ->
     `high_water` is the highest step seen by now. The copy a resumed round makes of its parent has the parent's step,
     and so is no progress.
     """
+    return any(beyond(round_, at, high_water) for at in (None, *(f.checkpoint for f in failures)))
+
+
+def beyond(round_: Round, checkpoint: tuple[int, int] | None, high_water: int) -> bool:
+    """The same where `checkpoint` is the newest one, as (round, step)."""
     start = round_.resume[1] if round_.resume else 0
-    newest = [f.checkpoint for f in failures if f.checkpoint is not None]
-    saved = any(number >= round_.number and step > start for number, step in newest)
+    saved = checkpoint is not None and checkpoint[0] >= round_.number and checkpoint[1] > start
     return saved or high_water > round_.budget.high_water
 
 
@@ -81,11 +85,12 @@ def carry(state: BudgetState, *, progress: bool, high_water: int) -> BudgetState
     return replace(state, streak=0 if progress else state.streak, high_water=max(high_water, state.high_water))
 
 
-def left(round: Round, policy: Policy) -> int | None:
-    """Restarts left before the job is given up."""
+def left(state: BudgetState, policy: Policy, *, progress: bool, elapsed_s: float) -> int:
+    """How many restarts `spend` would grant now, one right after the other and without progress between them."""
     if policy.max_restarts is not None:
-        return max(0, policy.max_restarts - round.budget.counted)
-    return max(0, policy.no_progress_limit - round.budget.streak)
+        return max(0, policy.max_restarts - state.counted)
+    in_a_row = policy.no_progress_limit - (0 if progress else state.streak)
+    return max(0, min(in_a_row, int(_tokens(state, policy, elapsed_s))))
 
 
 def _tokens(state: BudgetState, policy: Policy, elapsed_s: float) -> float:

@@ -107,7 +107,11 @@ FAULTS_SEEN = Spec(
     many=2 * len(FAULTS) + MOST_BLAMED,
 )
 BUDGET = Spec(
-    "elasticd_restart_budget_remaining", "gauge", "Restarts left before the job is given up; absent when unlimited."
+    "elasticd_restart_budget_remaining",
+    "gauge",
+    "Restarts left before the job is given up, if it gets no further: those in a row, or of the hour if these are "
+    "fewer; or those of `max_restarts`. Progress and time give the former back. Not every node sees all progress: the "
+    "highest of theirs is right.",
 )
 EXITS = Spec(
     "elasticd_worker_exits_total",

@@ -29,7 +29,7 @@ class Measures(Protocol):
     def phase(self, name: str) -> None: ...
     def fault(self, cause: str, culprit: str) -> None: ...
     def spends(self, spent: Callable[[], Times]) -> None: ...
-    def restart_budget(self, remaining: int | None) -> None: ...
+    def restarts_left(self, left: Callable[[], int | None]) -> None: ...
     def group_started(self, workers: int, warm: bool) -> None: ...
     def worker_exited(self, kind: str) -> None: ...
     def group_gone(self) -> None: ...
@@ -74,7 +74,7 @@ class NullMetrics:
     def spends(self, spent: Callable[[], Times]) -> None:
         pass
 
-    def restart_budget(self, remaining: int | None) -> None:
+    def restarts_left(self, left: Callable[[], int | None]) -> None:
         pass
 
     def group_started(self, workers: int, warm: bool) -> None:
@@ -150,6 +150,7 @@ class Metrics:
         self._plans = False
         self._round: tuple[str, str, str] | None = None
         self._spent: Callable[[], Times] = Times
+        self._left: Callable[[], int | None] = lambda: None
         self._told = Times()
         self._telling = threading.Lock()
         self._lines_lost = 0
@@ -246,9 +247,9 @@ class Metrics:
         """Ask `spent`, from any thread, what became of the time until now."""
         self._spent = spent
 
-    def restart_budget(self, remaining: int | None) -> None:
-        if remaining is not None:
-            self._of(names.BUDGET).set(remaining)
+    def restarts_left(self, left: Callable[[], int | None]) -> None:
+        """Ask `left`, from any thread, how many there are now; None while nobody knows."""
+        self._left = left
 
     def group_started(self, workers: int, warm: bool) -> None:
         self._of(names.WORKERS_RUNNING).set(workers)
@@ -349,6 +350,8 @@ class Metrics:
             before, self._told = self._told, grown(self._told, self._spent())
             for state in names.SPENT:
                 self._of(names.TIME, state).inc(max(0.0, getattr(self._told, state) - getattr(before, state)))
+            if (left := self._left()) is not None:
+                self._of(names.BUDGET).set(left)
         text: bytes = self._library.generate_latest(_WithoutCreated(self._registry))
         return text
 

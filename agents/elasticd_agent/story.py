@@ -61,6 +61,8 @@ class JobStory:
     _suspected_at: float | None = None
     _asked: set[int] = field(default_factory=set)
     _ending_since: float | None = None
+    _granted: tuple[Round, float] | None = None  # the newest round, and when it was heard of
+    _saved: tuple[int, int] | None = None  # the newest checkpoint of this node's: round, step
     _checkpoint_at: float | None = None
     _checkpoint_step: int = -1
     _rate: Rate = field(default_factory=Rate)
@@ -71,11 +73,20 @@ class JobStory:
         self._lasting = Lasting(self.events, self.metrics, self.console)
         self._spending = Spending(self.node, Spent(time.monotonic()), self.policy.backoff_s[-1])
         self.metrics.spends(self.spent)
+        self.metrics.restarts_left(self.restarts_left)
         self.metrics.phase("joining")
 
     def spent(self) -> Times:
         """What became of this node's time so far. Safe from any thread."""
         return self._spending.until(time.monotonic())
+
+    def restarts_left(self) -> int | None:
+        """Before the job is given up, should nothing get further; None before the first round. Safe from any thread."""
+        if self._granted is None:
+            return None
+        round, at = self._granted
+        progress = budget.beyond(round, self._saved, self._spending.spent.high_water)
+        return budget.left(round.budget, self.policy, progress=progress, elapsed_s=time.monotonic() - at)
 
     def phase(self, name: str) -> None:
         self.metrics.phase(name)
@@ -122,7 +133,7 @@ class JobStory:
             ranks,
             None if self.round is None else cause,
         )
-        self.metrics.restart_budget(budget.left(round, self.policy))
+        self._granted = round, now
         self.metrics.store(up=True)  # it has just told us
         self.events.write(
             happened.RoundPublished(
@@ -398,7 +409,7 @@ class JobStory:
                 self._checkpoint_step = step
                 self.metrics.checkpoint_resumed(step, note.wall)
             case happened.CheckpointSaved(step=step, bytes=size, seconds=seconds):
-                self._checkpoint_at, self._checkpoint_step = note.mono, step
+                self._checkpoint_at, self._checkpoint_step, self._saved = note.mono, step, (note.round, step)
                 self.metrics.checkpoint_saved(step, note.wall, size, seconds)
             case happened.Holding():
                 self._spending.holding(note.mono)

@@ -50,7 +50,7 @@ def lived() -> Metrics:
     """A job that started, lost a worker, came back smaller, saved a checkpoint and went on."""
     metrics = Metrics("j", "node-a", "0.1.0")
     metrics.round_published(1, 2, 2, [0, 1])
-    metrics.restart_budget(3)
+    metrics.restarts_left(lambda: 3)
     metrics.group_started(2, warm=True)
     metrics.first_step(2.5, None)
     metrics.progress({0: 10, 1: 9}, 100.5, 1700000000.0)
@@ -58,7 +58,7 @@ def lived() -> Metrics:
     metrics.worker_exited("signal")
     metrics.group_gone()
     metrics.round_published(2, 1, 2, [0], restart_cause="crash")
-    metrics.restart_budget(2)
+    metrics.restarts_left(lambda: 2)
     metrics.group_started(1, warm=False)
     metrics.first_step(0.1, 0.12)
     metrics.progress({0: 11}, None, 1700000002.0)
@@ -339,7 +339,7 @@ def worst(job: str, ranks: int) -> Metrics:
             metrics.hung(cause, 1.0)
     for phase in PHASES:
         metrics.phase(phase)
-    metrics.restart_budget(3)
+    metrics.restarts_left(lambda: 3)
     metrics.group_started(ranks, warm=True)
     metrics.first_step(1.0, 1.0)
     metrics.recovered(dict.fromkeys(PARTS, 1.0))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elasticd.notes import Note
-from elasticd.wire import Member, Round
+from elasticd.wire import BudgetState, Member, Round
 from elasticd_agent import events as happened
 from elasticd_agent.arguments import parse_run
 from elasticd_agent.console import PlainConsole
@@ -96,3 +97,29 @@ def test_whoever_goes_on_from_another_nodes_checkpoint_has_one(story: StartStory
     assert noted("resumed", 50, 100.0) == ["50.0", "100.0"]
     assert noted("checkpoint_saved", 60, 110.0) == ["60.0", "110.0"]
     assert noted("resumed", 60, 120.0) == ["60.0", "110.0"]
+
+
+def test_what_is_left_of_the_restarts_follows_progress_and_the_clock(story: StartStory) -> None:
+    """It stood as the last fault had left it, until the next one."""
+    told = story("--nproc-per-node 1")
+    left = lambda: _value(told, "elasticd_restart_budget_remaining")  # noqa: E731
+    assert left() is None
+    now = time.monotonic()
+    state = BudgetState(streak=2, tokens=30.0, high_water=70)
+    again = Round(3, (Member("a", "x", (0,)),), resume=(2, 50), cause="crash", budget=state)
+    told.round_published(again, now)
+    assert left() == 1.0
+    saved = lambda step: Seen(3, (), (Note("checkpoint_saved", 3, 0, step, now, now, ""),), 0.0)  # noqa: E731
+    told.seen(saved(50), now)
+    assert left() == 1.0, "it is a copy of what it resumed from"
+    told.seen(saved(60), now)
+    assert left() == 3.0
+    for ago_s, granted in ((20.0, 0.0), (70.0, 1.0), (200.0, 3.0)):  # 60 an hour: one a minute
+        told.round_published(replace(again, number=again.number + 1, budget=replace(state, tokens=0.0)), now - ago_s)
+        told.seen(Seen(4, (), (Note("checkpoint_saved", 4, 0, 60, now, now, ""),), 0.0), now)
+        assert left() == granted
+
+
+def _value(told: JobStory, name: str) -> float | None:
+    lines = told.metrics.render().decode().splitlines()
+    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{")), None)

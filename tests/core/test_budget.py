@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticd.wire import BudgetState, Failure, Member, Round
+from elasticd_agent import budget
 from elasticd_agent.budget import Granted, Refused, carry, progressed, spend
 from elasticd_agent.config import Policy
 
@@ -50,6 +51,35 @@ def test_refused(state: BudgetState, policy: Policy, why: str) -> None:
 def test_max_restarts_is_the_only_limit_where_it_is_given() -> None:
     state = BudgetState(counted=99, streak=50, tokens=0.0)
     assert take(state, Policy(max_restarts=100)).state.counted == 100
+
+
+@pytest.mark.parametrize(
+    ("state", "policy", "left"),
+    [
+        (BudgetState(), Policy(), 3),
+        (BudgetState(streak=2, tokens=58.0), Policy(), 1),
+        (BudgetState(streak=7), Policy(), 0),
+        (BudgetState(tokens=1.9), Policy(), 1),
+        (BudgetState(streak=2, tokens=0.5), Policy(), 0),
+        (BudgetState(counted=1, streak=9, tokens=0.0), Policy(max_restarts=3), 2),
+        (BudgetState(counted=9), Policy(max_restarts=3), 0),
+    ],
+)
+def test_what_is_left_is_what_would_be_granted(state: BudgetState, policy: Policy, left: int) -> None:
+    assert budget.left(state, policy, progress=False, elapsed_s=0.0) == left
+    for _ in range(left):
+        state = take(state, policy).state
+    assert isinstance(spend(state, policy, progress=False, high_water=0, elapsed_s=0.0), Refused)
+
+
+def test_progress_gives_a_row_back_and_time_what_the_hour_has() -> None:
+    state = BudgetState(streak=3, tokens=0.0)
+    assert budget.left(state, Policy(), progress=True, elapsed_s=59.0) == 0
+    assert budget.left(state, Policy(), progress=True, elapsed_s=61.0) == 1
+    assert budget.left(state, Policy(), progress=True, elapsed_s=3600.0) == 3
+    assert budget.left(state, Policy(), progress=False, elapsed_s=3600.0) == 0
+    given = Policy(max_restarts=3)
+    assert budget.left(BudgetState(counted=3), given, progress=True, elapsed_s=1e9) == 0, "a total is a total"
 
 
 def test_progress_ends_the_row_but_does_not_fill_the_hour() -> None:
