@@ -201,7 +201,8 @@ class Runners:
         """In a file, which is there when the signal is: nobody waits for a runner that does not answer."""
         try:
             owner = runner.files.root.stat()
-            replace_file(runner.files.leave, runner.why.encode(), (owner.st_uid, owner.st_gid))
+            group = owner.st_gid if owner.st_uid != os.geteuid() else None
+            replace_file(runner.files.leave, runner.why.encode(), group)
         except OSError as error:
             self._say(f"job {runner.order.job}: its runner is not told why it leaves: {error.strerror}")
 
