@@ -46,14 +46,12 @@ class Copies:
         copy = self._lists.get(prefix)
         if copy is None:
             # In this order: what changes while it is being read makes the next turn read it again.
-            self._lists[prefix] = {}
+            self._lists[prefix] = copy = {}
             try:
-                copy = self._store.list(prefix)
+                copy.update(self._store.list(prefix))
             except BaseException:
                 self._lists.pop(prefix, None)
                 raise
-            if prefix in self._lists:
-                self._lists[prefix] = copy
         return copy
 
     def records(self, prefix: str, kind: type[D]) -> builtins.list[D]:

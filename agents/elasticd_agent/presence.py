@@ -189,9 +189,13 @@ class Reports:
             self._waiting.popleft()
 
     def again(self, number: int, without: str) -> None:
-        """Say again at the next `send` what was said of round `number`, but for the key `without`."""
+        """Say again at the next `send` what was said of round `number`, but for the key `without`.
+
+        While the store is away that is not said over and over: what is added here would wait with all the rest.
+        """
         self._told = {key: told for key, told in self._told.items() if told[0] == number}
-        self._waiting.extend((number, key, value) for key, (_, value) in self._told.items() if key != without)
+        if not self._waiting:
+            self._waiting.extend((number, key, value) for key, (_, value) in self._told.items() if key != without)
 
 
 class Sight:

@@ -1,0 +1,42 @@
+"""What a node says of its Round is said again now and then, and does not pile up while nobody can hear it."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticd.errors import StoreUnavailable
+from elasticd_agent.presence import Reports
+from elasticd_agent.store import Versioned
+from elasticd_agent.store.memory import MemoryStore
+
+
+class Counted(MemoryStore):
+    """One that can be away, and counts what it is asked to write."""
+
+    away, written = False, 0
+
+    def compare_and_swap(
+        self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
+    ) -> bool:
+        if self.away:
+            raise StoreUnavailable("away")
+        self.written += 1
+        return super().compare_and_swap(key, expected, value, guard)
+
+
+def test_an_outage_of_a_day_leaves_as_little_to_say_as_one_of_a_minute() -> None:
+    store = Counted()
+    reports = Reports(store)
+    reports.add(3, "done/3/a", b"done")
+    reports.send()
+    store.away = True
+    for _ in range(8640):  # every 10 s
+        reports.again(3, without="")
+        with pytest.raises(StoreUnavailable):
+            reports.send()
+    store.away = False
+    store.delete("done/3/a")  # it came back empty
+    store.written = 0
+    reports.send()
+    assert store.written == 1
+    assert isinstance(store.read("done/3/a"), Versioned)
