@@ -11,6 +11,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from elasticd_agent.daemon.client import Client
 from elasticd_agent.metric_names import METRICS
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, comm_of, lives, until
@@ -118,5 +119,23 @@ def test_a_killed_runner_takes_its_workers_with_it_at_once_and_is_started_again(
     n1.event("runner_ended", name="one", outcome="lost")
     until(lambda: n1.runner("one") != runner, "another runner")
     until(lambda: n1.workers("one") != workers and all(map(lives, n1.workers("one"))), n1.told)
+    assert n1.drain() == 0
+    n1.assert_gone()
+
+
+def test_a_runner_whose_lock_says_no_more_who_it_is_is_found_all_the_same_and_its_end_is_seen(node: MakeNode) -> None:
+    """A full disk takes no signature, a damaged one loses it; the agent that comes back has nothing else to go by."""
+    n1 = node()
+    workers, runner = training(n1), n1.runner("one")
+    n1.kill()
+    os.truncate(n1.files("one").lock, 7)
+    n1.start()
+    asked = Client(n1.root / "run" / "agent.sock")
+    states = lambda: [one["state"] for one in asked.get("/status").document()["running"]]  # noqa: E731
+    n1.until(lambda: states() == ["running"], "the runner to be heard, or it would leave", 10)
+    go_on(n1, workers)
+    os.kill(runner, signal.SIGKILL)
+    n1.event("runner_ended", name="one", outcome="lost")
+    until(lambda: n1.runner("one") != runner, "another runner")
     assert n1.drain() == 0
     n1.assert_gone()

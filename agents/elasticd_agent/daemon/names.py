@@ -1,4 +1,4 @@
-"""The names of daemons' records in the store, and of a job's files in the state directory. It reads nothing."""
+"""The names of daemons' records in the store, of a job's files in the state directory, and of runners in `ps`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ CLOCK = f"{ROOT}/clock"
 """Seconds that placers have been at work, one after the other, as decimal text: no host's time of day."""
 SEQUENCE = f"{ROOT}/sequence"
 """The number of the last submission, as decimal text; counted up by compare-and-swap."""
+RUNNER = "elasticd-job"
+"""What a runner goes by in `ps`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from elasticd_agent import eventlog, metrics, preflight
 from elasticd_agent.config import AgentSettings, JobSpec, Policy
 from elasticd_agent.control import Verb
 from elasticd_agent.daemon.config import jobfile
-from elasticd_agent.daemon.names import JobFiles
+from elasticd_agent.daemon.names import RUNNER, JobFiles
 from elasticd_agent.daemon.running import alive
 from elasticd_agent.daemon.running.book import Book, Rates
 from elasticd_agent.daemon.running.order import (
@@ -44,7 +44,6 @@ from elasticd_agent.run import Host, run_job
 from elasticd_agent.version import version
 
 PR_SET_NAME = 15
-NAME = b"elasticd-job"
 STOPPED = 128 + 15
 LATE_S = 2.0
 """Whoever wakes up so much later than it wanted to was stopped or starved, and has not heard the daemon meanwhile."""
@@ -58,7 +57,7 @@ def job(argv: Sequence[str]) -> int:
     if len(argv) != 3 or not all(text.isdecimal() for text in argv[1:]):
         raise UsageError("job is for the daemon to call: elasticd agent --config FILE")
     os.umask(0o077)
-    prctl(PR_SET_NAME, NAME)
+    prctl(PR_SET_NAME, RUNNER.encode())
     _as_mortal_as_others()
     files, lock, handed = JobFiles(Path(argv[0])), int(argv[1]), int(argv[2])
     os.set_inheritable(lock, False)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from elasticd.errors import UsageError, WireError
 from elasticd_agent import procfs
-from elasticd_agent.daemon.names import JobFiles, job_files
+from elasticd_agent.daemon.names import RUNNER, JobFiles, job_files
 from elasticd_agent.daemon.reconciling import Over, Runs
 from elasticd_agent.daemon.running import alive
 from elasticd_agent.daemon.running.alive import Process
@@ -39,6 +39,8 @@ FORCE_S = 5.0
 """From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
 REMAINS_S = 25.0
 """The owner of a killed runner's processes has ended them by then, or cannot."""
+NAMED_S = 1.0
+"""A runner signs its lock as soon as it runs; one that has not by then could not: the disk was full, or is damaged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +55,7 @@ class Runner:
     process: Process | None = None
     pidfd: int | None = None
     child: subprocess.Popen[bytes] | None = None
-    since: float = field(default_factory=time.monotonic)
+    named_by: float = field(default_factory=lambda: time.monotonic() + NAMED_S)
     leave_by: float | None = None
     force_by: float | None = None
     remains_by: float | None = None
@@ -73,7 +75,7 @@ class Runner:
         if self.child is not None:
             return self.child.poll() is None
         if self.process is None:
-            return True  # it has the lock, and has not signed yet
+            return alive.held(self.files.lock)  # whoever has it has not signed it yet, or could not
         with contextlib.suppress(ChildProcessError):  # one of ours from before an exec of ourselves
             os.waitpid(self.process.pid, os.WNOHANG)
         return self.process.alive
@@ -283,6 +285,9 @@ class Runners:
     def _identify(self, runner: Runner) -> None:
         """Get hold of the process that has the lock: by a descriptor that can never mean another one."""
         named = alive.holder(runner.files.lock)
+        if named is None and time.monotonic() >= runner.named_by:
+            runner.named_by = time.monotonic() + NAMED_S
+            named = alive.unsigned(runner.files.lock, RUNNER)
         if named is None:
             return
         try:
