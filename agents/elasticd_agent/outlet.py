@@ -3,11 +3,13 @@
 A terminal under Ctrl-S, a pipe into a stopped pager or a reader that went away must cost nothing but the lines it does
 not take. Making the inherited descriptor non-blocking would do it, but that flag is shared with the workers and the
 shell. So one thread a descriptor writes, and everybody else only leaves bytes here. It never drops what it accepted
-while its descriptor works, and never splits one accepted piece to put another's bytes in between.
+while its descriptor works, and never splits one accepted piece to put another's bytes in between. A disk that is full
+costs what it does not take, and no line after that.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
@@ -18,6 +20,7 @@ from collections.abc import Callable
 CAPACITY = 1 << 20
 # Pieces are joined up to this size, so that many short lines cost few writes.
 _BATCH = 64 * 1024
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Outlet:
@@ -27,7 +30,7 @@ class Outlet:
         """A closed `fd` makes an outlet that is broken from the start; it swallows everything."""
         self._capacity = capacity
         self._pieces: deque[bytes] = deque()
-        self._held = 0
+        self._held = self._lost = 0
         self._broken = self._closing = False
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
@@ -108,7 +111,8 @@ class Outlet:
             return b"".join(taken)
 
     def _write(self, data: bytes) -> None:
-        left = memoryview(data)
+        missing = b"\n[elasticd: %d bytes are missing here: the disk was full]\n" % self._lost if self._lost else b""
+        left = memoryview(missing + data)
         while left and not self._broken:
             try:
                 left = left[os.write(self._fd, left) :]
@@ -117,10 +121,14 @@ class Outlet:
                 poll = select.poll()
                 poll.register(self._fd, select.POLLOUT)
                 poll.poll(1000)
-            except OSError:
+            except OSError as error:
+                if error.errno in _FULL:
+                    self._lost += min(len(left), len(data))
+                    return
                 with self._changed:
                     self._broken = True
                     self._pieces.clear()
+        self._lost = 0
 
 
 def open_outlets() -> tuple[Outlet, Outlet]:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,19 @@ def test_a_reader_that_went_away_is_noticed_and_forgotten(pipe: tuple[int, int])
     assert outlet.broken
     assert all(outlet.put(b"x" * 100_000) for _ in range(100)), "swallowed, so nobody waits for room"
     assert outlet.close()
+
+
+def test_a_disk_that_was_full_costs_what_it_did_not_take_and_no_line_after_that(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full, open(tmp_path / "log", "a+b") as log:
+        outlet = Outlet(full.fileno())
+        for _ in range(2):
+            assert outlet.put(b"lost\n")
+            assert outlet.flush(DEADLINE)
+        os.dup2(log.fileno(), outlet._fd)  # there is room again
+        assert outlet.put(b"kept\n")
+        assert outlet.close()
+        log.seek(0)
+        assert log.read() == b"\n[elasticd: 10 bytes are missing here: the disk was full]\nkept\n"
 
 
 def test_a_descriptor_somebody_made_non_blocking(pipe: tuple[int, int]) -> None:
