@@ -8,6 +8,7 @@ Only process ids are compared: in a container whose driver reports the host's, n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -103,7 +104,8 @@ class NvmlMemory:
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        self._helper = start_helper()
+        with contextlib.suppress(OSError):  # then it is tried again when it is needed
+            self._helper = start_helper()
         while (pids := self._asked.get()) is not None:
             began = time.monotonic()
             answer = self._answer(pids)
@@ -112,9 +114,9 @@ class NvmlMemory:
         self._end_helper()
 
     def _answer(self, pids: tuple[int, ...]) -> dict[str, Any]:
-        helper = self._helper = self._helper or start_helper()
-        assert helper.stdin is not None and helper.stdout is not None
         try:
+            helper = self._helper = self._helper or start_helper()
+            assert helper.stdin is not None and helper.stdout is not None
             helper.stdin.write(json.dumps({"pids": pids, "within_s": self._within_s}).encode() + b"\n")
             helper.stdin.flush()
             ready = self._ready(helper.stdout.fileno(), time.monotonic() + self._within_s + self._answer_s)
@@ -122,16 +124,17 @@ class NvmlMemory:
             if line:
                 return dict(json.loads(line))
             trouble = "the process that asks NVML has ended" if ready else "NVML does not answer"
-        except OSError as error:
+        except (OSError, ValueError) as error:
             trouble = f"the process that asks NVML: {error}"
         self._end_helper()
         return {"trouble": trouble}
 
     def _ready(self, fd: int, until: float) -> bool:
-        ready: list[int] = []
+        poll, ready = select.poll(), False
+        poll.register(fd, select.POLLIN)
         while not ready and not self._closing and time.monotonic() < until:
-            ready, _, _ = select.select([fd], [], [], CLOSING_S)
-        return bool(ready)
+            ready = bool(poll.poll(CLOSING_S * 1000))
+        return ready
 
     def _end_helper(self) -> None:
         helper, self._helper = self._helper, None

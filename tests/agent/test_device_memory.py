@@ -128,6 +128,21 @@ def test_it_is_waited_for_a_bounded_time_and_said_who_it_is(nvml: Nvml, inbox: I
     assert not memory.ask(but_for=()), "nobody is waited for twice"
 
 
+def test_where_no_process_can_be_started_that_is_said_at_once_and_tried_again(
+    nvml: Nvml, inbox: Inbox, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise every round to come would be 15 s late: so long whoever waits for the answer waits for it."""
+    with monkeypatch.context() as gone:
+        gone.setattr(sys, "executable", "/no/such/python")
+        memory = opened(0.1)
+        memory.used_by([70])
+        assert memory.ask(but_for=())
+        assert "No such file" in checked(inbox).trouble
+    memory.used_by([70])
+    assert memory.ask(but_for=())
+    assert checked(inbox).trouble == ""
+
+
 def test_a_driver_that_does_not_answer_holds_nobody_up(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
     nvml.says([], broken="hangs")
     memory = opened(0.1, 0.1)
