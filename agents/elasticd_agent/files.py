@@ -49,7 +49,10 @@ class Files:
         spec = self._spec
         directory = self._runtime / f"round-{round.number}"
         directory.mkdir(mode=0o700)
-        shutil.rmtree(self._runtime / f"round-{round.number - 2}", ignore_errors=True)
+        # By what is there, not by counting: this node is not in every round.
+        older = sorted(int(path.name[6:]) for path in self._runtime.glob("round-*") if path != directory)
+        for number in older[:-1]:
+            shutil.rmtree(self._runtime / f"round-{number}", ignore_errors=True)
         member = round.member(self._node)
         assert member is not None
         workers, targets, restarts = [], [], self._policy.max_restarts

@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.wire import Member, Round
+from elasticd_agent.config import JobSpec, Mode, Policy
+from elasticd_agent.files import Files
+from elasticd_agent.logs import JobLogs
+from elasticd_agent.outlet import Outlet
 from elasticd_agent.run import runtime_directory, sweep
 
 HOLD = """
@@ -69,3 +74,14 @@ def test_one_that_has_just_been_made_is_not_taken_away_before_it_is_locked(tmp_p
     (young / "round-1").mkdir()
     sweep(tmp_path)
     assert not young.exists()
+
+
+def test_what_rounds_left_goes_also_where_the_node_was_not_in_every_round(tmp_path: Path) -> None:
+    """A flight recording has 0.9 MB, and this is memory."""
+    spec = JobSpec(sys.executable, Mode.SCRIPT, "train.py", (), tmp_path, "j", "r", log_dir=Path(os.devnull))
+    outlet = Outlet(2)
+    files = Files(spec, Policy(), "n1", tmp_path, JobLogs(spec, tmp_path, outlet, outlet, print), gpus=False)
+    for number in (1, 4, 7, 8):
+        files.prepare(Round(number, (Member("n1", "i", (0,)),)), "127.0.0.1").watch.close()
+    outlet.close()
+    assert sorted(path.name for path in tmp_path.glob("round-*")) == ["round-7", "round-8"]
