@@ -34,7 +34,7 @@ from elasticd_agent.looking import Looking
 from elasticd_agent.loop import Loop, Message
 from elasticd_agent.messages import Rules, StopForced, StopRequested
 from elasticd_agent.observation import RankSeen
-from elasticd_agent.seat import listening_address, take_seat, workers_address
+from elasticd_agent.seat import listening_address, take_seat
 from elasticd_agent.slots import Slots
 from elasticd_agent.suspicion import Suspicion
 from elasticd_agent.workers import Workers
@@ -120,7 +120,7 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host, sta
             leaves=seat.shared or host.holds,
         ),
         meeting=seat.meeting,
-        address=lambda: workers_address(spec),
+        address=seat.address,
         looking=Looking(seat.meeting, History(policy), suspicion, outputs.story, shared=seat.shared),
         workers=running[0],
         make_workers=make_workers,

@@ -10,15 +10,18 @@ import contextlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from elasticd.errors import UsageError
 from elasticd.wire import NodeRecord
 from elasticd_agent.addresses import joined, local_address
 from elasticd_agent.agreement import spec_document, unlike
 from elasticd_agent.config import JobSpec, Policy
 from elasticd_agent.coordinator import Coordinator
+from elasticd_agent.explaining.files import Silent, within
 from elasticd_agent.keys import Keys
 from elasticd_agent.knock import KnockServer, knock
 from elasticd_agent.lines import Lines
@@ -30,6 +33,9 @@ from elasticd_agent.presence import Renewed
 from elasticd_agent.store.opening import open_store, others_plan
 
 ALWAYS_S = 1e7
+NAMED_S = 1.0
+"""Whoever makes a checkpoint directory's name writes it within that; an empty one is left by somebody who died."""
+ADDRESS_S = 1.0
 KNOCK_S = 0.2
 """An agent answers a knock within a millisecond; one that does not in this time is silent."""
 
@@ -42,6 +48,7 @@ class Seat:
     incarnation: str
     shared: bool
     meeting: LocalMeeting | RemoteMeeting
+    address: OwnAddress
 
     def start(self) -> None:
         if isinstance(self.meeting, RemoteMeeting):
@@ -68,11 +75,11 @@ def take_seat(
     meets = spec.rendezvous
     shared = meets.backend != "memory"
     incarnation = secrets.token_hex(8)
-    address = ""
+    own, address = OwnAddress(lambda: workers_address(spec)), ""
     if shared:
-        knocked = KnockServer(workers_address(spec), node, incarnation)
+        knocked = KnockServer(own.known, node, incarnation)
         stack.callback(knocked.close)
-        address = joined(workers_address(spec), knocked.port)
+        address = joined(own.known, knocked.port)
     highest, resume = found
     record = NodeRecord(
         node,
@@ -109,11 +116,11 @@ def take_seat(
         renewed=renewed if shared else lambda lives_s, renewal_s: None,
     )
     if not shared:
-        return Seat(node, incarnation, shared, LocalMeeting(coordinator, facts))
+        return Seat(node, incarnation, shared, LocalMeeting(coordinator, facts), own)
     meeting = RemoteMeeting(coordinator, facts, post, hosts)
     coordinator.on_hint(meeting.wake)
     stack.callback(meeting.close)
-    return Seat(node, incarnation, shared, meeting)
+    return Seat(node, incarnation, shared, meeting, own)
 
 
 def _alone(policy: Policy) -> Policy:
@@ -121,6 +128,23 @@ def _alone(policy: Policy) -> Policy:
     return replace(
         policy, lease_s=ALWAYS_S, renewal_s=ALWAYS_S / 4, adopt_timeout_s=2 * ALWAYS_S, store_away_s=2 * ALWAYS_S
     )
+
+
+class OwnAddress:
+    """Where other nodes reach this one. Asked for anew in every round, since it may change while a job runs.
+
+    A resolver or a route that is away, as they are when something else has failed, too, costs a second at the most, and
+    never the node: what was known before counts then.
+    """
+
+    def __init__(self, ask: Callable[[], str]) -> None:
+        """Raises what `ask` raises."""
+        self._ask, self.known = ask, ask()
+
+    def __call__(self) -> str:
+        with contextlib.suppress(UsageError, Silent):
+            self.known = within(ADDRESS_S, self._ask)
+        return self.known
 
 
 def workers_address(spec: JobSpec) -> str:
@@ -141,13 +165,18 @@ def directory_id(directory: Path | None) -> str:
     """A name for the checkpoint directory that is the same wherever it is mounted; "" without one."""
     if directory is None:
         return ""
-    path = directory / ".directory-id"
+    path, mine = directory / ".directory-id", secrets.token_hex(8)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(fd, "w") as file:
-                file.write(secrets.token_hex(8))
-        return path.read_text()
+                file.write(mine)
+        until = time.monotonic() + NAMED_S
+        while not (name := path.read_text()) and time.monotonic() < until:
+            time.sleep(0.01)  # all nodes start at once: another one has made it, and has not written it yet
+        if not name:
+            path.write_text(mine)
+        return name or path.read_text()
     except OSError:  # saving will say what is wrong with it; until then nobody shares it
         return secrets.token_hex(8)
