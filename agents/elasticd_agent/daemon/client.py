@@ -169,7 +169,7 @@ class _Connection(http.client.HTTPConnection):
 
 def _read(sock: socket.socket, answer: http.client.HTTPResponse, until: float) -> bytes:
     parts, size = [], 0
-    while True:
+    while not answer.isclosed():  # from Python 3.11.8 and 3.12.2 on its last byte closes it, and the socket with it
         left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError
