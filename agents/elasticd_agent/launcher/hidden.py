@@ -81,6 +81,19 @@ class Batch:
     def family(self) -> str:
         return self.trigger.partition(".")[0]
 
+    def comes_with(self, family: str, name: str) -> bool:
+        """Whether importing `family` brings the module `name` back.
+
+        Extension modules make modules without a spec for themselves. Those below a package come with it (triton's);
+        of the others nobody knows whose they are: they come with any of their batch.
+        """
+        top = name.partition(".")[0]
+        return top == family or all(self._unfound(known) for known in {top, name})
+
+    def _unfound(self, name: str) -> bool:
+        module = self.modules.get(name)
+        return module is None or module.__spec__ is None
+
 
 class HiddenModules(importlib.abc.MetaPathFinder):
     """A finder, first on `sys.meta_path` until everything it hides has been imported."""
@@ -152,7 +165,7 @@ class HiddenModules(importlib.abc.MetaPathFinder):
         """
         family = name.partition(".")[0]
         if family != batch.family:
-            back = [known for known, module in batch.modules.items() if in_family(known, family, module)]
+            back = [known for known in batch.modules if batch.comes_with(family, known)]
             self.put_back({known: batch.modules.pop(known) for known in back})
         else:
             for whole in [b for b in self.batches[: self.batches.index(batch)] if b.family != family] + [batch]:
@@ -170,11 +183,6 @@ class HiddenModules(importlib.abc.MetaPathFinder):
             sys.modules.setdefault(name, module)
         for name in modules.keys() & self.waiting.keys():
             self.waiting.pop(name)()
-
-
-def in_family(name: str, family: str, module: ModuleType) -> bool:
-    """Modules without a spec are made by extension modules for themselves: they come with any of their batch."""
-    return name.partition(".")[0] == family or module.__spec__ is None
 
 
 class Loaded(importlib.abc.Loader):

@@ -1,0 +1,60 @@
+"""What was preloaded comes back with the package that a script imports, and nothing else does (launcher/hidden.py)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.launcher.hidden import HiddenModules
+
+MADE = {"first_one", "second_one", "second_one.inner", "second_one.inner.made", "whole_one", "nobodys_own"}
+
+
+@pytest.fixture
+def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HiddenModules]:
+    """whole_one was preloaded, and has loaded two others; one of these has made modules itself, as extensions do."""
+    for name, text in {
+        "whole_one": "import first_one, second_one",
+        "first_one": "",
+        "second_one": "from second_one import inner",
+        "second_one/inner": "\n".join(
+            f"import sys; sys.modules[{name!r}] = type(sys)({name!r})"
+            for name in ("second_one.inner.made", "nobodys_own")
+        ),
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = HiddenModules()
+    with made.loading("whole_one"):
+        importlib.import_module("whole_one")
+    made.activate()
+    assert there() == set()
+    yield made
+    for name in there():
+        del sys.modules[name]
+    if made in sys.meta_path:
+        sys.meta_path.remove(made)
+
+
+def there() -> set[str]:
+    return MADE & set(sys.modules)
+
+
+def test_modules_that_an_extension_makes_come_with_its_package(hidden: HiddenModules) -> None:
+    """torch's compiler loads triton, whose extension makes two dozen: `import numpy` must not bring them."""
+    importlib.import_module("first_one")
+    assert there() == {"first_one", "nobodys_own"}, "nobody knows whose that is"
+    importlib.import_module("second_one")
+    assert there() == MADE - {"whole_one"}
+
+
+def test_all_of_it_comes_with_what_was_preloaded(hidden: HiddenModules) -> None:
+    importlib.import_module("whole_one")
+    assert there() == MADE
+    assert hidden not in sys.meta_path
