@@ -43,7 +43,8 @@ class RunParser(argparse.ArgumentParser):
     """argparse, but a mistake is a UsageError, and our own options cannot be abbreviated (see docs/torchrun.md)."""
 
     def error(self, message: str) -> NoReturn:
-        if message.endswith("training_script_args"):  # argparse's "the following arguments are required: …"
+        # argparse's "the following arguments are required: …"; from Python 3.13 on it names only the first one.
+        if message.endswith(("training_script", "training_script_args")):
             message = "the script to run is missing, as in: elasticd run train.py"
         raise UsageError(message)
 
