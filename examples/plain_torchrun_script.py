@@ -47,7 +47,7 @@ def main() -> None:
 
 def set_up_process_group() -> torch.device:
     local_rank = int(os.environ["LOCAL_RANK"])
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         device = torch.device("cpu")
     else:
