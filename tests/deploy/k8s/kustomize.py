@@ -138,6 +138,8 @@ def _step(one: Object, step: Mapping[str, Any]) -> None:
     match step["op"], inner:
         case "add", list() if last == "-":
             inner.append(copy.deepcopy(step["value"]))
+        case "replace", list() if last.isdecimal() and int(last) < len(inner):
+            inner[int(last)] = copy.deepcopy(step["value"])
         case (("add" | "replace"), dict()):
             inner[last] = copy.deepcopy(step["value"])
         case _:
