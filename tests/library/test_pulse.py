@@ -188,6 +188,8 @@ def test_signals_go_where_they_would_go_without_it(python: Any) -> None:
 def test_a_forked_child_has_none_and_ends_as_ever(python: Any) -> None:
     ended(
         python("""
+        import warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside any thread
         pulse.start()
         until(lambda: alive() > 1)
         child = os.fork()
