@@ -1,15 +1,19 @@
-"""Do these PEM files make an authority, and a certificate with its key? Looked at before anybody connects.
+"""Do these PEM files make an authority, and a certificate with its key? And who is trusted that an authority signed?
 
-It exists so that the command line and agent.toml find the same mistakes, each in its own words. It opens no socket, and
-asks nobody for a passphrase.
+It exists so that the command line and agent.toml find the same mistakes, each in its own words, before anybody
+connects; and so that all our connections trust the same. It opens no socket, and asks nobody for a passphrase.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from elasticd_agent.config import Tls
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 
 class _Asked(Exception):
@@ -44,3 +48,14 @@ def wrong(tls: Tls) -> tuple[Literal["ca", "cert", "key"], str] | None:
             why = "do not belong together" if mismatch else "are not a certificate and its key in PEM form"
             return "cert", f"{str(tls.cert)!r} and key {str(tls.key)!r} {why}"
     return None
+
+
+def trusting(ca: Path | None) -> SSLContext:
+    """For a client: trusts `ca`, or whom the system trusts. Raises OSError, ValueError."""
+    import ssl
+
+    context = ssl.create_default_context(cafile=None if ca is None else str(ca))
+    # Set from Python 3.13 on: refuses authorities without a key usage, as openssl makes them by itself. gRPC, etcd and
+    # curl take them, and a node must not lose the others, or its store, by an upgrade of its Python.
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return context

@@ -134,6 +134,8 @@ def test_the_certificates_of_the_page_make_nodes_etcds_user_and_others_nobody(
     certified: EtcdServers, issued: Path
 ) -> None:
     assert {path.stat().st_mode & 0o077 for path in issued.glob("*.key")} == {0}
+    strictly = ["openssl", "verify", "-x509_strict", "-CAfile", str(issued / "ca.pem"), str(issued / "gpu-1.pem")]
+    assert subprocess.run(strictly, stdout=subprocess.DEVNULL).returncode == 0, "as Python 3.13 looks at it"
     for name, welcome in (("gpu-1", True), ("gpu-2", True), ("other", False)):
         tls = Tls(issued / "ca.pem", issued / f"{name}.pem", issued / f"{name}.key")
         store = EtcdStore(certified.endpoints, tls=tls, timeout_s=5)

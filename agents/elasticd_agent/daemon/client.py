@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from elasticd.errors import ElasticdError, UsageError
+from elasticd_agent.certificate_files import trusting
 from elasticd_agent.control import short
 from elasticd_agent.daemon.door import read_token
 from elasticd_agent.daemon.meant import DEFAULT_SOCKET
@@ -210,7 +211,7 @@ def open_client(where: str | None, token_file: Path | None, ca: Path | None) -> 
 def client_context(ca: Path | None) -> ssl.SSLContext:
     """Trusts `ca`, or whom the system trusts. Raises UsageError."""
     try:
-        return ssl.create_default_context(cafile=None if ca is None else str(ca))
+        return trusting(ca)
     except (OSError, ValueError) as error:
         why = (isinstance(error, OSError) and error.strerror) or str(error)
         raise UsageError(f"--ca {ca}: no certificate of an authority can be read: {why}") from None

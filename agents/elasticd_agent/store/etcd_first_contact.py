@@ -13,6 +13,7 @@ import threading
 import time
 
 from elasticd.errors import StoreRefused, StoreUnavailable
+from elasticd_agent.certificate_files import trusting
 from elasticd_agent.config import Tls
 from elasticd_agent.store.etcd_verdicts import not_an_etcd
 
@@ -25,7 +26,7 @@ _FRAME_TYPE, _SETTINGS = 3, 4
 def context(tls: Tls) -> ssl.SSLContext:
     """Raises StoreRefused for files that cannot be read, are no PEM, or do not belong together."""
     try:
-        made = ssl.create_default_context(cafile=tls.ca)
+        made = trusting(tls.ca)
     except (OSError, ssl.SSLError) as error:
         raise StoreRefused(f"{tls.ca} cannot be used as the store's CA: {error}; give a PEM file") from error
     if tls.cert is not None:
