@@ -114,11 +114,11 @@ class Served:
         assert reply.code == 201, reply
         return int(reply.document()["number"])
 
-    def place(self, job: str, number: int, *nodes: str, reason: str = "runs") -> None:
+    def place(self, job: str, number: int, *nodes: str, reason: str = "runs", last: tuple[str, ...] = ()) -> None:
         key = names.PLACED + job
         found = self.store.read(key)
         places = tuple(Place(node, (0, 1)) for node in nodes)
-        record = Placement(job, number, places, reason).to_json()
+        record = Placement(job, number, places, reason, last=last).to_json()
         assert self.store.compare_and_swap(key, None if found is None else found.version, record)
 
     def files(self, job: str = "llama", number: int = 1) -> JobFiles:

@@ -464,6 +464,16 @@ def test_a_jobs_ranks_are_those_of_all_its_nodes(serve: Serve) -> None:
     assert "no daemon answers at" in silent["n2"]
 
 
+def test_the_rounds_of_a_node_that_the_job_has_left_belong_to_its_history(serve: Serve) -> None:
+    n1, n2 = two(serve)
+    n1.place("llama", 1, "n1", last=("n3", "n2"))
+    n1.event("round_published", NOW - 20, 4, world_size=1, nodes=["n1"], reason="first round")
+    progress = n1.unix().get("/v1/jobs/llama").document()["progress"]
+    assert [one["reason"] for one in progress["rounds"]] == ["n1 left", "first round"]
+    assert progress["silent"] == {}, "n3 is no more, and nobody's business"
+    assert progress["node"] == "n1"
+
+
 def test_other_nodes_certificates_are_checked_when_they_are_asked(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "n1-pki").mkdir()
     authority = Authority(tmp_path / "n1-pki")

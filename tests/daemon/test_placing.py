@@ -366,3 +366,20 @@ def test_a_big_fleet_is_placed_quickly() -> None:
     began = time.process_time()
     assert place(then) == ()
     assert time.process_time() - began < 5
+
+
+def test_nodes_that_a_job_has_left_are_remembered_the_newest_first() -> None:
+    view = View(cards=tuple(NodeCard(f"n{i}", "i", 1) for i in range(1, 13)))
+    view = after(replace(view, submissions=(Submission("a", 1, "{}", 1, 1, 1, 1),)))
+    ran = []
+    for _ in range(10):
+        ((at,),) = (live(view)["a"].places,)
+        ran.append(at.node)
+        view = after(replace(view, cordons=(*view.cordons, Cordon(at.node, drain=True, reason="fan"))))
+    assert live(view)["a"].places[0].node not in ran
+    assert live(view)["a"].last == tuple(reversed(ran))[:8]
+    view = after(replace(view, cordons=tuple(Cordon(card.node, drain=True, reason="fan") for card in view.cards)))
+    assert not live(view)["a"].places
+    assert live(view)["a"].last[1:] == tuple(reversed(ran))[:7]
+    view = after(replace(view, cordons=view.cordons[:-1]))  # n12 is mended
+    assert live(view)["a"].places[0].node == "n12"

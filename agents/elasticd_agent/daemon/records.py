@@ -6,6 +6,7 @@ for people to read; nothing is ever decided by them. It decides nothing.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,8 @@ from elasticd.records import Document, Record
 JobOutcome = Literal["succeeded", "failed", "cancelled"]
 NodeState = Literal["starting", "ready", "cordoned", "draining", "quarantined"]
 RunnerState = Literal["starting", "running", "leaving", "refused"]
+MOST_LAST = 8
+"""Nodes that a job has left and that are remembered: they have its older rounds, and perhaps its checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Refusal(Record):
 class Placement(Document):
     """Where a submitted job runs, or, without places, why it waits. Only the placer writes it.
 
-    `last`: while it waits, the nodes it ran on before. `ended_s`: by the placers' clock (names.CLOCK), when its ending
+    `last`: the nodes it ran on before and runs on no more, the newest first. `ended_s`: by the placers' clock (names.CLOCK), when its ending
     was first seen.
     """
 
@@ -84,6 +87,11 @@ class Placement(Document):
 
     def place(self, node: str) -> Place | None:
         return next((place for place in self.places if place.node == node), None)
+
+    def left(self, nodes: Collection[str]) -> tuple[str, ...]:
+        """`last` once it runs on `nodes`."""
+        known = dict.fromkeys([*(place.node for place in self.places), *self.last])
+        return tuple(node for node in known if node not in nodes)[:MOST_LAST]
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,7 @@ class _Job:
         if written is not None and same and (places or written.reason.endswith(self.waits)):
             return written
         reason = f"runs on {_listed(_slots(p) for p in places)}" if places else self.waits
-        last = () if places or written is None else tuple(p.node for p in written.places) or written.last
+        last = () if written is None else written.left(self.places)
         # Who has refused it is what it waits for, too: once is enough.
         told = () if places else {_refused((node,), why) for node, why in self.refused.items()}
         said = [sentence for sentence in self.said if sentence not in told]

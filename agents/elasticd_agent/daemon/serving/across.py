@@ -7,7 +7,7 @@ not know which. The job's Round, its placement and its ending say where to look 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
@@ -32,7 +32,7 @@ SEARCH_S = 20.0
 MOST_ASKED = 16
 """Nodes that are asked for the history of a job that has no place at the moment."""
 MOST_WHOLE = 3
-"""Nodes, besides this one, that are asked for a job's whole history."""
+"""Nodes, besides this one and those that the job has left, that are asked for a job's whole history."""
 
 
 class NoSuch(ElasticdError):
@@ -124,8 +124,11 @@ class Across:
         takes_part = own is not None and (self.here.node in nodes or (not nodes and bool(own["rounds"])))
         # Where it waits again after it has run, only who had it knows of that.
         asked = nodes or ([] if takes_part else list(self._candidates(view, job, None))[:MOST_ASKED])
-        others = addresses(view, [node for node in asked if node != self.here.node])
-        answers = self._about(others, job, BESIDES_S if takes_part else PEER_S)
+        # Nodes that it has left have its older rounds.
+        placement = showing.placement_of(view, job)
+        left = () if placement is None else placement.last
+        others = addresses(view, [node for node in dict.fromkeys([*asked, *left]) if node != self.here.node])
+        answers = self._about(others, job, left, BESIDES_S if takes_part else PEER_S)
         # Whoever was asked in vain, of nodes that may never have had it, is nobody's business.
         silent = {node: str(one) for node, one in answers.items() if not isinstance(one, dict) and node in nodes}
         silent |= {node: "no daemon announces it" for node in nodes if node not in (*others, self.here.node)}
@@ -136,9 +139,12 @@ class Across:
             rows.insert(0 if takes_part or not behind else len(rows), own)
         return joined(rows, silent)
 
-    def _about(self, others: dict[str, str], job: Submission, within_s: float) -> dict[str, dict[str, Any] | str]:
+    def _about(
+        self, others: dict[str, str], job: Submission, left: Collection[str], within_s: float
+    ) -> dict[str, dict[str, Any] | str]:
         """A few tell all they know, the rest only of their ranks: of a thousand nodes' logs most say the same."""
-        path, few = f"/v1/here/jobs/{quote(job.job, safe='')}", dict(list(others.items())[:MOST_WHOLE])
+        few = {node: at for number, (node, at) in enumerate(others.items()) if number < MOST_WHOLE or node in left}
+        path = f"/v1/here/jobs/{quote(job.job, safe='')}"
         rest = {node: address for node, address in others.items() if node not in few}
         found: dict[str, dict[str, Any] | str] = {}
         whole = lambda: found.update(  # noqa: E731
