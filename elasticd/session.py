@@ -298,7 +298,9 @@ class Session:
     def _wish_to_stop(self) -> str:
         if self._beat.request & beats.REQUEST_KIND == beats.STOP:
             return "the agent asked for a stop"
-        return "SIGTERM" if self._termination.asked else ""
+        # Where there is an agent it is the agent's to judge: batch systems signal every process of a job, also where
+        # only one node has to go, and a script that stops by itself has succeeded.
+        return "SIGTERM" if self._termination.asked and isinstance(self._beat, beats.NullBeat) else ""
 
     def _hold(self, saved: bool) -> Action:
         """Wait with all ranks until rank 0 says what comes after the hold."""

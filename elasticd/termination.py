@@ -1,8 +1,10 @@
 """SIGTERM as a wish instead of an end, for a script whose loop looks at `session.should_stop`.
 
 Only while SIGTERM still has its default action and only from the main thread is a handler put in, and only once the
-script steps: before that a SIGTERM ends it as ever. The handler sets a flag; a second SIGTERM ends the process.
-Children the script forks get the default action back, or nobody could terminate them.
+script steps: before that a SIGTERM ends it as ever. The handler sets a flag. A second SIGTERM ends the process, unless
+a launcher started it: batch systems signal every process of a job, the launcher passes its own signal on, and it is the
+launcher that kills whoever takes too long. Children the script forks get the default action back, or nobody could
+terminate them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Termination:
         self._listening = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.asked and "TORCHELASTIC_RUN_ID" not in os.environ:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         self.asked = True

@@ -58,6 +58,10 @@ def _plan(view: View, policy: Policy, now: float) -> Verdict:
     failures = tuple(f for f in view.failures if f.round == current.number and f.node in here)
     if not failures and all(m.node in view.done for m in current.members):
         workers = count(current.world_size, "worker")
+        if why := _all_asked(view, current):
+            return _end(
+                view, "stopped", _stopped_by(view), f"{why}; {workers} ended with code 0 in round {current.number}"
+            )
         return _end(view, "succeeded", 0, f"{workers} ended with code 0 in round {current.number}")
     if view.stop is not None:
         return _end(view, "stopped", view.stop.exit_code, _asked_to(view.stop))
@@ -124,8 +128,7 @@ def _wanted(view: View, current: Round, policy: Policy, now: float) -> Verdict:
     if len(leaving) == len(current.members) and not came and all(p.record.leaving for p in view.nodes):
         if _holdable(first, current) or _will_be_holdable(view, first, current):
             return Hold(current.number, why)
-        codes = {p.record.leaving_code for p in view.nodes} - {0}
-        return _end(view, "stopped", codes.pop() if len(codes) == 1 else EVERYBODY_LEFT, why)
+        return _end(view, "stopped", _stopped_by(view), why)
     if len(current.members) - len(leaving) + len(came) < view.asked.min_nodes:
         return Wait(f"{why}; too few nodes would be left", None, told=True)
     if _holdable(first, current) or (leaving and _will_be_holdable(view, first, current)):
@@ -134,6 +137,17 @@ def _wanted(view: View, current: Round, policy: Policy, now: float) -> Verdict:
         return _free(view, current, "; ".join(leaving), {}, policy, now)
     cannot = "the script cannot be held at a checkpoint, so that waits for the next restart"
     return Wait(f"{why}; {cannot}", None, told=True)
+
+
+def _all_asked(view: View, current: Round) -> str:
+    """Who asked, if all members were asked to leave: workers that the same signal reached may have ended well by it."""
+    records = [view.record(m.node) for m in current.members]
+    return "; ".join(r.leaving for r in records if r) if all(r is not None and r.leaving for r in records) else ""
+
+
+def _stopped_by(view: View) -> int:
+    codes = {p.record.leaving_code for p in view.nodes} - {0}
+    return codes.pop() if len(codes) == 1 else EVERYBODY_LEFT
 
 
 def _holdable(first: NodeRecord | None, current: Round) -> bool:

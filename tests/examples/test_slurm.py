@@ -21,8 +21,8 @@ BATCH = REPOSITORY / "examples" / "slurm.sbatch"
 EXAMPLE = REPOSITORY / "examples" / "plain_with_elasticd.py"
 JOB = "4711"
 
-# As the real ones: srun ends with the highest code of its tasks; scancel --signal reaches tasks, not the batch shell;
-# scontrol requeue ends the batch shell, too.
+# As the real ones: srun ends with the highest code of its tasks; scancel --signal reaches tasks, not the batch shell,
+# and without cgroups every process that came of a task; scontrol requeue ends the batch shell, too.
 SLURM = f"""\
 #!{sys.executable} -I
 import os, signal, subprocess, sys
@@ -41,8 +41,13 @@ if name == "srun":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(max(code if code >= 0 else 128 - code for code in [process.wait() for process in ran]))
 if name == "scancel":
-    for pid in open(pids).read().split():
-        os.kill(int(pid), signal.Signals["SIG" + arguments[0].partition("=")[2]])
+    tree = [int(pid) for pid in open(pids).read().split()]
+    for pid in tree:
+        try:
+            tree += [int(child) for child in open(f"/proc/{{pid}}/task/{{pid}}/children").read().split()]
+            os.kill(pid, signal.Signals["SIG" + arguments[0].partition("=")[2]])
+        except (FileNotFoundError, ProcessLookupError):
+            pass
 if arguments[:2] == ["show", "hostnames"]:
     print("localhost", "node2", sep="\\n")
 if arguments[:1] == ["requeue"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.etcd import free_ports
 from tests.faults.conftest import StartJob
-from tests.faults.job import Fault, Job, until
+from tests.faults.job import Fault, Job, comm_of, descendants, until
 
 KEPT = ["--keep", "100"]
 
@@ -53,6 +55,23 @@ def test_stopped_and_submitted_again_with_fewer_workers(job: StartJob, tmp_path:
     assert whole.wait() == 0
     assert sorted(losses(again)) == list(range(stopped_at + 1, stopped_at + 11))
     assert {**losses(first), **losses(again)} == pytest.approx(losses(whole), rel=1e-4)
+
+
+def test_a_signal_to_every_process_of_the_job_saves_as_one_to_the_agent_does(job: StartJob, tmp_path: Path) -> None:
+    """As Slurm does without cgroups, LSF, and systemd in a scope; a node of its own in c10d has one process more."""
+    meet = ["--nnodes", "1:2", "--rdzv-id", "mine", "--rdzv-conf", "last_call_timeout=0,is_host=1"]
+    meet += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}", "--local-addr", "127.0.0.1"]
+    run = job("resume.py", "--steps", "100000", flags=["--checkpoint-dir", str(tmp_path / "checkpoints"), *meet])
+    run.step(12)
+    everybody = [run.pid, *descendants(run.pid)]
+    assert {"elasticd-store", "elasticd-c10d-h"} <= {comm_of(pid) for pid in everybody}
+    for pid in everybody:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
+    assert run.event("checkpoint_saved", step=max(run.steps())[1])
+    assert not run.events("worker_exited", asked=False)
+    assert not any(complaint in run.err for complaint in ("does not answer", "warm launcher", "store was killed"))
 
 
 def test_a_crash_during_a_checkpoint_write(job: StartJob, tmp_path: Path) -> None:

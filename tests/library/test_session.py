@@ -60,15 +60,31 @@ def test_the_agents_request_to_rank_0_stops_all_ranks_at_one_step_after_a_save(
     assert note.more["bytes"] == (Path(note.more["path"]) / "state.pt").stat().st_size
 
 
-def test_sigterm_to_all_ranks_stops_them_at_one_step(start: Any, wait_for: Any) -> None:
+def test_sigterm_to_all_ranks_stops_them_at_one_step_where_there_is_no_agent(
+    start: Any, tmp_path: Path, wait_for: Any
+) -> None:
     # Without close() rank 0 leaves at once, and the store that it serves goes with it.
-    job = start("toy.py", {**ENDLESS, "every": None, "restore": False, "close": False})
-    wait_for(stepped(job, 20), "20 steps")
+    options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": 20, "restore": False, "close": False}
+    job = start("toy.py", options, ELASTICD_BEAT="")
+    wait_for(lambda: list(tmp_path.glob("shared/r1-s*")), "20 steps")
     for rank in job.ranks:
         rank.kill(signal.SIGTERM)
     first, second = job.results()
     assert first["stopped"]
     assert first["steps"] == second["steps"]
+
+
+def test_sigterm_to_all_ranks_is_for_their_agent_to_judge(start: Any, wait_for: Any) -> None:
+    """Batch systems signal every process of a job, the agent too; and may mean one node of several."""
+    job = start("toy.py", {**ENDLESS, "every": None, "restore": False})
+    wait_for(stepped(job, 20), "20 steps")
+    for rank in job.ranks:
+        rank.kill(signal.SIGTERM)
+    beyond = job.ranks[0].read_beat().step + 50
+    wait_for(stepped(job, beyond), "steps after it")
+    job.ranks[0].ask(STOP)
+    first, second = job.results()
+    assert first["steps"] == second["steps"] >= beyond
 
 
 def test_checkpoints_by_time_are_decided_by_rank_0(start: Any, tmp_path: Path) -> None:
@@ -152,9 +168,11 @@ def test_a_store_that_is_gone_is_torchs_error_at_once_and_no_timeout(start: Any)
     assert seen["seconds"] < 5
 
 
-@pytest.mark.parametrize("case", ["defaults", "own handler", "fork", "twice", "before the first step"])
+@pytest.mark.parametrize(
+    "case", ["defaults", "own handler", "fork", "twice", "twice under a launcher", "before the first step"]
+)
 def test_sigterm_is_taken_only_where_nobody_else_wants_it(start: Any, case: str) -> None:
-    job = start("sigterm.py", case, world_size=1)
+    job = start("sigterm.py", case, world_size=1, ELASTICD_BEAT="")
     expected = {"twice": -signal.SIGTERM, "before the first step": -signal.SIGTERM}.get(case, 0)
     assert job.codes() == [expected], job.ranks[0].errors()
 

@@ -1,18 +1,22 @@
 """The round's store as a process of its own, for groups that were not forked from a template.
 
 Runs with the job's interpreter as `python store.py HOST LISTEN_FD CHANNEL_FD`; `serve` is also what the
-template's forked store calls. It ends when the owner closes the channel or dies.
+template's forked store calls. It ends when the owner closes the channel or dies, and by no signal that means the job:
+the workers' last words before a stop go through it.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+
+DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def serve(tcp_store: Callable[..., Any] | None, host: str, listen_fd: int, channel: socket.socket) -> None:
@@ -21,6 +25,8 @@ def serve(tcp_store: Callable[..., Any] | None, host: str, listen_fd: int, chann
     Clients may connect before this is called: they wait in the listening socket's backlog. Without torch (None) there
     is nothing to serve and nobody who could ask for it: the job is no training job, and runs all the same.
     """
+    for number in DEAF_TO:  # batch systems signal every process of a job
+        signal.signal(number, signal.SIG_IGN)
     store = None if tcp_store is None else start(tcp_store, host, listen_fd)
     while channel.recv(4096):
         pass

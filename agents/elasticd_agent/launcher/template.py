@@ -30,6 +30,8 @@ from typing import Any
 PACKET = 1 << 20
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_GET_NAME = 1, 15, 16
 ADOPTION_DEADLINE_S = 10.0
+DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""A batch system signals every process of a job: one more import of torch is nothing to do while it makes room."""
 
 Config = dict[str, Any]
 
@@ -83,6 +85,7 @@ class Template:
         self.comm = ctypes.create_string_buffer(16)
         self.libc.prctl(PR_GET_NAME, self.comm, 0, 0, 0)
         self.env = dict(os.environ)
+        self.heard: dict[int, Any] = {}
         self.store = load_file("_elasticd_store", config["store_module"])
         self.hidden = load_file("_elasticd_hidden", config["hidden_module"]).HiddenModules()
 
@@ -99,6 +102,10 @@ class Template:
         """Preload, and fork whenever the owner asks: what a worker was released with, in that worker."""
         os.set_inheritable(self.control.fileno(), False)
         self.libc.prctl(PR_SET_NAME, b"elasticd-templ", 0, 0, 0)
+        for number in DEAF_TO:
+            if (before := signal.getsignal(number)) is not signal.SIG_IGN:
+                self.heard[number] = before
+                signal.signal(number, ignored)  # a handler, since what is ignored stays ignored in what imports start
         started = time.monotonic()
         try:
             self.preload()
@@ -235,6 +242,9 @@ class Template:
             if packet:
                 self.store.serve(self.tcp_store, json.loads(packet)["host"], fds[0], channel)
             os._exit(0)
+        for number, before in self.heard.items():
+            if signal.getsignal(number) is ignored:  # else a preloaded module wants it
+                signal.signal(number, before)
         packet = channel.recv(PACKET)
         if not packet:
             os._exit(0)
@@ -319,6 +329,10 @@ class Template:
                 if hasattr(library, symbol):
                     getattr(library, symbol)(int(wanted))
                     break
+
+
+def ignored(number: int, frame: Any) -> None:
+    pass
 
 
 def mapped_libraries(fragment: str) -> list[str]:

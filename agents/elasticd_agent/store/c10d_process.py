@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path[0] = str(Path(__file__).parents[2])  # where elasticd_agent is: the job's interpreter need not have it
+from elasticd_agent.launcher.spawn import DEAF_TO  # noqa: E402
 from elasticd_agent.store.c10d_client import Client  # noqa: E402
 from elasticd_agent.store.c10d_host import keep  # noqa: E402
 from elasticd_agent.store.c10d_wire import Wire, look_up_hosts  # noqa: E402
@@ -45,7 +46,8 @@ def main() -> None:
     die_with(libc, int(sys.argv[2]))
     # Both must be final before the import: a second thread would make a fork unsafe.
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in DEAF_TO:  # a terminal signals its process group, a batch system every process of a job
+        signal.signal(number, signal.SIG_IGN)
     try:
         tcp_store = importlib.import_module("torch.distributed").TCPStore
     except (ImportError, AttributeError) as error:

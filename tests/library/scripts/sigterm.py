@@ -28,10 +28,12 @@ if case == "fork":
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
     sys.exit(0)
 os.kill(os.getpid(), signal.SIGTERM)
-if case == "twice":
+if case == "twice under a launcher":
+    os.environ["TORCHELASTIC_RUN_ID"] = "job"
+if case.startswith("twice"):
     os.kill(os.getpid(), signal.SIGTERM)
 session.step()
-assert session.should_stop == (case == "defaults")
+assert session.should_stop == (case in ("defaults", "twice under a launcher"))
 assert seen == ([signal.SIGTERM] if case == "own handler" else [])
 session.close()
-assert (signal.getsignal(signal.SIGTERM) == signal.SIG_DFL) == (case == "defaults")
+assert (signal.getsignal(signal.SIGTERM) == signal.SIG_DFL) == (case != "own handler")
