@@ -465,7 +465,7 @@ def test_a_jobs_ranks_are_those_of_all_its_nodes(serve: Serve) -> None:
 
 
 def test_the_rounds_of_a_node_that_the_job_has_left_belong_to_its_history(serve: Serve) -> None:
-    n1, n2 = two(serve)
+    n1, _ = two(serve)
     n1.place("llama", 1, "n1", last=("n3", "n2"))
     n1.event("round_published", NOW - 20, 4, world_size=1, nodes=["n1"], reason="first round")
     progress = n1.unix().get("/v1/jobs/llama").document()["progress"]

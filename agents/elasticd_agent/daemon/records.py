@@ -73,8 +73,8 @@ class Refusal(Record):
 class Placement(Document):
     """Where a submitted job runs, or, without places, why it waits. Only the placer writes it.
 
-    `last`: the nodes it ran on before and runs on no more, the newest first. `ended_s`: by the placers' clock (names.CLOCK), when its ending
-    was first seen.
+    `last`: the nodes it ran on before and runs on no more, the newest first. `ended_s`: by the placers' clock
+    (names.CLOCK), when its ending was first seen.
     """
 
     job: str
