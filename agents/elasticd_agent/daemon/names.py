@@ -15,7 +15,7 @@ CLOCK = f"{ROOT}/clock"
 """Seconds that placers have been at work, one after the other, as decimal text: no host's time of day."""
 SEQUENCE = f"{ROOT}/sequence"
 """The number of the last submission, as decimal text; counted up by compare-and-swap."""
-RUNNER = "elasticd-job"
+RUNNER = b"elasticd-job"
 """What a runner goes by in `ps`."""
 
 

@@ -110,14 +110,13 @@ def holder(path: Path) -> Process | None:
     return named if named is not None and _user(named.pid) == user and named.alive else None
 
 
-def unsigned(path: Path, name: str) -> Process | None:
+def unsigned(path: Path, name: bytes) -> Process | None:
     """Who has a lock that does not say so: of the processes that go by this name and have the file, the oldest."""
     try:
         owner = path.stat().st_uid
     except OSError:
         return None
-    called = f"{name}\n".encode()
-    found = [pid for pid in keepers(path) if _user(pid) == owner and procfs.read(f"/proc/{pid}/comm") == called]
+    found = [pid for pid in keepers(path) if _user(pid) == owner and procfs.read(f"/proc/{pid}/comm").strip() == name]
     named = [process for process in map(Process.of, found) if process is not None]
     return min(named, key=lambda process: process.started, default=None)
 

@@ -57,7 +57,7 @@ def job(argv: Sequence[str]) -> int:
     if len(argv) != 3 or not all(text.isdecimal() for text in argv[1:]):
         raise UsageError("job is for the daemon to call: elasticd agent --config FILE")
     os.umask(0o077)
-    prctl(PR_SET_NAME, RUNNER.encode())
+    prctl(PR_SET_NAME, RUNNER)
     _as_mortal_as_others()
     files, lock, handed = JobFiles(Path(argv[0])), int(argv[1]), int(argv[2])
     os.set_inheritable(lock, False)
