@@ -330,7 +330,7 @@ class BeatReader:
             raise WireError(f"beat file {os.fspath(self._path)}: last words of {length} bytes do not fit")
         try:
             return decode(os.pread(self._fd, length, _WORDS_AT + 4))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise WireError(f"beat file {os.fspath(self._path)}: last words cannot be understood: {error}") from error
 
     def request(self, word: int) -> None:

@@ -46,6 +46,7 @@ KINDS = (
 _KNOWN = ("v", "kind", "round", "rank", "step", "mono", "wall", "reason")
 # A line longer than this is no note of ours; a reader does not buffer without a bound.
 _LONGEST_LINE = 1 << 20
+_LARGEST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Note:
         """Read one line. Raises WireError for anything that is not a note of version 1."""
         try:
             found = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WireError(f"note {line[:80]!r} is no JSON: {error}") from error
         if not isinstance(found, dict) or found.get("v") != VERSION:
             raise WireError(
@@ -90,6 +91,9 @@ class Note:
             if name not in found or not right(found[name]):
                 raise WireError(f"note {line[:80]!r}: {name} is missing or of the wrong type")
         more = {name: value for name, value in found.items() if name not in _KNOWN}
+        for name in more.keys() & _MORE.keys():
+            if not _MORE[name](more[name]):
+                raise WireError(f"note {line[:80]!r}: {name} is of the wrong type")
         return cls(**{name: found[name] for name in checks}, more=more)
 
 
@@ -175,8 +179,20 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Of seconds; NaN is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LARGEST
+
+
+_MORE = {
+    "path": _is_text,
+    "bytes": _is_integer,
+    "seconds": _is_number,
+    "from_round": _is_integer,
+    "from_step": _is_integer,
+    "every_seconds": _is_number,
+}
+"""What the kinds carry: whoever reads it relies on that, and anything may be written into a file."""

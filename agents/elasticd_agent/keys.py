@@ -27,7 +27,7 @@ def address(key: str, value: bytes) -> tuple[str, int]:
     """What `master` keeps, where the workers' store of a round is: [address, port]. Raises WireError, too."""
     try:
         where, port = json.loads(value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise WireError(f"{key} in the store is no address and is left alone: {error}") from None
     if not isinstance(where, str) or type(port) is not int:
         raise WireError(f"{key} in the store is no address and is left alone: {value[:60]!r}")

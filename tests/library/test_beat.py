@@ -240,6 +240,7 @@ def test_garbage_is_refused_by_both_sides(tmp_path: Path, content: bytes) -> Non
         (256, b"\xff\xff\xff\0"),
         (256, b"\x04\0\0\0nope"),
         (256, b"\2\0\0\0{}"),
+        (256, struct.pack("<I", 15_000) + b"[" * 15_000),
     ],
 )
 def test_garbage_written_later_is_a_wire_error(path: Path, at: int, value: bytes) -> None:

@@ -51,6 +51,11 @@ def test_a_line_cut_in_two_is_read_when_it_is_whole(tmp_path: Path) -> None:
         b'{"v": 1, "kind": "said"}',
         b'{"v": 1, "kind": "said", "round": true, "rank": 0, "step": null, "mono": 1, "wall": 1, "reason": ""}',
         b'{"v": 1, "kind": "said", "round": 1, "rank": 0, "step": "1", "mono": 1, "wall": 1, "reason": ""}',
+        b'{"v": 1, "kind": "said", "round": -1, "rank": 0, "step": 1, "mono": 1, "wall": 1, "reason": ""}',
+        b'{"v": 1, "kind": "said", "round": 1, "rank": 0, "step": 1, "mono": NaN, "wall": 1, "reason": ""}',
+        b'{"v": 1, "kind": "x", "round": 1, "rank": 0, "step": 1, "mono": 1, "wall": 1, "reason": "", "seconds": "x"}',
+        b'{"v": 1, "kind": "x", "round": 1, "rank": 0, "step": 1, "mono": 1, "wall": 1, "reason": "", "bytes": null}',
+        b"[" * 100_000,
     ],
 )
 def test_a_line_that_is_no_note_is_said_and_the_next_one_is_read(tmp_path: Path, line: bytes) -> None:
