@@ -2,13 +2,16 @@
 
 The kernel closes a dead process's connections within a millisecond of its death, while its workers' peers may need a
 second to fail over it, and its lease needs three. A line that breaks proves nothing (the network may have broken it):
-whoever hears of it knocks. A line that stays proves nothing either. Nothing is sent over one.
+whoever hears of it knocks. A line that stays proves nothing either. Nothing is sent over one. Where this process may
+have too few file descriptors for all of them, some nodes have none, and are missed later.
 """
 
 from __future__ import annotations
 
+import resource
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +28,8 @@ class Lines:
 
     def __init__(self, broken: Callable[[str], None]) -> None:
         self._broken = broken
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = sys.maxsize if soft == resource.RLIM_INFINITY else soft // 8  # the rest of them is for others
         self._wanted: dict[str, Address] = {}
         self._lock = threading.Lock()
         self._bell, self._ring = socket.socketpair()
@@ -71,7 +76,7 @@ class Lines:
                     _hang_up(selector, held.pop(node)[1])
                 now = time.monotonic()
                 for node, address in wanted.items():
-                    if node not in held and now >= tried.get(node, 0.0) + AGAIN_S:
+                    if node not in held and now >= tried.get(node, 0.0) + AGAIN_S and len(held) < self._most:
                         tried[node] = now
                         sock = _dial(address)
                         if sock is not None:

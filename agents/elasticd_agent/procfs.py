@@ -136,8 +136,11 @@ class Usages:
 
 
 def everybody() -> set[int]:
-    """The ids of all processes."""
-    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    """The ids of all processes; none where there is no file descriptor left to look with."""
+    try:
+        return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    except OSError:
+        return set()
 
 
 def scan(pids: Iterable[int] | None = None) -> dict[int, Stat]:

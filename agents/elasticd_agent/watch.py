@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -162,7 +163,8 @@ class Watch:
         beats = tuple(read_beat(reader) for reader in self._readers)
         notes: list[Note] = []
         for note_reader in self._note_readers:
-            notes += note_reader.read()[0]
+            with suppress(OSError):  # no file descriptor is left, say: they are there at the next look
+                notes += note_reader.read()[0]
         for ages, beat in zip(self._ages, beats, strict=True):
             ages.of_beat(beat, passed_s, now)
         idle_s = min((ages.idle_s for ages in self._ages), default=0.0)

@@ -129,3 +129,30 @@ def test_whoever_talks_is_hung_up_on() -> None:
         with pytest.raises(ConnectionResetError):  # what was said is thrown away unread
             caller.recv(4096)
     server.close()
+
+
+PLANNER = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from elasticd_agent.lines import Lines
+lines = Lines(lambda node: None)
+lines.keep({f"n{i}": ("127.0.0.1", int(sys.argv[1])) for i in range(100)})
+sys.stdin.readline()
+spare = [os.open("/dev/null", os.O_RDONLY) for _ in range(32)]
+print("there is room", flush=True)
+lines.close()
+"""
+
+
+def test_more_nodes_than_file_descriptors_leave_some_to_others() -> None:
+    """A thousand lines, of the 1,024 descriptors that a shell gives, would be the planner's end."""
+    server = KnockServer("127.0.0.1", "a", "i1")
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", PLANNER, str(server.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as planner:
+            until_kept(server.port, 8)
+            said, _ = planner.communicate("\n", timeout=WITHIN_S)
+        assert said == "there is room\n"
+    finally:
+        server.close()
