@@ -128,6 +128,10 @@ class Loop:
         workers.tell(story)
 
     @property
+    def node(self) -> str:
+        return self._node
+
+    @property
     def phase(self) -> Phase:
         return self._phase
 

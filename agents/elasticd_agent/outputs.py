@@ -75,13 +75,24 @@ class Outputs(contextlib.ExitStack):
             metrics=self.metrics.render,
             status=status,
             healthy=lambda: Verdict(*turning(loop)),
-            ready=lambda: Verdict(loop.round is not None, "in a round" if loop.round is not None else "no round yet"),
+            ready=lambda: Verdict(*taking_part(loop)),
         )
         server = open_server(self._settings.metrics_addr, self._settings.metrics_port, pages)
         self.callback(server.close)
         if server.address is not None:
             host, port = server.address
             self.story.said(f"metrics at http://{host}:{port}/metrics")
+
+
+def taking_part(loop: Loop) -> tuple[bool, str]:
+    """Whether this agent has met the others, if there are any; and what came of it."""
+    round = loop.round
+    if round is None:
+        return False, "no round yet"
+    if round.terminal:
+        return True, f"the job has {round.outcome}"
+    here = round.member(loop.node) is not None
+    return True, f"in round {round.number}" if here else f"round {round.number} runs without this node"
 
 
 def turning(loop: Loop) -> tuple[bool, str]:

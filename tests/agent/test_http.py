@@ -11,13 +11,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elasticd.errors import UsageError
+from elasticd.wire import Member, Round
 from elasticd_agent.http import MAX_CONNECTIONS, HttpServer, NullServer, Pages, Verdict, open_server
 from elasticd_agent.metrics import Metrics
+from elasticd_agent.outputs import taking_part
 
 DEADLINE = 10.0
 
@@ -244,3 +247,19 @@ def test_nothing_is_left_open() -> None:
     assert server.close()
     assert server.close()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("round", "ready", "said"),
+    [
+        (None, False, "no round yet"),
+        (Round(3, (Member("a", "i", (0,)),)), True, "in round 3"),
+        (Round(4, (Member("b", "i", (0,)),)), True, "round 4 runs without this node"),
+        (Round(5, (), outcome="failed", exit_code=1), True, "the job has failed"),
+    ],
+)
+def test_an_agent_is_ready_once_it_knows_of_a_round_and_says_whether_it_is_in_it(
+    round: Round | None, ready: bool, said: str
+) -> None:
+    loop: Any = SimpleNamespace(node="a", round=round)
+    assert taking_part(loop) == (ready, said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import urllib.error
@@ -15,6 +16,7 @@ from elasticd_agent.daemon.client import Client
 from elasticd_agent.metric_names import METRICS
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, comm_of, lives, until
+from tests.etcd import EtcdServers
 
 
 def free_port() -> int:
@@ -109,6 +111,22 @@ def test_a_killed_agent_comes_back_to_the_same_workers_and_an_upgrade_keeps_them
     assert len(n1.events("runner_started")) == 1, n1.told()
     assert n1.drain() == 0
     n1.assert_gone()
+
+
+def test_who_has_joined_stays_ready_while_the_store_is_away_and_says_so(nodes: MakeNode, etcd: EtcdServers) -> None:
+    """A probe that followed the store would make every pod of the cluster unready at once, whose jobs train on."""
+    port = free_port()
+    n1 = nodes("n1", http={"port": port})
+    n1.start()
+    assert page(port, "readyz") == "joined\n"
+    etcd.kill()
+    n1.event("store_away")
+    said = page(port, "readyz")  # of a 503 there is none
+    assert re.fullmatch(r"joined; the store has not answered for \d+ s, and what runs here goes on without it\n", said)
+    etcd.restart()
+    n1.event("store_back")
+    assert page(port, "readyz") == "joined\n"
+    assert n1.drain() == 0
 
 
 def test_a_killed_runner_takes_its_workers_with_it_at_once_and_is_started_again(node: MakeNode) -> None:

@@ -181,13 +181,10 @@ def _pages(deciding: Deciding, desk: Desk, metrics: NodeMetrics, health: Health)
         late = deciding.overdue_s()
         return Verdict(late < HEALTHY_TURN_S, f"the deciding thread is {late:.0f} s late" if late > 1 else "it decides")
 
-    def ready() -> Verdict:
-        return Verdict(deciding.joined, "joined" if deciding.joined else "the node's card is not in the store")
-
     def status() -> Mapping[str, Any]:
         return {**deciding.card.to_dict(), "joined": deciding.joined, "store_away": deciding.away}
 
-    return Pages(metrics=page, status=status, healthy=healthy, ready=ready)
+    return Pages(metrics=page, status=status, healthy=healthy, ready=lambda: Verdict(*deciding.takes_part()))
 
 
 def _reached_at(settings: Settings, where: Rendezvous, bound: tuple[str, int] | None) -> str:

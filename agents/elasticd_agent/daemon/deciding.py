@@ -134,6 +134,17 @@ class Deciding:
     def away(self) -> bool:
         return self._away_since is not None
 
+    def takes_part(self) -> tuple[bool, str]:
+        """What a readiness probe is told, and why. It does not follow the store: who has joined trains on without it,
+        and a probe that fails would only take the node from whoever wants to look at it."""
+        since = self._away_since
+        if since is None:
+            return self.joined, "joined" if self.joined else "not joined: the node's card is not in the store"
+        without = f"the store has not answered for {time.monotonic() - since:.0f} s"
+        if self._joined:
+            return True, f"joined; {without}, and what runs here goes on without it"
+        return False, f"not joined yet: {without}"
+
     def facts(self) -> Facts:
         """How the node is now, for its metrics."""
         running, known = self.card.running, self._known
