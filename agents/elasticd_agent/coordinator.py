@@ -386,7 +386,7 @@ class Coordinator:
             self._stale |= {self._keys.round, self._keys.planner}
         if isinstance(verdict, Wait) and (verdict.short or verdict.told) and verdict.why != self._awaited:
             self._awaited = verdict.why
-            self._news.append(Awaited(verdict.why))
+            self._news.append(Awaited(verdict.why, verdict.short))
         return verdict.until
 
     def _fence(self) -> None:

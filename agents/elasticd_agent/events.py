@@ -263,6 +263,14 @@ class JobEnded(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting(Record):
+    """What the job waits for; told by the node whose agent plans."""
+
+    kind: ClassVar[str] = "waiting"
+    nodes: bool = _is("for more nodes: nothing runs until they come")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStarted(Record):
     """The agent of a node, `elasticd agent`, has started, or has been replaced by a new version in place."""
 
@@ -366,9 +374,9 @@ class Placed(Record):
 RECORDS: tuple[type[Record], ...] = (
     RoundPublished, GroupStarted, FirstStep, CaughtUp, WorkerExited, CheckpointSaved, CheckpointSkipped,
     CheckpointFailed, Resumed, Holding, HoldOver, StoreAway, StoreBack, Suspected, SuspicionOver, Hung, SlowRank,
-    Launcher, StoreExited, GroupGone, ProcessStuck, ProcessFreed, StopRequested, JobEnded, AgentStarted, AgentJoined,
-    AgentState, NodeUnhealthy, NodeQuarantined, NodeHealthy, AgentReloaded, AgentEnded, RunnerStarted, RunnerAsked,
-    RunnerEnded, Placed,
+    Launcher, StoreExited, GroupGone, ProcessStuck, ProcessFreed, StopRequested, Waiting, JobEnded, AgentStarted,
+    AgentJoined, AgentState, NodeUnhealthy, NodeQuarantined, NodeHealthy, AgentReloaded, AgentEnded, RunnerStarted,
+    RunnerAsked, RunnerEnded, Placed,
 )  # fmt: skip
 
 

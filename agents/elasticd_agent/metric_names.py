@@ -11,6 +11,7 @@ from typing import Literal
 
 from elasticd_agent.core import MOVES
 from elasticd_agent.observation import CAUSES as HANGS
+from elasticd_agent.spending import AGREE_S
 
 CAUSES = ("crash", "hung", "store_lost", "start_failed", "resize", "other")
 EXIT_KINDS = ("success", "exit_code", "signal", "asked")
@@ -256,7 +257,8 @@ def document() -> str:
     for spec in METRICS:
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
-    return "\n\n".join([_INTRODUCTION, "\n".join(rows), _READING, _cardinality()]) + "\n"
+    reading = _READING.replace("{agree:g}", f"{AGREE_S:g}")
+    return "\n\n".join([_INTRODUCTION, "\n".join(rows), reading, _cardinality()]) + "\n"
 
 
 def _cardinality() -> str:
@@ -293,13 +295,29 @@ the last step counts as useful until a fault shows that it was not. A counter ca
 comes next is counted as lost too much: after a hang that took 10 s to be found, 10 s. Over a longer window each is
 right, but for the quarter of a second in which an agent looks at its workers. A script without `elasticd.init()`
 counts the steps of its own process: only it knows where it went on, so every step of its counts as useful. One that
-takes no optimizer steps at all is idle all the time, and has no `elasticd_step`. Where a fault leaves too few nodes,
-other nodes than the one that plans count of that wait what the longest backoff takes, a minute, as lost, and the rest
-as idle.
+takes no optimizer steps at all is idle all the time, and has no `elasticd_step`.
+
+What else is lost, and what is idle:
+
+- To see a fault, to agree on the next round, the backoff before a restart, to stop and to start, and to make the steps
+  that no checkpoint had once more are lost, on every node of the round.
+- A node that a round leaves out (it was lost, its slots are set aside, it is one too many) is idle from that round on.
+  Once it is in one again it takes up where it was: what it takes to train beyond all steps so far is lost if a fault
+  had left it out, else idle.
+- Where a fault leaves too few nodes, the node that plans counts the wait for them as idle from its first moment. The
+  others are not told: after their group has ended they count the backoff and {agree:g} s as lost, and what comes then
+  as idle. So they do where a store that is away keeps the next round from being agreed on.
+- Holds, drains and nodes that join are idle, from the checkpoint at which all stand still; steps that are made once
+  more are lost there, too.
+- A node whose machine or agent is gone tells nothing: that time is in no state.
+
+`elasticd status` reads the same from the node's event log, where the log tells it.
 
 **Faults**: `elasticd_faults_total`, `elasticd_hangs_total`, `elasticd_round_info` and `elasticd_rank_slowness_ratio`
 are told by the one node whose agent plans; add over nodes. A fault counts when it is known, perhaps long before a
-round can follow. Nodes that are lost together are a fault each. A series with a `culprit` begins with its first count,
+round can follow. Nodes that are lost together are a fault each. Who takes over the planning
+while a round is still to follow, in a backoff or while nodes are waited for, counts what broke the last one again: it
+cannot know that it was. A series with a `culprit` begins with its first count,
 which `increase()` does not see; `elasticd_last_hang_timestamp_seconds` has no such gap."""
 
 _CARDINALITY = """## How many series

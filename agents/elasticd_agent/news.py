@@ -73,9 +73,10 @@ class StoreSeen:
 
 @dataclass(frozen=True, slots=True)
 class Awaited(Planning):
-    """What the job waits for while nothing runs; `why` is for the person."""
+    """What the job waits for, as a rule while nothing runs; `why` is for the person. `nodes`: for more of them."""
 
     why: str
+    nodes: bool
 
 
 @dataclass(frozen=True, slots=True)

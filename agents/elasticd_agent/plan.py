@@ -222,7 +222,7 @@ def _after_failure(
         case Granted(state, delay_s):
             until = view.failed_at + delay_s
             if now < until:
-                return Wait(f"{first.why}; restarting {delay_s:g} s after it (backoff)", until)
+                return Wait(f"{first.why}; restarting {delay_s:g} s after it (backoff)", until, told=True)
             why = "; ".join([first.why, *(_aside(b) for b in set_aside), *lost.nodes.values()])
             return _next(view, current, state, benched, why, lost.nodes, policy, now, cause=first.kind)
 

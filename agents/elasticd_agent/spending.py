@@ -12,6 +12,9 @@ from elasticd.wire import Round
 from elasticd_agent.goodput import Spent, Times
 from elasticd_agent.watch import Seen
 
+AGREE_S = 10.0
+"""The next round is agreed on by then, unless nodes are waited for, or the store is away."""
+
 
 def lost_in(round: Round) -> tuple[str, ...]:
     """The nodes without which `round` goes on because they were lost, and not in an earlier one."""
@@ -25,14 +28,16 @@ def fault_in(round: Round) -> bool:
 
 @dataclass(slots=True)
 class Spending:
-    """Moments are monotonic seconds. `backoff_s`: the longest wait before a restart; who has no group, and hears of no
-    round, for longer waits for nodes."""
+    """Moments are monotonic seconds. `backoff_s`: the waits before restarts without progress, as in the policy. Who has
+    no group, and hears of no round, for longer than that one and `AGREE_S` waits for nodes."""
 
     node: str
     spent: Spent
-    backoff_s: float
+    backoff_s: tuple[float, ...]
     _over: int = 0  # rounds up to this one are, whatever their workers still do
     _number: int = 0
+    _out: bool = False  # the newest round goes on without this node
+    _next_s: float = 0.0  # the backoff before the round that a fault of this one leads to, unless there is progress
     _base: int = 0  # what a plain script's steps of this round are counted from
     _made: int = 0  # the last step of this round; 0 before the first
     _lost_s: float = 0.0  # before the fault that is being made good
@@ -48,9 +53,11 @@ class Spending:
             self.broke(round.number - 1, now)
         self._ended(round.number - 1)
         self._number, self._made = round.number, 0
+        self._out = round.member(self.node) is None
+        self._next_s = self.backoff_s[min(round.budget.streak, len(self.backoff_s) - 1)]
         self._base = max(self.spent.high_water, round.budget.high_water)
         spent = replace(self.spent, high_water=self._base)
-        self.spent = spent.goes_on(now) if round.member(self.node) is not None else spent.paused().waits(now)
+        self.spent = spent.paused().waits(now) if self._out else spent.goes_on(now)
 
     def broke(self, number: int, now: float, *, ends: bool = True) -> None:
         """A fault of round `number` was heard of; it `ends` the round, or is only reported."""
@@ -58,7 +65,7 @@ class Spending:
             return
         if self.spent.state != "lost":
             self._lost_s = self.spent.decided.lost
-        self.spent = self.spent.broke(now)
+        self.spent = self.spent if self._out else self.spent.broke(now)
         self._over = number if ends else self._over
 
     def seen(self, seen: Seen) -> float | None:
@@ -98,7 +105,7 @@ class Spending:
         """Nothing is left of the group of round `number`."""
         self._ended(number)
         if number >= self._number:
-            self.spent = self.spent.waits(now + self.backoff_s)
+            self.spent = self.spent.waits(now + self._next_s + AGREE_S)
 
     def waits(self, now: float) -> None:
         """The planner waits for something; it may be more nodes for a round that runs."""

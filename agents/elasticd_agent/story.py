@@ -71,7 +71,7 @@ class JobStory:
 
     def __post_init__(self) -> None:
         self._lasting = Lasting(self.events, self.metrics, self.console)
-        self._spending = Spending(self.node, Spent(time.monotonic()), self.policy.backoff_s[-1])
+        self._spending = Spending(self.node, Spent(time.monotonic()), self.policy.backoff_s)
         self.metrics.spends(self.spent)
         self.metrics.restarts_left(self.restarts_left)
         self.metrics.phase("joining")
@@ -99,9 +99,12 @@ class JobStory:
             case FaultSeen(number, cause, culprit):
                 self.metrics.fault(cause, culprit)
                 self._spending.broke(number, now)
-            case Awaited(why):
+            case Awaited(why, nodes):
                 self.console.said(why)
-                self._spending.waits(now)
+                number = self.round.number if self.round is not None else 0
+                self.events.write(happened.Waiting(round=number, mono=now, reason=why, nodes=nodes))
+                if nodes:
+                    self._spending.waits(now)
 
     def said(self, sentence: str) -> None:
         self.console.said(sentence)

@@ -193,7 +193,8 @@ def test_kinds_are_the_promised_ones() -> None:
         "checkpoint_skipped", "checkpoint_failed", "resumed", "holding", "hold_over",
     "store_away",
     "store_back", "suspected", "suspicion_over", "hung", "slow_rank", "launcher", "store_exited", "group_gone",
-        "process_stuck", "process_freed", "stop_requested", "job_ended", "agent_started", "agent_joined", "agent_state",
+        "process_stuck", "process_freed", "stop_requested", "waiting", "job_ended", "agent_started",
+        "agent_joined", "agent_state",
         "node_unhealthy", "node_quarantined", "node_healthy", "agent_reloaded", "agent_ended", "runner_started",
         "runner_asked", "runner_ended", "placed",
     ]  # fmt: skip

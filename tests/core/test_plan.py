@@ -96,7 +96,8 @@ def test_backoff_is_counted_from_the_failure() -> None:
     assert view.current is not None
     tired = replace(view.current, budget=BudgetState(counted=2, streak=2))
     view = replace(view, current=tired, failures=(crash(),), failed_at=100.0)
-    assert waiting(view, 100.0) == Wait("rank 1 was killed by SIGKILL; restarting 2 s after it (backoff)", 102.0)
+    why = "rank 1 was killed by SIGKILL; restarting 2 s after it (backoff)"
+    assert waiting(view, 100.0) == Wait(why, 102.0, told=True)
     r = decided(view, 102.0)
     assert r.budget == BudgetState(counted=3, streak=3, tokens=59.0)
     assert r.reason == "rank 1 was killed by SIGKILL; restart 1: 2 workers on a, from the beginning"

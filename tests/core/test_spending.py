@@ -7,21 +7,28 @@ import pytest
 from elasticd.beat import Beat, Source
 from elasticd.wire import BudgetState, Exclusion, Member, Round
 from elasticd_agent.goodput import Spent, Times
-from elasticd_agent.spending import Spending, fault_in
+from elasticd_agent.spending import AGREE_S, Spending, fault_in
 from elasticd_agent.watch import Seen
 
 ME, OTHER = "a", "b"
-BACKOFF_S = 60.0
+BACKOFF_S = (0.0, 1.0, 2.0, 60.0)
 
 
 def round(
-    number: int, cause: str = "start", *, nodes: str = ME, high_water: int = 0, lost: str = "", **more: object
+    number: int,
+    cause: str = "start",
+    *,
+    nodes: str = ME,
+    high_water: int = 0,
+    streak: int = 0,
+    lost: str = "",
+    **more: object,
 ) -> Round:
     return Round(
         number,
         tuple(Member(node, "i", (0,)) for node in nodes),
         cause=cause,
-        budget=BudgetState(high_water=high_water),
+        budget=BudgetState(high_water=high_water, streak=streak),
         excluded=tuple(Exclusion(node, 1, 0.0) for node in lost),
         **more,  # type: ignore[arg-type]
     )
@@ -161,8 +168,25 @@ def test_too_few_nodes_are_waited_for() -> None:
     spending = trained()
     spending.broke(1, 20.0)
     spending.gone(1, 21.0)
-    assert spending.until(21.0 + BACKOFF_S) == exactly(9, 2 + BACKOFF_S, 10), "it may be the backoff"
-    assert spending.until(121.0 + BACKOFF_S) == exactly(9, 2 + BACKOFF_S, 110)
+    assert spending.until(21.0 + AGREE_S) == exactly(9, 2 + AGREE_S, 10), "to agree takes some time, too"
+    assert spending.until(121.0 + AGREE_S) == exactly(9, 2 + AGREE_S, 110)
+
+
+def test_who_does_not_plan_takes_the_backoff_for_a_loss_and_no_more() -> None:
+    spending = trained()
+    spending.published(round(2, "crash", streak=2), 20.0)
+    spending.broke(2, 22.0)
+    spending.gone(2, 22.0)
+    assert spending.until(100.0).lost == pytest.approx(22.0 - 19.0 + 2.0 + AGREE_S)
+
+
+def test_a_fault_of_a_round_that_goes_on_elsewhere_costs_nothing_here() -> None:
+    """Also where this node's agent plans, and so hears of it before there is another round."""
+    for cause, lost in (("resize", 0.0), ("crash", 1.0)):
+        spending = trained()
+        spending.published(round(2, cause, nodes=OTHER, high_water=10), 20.0)
+        spending.broke(2, 50.0)
+        assert spending.until(80.0) == exactly(9, lost, 71 - lost)
 
 
 def test_the_planner_may_wait_for_more_nodes_while_all_trains() -> None:

@@ -102,7 +102,7 @@ values = (
 )
 KINDS = (
     "round_published group_started resumed first_step caught_up checkpoint_saved worker_exited store_exited group_gone"
-    " hung holding hold_over stop_requested"
+    " hung holding hold_over stop_requested waiting"
 )
 kinds = st.sampled_from([*KINDS.split(), "job_ended", "nonsense"])
 lines = st.fixed_dictionaries(

@@ -319,7 +319,7 @@ class Cluster:
                 self.tell(node.label, f"finds the group hung ({cause}): {why}")
             case StoreSeen(away, _, seconds):
                 self.tell(node.label, "the store is away" if away else f"the store is back after {seconds:.1f} s")
-            case Awaited(why):
+            case Awaited(why, _):
                 self.tell(node.label, f"waits: {why}")
             case FaultSeen(number, cause, culprit):
                 whose = f", the fault of {culprit}" if culprit else ""

@@ -131,6 +131,8 @@ def _moment(line: Line, number: int, following: int) -> Moment | None:
             what = f"round {following} resumed from checkpoint {origin}"
         case "first_step" if not here:
             what = f"round {following} trains: step {whole(line.get('step'))} done"
+        case "waiting" if here:
+            what = reason
         case "job_ended" if not _ends(line):
             what = f"{text(line.get('node'))} left the job: {reason}"
         case "job_ended":

@@ -188,6 +188,8 @@ class Progress:
                 spent = self._broke(spent, at - (_number(line.get("seconds")) or 0.0))
             case "store_exited":
                 spent = self._broke(spent, at)
+            case "waiting" if line.get("nodes") and spent.state == "lost":
+                spent = spent.waits(at)
             case "holding" | "stop_requested" | "group_gone" | "job_ended":
                 spent = spent.proceeded(at).paused()
         self._spent = spent
