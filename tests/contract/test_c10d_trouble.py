@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import statistics
@@ -184,6 +185,18 @@ def a_killed_helper_or_client_is_replaced(agents: Agents, until: Until) -> None:
         assert lease.renew(), "the lease is the agent's, not its helper's"
 
 
+def no_file_descriptor_left_when_it_is_to_connect_again(agents: Agents, until: Until) -> None:
+    before, said = resource.getrlimit(resource.RLIMIT_NOFILE), agents.said[agents.client]
+    victim, outages = process(agents.client, "c").pid, len(said)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: len(said) > outages and "Too many open files" in agents.client._link._why, SOON_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    until(lambda: answers(agents.client), SOON_S)
+
+
 def a_lease_ends_with_the_agent_that_renews_it(agents: Agents, until: Until) -> None:
     """An agent killed without a word: its lease ends, its helper goes, and, was it the host, its port is free."""
     code = (
@@ -217,6 +230,7 @@ def test_one_trouble_after_the_other(until: Until) -> None:
         for trouble in (
             a_frozen_host_costs_each_call_its_timeout_and_nothing_else,
             a_killed_helper_or_client_is_replaced,
+            no_file_descriptor_left_when_it_is_to_connect_again,
             a_host_that_comes_back_empty,
             a_lease_ends_with_the_agent_that_renews_it,
             closing_does_not_wait_for_a_frozen_host_or_helper,

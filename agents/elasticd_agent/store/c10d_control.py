@@ -5,6 +5,7 @@ Every answer is waited for with a deadline. It does not speak to the store; c10d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -91,7 +92,8 @@ class Helper:
             self.process.wait(END_DEADLINE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+                self.process.wait(END_DEADLINE_S)
         self._control.close()
 
 

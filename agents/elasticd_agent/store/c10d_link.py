@@ -224,6 +224,8 @@ class Link:
                         self._refused = str(refused)
                         self._state.notify_all()
                     break
+            except OSError as error:  # no file descriptor left, say: nobody else would ever connect again
+                self._why, longest = error.strerror or str(error), LONGEST_PAUSE_S
             pause = LEAST_PAUSE_S if was_ready else min(2 * pause, longest)
             self._closing.wait(pause * random.uniform(0.5, 1.0))
         self._end_helper()

@@ -200,8 +200,9 @@ class Watching:
     def _look(self) -> None:
         try:
             readings = self._found(self._idle())
-        except OSError as error:  # no process, pipe or file can be made: no job could be started here, either
-            readings = [bad("machine", f"nothing can be looked at: {error.strerror or error}")]
+        except Exception as error:  # noqa: BLE001 no process, pipe or file can be made, as a rule; and nobody else looks
+            why = (isinstance(error, OSError) and error.strerror) or error
+            readings = [bad("machine", f"nothing can be looked at: {why}")]
         if self._closing:
             return  # what was cut short says nothing
         now = time.monotonic()
