@@ -4,7 +4,7 @@ The agent creates the file before the worker starts; the worker maps it and writ
 well under a microsecond and no system call. The agent reads it with `pread`, never through a map of its own: a worker
 that truncates the file can then only make a read fail (WireError), not kill the agent by SIGBUS. Ages are taken on
 CLOCK_MONOTONIC, which both processes share; no wall clock appears here. This module never waits for anybody and
-never imports torch. It is also loaded by file, where elasticd is not installed: with errors.py and last_words.py.
+never imports torch. It is also loaded by file, where elasticd is not installed: with what it imports.
 
 Layout 1.2, little-endian, offsets in bytes. A word is stored whole; the words marked * belong together
 and are guarded by `seq`.
@@ -45,15 +45,16 @@ skip them. An older writer leaves them as the agent made them, unknown.
 from __future__ import annotations
 
 import enum
-import mmap
 import os
 import signal
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from elasticd.errors import WireError
 from elasticd.last_words import LastWords, decode, encode
+from elasticd.mapped import mapped
 
 JOINING = "init_process_group"
 """The name of the barrier in phase STARTING: torch's function in which all ranks wait for each other."""
@@ -74,6 +75,7 @@ has the last one to itself.
 # Indices into the map seen as 64-bit words (Q, q) and as 32-bit words (I).
 _REQUEST, _DUMP_WANTED, _SEQ, _STEP, _PROGRESS, _FIRST_STEP, _STARTED = 2, 3, 8, 9, 10, 11, 12
 _PHASE, _SOURCE = 26, 27
+_STATE = 13  # both of them, in one word
 _BARRIER_MS, _PID = 22, 23
 _COLLECTIVES, _ALIVE, _USUAL, _WAITED, _TIMEOUT, _ISSUED_AT_STEP, _DUMPED = 24, 25, 26, 27, 28, 29, 30
 _UNKNOWN = -1
@@ -86,7 +88,6 @@ _NOTHING_ISSUED = (_UNKNOWN, 0, _UNKNOWN, 0, 0, _UNKNOWN, 0)
 # A writer killed between two stores leaves `seq` odd for good: after this many looks the words are taken as they are.
 # One that has only lost its core to somebody else gets it back if the later looks make room.
 _LOOKS, _HASTY_LOOKS = 16, 4
-_PYBUF_WRITE = 0x200  # from CPython's stable ABI
 
 
 class Phase(enum.IntEnum):
@@ -163,7 +164,7 @@ class BeatWriter:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _check_header(os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size, path)
-            self._view(_mapped(fd))
+            self._view(mapped(fd, SIZE))
         finally:
             os.close(fd)
         os.register_at_fork(after_in_child=self._mute)
@@ -193,9 +194,37 @@ class BeatWriter:
         signed[_ISSUED_AT_STEP] = issued
         if not words[_FIRST_STEP]:
             words[_FIRST_STEP] = now
-        halves[_PHASE] = 1  # Phase.STEP, without the enum's look-up
-        halves[_SOURCE] = source
+        words[_STATE] = source << 32 | 1  # Phase.STEP, without the enum's look-up
         words[_SEQ] = seq + 1
+
+    def hooked(self, issued: Callable[[], int]) -> Callable[[int], None]:
+        """`step` for the optimizer hook, quicker: it writes only what changes, and nothing where a Session counts."""
+        words, signed = self._words, self._signed
+        clock, hooked, counts = time.monotonic_ns, Source.HOOK << 32 | Phase.STEP, True
+
+        def forked() -> None:
+            nonlocal words, signed
+            words, signed = self._words, self._signed
+
+        def step(count: int) -> None:
+            nonlocal counts
+            if words[_STATE] == hooked:
+                number, now = issued(), clock()
+                seq = words[_SEQ] | 1
+                words[_SEQ] = seq
+                signed[_STEP] = count
+                words[_PROGRESS] = now
+                before = signed[_ISSUED_AT_STEP]
+                signed[_USUAL] = number - before if 0 <= before <= number else _UNKNOWN
+                signed[_ISSUED_AT_STEP] = number
+                words[_SEQ] = seq + 1
+            elif words[_STATE] >> 32 != Source.SESSION:  # the first one, or it has been somewhere else meanwhile
+                self.step(count, Source.HOOK, issued())
+            elif counts:  # the Session may be of layout 1.0, and leave here what was usual before
+                counts, signed[_USUAL] = False, _UNKNOWN
+
+        os.register_at_fork(after_in_child=forked)  # after `_mute`: a child's steps reach nobody
+        return step
 
     def pulse(self, issued: int, timeout_ms: int, waits: bool = False) -> None:
         """The background thread got the GIL; `issued` and `timeout_ms` are the default process group's.
@@ -210,10 +239,6 @@ class BeatWriter:
             signed[_USUAL] = signed[_ISSUED_AT_STEP] = _UNKNOWN
         elif waits or 0 < signed[_USUAL] <= issued - signed[_ISSUED_AT_STEP]:
             words[_WAITED] += 1
-
-    def forget_usual(self) -> None:
-        """Whoever counts the steps now may be of layout 1.0, and leave here what was usual before."""
-        self._signed[_USUAL] = _UNKNOWN
 
     def still(self) -> None:
         """There is no background thread any more."""
@@ -243,11 +268,6 @@ class BeatWriter:
         self._bytes[_BARRIER : _BARRIER + _BARRIER_BYTES] = name
         self._words[_BARRIER_MS] = min(int(barrier_s * 1000), _MOST_MS)
         self._words[_SEQ] = seq + 1
-
-    @property
-    def source(self) -> int:
-        """Who counts the steps; read from the shared memory, so that two writers of one file agree."""
-        return self._halves[_SOURCE]
 
     @property
     def current(self) -> Phase:
@@ -364,24 +384,6 @@ def from_environment() -> BeatWriter:
     """The beat the agent made for this process (ELASTICD_BEAT), or one that nobody reads. Raises as BeatWriter does."""
     path = os.environ.get("ELASTICD_BEAT")
     return BeatWriter(path) if path else NullBeat()
-
-
-def _mapped(fd: int) -> memoryview:
-    """The file as shared memory, for as long as the process lives.
-
-    Not python's mmap: before 3.13 it keeps a duplicate of the descriptor, which a script would see.
-    """
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    address = libc.mmap(None, SIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-    if address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), "mmap of the beat file failed")
-    prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-    view: memoryview = prototype(("PyMemoryView_FromMemory", ctypes.pythonapi))(address, SIZE, _PYBUF_WRITE)
-    return view
 
 
 def _check_header(raw: bytes, size: int, path: str | os.PathLike[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elasticd.beat import BeatWriter, Source
+from elasticd.beat import BeatWriter
 from elasticd.collectives import Collectives
 
 
@@ -26,11 +26,10 @@ def install_optimizer_hook(writer: BeatWriter, register: Callable[[Any], Any] | 
     first = 0  # the id of the optimizer that began this step
     others: set[int] = set()  # those that stepped after it
     steps = 0
-    counts = True  # until a Session does
-    issued, hook, session = Collectives().issued, Source.HOOK, Source.SESSION  # an enum's look-up is not for free
+    written = writer.hooked(Collectives().issued)
 
     def beat(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal counts, first, steps
+        nonlocal first, steps
         this = id(optimizer)
         if this == first or this in others or not first:
             first = this
@@ -39,11 +38,7 @@ def install_optimizer_hook(writer: BeatWriter, register: Callable[[Any], Any] | 
                 others.clear()
         else:
             others.add(this)
-        if writer.source != session:
-            writer.step(steps, hook, issued())
-        elif counts:
-            counts = False
-            writer.forget_usual()
+        written(steps)
 
     handle = register(beat)
     return lambda: handle.remove()

@@ -180,10 +180,10 @@ def test_two_writers_of_one_process_agree(path: Path) -> None:
     hook, session = BeatWriter(path), BeatWriter(path)
     started = read(path).started_ns
     hook.step(3, Source.HOOK)
-    assert session.source == Source.HOOK
+    assert read(path).source == Source.HOOK
     session.step(100)
-    assert hook.source == Source.SESSION
-    assert read(path).started_ns == started
+    hook.hooked(lambda: 0)(4)
+    assert (read(path).step, read(path).source, read(path).started_ns) == (100, Source.SESSION, started)
 
 
 def test_the_worker_keeps_no_descriptor(path: Path) -> None:
@@ -204,6 +204,39 @@ def test_a_forked_child_writes_into_nothing(path: Path) -> None:
     os.waitpid(pid, 0)
     assert read(path).step == 5
     assert read(path).last_words is None
+
+
+def test_the_hook_in_a_forked_child_writes_into_nothing(path: Path) -> None:
+    step = BeatWriter(path).hooked(lambda: 3)
+    for count in (1, 2):
+        step(count)
+    if (pid := os.fork()) == 0:
+        step(3)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert read(path).step == 2
+
+
+def test_the_hook_says_whatever_step_says(path: Path, tmp_path: Path) -> None:
+    """Whatever happens between two steps: another phase, another group, one that cannot count."""
+    beat.create(tmp_path / "other")
+    issued, one, other = 0, BeatWriter(path), BeatWriter(tmp_path / "other")
+    step = one.hooked(lambda: issued)
+    counts = [0, 2, 4, 8, 1, 3, -1, 7, 9]
+    for count, issued in enumerate(counts, 1):
+        step(count)
+        other.step(count, Source.HOOK, issued)
+        for writer in (one, other):
+            if count in (3, 6):
+                writer.phase(Phase.EVAL)
+            writer.pulse(-1 if count == 4 else issued, 1000)
+        told, expected = read(path), read(tmp_path / "other")
+        same = ("step", "phase", "source", "usual", "issued_at_step", "collectives", "waited")
+        assert [getattr(told, name) for name in same] == [getattr(expected, name) for name in same], count
+        assert told.first_step_ns and told.progress_ns >= told.first_step_ns
+    one.step(100)
+    step(101)
+    assert (read(path).step, read(path).source) == (100, Source.SESSION)
 
 
 def test_a_null_beat_takes_everything() -> None:

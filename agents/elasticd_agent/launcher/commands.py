@@ -24,7 +24,7 @@ LAUNCHER_FILES = {
 }
 LIBRARY = {
     f"elasticd.{name}": str(Path(beat.__file__).with_name(f"{name}.py"))
-    for name in ("errors", "last_words", "beat", "collectives", "optimizer_hook", "pulse")
+    for name in ("errors", "last_words", "mapped", "beat", "collectives", "optimizer_hook", "pulse")
 }
 """What of the library every worker gets, in the order in which one imports the other."""
 
