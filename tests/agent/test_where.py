@@ -237,6 +237,7 @@ def test_backward_is_a_wait_only_for_a_thread_that_does_nothing_in_a_process_tha
     ("source", "context", "where"),
     [
         ("work.wait()", {"group": True, "idle": True}, "collective"),
+        ("os.wait()", {"group": True, "idle": True}, "elsewhere"),
         ("work.wait()", {"group": True}, "elsewhere"),
         ("work.wait()", {"idle": True}, "elsewhere"),
         ("total += loss.item()", {"cuda": True}, "device"),

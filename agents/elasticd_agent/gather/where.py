@@ -128,7 +128,7 @@ _RULES = (
 
 _BACKWARD = _rule("collective", r"torch/autograd/graph\.py", r"_engine_run_backward", "backward")
 
-_WORK_WAIT = re.compile(r"\.wait\(")
+_WORK_WAIT = re.compile(r"(?<!\bos)\.wait\(")
 _DEVICE_CALL = re.compile(
     r"\.(?:item|tolist|cpu|numpy|cuda|to|nonzero|synchronize|wait)\(|\b(?:float|bool)\(|torch\.(?:unique|nonzero)\("
 )
