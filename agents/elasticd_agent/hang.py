@@ -55,6 +55,18 @@ Scene = frozenset[tuple[int, str]]
 """Where those stood that wait for nobody, as (step, function)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The last hang, in a round before this one: its scene, and for how long nobody made progress then."""
+
+    scene: Scene = frozenset()
+    quiet_s: float = 0.0
+
+
+AGAIN_TIMES = 2.0
+"""Whoever stands at the same place again is given so many times as long: a pause that is meant is outlived at last."""
+
+
 def suspect(report: Report, policy: Policy) -> str | None:
     """Why one node's ranks are reason to gather evidence and to ask the others; None while they are not."""
     live = [rank for rank in _ranks([report]) if not rank.seen.exited]
@@ -72,27 +84,34 @@ def suspect(report: Report, policy: Policy) -> str | None:
     return None
 
 
-def scene(reports: Sequence[Report]) -> Scene:
+def remembered(reports: Sequence[Report]) -> Before:
+    """What the next round's verdict should know of this hang."""
+    live = [rank for rank in _ranks(list(_latest(reports).values())) if not rank.seen.exited]
+    return Before(_scene(live), _quiet_s(live)) if live else Before()
+
+
+def _scene(live: Sequence[Rank]) -> Scene:
     """Of ranks that have been seen to do something of their own; nothing where that is not known of all of them."""
-    free = [rank.seen for rank in _ranks(list(_latest(reports).values())) if not (rank.seen.exited or rank.inside)]
+    free = [rank.seen for rank in live if not rank.inside]
     return frozenset((seen.step, seen.function) for seen in free) if all(seen.function for seen in free) else Scene()
 
 
 def judge(
-    reports: Sequence[Report], nodes: Sequence[str], policy: Policy, *, late: bool = False, before: Scene = frozenset()
+    reports: Sequence[Report], nodes: Sequence[str], policy: Policy, *, late: bool = False, before: Before = Before()
 ) -> Verdict:
     """The verdict on the whole group, which runs on `nodes`.
 
     It takes all nodes' reports with their evidence; `late`: who has not answered by now will not, judge without.
-    `before` is the scene of the last hang, in a round before this one.
     """
     told = _latest(reports)
     ranks = _ranks(list(told.values()))
     live = [rank for rank in ranks if not rank.seen.exited]
     if not live:
         return Healthy("no rank that runs has been reported")
-    again = bool(before) and before == scene(reports)
-    verdict = _stopped(live, policy) or _store(list(told.values()), policy) or _quiet(ranks, told, nodes, policy, again)
+    last_s = before.quiet_s if before.scene and before.scene == _scene(live) else 0.0
+    verdict = (
+        _stopped(live, policy) or _store(list(told.values()), policy) or _quiet(ranks, told, nodes, policy, last_s)
+    )
     if not isinstance(verdict, Hung):
         return _stopping(live, policy) or verdict
     awaited = [node for node in sorted(set(nodes)) if node not in told or not told[node].gathered]
@@ -136,9 +155,12 @@ def _store(reports: Sequence[Report], policy: Policy) -> Hung | None:
 
 
 def _quiet(
-    ranks: Sequence[Rank], told: dict[str, Report], nodes: Sequence[str], policy: Policy, again: bool
+    ranks: Sequence[Rank], told: dict[str, Report], nodes: Sequence[str], policy: Policy, last_s: float
 ) -> Verdict:
-    """No progress anywhere for longer than the longest deadline of any node, and nobody who may still be busy."""
+    """No progress anywhere for longer than the longest deadline of any node, and nobody who may still be busy.
+
+    `last_s`: for how long nobody made progress at the last hang, if that was at the same place of the same step.
+    """
     live = [rank for rank in ranks if not rank.seen.exited]
     ended = [rank for rank in ranks if rank.seen.exited]
     quiet_s = _quiet_s(live)
@@ -156,8 +178,9 @@ def _quiet(
     found = blame(live, ended, len(set(nodes)))
     # Nobody waits for a rank whose peers are done: a last upload may be idle for as long as one without a checkpoint.
     # Nor does a restart help who waits at the same place of the same step again: perhaps the script means to.
-    again = again and found.cause in ("blocked", "everyone")
+    again = last_s > 0 and found.cause in ("blocked", "everyone", "exiting")
     patience_s = policy.floor_s(attached=False) if again or found.cause == "exiting" else found.patience_s
+    patience_s = max(patience_s, AGAIN_TIMES * last_s) if again else patience_s
     why = f"{found.why}, as at the last hang" if again else found.why
     if quiet_s < min(patience_s, ceiling_s):
         return Suspect(f"{why}; it may take {min(patience_s, ceiling_s):g} s")

@@ -30,7 +30,7 @@ class Judge:
     _since: float | None = None
     _said: tuple[object, ...] = ()
     _reported: set[str] = field(default_factory=set)
-    _hung: tuple[int, hang.Scene] = (0, frozenset())
+    _hung: tuple[int, hang.Before] = (0, hang.Before())
 
     def forget(self) -> None:
         """Somebody else planned, or the store was away: who answers from now on, and how soon, is seen anew."""
@@ -58,7 +58,7 @@ class Judge:
         late = waited_s >= self.policy.evidence_s + self.policy.seen_timeout_s + self.policy.renewal_s
         heard = [*told.values(), *(_ended(round, node) for node in sorted(done - told.keys()))]
         last, before = self._hung
-        before = before if last < round.number else frozenset()
+        before = before if last < round.number else hang.Before()
         nodes = [member.node for member in round.members]
         verdict = hang.judge(heard, nodes, self.policy, late=late, before=before)
         if not isinstance(verdict, hang.Hung):
@@ -76,7 +76,7 @@ class Judge:
         if (judged.cause, judged.culprits) != self._said:
             self._said = judged.cause, judged.culprits
             self.judged.append(judged)
-            self._hung = round.number, hang.scene(heard)
+            self._hung = round.number, hang.remembered(heard)
         return judged if restarts else None  # again and again: the store may not have taken it
 
     def until(self, now: float) -> float:

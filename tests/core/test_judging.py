@@ -141,7 +141,7 @@ def test_what_plan_hears(
     }
 
 
-def test_who_waits_at_the_same_place_of_the_same_step_again_is_given_as_long_as_without_a_checkpoint() -> None:
+def test_who_waits_at_the_same_place_of_the_same_step_again_is_given_longer_each_time() -> None:
     """A restart is no cure for a wait that the script means; or else it hangs there again, and a minute is lost."""
     policy = Policy()
 
@@ -160,9 +160,18 @@ def test_who_waits_at_the_same_place_of_the_same_step_again_is_given_as_long_as_
     assert found.why.endswith(
         "without using CPU, for 60.0 s; 1 rank waits in all_reduce (ddp.py:1) for it, as at the last hang"
     )
-    assert turn(judge, 5, 59.0) is None, "and again"
+    assert turn(judge, 5, 119.0) is None
+    assert turn(judge, 5, 120.0) is not None, "no pause that is meant costs more than a few restarts"
     assert turn(judge, 6, 6.0, step=31) is not None
     assert turn(judge, 7, 6.0, step=31) is None
     given = Judge(replace(policy, hang_floor_s=5.0))
     assert turn(given, 3, 6.0) is not None
-    assert turn(given, 4, 6.0) is not None, "who gives a floor means it"
+    assert turn(given, 4, 11.9) is None
+    assert turn(given, 4, 12.0) is not None, "who gives a floor means it, as far as that goes"
+    assert turn(given, 5, 6.0, step=31) is not None, "it is another place"
+    done = Judge(replace(policy, hang_floor_s=5.0))
+    assert turn(done, 3, 6.0, phase="exit") is not None
+    assert turn(done, 4, 11.9, phase="exit") is None, "what comes last is trained for again by nobody's wish"
+    ceiling = Judge(replace(policy, hang_floor_s=5.0, slow_ceiling_s=8.0))
+    assert turn(ceiling, 3, 6.0) is not None
+    assert turn(ceiling, 4, 8.0) is not None
