@@ -139,9 +139,9 @@ def _stopped(live: Sequence[Rank], policy: Policy) -> Hung | None:
     return None
 
 
-def _stopping(live: Sequence[Rank], policy: Policy) -> Suspect | None:
+def _stopping(live: Sequence[Rank], policy: Policy, of: float = EARLY) -> Suspect | None:
     for rank in live:
-        if rank.seen.state == "T" and rank.seen.stopped_s >= EARLY * policy.stopped_after_s:
+        if rank.seen.state == "T" and rank.seen.stopped_s >= of * policy.stopped_after_s:
             return Suspect(f"{rank.named()} {rank.doing()}; it counts after {policy.stopped_after_s:g} s")
     return None
 
@@ -176,6 +176,8 @@ def _quiet(
     if busy and quiet_s < ceiling_s:
         return Suspect(f"slow, not hung: {busy[0].named()} {busy[0].doing()}; it may be for {ceiling_s:g} s")
     found = blame(live, ended, len(set(nodes)))
+    if found.culprits and all(rank.seen.state == "T" for rank in found.culprits):
+        return _stopping(found.culprits, policy, of=0.0) or Suspect(found.why)  # it has a time of its own
     # Nobody waits for a rank whose peers are done: a last upload may be idle for as long as one without a checkpoint.
     # Nor does a restart help who waits at the same place of the same step again: perhaps the script means to.
     again = last_s > 0 and found.cause in ("blocked", "everyone", "exiting")

@@ -184,10 +184,13 @@ def test_a_machine_where_no_pulse_comes_is_not_a_gil_that_is_held() -> None:
     assert (one.culprits, one.cause) == ((Place("a", 0, 0),), "gil")
 
 
-def test_a_stopped_process_is_to_blame_where_the_deadline_comes_first() -> None:
-    """Inside of a collective, and before it has been stopped for --stopped-after."""
-    stopped = replace(WAITS, rank=1, slot=1, state="T", stopped_s=1.2, alive_s=1.2, idle_s=1.3)
-    verdict = judge([report(*aged(1.3, WAITS), stopped, deadline_s=1)], ["a"], POLICY)
+def test_a_stopped_process_has_its_own_time_however_short_the_floor() -> None:
+    """Somebody may stop a rank for 2 s; also inside of a collective, where all stand still with it."""
+    stopped = replace(WAITS, rank=1, slot=1, state="T", stopped_s=2.4, alive_s=2.4, idle_s=2.5)
+    verdict = judge([report(*aged(2.5, WAITS), stopped, deadline_s=1)], ["a"], POLICY)
+    assert isinstance(verdict, Suspect)
+    assert verdict.why.endswith("is stopped (state T) for 2.4 s; it counts after 2.5 s")
+    verdict = judge([report(*aged(2.6, WAITS), replace(stopped, stopped_s=2.5), deadline_s=1)], ["a"], POLICY)
     assert isinstance(verdict, Hung)
     assert (verdict.culprits, verdict.cause) == ((Place("a", 1, 1),), "stopped")
 
