@@ -6,7 +6,7 @@ that truncates the file can then only make a read fail (WireError), not kill the
 CLOCK_MONOTONIC, which both processes share; no wall clock appears here. This module never waits for anybody and
 never imports torch. It is also loaded by file, where elasticd is not installed: with what it imports.
 
-Layout 1.2, little-endian, offsets in bytes. A word is stored whole; the words marked * belong together
+Layout 1.3, little-endian, offsets in bytes. A word is stored whole; the words marked * belong together
 and are guarded by `seq`.
 
     0     8s   magic "ELASTICD"          written once, by the agent
@@ -34,12 +34,13 @@ and are guarded by `seq`.
     224   u64  timeout_ms                the default process group's own timeout, 0 unknown
     232   i64  issued_at_step *          collectives issued when the last step was finished, -1 unknown
     240   u64  dumped                    the dump_wanted that has been seen to, even if there was nothing to write
+    248   u64  moved                     pulses that saw the main thread's Python elsewhere than the one before did
     256   u32  length of the last words, written after them; 0 = none
     260        last words: UTF-8 JSON {"kind", "type", "message", "traceback", "code", "bases"}
     16384      end
 
-1.1 had nothing between 176 and 192, 1.0 neither at 24 and between 208 and 256, and left those words zero; their readers
-skip them. An older writer leaves them as the agent made them, unknown.
+1.2 had nothing at 248, 1.1 neither between 176 and 192, 1.0 neither at 24 and between 208 and 256, and left those
+words zero; their readers skip them. An older writer leaves them as the agent made them, unknown.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ JOINING = "init_process_group"
 """The name of the barrier in phase STARTING: torch's function in which all ranks wait for each other."""
 SIZE = 16 * 1024
 MAGIC = b"ELASTICD"
-MAJOR, MINOR = 1, 2
+MAJOR, MINOR = 1, 3
 STOP, HOLD = 1, 2
 """What an agent may ask for; a worker that does not know HOLD takes it for nothing."""
 REQUEST_KIND = 0xFF
@@ -74,17 +75,14 @@ has the last one to itself.
 
 # Indices into the map seen as 64-bit words (Q, q) and as 32-bit words (I).
 _REQUEST, _DUMP_WANTED, _SEQ, _STEP, _PROGRESS, _FIRST_STEP, _STARTED = 2, 3, 8, 9, 10, 11, 12
-_PHASE, _SOURCE = 26, 27
-_STATE = 13  # both of them, in one word
+_PHASE, _SOURCE, _STATE = 26, 27, 13  # the last one, of 64 bits, is both of them
 _BARRIER_MS, _PID = 22, 23
-_COLLECTIVES, _ALIVE, _USUAL, _WAITED, _TIMEOUT, _ISSUED_AT_STEP, _DUMPED = 24, 25, 26, 27, 28, 29, 30
-_UNKNOWN = -1
-_MOST_MS = 1 << 40
-_BARRIER, _BARRIER_BYTES = 112, 64
-_WORDS_AT = 256
+_COLLECTIVES, _ALIVE, _USUAL, _WAITED, _TIMEOUT, _ISSUED_AT_STEP, _DUMPED, _MOVED = 24, 25, 26, 27, 28, 29, 30, 31
+_UNKNOWN, _MOST_MS = -1, 1 << 40
+_BARRIER, _BARRIER_BYTES, _WORDS_AT = 112, 64, 256
 _WORDS_ROOM = SIZE - _WORDS_AT - 4
-_HEADER = struct.Struct("<8sIIQ40x QqQQQII64sQQ qQqQQqQ8x I")
-_NOTHING_ISSUED = (_UNKNOWN, 0, _UNKNOWN, 0, 0, _UNKNOWN, 0)
+_HEADER = struct.Struct("<8sIIQ40x QqQQQII64sQQ qQqQQqQQ I")
+_NOTHING_ISSUED = (_UNKNOWN, 0, _UNKNOWN, 0, 0, _UNKNOWN, 0, 0)
 # A writer killed between two stores leaves `seq` odd for good: after this many looks the words are taken as they are.
 # One that has only lost its core to somebody else gets it back if the later looks make room.
 _LOOKS, _HASTY_LOOKS = 16, 4
@@ -117,7 +115,7 @@ class Beat:
     `issued_at_step` until its end, -1: unknown. `timeout_s` is that group's own, 0: unknown. `alive` counts while the
     background thread gets the GIL, 0: there is none; `waited` counts its pulses that saw the rank wait for
     others. `dumped` is the answer to `want_dump`. `barrier_s` is the timeout that the script gave the barrier it waits
-    at, 0: none. `pid` is the worker's own, which a worker in a process namespace of its own knows by another number.
+    at, 0: none. `pid`: as the worker's own process namespace knows it. `moved`: pulses that saw the main thread move.
     """
 
     step: int = 0
@@ -138,6 +136,7 @@ class Beat:
     dumped: int = 0
     barrier_s: float = 0.0
     pid: int = 0
+    moved: int = 0
 
 
 def create(path: str | os.PathLike[str]) -> None:
@@ -226,13 +225,14 @@ class BeatWriter:
         os.register_at_fork(after_in_child=forked)  # after `_mute`: a child's steps reach nobody
         return step
 
-    def pulse(self, issued: int, timeout_ms: int, waits: bool = False) -> None:
+    def pulse(self, issued: int, timeout_ms: int, waits: bool = False, moved: bool = False) -> None:
         """The background thread got the GIL; `issued` and `timeout_ms` are the default process group's.
 
-        `waits`: the training thread was seen to wait for others.
+        `waits`: the training thread was seen to wait for others; `moved`: at another place than by the pulse before.
         """
         words, signed = self._words, self._signed
         words[_ALIVE] += 1
+        words[_MOVED] += moved
         signed[_COLLECTIVES] = issued
         words[_TIMEOUT] = timeout_ms
         if issued < signed[_ISSUED_AT_STEP]:  # the group has gone, or another one counts
@@ -331,7 +331,7 @@ class BeatReader:
         minor, request, _, step, progress, first, started, phase, source, name, barrier_ms, pid, *counts, length = (
             fields
         )
-        issued, alive, usual, waited, timeout_ms, at_step, dumped = counts if minor else _NOTHING_ISSUED
+        issued, alive, usual, waited, timeout_ms, at_step, dumped, moved = counts if minor else _NOTHING_ISSUED
         if minor > MINOR:
             # A newer layout may know more phases and sources; what counts here is that the worker runs.
             phase = phase if phase in tuple(Phase) else Phase.STEP
@@ -343,7 +343,7 @@ class BeatReader:
         barrier = name.rstrip(b"\0").decode("utf-8", "replace")
         words = self._last_words(length) if length else None
         seen = (step, progress, first, started, where, who, issued, alive, barrier, request, words)
-        return Beat(*seen, usual, waited, timeout_ms / 1000, at_step, dumped, barrier_ms / 1000, pid)
+        return Beat(*seen, usual, waited, timeout_ms / 1000, at_step, dumped, barrier_ms / 1000, pid, moved)
 
     def _last_words(self, length: int) -> LastWords:
         if length > _WORDS_ROOM:

@@ -1,9 +1,10 @@
 """The background thread of a worker: ten times a second it writes into the beat what the training thread cannot say.
 
-It exists because a hung training thread is silent. The thread counts `alive` for as long as it gets the GIL, and writes
-how many collectives the default process group has issued, so that the rank the others wait for can be named. It says
-when the script waits for the others to make that group, so that one that never comes is missed, and when the script is
-over and only its exit handlers run; and it writes down what PyTorch's flight recorder holds when the agent asks.
+It exists because a hung training thread is silent. The thread counts `alive` for as long as it gets the GIL, and
+writes how many collectives the default process group has issued, so that the rank the others wait for can be named.
+It says when the script waits for the others to make that group, so that one that never comes is missed, whether its
+Python moves at all, so that a long evaluation is no dead kernel, and when the script is over and only its exit
+handlers run; and it writes down what PyTorch's flight recorder holds when the agent asks.
 
 It starts when torch has been imported: before that there is nothing to count, and a script could tell that its process
 has a second thread (/proc, and a DeprecationWarning at os.fork() from Python 3.12 on). Threading knows nothing of
@@ -55,6 +56,7 @@ class Pulse:
         self._collectives = Collectives()
         self._group: Callable[[], Any] = nothing  # a weak reference to the group seen last
         self._issued = UNKNOWN
+        self._place = (0, 0)
         self._timeout_ms = self._looks = 0
         self._leaving = self._joining = False
         self._main = threading.main_thread().ident or 0
@@ -105,7 +107,9 @@ class Pulse:
     def _pulse(self) -> None:
         used = self._used_ns()
         issued = self._look()
-        self._writer.pulse(issued, self._timeout_ms, issued > 0 and self._waits(used))
+        file, place = self._stands()
+        moved, self._place = place != self._place, place
+        self._writer.pulse(issued, self._timeout_ms, issued > 0 and self._waits(file, used), moved)
         if not self._leaving and script_is_over():
             self._leaving = True
             self._writer.phase(Phase.EXIT)
@@ -115,10 +119,13 @@ class Pulse:
                 dump(self._dump_to)
             self._writer.dumped = wanted
 
-    def _waits(self, used_ns: int) -> bool:
-        """The main thread, which had used so much of a processor when this pulse began, waits for other ranks."""
+    def _stands(self) -> tuple[str, tuple[int, int]]:
+        """The file that the main thread's innermost Python frame is of, and the place in its code."""
         frame = sys._current_frames().get(self._main)
-        file = "" if frame is None else frame.f_code.co_filename
+        return ("", (0, 0)) if frame is None else (frame.f_code.co_filename, (id(frame.f_code), frame.f_lasti))
+
+    def _waits(self, file: str, used_ns: int) -> bool:
+        """The main thread, in that file, and with so much processor time when this pulse began, waits for others."""
         if file.endswith(_BACKWARD):
             return used_ns == self._used_ns()
         return any(part in file for part in _WAITS_IN)

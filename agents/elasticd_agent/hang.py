@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from elasticd_agent.blame import LONG_KERNEL_S, blame
 from elasticd_agent.config import Policy
 from elasticd_agent.observation import Report
-from elasticd_agent.ranks import Place, Rank, names
+from elasticd_agent.ranks import FLOW_BYTES_PER_S, Place, Rank, names
 
 __all__ = ["Healthy", "Hung", "Place", "Suspect", "Verdict", "judge", "suspect"]
 
@@ -178,6 +178,10 @@ def _quiet(
     found = blame(live, ended, len(set(nodes)))
     if found.culprits and all(rank.seen.state == "T" for rank in found.culprits):
         return _stopping(found.culprits, policy, of=0.0) or Suspect(found.why)  # it has a time of its own
+    sends = [rank for rank in live if rank.bytes_per_s > FLOW_BYTES_PER_S]
+    if found.cause == "network" and sends and quiet_s < ceiling_s:
+        moving = f"{sends[0].named()} moves {sends[0].bytes_per_s / 1e6:.0f} MB/s"
+        return Suspect(f"slow, not hung: {found.why}; but {moving}; it may take {ceiling_s:g} s")
     # Nobody waits for a rank whose peers are done: a last upload may be idle for as long as one without a checkpoint.
     # Nor does a restart help who waits at the same place of the same step again: perhaps the script means to.
     again = last_s > 0 and found.cause in ("blocked", "everyone", "exiting")

@@ -30,7 +30,8 @@ class RankSeen(Record):
     From its beat: `phase`, `step`, `collectives` issued by the default process group (-1: nobody could count them),
     `usual` of them during its last finished step (-1), `barrier`, the timeout `barrier_s` that the script gave that (0:
     none), the group's `timeout_s` (0: unknown). `idle_s`: since any of these last changed. `alive_s`: since its
-    background thread last counted, which it cannot while the GIL is held (-1: it never has). From /proc: `state` ("R",
+    background thread last counted, which it cannot while the GIL is held (-1: it never has). `moved_s`: since that
+    thread last saw the main thread's Python go from one place to another (-1: it never has). From /proc: `state` ("R",
     "S", "D", "T", "t", "Z", "X" ending, "" unknown), and for how long it has been "T"; `cpu_s` and `io_bytes` of its
     process tree over the last `window_s`. From its stack: `where`, the `function` that says so, and `stack`, the same
     for equal stacks. `evidence`: on disk. `exited`: ended with code 0.
@@ -47,6 +48,7 @@ class RankSeen(Record):
     timeout_s: float = 0.0
     idle_s: float = 0.0
     alive_s: float = -1.0
+    moved_s: float = -1.0
     state: str = ""
     stopped_s: float = 0.0
     cpu_s: float = 0.0

@@ -16,6 +16,8 @@ BUSY_CORES = 0.1
 """A process tree that uses more of a core than this works. What only waits, its pulse included, uses under 0.02."""
 BUSY_BYTES_PER_S = 64 * 1024
 """Or that reads or writes more than this: log lines and progress bars are a tenth of it, the slowest disk is more."""
+FLOW_BYTES_PER_S = 1024 * 1024
+"""A collective that sends more than this goes on; of gloo's traffic /proc counts what is sent, of NCCL's nothing."""
 GIL_S = 1.0
 """The pulse comes ten times a second; on a crowded machine it was never seen to be this late."""
 
@@ -68,6 +70,16 @@ class Rank:
         return seen.state not in ("t", "X") and seen.alive_s >= max(GIL_S, seen.idle_s / 2)
 
     @property
+    def goes_on(self) -> bool:
+        """True if its Python was seen to move for half the time at least that it has made no progress.
+
+        It evaluates on its device, or in collectives of a group that nobody counts. Barriers of ours are left out: they
+        look again and again.
+        """
+        seen = self.seen
+        return seen.where in ("collective", "device") and not self.at_barrier and 0 <= seen.moved_s < seen.idle_s / 2
+
+    @property
     def cores(self) -> float:
         return self.seen.cpu_s / self.seen.window_s if self.seen.window_s > 0 else 0.0
 
@@ -79,12 +91,13 @@ class Rank:
     def busy(self) -> bool:
         """True if it works outside of any wait: then it is slow, not hung, for as long as a rank may be slow.
 
-        One that could run but got no CPU, one that a debugger holds, and one that is ending count as busy.
+        One that could run but got no CPU, one that a debugger holds, and one that is ending count as busy. So does one
+        that is seen in a wait, but not in the same one all the time.
         """
         if self.seen.state in ("t", "X"):
             return True
         if self.inside and not self.holds_gil:
-            return False
+            return self.goes_on
         return self.seen.state == "R" or self.cores > BUSY_CORES or self.bytes_per_s > BUSY_BYTES_PER_S
 
     @property
@@ -118,6 +131,8 @@ class Rank:
             return f"is held by a debugger{where}{phase}, {idle}"
         if self.holds_gil:
             return f"holds the GIL{where}{phase}, using {self.cores:.0%} of a core, for {seen.alive_s:.1f} s"
+        if self.goes_on:
+            return f"goes on without a step, at the moment in {_wait(seen)}{phase}, {idle}"
         if self.inside:
             return f"waits in {_wait(seen)}{phase} {idle}"
         if self.busy:

@@ -75,6 +75,8 @@ class _Ages:
     idle_s: float = 0.0
     alive: int = 0
     alive_s: float = -1.0
+    moved: int = 0
+    moved_s: float = -1.0
     stopped_s: float = 0.0
 
     def of_beat(self, beat: Beat, passed_s: float, now: float) -> None:
@@ -88,6 +90,10 @@ class _Ages:
             self.alive, self.alive_s = beat.alive, 0.0 if beat.alive else -1.0
         elif self.alive_s >= 0:
             self.alive_s += passed_s
+        if beat.moved != self.moved:
+            self.moved, self.moved_s = beat.moved, 0.0
+        elif self.moved_s >= 0:
+            self.moved_s += passed_s
 
     def of_state(self, state: str, passed_s: float) -> None:
         self.stopped_s = self.stopped_s + passed_s if state == "T" else 0.0
@@ -219,6 +225,7 @@ class Watch:
             timeout_s=beat.timeout_s,
             idle_s=ages.idle_s,
             alive_s=ages.alive_s,
+            moved_s=ages.moved_s,
             state=state,
             stopped_s=ages.stopped_s,
             exited=rank in self._exited,

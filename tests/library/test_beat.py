@@ -72,7 +72,7 @@ def test_every_field_lies_where_the_docstring_says(path: Path) -> None:
     writer.phase(Phase.BARRIER, "gate")
     writer.last_words(LastWords("exit"))
     raw = path.read_bytes()
-    assert struct.unpack_from("<8sII", raw) == (b"ELASTICD", 1, 2)
+    assert struct.unpack_from("<8sII", raw) == (b"ELASTICD", 1, 3)
     seen = read(path)
     assert struct.unpack_from("<qQQQII", raw, 72) == (
         *(-7, seen.progress_ns, seen.first_step_ns, seen.started_ns),
@@ -80,7 +80,7 @@ def test_every_field_lies_where_the_docstring_says(path: Path) -> None:
     )
     length = struct.unpack_from("<I", raw, 256)[0]
     assert raw[260 : 260 + length].startswith(b'{"kind": "exit"')
-    words = {192: "collectives", 200: "alive", 208: "usual", 216: "waited", 232: "issued_at_step"}
+    words = {192: "collectives", 200: "alive", 208: "usual", 216: "waited", 232: "issued_at_step", 248: "moved"}
     for at, name in words.items():
         overwrite(path, at, struct.pack("<q", 12345 + at))
         assert getattr(read(path), name) == 12345 + at

@@ -42,6 +42,9 @@ def test_it_counts_what_the_default_group_issues_and_who_waits(start: Any, wait_
     wait_for(lambda: beats[0]().collectives == 8 and beats[1]().collectives == 7, "rank 1 to stop between two")
     wait_for(lambda: beats[0]().waited > before[0] + 3, "rank 0 to wait")
     assert beats[1]().waited == before[1], "rank 1 is the one that is waited for"
+    moved = [read().moved for read in beats]
+    wait_for(lambda: beats[1]().moved > moved[1] + 2, "rank 1, which looks again and again, to be seen to move")
+    assert beats[0]().moved == moved[0], "rank 0 is inside of a call"
     assert [flight_of(rank, wait_for) for rank in job.ranks] == [(8, False), (7, True)]
     go(3)
     wait_for(lambda: [read().collectives for read in beats] == [9, 8], "rank 1 to stop before the first of two")
