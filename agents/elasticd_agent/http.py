@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from elasticd.errors import UsageError
+from elasticd_agent.addresses import joined
 from elasticd_agent.listener import Listener
 
 DEFAULT_ADDRESS = "127.0.0.1"
@@ -51,6 +52,7 @@ class NullServer:
     """The server of an agent without --metrics-port."""
 
     address: tuple[str, int] | None = None
+    url = ""
 
     def close(self, within: float = 2.0) -> bool:
         return True
@@ -71,6 +73,7 @@ class HttpServer:
             raise UsageError(f"--metrics-port {port}: {address} port {port}: {why}; {advice}") from error
         host, bound = self._listener.server_address[:2]
         self.address: tuple[str, int] | None = (str(host), int(bound))
+        self.url = f"http://{joined(*self.address)}"
         self._listener.start()
 
     def close(self, within: float = 2.0) -> bool:

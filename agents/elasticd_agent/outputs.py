@@ -79,9 +79,8 @@ class Outputs(contextlib.ExitStack):
         )
         server = open_server(self._settings.metrics_addr, self._settings.metrics_port, pages)
         self.callback(server.close)
-        if server.address is not None:
-            host, port = server.address
-            self.story.said(f"metrics at http://{host}:{port}/metrics")
+        if server.url:
+            self.story.said(f"metrics at {server.url}/metrics")
 
 
 def taking_part(loop: Loop) -> tuple[bool, str]:

@@ -138,6 +138,8 @@ def test_an_address_that_cannot_be_had_is_a_usage_error(address: str, port: int)
 def test_ipv6() -> None:
     made = HttpServer("::1", 0, pages())
     assert ask(made, "/healthz")[0] == 200
+    assert made.address
+    assert made.url == f"http://[::1]:{made.address[1]}", "as a browser, or curl, takes it"
     assert made.close()
 
 

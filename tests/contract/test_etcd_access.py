@@ -19,6 +19,7 @@ import pytest
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.config import Tls
 from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.store.etcd_first_contact import context, shake_hands
 from tests.etcd import Authority, EtcdServers, etcd_servers
 
 Until = Callable[[Callable[[], object], float], object]
@@ -307,3 +308,10 @@ def test_one_good_endpoint_is_enough(authority: Authority) -> None:
         for _ in range(6):  # which one is asked first is chance
             with opened([("127.0.0.1", 1), wrong, *etcd.endpoints]) as store:
                 assert store.compare_and_swap("k", None, b"") or store.delete("k")
+
+
+def test_an_ipv6_endpoint_is_written_as_a_person_has_to_write_it() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(StoreUnavailable, match=rf"https://\[::1\]:{port} cannot be reached"):
+        shake_hands("::1", port, context(Tls()), SOON_S)

@@ -13,6 +13,7 @@ import threading
 import time
 
 from elasticd.errors import StoreRefused, StoreUnavailable
+from elasticd_agent.addresses import joined
 from elasticd_agent.certificate_files import trusting
 from elasticd_agent.config import Tls
 from elasticd_agent.store.etcd_verdicts import not_an_etcd
@@ -47,7 +48,7 @@ def _no_passphrase() -> str:
 
 def shake_hands(host: str, port: int, tls: ssl.SSLContext, timeout_s: float) -> None:
     """Returns when the endpoint speaks TLS, we trust it and it accepts us. Raises StoreRefused or StoreUnavailable."""
-    where = f"https://{host}:{port}"
+    where = f"https://{joined(host, port)}"
     deadline = time.monotonic() + timeout_s
     try:
         with _connected(host, port, deadline) as plain, tls.wrap_socket(plain, server_hostname=host) as secure:
@@ -79,7 +80,7 @@ def shake_hands(host: str, port: int, tls: ssl.SSLContext, timeout_s: float) -> 
 
 def doubt(host: str, port: int, timeout_s: float) -> str | None:
     """Why a plain endpoint that accepts connections is not what we were told; None: nothing speaks against it."""
-    where = f"{host}:{port}"
+    where = joined(host, port)
     deadline = time.monotonic() + timeout_s
     try:
         said = _answer(host, port, deadline)
