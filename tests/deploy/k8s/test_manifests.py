@@ -10,7 +10,7 @@ import re
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,33 @@ def test_a_misspelled_field_would_be_found() -> None:
     assert wrong([broken], VERSIONS[0])
 
 
+@pytest.mark.parametrize("path", EVERY)
+def test_an_api_server_keeps_it_as_it_is_written(path: str) -> None:
+    """What a real one stored otherwise: `kubectl diff -k` was never empty, and `apply --server-side` was refused."""
+    for found in rendered(path):
+        who = f"{found['kind']} {found['metadata']['name']}"
+        assert [value for value in values(found) if value == []] == [], f"{who}: forgotten, and different ever after"
+        assert "globalDefault" not in found, f"{who}: false is forgotten"
+        for name, quantity in quantities(found):
+            assert isinstance(quantity, str), f"{who}: {name} becomes {str(quantity)!r}"
+    ports = [port for service in of_kind(rendered(path), "Service") for port in service["spec"]["ports"]]
+    ports += [port for pod in pods(rendered(path)) for c in pod.containers for port in c.get("ports", ())]
+    assert [port for port in ports if port.get("protocol") != "TCP"] == [], "part of a port's key"
+
+
+def values(of: Any) -> Iterator[Any]:
+    yield of
+    for inner in of.values() if isinstance(of, dict) else of if isinstance(of, list) else ():
+        yield from values(inner)
+
+
+def quantities(of: Object) -> Iterator[tuple[str, Any]]:
+    for found in values(of):
+        if isinstance(found, dict) and isinstance(found.get("resources"), dict):
+            for kind in ("requests", "limits"):
+                yield from found["resources"].get(kind, {}).items()
+
+
 def test_components_add_up(tmp_path: Path) -> None:
     there = os.path.relpath(K8S, tmp_path.resolve())
     names = ("prometheus", "rdma", "host-network", "runtime-class")
@@ -128,7 +155,7 @@ def test_what_is_asked_of_the_cluster(name: str) -> None:
     found = overlay(name)
     pod = agents(found)
     container = pod.container("agent")
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod.spec["tolerations"]
     assert pod.spec["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
     assert "runtimeClassName" not in pod.spec, "only as an option"
@@ -222,7 +249,7 @@ def test_host_network_asks_the_clusters_names_and_leaves_others_ports_alone() ->
 
 def test_rdma_is_given_adapters_and_looks_at_the_limit() -> None:
     pod = agents(overlay("rdma"))
-    limits = {"nvidia.com/gpu": 8, "rdma/rdma_shared_device_a": 1}
+    limits = {"nvidia.com/gpu": "8", "rdma/rdma_shared_device_a": "1"}
     assert pod.container("agent")["resources"]["limits"] == limits
     script = pod.container("memlock")["command"]
     done = subprocess.run(["bash", "-c", 'ulimit -l 64; exec "$@"', "-", *script], capture_output=True, text=True)
