@@ -91,8 +91,12 @@ COMMANDS = "this node's [limits] commands: TREE/allowed/, TREE/other/one"
                 {"env": {name: "x"}},
                 f"env.{name}: can make a command run other code; it cannot be given where",
             )
-            for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "PYTHONPATH", "PYTHONSTARTUP", "PATH", "BASH_ENV")
+            for name in (
+                *("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "PYTHONPATH", "PYTHONSTARTUP", "PATH", "BASH_ENV"),
+                *("OPENSSL_CONF", "NCCL_NET_PLUGIN", "CUDA_INJECTION64_PATH", "CC", "TRITON_PTXAS_PATH"),
+            )
         ),
+        ("train.py", {"env": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}}, None),
     ],
 )
 def test_commands(tree: Path, script: str, more: dict[str, Any], says: str | None) -> None:

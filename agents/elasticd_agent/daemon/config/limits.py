@@ -21,7 +21,11 @@ from elasticd_agent.launcher.preload import script_of
 if TYPE_CHECKING:
     from elasticd_agent.daemon.config.settings import Limits
 
-_RUNS_OTHER_CODE = re.compile("LD_.*|PYTHON.*|PATH|BASH_ENV|ENV|GCONV_PATH|TORCH.*LIB.*|TMPDIR|HOME")
+_RUNS_OTHER_CODE = re.compile(
+    "LD_.*|PYTHON.*|PATH|BASH_ENV|ENV|GCONV_PATH|TORCH.*LIB.*|TMPDIR|HOME"
+    "|OPENSSL_.*|NCCL_.*PLUGIN.*|.*_INJECTION64_PATH|UCX_MODULE_DIR|FI_PROVIDER_PATH"  # libraries that are loaded
+    "|CC|CXX|TRITON_.*|TORCHINDUCTOR_.*|TORCH_EXTENSIONS_DIR"  # what torch.compile runs, and finds compiled
+)
 """Variables by which an allowed command can be made to run something else."""
 
 
