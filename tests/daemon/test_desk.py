@@ -494,6 +494,13 @@ def test_certificates_of_nodes_without_lasting_addresses_are_for_one_name(serve:
             Peers(lambda: n1.token, True, ca, name).ask(joined(*n1.address), "GET", "/v1/jobs")
 
 
+def test_of_more_nodes_than_can_be_asked_the_others_are_not_called_silent() -> None:
+    said = Peers(lambda: None).ask_all({f"n{i}": "" for i in range(300)}, "GET", "/v1/here/jobs/llama")
+    assert len(said) == 300
+    assert said["n255"] == "its daemon has no address that others reach"
+    assert said["n256"] == said["n299"] == "not asked: 256 nodes are at once"
+
+
 def test_a_node_that_is_away_is_named_and_what_others_know_is_shown(serve: Serve) -> None:
     n1, n2 = two(serve)
     n2.server.close()

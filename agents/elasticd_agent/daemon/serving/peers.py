@@ -88,5 +88,6 @@ class Peers:
         meanwhile()
         for thread in threads:
             thread.join(max(0.0, until + 0.5 - time.monotonic()))
-        silent = f"it did not answer within {within_s:.0f} s"
-        return {node: answers.get(node, silent) for node in list(addresses)[:MOST_NODES]}
+        silent, most = f"it did not answer within {within_s:.0f} s", f"not asked: {MOST_NODES} nodes are at once"
+        asked = list(addresses)[:MOST_NODES]
+        return {node: answers.get(node, silent) if node in asked else most for node in addresses}
