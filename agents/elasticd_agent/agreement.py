@@ -95,6 +95,18 @@ def unlike(mine: bytes, theirs: bytes, say: Callable[[str], None]) -> str | None
         return "what its first node has written of itself cannot be understood"
 
 
+def later(mine: bytes, theirs: bytes) -> bool:
+    """True if both are runs of one job that are counted, and `mine` is the later one: by then `theirs` is over.
+
+    So count daemons, which let nobody hand in a job that has not ended, and Slurm, which requeues what it has ended.
+    """
+    try:
+        runs = [str(json.loads(document).get("run")) for document in (mine, theirs)]
+    except (ValueError, AttributeError, RecursionError):
+        return False
+    return all(run.isascii() and run.isdecimal() for run in runs) and int(runs[0]) > int(runs[1])
+
+
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """One phrase naming every field in which two documents must not differ and do; or "".
 

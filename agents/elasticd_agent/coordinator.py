@@ -33,7 +33,7 @@ from elasticd_agent.news import (
 )
 from elasticd_agent.observation import Report
 from elasticd_agent.planner import Planner
-from elasticd_agent.presence import Presence, Renewed, Reports, Sight, agree
+from elasticd_agent.presence import Agreement, Presence, Renewed, Reports, Sight, agree
 from elasticd_agent.reach import Reach
 from elasticd_agent.store import Store, Versioned, Watch
 from elasticd_agent.view import Wait
@@ -78,7 +78,7 @@ class Coordinator:
         self._keep_lines = keep_lines
         self._hung_up: deque[str] = deque()
         self._store, self._keys, self._policy, self._planner = store, keys, policy, planner
-        self._agree: Callable[[], None] = lambda: agree(store, keys, agreed, differences)
+        self._agreement = Agreement(lambda: agree(store, keys, agreed, differences), policy.join_timeout_s, planner.say)
         self._concerning = keys.round, keys.planner, keys.master(), keys.hold, keys.suspect
         self._may_plan, self._others_plan, self._one_key = may_plan, others_plan, one_key
         self._me = record.id, record.incarnation
@@ -103,7 +103,6 @@ class Coordinator:
         self._away_since: float | None = None
         self._tries = 0
         self._last_turn = float("-inf")
-        self._agreed_on = False
         self._news: list[News] = []
         self._rejected = self._awaited = ""
         self._rejected_at = 0.0
@@ -182,9 +181,8 @@ class Coordinator:
             # Once the group has made a step, nobody looks for its store any more.
             number, stepped = (self._round.number if self._round else 0), self._presence.record.stepped
             self._reports.again(number, without=self._keys.master(stepped))
-        if not self._agreed_on:
-            self._agree()
-            self._agreed_on = True
+        if not self._agreement.reached(now):
+            return now + CONFLICT_S
         self._listen()
         if not self._here(now, check=again and not self.plans):
             return now + CONFLICT_S
@@ -214,7 +212,7 @@ class Coordinator:
         self._read_again()
         self._presence.renew_at = now
         away_s = now - self._away_since
-        if not self._agreed_on and away_s >= min(FIRST_CONTACT_S, self._policy.join_timeout_s):
+        if not self._agreement.done and away_s >= min(FIRST_CONTACT_S, self._policy.join_timeout_s):
             self._news.append(Rejected(f"no answer from the store within {away_s:.0f} s: {why}"))
         elif away_s >= self._policy.store_away_s:
             self._news.append(StoreAbandoned(f"the store has been away for {away_s:.0f} s: {why}", now))

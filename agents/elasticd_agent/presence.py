@@ -15,12 +15,15 @@ from typing import Any
 
 from elasticd.errors import StoreRefused
 from elasticd.wire import NodeRecord, Round
+from elasticd_agent.agreement import later
 from elasticd_agent.config import Policy
 from elasticd_agent.keys import Keys, understood
 from elasticd_agent.knock import Answered, Refused
 from elasticd_agent.observation import Report
 from elasticd_agent.store import Lease, Store
 
+_UNSAID, _UNSAID_CODE = "a later run of this job has come, and nobody of this one is left", 143
+"""As a shell says it of SIGTERM: somebody wanted it to end."""
 Renewed = Callable[[float, float | None], None]
 """Hears how long a lease lives, and how long it was tried to renew it; None: it has just been granted."""
 
@@ -34,18 +37,53 @@ def renewed(lease: Lease, tell: Renewed) -> bool:
         tell(lease.ttl_s, time.monotonic() - began)
 
 
-def agree(store: Store, keys: Keys, agreed: bytes, differences: Callable[[bytes, bytes], str | None]) -> None:
-    """The first agent of a job says what it is; every other one compares. Raises StoreRefused for another job."""
+def agree(store: Store, keys: Keys, agreed: bytes, differences: Callable[[bytes, bytes], str | None]) -> str:
+    """The first agent of a job says what it is; every other one compares. Raises StoreRefused for another job.
+
+    Returns who of an earlier run has to leave first, "" once nobody has. One of which nobody is left may never have
+    said its end: all of its nodes were killed, or each of them left to another one to say so. Then it is said here.
+    """
     found = store.read(keys.spec)
     if found is None:
-        if not store.compare_and_swap(keys.spec, None, agreed):
-            agree(store, keys, agreed, differences)
-    elif found.value != agreed and (why := differences(agreed, found.value)) is not None:
-        stored = store.read(keys.round)
-        if stored is None or not understood(Round, keys.round, stored.value).terminal:
+        return "" if store.compare_and_swap(keys.spec, None, agreed) else agree(store, keys, agreed, differences)
+    if found.value == agreed or (why := differences(agreed, found.value)) is None:
+        return ""
+    stored = store.read(keys.round)
+    last = None if stored is None else understood(Round, keys.round, stored.value)
+    if last is None or not last.terminal:
+        if not later(agreed, found.value):
             raise StoreRefused(f"job {keys.job!r} runs with another command: {why}")
-        if not store.compare_and_swap(keys.spec, found.version, agreed):
-            agree(store, keys, agreed, differences)
+        if left := sorted(key.removeprefix(keys.nodes) for key in store.list(keys.nodes)):
+            return f"an earlier run of this job has not left {', '.join(left)}"
+        if stored is not None and last is not None:
+            over = replace(last, number=last.number + 1, members=(), resume=None, cause="", reason=_UNSAID)
+            over = replace(over, outcome="stopped", exit_code=_UNSAID_CODE)
+            if not store.compare_and_swap(keys.round, stored.version, over.to_json()):
+                return agree(store, keys, agreed, differences)
+    done = store.compare_and_swap(keys.spec, found.version, agreed)
+    return "" if done else agree(store, keys, agreed, differences)
+
+
+class Agreement:
+    """`reached` belongs to one thread. `ask` is `agree`; who waits for an earlier run does so for a bounded time."""
+
+    def __init__(self, ask: Callable[[], str], within_s: float, say: Callable[[str], None]) -> None:
+        self._ask, self._within_s, self._say = ask, within_s, say
+        self._until: float | None = None
+        self.done = False
+
+    def reached(self, now: float) -> bool:
+        """True once this node is of one mind with the others. Raises StoreRefused."""
+        if self.done:
+            return True
+        if not (why := self._ask()):
+            self.done = True
+        elif self._until is None:
+            self._until = now + self._within_s
+            self._say(f"{why}; it is waited for")
+        elif now >= self._until:
+            raise StoreRefused(f"{why}, for {self._within_s:g} s (join_timeout)")
+        return self.done
 
 
 class Presence:

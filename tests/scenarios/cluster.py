@@ -146,6 +146,7 @@ class Cluster:
         )
         record = NodeRecord(name, incarnation, f"{label}:{port}", tuple(range(self.slots)), "d", highest, role=role)
         asked = {"role": role, "args": [], "min_nodes": self.asked.min_nodes, "max_nodes": self.asked.max_nodes}
+        asked["run"] = self.asked.run
         agreed = way.written(json.dumps({"version": VERSION, **asked}).encode())
         say = planner.say
         coordinator = Coordinator(way, self.keys, self.policy, record, planner, agreed, lambda a, b: unlike(a, b, say))

@@ -1,6 +1,6 @@
 """Runs a scenario of many nodes: lines that begin with '>' are what happens, those below each are what came of it.
 
-    > job nodes=2:3 holds             first line; also slots=N, and any number of Policy: adopt_timeout_s=5
+    > job nodes=2:3 holds             first line; also slots=N, run=N, any number of Policy: adopt_timeout_s=5
     > start a b c                     agents start; b2=b: labelled b2, says it is node b; c:eval: with --role eval
                                       c@1.1: an elasticd one minor version newer, whose records have a field more
     > kill b | vanish b               its processes end; or the machine, and nothing resets a connection any more
@@ -51,11 +51,11 @@ class Told:
         options = dict(w.partition("=")[::2] for w in words)
         fewest, _, most = options.pop("nodes").partition(":")
         holds = options.pop("holds", None) is not None
-        slots = int(options.pop("slots", 1))
+        slots, run = int(options.pop("slots", 1)), options.pop("run", "")
         kinds = {f.name: f.type for f in fields(Policy)}
         numbers = {name: _number(kinds[name], text) for name, text in options.items()}
         policy = replace(Policy(), **numbers)
-        asked = Asked(1, slots, int(fewest), int(most or fewest), policy.last_call_s)
+        asked = Asked(1, slots, int(fewest), int(most or fewest), policy.last_call_s, run)
         self.cluster = Cluster(asked, policy, slots, holds)
         self.at = self.shown_at = self.cluster.now
         self._requests: dict[str, int] = {}
