@@ -19,6 +19,7 @@ else:
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+HANGS = (ROOT / "docs/hangs.md").read_text().partition("\n## Measured")[2]
 MEASURED = (ROOT / "docs" / "measured.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -60,10 +61,13 @@ def test_the_commands_of_its_table_are_understood() -> None:
 
 
 def test_its_figures_are_those_that_were_measured() -> None:
-    """Of the first table row by row; of the second, which is put together from several, cell by cell."""
+    """Of the first table row by row; of the second, which is put together from several, cell by cell; so of the hangs."""
     section = README.partition("\n## Measured")[2].partition("\n## ")[0]
-    first, second = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    first, second, hangs = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert first in MEASURED
+    told = re.findall(r"\d+\.\d+ \(\d+\.\d+\)|never", hangs.replace("**", ""))
+    assert len(told) >= 14
+    assert set(told) <= set(re.findall(r"\d+\.\d+ \(\d+\.\d+\)|never", HANGS)), "docs/hangs.md says otherwise"
     figures = set(re.findall(r"\d+\.\d+", second + section.partition("Without faults")[2].partition("\n\n")[0]))
     assert len(figures) >= 8
     assert figures <= set(re.findall(r"\d+\.\d+", MEASURED))

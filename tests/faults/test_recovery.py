@@ -114,6 +114,7 @@ def test_the_stores_port_is_the_one_asked_for_in_every_round(job: StartJob) -> N
 
 def test_the_template_dies_while_it_imports(job: StartJob) -> None:
     run = job("train.py", "100000")
+    run.event("round_published", round=1)  # before that nobody waits for the template, and another one may come in time
     os.kill(run.helper("templ"), signal.SIGKILL)
     run.step(2, round=1)
     assert not run.event("group_started", round=1)["warm"]
