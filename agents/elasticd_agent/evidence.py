@@ -142,19 +142,21 @@ class Evidence:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._helper: subprocess.Popen[bytes] | None = None
-        self._busy = self._taking = self._keeping = self._dropped = self._closing = False
+        self._busy = self._taking = self._keeping = self._dropped = self._closing = self._said = False
         self._elsewhere: dict[Path, Path] = {}
 
     def gather(self, number: int, targets: Sequence[Target], final: Path, why: str) -> bool:
         """Begin; a Gathered is posted within the budget, or KEEP_S after it where gathering took all of it.
 
-        False: nothing begins, another one is still going on.
+        False: nothing begins; another one is still going on, or there can be no thread.
         """
         with self._lock:
             if self._busy or self._closing:
                 return False
             self._busy = True
-        self._ask(_Gather(number, tuple(targets), final, why, time.monotonic()))
+        if not self._ask(_Gather(number, tuple(targets), final, why, time.monotonic())):
+            self._busy = False
+            return False
         return True
 
     def write(self, number: int, name: str, text: str, final: Path) -> None:
@@ -188,11 +190,20 @@ class Evidence:
                     _kill(self._helper)
             self._thread.join(2 * REAP_S)
 
-    def _ask(self, what: _Gather | _Write) -> None:
+    def _ask(self, what: _Gather | _Write) -> bool:
         self._asked.put(what)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="elasticd-evidence", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="elasticd-evidence", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no room for another one: the job goes on, and it is tried again
+                if not self._said:  # a suspicious loop asks at every look
+                    _log.warning("evidence of round %d: %s", what.number, error)
+                self._said = True
+                self._asked.get_nowait()
+                return False
+            self._thread = thread
+        return True
 
     # --- in the thread ----------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 from elasticd_agent import procfs
@@ -210,6 +211,20 @@ def test_a_log_that_is_a_pipe_is_not_waited_for(
     assert b"no plain file" in kept
     assert b"last words" in kept
     assert len(kept) < 3000
+
+
+def test_where_no_thread_can_be_started_it_is_tried_again(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+) -> None:
+    """Whoever asks is the deciding thread: a full process table must not end the job's part on this node."""
+    asked = 1, [Target(0, worker(SLEEPS))], tmp_path / "log", ""
+    before = threading.stack_size(1 << 46)
+    try:
+        assert not evidence.gather(*asked)
+    finally:
+        threading.stack_size(before)
+    assert evidence.gather(*asked)
+    assert posted.get(timeout=30).ranks[0].source == "py-spy"
 
 
 def test_one_at_a_time(worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path) -> None:

@@ -43,6 +43,15 @@ def test_a_resolver_that_does_not_answer_holds_nobody_up() -> None:
     answered.set()
 
 
+def test_where_no_thread_can_be_started_what_was_known_counts() -> None:
+    own = OwnAddress(lambda: "10.0.0.1")
+    before = threading.stack_size(1 << 46)
+    try:
+        assert own() == "10.0.0.1"
+    finally:
+        threading.stack_size(before)
+
+
 def test_a_directory_that_another_node_is_just_naming_has_the_same_name_here(tmp_path: Path) -> None:
     path = tmp_path / ".directory-id"
     path.touch()

@@ -33,7 +33,10 @@ class Silent(Exception):
 
 
 def within(seconds: float, work: Callable[[], _Result]) -> _Result:
-    """The work's result, or what it raises; Silent when it takes longer: then its thread is left where it hangs."""
+    """The work's result, or what it raises; Silent when it takes longer: then its thread is left where it hangs.
+
+    Silent, too, where no thread can be started: nothing has answered, and whoever asks is not to end over it.
+    """
     results: list[_Result] = []
     errors: list[BaseException] = []
 
@@ -44,7 +47,10 @@ def within(seconds: float, work: Callable[[], _Result]) -> _Result:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="elasticd-explain", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise Silent(str(error)) from None
     thread.join(seconds)
     if errors:
         raise errors[0]

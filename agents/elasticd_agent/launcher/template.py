@@ -176,7 +176,7 @@ class Template:
 
     def unfit(self) -> str | None:
         """Why this process must not be forked, or None."""
-        threads = count_threads()
+        threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
             return f"preloading left {threads} threads: forking them could dead-lock"
         device = next((path for path in open_files() if path.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri"))), None)
@@ -345,10 +345,6 @@ def open_files() -> Iterator[str]:
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             yield os.readlink(f"/proc/self/fd/{fd}")
-
-
-def count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
