@@ -61,7 +61,7 @@ def test_the_commands_of_its_table_are_understood() -> None:
 
 
 def test_its_figures_are_those_that_were_measured() -> None:
-    """Of the first table row by row; of the second, which is put together from several, cell by cell; so of the hangs."""
+    """Of the first table row by row; of the second, put together from several, cell by cell; so of the hangs."""
     section = README.partition("\n## Measured")[2].partition("\n## ")[0]
     first, second, hangs = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert first in MEASURED
