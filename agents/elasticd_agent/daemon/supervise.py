@@ -13,7 +13,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 
@@ -144,4 +143,5 @@ def _how(code: int) -> str:
 
 def _say(sentence: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads it any more, or the disk is full
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} elasticd: {sentence}", file=sys.stderr, flush=True)
+        # Not by sys.stderr: what it could not write it would try again at our end, and that makes the exit code 120.
+        os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} elasticd: {sentence}\n".encode(errors="replace"))
