@@ -187,9 +187,10 @@ def lost(steps: list[Step]) -> list[tuple[int, int]]:
 
 def test_installed(service: Service) -> None:
     machine = service.machine
+    version = int(machine.says("systemctl", "--version").split()[1])
     assert machine.shows(UNIT, "User", "Type", "UnitFileState", "SubState") == {
         "User": "elasticd",
-        "Type": "notify",
+        "Type": "notify" if version < 253 else "notify-reload",
         "UnitFileState": "enabled",
         "SubState": "running",
     }
@@ -297,7 +298,7 @@ def test_an_agent_of_root_runs_jobs_as_their_users(service: Service) -> None:
     machine.run("sh", "-c", f"rm -rf {WORK}/* /var/lib/elasticd/*; useradd alice")
     machine.run("chown", "-R", "alice:", WORK)
     machine.write("/etc/elasticd/agent.toml", CONFIG.replace('id = "train"', 'id = "hers"\nuser = "alice"'))
-    machine.write(f"/etc/systemd/system/{UNIT}.d/root.conf", "[Service]\nUser=root\nCapabilityBoundingSet=~\n")
+    machine.write(f"/etc/systemd/system/{UNIT}.d/root.conf", "[Service]\nUser=\nCapabilityBoundingSet=~\n")
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "start", UNIT)
     service.trains(within=120)
