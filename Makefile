@@ -46,7 +46,7 @@ check: $(READY)  ## style, types, floors
 bench: $(READY)  ## recovery time, start time and overhead, side by side with torchrun
 	@$(BIN)/python benchmarks/recovery.py
 
-soak: $(READY)  ## 200 kills in a row, every way to hang and to be slow, 200 faults of nodes, network and store; needs root
+soak: $(READY)  ## 200 kills in a row, every way to hang and to be slow, 200 faults of nodes, network and store, 100 of agents; needs root
 	@$(BIN)/python benchmarks/soak.py
 
 fmt: $(READY)  ## format the code, fix what can be fixed

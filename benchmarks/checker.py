@@ -244,14 +244,18 @@ def no_sample_lost_or_repeated(evidence: Evidence) -> Iterator[str]:
     if upto:
         yield f"the chain of round {last['round']} ends at step {upto}, not at the beginning"
     seen: dict[int, Counter[int]] = defaultdict(Counter)
+    ledger = 0
     for number, step in reversed(lineage):
         lines = trained.get((number, step), [])
+        ledger = (ledger * 1_000_003 + sum((s + 1) ** 2 for line in lines for s in line["samples"])) % (2**61 - 1)
         ranks = sorted(line["rank"] for line in lines)
         world = lines[0]["world"] if lines else 0
         if ranks != list(range(world)) or not lines:
             yield f"step {step} of round {number} was made by ranks {ranks} of {world}"
         for line in lines:
             seen[line["epoch"]].update(line["samples"])
+    if ledger != last["ledger"]:
+        yield f"the last state says {last['ledger']} of the samples it was made of, the chain's add up to {ledger}"
     yield from _epochs(seen, evidence.samples)
 
 
@@ -296,11 +300,11 @@ def the_store_restarts_nobody(evidence: Evidence) -> Iterator[str]:
 def read(work: Path, samples: int) -> Evidence:
     """What a run left in its directory. Agents come in the order of their starts, which their directories number."""
     directories = sorted(work.glob("agent-*"), key=lambda path: int(path.name.split("-")[1]))
-    logs = [Log(path.name, path.name.split("-", 2)[2], tuple(_lines(path / "events.jsonl"))) for path in directories]
-    return Evidence(tuple(logs), tuple(_lines(work / "record")), tuple(_lines(work / "faults.jsonl")), samples)
+    logs = [Log(path.name, path.name.split("-", 2)[2], tuple(lines(path / "events.jsonl"))) for path in directories]
+    return Evidence(tuple(logs), tuple(lines(work / "record")), tuple(lines(work / "faults.jsonl")), samples)
 
 
-def _lines(path: Path) -> Iterable[Line]:
+def lines(path: Path) -> Iterable[Line]:
     """The last one may have been cut short by the fault."""
     whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
     return [json.loads(line) for line in whole.splitlines()]

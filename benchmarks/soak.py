@@ -1,9 +1,9 @@
-"""`make soak`: 200 kills in a row in one job, every way to hang, a quarter of an hour of what is only slow, and 200
-random faults in one job on several nodes.
+"""`make soak`: 200 kills in a row in one job, every way to hang, a quarter of an hour of what is only slow, 200 random
+faults in one job on several nodes, and 100 of agents with a stream of jobs.
 
 Exit code 1 if one was lost or stuck, a hang not found or somebody killed for being slow, or if a promise was broken. A
-seed gives the same faults again; when they strike depends on the machine. The last part needs root, for its hosts are
-network namespaces.
+seed gives the same faults again; when they strike depends on the machine. The job on several nodes needs root, for its
+hosts are network namespaces; the agents do without.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import hangs, recovery
+from benchmarks import daemon_soak, hangs, recovery
 from benchmarks.node_faults import soak, told
 from tests.multihost.net import missing
 
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hangs", type=int, default=1, help="of every way to hang (default %(default)s)")
     parser.add_argument("--slow-minutes", type=float, default=15.0, help="of what is only slow (default %(default)g)")
     parser.add_argument("--faults", type=int, default=200, help="in one job on several nodes (default %(default)s)")
+    parser.add_argument("--agents", type=int, default=100, help="faults of agents (default %(default)s)")
     parser.add_argument("--nodes", type=int, default=3, help="of the second job (default %(default)s)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the second job (default %(default)s)")
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.hangs or args.slow_minutes:
         asked = ["--repetitions", str(args.hangs), "--slow-minutes", str(args.slow_minutes), "--seed", str(args.seed)]
         code = hangs.main(asked) or code
+    if args.agents:
+        code = daemon_soak.main(["--faults", str(args.agents), "--seed", str(args.seed)]) or code
     if not args.faults:
         return code
     if reason := missing():

@@ -41,7 +41,7 @@ def a_good_run() -> Job:
         log += [group(3, 5.2)]
     a += [resumed(3, 2, 6, 5.3)]
     trained(record, 3, 5.4, "a b", (2, 6), range(7, 9))
-    record += [{**who, "ends": 8} for who in ranks(3, 6.0, "a b")]
+    record += [{**who, "ends": 8, "ledger": ledger(range(1, 9))} for who in ranks(3, 6.0, "a b")]
     for log in (a, again):
         log += [gone(3, 6.1), event("job_ended", 4, 6.2, "all is done", outcome="succeeded", exit_code=0)]
     faults = [{"what": "store restart", "number": 1, "from": 5.5, "to": 5.9}]
@@ -94,6 +94,15 @@ def trained(
         for who in ranks(round, mono + step / 100, nodes):
             share = batch[who["rank"] :: who["world"]]
             record.append({**who, "step": step, "epoch": epoch, "samples": share})
+
+
+def ledger(steps: range) -> int:
+    """What the state says of the samples it was made of, as tests/multihost/lineage.py keeps it."""
+    found = 0
+    for step in steps:
+        first = (step - 1) * BATCH % SAMPLES
+        found = (found * 1_000_003 + sum((sample + 1) ** 2 for sample in range(first, first + BATCH))) % (2**61 - 1)
+    return found
 
 
 def written(job: Job, work: Path) -> Evidence:
@@ -231,6 +240,12 @@ def the_lineage_begins_nowhere(job: Job) -> None:
     job["record"] = [line for line in job["record"] if line["round"] != 1]
 
 
+def the_state_is_another_one(job: Job) -> None:
+    """Round 3 says that it goes on from step 6, and what it has loaded is that of step 4."""
+    find(job["record"], round=3, ends=8, rank=1)["ledger"] = ledger(range(1, 5))
+    find(job["record"], round=3, ends=8, rank=0)["ledger"] = ledger(range(1, 5))
+
+
 def nobody_finishes(job: Job) -> None:
     job["record"] = [line for line in job["record"] if "ends" not in line]
 
@@ -270,6 +285,7 @@ FORGERIES: dict[Callable[[Job], None], str] = {
     a_sample_is_repeated: "no sample lost or repeated: epoch 1: 1 samples were trained on more than once, as [0]",
     a_sample_is_lost: "no sample lost or repeated: epoch 0: 1 samples were never trained on, as [5]",
     the_lineage_begins_nowhere: "no sample lost or repeated: the chain of round 3 goes back to round 1, of which",
+    the_state_is_another_one: "no sample lost or repeated: the last state says",
     nobody_finishes: "no sample lost or repeated: no rank came to the end of its training",
     the_end_has_two_outcomes: "the end is agreed on: the job ended in different ways",
     nobody_sees_the_end: "the end is agreed on: no agent saw the job's end",

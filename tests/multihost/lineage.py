@@ -2,6 +2,8 @@
 checkpoints. Every rank writes down which samples it trained on in which step of which round, for benchmarks/checker.py.
 
 A step is written down when it has been taken and before it is committed: whatever a checkpoint holds is in the record.
+The ledger is a state that says which samples it was made of, in which order, and no others: it is exact, whatever the
+number of ranks, and goes through the checkpoints as the model does.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def main(args: argparse.Namespace) -> None:
     model = DistributedDataParallel(torch.nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     sampler = elasticd.ElasticBatchSampler(args.samples, global_batch=args.batch)
-    session.attach(model=model, optimizer=optimizer, sampler=sampler)
+    ledger = Ledger()
+    session.attach(model=model, optimizer=optimizer, sampler=sampler, ledger=ledger)
     resumed = session.restore()
     session.checkpoint(every=args.every)
     note(session, begins=[resumed.round, resumed.step] if resumed else None)
@@ -45,19 +48,38 @@ def main(args: argparse.Namespace) -> None:
             optimizer.zero_grad()
             trained = samples.tolist()[: sampler.samples()]  # a stand-in is no sample
             note(session, step=step, epoch=sampler.epoch, samples=trained)
+            ledger.enter(trained)
             session.step()
             faults.finished(step)
             time.sleep(args.pause)
             enough[0] = (faults.WORK / "enough").exists()
             dist.all_reduce(enough)
-            if enough or session.should_stop:
-                note(session, ends=session.steps)
+            if enough or session.should_stop or session.steps >= args.steps:
+                note(session, ends=session.steps, ledger=ledger.sum)
                 os._exit(0)  # as in train.py: gloo may dead-lock in its own tear-down
         sampler.set_epoch(sampler.epoch + 1)
 
 
+class Ledger:
+    """Folds each step's samples, of all ranks, into one number; benchmarks/checker.py does the same from the record."""
+
+    def __init__(self) -> None:
+        self.sum = 0
+
+    def enter(self, samples: list[int]) -> None:
+        total = torch.tensor([sum((sample + 1) ** 2 for sample in samples)], dtype=torch.int64)
+        dist.all_reduce(total)
+        self.sum = (self.sum * 1_000_003 + int(total)) % (2**61 - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"sum": self.sum}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.sum = state["sum"]
+
+
 def note(session: elasticd.Session, **what: Any) -> None:
-    who = {"node": socket.gethostname(), "pid": os.getpid(), "mono": time.monotonic()}
+    who = {"node": os.environ.get("LINEAGE_NODE") or socket.gethostname(), "pid": os.getpid(), "mono": time.monotonic()}
     where = {"round": session.round, "rank": session.rank, "world": session.world_size}
     faults.write("record", json.dumps({**who, **where, **what}) + "\n")
 
@@ -65,6 +87,7 @@ def note(session: elasticd.Session, **what: Any) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=2**62)
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=12)
     parser.add_argument("--pause", type=float, default=0.01)

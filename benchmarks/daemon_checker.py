@@ -1,0 +1,304 @@
+"""Did agents under faults keep their promises? Reads what was logged of them and their jobs, and names every breach.
+
+    python -m benchmarks.daemon_checker WORK        # a directory that daemon_soak.py --keep has left
+
+Each job is judged as checker.py judges one of `elasticd run`: by the event logs of its runners and by what its ranks
+wrote of their samples. Beside that: what was answered to whoever handed in and cancelled jobs, what was seen of locks
+and endings meanwhile, and what was left at the end. All of it happened on one machine, so its times can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import checker
+from benchmarks.checker import Line, Log
+
+SLOTS = 2
+SAMPLES = 600
+LEAVES_S = 40.0
+"""A cancelled job's workers are gone by then: adopt_timeout where the agent is away, and what they have to leave."""
+_OF_A_JOB = (
+    checker.rounds_only_grow,
+    checker.rounds_are_agreed_on,
+    checker.restarts_have_reasons,
+    checker.one_group_at_a_time,
+    checker.resumes_come_from_the_chain,
+    checker.no_loser_is_resumed_from,
+)
+_OF_ITS_SUCCESS = (checker.no_sample_lost_or_repeated, checker.the_end_is_agreed_on)
+_HARMS = ("kill agent long", "kill both", "kill node", "stop agent", "drain", "full disk", "damaged file")
+_EXCUSES_S = 60.0
+"""A job whose agent is away leaves after 12 s and has 20 s to; where no node of it is left, the next one says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of one job. `seq` is the submission's own number, `number` the daemons'."""
+
+    job: str
+    number: int
+    seq: int
+    steps: int
+    evidence: checker.Evidence
+    endings: tuple[Line, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.job}.{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    runs: tuple[Run, ...]
+    agents: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
+    """By node: the agents' own events."""
+    notes: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
+    """By the name of the journal: asked, seen, faults, signals, left, history, end."""
+
+    def of(self, journal: str, **having: object) -> list[Line]:
+        return [line for line in self.notes.get(journal, ()) if having.items() <= line.items()]
+
+
+def breaches(evidence: Evidence) -> list[str]:
+    """Every promise that was not kept; empty when all is well."""
+    found = []
+    for run in evidence.runs:
+        found += [f"{run.name}: {breach}" for breach in _of_a_job(run)]
+    checks = (
+        no_slot_has_two_runners,
+        no_node_trains_more_workers_than_slots,
+        no_submission_is_lost,
+        no_submission_runs_twice,
+        endings_stay,
+        a_cancel_wins,
+        jobs_succeed,
+        nobody_trains_after_the_end,
+        only_the_killed_are_lost,
+        histories_are_whole,
+        agents_leave_well,
+        nothing_is_left,
+    )
+    return found + [f"{check.__name__.replace('_', ' ')}: {breach}" for check in checks for breach in check(evidence)]
+
+
+def _of_a_job(run: Run) -> Iterator[str]:
+    checks: list[Any] = list(_OF_A_JOB)
+    if any(ending["outcome"] == "succeeded" for ending in run.endings):
+        checks += _OF_ITS_SUCCESS
+        last = max((line["ends"] for line in run.evidence.record if "ends" in line), default=0)
+        if last != run.steps:
+            yield f"it should end after step {run.steps}, and ended after {last}"
+    for check in checks:
+        for breach in check(run.evidence):
+            if "counts 0 restarts" in breach:  # it had left all of its nodes, and begins to count anew
+                continue
+            yield f"{check.__name__.replace('_', ' ')}: {breach}"
+
+
+def no_slot_has_two_runners(evidence: Evidence) -> Iterator[str]:
+    for line in evidence.of("seen", what="slot"):
+        yield f"slot {line['slot']} of {line['node']} is {' and '.join(line['by'])}'s at once"
+
+
+def no_node_trains_more_workers_than_slots(evidence: Evidence) -> Iterator[str]:
+    """By what the workers themselves wrote: how many were between their first and their last line at once."""
+    moments: dict[str, list[tuple[float, int, str]]] = defaultdict(list)
+    for run in evidence.runs:
+        lives: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for line in run.evidence.record:
+            lives[line["node"], line["pid"]].append(line["mono"])
+        for (node, pid), times in lives.items():
+            moments[node] += [(min(times), 1, f"{run.name} (pid {pid})"), (max(times), -1, f"{run.name} (pid {pid})")]
+    for node, changes in moments.items():
+        train: set[str] = set()
+        for at, change, who in sorted(changes):
+            (train.add if change > 0 else train.discard)(who)
+            if len(train) > SLOTS:
+                yield f"{node} has {SLOTS} slots, at {at:.1f} there trained {', '.join(sorted(train))}"
+                break
+
+
+def no_submission_is_lost(evidence: Evidence) -> Iterator[str]:
+    known = {(run.seq, run.number) for run in evidence.runs if run.endings}
+    for line in evidence.of("asked", do="submit"):
+        if line["code"] == 201 and (line["seq"], line["number"]) not in known:
+            yield f"job {line['job']} was handed in as number {line['number']} and never ended"
+
+
+def no_submission_runs_twice(evidence: Evidence) -> Iterator[str]:
+    numbers: dict[int, set[int]] = defaultdict(set)
+    for line in [*evidence.of("asked", do="submit"), *evidence.of("seen", what="submission")]:
+        if line["number"]:
+            numbers[line["seq"]].add(line["number"])
+    for seq, several in numbers.items():
+        if len(several) > 1:
+            yield f"submission {seq} became numbers {sorted(several)}"
+
+
+def endings_stay(evidence: Evidence) -> Iterator[str]:
+    for run in evidence.runs:
+        if len(run.endings) > 1:
+            told = "; then ".join(f"{ending['outcome']}: {ending['reason']}" for ending in run.endings)
+            yield f"{run.name} ended more than once: {told}"
+
+
+def a_cancel_wins(evidence: Evidence) -> Iterator[str]:
+    """Whoever was told that a job is cancelled is right."""
+    endings = {run.number: run.endings for run in evidence.runs}
+    for line in evidence.of("asked", do="cancel"):
+        if line["code"] == 200 and line["answer"].get("outcome") == "cancelled":
+            for ending in endings.get(line["answer"]["number"], ()):
+                if ending["outcome"] != "cancelled":
+                    yield f"job {line['job']} was cancelled, and has {ending['outcome']}"
+
+
+def jobs_succeed(evidence: Evidence) -> Iterator[str]:
+    """No fault is the job's own."""
+    wanted = {line["job"] for line in evidence.of("asked", do="cancel")}  # the answer may have been lost
+    for run in evidence.runs:
+        for ending in run.endings:
+            if ending["outcome"] != "succeeded" and not (ending["outcome"] == "cancelled" and run.job in wanted):
+                yield f"{run.name} has {ending['outcome']}: {ending['reason']}"
+
+
+def nobody_trains_after_the_end(evidence: Evidence) -> Iterator[str]:
+    for run in evidence.runs:
+        for ending in run.endings[:1]:
+            until = ending["mono"] + (LEAVES_S if ending["outcome"] == "cancelled" else 0.0)
+            late = [line for line in run.evidence.record if line["mono"] > until]
+            if late:
+                yield (
+                    f"{run.name} has {ending['outcome']}, and pid {late[-1]['pid']} on {late[-1]['node']} "
+                    f"trained in round {late[-1]['round']} {late[-1]['mono'] - ending['mono']:.1f} s later"
+                )
+
+
+def only_the_killed_are_lost(evidence: Evidence) -> Iterator[str]:
+    """A runner that ends without a word, and a node that its job loses, were hurt themselves: not their agent only."""
+    for node, events in evidence.agents.items():
+        started: dict[tuple[Any, Any], Line] = {}
+        for event in events:
+            key = (event.get("name"), event.get("number"))
+            if event["kind"] == "runner_started":
+                started[key] = event
+            elif event["kind"] == "runner_asked":  # before it could hear, perhaps
+                started.pop(key, None)
+            elif event["kind"] == "runner_ended":
+                since = started.pop(key, event)["mono"]
+                if event["outcome"] == "lost" and not _hurt(evidence, node, since, event["mono"]):
+                    yield f"{node}: {event['reason']}, and nobody had hurt it"
+    for run in evidence.runs:
+        for number, event in sorted(run.evidence.rounds().items()):
+            for node in event.get("lost", ()):
+                asked = [
+                    one
+                    for one in evidence.agents.get(node, ())
+                    if one["kind"] == "runner_asked" and (one["name"], one["number"]) == (run.job, run.number)
+                ]
+                if not asked and not _hurt(evidence, node, event["mono"] - _EXCUSES_S, event["mono"]):
+                    yield f"{run.name} lost {node} in round {number}, and nobody had hurt it: {event['reason']}"
+
+
+def _hurt(evidence: Evidence, node: str, since: float, until: float) -> bool:
+    """True if something was done to the node's processes, beside its agent, or they were asked to leave it."""
+    done = evidence.of("signals", node=node)
+    done += [line for line in evidence.of("faults") if line["what"] in _HARMS and node in line["detail"].split()]
+    return any(since <= line["mono"] <= until for line in done)
+
+
+def histories_are_whole(evidence: Evidence) -> Iterator[str]:
+    """What is shown of a job has all of its rounds, each with a reason."""
+    for line in evidence.of("history"):
+        run = next((run for run in evidence.runs if (run.job, run.number) == (line["job"], line["number"])), None)
+        if run is None:
+            continue
+        there = set(run.evidence.rounds())
+        shown = {one["round"]: one["reason"] for one in line["rounds"]}
+        if missing := sorted(there - shown.keys())[-100:]:
+            yield f"{run.name} had rounds {missing}, which its history does not show"
+        for number, reason in shown.items():
+            if not reason:
+                yield f"{run.name}: its history has no reason for round {number}"
+
+
+def agents_leave_well(evidence: Evidence) -> Iterator[str]:
+    for line in evidence.of("left"):
+        if line["code"] != 0:
+            yield f"the agent of {line['node']} was asked to leave and ended with {line['code']}"
+
+
+def nothing_is_left(evidence: Evidence) -> Iterator[str]:
+    ends = evidence.of("end")
+    if not ends:
+        yield "nobody has looked"
+    for line in ends:
+        for what in line["left"]:
+            yield str(what)
+
+
+# ---- reading
+
+
+def read(work: Path, samples: int = SAMPLES) -> Evidence:
+    notes = {path.stem: tuple(checker.lines(path)) for path in work.glob("*.jsonl")}
+    lossy = {line["detail"].split()[0] for line in notes.get("faults", ()) if line["what"] == "full disk"}
+    agents = {}
+    for node in sorted((work / "nodes").iterdir()):
+        agents[node.name] = tuple(_whole(node / "state" / "logs" / "events.jsonl"))
+    asked = [line for line in notes.get("asked", ()) if line["do"] == "submit"]
+    numbers = {line["seq"]: line["number"] for line in asked}
+    numbers |= {line["seq"]: line["number"] for line in notes.get("seen", ()) if line["what"] == "submission"}
+    runs = []
+    for line in asked:
+        number = numbers[line["seq"]]
+        if not number:
+            continue
+        job = line["job"]
+        logs = tuple(log for node in agents for log in _logs(work / "nodes", node, job, number, agents[node], lossy))
+        record = tuple(checker.lines(work / "jobs" / str(line["seq"]) / "record"))
+        endings = tuple(e for e in notes.get("seen", ()) if e["what"] == "ending" and e["number"] == number)
+        runs.append(Run(job, number, line["seq"], line["steps"], checker.Evidence(logs, record, (), samples), endings))
+    return Evidence(tuple(runs), agents, notes)
+
+
+def _logs(nodes: Path, node: str, job: str, number: int, agent: Iterable[Line], lossy: Iterable[str]) -> Iterator[Log]:
+    """Of each runner in turn: what the agent said of their starts parts the job's one file on this node."""
+    events = list(_whole(nodes / node / "state" / "jobs" / f"{job}.{number}" / "events.jsonl"))
+    if node in lossy:  # a line that is missing is no promise that was broken
+        events = [event for event in events if not event["kind"].startswith("group_")]
+    starts = [
+        event["mono"]
+        for event in agent
+        if event["kind"] == "runner_started" and (event["name"], event["number"]) == (job, number)
+    ]
+    for index, (begin, end) in enumerate(zip([0.0, *starts], [*starts, float("inf")], strict=True)):
+        if part := tuple(event for event in events if begin <= event["mono"] < end):
+            yield Log(f"{node}/{index}", node, part)
+
+
+def _whole(path: Path) -> Iterator[Line]:
+    """A full disk cuts lines short."""
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            yield found
+
+
+def main(argv: list[str]) -> int:
+    found = breaches(read(Path(argv[0])))
+    print("\n".join(found) or "every promise was kept")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,360 @@
+"""Several `elasticd agent`s over one etcd, on this machine, with a stream of small jobs: what daemon_soak.py hurts.
+
+It starts, asks and follows, and writes down everything that it asked and saw, for daemon_checker.py to judge: nothing
+here says whether a promise was kept. Each node has its own state directory, and a mark in the environment by which all
+of its processes are found. The last node's state directory is a small file system of its own, which can be filled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elasticd.errors import ElasticdError, WireError
+from elasticd_agent.daemon import names
+from elasticd_agent.daemon.client import Client, Unreachable
+from elasticd_agent.daemon.names import JobFiles
+from elasticd_agent.daemon.records import Ending, Submission
+from elasticd_agent.daemon.running import alive
+from elasticd_agent.daemon.running.order import read_order
+from elasticd_agent.keys import Keys
+from elasticd_agent.store import Store
+from elasticd_agent.store.etcd import EtcdStore
+from tests.daemon.node import Node
+from tests.etcd import EtcdServers
+from tests.faults.job import REPOSITORY, SCRIPTS
+from tests.multihost.cluster import LINEAGE
+
+SLOTS = 2
+ADOPT_S = 12
+SAMPLES = 600
+DISK_MB = 24
+STEPS = (60, 300)
+"""A job has so many, of some 20 ms, and starts in a few seconds."""
+MOST_KEYS = 20
+_MARK = "SOAK_OF_DAEMONS"
+_LOOK_S = 0.25
+_TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+class Journal:
+    """Appends lines to files of a directory; from any thread."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work
+        self._lock = threading.Lock()
+
+    def write(self, name: str, **line: Any) -> None:
+        with self._lock, (self.work / f"{name}.jsonl").open("a") as file:
+            file.write(json.dumps({"mono": time.monotonic(), **line}) + "\n")
+
+
+@dataclass(slots=True)
+class Asked:
+    """A job that was handed in, or may have been. `number` 0: nobody has said yet. `over`: its ending was seen."""
+
+    seq: int
+    job: str
+    steps: int
+    number: int = 0
+    refused: bool = False
+    cancelled: bool = False
+    over: bool = False
+
+
+@dataclass(eq=False)
+class Fleet:
+    """`nodes` by name. Everything that waits for a daemon or the store is bounded."""
+
+    work: Path
+    etcd: EtcdServers
+    count: int
+    seed: int
+    steps: tuple[int, int] = STEPS
+    nodes: dict[str, Node] = field(default_factory=dict)
+    asked: dict[int, Asked] = field(default_factory=dict)
+    disk: Path | None = None
+    _over: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _endings: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.journal = Journal(self.work)
+        token = self.work / "token"
+        token.touch(0o600)
+        token.write_text(_TOKEN + "\n")
+        self._own = random.Random(self.seed)  # jobs are the same whatever strikes
+        for number in range(1, self.count + 1):
+            name = f"n{number}"
+            root = self.work / "nodes" / name
+            root.mkdir(parents=True)
+            self.nodes[name] = Node(
+                root,
+                name,
+                f"{_MARK}={self.seed}-{os.getpid()}-{name}",
+                slots=SLOTS,
+                store={"backend": "etcd", "endpoints": [f"127.0.0.1:{self.etcd.port}"]},
+                local_addr="127.0.0.1",
+                adopt_timeout=f"{ADOPT_S}s",
+                drain_timeout="20s",
+                http={"port": 0, "token_file": token},
+                # A full disk is nobody's illness here, and culprits are innocent.
+                health={"all_reduce": False, "disk_free_min": 0, "strikes": 1_000_000},
+            )
+        state = self.nodes[f"n{self.count}"].state
+        state.mkdir(mode=0o700)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=0700", "none", str(state)]
+        if subprocess.run(mount, capture_output=True).returncode == 0:  # needs root
+            self.disk = state
+
+    # --- its life -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        for name in self.nodes:
+            self.start_agent(name)
+        for node in self.nodes.values():
+            node.until(lambda node=node: node.events("agent_joined"), "the agent to take part")
+        for target in (self._watch_nodes, self._watch_store):
+            self._threads.append(threading.Thread(target=target, name=target.__name__, daemon=True))
+            self._threads[-1].start()
+
+    def start_agent(self, name: str) -> None:
+        """It need not come far."""
+        self.nodes[name].start(wait=False, LINEAGE_NODE=name, OMP_NUM_THREADS="1")
+
+    def running(self, name: str) -> bool:
+        process = self.nodes[name].process
+        return process is not None and process.poll() is None
+
+    def stop_watching(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(30)
+
+    def close(self) -> None:
+        self.stop_watching()
+        for node in self.nodes.values():
+            for pid in node.processes():  # whoever is stopped hears of nothing but this
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            node.end()
+        if self.disk is not None:  # what is on it is read later
+            beside = self.disk.with_name("kept")
+            shutil.copytree(self.disk, beside, symlinks=True, ignore=lambda _, names: {"filler"} & set(names))
+            subprocess.run(["umount", "--lazy", self.disk], check=True)
+            shutil.copytree(beside, self.disk, symlinks=True, dirs_exist_ok=True)
+            shutil.rmtree(beside)
+
+    def leave(self) -> None:
+        """All agents are asked to leave; what is there when they have is written down."""
+        self.stop_watching()
+        for node in self.nodes.values():
+            node.signal(signal.SIGTERM)
+        for name, node in self.nodes.items():
+            self.journal.write("left", node=name, code=node.wait())
+        left = []
+        for name, node in self.nodes.items():
+            left += [f"{name}: process {pid} {comm}" for pid, comm in node.processes().items()]
+            left += [f"{name}: {path} is held" for path in self._folders(name) if alive.held(path / "lock")]
+        keys = self.etcd.ctl("get", "--prefix", "--keys-only", names.ROOT).split()
+        left += [f"key {key}" for key in keys if key.startswith((names.NODES, names.PLACER, names.CORDONED))]
+        for job in {one.job for one in self.asked.values()}:
+            own = Keys(job)
+            there = [key for key in keys if key.startswith(own.spec.removesuffix("spec"))]
+            left += [f"key {key}" for key in there if key.startswith((own.nodes, own.planner))]
+            if len(there) > MOST_KEYS:  # they go with the job's other records, after keep_ended
+                left.append(f"{len(there)} keys of {job}: {', '.join(there)}")
+        self.journal.write("end", left=left)
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    def unended(self) -> list[Asked]:
+        """What may have been handed in and has not been seen to end."""
+        return [one for one in self.asked.values() if not one.refused and not one.over]
+
+    def submit(self) -> Asked:
+        """Hand a job in, as the command does: tried again with the same token where the answer is lost."""
+        rng = self._own
+        few, many = rng.choice(((1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3)))
+        workers = rng.choice((1, 1, 2))
+        drawn = rng.randrange(*self.steps)
+        seq = len(self.asked) + 1
+        one = self.asked[seq] = Asked(seq, f"j{seq % 7}", drawn)
+        folder = self.work / "jobs" / str(seq)
+        folder.mkdir(parents=True)
+        (folder / "faults.json").write_text("[]")
+        spec = {
+            "id": one.job,
+            "command": [str(LINEAGE), "--steps", str(one.steps), "--samples", str(SAMPLES), "--every", "15"],
+            "workdir": str(folder),
+            "env": {"WORK": str(folder), "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'agents'}:{SCRIPTS}"},
+            "nodes": f"{few}:{many}",
+            "workers": workers,
+            "checkpoint_dir": str(folder / "checkpoints"),
+            "max_restarts": 1_000_000,
+            "node_cooloff": 0,
+        }
+        spec["command"] += ["--pause", "0.015"]  # type: ignore[operator]
+        self._post(one, json.dumps(spec).encode())
+        return one
+
+    def again(self, one: Asked) -> int:
+        """The same job once more, by another caller."""
+        spec = (self.work / "jobs" / str(one.seq) / "spec.json").read_bytes()
+        return self.ask("POST", "/v1/jobs", spec, {"id": one.job, "token": os.urandom(16).hex()})[0]
+
+    def _post(self, one: Asked, spec: bytes) -> None:
+        (self.work / "jobs" / str(one.seq) / "spec.json").write_bytes(spec)
+        query = {"id": one.job, "token": os.urandom(16).hex()}
+        began = time.monotonic()
+        code: int = 0
+        answer: Mapping[str, Any] = {}
+        for _ in range(3):
+            code, answer = self.ask("POST", "/v1/jobs", spec, query)
+            if code not in (503, 0):
+                break
+            time.sleep(0.3)
+        one.refused = code not in (201, 503, 0)
+        one.number = int(answer.get("number", 0))
+        self.journal.write(
+            "asked", do="submit", seq=one.seq, job=one.job, steps=one.steps, number=one.number, code=code, began=began,
+            answer=str(answer)[:300],
+        )  # fmt: skip
+
+    def cancel(self, one: Asked) -> tuple[int, Mapping[str, Any]]:
+        code, answer = self.ask("POST", f"/v1/jobs/{one.job}/cancel")
+        if code == 200 and answer.get("outcome") == "cancelled":
+            for other in self.asked.values():
+                other.cancelled |= other.number == answer["number"]
+        self.journal.write("asked", do="cancel", job=one.job, code=code, answer=answer, seq=one.seq)
+        return code, answer
+
+    def histories(self) -> None:
+        """What is shown of every job's newest run."""
+        newest = {one.job: one for one in self.asked.values() if one.number}
+        for one in newest.values():
+            code, answer = self.ask("GET", f"/v1/jobs/{one.job}")
+            progress = answer.get("progress") or {}
+            self.journal.write(
+                "history", job=one.job, number=answer.get("number"), code=code, rounds=progress.get("rounds", [])
+            )
+
+    def ask(
+        self, method: str, path: str, body: bytes = b"", query: Mapping[str, object] | None = None
+    ) -> tuple[int, Mapping[str, Any]]:
+        """Of any agent that runs; code 0 when none answers."""
+        willing = [name for name in self.nodes if self.running(name) and _state(self.nodes[name].pid) != "T"]
+        for name in self._own.sample(willing, len(willing)):
+            client = Client(self.nodes[name].root / "run" / "agent.sock")
+            kind = "application/json" if body else ""
+            try:
+                reply = client.ask(method, path, query, body=body, kind=kind, within_s=15.0)
+            except Unreachable:
+                continue
+            try:
+                return reply.code, json.loads(reply.body)
+            except ValueError:
+                return reply.code, {}
+        return 0, {}
+
+    # --- following ------------------------------------------------------------------------------------------------
+
+    def runners(self, name: str) -> dict[tuple[str, int], int]:
+        """Who holds a job's lock on this node: its pid, 0 where the lock does not say."""
+        found = {}
+        for folder in self._folders(name):
+            lock = folder / "lock"
+            if lock.exists() and alive.held(lock):
+                job, _, number = folder.name.rpartition(".")
+                holder = alive.holder(lock)
+                found[job, int(number)] = 0 if holder is None else holder.pid
+        return found
+
+    def _folders(self, name: str) -> list[Path]:
+        try:
+            return [folder for folder in (self.nodes[name].state / "jobs").iterdir() if folder.is_dir()]
+        except OSError:
+            return []
+
+    def _watch_nodes(self) -> None:
+        """No two locks are held at once whose orders name the same slot: the first is looked at again after."""
+        told: set[tuple[str, str]] = set()
+        while not self._over.wait(_LOOK_S):
+            for name in self.nodes:
+                held: dict[int, Path] = {}
+                for folder in self._folders(name):
+                    slots = _slots(folder)
+                    if not slots or not alive.held(folder / "lock"):
+                        continue
+                    for slot in slots:
+                        other = held.setdefault(slot, folder)
+                        if other is folder or not alive.held(other / "lock") or not alive.held(folder / "lock"):
+                            continue
+                        if slot in _slots(other) and (other.name, folder.name) not in told:
+                            told.add((other.name, folder.name))
+                            self.journal.write("seen", what="slot", node=name, slot=slot, by=[other.name, folder.name])
+
+    def _watch_store(self) -> None:
+        store: Store = EtcdStore(self.etcd.endpoints)
+        try:
+            while not self._over.wait(_LOOK_S):
+                with contextlib.suppress(ElasticdError):
+                    self.look(store)
+        finally:
+            store.close()
+
+    def look(self, store: Store) -> None:
+        """Hear what has been handed in and what has ended."""
+        for key, found in store.list(names.SUBMITTED).items():
+            with contextlib.suppress(WireError, ValueError, KeyError):
+                told = Submission.from_json(found.value)
+                one = self.asked[int(Path(json.loads(told.spec)["env"]["WORK"]).name)]
+                if one.number != told.number:
+                    self.journal.write("seen", what="submission", seq=one.seq, job=key, number=told.number)
+                    one.number, one.refused = told.number, False
+        for found in store.list(names.ENDED).values():
+            with contextlib.suppress(WireError):
+                self._ended(Ending.from_json(found.value))
+
+    def _ended(self, told: Ending) -> None:
+        what = f"{told.outcome}: {told.reason}"
+        if self._endings.get((told.job, told.number)) != what:
+            self._endings[told.job, told.number] = what
+            self.journal.write(
+                "seen", what="ending", job=told.job, number=told.number, outcome=told.outcome, reason=told.reason
+            )
+        for one in self.asked.values():
+            if one.number == told.number and not one.over:
+                one.over = True
+
+
+def _slots(folder: Path) -> tuple[int, ...]:
+    try:
+        return read_order(JobFiles(folder)).slots
+    except (OSError, WireError):
+        return ()
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def helpers(pids: Mapping[int, str]) -> Iterator[tuple[int, str]]:
+    """Of a node's processes those that elasticd made beside the workers, with the names they go by."""
+    for pid, comm in pids.items():
+        if comm.startswith("elasticd-") and comm != "elasticd-job":
+            yield pid, comm
