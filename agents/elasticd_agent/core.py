@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticd.wire import Failure, Round
-from elasticd_agent.lastwords import echo, mistake, said, victim
+from elasticd_agent.lastwords import echo, fell, mistake, said, victim
 from elasticd_agent.messages import (
     Action,
     Ended,
@@ -288,7 +288,8 @@ def _crash(round_: Round, exit: WorkerExited, rules: Rules, ended: tuple[WorkerE
         left = (
             f" after rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))} had ended with code 0" if ranks else ""
         )
-        why = f"rank {exit.rank} lost its peers{left}: it {said(exit)}"
+        how = fell(exit)
+        why = f"rank {exit.rank} {how}{left}: it {said(exit)}" if how else f"rank {exit.rank} {said(exit)}"
         return _fail(round_, rules, "crash", (), why, exit)
     return _fail(round_, rules, "crash", (exit,), f"rank {exit.rank} {said(exit)}")
 

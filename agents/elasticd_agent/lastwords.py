@@ -10,14 +10,21 @@ from __future__ import annotations
 from elasticd_agent.messages import LastWords, WorkerExited
 
 # Class names, without their modules: torch spells some both torch.X and torch._C.X. Subclasses are found by `bases`.
-_NOT_OWN_TYPES = frozenset({
-    # a peer or the network: torch.distributed's errors, the interpreter's own
+_PEERS = frozenset({
     "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError",
-    "ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError",
-    "TimeoutError", "DecisionTimeout", "BarrierTimeout",
-    # the machine, or a person
-    "OutOfMemoryError", "MemoryError", "AcceleratorError", "KeyboardInterrupt",
+    "DecisionTimeout", "BarrierTimeout",
 })  # fmt: skip
+"""A peer or the network: torch.distributed's errors, and ours."""
+_CONNECTIONS = frozenset({
+    "ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError",
+    "TimeoutError",
+})  # fmt: skip
+"""The interpreter's own: of a peer, or of anybody else the script speaks to."""
+_MACHINE = frozenset({"OutOfMemoryError", "MemoryError", "AcceleratorError", "KeyboardInterrupt"})
+"""The machine, or a person."""
+_NOT_OWN_TYPES = _PEERS | _CONNECTIONS | _MACHINE
+_RANK_0S = "on rank 0: "
+"""How the library tells the others that rank 0 failed at what it does for all; an ElasticdError if rank 0's is none."""
 
 # torch raises plain RuntimeError for these (seen on 2.13): gloo's transport names its C++ file, the others themselves.
 _NOT_OWN_TEXTS = (
@@ -43,6 +50,8 @@ def own(words: LastWords | None) -> bool:
         return False
     if words.kind == "exit":
         return True
+    if _rank_0s(words):
+        return False
     if any(name.rpartition(".")[2] in _NOT_OWN_TYPES for name in (words.type, *words.bases)):
         return False
     return not (words.type == "RuntimeError" and any(text in words.message for text in _NOT_OWN_TEXTS))
@@ -59,9 +68,30 @@ def echo(exit: WorkerExited) -> bool:
     words = exit.last_words
     if words is None or not victim(exit):
         return False
+    if _rank_0s(words):
+        return True
     if any(name.rpartition(".")[2] in _ECHO_TYPES for name in (words.type, *words.bases)):
         return True
     return any(text in words.message.lower() for text in _ECHO_TEXTS)
+
+
+def fell(exit: WorkerExited) -> str:
+    """Why a victim fell, to go after "rank 3": "lost its peers"; "" where another rank need not be the reason."""
+    words = exit.last_words
+    if words is None:
+        return ""
+    if _rank_0s(words):
+        return "failed with rank 0"
+    names = {name.rpartition(".")[2] for name in (words.type, *words.bases)}
+    if names & _PEERS:
+        return "lost its peers"
+    if names & _MACHINE or "CUDA error" in words.message:
+        return ""
+    return "lost a connection" if names & _CONNECTIONS else "lost its peers"
+
+
+def _rank_0s(words: LastWords) -> bool:
+    return words.type.rpartition(".")[2] == "ElasticdError" and words.message.startswith(_RANK_0S)
 
 
 def mistake(exit: WorkerExited) -> str | None:

@@ -191,6 +191,8 @@ class Loop:
                     elif isinstance(heard, Stuck | Freed):
                         self._slot(heard, now)
                     else:
+                        if isinstance(heard, WorkerExited) and heard.number == self._looking.number:
+                            self._look(now)  # the round's first step, if it made it, comes before its end
                         self._events.append(heard)
                 if self._rules.shared and not self._warm and self.workers.settled:
                     self._warm = True

@@ -105,6 +105,7 @@ class StoreExited:
     number: int
     why: str
     at: float
+    status: ExitStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)

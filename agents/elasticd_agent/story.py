@@ -196,8 +196,8 @@ class JobStory:
         match event:
             case WorkerExited():
                 self._worker_exited(event)
-            case StoreExited(number, why, at) if number not in self._asked and self._unhurt and self._pids:
-                self._store_exited(number, why, at)
+            case StoreExited(number) if number not in self._asked and self._unhurt and self._pids:
+                self._store_exited(event)
             case FirstStep(number, at):
                 self._first_step(number, at)
             case GroupGone(number):
@@ -247,14 +247,19 @@ class JobStory:
             )
         )
 
-    def _store_exited(self, number: int, why: str, at: float) -> None:
+    def _store_exited(self, event: StoreExited) -> None:
         if all(local_rank == STORE for local_rank in self._pids):
             return  # every worker is done: its end is ours
-        self._recovery.fault(at)
-        self._spending.broke(number, at)
+        self._recovery.fault(event.at)
+        self._spending.broke(event.number, event.at)
         self.events.write(
             happened.StoreExited(
-                round=number, mono=at, reason=f"the workers' store {why}", pid=self._pids.get(STORE, 0)
+                round=event.number,
+                mono=event.at,
+                reason=f"the workers' store {event.why}",
+                pid=self._pids.get(STORE, 0),
+                exit_code=event.status.code if event.status is not None else None,
+                signal=event.status.signal if event.status is not None else None,
             )
         )
 
@@ -368,25 +373,26 @@ class JobStory:
         for note in seen.notes:
             self._noted(note)
         before, self._seen = self._seen, seen
-        if self.round is None or seen.number != self.round.number:
+        if self._granted is None or seen.number != self._granted[0].number:
             return
+        round = self._granted[0]  # the newest that was no end: until it is gone, its workers may make steps
         if seen.first_step_at is not None:
             self.step = seen.step
         rate = self._rate.look(seen.step, now, stepped=seen.first_step_at is not None)
         moved = before is None or before.number != seen.number or seen.progress_at != before.progress_at
         if moved and seen.progress_at is not None:
-            steps = dict(zip(self.round.ranks(self.node), (beat.step for beat in seen.beats), strict=False))
+            steps = dict(zip(round.ranks(self.node), (beat.step for beat in seen.beats), strict=False))
             self.metrics.progress(steps, rate, time.time() - (now - seen.progress_at))
         self.metrics.event_lines_lost(self.events.lost)
         self.console.progress(
             ProgressView(
-                self.round.number,
-                self.round.world_size,
-                target=self._most_workers(self.round),
+                round.number,
+                round.world_size,
+                target=self._most_workers(round),
                 step=self.step,
                 steps_per_second=rate,
                 checkpoint_at=self._checkpoint_at,
-                restarts=self.round.restarts,
+                restarts=round.restarts,
             )
         )
 

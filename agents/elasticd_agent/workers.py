@@ -307,7 +307,7 @@ class Workers:
         number, local_rank, at = group.round.number, message["local_rank"], message["at"]
         status = ExitStatus.of(os.waitstatus_to_exitcode(message["status"]))
         if local_rank == STORE:
-            return [StoreExited(number, status.text, at)]
+            return [StoreExited(number, status.text, at, status)]
         member = group.round.member(self._node)
         assert member is not None
         rank = group.round.ranks(self._node)[local_rank]

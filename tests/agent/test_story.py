@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.beat import Beat
 from elasticd.notes import Note
 from elasticd.wire import BudgetState, Member, Round
 from elasticd_agent import events as happened
@@ -17,11 +18,12 @@ from elasticd_agent.arguments import parse_run
 from elasticd_agent.console import PlainConsole
 from elasticd_agent.eventlog import NullEventLog
 from elasticd_agent.events import Record
-from elasticd_agent.messages import Rules, StopRequested
+from elasticd_agent.messages import ExitStatus, Rules, StopRequested, StoreExited
 from elasticd_agent.metrics import Metrics
 from elasticd_agent.outlet import Outlet
 from elasticd_agent.story import JobStory
 from elasticd_agent.watch import Seen
+from elasticd_agent.workers import Started
 
 
 class Kept(NullEventLog):
@@ -82,6 +84,31 @@ def test_who_leaves_others_does_not_end_the_job(story: StartStory) -> None:
         "a leaves within 60 s: drained: a fan", "stopped: drained: a fan",
         "SIGTERM received: workers have 30 s to stop", "stopped: drained: a fan",
     ]  # fmt: skip
+
+
+def test_steps_that_were_made_while_the_job_was_being_stopped_were_made(story: StartStory) -> None:
+    """The last ones before a stop, and the checkpoint of them, were in no number."""
+    told, written = story("--nproc-per-node 1"), list[Record]()
+    told.events = Kept(written)
+    told.round_published(Round(1, (Member("a", "x", (0,)),), cause="start"), 1.0)
+    told.started(Started(1, [10], 11, True), 1.0)
+    told.seen(Seen(1, (Beat(step=5, progress_ns=2 * 10**9, first_step_ns=2 * 10**9),), (), 0.0), 2.0)
+    told.round_published(Round(2, (), outcome="stopped", exit_code=143, reason="stopped by SIGTERM"), 3.0)
+    told.seen(Seen(1, (Beat(step=9, progress_ns=4 * 10**9, first_step_ns=2 * 10**9),), (), 0.0), 4.0)
+    told.ended(143, "stopped by SIGTERM", told.round)
+    assert isinstance(written[-1], happened.JobEnded)
+    assert written[-1].step == 9
+    assert _value(told, "elasticd_step") == 9.0
+
+
+def test_what_ended_the_workers_store_is_told(story: StartStory) -> None:
+    told, written = story("--nproc-per-node 1"), list[Record]()
+    told.events = Kept(written)
+    told.round_published(Round(1, (Member("a", "x", (0,)),), cause="start"), 1.0)
+    told.started(Started(1, [10], 11, True), 1.0)
+    told.happened(StoreExited(1, "was killed by SIGKILL", 2.0, ExitStatus.of(-9)))
+    assert isinstance(written[-1], happened.StoreExited)
+    assert (written[-1].pid, written[-1].exit_code, written[-1].signal) == (11, None, 9)
 
 
 def test_whoever_goes_on_from_another_nodes_checkpoint_has_one(story: StartStory) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd_agent.lastwords import echo, mistake, said, victim
+from elasticd_agent.lastwords import echo, fell, mistake, said, victim
 from elasticd_agent.messages import ExitStatus, LastWords, WorkerExited
 
 # As torch 2.13 raised it in a survivor whose gloo peer was killed.
@@ -42,6 +42,8 @@ def raised(type_: str, message: str = "", bases: tuple[str, ...] = ()) -> Worker
         (raised("torch.OutOfMemoryError"), None, True),
         (raised("torch.cuda.OutOfMemoryError"), None, True),
         (raised("KeyboardInterrupt"), None, True),
+        (raised("elasticd.errors.ElasticdError", "on rank 0: OSError: [Errno 20] Not a directory"), None, True),
+        (raised("elasticd.errors.ElasticdError", "on rank 1"), "elasticd.errors.ElasticdError", False),
         (ended(2, LastWords("exit", "SystemExit", "2", "")), "SystemExit", False),
         (ended(3, LastWords("exit", "SystemExit", "3", "")), None, False),
         (ended(-9, None), None, False),
@@ -63,6 +65,7 @@ def test_whose_fault(exit: WorkerExited, is_mistake: str | None, is_victim: bool
         (raised("http.client.RemoteDisconnected", "", ("ConnectionResetError", "ConnectionError")), True),
         (raised("BrokenPipeError"), True),
         (raised("DistBackendError", "NCCL error: remote process exited or there was a network error"), True),
+        (raised("elasticd.errors.ElasticdError", "on rank 0: OSError: [Errno 20] Not a directory"), True),
         # nobody has gone, so nobody's end is to be heard of
         (raised("RuntimeError", "[/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 30000ms"), False),
         (raised("RuntimeError", "Application timeout caused pair closure"), False),
@@ -78,6 +81,27 @@ def test_whose_fault(exit: WorkerExited, is_mistake: str | None, is_victim: bool
 )
 def test_who_fell_with_a_peer(exit: WorkerExited, lost_a_peer: bool) -> None:
     assert echo(exit) is lost_a_peer
+
+
+@pytest.mark.parametrize(
+    ("exit", "why"),
+    [
+        (raised("RuntimeError", GLOO), "lost its peers"),
+        (raised("torch.distributed.DistBackendError", "NCCL error"), "lost its peers"),
+        (raised("elasticd.errors.BarrierTimeout"), "lost its peers"),
+        (raised("ConnectionResetError"), "lost a connection"),
+        (raised("TimeoutError"), "lost a connection"),
+        (raised("elasticd.errors.ElasticdError", "on rank 0: OSError: full"), "failed with rank 0"),
+        (raised("MemoryError"), ""),
+        (raised("torch.OutOfMemoryError", "CUDA out of memory"), ""),
+        (raised("torch.AcceleratorError", "CUDA error: device-side assert"), ""),
+        (raised("RuntimeError", "CUDA error: an illegal memory access"), ""),
+    ],
+)
+def test_a_victim_is_said_to_have_lost_only_what_it_has_lost(exit: WorkerExited, why: str) -> None:
+    """A rank that was out of memory was told of as one that had lost its peers."""
+    assert victim(exit)
+    assert fell(exit) == why
 
 
 def test_an_exit_in_words() -> None:

@@ -38,6 +38,22 @@ def test_the_first_sign_is_when_it_began() -> None:
     assert recovery.over(12.0) == (2.0, {"first_step": 2.0})
 
 
+def test_a_round_that_came_to_no_step_did_not_take_so_long_to_stop() -> None:
+    recovery = Recovery()
+    recovery.fault(0.0)
+    for part, at in (("agree", 0.1), ("stop", 0.2), ("start", 0.3)):
+        recovery.passed(part, at)
+    recovery.fault(5.0)
+    recovery.fault(5.0)
+    for part, at in (("stop", 5.1), ("agree", 6.0), ("start", 6.1)):
+        recovery.passed(part, at)
+    found = recovery.over(6.3)
+    assert found is not None
+    assert {part: round(s, 3) for part, s in found[1].items()} == {
+        "agree": 1.0, "stop": 0.2, "start": 0.2, "first_step": 4.9,
+    }  # fmt: skip
+
+
 @given(st.lists(st.tuples(st.sampled_from(PARTS), st.floats(0, 100)), max_size=8), st.floats(0, 100))
 def test_parts_add_up(marks: list[tuple[str, float]], end: float) -> None:
     recovery = Recovery()

@@ -48,7 +48,7 @@ def the_store_dies(run: Job, round: int) -> None:
     store = run.helper("store")
     os.kill(store, signal.SIGKILL)
     exited = run.event("store_exited", round=round)
-    assert exited["pid"] == store
+    assert (exited["pid"], exited["signal"]) == (store, signal.SIGKILL)
     assert exited["mono"] > started["mono"]
     assert "the workers' store was killed by SIGKILL" in run.event("round_published", round=round + 1)["reason"]
     run.step(3, round=round + 1)
