@@ -56,7 +56,12 @@ class Copies:
 
     def records(self, prefix: str, kind: type[D]) -> builtins.list[D]:
         """The records below `prefix` that can be understood."""
-        found = []
+        return self.understood(prefix, kind)[0]
+
+    def understood(self, prefix: str, kind: type[D]) -> tuple[builtins.list[D], builtins.list[str]]:
+        """The same, and the keys of the others: of one list, as the next one may have others."""
+        found: builtins.list[D] = []
+        odd = []
         for key, item in self.list(prefix).items():
             known = self._parsed.get(key)
             if known is not None and known[0] == item and isinstance(known[1], kind):
@@ -67,7 +72,8 @@ class Copies:
                 self._parsed[key] = item, record
                 found.append(record)
             except WireError as error:
+                odd.append(key)
                 if key not in self._unread:
                     self._unread.add(key)
                     self._say(str(error))
-        return found
+        return found, odd

@@ -327,6 +327,43 @@ def test_cards_that_cannot_be_understood_keep_what_runs_there() -> None:
     assert "b is cordoned: its card cannot be understood" in fleet.placed("next").reason
 
 
+def test_so_does_a_placer_that_has_never_seen_a_card_of_that_node_that_it_understood() -> None:
+    fleet = Fleet("a", "b")
+    fleet.submit("llm", (2, 2), (2, 2))
+    fleet.turn()
+    found = fleet.memory.read(names.NODES + "b")
+    assert found is not None
+    newer = found.value.replace(b'"version":"1.0"', b'"version":"2.0"')
+    assert fleet.memory.compare_and_swap(names.NODES + "b", found.version, newer)
+    fleet.placers["a"].close()
+    fleet.placers = {"a": Placer(fleet.stores["a"], "a", "i-again")}
+    assert "a places jobs from now on" in fleet.turn()
+    fleet.turn()
+    assert fleet.nodes("llm") == ["a", "b"]
+
+
+def test_a_node_that_comes_while_a_new_placer_looks_keeps_what_runs_there() -> None:
+    """After an outage of the store cards come back one by one: here between two looks at one list."""
+    fleet = Fleet("a", "b")
+    fleet.submit("llm", (2, 2), (2, 2))
+    fleet.turn()
+    fleet.placers["a"].close()
+    fleet.down("b")
+    came = []
+
+    def comes(n: int, verb: str, key: str) -> None:
+        if (verb, key) == ("list", names.PLACED) and not came:
+            came.append(n)
+            fleet.up("b")
+
+    fleet.stores["a"].before = comes
+    fleet.placers = {"a": Placer(fleet.stores["a"], "a", "i-again")}
+    said = [*fleet.turn(), *fleet.turn()]
+    assert came
+    assert said == ["a places jobs from now on"]
+    assert fleet.nodes("llm") == ["a", "b"]
+
+
 def test_jobs_whose_records_cannot_be_understood_are_left_alone_with_their_slots() -> None:
     fleet = Fleet("a")
     for job in ("good", "bad"):

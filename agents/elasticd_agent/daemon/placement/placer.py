@@ -235,14 +235,14 @@ class Placer:
         return names.PLACER, self.version
 
     def _view(self, now: float) -> placing.View:
-        cards = {card.node: card for card in self._records(names.NODES, NodeCard)}
+        found, odd = self._copies.understood(names.NODES, NodeCard)
+        cards = {card.node: card for card in found}
         placements = tuple(self._records(names.PLACED, Placement))
-        for key in self._copies.list(names.NODES):
+        for node in [key.removeprefix(names.NODES) for key in odd]:
             # One that another version wrote: what runs there stays, nothing new comes.
-            node = key.removeprefix(names.NODES)
-            if node not in cards:
-                why = "its card cannot be understood"
-                cards[node] = replace(self._cards.get(node, NodeCard(node, "", 0)), state="cordoned", why=why)
+            slots = [slot for p in placements if (place := p.place(node)) is not None for slot in place.slots]
+            card = self._cards.get(node, NodeCard(node, "", max(slots, default=-1) + 1))
+            cards[node] = replace(card, state="cordoned", why="its card cannot be understood")
         self._cards |= cards
         placed = {place.node for placement in placements for place in placement.places}
         absent = (self._cards.keys() | placed) - cards.keys()
@@ -264,10 +264,8 @@ class Placer:
 
     def _readable(self) -> tuple[Submission, ...]:
         """Without those whose placement or ending cannot be understood: they are left as they are."""
-        known = {p.job for p in self._records(names.PLACED, Placement)}
-        odd = {k.removeprefix(names.PLACED) for k in self._copies.list(names.PLACED)} - known
-        known = {e.job for e in self._records(names.ENDED, Ending)}
-        odd |= {k.removeprefix(names.ENDED) for k in self._copies.list(names.ENDED)} - known
+        odd = {key.removeprefix(names.PLACED) for key in self._copies.understood(names.PLACED, Placement)[1]}
+        odd |= {key.removeprefix(names.ENDED) for key in self._copies.understood(names.ENDED, Ending)[1]}
         return tuple(s for s in self._records(names.SUBMITTED, Submission) if s.job not in odd)
 
     def _left_behind(self, placements: tuple[Placement, ...]) -> frozenset[tuple[str, str]]:
