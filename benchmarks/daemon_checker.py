@@ -190,9 +190,9 @@ def only_the_killed_are_lost(evidence: Evidence) -> Iterator[str]:
                 started[key] = event
             elif event["kind"] == "runner_asked":  # before it could hear, perhaps
                 started.pop(key, None)
-            elif event["kind"] == "runner_ended":
-                since = started.pop(key, event)["mono"]
-                if event["outcome"] == "lost" and not _hurt(evidence, node, since, event["mono"]):
+            elif event["kind"] == "runner_ended" and (begun := started.pop(key, None)) is not None:
+                lost = event["outcome"] == "lost" and not _hurt(evidence, node, begun["mono"], event["mono"])
+                if lost:
                     yield f"{node}: {event['reason']}, and nobody had hurt it"
     for run in evidence.runs:
         for number, event in sorted(run.evidence.rounds().items()):
