@@ -21,7 +21,7 @@ from tests.deploy.k8s import manifests
 CALLS = Path(os.environ["STANDIN_CALLS"])
 APPLIED = CALLS.with_suffix(".applied")
 NEWEST = "1.37"
-_VALUED = ("-n", "--namespace", "-f", "-k", "--timeout", "--for")
+_VALUED = ("-n", "--namespace", "-f", "-k", "-o", "--timeout", "--for")
 
 
 class Refused(Exception):
@@ -48,10 +48,11 @@ def kubectl(words: Sequence[str]) -> None:
         "kustomize": lambda plain, _: show(plain),
         "apply": apply,
         "create": create,
+        "replace": replace,
         "rollout": lambda plain, _: must_exist(plain[1]),
         "wait": lambda plain, _: must_exist(plain[0]),
         "logs": lambda plain, _: must_exist(plain[0]),
-        "delete": lambda plain, _: must_exist(f"{plain[0]}/{plain[1]}"),
+        "delete": delete,
         "port-forward": port_forward,
         "drain": node,
         "uncordon": node,
@@ -60,7 +61,7 @@ def kubectl(words: Sequence[str]) -> None:
     }
     if verb not in known:
         raise Refused(f"{verb!r} is nothing that the page should ask")
-    if verb not in ("kustomize", "apply", "drain", "uncordon") and "-n" not in words:
+    if verb not in ("kustomize", "apply", "replace", "drain", "uncordon") and not {"-n", "-k"} & set(words):
         raise Refused(f"{verb} without -n elasticd asks another namespace")
     known[verb](rest, words)
 
@@ -116,7 +117,30 @@ def create(plain: Sequence[str], words: Sequence[str]) -> None:
     for key, file in manifests.secrets_of([words])[plain[2]].items():
         if not Path(file).read_bytes().strip():
             raise Refused(f"{key}: {file} is empty")
-    APPLIED.write_text(json.dumps(sorted({*applied(), f"secret/{plain[2]}"})))
+    if "--dry-run=client" in words:
+        print(json.dumps({"kind": "Secret", "metadata": {"name": plain[2]}}))
+    elif f"secret/{plain[2]}" in applied():
+        raise Refused(f"secrets {plain[2]!r} already exists")
+    else:
+        APPLIED.write_text(json.dumps(sorted({*applied(), f"secret/{plain[2]}"})))
+
+
+def replace(_: Sequence[str], words: Sequence[str]) -> None:
+    if words[words.index("-f") + 1] != "-":
+        raise Refused("the page replaces what it has just made")
+    found = json.load(sys.stdin)
+    must_exist(f"{found['kind'].lower()}/{found['metadata']['name']}")
+
+
+def delete(plain: Sequence[str], words: Sequence[str]) -> None:
+    if "-k" in words:
+        found = manifests.render(Path(words[words.index("-k") + 1]))
+        names = {f"{one['kind'].lower()}/{one['metadata']['name']}" for one in found}
+    else:
+        names = {f"{plain[0]}/{plain[1]}"}
+    for name in names if "--ignore-not-found" not in words else ():
+        must_exist(name)
+    APPLIED.write_text(json.dumps(sorted(applied() - names)))
 
 
 def must_exist(name: str) -> None:

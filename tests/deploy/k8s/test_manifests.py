@@ -129,6 +129,27 @@ def quantities(of: Object) -> Iterator[tuple[str, Any]]:
                 yield from found["resources"].get(kind, {}).items()
 
 
+def test_an_agent_toml_of_ones_own_takes_the_place_of_the_overlays(tmp_path: Path) -> None:
+    """By the words of the page, from outside of deploy/k8s."""
+    generator = re.search(r"^```yaml\n(configMapGenerator:.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert generator is not None
+    there = os.path.relpath(K8S / "overlays" / "external-etcd", tmp_path.resolve())
+    (tmp_path / "kustomization.yaml").write_text(f"resources: [{there}]\n{generator[1]}")
+    (tmp_path / "agent.toml").write_text("# mine\n")
+    found = render(tmp_path)
+    (settings,) = of_kind(found, "ConfigMap")
+    assert settings["data"] == {"agent.toml": "# mine\n"}
+    assert agents(found).volumes["config"]["configMap"]["name"] == settings["metadata"]["name"]
+
+
+def test_what_the_page_adds_for_ipv6_is_a_variable_the_agent_reads() -> None:
+    patch = re.search(r"`({op: add, path: /spec/template/spec/containers/0/env/-.*?})`", PAGE.read_text())
+    assert patch is not None
+    given = yaml.safe_load(patch[1])["value"]
+    read = variables.from_variables(Settings, {given["name"]: given["value"]}, {})
+    assert {key: said.value for key, said in read.items()} == {"http.bind": "::"}
+
+
 def test_components_add_up(tmp_path: Path) -> None:
     there = os.path.relpath(K8S, tmp_path.resolve())
     names = ("prometheus", "rdma", "host-network", "runtime-class")
@@ -340,13 +361,15 @@ def test_what_operations_patches_in_etcds_arguments_is_what_it_means(tmp_path: P
     base = os.path.relpath(K8S / "overlays" / "etcd", tmp_path)
     (tmp_path / "kustomization.yaml").write_text(f"resources: [{base}]\npatches:\n{patches[1]}")
 
-    def given(found: Sequence[Object]) -> list[str]:
-        return next(p for p in pods(found) if p.owner["kind"] == "StatefulSet").container("etcd")["args"]
+    def given(found: Sequence[Object]) -> Pod:
+        return next(p for p in pods(found) if p.owner["kind"] == "StatefulSet")
 
     before, after = given(overlay("etcd")), given(render(tmp_path))
-    assert [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]] == [
+    arguments = zip(before.container("etcd")["args"], after.container("etcd")["args"], strict=True)
+    assert [pair for pair in arguments if pair[0] != pair[1]] == [
         ("--initial-cluster-state=new", "--initial-cluster-state=existing")
     ]
+    assert after.owner["spec"]["updateStrategy"] == {"type": "OnDelete"}, "no member that is well is ended meanwhile"
 
 
 def fill(store: EtcdStore) -> None:
