@@ -164,6 +164,36 @@ def test_who_cannot_be_started_leaves_no_log_that_says_nothing(
     assert not files.told.exists()
 
 
+BECOMES = """
+import sys
+from pathlib import Path
+from elasticd_agent.daemon.names import JobFiles
+from elasticd_agent.daemon.running import spawning
+from elasticd_agent.daemon.running.order import Secrets
+with open(JobFiles(Path(sys.argv[1])).lock, "w") as lock:
+    try:
+        spawning.spawn(JobFiles(Path(sys.argv[1])), lock.fileno(), spawning.Account.of("nobody"), Secrets())
+    except spawning.UsageError as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
+@pytest.mark.parametrize("capability", ["setuid", "setgid", "chown"])
+def test_a_root_that_may_not_become_others_is_told_what_it_lacks(tmp_path: Path, capability: str) -> None:
+    """So is an agent with User=root under systemd 257."""
+    less = ["setpriv", f"--bounding-set=-{capability}", f"--inh-caps=-{capability}"]
+    done = subprocess.run(
+        [*less, sys.executable, "-c", BECOMES, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout.startswith("UsageError this agent may not become user 'nobody'"), done.stderr
+    assert not JobFiles(tmp_path).told.exists()
+
+
 def test_what_is_handed_over_in_memory_is_whole() -> None:
     fd = Secrets("word", "ca", None, "key").handed()
     read = "import sys; from elasticd_agent.daemon.running.order import Secrets; print(Secrets.taken(int(sys.argv[1])))"

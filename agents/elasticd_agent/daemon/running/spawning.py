@@ -79,10 +79,16 @@ def spawn(files: JobFiles, lock: int, account: Account, secrets: Secrets) -> sub
             extra_groups=os.getgrouplist(account.name, account.gid) if other else None,
         )
     except PermissionError as error:
-        if error.filename != sys.executable:
+        executes = error.filename == sys.executable
+        if not (executes or other):
             raise
         if os.fstat(told).st_size == 0:
             files.told.unlink(missing_ok=True)  # nobody has said anything here
+        if not executes:
+            raise UsageError(
+                f"this agent may not become user {account.name!r}: it is root without CAP_SETUID, CAP_SETGID or "
+                "CAP_CHOWN, which its unit takes from it (docs/systemd.md)"
+            ) from error
         raise NotAllowed(
             f"user {account.name!r} may not execute {sys.executable}{shut(account, Path(sys.executable))}"
         ) from None
