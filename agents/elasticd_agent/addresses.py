@@ -79,6 +79,14 @@ def split(text: str) -> tuple[str, int]:
     return host, int(digits)
 
 
+def told(text: str) -> tuple[str, int] | None:
+    """As `split`, of what another agent says of itself; None for "" and for what is no address."""
+    try:
+        return split(text)
+    except UsageError:
+        return None
+
+
 def _towards(towards: Sequence[tuple[str, int]]) -> Ip:
     loopback: Ip | None = None
     elsewhere = False  # an endpoint that is here only by the name others know this machine by

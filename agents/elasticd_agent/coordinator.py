@@ -14,7 +14,7 @@ from typing import Any
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd.wire import Failure, NodeRecord, Round
-from elasticd_agent.addresses import split
+from elasticd_agent.addresses import told
 from elasticd_agent.chair import Chair
 from elasticd_agent.config import Policy
 from elasticd_agent.keys import Keys, address, understood
@@ -344,7 +344,8 @@ class Coordinator:
         if self.plans:
             return self._planner.addresses(self._round)
         record = self._chair.holder
-        return {record.id: split(record.address)} if record is not None and record.address else {}
+        where = told(record.address) if record is not None else None
+        return {record.id: where} if record is not None and where is not None else {}
 
     def _lead(self, now: float) -> float | None:
         if self._presence.lease is None:
@@ -410,7 +411,8 @@ class Coordinator:
         return bool(members) and self._me not in {(m.node, m.incarnation) for m in members}
 
     def _knock(self, record: NodeRecord) -> object:
-        return self._planner.knock({record.id: split(record.address)}).get(record.id) if record.address else None
+        where = told(record.address)
+        return None if where is None else self._planner.knock({record.id: where}).get(record.id)
 
     def others_gone(self) -> bool:
         """True once every other node has left: whoever hosts the store must not go before. Raises StoreUnavailable."""

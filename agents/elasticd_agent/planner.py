@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from elasticd.records import Document
 from elasticd.wire import Failure, NodeRecord, Round
-from elasticd_agent.addresses import split
+from elasticd_agent.addresses import told
 from elasticd_agent.config import Policy
 from elasticd_agent.copies import Copies
 from elasticd_agent.faults import Faults
@@ -270,8 +270,8 @@ class Planner:
     def _ask(self, view: View, incarnations: dict[str, str], now: float) -> None:
         for present in view.nodes:
             who = present.record.id, present.record.incarnation
-            if who not in self._addresses and present.record.address:
-                self._addresses[who] = split(present.record.address)
+            if who not in self._addresses and (where := told(present.record.address)) is not None:
+                self._addresses[who] = where
         found = {node: self._addresses.get((node, incarnation)) for node, incarnation in incarnations.items()}
         addresses = {node: address for node, address in found.items() if address}
         self._knocked.clear()
@@ -297,9 +297,11 @@ class Planner:
         """Who was lost because it cannot be reached shall not be taken again before it can."""
         members = {m.node for m in round.members}
         applicants = {
-            p.record.id: split(p.record.address)
+            p.record.id: where
             for p in view.nodes
-            if p.record.id not in members and (p.record.id, p.record.incarnation) in self.met
+            if p.record.id not in members
+            and (p.record.id, p.record.incarnation) in self.met
+            and (where := told(p.record.address)) is not None
         }
         if now >= self._applicants_at or applicants.keys() != self._applicants:
             self._applicants, self._applicants_at = set(applicants), now + APPLICANTS_S

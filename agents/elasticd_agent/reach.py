@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 from elasticd.errors import WireError
 from elasticd.wire import NodeRecord, Round
-from elasticd_agent.addresses import split
+from elasticd_agent.addresses import told
 from elasticd_agent.config import Policy
 from elasticd_agent.keys import Keys
 from elasticd_agent.knock import Answered, Refused, Silent
@@ -132,6 +132,7 @@ class Reach:
                     record = NodeRecord.from_json(item.value)
                 except WireError:
                     continue  # the planner says so
-                if (record.id, record.incarnation) in wanted and record.address:
-                    self._members[record.id] = split(record.address)
+                where = told(record.address)
+                if (record.id, record.incarnation) in wanted and where is not None:
+                    self._members[record.id] = where
         return self._members
