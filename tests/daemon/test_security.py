@@ -53,7 +53,7 @@ def our_keys() -> list[str]:
     ours = [
         value + ("x" if value.endswith("/") else "")
         for name, value in vars(names).items()
-        if name.isupper() and name != "ROOT"
+        if name.isupper() and isinstance(value, str) and name != "ROOT"
     ]
     keys = Keys("job")
     for name in (name for name in dir(Keys) if not name.startswith("_") and name != "job"):
