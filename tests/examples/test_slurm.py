@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.launching import REPOSITORY, Ran
+from tests.faults.job import comm_of, descendants
 
 BATCH = REPOSITORY / "examples" / "slurm.sbatch"
 EXAMPLE = REPOSITORY / "examples" / "plain_with_elasticd.py"
@@ -33,8 +34,10 @@ pids = os.environ["TOLD"] + ".pids"
 if name == "srun":
     while arguments[0].startswith("--"):
         del arguments[0]
-    nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
-    ran = [subprocess.Popen(arguments, env={{**os.environ, "SLURM_PROCID": str(n)}}) for n in range(nodes)]
+    ran = []
+    for n, gpus in enumerate(os.environ["GPUS"].split()):
+        own = {{"SLURM_NODEID": str(n), **({{"SLURM_GPUS_ON_NODE": gpus}} if gpus != "none" else {{}})}}
+        ran.append(subprocess.Popen(arguments, env={{**os.environ, **own}}))
     with open(pids + ".new", "w") as file:
         print(*(process.pid for process in ran), file=file)
     os.rename(pids + ".new", pids)
@@ -53,9 +56,17 @@ if arguments[:2] == ["show", "hostnames"]:
 if arguments[:1] == ["requeue"]:
     os.kill(os.getppid(), signal.SIGKILL)
 """
-PLAYED = """\
+PLAYED = r"""\
 #!/bin/bash
-code=$(cat "$TOLD.plays")
+echo "node$SLURM_NODEID played $*" >> "$TOLD"
+read -ra plays < "$TOLD.plays"
+code=${plays[$SLURM_NODEID]:-${plays[0]}}
+case $code in
+    0) outcome=succeeded ;;
+    1) outcome=failed ;;
+    *) outcome=stopped ;;
+esac
+if [ "$code" != 137 ]; then echo "{\"kind\": \"job_ended\", \"outcome\": \"$outcome\"}" > "$5"; fi
 trap 'exit 143' TERM
 if [ "$code" = trains ]; then touch "$TOLD.trains"; while :; do sleep 0.01; done; fi
 exit "$code"
@@ -64,7 +75,7 @@ exit "$code"
 REAL = f"""\
 #!/bin/bash
 shift
-exec {sys.executable} -m elasticd_agent run --node-id "node$SLURM_PROCID" "$@"
+exec {sys.executable} -m elasticd_agent run --node-id "node$SLURM_NODEID" "$@"
 """
 
 Submit = Callable[..., Ran]
@@ -104,6 +115,7 @@ def submit(tmp_path: Path, told: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
             "SLURM_JOB_NODELIST": "node[1-2]",
             "SLURM_JOB_NUM_NODES": "2",
             "SLURM_SUBMIT_DIR": str(tmp_path),
+            "GPUS": "none none",
             **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
             **more,
         }
@@ -122,27 +134,35 @@ def requeued(told: Path) -> bool:
     return f"scontrol requeue {JOB}" in told.read_text().splitlines()
 
 
-def test_one_agent_a_node_that_meet_on_the_first(submit: Submit, told: Path) -> None:
-    ran = submit("train.py", "--text", "two words", plays="0")
+def test_one_agent_a_node_that_meet_on_the_first(submit: Submit, told: Path, tmp_path: Path) -> None:
+    ran = submit("train.py", "--text", "two words", plays="0", SLURM_NTASKS_PER_NODE="4", SLURM_NTASKS="8")
     assert ran.wait() == 0
-    srun = next(line for line in told.read_text().splitlines() if line.startswith("srun "))
-    assert " played run --nnodes 1:2 --nproc-per-node auto --rdzv-id 4711 --rdzv-backend c10d " in srun
-    assert " --rdzv-endpoint localhost:24711 " in srun
-    assert srun.endswith(" train.py --text two words")
-    assert "--kill-on-bad-exit=0 --no-kill --wait=0" in srun
+    lines = told.read_text().splitlines()
+    srun = next(line for line in lines if line.startswith("srun "))
+    assert srun.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --no-kill --wait=0 ")
+    folder = tmp_path / f"checkpoints-{JOB}"
+    rest = f"--nnodes 1:2 --rdzv-id {JOB} --rdzv-backend c10d --rdzv-endpoint localhost:24711 --checkpoint-dir {folder}"
+    rest += " --shutdown-timeout 90 train.py --text two words"
+    assert sorted(line for line in lines if " played " in line) == [
+        f"node{n} played run --nproc-per-node auto --event-log {folder}/events-{JOB}-0-{n}.jsonl {rest}" for n in (0, 1)
+    ]
 
 
-def test_or_in_etcd_and_as_the_environment_says(submit: Submit, told: Path) -> None:
-    more = {
-        "RDZV_ENDPOINT": "etcd-1:2379,etcd-2:2379",
-        "MIN_NODES": "2",
-        "CHECKPOINTS": "/data/me",
-        "SLURM_GPUS_ON_NODE": "8",
-    }
+def test_or_in_etcd_and_as_the_environment_says(submit: Submit, told: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "of two words"
+    more = {"RDZV_ENDPOINT": "etcd-1:2379,etcd-2:2379", "MIN_NODES": "2", "CHECKPOINTS": str(folder), "GPUS": "8 7"}
     assert submit("train.py", plays="0", **more).wait() == 0
-    srun = told.read_text()
-    assert "--nnodes 2:2 --nproc-per-node 8" in srun
-    assert "--rdzv-backend etcd --rdzv-endpoint etcd-1:2379,etcd-2:2379 --checkpoint-dir /data/me" in srun
+    played = told.read_text()
+    assert "node0 played run --nproc-per-node 8 " in played
+    assert "node1 played run --nproc-per-node 7 " in played
+    assert f"--nnodes 2:2 --rdzv-id {JOB} --rdzv-backend etcd --rdzv-endpoint etcd-1:2379,etcd-2:2379 " in played
+    assert f" --checkpoint-dir {folder} " in played
+
+
+def test_outside_of_slurm_it_says_what_it_is(submit: Submit) -> None:
+    ran = submit("train.py", SLURM_JOB_ID="")
+    assert ran.wait() != 0
+    assert "this is a batch script: sbatch --nodes=2 slurm.sbatch train.py" in ran.output
 
 
 @pytest.mark.parametrize(
@@ -155,13 +175,15 @@ def test_or_in_etcd_and_as_the_environment_says(submit: Submit, told: Path) -> N
         ("75", 19, True),
         ("75", 20, False),
         ("137", 3, True),  # somebody killed the agents
+        ("0 137", 0, False),  # one of them, and training has ended
+        ("1 137", 0, False),
     ],
 )
 def test_who_comes_back(submit: Submit, told: Path, plays: str, restarts: int, again: bool) -> None:
     ran = submit("train.py", plays=plays, restarts=restarts)
     code = ran.wait()
     assert requeued(told) is again
-    assert code == (-signal.SIGKILL if again else int(plays))
+    assert code == (-signal.SIGKILL if again else int(plays.split()[0]))
 
 
 def test_making_room(submit: Submit, told: Path) -> None:
@@ -190,7 +212,7 @@ def test_cancelled_is_cancelled(submit: Submit, told: Path) -> None:
 @pytest.mark.system
 def test_a_real_job_makes_room_and_goes_on(submit: Submit, told: Path, tmp_path: Path) -> None:
     train = [str(EXAMPLE), "--epochs", "1000", "--save-every", "1000000"]
-    job = {"elasticd": "real", "SLURM_GPUS_ON_NODE": "1"}
+    job = {"elasticd": "real", "GPUS": "1 1"}
     first = submit(*train, **job)
     first.until(lambda: "epoch 1 " in first.output)
     first.process.send_signal(signal.SIGUSR1)
@@ -205,3 +227,16 @@ def test_a_real_job_makes_room_and_goes_on(submit: Submit, told: Path, tmp_path:
     # that was being trained is the next to end, unless all of it was trained but the line not printed yet.
     ended = [int(epoch) for epoch in re.findall(r"epoch (\d+) error", second.output)]
     assert ended[0] in (max(seen) + 1, max(seen) + 2)
+
+
+@pytest.mark.system
+def test_a_real_job_that_loses_a_node_on_its_way_has_succeeded_all_the_same(submit: Submit, told: Path) -> None:
+    ran = submit(str(EXAMPLE), "--epochs", "30", elasticd="real", GPUS="1 1")
+    ran.until(lambda: "epoch 1 " in ran.output)
+    agents = map(int, Path(f"{told}.pids").read_text().split())
+    # Both are on the store's host here, and one of them serves it.
+    (guest,) = [pid for pid in agents if "elasticd-c10d-h" not in map(comm_of, descendants(pid))]
+    os.kill(guest, signal.SIGKILL)
+    assert ran.wait() == 0, ran.output
+    assert re.search(r"node\d is gone", ran.output)
+    assert not requeued(told)
