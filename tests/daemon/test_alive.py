@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -116,6 +118,41 @@ def test_an_order_that_a_jobs_user_has_written_is_nobodys(tmp_path: Path) -> Non
         os.chown(files.order, 65534, 65534)
         assert runners.adopt() == []
     assert said == [f"{files.order}: [Errno 1] user 65534 has written it: '{files.order}'; it is left alone"]
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from elasticd_agent.daemon.running import alive
+lock = alive.take(Path(sys.argv[1]))
+print("has it", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_runner_lives_also_while_no_file_descriptor_is_left_to_look_with(tmp_path: Path) -> None:
+    """Who is taken for dead is cleared away after a while, with all that it has started."""
+    files, said, before = job_files(tmp_path, "mine", 1), list[str](), resource.getrlimit(resource.RLIMIT_NOFILE)
+    files.root.mkdir(parents=True)
+    replace_file(files.order, ORDER.to_json())
+    with (
+        closing(Runners(tmp_path, lambda: None, said.append)) as runners,
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDS, str(files.lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as runner,
+    ):
+        assert runner.stdout is not None
+        assert runner.stdout.readline() == "has it\n"
+        assert runners.adopt() == []
+        (known,) = runners.alive()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+        try:
+            assert runners.poll(time.monotonic()) == []
+            assert runners.alive() == (known,)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        runner.communicate()
+        assert [over.key for over in runners.poll(time.monotonic())] == [("mine", 1)]
 
 
 def test_an_order_of_another_job_than_its_folders_is_nobodys(tmp_path: Path) -> None:

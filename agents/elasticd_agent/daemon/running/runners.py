@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import time
@@ -78,7 +79,11 @@ class Runner:
             return alive.held(self.files.lock)  # whoever has it has not signed it yet, or could not
         with contextlib.suppress(ChildProcessError):  # one of ours from before an exec of ourselves
             os.waitpid(self.process.pid, os.WNOHANG)
-        return self.process.alive
+        if self.pidfd is None:
+            return self.process.alive
+        poll = select.poll()  # which takes no descriptor: who has none left must not take anybody for dead
+        poll.register(self.pidfd, select.POLLIN)
+        return not poll.poll(0)
 
     def signal(self, signum: int) -> None:
         if self.pidfd is not None:
