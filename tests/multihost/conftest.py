@@ -39,7 +39,7 @@ def network() -> Iterator[StartNetwork]:
 def training(network: StartNetwork, tmp_path: Path) -> StartTraining:
     """A job of some nodes, all of which train; it goes on with as few as two. `resumes`: the script has a Session.
 
-    `spare` hosts have no agent yet.
+    `spare` hosts have no agent yet. `ipv6`: it is all the network has.
     """
 
     def start(
@@ -48,8 +48,12 @@ def training(network: StartNetwork, tmp_path: Path) -> StartTraining:
         resumes: bool = False,
         backend: Literal["etcd", "c10d"] = "etcd",
         conf: str = "",
+        ipv6: bool = False,
     ) -> Cluster:
-        net = network(hosts=hosts + spare, others=("store",) if backend == "etcd" else ())
+        others = ("store",) if backend == "etcd" else ()
+        net = network(hosts=hosts + spare, others=others)
+        for host in (*net.hosts, *(net[name] for name in others)) if ipv6 else ():
+            host.only_ipv6()
         # All of them shall be in the first round, however long a busy machine takes to start the last one.
         flags = ["--rdzv-conf", ",".join(filter(None, ["last_call_timeout=60", conf])), "--max-restarts", "100"]
         if resumes:

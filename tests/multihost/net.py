@@ -199,6 +199,11 @@ class Host(Namespace):
         self.address, self.address6 = _address(number), _address6(number)
         self._switch = switch
 
+    def only_ipv6(self) -> None:
+        """No IPv4 address but loopback's, as in a pod of a cluster of IPv6 alone."""
+        _ip(self, [f"addr del {self.address}/16 dev eth0"])
+        self.address = self.address6
+
     def link(self, *, up: bool) -> None:
         """Pull the cable out of the switch, or put it back: what is sent either way meanwhile vanishes."""
         _ip(self._switch, [f"link set port{self.number} {'up' if up else 'down'}"])
