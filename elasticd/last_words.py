@@ -53,15 +53,22 @@ def install_last_words(writer: Takes) -> None:
 def _say_last_words(writer: Takes) -> None:
     # Whatever goes wrong here would be printed as the script's own failure.
     with contextlib.suppress(Exception):
+        if not say_raised(writer):
+            writer.last_words(LastWords("exit"))
+
+
+def say_raised(writer: Takes) -> bool:
+    """Write down the exception that has ended the script, if one has; True then. It may be said more than once."""
+    with contextlib.suppress(Exception):
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if not isinstance(error, BaseException):
-            writer.last_words(LastWords("exit"))
-            return
+            return False
         name, *bases = (_name_of(base) for base in type(error).__mro__[:-1])
         lines = traceback.TracebackException(type(error), error, error.__traceback__)
         # "Type: message", with python's own words for a message that cannot be printed.
         message = "".join(lines.format_exception_only()).partition(": ")[2].rstrip("\n")
         writer.last_words(LastWords("exception", name, message, "".join(lines.format()), bases=tuple(bases)))
+    return True
 
 
 def _name_of(cls: type) -> str:

@@ -29,6 +29,7 @@ from typing import Any
 
 from elasticd.beat import JOINING, STACKS_SIGNAL, BeatWriter, Phase
 from elasticd.collectives import UNKNOWN, Collectives, default_group, flight, timeout_ms
+from elasticd.last_words import say_raised
 
 PERIOD_S = 0.1
 """The agent looks every 0.25 s; a pulse costs the training thread some 40 µs (benchmarks/beat.py)."""
@@ -113,6 +114,7 @@ class Pulse:
         if not self._leaving and script_is_over():
             self._leaving = True
             self._writer.phase(Phase.EXIT)
+            say_raised(self._writer)  # exit handlers may take any time, and the others fall before they are done
         wanted = self._writer.dump_wanted
         if wanted != self._writer.dumped:
             if self._dump_to:

@@ -169,7 +169,7 @@ class NodeRecord(Document):
     (`can_hold`), is `held` at one; it is `leaving` if somebody asked its agent to stop, and `warm` (1, else 0)
     once its workers would start at once. `role` is its workers'. `slots` are those that can be used, none where too few
     of them can; `unusable` says why some cannot. `pace` has of each of its ranks (rank, pulses, pulses in which
-    it waited).
+    it waited). `raised`: an exception of a rank of its `ready` round that has not ended yet, in words.
     """
 
     id: str
@@ -192,6 +192,7 @@ class NodeRecord(Document):
     unusable: str = ""
     leaving_code: int = 0
     unreached: tuple[str, ...] = ()
+    raised: str = ""
 
     def check(self) -> None:
         if not self.id:

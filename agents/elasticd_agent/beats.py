@@ -6,6 +6,7 @@ A worker that has no beat, or one that makes no sense, hears nothing and has sai
 from __future__ import annotations
 
 from elasticd import beat
+from elasticd import last_words as last_words_of
 from elasticd.errors import WireError
 from elasticd_agent.messages import LastWords
 
@@ -26,8 +27,11 @@ def last_words(path: str) -> LastWords | None:
             words = reader.read().last_words
     except (OSError, WireError):
         return None
-    if words is None:
-        return None
+    return None if words is None else understood(words)
+
+
+def understood(words: last_words_of.LastWords) -> LastWords:
+    """The words as the agent's own."""
     return LastWords(
         "exception" if words.kind == "exception" else "exit", words.type, words.message, words.traceback, words.bases
     )

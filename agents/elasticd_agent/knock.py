@@ -73,6 +73,7 @@ class KnockServer:
 
     `answering` is asked before callers are taken, from another thread, and must not wait. While it is False they find
     what a stopped process has to offer: a connection without an answer. They get one if it turns True in time.
+    `answered` is called after each, from that thread.
     """
 
     def __init__(
@@ -82,10 +83,11 @@ class KnockServer:
         incarnation: str,
         port: int = 0,
         answering: Callable[[], bool] = lambda: True,
+        answered: Callable[[], None] = lambda: None,
     ) -> None:
         """Raises UsageError when the port cannot be had."""
         self._answer = KnockAnswer(node=node, incarnation=incarnation).to_json() + b"\n"
-        self._answering = answering
+        self._answering, self._answered = answering, answered
         self._listener = _listening(address, port)
         self.port: int = self._listener.getsockname()[1]
         self._most_kept = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4  # the rest of them is for others
@@ -138,6 +140,7 @@ class KnockServer:
             try:
                 caller.setblocking(False)
                 caller.send(self._answer)
+                self._answered()
             except OSError:
                 caller.close()  # the caller has left
                 continue

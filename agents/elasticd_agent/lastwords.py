@@ -90,6 +90,18 @@ def fell(exit: WorkerExited) -> str:
     return "lost a connection" if names & _CONNECTIONS else "lost its peers"
 
 
+def raised(words: LastWords) -> str:
+    """What a worker that has not ended yet ends by, "raised KeyError: 'x'"; "" if that is somebody else's doing."""
+    if words.kind != "exception" or not (own(words) or _machines(words)):
+        return ""
+    return f"raised {_in_a_line(words)}"
+
+
+def _machines(words: LastWords) -> bool:
+    names = {name.rpartition(".")[2] for name in (words.type, *words.bases)}
+    return bool(names & _MACHINE) or (words.type == "RuntimeError" and "CUDA error" in words.message)
+
+
 def _rank_0s(words: LastWords) -> bool:
     return words.type.rpartition(".")[2] == "ElasticdError" and words.message.startswith(_RANK_0S)
 
@@ -112,7 +124,11 @@ def said(exit: WorkerExited) -> str:
     words = exit.last_words
     if words is None or words.kind == "exit":
         return exit.status.text
+    return f"{exit.status.text} ({_in_a_line(words)})"
+
+
+def _in_a_line(words: LastWords) -> str:
     first_line = words.message.strip().partition("\n")[0]
     text = f"{words.type}: {first_line}" if first_line else words.type
     most = _LINE_OF_NAMES if words.type.rpartition(".")[2] in _NAMING else _LINE
-    return f"{exit.status.text} ({text if len(text) <= most else text[: most - 3] + '...'})"
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -14,6 +14,8 @@ from typing import Protocol
 
 from elasticd.notes import Note
 from elasticd.wire import Round
+from elasticd_agent import lastwords
+from elasticd_agent.beats import understood
 from elasticd_agent.evidence import Target
 from elasticd_agent.history import History
 from elasticd_agent.launcher.commands import Worker
@@ -29,6 +31,8 @@ EAGER_LOOK_S = 0.02
 EAGER_S = 60.0
 """For so long; a group that has not stepped by then is not about to at any moment, or never notes its steps."""
 LOOK_S = 0.25
+HASTY_S = 0.3
+"""How long a group is looked at as eagerly once another agent has asked whether we are here: something may be wrong."""
 TELL_CHECKPOINT_S = 10.0
 """How often other nodes hear of a new checkpoint: what a Round says it resumes from is a proposal, and rank 0 looks."""
 
@@ -59,9 +63,10 @@ class Looking:
         self._meeting, self._history, self._listener, self._shared = meeting, history, listener, shared
         self._paces = Paces()
         self._prepared: Prepared | None = None
-        self._at = self._eager_until = 0.0
+        self._at = self._eager_until = self._hasty_until = 0.0
         self._step_at: tuple[int, float] = (0, 0.0)
         self._told_at = float("-inf")
+        self._raised = ""  # what has been said of this round's ranks
         self._stepped = 0  # the newest round that was seen to step
         self._seen: Seen | None = None
 
@@ -84,6 +89,10 @@ class Looking:
         """Look at once: something else has been heard of the group."""
         self._at = now
 
+    def hasten(self, now: float) -> None:
+        """Another agent has knocked: a rank of ours may have raised what the others fell by."""
+        self._at, self._hasty_until = now, now + HASTY_S
+
     def begin(self, round: Round, prepared: Prepared, now: float) -> None:
         """The group of `round` is about to be started."""
         self.drop()
@@ -93,7 +102,8 @@ class Looking:
         self._at, self._step_at = now + EAGER_LOOK_S, (0, now)
         self._eager_until = now + EAGER_S
         self._meeting.facts.advances_by = now
-        self._meeting.update(ready=round.number, pace=())
+        self._raised = ""
+        self._meeting.update(ready=round.number, pace=(), raised="")
 
     def started(self, started: Started) -> None:
         """Its processes are there."""
@@ -140,14 +150,26 @@ class Looking:
             self._meeting.update(stepped=number)
         for note in seen.notes:
             self._noted(note)
+        self._who_raised(seen)
         self._meeting.facts.high_water = self._history.high_water(seen)
         self._advanced(seen.step, now)
         if (counts := self._paces.look(seen)) is not None:
             self._meeting.update(pace=counts)
         self.suspicion.look(seen, self._history.deadline_s(seen), now)
         self._listener.seen(seen, now)
-        self._at = now + (LOOK_S if number == self._stepped or now > self._eager_until else EAGER_LOOK_S)
+        calm = number == self._stepped or now > self._eager_until
+        self._at = now + (LOOK_S if calm and now > self._hasty_until else EAGER_LOOK_S)
         return first
+
+    def _who_raised(self, seen: Seen) -> None:
+        """A rank that raised has last files to write; its peers fall before it ends, and nobody may wait for it."""
+        if self._raised:
+            return
+        for rank, beat in zip(seen.ranks, seen.beats, strict=True):
+            if beat.last_words is not None and (why := lastwords.raised(understood(beat.last_words))):
+                self._raised = f"rank {rank.rank} {why}"
+                self._meeting.update(raised=self._raised)
+                return
 
     def _advanced(self, step: int, now: float) -> None:
         """Work out when the next step should be done: what the planner may rely on to see that nobody trains."""

@@ -51,7 +51,17 @@ from elasticd_agent.messages import (
     Wake,
     WorkerExited,
 )
-from elasticd_agent.news import HoldAsked, MasterKnown, News, Planning, Rejected, ReportAsked, SlowSeen, StoreSeen
+from elasticd_agent.news import (
+    HoldAsked,
+    Knocked,
+    MasterKnown,
+    News,
+    Planning,
+    Rejected,
+    ReportAsked,
+    SlowSeen,
+    StoreSeen,
+)
 from elasticd_agent.observation import Judged
 from elasticd_agent.slots import Slots
 from elasticd_agent.watch import Seen
@@ -62,7 +72,7 @@ OVERSLEPT_S = 0.25
 HEAR_S = 0.1
 """For what happened meanwhile to be heard, before it counts that something else has not."""
 
-Word = MasterKnown | HoldAsked | ReportAsked | Judged | SlowSeen | StoreSeen | Planning | Rejected | Broken
+Word = Knocked | MasterKnown | HoldAsked | ReportAsked | Judged | SlowSeen | StoreSeen | Planning | Rejected | Broken
 Message = News | OwnerSaid | OwnerLost | Broken | Gathered | DumpAsked | MemoryChecked
 
 
@@ -206,6 +216,8 @@ class Loop:
             case Gathered():
                 self._looking.suspicion.gathered(message, now)
                 self._looking.soon(now)
+            case Knocked():
+                self._looking.hasten(now)
             case MasterKnown() | HoldAsked() | ReportAsked() | Judged() | SlowSeen():
                 self._heard(message, now)
             case StoreSeen() | Planning() | Rejected() | Broken():

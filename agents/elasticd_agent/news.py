@@ -86,4 +86,9 @@ class Rejected:
     why: str
 
 
-News = Event | MasterKnown | HoldAsked | ReportAsked | Judged | SlowSeen | StoreSeen | Planning | Rejected
+@dataclass(frozen=True, slots=True)
+class Knocked:
+    """Another agent has asked whether this one is here, as it does when it sees any sign of trouble."""
+
+
+News = Event | Knocked | MasterKnown | HoldAsked | ReportAsked | Judged | SlowSeen | StoreSeen | Planning | Rejected

@@ -196,6 +196,8 @@ def _after_failure(
     victims = all(f.kind == "crash" and not f.culprits for f in failures)
     if victims and len(failures) < len(current.members) and now < view.failed_at + VICTIMS_S:
         return Wait(f"{first.why}; waiting for word of what it lost them by", view.failed_at + VICTIMS_S)
+    if victims and (raised := _raised(view, current)):
+        first = replace(first, why=f"{raised}, and then {first.why}")
     mistakes = [f for f in failures if f.kind == "user_error"]
     if len(mistakes) == len(failures) and len({f.error for f in mistakes}) == 1:
         missing = len(current.members) - len({f.node for f in mistakes})
@@ -225,6 +227,12 @@ def _after_failure(
                 return Wait(f"{first.why}; restarting {delay_s:g} s after it (backoff)", until, told=True)
             why = "; ".join([first.why, *(_aside(b) for b in set_aside), *lost.nodes.values()])
             return _next(view, current, state, benched, why, lost.nodes, policy, now, cause=first.kind)
+
+
+def _raised(view: View, current: Round) -> str:
+    """What a rank that takes its time to end has ended its peers by, if its node has said so."""
+    records = (view.record(member.node) for member in current.members)
+    return next((r.raised for r in records if r is not None and r.raised and r.ready == current.number), "")
 
 
 def _judge(

@@ -26,7 +26,7 @@ from elasticd_agent.keys import Keys
 from elasticd_agent.knock import KnockServer, knock
 from elasticd_agent.lines import Lines
 from elasticd_agent.meeting import Broken, LocalMeeting, RemoteMeeting
-from elasticd_agent.news import News
+from elasticd_agent.news import Knocked, News
 from elasticd_agent.plan import Asked
 from elasticd_agent.planner import Facts, Planner
 from elasticd_agent.presence import Renewed
@@ -77,7 +77,7 @@ def take_seat(
     incarnation = secrets.token_hex(8)
     own, address = OwnAddress(lambda: workers_address(spec)), ""
     if shared:
-        knocked = KnockServer(own.known, node, incarnation)
+        knocked = KnockServer(own.known, node, incarnation, answered=lambda: post(Knocked()))
         stack.callback(knocked.close)
         address = joined(own.known, knocked.port)
     highest, resume = found

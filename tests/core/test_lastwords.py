@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticd_agent.lastwords import echo, fell, mistake, said, victim
+from elasticd_agent.lastwords import raised as raised_words
 from elasticd_agent.messages import ExitStatus, LastWords, WorkerExited
 
 # As torch 2.13 raised it in a survivor whose gloo peer was killed.
@@ -102,6 +103,21 @@ def test_a_victim_is_said_to_have_lost_only_what_it_has_lost(exit: WorkerExited,
     """A rank that was out of memory was told of as one that had lost its peers."""
     assert victim(exit)
     assert fell(exit) == why
+
+
+@pytest.mark.parametrize(
+    ("exit", "what"),
+    [
+        (raised("KeyError", "'x'\nmore"), "raised KeyError: 'x'"),
+        (raised("torch.OutOfMemoryError", "CUDA out of memory"), "raised torch.OutOfMemoryError: CUDA out of memory"),
+        (raised("RuntimeError", GLOO), ""),
+        (raised("TimeoutError"), ""),
+        (ended(3, LastWords("exit", "SystemExit", "3", "")), ""),
+    ],
+)
+def test_what_a_rank_that_has_not_ended_ends_by(exit: WorkerExited, what: str) -> None:
+    assert exit.last_words is not None
+    assert raised_words(exit.last_words) == what
 
 
 def test_an_exit_in_words() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -168,6 +169,23 @@ def test_victims_wait_for_who_failed_first() -> None:
     assert named.budget.counted == 1
     assert decided(replace(view, failures=tuple(victim(n) for n in "abc"))).budget.counted == 1, "nobody is missing"
     assert decided(view, NOW + VICTIMS_S).budget.counted == 1
+
+
+def test_who_raised_and_has_not_ended_yet_explains_its_victims() -> None:
+    """Its last words are known before it ends, which may take any time."""
+
+    def says(node: str, **more: Any) -> View:
+        there = [replace(p, record=replace(p.record, **more)) if p.record.id == node else p for p in VIEW.nodes]
+        return replace(VIEW, nodes=tuple(there), failures=(victim("a"),))
+
+    view = says("b", raised="rank 1 raised ValueError: a fault")
+    assert decided(view, NOW + VICTIMS_S).reason.startswith(
+        "rank 1 raised ValueError: a fault, and then a lost its peers; "
+    )
+    culprit = Failure(3, "c", "crash", ((2, 0),), "rank 2 was killed by SIGKILL")
+    assert decided(replace(view, failures=(victim("a"), culprit))).reason.startswith("rank 2 was killed")
+    old = says("b", raised="rank 1 raised ValueError: a fault", ready=2)
+    assert "ValueError" not in decided(old, NOW + VICTIMS_S).reason, "that was in the round before"
 
 
 def test_a_lost_node_explains_its_victims_and_costs_nothing() -> None:

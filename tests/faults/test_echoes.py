@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+
+import pytest
 
 from elasticd_agent.core import ECHO_WAIT_S
 from tests.faults.conftest import StartJob
 from tests.faults.job import Fault, Job, alive, until
+from tests.faults.nodes import Nodes
 
 AT_FAULT = "rank 0 exited with code 1 (ValueError: a fault)"
 
@@ -49,3 +53,17 @@ def test_an_agent_that_could_not_listen_hears_everybody_before_it_blames(job: St
     assert run.wait() == 0
     assert ended_by_themselves(run, 1) == [1, 0], "it did not end last: nothing was tested"
     assert run.event("round_published", round=2)["reason"].startswith(AT_FAULT)
+
+
+@pytest.mark.system
+def test_who_raised_on_another_node_is_named_before_it_ends(nodes: Callable[[str], Nodes]) -> None:
+    """Nobody waits for its exit handlers."""
+    both = nodes("2")
+    agents = [both.agent(name, "lingering.py", warm=True) for name in "ab"]
+    assert [agent.wait() for agent in agents] == [0, 0]
+    (fallen,) = [event for agent in agents for event in agent.events("worker_exited", round=1, asked=False)]
+    (lingering,) = [event for agent in agents for event in agent.events("worker_exited", round=1, asked=True)]
+    assert (fallen["rank"], lingering["rank"], lingering["signal"]) == (0, 1, signal.SIGKILL)
+    published = agents[0].event("round_published", round=2)
+    assert published["reason"].startswith("rank 1 raised ValueError: a fault, and then rank 0 lost its peers: ")
+    assert published["mono"] - fallen["mono"] < ECHO_WAIT_S

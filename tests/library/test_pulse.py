@@ -248,6 +248,25 @@ def test_a_hang_in_an_exit_handler_is_seen_as_one(python: Any, tmp_path: Path, w
         assert reader.read().alive == 0
 
 
+def test_what_was_raised_is_told_while_exit_handlers_run(python: Any, tmp_path: Path, wait_for: Any) -> None:
+    with (
+        python("""
+        import atexit
+        atexit.register(os._exit, 3)
+        atexit.register(sys.stdin.read)
+        pulse.start()
+        raise ValueError("a fault")
+        """) as process,
+        BeatReader(tmp_path / "beat") as reader,
+    ):
+        words = wait_for(lambda: reader.read().last_words, "its words")
+        assert (words.kind, words.type, words.message) == ("exception", "ValueError", "a fault")
+        assert reader.read().phase is Phase.EXIT
+        assert process.poll() is None
+        process.communicate(timeout=30)
+        assert process.returncode == 3
+
+
 def test_threads_that_outlive_the_main_thread_may_train_on(python: Any, tmp_path: Path, wait_for: Any) -> None:
     with (
         python("""
