@@ -79,6 +79,8 @@ _PHASE, _SOURCE, _STATE = 26, 27, 13  # the last one, of 64 bits, is both of the
 _BARRIER_MS, _PID = 22, 23
 _COLLECTIVES, _ALIVE, _USUAL, _WAITED, _TIMEOUT, _ISSUED_AT_STEP, _DUMPED, _MOVED = 24, 25, 26, 27, 28, 29, 30, 31
 _UNKNOWN, _MOST_MS = -1, 1 << 40
+_SESSIONS_FIRST = 4
+"""A script with a Session may make so many optimizers step before it calls `session.step()` for the first time."""
 _BARRIER, _BARRIER_BYTES, _WORDS_AT = 112, 64, 256
 _WORDS_ROOM = SIZE - _WORDS_AT - 4
 _HEADER = struct.Struct("<8sIIQ40x QqQQQII64sQQ qQqQQqQQ I")
@@ -196,6 +198,14 @@ class BeatWriter:
         words[_STATE] = source << 32 | 1  # Phase.STEP, without the enum's look-up
         words[_SEQ] = seq + 1
 
+    def session(self) -> None:
+        """A Session is there, and counts the job's steps; a process that has made some already goes on by itself."""
+        seq = self._words[_SEQ] | 1
+        self._words[_SEQ] = seq
+        if not self._words[_FIRST_STEP]:
+            self._halves[_SOURCE] = Source.SESSION
+        self._words[_SEQ] = seq + 1
+
     def hooked(self, issued: Callable[[], int]) -> Callable[[int], None]:
         """`step` for the optimizer hook, quicker: it writes only what changes, and nothing where a Session counts."""
         words, signed = self._words, self._signed
@@ -217,7 +227,8 @@ class BeatWriter:
                 signed[_USUAL] = number - before if 0 <= before <= number else _UNKNOWN
                 signed[_ISSUED_AT_STEP] = number
                 words[_SEQ] = seq + 1
-            elif words[_STATE] >> 32 != Source.SESSION:  # the first one, or it has been somewhere else meanwhile
+            elif words[_STATE] >> 32 != Source.SESSION or (not words[_FIRST_STEP] and count > _SESSIONS_FIRST):
+                # The first one, or it has been somewhere else meanwhile, or there is a Session that hears of no steps.
                 self.step(count, Source.HOOK, issued())
             elif counts:  # the Session may be of layout 1.0, and leave here what was usual before
                 counts, signed[_USUAL] = False, _UNKNOWN

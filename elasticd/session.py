@@ -59,6 +59,7 @@ class Session:
     def __init__(self, here: groups.Place, group: groups.Group, decision_timeout_s: float) -> None:
         self._here, self._group = here, group
         self._beat = beats.from_environment()
+        self._beat.session()
         self._issued = Collectives().issued
         self._notes = all_notes.from_environment(here.round, group.rank)
         self._channel = open_channel(group.rank, group.world_size, here.round, group.device, decision_timeout_s)

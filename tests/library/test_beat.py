@@ -186,6 +186,30 @@ def test_two_writers_of_one_process_agree(path: Path) -> None:
     assert (read(path).step, read(path).source, read(path).started_ns) == (100, Source.SESSION, started)
 
 
+def test_an_optimizer_that_steps_before_a_session_has_told_of_one_counts_nothing(path: Path) -> None:
+    """A look between the two took the process's first step for one beyond all that the job had made."""
+    hook, session = BeatWriter(path), BeatWriter(path)
+    session.session()
+    count = hook.hooked(lambda: 0)
+    count(1)
+    assert (read(path).step, read(path).first_step_ns, read(path).source) == (0, 0, Source.SESSION)
+    session.step(110)
+    count(2)
+    assert (read(path).step, read(path).source) == (110, Source.SESSION)
+
+
+def test_a_session_that_is_told_of_no_steps_leaves_them_to_the_optimizer(path: Path) -> None:
+    hook, session = BeatWriter(path), BeatWriter(path)
+    session.session()
+    count = hook.hooked(lambda: 0)
+    for step in range(1, 8):
+        count(step)
+    assert (read(path).step, read(path).source) == (7, Source.HOOK)
+    BeatWriter(path).session()
+    count(8)
+    assert (read(path).step, read(path).source) == (8, Source.HOOK), "it has begun, and goes on"
+
+
 def test_the_worker_keeps_no_descriptor(path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     writer = BeatWriter(path)
