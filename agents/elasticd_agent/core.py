@@ -258,7 +258,7 @@ def _leave(r: Round) -> Move:
 
 
 def _stopped(stop: Stop | StopRequested) -> str:
-    return f"stopped: {stop.why}" if stop.why else f"stopped by {stop.signal}"
+    return stop.why or f"stopped by {stop.signal}"
 
 
 def _superseded(old: Round, new: Round, rules: Rules, stop: Stop | None = None) -> Move:

@@ -54,21 +54,21 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
         if record is not None and record.incarnation != member.incarnation:
             lost[node] = f"{node} started anew"
         elif knocked.get(node) == "refused":
-            lost[node] = f"{node} is gone: its agent's port refuses connections"
+            lost[node] = f"{node} is lost: nothing of the job listens there any more"
         elif record is None and view.failures:
             # The group is broken: what matters is who can be in the next one.
             back_by = max(absent.get(node, now), view.store_up_since) + BACK_S
             if knocked.get(node) == "silent":
-                lost[node] = f"{node} is gone: it has no lease, and its agent does not answer"
+                lost[node] = f"{node} is lost: it has no lease, and does not answer"
             elif now >= back_by:
-                lost[node] = f"{node} is gone: its lease has ended"
+                lost[node] = f"{node} is lost: its lease has ended"
             else:
                 awaited.append(node)
                 until.append(back_by)
         elif record is None:
             counts_at = _absence_counts_at(view, policy, absent.get(node, now))
             if now >= counts_at:
-                lost[node] = f"{node} is gone: its lease has ended"
+                lost[node] = f"{node} is lost: its lease has ended"
             else:
                 until.append(counts_at)
         elif node in heard_of:

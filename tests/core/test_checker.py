@@ -31,7 +31,7 @@ def a_good_run() -> Job:
         log += [published(1, 1.0, "a b", 0, "first round: 2 workers on 2 nodes"), group(1, 1.1)]
     a += [saved(1, 2, 1.4), saved(1, 4, 1.7)]
     trained(record, 1, 1.2, "a b", None, range(1, 7))
-    a += [published(2, 3.0, "a", 1, "b is gone: its lease has ended; restart 1: 1 worker on a"), gone(1, 3.1)]
+    a += [published(2, 3.0, "a", 1, "b is lost: its lease has ended; restart 1: 1 worker on a"), gone(1, 3.1)]
     a += [group(2, 3.2), resumed(2, 1, 4, 3.3), saved(2, 6, 3.7)]
     trained(record, 2, 3.4, "a", (1, 4), range(5, 7))
     for log in (a, again):
@@ -128,7 +128,7 @@ def find(lines: list[dict[str, Any]], **having: Any) -> dict[str, Any]:
 
 
 def a_round_comes_twice(job: Job) -> None:
-    job["agents"]["agent-0-a"].append(published(2, 9.0, "a", 1, "b is gone: its lease has ended; restart 1: a"))
+    job["agents"]["agent-0-a"].append(published(2, 9.0, "a", 1, "b is lost: its lease has ended; restart 1: a"))
     find(job["agents"]["agent-0-a"], kind="round_published", round=2)["reason"] = job["agents"]["agent-0-a"][-1][
         "reason"
     ]
@@ -289,7 +289,7 @@ FORGERIES: dict[Callable[[Job], None], str] = {
     nobody_finishes: "no sample lost or repeated: no rank came to the end of its training",
     the_end_has_two_outcomes: "the end is agreed on: the job ended in different ways",
     nobody_sees_the_end: "the end is agreed on: no agent saw the job's end",
-    a_store_fault_leads_to_a_round: "the store restarts nobody: store restart (1) led to round 2: b is gone",
+    a_store_fault_leads_to_a_round: "the store restarts nobody: store restart (1) led to round 2: b is lost",
 }
 
 

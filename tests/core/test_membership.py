@@ -65,7 +65,9 @@ def test_a_new_incarnation_is_a_lost_node_at_once() -> None:
 
 
 def test_refused_is_gone_but_silence_alone_is_not() -> None:
-    assert lost(replace(VIEW, knocked=(("b", "refused"),))) == {"b": "b is gone: its agent's port refuses connections"}
+    assert lost(replace(VIEW, knocked=(("b", "refused"),))) == {
+        "b": "b is lost: nothing of the job listens there any more"
+    }
     assert lost(replace(VIEW, knocked=(("b", "silent"),))) == {}
 
 
@@ -77,7 +79,7 @@ def test_a_missing_lease_counts_once_the_workers_here_have_stopped() -> None:
     view = replace(without("b"), absent=(("b", NOW),))
     due = NOW + 1 + STUCK_S
     assert losses(view, ROUND, POLICY, NOW).until == due
-    assert lost(view, due) == {"b": "b is gone: its lease has ended"}
+    assert lost(view, due) == {"b": "b is lost: its lease has ended"}
     trains = replace(view, advances_by=NOW + 900)
     assert losses(trains, ROUND, POLICY, due).until == NOW + POLICY.adopt_timeout_s, "not while they train on"
     assert "b" in lost(trains, NOW + POLICY.adopt_timeout_s)
@@ -95,8 +97,8 @@ def test_a_missing_lease_says_nothing_soon_after_the_store_was_away() -> None:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        ("silent", "b is gone: it has no lease, and its agent does not answer"),
-        ("refused", "b is gone: its agent's port refuses connections"),
+        ("silent", "b is lost: it has no lease, and does not answer"),
+        ("refused", "b is lost: nothing of the job listens there any more"),
     ],
 )
 def test_in_a_broken_round_who_has_no_lease_and_does_not_answer_is_gone(answer: Knocked, why: str) -> None:
@@ -109,7 +111,7 @@ def test_in_a_broken_round_who_answers_without_a_lease_is_awaited() -> None:
     back = replace(view, store_up_since=NOW)
     found = losses(back, ROUND, POLICY, NOW)
     assert (found.nodes, found.awaited, found.until) == ({}, ("b",), NOW + BACK_S)
-    assert lost(back, NOW + BACK_S) == {"b": "b is gone: its lease has ended"}
+    assert lost(back, NOW + BACK_S) == {"b": "b is lost: its lease has ended"}
     assert "b" in lost(view), "it has had its time"
 
 

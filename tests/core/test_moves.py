@@ -297,8 +297,8 @@ def test_a_node_leaves_for_what_whoever_asked_had_to_say() -> None:
     _, (kill,) = step(leaving, TimeCame(69.0), rules)
     assert kill == KillGroup(3, "drained: a fan: no round without a has come in time")
     ending, _ = step(leaving, RoundPublished(replace(R4, members=())), rules)
-    assert step(ending, GroupGone(3), rules)[1] == [Leave(143, "stopped: drained: a fan")]
-    assert step(Joining(), asked, rules)[1] == [Leave(143, "stopped: drained: a fan")]
+    assert step(ending, GroupGone(3), rules)[1] == [Leave(143, "drained: a fan")]
+    assert step(Joining(), asked, rules)[1] == [Leave(143, "drained: a fan")]
 
 
 def test_a_stop_gives_grace_and_a_second_one_does_not() -> None:

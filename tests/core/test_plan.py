@@ -123,7 +123,7 @@ def test_a_lost_node_costs_nothing_and_the_survivors_keep_their_order() -> None:
     left = (node("aa", joined_at=9), node("b", joined_at=3), node("a", joined_at=2, incarnation="new"), node("c"))
     r = decided(replace(view, nodes=left[:3]))
     assert [(m.node, m.incarnation) for m in r.members] == [("b", "i"), ("a", "new"), ("aa", "i")]
-    assert r.reason.startswith("c is gone: its lease has ended; a started anew; aa joined; restart 1: 6 workers on 3")
+    assert r.reason.startswith("c is lost: its lease has ended; a started anew; aa joined; restart 1: 6 workers on 3")
     assert r.budget == BudgetState(high_water=40)
     assert waiting(replace(view, nodes=left[1:], done=frozenset({"a"}))).until is None, "who is done cannot be lost"
 

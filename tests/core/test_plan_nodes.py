@@ -192,7 +192,7 @@ def test_a_lost_node_explains_its_victims_and_costs_nothing() -> None:
     view = replace(VIEW, failures=(victim("a"), victim("c")), knocked=(("b", "refused"),))
     after = decided(view)
     assert (nodes(after), after.budget.counted) == ("ac", 0)
-    assert after.reason.startswith("b is gone: its agent's port refuses connections; restart 2")
+    assert after.reason.startswith("b is lost: nothing of the job listens there any more; restart 2")
 
 
 def test_a_broken_round_waits_for_who_is_only_away_from_the_store() -> None:

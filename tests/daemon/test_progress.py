@@ -168,3 +168,10 @@ def test_who_goes_on_from_another_nodes_checkpoint_has_one() -> None:
     # Its own stays what was saved, when it was saved.
     seen = told(*STARTED, line("checkpoint_saved", 125.0, step=11), *CRASHED, resumed)
     assert (seen.checkpoint_step, seen.checkpoint_round, seen.checkpoint_at) == (11, 1, 125.0)
+
+
+def test_who_was_lost_is_kept_with_the_round_that_goes_on_without() -> None:
+    progress = Progress()
+    for one in (*STARTED, line("round_published", 130.0, 2, cause="resize", nodes=["a"], lost=["b"])):
+        progress.feed(one)
+    assert [one.lost for one in progress.rounds.values()] == [(), ("b",)]

@@ -67,6 +67,18 @@ def test_a_round_that_was_planned_is_no_loss() -> None:
     assert "paused 0.8 s" in text and "no step lost" in text and "Lost nothing" in text
 
 
+def test_a_round_without_a_node_that_was_lost_was_not_planned() -> None:
+    """Its cause is a resize, as a drain's, and the page told of a pause as planned."""
+    why = {"cause": "resize", "reason": "b is lost: its lease has ended", "lost": ["b"]}
+    rounds = [
+        a_round(1, NOW - 300, over_at=NOW - 200),
+        a_round(2, NOW - 199, **why, lost_seconds=0.8, lost_steps=11),
+    ]
+    text = shown(a_job(rounds=rounds))
+    assert "node lost b is lost" in text and "−0.8 s" in text and "1 fault, 11 steps again" in text
+    assert "paused" not in text
+
+
 def test_steps_that_take_long_are_no_trouble() -> None:
     said = a_job(steps_per_second=0.05, ranks=[a_rank(0, idle_seconds=60.0)])
     assert standing.trouble(facts.job(said)) is None

@@ -42,10 +42,16 @@ class RoundRow:
     over_at: float | None = None
     lost_s: float | None = None
     lost_steps: int | None = None
+    lost: tuple[str, ...] = ()
 
     @property
     def planned(self) -> bool:
-        return self.cause in PLANNED
+        return self.cause in PLANNED and not self.lost
+
+    @property
+    def kind(self) -> str:
+        """Why it began, in a word; as the metrics have it."""
+        return "node lost" if self.lost and self.cause in PLANNED else self.cause or "round"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +172,7 @@ def _round(one: Mapping[str, Any]) -> RoundRow:
         _real(one.get("over_at")),
         _real(one.get("lost_seconds")),
         _whole(one.get("lost_steps")),
+        _texts(one.get("lost")),
     )
 
 

@@ -31,7 +31,7 @@ def _round(one: RoundRow, job: Job, now: float) -> Html:
         tag("div", tag("span", str(one.number), class_="number"), class_="rail"),
         tag(
             "div",
-            tag("p", chip(one.cause or "round", kind), " ", one.reason, class_="reason"),
+            tag("p", chip(one.kind, kind), " ", one.reason, class_="reason"),
             tag("p", words.moment(one.at, now), f" · {where} · {_did(one, job, now)}", class_="quiet"),
             class_="what",
         ),

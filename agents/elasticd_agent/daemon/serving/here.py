@@ -192,6 +192,7 @@ def _round(one: RoundSeen, cost: Cost | None) -> dict[str, Any]:
         "nodes": list(one.nodes),
         "cause": one.cause,
         "reason": one.reason,
+        "lost": list(one.lost),
         "first_step": one.first_step if one.first_at is not None else None,
         "first_step_at": one.first_at,
         "last_step": one.last_step if one.first_at is not None else None,

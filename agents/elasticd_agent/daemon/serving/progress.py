@@ -26,6 +26,7 @@ class RoundSeen:
     nodes: tuple[str, ...] = ()
     reason: str = ""
     cause: str = ""
+    lost: tuple[str, ...] = ()
     restarts: int = 0
     at: float = 0.0
     ranks: tuple[int, ...] = ()
@@ -138,6 +139,7 @@ class Progress:
         one.world_size = _whole(line.get("world_size")) or 0
         one.nodes = tuple(str(node) for node in _listed(line.get("nodes")))
         one.reason, one.cause = str(line.get("reason", "")), str(line.get("cause", ""))
+        one.lost = tuple(str(node) for node in _listed(line.get("lost")))
         one.restarts = self.restarts = max(self.restarts, _whole(line.get("restarts")) or 0)
 
     def _first_step(self, number: int, at: float, step: int) -> None:
