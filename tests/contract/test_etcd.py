@@ -14,8 +14,8 @@ import pytest
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.store import Store
 from elasticd_agent.store.etcd import EtcdStore
-from elasticd_agent.store.etcd_link import Stream
 from elasticd_agent.store.etcd_requests import Requests
+from elasticd_agent.store.etcd_stream import Stream
 from elasticd_agent.store.etcd_watch import EtcdWatches
 from tests.contract.proxy import Proxy
 from tests.etcd import EtcdServers, etcd_servers

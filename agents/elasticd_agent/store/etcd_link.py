@@ -26,6 +26,7 @@ from elasticd_agent.config import Tls
 from elasticd_agent.store import Traffic, etcd_first_contact
 from elasticd_agent.store.etcd_outage import Outage
 from elasticd_agent.store.etcd_proto import rpc
+from elasticd_agent.store.etcd_stream import Stream
 from elasticd_agent.store.etcd_verdicts import Kind, Verdict, judge
 
 # A third of the default lease is 1 s; whoever comes back must be heard of well before that.
@@ -139,7 +140,7 @@ class Link:
             except ValueError as error:  # the channel was closed meanwhile
                 raise StoreUnavailable("the store has been closed") from error
             member.streams.add(stream)
-        return Stream(self, member, stream, requests)
+        return Stream(stream, requests, self._count_sent, self._count_received, lambda: self._forget(member, stream))
 
     def close(self) -> None:
         self.closing.set()
@@ -148,16 +149,16 @@ class Link:
         for channel in channels:
             channel.close()
 
-    def forget(self, member: _Member, stream: Any) -> None:
+    def _forget(self, member: _Member, stream: Any) -> None:
         with self._lock:
             member.streams.discard(stream)
 
-    def count_sent(self, message: Any) -> None:
+    def _count_sent(self, message: Any) -> None:
         with self._lock:
             self.traffic.requests += 1
             self.traffic.sent_bytes += message.ByteSize()
 
-    def count_received(self, message: Any) -> None:
+    def _count_received(self, message: Any) -> None:
         with self._lock:
             self.traffic.received_bytes += message.ByteSize()
 
@@ -223,7 +224,7 @@ class Link:
             answer = send(request, timeout=max(left, 0.001), metadata=self._metadata(token))
         except ValueError as error:  # the channel was closed meanwhile
             raise StoreUnavailable("the store has been closed") from error
-        self.count_received(answer)
+        self._count_received(answer)
         return answer
 
     def _find(self, deadline: float) -> _Member:
@@ -358,44 +359,6 @@ class Link:
 
 class LeaseGone(Exception):
     """The request names a lease that has ended; nothing has changed. The store makes a value of it."""
-
-
-class Stream:
-    """Watch responses, until it is cancelled or breaks; both end the iteration."""
-
-    def __init__(self, link: Link, member: _Member, stream: Any, requests: queue.SimpleQueue[Any]) -> None:
-        self._link = link
-        self._member = member
-        self._stream = stream
-        self._requests = requests
-
-    def ask(self, request: Any) -> None:
-        """Send it if the stream still is; never waits."""
-        self._link.count_sent(request)
-        self._requests.put(request)
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            message = next(self._stream)
-        except grpc.RpcError:
-            self._over()
-            raise StopIteration from None
-        except StopIteration:
-            self._over()
-            raise
-        self._link.count_received(message)
-        return message
-
-    def cancel(self) -> None:
-        self._stream.cancel()
-        self._over()
-
-    def _over(self) -> None:
-        self._requests.put(None)  # ends gRPC's thread that waits for what we might ask
-        self._link.forget(self._member, self._stream)
 
 
 def _credentials(tls: Tls, checked: ssl.SSLContext) -> Any:

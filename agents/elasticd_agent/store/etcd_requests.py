@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from elasticd_agent.store import Versioned
-from elasticd_agent.store.etcd_link import LeaseGone, Link, Stream, Verb
+from elasticd_agent.store.etcd_link import LeaseGone, Link, Verb
 from elasticd_agent.store.etcd_proto import rpc
+from elasticd_agent.store.etcd_stream import Stream
 
 
 class Requests:

@@ -17,8 +17,9 @@ from typing import Any
 import tenacity
 
 from elasticd.errors import StoreRefused, StoreUnavailable
-from elasticd_agent.store.etcd_link import PAUSE_MAX_S, PAUSE_MIN_S, Stream
+from elasticd_agent.store.etcd_link import PAUSE_MAX_S, PAUSE_MIN_S
 from elasticd_agent.store.etcd_requests import Requests, text
+from elasticd_agent.store.etcd_stream import Stream
 
 # When an etcd restarts, all agents come at once; this spreads them.
 _SPREAD_S = 0.1
