@@ -157,3 +157,20 @@ def test_a_runner_whose_lock_says_no_more_who_it_is_is_found_all_the_same_and_it
     until(lambda: n1.runner("one") != runner, "another runner")
     assert n1.drain() == 0
     n1.assert_gone()
+
+
+def test_a_runner_whose_order_cannot_be_read_is_asked_what_it_runs(node: MakeNode) -> None:
+    """Else its slots were free to the agent that comes back, and it would leave because nobody speaks to it."""
+    n1 = node()
+    workers, runner = training(n1), n1.runner("one")
+    n1.kill()
+    os.truncate(n1.files("one").order, 100)
+    n1.start()
+    n1.said("its runner itself says what it runs")
+    n1.said(f"its runner (pid {runner}) lives, and goes on")
+    go_on(n1, workers)
+    (n1.work / "enough").touch()
+    n1.event("runner_ended", name="one", outcome="succeeded")
+    assert len(n1.events("runner_started")) == 1, n1.told()
+    assert n1.drain() == 0
+    n1.assert_gone()

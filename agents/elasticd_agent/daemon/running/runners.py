@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from elasticd.errors import UsageError, WireError
-from elasticd_agent import procfs
+from elasticd_agent import control, procfs
 from elasticd_agent.daemon.names import RUNNER, JobFiles, job_files
 from elasticd_agent.daemon.reconciling import Over, Runs
 from elasticd_agent.daemon.running import alive
@@ -34,12 +34,14 @@ from elasticd_agent.daemon.running.order import (
     write_exit,
 )
 from elasticd_agent.daemon.running.spawning import Account, spawn
-from elasticd_agent.daemon.running.visiting import Visitor
+from elasticd_agent.daemon.running.visiting import Visitor, ask
 
 FORCE_S = 5.0
 """From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
 REMAINS_S = 25.0
 """The owner of a killed runner's processes has ended them by then, or cannot."""
+TOLD_S = 2.0
+"""All runners together whose orders cannot be read have so long to say what they run."""
 NAMED_S = 1.0
 """A runner signs its lock as soon as it runs; one that has not by then could not: the disk was full, or is damaged."""
 
@@ -122,7 +124,7 @@ class Runners:
 
     def adopt(self) -> list[Over]:
         """Find what an earlier daemon has started: who lives is ours from now on; how the others ended comes back."""
-        over = []
+        over, until = [], time.monotonic() + TOLD_S
         for folder in sorted(self._folders()):
             files = JobFiles(folder)
             try:
@@ -132,8 +134,13 @@ class Runners:
             except FileNotFoundError:
                 continue
             except (OSError, WireError) as error:
-                self._say(f"{files.order}: {error}; it is left alone")
-                continue
+                # Where it is not ours somebody has put it there, who may answer anything.
+                told = _told(files, until) if isinstance(error, WireError) else None
+                if told is None:
+                    self._say(f"{files.order}: {error}; it is left alone")
+                    continue
+                self._say(f"{files.order}: {error}; its runner itself says what it runs")
+                order = told
             if alive.held(files.lock):
                 runner = Runner(order, files)
                 self._runners[runner.key] = runner
@@ -309,6 +316,17 @@ class Runners:
 
     def _look_after(self) -> None:
         self._visitor.visit({r.key: (r.files, r.process) for r in self._runners.values() if r.process is not None})
+
+
+def _told(files: JobFiles, until: float) -> Order | None:
+    """What a runner whose order cannot be read says that it runs: its slots are taken, whatever is in the file."""
+    job, _, number = files.root.name.rpartition(".")
+    try:
+        said = ask(files, {"do": "here"}, max(0.1, until - time.monotonic()))
+        slots = tuple(slot for slot in said["slots"] if type(slot) is int and slot >= 0)
+        return Order(job, int(number), str(said["node"]), slots, spec="") if job and slots else None
+    except (control.Unanswered, KeyError, TypeError, ValueError):
+        return None
 
 
 def _kill(process: Process) -> None:
