@@ -34,6 +34,7 @@ _OF_A_JOB = (
 )
 _OF_ITS_SUCCESS = (checker.no_sample_lost_or_repeated, checker.the_end_is_agreed_on)
 _HARMS = ("kill agent long", "kill both", "kill node", "stop agent", "drain", "full disk", "damaged file")
+_REASONS = ("has succeeded", "cancelled", "drain", "SIGTERM", " waits", "runs anew", "went on without it", "is gone")
 _EXCUSES_S = 60.0
 """A job whose agent is away leaves after 12 s and has 20 s to; where no node of it is left, the next one says so."""
 
@@ -81,6 +82,7 @@ def breaches(evidence: Evidence) -> list[str]:
         jobs_succeed,
         nobody_trains_after_the_end,
         only_the_killed_are_lost,
+        nobody_is_sent_away_for_nothing,
         histories_are_whole,
         agents_leave_well,
         nothing_is_left,
@@ -211,6 +213,14 @@ def _hurt(evidence: Evidence, node: str, since: float, until: float) -> bool:
     done = evidence.of("signals", node=node)
     done += [line for line in evidence.of("faults") if line["what"] in _HARMS and node in line["detail"].split()]
     return any(since <= line["mono"] <= until for line in done)
+
+
+def nobody_is_sent_away_for_nothing(evidence: Evidence) -> Iterator[str]:
+    """A runner is asked to leave because its job is over, its node drained, or too few nodes are left."""
+    for node, events in evidence.agents.items():
+        for event in events:
+            if event["kind"] == "runner_asked" and not any(word in event["reason"] for word in _REASONS):
+                yield f"{node}: {event['reason']}"
 
 
 def histories_are_whole(evidence: Evidence) -> Iterator[str]:

@@ -1,8 +1,7 @@
-"""Random faults of agents, runners, nodes and the store, while jobs come and go: the daemons' soak.
+"""What daemon_soak.py does to agents, their runners, their nodes and their store.
 
-Faults overlap: one that lasts (a pause, an outage, a node that is away) is ended by and by, while others strike. Every
-`CALM` faults everything is mended, and then every job that was handed in must come to its end. Each fault is written
-down with its time; what was promised is judged afterwards by daemon_checker.py. It never judges by itself.
+Faults overlap: one that lasts (a pause, an outage, a node that is away) is ended by and by, while others strike. Each
+signal is written down with its time; what was promised is judged afterwards by daemon_checker.py.
 """
 
 from __future__ import annotations
@@ -14,22 +13,14 @@ import os
 import random
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.daemon_fleet import ADOPT_S, Asked, Fleet, helpers
-from elasticd_agent.store.etcd import EtcdStore
+from benchmarks.daemon_fleet import ADOPT_S, Fleet, helpers
 from tests.daemon.node import Node
 from tests.faults.job import comm_of
 
-CALM = 25
-CALM_S = 150.0
-"""Until all jobs have ended once nothing strikes any more; what takes longer is stuck. The machine may be busy."""
-UNENDED = 4
-_BETWEEN_S = (0.1, 2.5)
-
-Say = Callable[[str], None]
+LEAVES_S = 120.0
 
 
 class Stuck(Exception):
@@ -37,45 +28,26 @@ class Stuck(Exception):
 
 
 @dataclass(slots=True)
-class Soak:
+class Faults:
+    """`kinds` strike; each returns what it did it to, None if there is nobody to do it to at the moment. `wait` ends
+    those that last.
+    """
+
     fleet: Fleet
     rng: random.Random
-    say: Say
     lasts_s: tuple[float, float]
-    count: int = 0
-    struck: Counter[str] = field(default_factory=Counter)
+    cordoned: set[str] = field(default_factory=set)
     _later: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
     _hurt: set[str] = field(default_factory=set)
     _store_hurt: bool = False
-    _cordoned: set[str] = field(default_factory=set)
 
-    def run(self, faults: int, limit_s: float) -> None:
-        """So many, or as many as there is time for. Raises Stuck."""
-        until = time.monotonic() + limit_s
-        while self.count < faults and time.monotonic() < until:
-            self.strike()
-            if self.count % CALM == 0:
-                self.calm()
-        self.calm()
+    @property
+    def last(self) -> bool:
+        """True while one is on."""
+        return bool(self._later or self.cordoned)
 
-    def strike(self, *names: str) -> None:
-        """One fault, of these if any are named, that is possible now; jobs are handed in beside it."""
-        while len(self.fleet.unended()) < UNENDED:
-            self.fleet.submit()
-        kinds = self._kinds()
-        until = time.monotonic() + CALM_S
-        while (detail := kinds[name := self.rng.choice(names or tuple(kinds))]()) is None:
-            self._wait(0.05)
-            if time.monotonic() > until:
-                raise Stuck(f"nobody is there for {name}")
-        self.count += 1
-        self.struck[name] += 1
-        self.fleet.journal.write("faults", what=name, number=self.count, detail=detail)
-        self.say(f"{self.count:>4} {name:<16} {detail}")
-        self._wait(self.rng.uniform(*_BETWEEN_S))
-
-    def _kinds(self) -> dict[str, Callable[[], str | None]]:
+    def kinds(self) -> dict[str, Callable[[], str | None]]:
         kinds: dict[str, Callable[[], str | None]] = {
             "kill agent": self._kill_agent,
             "kill agent long": lambda: self._kill_agent(ADOPT_S + 6.0),
@@ -85,6 +57,8 @@ class Soak:
             "kill helper": self._kill_helper,
             "kill node": self._kill_node,
             "pause agent": self._pause_agent,
+            "freeze node": self._freeze_node,
+            "kill agent twice": self._kill_agent_twice,
             "pause runner": self._pause_runner,
             "upgrade": self._upgrade,
             "stop agent": self._stop_agent,
@@ -107,7 +81,7 @@ class Soak:
     def _after(self, seconds: float, do: Callable[[], None]) -> None:
         heapq.heappush(self._later, (time.monotonic() + seconds, next(self._order), do))
 
-    def _wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         """So long, while what is due gets done."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
@@ -117,44 +91,6 @@ class Soak:
 
     def _some_time(self) -> float:
         return self.rng.uniform(*self.lasts_s)
-
-    def calm(self) -> None:
-        """Everything is mended, and every job comes to its end. Raises Stuck."""
-        deadline = time.monotonic() + CALM_S
-        while self._later or self._cordoned:
-            self._wait(0.1)
-            for name in sorted(self._cordoned):
-                self._uncordon(name)
-            if time.monotonic() > deadline:
-                raise Stuck(f"faults do not end: {len(self._later)} are left, {sorted(self._cordoned)} is cordoned")
-        began = time.monotonic()
-        while left := self.fleet.unended():
-            self._wait(0.2)
-            for name in self.fleet.nodes:
-                if not self.fleet.running(name):
-                    raise Stuck(f"the agent of {name} has ended by itself:\n{self.fleet.nodes[name].log[-3000:]}")
-            if time.monotonic() > began + CALM_S:
-                raise Stuck("; ".join(self._told(one) for one in left))
-            self._settle(left)
-        self.fleet.histories()
-        self.say(f"     calm: all jobs have ended after {time.monotonic() - began:.1f} s")
-
-    def _settle(self, left: list[Asked]) -> None:
-        """A job of which nobody knew whether it was handed in: the store knows now."""
-        for one in left:
-            if not one.number:
-                store = EtcdStore(self.fleet.etcd.endpoints)
-                try:
-                    self.fleet.look(store)
-                finally:
-                    store.close()
-                one.refused = not one.number
-
-    def _told(self, one: Asked) -> str:
-        _, answer = self.fleet.ask("GET", f"/v1/jobs/{one.job}")
-        return (
-            f"job {one.job} ({one.seq}, number {one.number}) has not ended {CALM_S:g} s after the last fault: {answer}"
-        )
 
     # --- whom -----------------------------------------------------------------------------------------------------
 
@@ -181,8 +117,10 @@ class Soak:
             self._after(0.1, heard)
 
         def heard() -> None:
-            """It hears signals from then on."""
-            if len(node.events("agent_started")) > started or not self.fleet.running(name):
+            """It hears signals from then on. One that cannot start, on a full disk, is started again, as by systemd."""
+            if not self.fleet.running(name):
+                self._after(1.0, start)
+            elif len(node.events("agent_started")) > started:
                 self._hurt.discard(name)
             else:
                 self._after(0.1, heard)
@@ -190,7 +128,7 @@ class Soak:
         self._hurt.add(name)
         self._after(seconds, start)
 
-    # --- faults: each returns what it did it to, None if there was nobody ------------------------------------------
+    # --- faults ------------------------------------------
 
     def _kill_agent(self, away: float | None = None) -> str | None:
         if (node := self._well()) is None:
@@ -268,6 +206,37 @@ class Soak:
         self._after(seconds, go_on)
         return f"{node.name} for {seconds:.1f} s"
 
+    def _freeze_node(self) -> str | None:
+        if (node := self._well()) is None:
+            return None
+        seconds, pids = self._some_time(), node.processes()
+        for pid in pids:
+            self._signal(pid, signal.SIGSTOP, node.name)
+        self._hurt.add(node.name)
+
+        def thaw() -> None:
+            for pid in pids:
+                self._signal(pid, signal.SIGCONT, node.name)
+            self._hurt.discard(node.name)
+
+        self._after(seconds, thaw)
+        return f"{node.name} for {seconds:.1f} s"
+
+    def _kill_agent_twice(self) -> str | None:
+        """The second time while it starts."""
+        if (node := self._well()) is None:
+            return None
+        node.kill()
+        self.fleet.start_agent(node.name)
+        self._hurt.add(node.name)
+
+        def again() -> None:
+            node.kill()
+            self._back(node.name, 0.0)
+
+        self._after(seconds := self.rng.uniform(0.1, 1.5), again)
+        return f"{node.name}, again after {seconds:.1f} s"
+
     def _pause_runner(self) -> str | None:
         if (found := self._runner()) is None:
             return None
@@ -286,7 +255,7 @@ class Soak:
     def _stop_agent(self) -> str | None:
         if (node := self._well()) is None:
             return None
-        name, by = node.name, time.monotonic() + CALM_S
+        name, by = node.name, time.monotonic() + LEAVES_S
         node.signal(signal.SIGTERM)
         self._hurt.add(name)
 
@@ -296,7 +265,7 @@ class Soak:
                 self.fleet.journal.write("left", node=name, code=node.process.returncode)
                 self._back(name, self.rng.choice((0.0, self._some_time())))
             elif time.monotonic() > by:
-                raise Stuck(f"the agent of {name} does not leave within {CALM_S:g} s:\n{node.log[-3000:]}")
+                raise Stuck(f"the agent of {name} does not leave within {LEAVES_S:g} s:\n{node.log[-3000:]}")
             else:
                 self._after(0.1, look)
 
@@ -337,17 +306,17 @@ class Soak:
         return f"{one.job}: {'refused' if one.refused else one.number or 'nobody knows'}"
 
     def _cordon(self, how: str) -> str | None:
-        if (node := self._well()) is None or len(self._cordoned) > 1:
+        if (node := self._well()) is None or len(self.cordoned) > 1:
             return None
         code, _ = self.fleet.ask("POST", f"/v1/nodes/{node.name}/{how}")
-        self._cordoned.add(node.name)  # the answer may have been lost
+        self.cordoned.add(node.name)  # the answer may have been lost
         name = node.name
-        self._after(self._some_time(), lambda: self._uncordon(name))
+        self._after(self._some_time(), lambda: self.uncordon(name))
         return f"{name} {code}"
 
-    def _uncordon(self, name: str) -> None:
-        if name in self._cordoned and self.fleet.ask("POST", f"/v1/nodes/{name}/uncordon")[0] in (200, 409, 404):
-            self._cordoned.discard(name)
+    def uncordon(self, name: str) -> None:
+        if name in self.cordoned and self.fleet.ask("POST", f"/v1/nodes/{name}/uncordon")[0] in (200, 409, 404):
+            self.cordoned.discard(name)
 
     def _cancel(self) -> str | None:
         known = [one for one in self.fleet.unended() if one.number]

@@ -13,13 +13,97 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import daemon_checker
-from benchmarks.daemon_faults import Say, Soak, Stuck
-from benchmarks.daemon_fleet import STEPS, Fleet
+from benchmarks.daemon_faults import Faults, Stuck
+from benchmarks.daemon_fleet import STEPS, Asked, Fleet
+from elasticd_agent.store.etcd import EtcdStore
 from tests.etcd import etcd_servers
+
+CALM = 25
+"""Faults until everything is mended, and every job that was handed in must come to its end."""
+CALM_S = 150.0
+"""Until all jobs have ended once nothing strikes any more; what takes longer is stuck. The machine may be busy."""
+UNENDED = 4
+_BETWEEN_S = (0.1, 2.5)
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Soak:
+    fleet: Fleet
+    faults: Faults
+    say: Say
+    count: int = 0
+    struck: Counter[str] = field(default_factory=Counter)
+
+    def run(self, faults: int, limit_s: float) -> None:
+        """So many, or as many as there is time for. Raises Stuck."""
+        until = time.monotonic() + limit_s
+        while self.count < faults and time.monotonic() < until:
+            self.strike()
+            if self.count % CALM == 0:
+                self.calm()
+        self.calm()
+
+    def strike(self, *names: str) -> None:
+        """One fault, of these if any are named, that is possible now; jobs are handed in beside it."""
+        while len(self.fleet.unended()) < UNENDED:
+            self.fleet.submit()
+        kinds = self.faults.kinds()
+        until = time.monotonic() + CALM_S
+        while (detail := kinds[name := self.faults.rng.choice(names or tuple(kinds))]()) is None:
+            self.faults.wait(0.05)
+            if time.monotonic() > until:
+                raise Stuck(f"nobody is there for {name}")
+        self.count += 1
+        self.struck[name] += 1
+        self.fleet.journal.write("faults", what=name, number=self.count, detail=detail)
+        self.say(f"{self.count:>4} {name:<16} {detail}")
+        self.faults.wait(self.faults.rng.uniform(*_BETWEEN_S))
+
+    def calm(self) -> None:
+        """Everything is mended, and every job comes to its end. Raises Stuck."""
+        deadline = time.monotonic() + CALM_S
+        while self.faults.last:
+            self.faults.wait(0.1)
+            for name in sorted(self.faults.cordoned):
+                self.faults.uncordon(name)
+            if time.monotonic() > deadline:
+                raise Stuck(f"faults do not end; cordoned: {sorted(self.faults.cordoned)}")
+        began = time.monotonic()
+        while left := self.fleet.unended():
+            self.faults.wait(0.2)
+            for name in self.fleet.nodes:
+                if not self.fleet.running(name):
+                    raise Stuck(f"the agent of {name} has ended by itself:\n{self.fleet.nodes[name].log[-3000:]}")
+            if time.monotonic() > began + CALM_S:
+                raise Stuck("; ".join(self._told(one) for one in left))
+            self._settle(left)
+        self.fleet.histories()
+        self.say(f"     calm: all jobs have ended after {time.monotonic() - began:.1f} s")
+
+    def _settle(self, left: list[Asked]) -> None:
+        """A job of which nobody knew whether it was handed in: the store knows now."""
+        for one in left:
+            if not one.number:
+                store = EtcdStore(self.fleet.etcd.endpoints)
+                try:
+                    self.fleet.look(store)
+                finally:
+                    store.close()
+                one.refused = not one.number
+
+    def _told(self, one: Asked) -> str:
+        _, answer = self.fleet.ask("GET", f"/v1/jobs/{one.job}")
+        return (
+            f"job {one.job} ({one.seq}, number {one.number}) has not ended {CALM_S:g} s after the last fault: {answer}"
+        )
 
 
 def soak(
@@ -39,7 +123,7 @@ def soak(
     stuck: list[str] = []
     with etcd_servers() as etcd:
         fleet = Fleet(work, etcd, nodes, seed, steps)
-        run = Soak(fleet, random.Random(seed), say, lasts_s)
+        run = Soak(fleet, Faults(fleet, random.Random(seed), lasts_s), say)
         try:
             fleet.start()
             if isinstance(faults, int):
