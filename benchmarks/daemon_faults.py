@@ -117,7 +117,7 @@ class Faults:
             self._after(0.1, heard)
 
         def heard() -> None:
-            """It hears signals from then on. One that cannot start, on a full disk, is started again, as by systemd."""
+            """It hears signals from then on. One that has ended is started again, as by systemd."""
             if not self.fleet.running(name):
                 self._after(1.0, start)
             elif len(node.events("agent_started")) > started:

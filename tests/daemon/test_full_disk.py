@@ -45,6 +45,7 @@ def test_a_full_disk_costs_no_job_and_not_even_how_it_ended(node: MakeNode, smal
     workers, runner = n1.workers("one"), n1.runner("one")
     filler = fill(small_disk)
     n1.kill()
+    os.truncate(n1.state / "node.json", 5)  # under which name it was here, it cannot even write down anew
     n1.start(wait=False)
     n1.said(f"its runner (pid {runner}) lives, and goes on")
     n1.said("node n1 takes part")

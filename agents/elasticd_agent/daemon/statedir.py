@@ -7,6 +7,7 @@ daemon afterwards. Nothing in it but a lock says that a process lives.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -70,5 +71,7 @@ def incarnation(state: Path, node: str) -> str:
     try:
         replace_file(path, json.dumps({"node": node, "incarnation": made}).encode())
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
+        # On a full disk it is this process's alone: the next one waits until its leases are over.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise UsageError(f"{path}: {error.strerror}") from None
     return made
