@@ -32,6 +32,17 @@ CRASHED = (line("worker_exited", 130.0, step=21), line("group_gone", 131.0))
 AGAIN = (*STARTED, *CRASHED, line("resumed", 139.0, 2, step=11), line("first_step", 140.0, 2, step=12))
 
 
+@pytest.mark.parametrize("set_s", [86_400.0, -50.0])
+def test_a_clock_that_is_set_is_no_time_that_has_passed(set_s: float) -> None:
+    before = [{**each, "mono": float(str(each["wall"])) - 90.0} for each in STARTED]
+    saved = line("checkpoint_saved", 120.0 + set_s, step=20, mono=30.0)
+    assert told(*before, saved).goodput(130.0 + set_s) == pytest.approx(20 / 30)
+    # A node that was restarted was away for that long.
+    again = line("round_published", 3720.0, 2, cause="crash"), line("first_step", 3740.0, 2, step=12)
+    restarted = [{**each, "mono": mono} for each, mono in zip(again, (40.0, 60.0), strict=True)]
+    assert told(*before, *restarted).goodput(3740.0) == told(*STARTED, *again).goodput(3740.0)
+
+
 @pytest.mark.parametrize(
     ("lines", "now", "goodput"),
     [

@@ -13,6 +13,11 @@ from typing import Any
 
 from elasticd_agent.goodput import Spent
 
+SET_S = 2.0
+"""More than a clock that is only slowed or sped up (by 500 ppm) differs from a monotonic one within an hour."""
+_OF_A_GROUP = frozenset(
+    ("group_started", "first_step", "caught_up", "checkpoint_saved", "hung", "worker_exited", "group_gone")
+)
 MOST_ROUNDS = 1000
 """Of more only the newest are kept; what they add up to is kept of all."""
 
@@ -62,6 +67,8 @@ class Progress:
     _spent: Spent | None = None
     _lost_s: float = 0.0  # before the fault that is being made good
     _open: int | None = None  # the round that was seen to step last
+    _ahead_s: float = 0.0  # by how much the node's clock has been set forward, or back, since the first line
+    _booted: tuple[int, float] | None = None  # in which round, and unix seconds less monotonic ones there
 
     def feed(self, line: Mapping[str, Any]) -> None:
         """One line of the log; what makes no sense is passed over."""
@@ -70,7 +77,8 @@ class Progress:
             return
         if self.began_at is None:
             self.began_at = at
-        self._account(at, line)
+        self._look_at_the_clock(at, number, line)
+        self._account(at - self._ahead_s, line)
         match line.get("kind"):
             case "round_published":
                 self._published(number, at, line)
@@ -108,7 +116,7 @@ class Progress:
         """
         if self._spent is None or not self._spent.high_water:
             return None
-        return self._spent.until(self.ended_at if self.ended_at is not None else now).goodput
+        return self._spent.until((self.ended_at if self.ended_at is not None else now) - self._ahead_s).goodput
 
     def costs(self, now: float) -> dict[int, Cost]:
         """What each round that followed another cost. `now` is unix seconds: until then the newest one still does."""
@@ -130,6 +138,17 @@ class Progress:
 
     def newest(self) -> RoundSeen | None:
         return next(reversed(self.rounds.values()), None)
+
+    def _look_at_the_clock(self, at: float, number: int, line: Mapping[str, Any]) -> None:
+        """A clock that is set is no time that has passed. Seen within a round: before another the node may have been
+        restarted, which begins another monotonic clock.
+        """
+        mono = _number(line.get("mono"))
+        if mono is None or line.get("kind") not in _OF_A_GROUP:
+            return
+        before, self._booted = self._booted, (number, at - mono)
+        if before is not None and before[0] == number and abs(forward_s := at - mono - before[1]) > SET_S:
+            self._ahead_s += forward_s
 
     def _published(self, number: int, at: float, line: Mapping[str, Any]) -> None:
         self._over(self._open, at)
