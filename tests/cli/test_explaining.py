@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elasticd_agent.explaining import flight, gpus, stacks, wording
-from elasticd_agent.explaining.explanation import Explanation, RankFacts
+from elasticd_agent.explaining.explanation import Culprit, Explanation, RankFacts, Verdict
 from elasticd_agent.explaining.finding import places
 from elasticd_agent.explaining.page import page
 
@@ -179,7 +180,34 @@ def test_a_ring_that_forgot_the_beginning_of_one_rank_is_no_difference() -> None
 def test_other_groups_are_apart_and_messages_are_no_collectives() -> None:
     more = {"process_group": ["3", "tensor"], "pg_id": 3}
     groups = compared([entry(1), entry(5, **more)], [entry(1), entry(6, **more), entry(9, is_p2p=True)])
-    assert [(group.group, group.lacking) for group in groups] == [("tensor", (0,)), ("default group", ())]
+    assert [(group.group, group.lacking) for group in groups] == [("tensor (group 3)", (0,)), ("default group", ())]
+
+
+def test_groups_of_one_description_are_told_apart() -> None:
+    first, second = ({"process_group": [name, "undefined"], "pg_id": 1} for name in "12")
+    ranks = [[entry(7, **first), entry(8, done=False, **first)], [entry(7, **first)], [entry(8, **second)]]
+    groups = compared(*ranks, [entry(8, **second)])
+    assert [(group.group, group.lacking, list(group.last)) for group in groups] == [
+        ("group 1", (1,), [0, 1]),
+        ("group 2", (), [2, 3]),
+    ]
+    many = [entry(8, process_group=[f"{n}", "mesh_tp"]) for n in range(10, 60)]
+    groups = compared([*many, entry(9, process_group=["99", "mesh_tp"])], [entry(8, process_group=["99", "mesh_tp"])])
+    assert len(groups) == flight.MOST_GROUPS
+    assert (groups[0].group, groups[0].lacking) == ("mesh_tp (group 99)", (1,))
+
+
+def test_who_is_blamed_but_waits_in_another_group_for_somebody_is_said_to() -> None:
+    """Nobody counts the collectives of other groups: the odd one of the default group may have done nothing wrong."""
+    more = {"process_group": ["1", "tp"], "pg_id": 1}
+    ranks = [[entry(60), entry(8, done=False, **more)], [entry(61, done=False), entry(7, **more)]]
+    verdict = Verdict("missed_collective", (Culprit("a", 0, 0),), "rank 0 has issued fewer", "restart", 1.0, 1.0)
+    hung = Explanation(1, "hang", "here", "it hung", ranks=(RankFacts(0, culprit=True), RankFacts(1)), verdict=verdict)
+    told = " ".join(page(replace(hung, flight=tuple(compared(*ranks)))).split())
+    assert "but rank 0 waits in tp (group 1) for rank 1, which has not issued #8 all_reduce of 3×4 float there" in told
+    ranks = [[entry(60)], [entry(61, done=False)]]
+    told = page(replace(hung, flight=tuple(compared(*ranks))))
+    assert "\nbut " not in told
 
 
 def test_gloos_entries_are_done_when_they_are_retired_or_below_what_was_completed() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_GROUPS = 16
+_DEFAULT = "default group"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +80,13 @@ def parse(data: Mapping[str, Any]) -> Recorded | None:
 def compare(recorded: Mapping[int, Recorded]) -> list[GroupFlight]:
     """What the ranks' recordings say together, the group that something is wrong with first."""
     names = sorted({name for one in recorded.values() for name in one.groups})
-    found = []
-    for name in names[:MOST_GROUPS]:
-        found.append(_compare(name, {rank: one.groups.get(name, {}) for rank, one in recorded.items()}))
-    return sorted(found, key=lambda one: one.differing is None and not one.lacking)
+    found = [_compare(name, {rank: one.groups.get(name, {}) for rank, one in recorded.items()}) for name in names]
+    return sorted(found, key=lambda one: (one.differing is None and not one.lacking, not one.pending))[:MOST_GROUPS]
 
 
 def _compare(name: str, ranks: Mapping[int, Mapping[int, Issued]]) -> GroupFlight:
     # A subgroup's recordings are on its own ranks only; the default group has everyone, and who lacks it is behind.
-    members = {rank: issued for rank, issued in ranks.items() if issued or name.startswith("default")}
+    members = {rank: issued for rank, issued in ranks.items() if issued or name == _DEFAULT}
     last = {rank: issued[max(issued)] if issued else None for rank, issued in members.items()}
     reached = {rank: one.number if one is not None else 0 for rank, one in last.items()}
     least, most = min(reached.values(), default=0), max(reached.values(), default=0)
@@ -118,10 +117,13 @@ def _kind(issued: Issued) -> str:
 
 
 def _group(entry: Mapping[str, Any]) -> str:
+    """All tensor-parallel groups of a mesh have one description, and all others "undefined": the number is the name."""
     names = entry.get("process_group")
     if isinstance(names, list) and len(names) == 2:
         number, described = str(names[0]), str(names[1])
-        return "default group" if described == "default_pg" or number == "0" else (described or f"group {number}")
+        if described == "default_pg" or number == "0":
+            return _DEFAULT
+        return f"group {number}" if described in ("", "undefined") else f"{described[:40]} (group {number})"
     return f"group {entry.get('pg_id', '?')}"
 
 

@@ -75,6 +75,7 @@ def _facts(explained: Explanation, width: int) -> list[str]:
         rows.append(("cause", verdict.cause + (f": {DO[verdict.cause]}" if verdict.cause in DO else "")))
         if verdict.at_wall:
             began = _moment(verdict.at_wall - verdict.seen_after_s)
+            rows += [("but", said) for one in explained.flight if (said := _otherwise(one, explained))]
             rows.append(("when", f"stuck since {began}; found hung after {verdict.seen_after_s:.1f} s"))
     if explained.kind == "hang":
         rows.append(("done", _done(explained)))
@@ -89,6 +90,16 @@ def _facts(explained: Explanation, width: int) -> list[str]:
     for name, value in rows:
         lines += _wrap(value, width, f"{name:<{_INDENT - 1}} ", " " * _INDENT)
     return lines
+
+
+def _otherwise(one: GroupFlight, explained: Explanation) -> str:
+    """Collectives of other groups than the default one are not counted: who is blamed may wait for one that is not."""
+    waits = [rank.rank for rank in explained.blamed if rank.rank in (one.pending or {})]
+    if one.waiting_for is None or not waits or any(rank.rank in one.lacking for rank in explained.blamed):
+        return ""
+    lacks, have = named(one.lacking), "has" if len(one.lacking) == 1 else "have"
+    said = f"{named(waits)} {'waits' if len(waits) == 1 else 'wait'} in {one.group} for {lacks}"
+    return f"{said}, which {have} not issued {one.waiting_for} there: look at {lacks} first"
 
 
 def _done(explained: Explanation) -> str:
