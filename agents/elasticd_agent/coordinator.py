@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
@@ -33,7 +34,7 @@ from elasticd_agent.news import (
 )
 from elasticd_agent.observation import Report
 from elasticd_agent.planner import Planner
-from elasticd_agent.presence import Agreement, Presence, Renewed, Reports, Sight, agree
+from elasticd_agent.presence import Agreement, Presence, Renewed, Reports, Sight, agree, ended
 from elasticd_agent.reach import Reach
 from elasticd_agent.store import Store, Versioned, Watch
 from elasticd_agent.view import Wait
@@ -96,6 +97,7 @@ class Coordinator:
         self._held_for = 0
         self._reports_for = 0
         self._planned = False
+        self._replaced = False
         self._slow: tuple[tuple[int, float], ...] = ()
         self._chair = Chair(
             store, keys, self._presence, planner, policy.renewal_s, self._knock, self._listen, self._read_key_again
@@ -174,6 +176,8 @@ class Coordinator:
         return self._news, until
 
     def _turn(self, now: float) -> float | None:
+        if self._out():
+            return None
         again = now >= self._reread_at
         if again:
             self._reread_at = now + REREAD_S
@@ -188,6 +192,8 @@ class Coordinator:
             return now + CONFLICT_S
         self._send()
         self._hear_rounds()
+        if self._out():
+            return None
         self._hear_details()
         record = self._presence.record
         reach_at = self._reach.turn(self._round, record.stepped, self._planner.facts.advances_by, now)
@@ -285,9 +291,24 @@ class Coordinator:
             self._stale.add(self._keys.round)
             return
         self._heard = found
+        if known is not None and round.number > known.number and round.run != known.run == self._planner.asked.run:
+            self._leave_to(round)
+            return
         another_run = round.run != self._planner.asked.run or (known is None and round.outcome == "stopped")
         if (known is None or round.number > known.number) and not (round.terminal and another_run):
             self._published(round)
+
+    def _leave_to(self, round: Round) -> None:
+        """A later run of the job has begun while we heard nothing, so ours is over: what that must have said counts."""
+        self._replaced = True
+        why = f"a later run of this job, {round.run}, has begun"
+        self._news.append(RoundPublished(ended(replace(round, number=round.number - 1), why)))
+        self._chair.lost()
+        self._presence.withdraw()
+
+    def _out(self) -> bool:
+        """True once there is nothing here for us."""
+        return self._replaced
 
     def _published(self, round: Round) -> None:
         self._late = self._round is None and round.terminal

@@ -22,7 +22,8 @@ from elasticd_agent.knock import Answered, Refused
 from elasticd_agent.observation import Report
 from elasticd_agent.store import Lease, Store
 
-_UNSAID, _UNSAID_CODE = "a later run of this job has come, and nobody of this one is left", 143
+_UNSAID = "a later run of this job has come, and nobody of this one is left"
+STOPPED = 143
 """As a shell says it of SIGTERM: somebody wanted it to end."""
 Renewed = Callable[[float, float | None], None]
 """Hears how long a lease lives, and how long it was tried to renew it; None: it has just been granted."""
@@ -56,12 +57,16 @@ def agree(store: Store, keys: Keys, agreed: bytes, differences: Callable[[bytes,
         if left := sorted(key.removeprefix(keys.nodes) for key in store.list(keys.nodes)):
             return f"an earlier run of this job has not left {', '.join(left)}"
         if stored is not None and last is not None:
-            over = replace(last, number=last.number + 1, members=(), resume=None, cause="", reason=_UNSAID)
-            over = replace(over, outcome="stopped", exit_code=_UNSAID_CODE)
+            over = ended(replace(last, number=last.number + 1), _UNSAID)
             if not store.compare_and_swap(keys.round, stored.version, over.to_json()):
                 return agree(store, keys, agreed, differences)
     done = store.compare_and_swap(keys.spec, found.version, agreed)
     return "" if done else agree(store, keys, agreed, differences)
+
+
+def ended(round: Round, why: str) -> Round:
+    """The same as a terminal one."""
+    return replace(round, members=(), resume=None, cause="", reason=why, outcome="stopped", exit_code=STOPPED)
 
 
 class Agreement:
@@ -197,8 +202,9 @@ class Presence:
 
     def withdraw(self) -> None:
         """Take the record away, and whatever else is held by its lease. Raises StoreUnavailable."""
-        if self.lease is not None:
-            self.lease.withdraw()
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.withdraw()
 
 
 class Reports:

@@ -14,6 +14,7 @@
     > deaf agents                     none of them ever answers a knock, as behind a firewall
     > twins allowed                   two rounds may be numbered alike, which is what the scenario is about
     > store down | up | empty         it does not answer; it answers again; it has forgotten everything
+    > run 24                          agents that start from now on are of this run of the job
     > hints dropped | delivered       watches do not tell of anything, or do again
     > undying b 1 | dies b            b's worker in slot 1 will not die of SIGKILL; it ends at last
     > wait 3                          so many seconds pass
@@ -80,6 +81,8 @@ class Told:
                     rest, _, role = rest.partition(":")
                     label, _, name = rest.partition("=")
                     c.start(label, name or label, role or "default", version or VERSION)
+            case "run", [run]:
+                c.asked = replace(c.asked, run=run)
             case (("kill" | "vanish" | "freeze" | "thaw" | "heal"), _):
                 for label in words:
                     getattr(c, verb)(label)
