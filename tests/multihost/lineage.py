@@ -36,6 +36,8 @@ def main(args: argparse.Namespace) -> None:
     resumed = session.restore()
     session.checkpoint(every=args.every)
     note(session, begins=[resumed.round, resumed.step] if resumed else None)
+    if session.steps >= args.steps:
+        end(session, ledger)
     enough = torch.zeros(1)
     while True:
         sampler.set_epoch(sampler.epoch)
@@ -55,8 +57,7 @@ def main(args: argparse.Namespace) -> None:
             enough[0] = (faults.WORK / "enough").exists()
             dist.all_reduce(enough)
             if enough or session.should_stop or session.steps >= args.steps:
-                note(session, ends=session.steps, ledger=ledger.sum)
-                os._exit(0)  # as in train.py: gloo may dead-lock in its own tear-down
+                end(session, ledger)
         sampler.set_epoch(sampler.epoch + 1)
 
 
@@ -76,6 +77,11 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.sum = state["sum"]
+
+
+def end(session: elasticd.Session, ledger: Ledger) -> None:
+    note(session, ends=session.steps, ledger=ledger.sum)
+    os._exit(0)  # as in train.py: gloo may dead-lock in its own tear-down
 
 
 def note(session: elasticd.Session, **what: Any) -> None:
