@@ -155,6 +155,40 @@ def test_a_runner_lives_also_while_no_file_descriptor_is_left_to_look_with(tmp_p
         assert [over.key for over in runners.poll(time.monotonic())] == [("mine", 1)]
 
 
+def test_nobody_is_taken_for_what_is_left_of_a_job_because_its_user_says_so(tmp_path: Path) -> None:
+    """What keeps a dead runner's lock is killed, by root: a link to /dev/null would have been everybody."""
+    (tmp_path / "lock").symlink_to("/dev/null")
+    with open("/dev/null"), open(tmp_path / "ours", "w"):
+        assert list(alive.keepers(tmp_path / "lock")) == []
+        assert list(alive.keepers(tmp_path / "ours")) == [os.getpid()]
+        os.link(tmp_path / "ours", tmp_path / "second")
+        assert list(alive.keepers(tmp_path / "second")) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
+def test_of_who_has_the_lock_of_a_users_job_only_that_users_processes_are_killed(tmp_path: Path) -> None:
+    files, said = job_files(tmp_path, "mine", 1), list[str]()
+    files.root.mkdir(parents=True)
+    replace_file(files.order, ORDER.to_json())
+    os.chown(files.root, 65534, 65534)
+    keep = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    fd = alive.take(files.lock)
+    assert fd is not None
+    with (
+        closing(Runners(tmp_path, lambda: None, said.append)) as runners,
+        subprocess.Popen(keep, stdin=subprocess.PIPE, pass_fds=[fd]) as roots,
+        subprocess.Popen(["sleep", "60"], pass_fds=[fd], user=65534) as theirs,
+    ):
+        os.close(fd)
+        try:
+            assert runners.adopt() == []
+            (runner,) = runners._runners.values()
+            assert {process.pid for process in runners._keepers(runner)} == {theirs.pid}
+        finally:
+            theirs.kill()
+            roots.communicate()
+
+
 def test_an_order_of_another_job_than_its_folders_is_nobodys(tmp_path: Path) -> None:
     files, said = job_files(tmp_path, "yours", 7), list[str]()
     files.root.mkdir(parents=True)

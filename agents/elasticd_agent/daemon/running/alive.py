@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ def holder(path: Path) -> Process | None:
             user = os.fstat(file.fileno()).st_uid
     except OSError:
         return None
-    return named if named is not None and _user(named.pid) == user and named.alive else None
+    return named if named is not None and user_of(named.pid) == user and named.alive else None
 
 
 def unsigned(path: Path, name: bytes) -> Process | None:
@@ -116,12 +117,12 @@ def unsigned(path: Path, name: bytes) -> Process | None:
         owner = path.stat().st_uid
     except OSError:
         return None
-    found = [pid for pid in keepers(path) if _user(pid) == owner and procfs.read(f"/proc/{pid}/comm").strip() == name]
+    found = [pid for pid in keepers(path) if user_of(pid) == owner and procfs.read(f"/proc/{pid}/comm").strip() == name]
     named = [process for process in map(Process.of, found) if process is not None]
     return min(named, key=lambda process: process.started, default=None)
 
 
-def _user(pid: int) -> int | None:
+def user_of(pid: int) -> int | None:
     """Whose process it is: the files in /proc of one that keeps secrets look like root's."""
     for line in procfs.read(f"/proc/{pid}/status").splitlines():
         if line.startswith(b"Uid:"):
@@ -130,10 +131,15 @@ def _user(pid: int) -> int | None:
 
 
 def keepers(path: Path) -> Iterator[int]:
-    """Every process that has the file open, as far as we may look: who holds its lock is among them."""
+    """Every process that has the file open, as far as we may look: who holds its lock is among them.
+
+    Nobody, where there is a link instead: its folder's owner could name /dev/null, which everybody has open.
+    """
     try:
-        wanted = path.stat()
+        wanted = path.lstat()
     except OSError:
+        return
+    if not stat.S_ISREG(wanted.st_mode) or wanted.st_nlink != 1:
         return
     for pid in procfs.everybody():
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:

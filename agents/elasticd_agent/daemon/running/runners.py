@@ -287,9 +287,14 @@ class Runners:
         return tuple(process for process in map(Process.of, found) if process is not None)
 
     def _keepers(self, runner: Runner) -> list[Process]:
-        found = [pid for pid in alive.keepers(runner.files.lock) if pid != os.getpid()]
+        try:
+            owner = runner.files.root.stat().st_uid
+        except OSError:
+            return []
+        # The job's user may have put a file in the lock's place that others have open: only its own end over that.
+        found = [pid for pid in alive.keepers(runner.files.lock) if pid != os.getpid() and alive.user_of(pid) == owner]
         trees = procfs.trees(found, procfs.scan().values())
-        pids = {pid for tree in trees.values() for pid in tree} - {os.getpid()}
+        pids = {pid for tree in trees.values() for pid in tree if alive.user_of(pid) == owner} - {os.getpid()}
         return [process for process in map(Process.of, pids) if process is not None]
 
     # --- who it is --------------------------------------------------------------------------------------------------
