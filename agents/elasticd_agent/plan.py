@@ -196,7 +196,8 @@ def _after_failure(
     victims = all(f.kind == "crash" and not f.culprits for f in failures)
     if victims and len(failures) < len(current.members) and now < view.failed_at + VICTIMS_S:
         return Wait(f"{first.why}; waiting for word of what it lost them by", view.failed_at + VICTIMS_S)
-    if victims and (raised := _raised(view, current)):
+    raised = _raised(view, current) if victims else ""
+    if raised and not first.why.startswith(raised.partition("raised ")[0]):  # who raised has ended since, and says so
         first = replace(first, why=f"{raised}, and then {first.why}")
     mistakes = [f for f in failures if f.kind == "user_error"]
     if len(mistakes) == len(failures) and len({f.error for f in mistakes}) == 1:
@@ -292,7 +293,9 @@ def _first(view: View, policy: Policy, now: float) -> Round | Wait:
     if isinstance(found, Wait):
         return found
     workers = sum(len(m.slots) for m in found)
-    reason = f"first round: {_with(view, workers, [m.node for m in found])}"
+    # A job that is handed in again, or whose agent was killed where no store remembers it, has had others.
+    begins = "first round" if number == 1 else f"begun anew after round {number - 1}"
+    reason = f"{begins}: {_with(view, workers, [m.node for m in found])}"
     run = view.asked.run
     return Round(number, found, view.checkpoint, directory=chosen[0].directory, reason=reason, cause="start", run=run)
 

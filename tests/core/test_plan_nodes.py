@@ -182,6 +182,9 @@ def test_who_raised_and_has_not_ended_yet_explains_its_victims() -> None:
     assert decided(view, NOW + VICTIMS_S).reason.startswith(
         "rank 1 raised ValueError: a fault, and then a lost its peers; "
     )
+    ended = Failure(3, "b", "crash", (), "rank 1 exited with code 1 (MemoryError: a fault)")
+    itself = replace(says("b", raised="rank 1 raised MemoryError: a fault"), failures=(ended,))
+    assert decided(itself, NOW + VICTIMS_S).reason.startswith(f"{ended.why}; "), "once is enough"
     culprit = Failure(3, "c", "crash", ((2, 0),), "rank 2 was killed by SIGKILL")
     assert decided(replace(view, failures=(victim("a"), culprit))).reason.startswith("rank 2 was killed")
     old = says("b", raised="rank 1 raised ValueError: a fault", ready=2)
