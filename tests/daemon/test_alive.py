@@ -101,6 +101,9 @@ def test_a_last_word_that_no_store_would_take_is_none(tmp_path: Path) -> None:
     write_exit(files, Exit("j", 1, 1, "failed", "short"))
     last = read_exit(files)
     assert last is not None and last.reason == "short"
+    write_exit(files, Exit("j", 1, 2, "refused", "." * (EXIT_BYTES // 2)))
+    last = read_exit(files)
+    assert last is not None and len(last.reason) == 2000, "a card of three such would be too large for etcd"
 
 
 ORDER = Order("mine", 1, "n1", (0,), "{}")

@@ -103,3 +103,9 @@ def test_what_makes_no_sense_blames_nobody(benched: object) -> None:
 
 def test_a_job_that_runs_here_alone_blames_nobody() -> None:
     assert Blames("me").heard({("j", 1): {**said(slot(1, 1)), "alone": True}}) == []
+
+
+def test_a_runner_that_talks_on_and_on_does_not_make_the_nodes_card_too_large() -> None:
+    said = {"benched": [{"node": "me", "slot": 0, "times": 1}], "alone": False, "reason": "." * 100_000}
+    (sentence,) = Blames("me").heard({("j", 1): said})
+    assert len(sentence) == 1000

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Key = tuple[str, int]
+CHARS = 1000
+"""Of a sentence: it becomes part of the node's card, and a runner is its job's user's."""
 
 
 class Blames:
@@ -32,7 +34,9 @@ class Blames:
             aside = sorted(slot for slot, times in now.items() if times > before.get(slot, 0))
             if aside:
                 slots = f"slot{'s' * (len(aside) > 1)} {', '.join(map(str, aside))}"
-                sentences.append(f"job {key[0]}, round {said.get('round')} set aside {slots}: {said.get('reason', '')}")
+                sentences.append(
+                    f"job {key[0]}, round {said.get('round')} set aside {slots}: {said.get('reason', '')}"[:CHARS]
+                )
             self._times[key] = {**before, **{slot: max(times, before.get(slot, 0)) for slot, times in now.items()}}
         return sentences
 

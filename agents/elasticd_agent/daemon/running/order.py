@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +26,7 @@ from elasticd_agent.launcher.spawn import prctl
 PR_SET_DUMPABLE = 4
 ORDER_BYTES, EXIT_BYTES = 16 << 20, 512 << 10
 """A job file has at most 1 MiB, and is in an order twice, once quoted twice. A last word becomes a record for etcd."""
+REASON_CHARS = 2000
 SPARE = "exit.spare"
 SPARE_BYTES = 64 << 10
 """Room for the last word, taken when the runner starts: a full disk then costs logs, but not the way a job ended."""
@@ -147,7 +148,8 @@ def read_order(files: JobFiles, *, ours: bool = False) -> Order:
 def read_exit(files: JobFiles) -> Exit | None:
     """None while the runner has not ended, or where it could not say how."""
     try:
-        return Exit.from_json(plain.read(files.exit, EXIT_BYTES))
+        last = Exit.from_json(plain.read(files.exit, EXIT_BYTES))
+        return replace(last, reason=last.reason[:REASON_CHARS])  # it goes on into the node's card
     except (OSError, WireError):
         return None
 
