@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
 import re
 import shlex
 import subprocess
@@ -223,9 +225,12 @@ def shown(node: Node, etcd: EtcdServers) -> dict[str, bytes]:
     for path in (p for top in (node.state, node.root / "run", node.root / "agent.log") for p in (top, *top.rglob("*"))):
         if path.is_file():
             found[str(path)] = path.read_bytes()
-    for path in Path("/dev/shm").glob("elasticd-*/**/*"):
-        if path.is_file():
-            found[str(path)] = path.read_bytes()
+    # Whoever ends meanwhile takes its own folder along: os.walk passes over it, as glob would not.
+    for top in Path("/dev/shm").glob("elasticd-*"):
+        for path in (Path(folder, name) for folder, _, inside in os.walk(top) for name in inside):
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file():
+                    found[str(path)] = path.read_bytes()
     found["etcd"] = etcd.ctl("get", "--prefix", "/", user=f"root:{ROOT_PASSWORD}").encode()
     client = Client(node.root / "run" / "agent.sock")
     pages = [
