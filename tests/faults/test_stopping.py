@@ -77,12 +77,12 @@ def test_a_signal_before_there_are_workers_ends_the_job(job: StartJob) -> None:
 
 
 def test_a_signal_during_the_backoff_ends_the_job(job: StartJob) -> None:
-    run = job("test", "-d", "/no/such/directory", flags=["--no-python"])
-    run.event("round_published", round=3)  # the next one is due two seconds after this one has failed
-    until(lambda: run.events("group_gone", round=3), "the end of round 3")
+    run = job("test", "-d", "/no/such/directory", flags=["--no-python", "--max-restarts", "9"])
+    run.event("round_published", round=4)  # the next one is due four seconds after this one has failed
+    until(lambda: run.events("group_gone", round=4), "the end of round 4")
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 128 + signal.SIGINT
-    assert not run.events("round_published", round=4)
+    assert not run.events("round_published", round=5)
 
 
 def test_a_signal_at_the_very_start_is_not_lost(job: StartJob) -> None:
