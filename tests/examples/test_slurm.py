@@ -238,5 +238,5 @@ def test_a_real_job_that_loses_a_node_on_its_way_has_succeeded_all_the_same(subm
     (guest,) = [pid for pid in agents if "elasticd-c10d-h" not in map(comm_of, descendants(pid))]
     os.kill(guest, signal.SIGKILL)
     assert ran.wait() == 0, ran.output
-    assert re.search(r"node\d is gone", ran.output)
+    assert re.search(r"node\d is lost", ran.output)
     assert not requeued(told)
