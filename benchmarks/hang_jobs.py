@@ -22,7 +22,8 @@ from tests.multihost.cluster import Cluster
 from tests.multihost.net import Network
 
 DEFAULT: tuple[str, ...] = ()
-TUNED = ("--hang-floor", "1s", "--stopped-after", "1s")
+FLOOR = ("--hang-floor", "1s")
+TUNED = (*FLOOR, "--stopped-after", "1s")
 CEILINGS = ("8s", "3s")
 """For a loop and a start without end, above the floors of the default policy and of the tuned one."""
 WARM_UP_STEPS = 220
