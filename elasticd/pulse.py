@@ -32,7 +32,7 @@ from elasticd.collectives import UNKNOWN, Collectives, default_group, flight, ti
 from elasticd.last_words import say_raised
 
 PERIOD_S = 0.1
-"""The agent looks every 0.25 s; a pulse costs the training thread some 40 µs (benchmarks/beat.py)."""
+"""The agent looks every 0.25 s; a pulse costs the training thread 40 to 160 µs (benchmarks/beat.py)."""
 TIMEOUT_EVERY = 10
 """The group's timeout is read once a second: it takes as long as all the rest, and holds on to the group meanwhile."""
 LAST_PULSE_S = 1.0
