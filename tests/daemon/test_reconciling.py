@@ -74,7 +74,10 @@ def test_nothing_else_is_started(view: View) -> None:
         (replace(BOTH, endings=(Ending("a", 1, "failed", 1, ""),)), "the job has failed"),
         (replace(BOTH, endings=(Ending("a", 2, "succeeded", 0, ""),)), "the job has succeeded"),
         (View(placements=(placed("a", 1, why="n1 is drained: a fan"),)), "n1 is drained: a fan"),
-        (View(placements=(placed("a", 1, 0, 1, node="n2", why="runs on n2"),)), "runs on n2"),
+        (
+            View(placements=(placed("a", 1, 0, 1, node="n2", why="runs on n2"),)),
+            "the job went on without it; runs on n2",
+        ),
         (View(placements=(MOVED,), cordons=(Cordon("n1", True, "a fan", "ann"),)), "drained: a fan"),
         (View(placements=(MOVED,), cordons=(Cordon("n1", True, "", "ann"),)), "drained by ann"),
         (View(placements=(MOVED,), cordons=(Cordon("n1", False, "a fan"), Cordon("n2", True, "b"))), MOVED.reason),

@@ -178,7 +178,8 @@ def _must_stop(order: Order, known: View, node: str, leaving: str) -> str:
             return f"the job runs anew, as number {placement.number}"
         if place is None:
             # What moves the other nodes' places, and where they are now, is none of this node's.
-            return next((c.text for c in known.cordons if c.node == node and c.drain), placement.reason)
+            here = placement.reason if node in placement.reason else f"the job went on without it; {placement.reason}"
+            return next((c.text for c in known.cordons if c.node == node and c.drain), here)
         if set(place.slots) != set(order.slots):
             return f"its slots here are {_listed(place.slots)} from now on"
     return ""
