@@ -43,6 +43,12 @@ def test_ranks_beat_and_leave_the_group_they_made(start: Any) -> None:
         assert (beat.step, beat.source, beat.phase) == (7, Source.SESSION, Phase.STEP)
 
 
+def test_a_session_says_that_it_counts_before_its_first_step(start: Any) -> None:
+    job = start("plain.py", "0")
+    job.results()
+    assert [(beat.step, beat.source) for beat in (rank.read_beat() for rank in job.ranks)] == [(0, Source.SESSION)] * 2
+
+
 def test_the_agents_request_to_rank_0_stops_all_ranks_at_one_step_after_a_save(
     start: Any, tmp_path: Path, wait_for: Any
 ) -> None:
