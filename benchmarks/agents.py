@@ -17,20 +17,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from elasticd.wire import Failure, NodeRecord
-from elasticd_agent.config import Policy
-from elasticd_agent.coordinator import Coordinator
-from elasticd_agent.keys import Keys
-from elasticd_agent.knock import KnockServer, knock
-from elasticd_agent.lines import Lines
-from elasticd_agent.meeting import Broken, RemoteMeeting
-from elasticd_agent.messages import RoundPublished
-from elasticd_agent.news import HoldAsked, News
-from elasticd_agent.planner import Facts, Planner
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.messages import RoundPublished
+from elasticd_agent.model.notices import HoldAsked, News
+from elasticd_agent.model.records import Failure, NodeRecord
+from elasticd_agent.rendezvous.driver import Broken, RemoteMeeting
+from elasticd_agent.rendezvous.member import Coordinator
+from elasticd_agent.rendezvous.peer_links import Lines
+from elasticd_agent.rendezvous.planner import Facts, Planner
+from elasticd_agent.rendezvous.probe import KnockServer, knock
+from elasticd_agent.rendezvous.view import Asked
 from elasticd_agent.store import Store
-from elasticd_agent.store.c10d import C10dStore
-from elasticd_agent.store.etcd import EtcdStore
-from elasticd_agent.view import Asked
+from elasticd_agent.store.c10d.store import C10dStore
+from elasticd_agent.store.etcd.store import EtcdStore
 
 KNOCK_S = 0.2
 LAST_CALL_S = 600.0

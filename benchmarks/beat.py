@@ -21,11 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from elasticd import beat
-from elasticd.beat import BeatWriter
-from elasticd.collectives import Collectives, flight
-from elasticd.optimizer_hook import install_optimizer_hook
-from elasticd.pulse import PERIOD_S, Pulse
+from elasticd.heartbeat import record as beat
+from elasticd.heartbeat.collectives import Collectives, flight
+from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
+from elasticd.heartbeat.record import BeatWriter
+from elasticd.heartbeat.thread import PERIOD_S, Pulse
 
 STEP_S = 0.02
 """The step the share is told for: a small model's."""

@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import ElasticdError, WireError
-from elasticd_agent.daemon import names
-from elasticd_agent.daemon.client import Client, Unreachable
-from elasticd_agent.daemon.names import JobFiles
-from elasticd_agent.daemon.records import Ending, Submission
-from elasticd_agent.daemon.running import alive
-from elasticd_agent.daemon.running.order import read_order
-from elasticd_agent.keys import Keys
+from elasticd_agent.model.job_dir import JobFiles
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.api.client import Client, Unreachable
+from elasticd_agent.node.records import Ending, Submission
+from elasticd_agent.node.runners import liveness as alive
+from elasticd_agent.node.runners.spec import read_order
 from elasticd_agent.store import Store
-from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.store.etcd.store import EtcdStore
 from tests.daemon.node import Node
 from tests.etcd import EtcdServers
 from tests.faults.job import REPOSITORY, SCRIPTS

@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks import daemon_checker
 from benchmarks.daemon_faults import Faults, Stuck
 from benchmarks.daemon_fleet import STEPS, Asked, Fleet
-from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import etcd_servers
 
 CALM = 25

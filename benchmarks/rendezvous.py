@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import rendezvous_plot, report
-from elasticd_agent.config import Policy
+from elasticd_agent.model.job import Policy
 from tests.etcd import etcd_servers
 
 PROCESSES, TOGETHER = 4, 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elasticd_agent.core import MOVES
+from elasticd_agent.job.state_machine import MOVES
 
 PAGE = Path(__file__).with_name("states.md")
 ARCHITECTURE = Path(__file__).with_name("architecture.md")
@@ -13,7 +13,7 @@ FROM, TO = "<!-- Written by `python docs/states.py` from here … -->\n", "<!-- 
 HEAD = """\
 # Where an agent can be
 
-Made by `python docs/states.py` from the table `MOVES` in `agents/elasticd_agent/core.py`, which every move is checked
+Made by `python docs/states.py` from the table `MOVES` in `agents/elasticd_agent/job/state_machine.py`, which every move is checked
 against. An agent runs at most one group of workers; it leaves `Stopping` for `Running` only when every process of the
 old group has been reaped, or has been sent SIGKILL and hangs in the kernel.
 

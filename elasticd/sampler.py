@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import NamedTuple, cast
 
 from elasticd.errors import SamplerError
-from elasticd.permutation import ALGORITHM, LARGEST, Permutation
+from elasticd.shuffle import ALGORITHM, LARGEST, Permutation
 
 # Positions shuffled at a time: a call into torch costs 0.3 ms, and 0.15 ms more for each thousand of them. It begins
 # small so that the first batch after a restart does not wait for later ones.
@@ -42,7 +42,7 @@ class ElasticBatchSampler:
         accumulate: micro-batches a rank takes for one optimizer step. It may differ from run to run.
         shuffle: False walks the dataset in order.
         seed: the same on every rank, below 2**64. The order is a function of (dataset length, seed, epoch) alone, see
-            `elasticd.permutation`.
+            `elasticd.shuffle`.
         drop_last: leave out the samples after the last full global batch of an epoch.
         rank, world_size: from the default process group unless both are given; 0 of 1 where there is none.
 

@@ -14,19 +14,21 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from elasticd import beat as beats
-from elasticd import group as groups
-from elasticd import holding, restoring, state
-from elasticd import notes as all_notes
-from elasticd.barrier import Barriers, seconds_of
-from elasticd.channel import open_channel
-from elasticd.collectives import Collectives
-from elasticd.decisions import Action, Decisions
+from elasticd import process_group as groups
+from elasticd.checkpointing import restore as restoring
+from elasticd.checkpointing import state
+from elasticd.checkpointing.restore import Resumed
+from elasticd.checkpointing.saver import Every, Saver
+from elasticd.coordination import pause as holding
+from elasticd.coordination.barrier import Barriers, seconds_of
+from elasticd.coordination.decisions import Action, Decisions
+from elasticd.coordination.rank_status import Roll, Standing
+from elasticd.coordination.sigterm import Termination
+from elasticd.coordination.store_channel import open_channel
 from elasticd.errors import UsageError
-from elasticd.restoring import Resumed
-from elasticd.saving import Every, Saver
-from elasticd.standing import Roll, Standing
-from elasticd.termination import Termination
+from elasticd.heartbeat import record as beats
+from elasticd.heartbeat import worker_events as all_notes
+from elasticd.heartbeat.collectives import Collectives
 
 if TYPE_CHECKING:
     import torch

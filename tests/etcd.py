@@ -29,7 +29,7 @@ from pathlib import Path
 
 import trustme
 
-from elasticd_agent.config import Tls
+from elasticd_agent.model.job import Tls
 
 _START_S = 30.0
 _HEARTBEAT_MS = {1: 10, 3: 50}

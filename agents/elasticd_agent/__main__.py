@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from elasticd_agent.cli import main
+from elasticd_agent.cli.main import main
 
 sys.exit(main())

@@ -7,8 +7,8 @@ import queue
 import threading
 from pathlib import Path
 
-from elasticd_agent.control import NAME, ControlServer, DumpAsked
-from elasticd_agent.explaining.wording import ASKED_FOR
+from elasticd_agent.hangs.explain.phrases import ASKED_FOR
+from elasticd_agent.system.control_socket import NAME, ControlServer, DumpAsked
 
 
 class Answering:

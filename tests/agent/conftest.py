@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from elasticd_agent import procfs
-from elasticd_agent.evidence import Evidence, Gathered
+from elasticd_agent.hangs.evidence import Evidence, Gathered
+from elasticd_agent.system import procfs
 
 Posted = queue.SimpleQueue[Gathered]
 Until = Callable[[Callable[[], object], float], object]

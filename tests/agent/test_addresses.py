@@ -9,7 +9,7 @@ import time
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.addresses import is_own, joined, local_address, split
+from elasticd_agent.system.addresses import is_own, joined, local_address, split
 
 FOREIGN = "203.0.113.9"  # set aside for documentation (RFC 5737): no machine has it
 UNKNOWN = "no-such-host.invalid"  # nor this name (RFC 2606)

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.console import (
+from elasticd_agent.system.nonblocking_writer import Outlet
+from elasticd_agent.telemetry.console import (
     PLAIN_PROGRESS_S,
     LiveConsole,
     PlainConsole,
@@ -29,7 +30,6 @@ from elasticd_agent.console import (
     describe,
     open_console,
 )
-from elasticd_agent.outlet import Outlet
 
 DEADLINE = 10.0
 VIEW = ProgressView(round=3, world_size=4, step=1204, steps_per_second=101.5, restarts=1)
@@ -223,7 +223,8 @@ EXITS = {
 @pytest.mark.parametrize("how", EXITS, ids=str)
 def test_the_terminal_is_given_back_however_the_agent_ends(terminal: Terminal, how: str) -> None:
     code = (
-        "import os, sys, time; from elasticd_agent.console import *; from elasticd_agent.outlet import Outlet\n"
+        "import os, sys, time; from elasticd_agent.telemetry.console import *\n"
+        "from elasticd_agent.system.nonblocking_writer import Outlet\n"
         "console = open_console(Outlet(2), 2, 'j'); console.progress(ProgressView(7, 2, step=1)); time.sleep(0.8)\n"
     )
     program = [sys.executable, "-c", code + EXITS[how]]
@@ -349,7 +350,7 @@ def test_a_file_gets_plain_lines(tmp_path: Path) -> None:
 
 
 def test_rich_is_imported_only_for_a_live_line() -> None:
-    code = "import sys, elasticd_agent.console; print('rich' in sys.modules)"
+    code = "import sys, elasticd_agent.telemetry.console; print('rich' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert ran.stdout.strip() == "False", ran.stderr
 

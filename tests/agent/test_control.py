@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.control import (
+from elasticd_agent.system.control_socket import (
     MOST_CALLERS,
     NAME,
     ControlServer,

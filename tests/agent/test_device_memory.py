@@ -14,15 +14,15 @@ from typing import Protocol
 
 import pytest
 
-from elasticd import beat
-from elasticd.wire import Member, Round
-from elasticd_agent.config import JobSpec, Mode
-from elasticd_agent.device_memory import DeviceMemory, MemoryChecked, NoDevices, NvmlMemory, open_memory
-from elasticd_agent.launcher.client import OwnerClient, OwnerLost, OwnerSaid
-from elasticd_agent.launcher.commands import Worker
-from elasticd_agent.launcher.preload import Preload
-from elasticd_agent.messages import GroupGone
-from elasticd_agent.workers import Heard, Started, Workers
+from elasticd.heartbeat import record as beat
+from elasticd_agent.model.job import JobSpec, Mode
+from elasticd_agent.model.messages import GroupGone
+from elasticd_agent.model.records import Member, Round
+from elasticd_agent.workers.gpu_memory import DeviceMemory, MemoryChecked, NoDevices, NvmlMemory, open_memory
+from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerSaid
+from elasticd_agent.workers.launcher.preload import Preload
+from elasticd_agent.workers.launcher.requests import Worker
+from elasticd_agent.workers.manager import Heard, Started, Workers
 
 PATIENCE_S = 30.0
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.control import NAME, ControlServer
-from elasticd_agent.explaining import stacks
+from elasticd_agent.hangs.explain import stacks
+from elasticd_agent.system.control_socket import NAME, ControlServer
 from tests.agent.answering import Answering
 from tests.faults.job import Job
 

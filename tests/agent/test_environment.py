@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.environment import FR_BUFFER, FR_FILE, FR_PIPE, NCCL_DEFAULTS, flight_recorder, nccl_environment
+from elasticd_agent.workers.environment import (
+    FR_BUFFER,
+    FR_FILE,
+    FR_PIPE,
+    NCCL_DEFAULTS,
+    flight_recorder,
+    nccl_environment,
+)
 
 ROUND = Path("/run/round-7")
 PAGE = Path(__file__).parents[2] / "docs" / "nccl.md"

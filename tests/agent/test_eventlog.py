@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.eventlog import MAX_LINE, EventLog, NullEventLog, open_event_log
-from elasticd_agent.events import RECORDS, CheckpointSaved, JobEnded, RoundPublished, document
+from elasticd_agent.telemetry.event_log import MAX_LINE, EventLog, NullEventLog, open_event_log
+from elasticd_agent.telemetry.events import RECORDS, CheckpointSaved, JobEnded, RoundPublished, document
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,7 +115,7 @@ def test_two_processes_never_mix_within_a_line(tmp_path: Path) -> None:
     path = tmp_path / "events"
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from elasticd_agent.eventlog import *; from elasticd_agent.events import *\n"
+        "from elasticd_agent.telemetry.event_log import *; from elasticd_agent.telemetry.events import *\n"
         "log = EventLog(Path(sys.argv[1]), 'j', sys.argv[2])\n"
         "for i in range(300):\n"
         "    log.write(StopRequested(round=i, mono=time.monotonic(), reason='x' * 3000, by='me', grace_seconds=1.0))\n"
@@ -202,5 +202,5 @@ def test_kinds_are_the_promised_ones() -> None:
 
 def test_the_page_is_the_one_the_code_generates() -> None:
     page = (ROOT / "docs" / "events.md").read_text()
-    assert page == document(), "run: python -m elasticd_agent.events > docs/events.md"
+    assert page == document(), "run: python -m elasticd_agent.telemetry.events > docs/events.md"
     assert re.findall(r"^### (\w+)$", page, re.M) == [kind.kind for kind in RECORDS]

@@ -8,8 +8,8 @@ import signal
 import threading
 from pathlib import Path
 
-from elasticd_agent import procfs
-from elasticd_agent.evidence import Evidence, Gathered, RankEvidence, Target
+from elasticd_agent.hangs.evidence import Evidence, Gathered, RankEvidence, Target
+from elasticd_agent.system import procfs
 from tests.agent.conftest import MakeEvidence, Posted, StartWorker, Until
 from tests.tracing import ALLOW, Tracer
 

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from elasticd_agent.evidence import Evidence, Target
+from elasticd_agent.hangs.evidence import Evidence, Target
 from tests.agent.conftest import MakeEvidence, Posted, StartWorker
 from tests.agent.test_evidence import SLEEPS
 

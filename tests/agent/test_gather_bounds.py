@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent import evidence as module
-from elasticd_agent import procfs
-from elasticd_agent.evidence import Target
-from elasticd_agent.gather import disk
+from elasticd_agent.hangs import evidence as module
+from elasticd_agent.hangs.collector import files as disk
+from elasticd_agent.hangs.evidence import Target
+from elasticd_agent.system import procfs
 from tests.agent.conftest import MakeEvidence, Posted, StartWorker, Until
 
 SLEEPS = "import time; print('ready', flush=True); time.sleep(1e6)"
@@ -229,7 +229,7 @@ def test_evidence_that_cannot_even_be_kept_here_is_said_to_be_missing(
 
 def test_a_helper_whose_agent_is_gone_ends_by_itself(tmp_path: Path) -> None:
     """It waits for its request here, which stands for whatever it could be stuck in."""
-    entry = Path(module.__file__).with_name("gather") / "__main__.py"
+    entry = Path(module.__file__).with_name("collector") / "__main__.py"
     with subprocess.Popen([sys.executable, "-I", "-S", str(entry), "keep", "0.2"], stdin=subprocess.PIPE) as helper:
         assert helper.wait(20) == -signal.SIGALRM
 

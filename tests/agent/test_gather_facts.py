@@ -8,8 +8,9 @@ import platform
 import subprocess
 from pathlib import Path
 
-from elasticd_agent import gpu, procfs
-from elasticd_agent.gather import facts
+from elasticd_agent.hangs.collector import proc_facts as facts
+from elasticd_agent.system import nvml_dump as gpu
+from elasticd_agent.system import procfs
 from tests.agent.conftest import StartWorker, Until
 
 GPU = Path(gpu.__file__)

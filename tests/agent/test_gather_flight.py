@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticd import beat
-from elasticd_agent.evidence import Evidence, Gathered, Target
-from elasticd_agent.gather.flight import as_json
+from elasticd.heartbeat import record as beat
+from elasticd_agent.hangs.collector.flight_recorder import as_json
+from elasticd_agent.hangs.evidence import Evidence, Gathered, Target
 from tests.agent.conftest import Posted, StartWorker
 
 REPO = str(Path(__file__).parents[2])
@@ -19,7 +19,7 @@ REPO = str(Path(__file__).parents[2])
 ANSWERS = f"""
 import os, sys, time
 sys.path.append({REPO!r})
-from elasticd.beat import BeatWriter
+from elasticd.heartbeat.record import BeatWriter
 writer = BeatWriter(sys.argv[1])
 print("ready", flush=True)
 while True:
@@ -33,7 +33,7 @@ while True:
 COUNTED_ONCE = f"""
 import sys, time
 sys.path.append({REPO!r})
-from elasticd.beat import BeatWriter
+from elasticd.heartbeat.record import BeatWriter
 BeatWriter(sys.argv[1]).pulse(7, 0)
 print("ready", flush=True)
 time.sleep(1e6)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent import gpu
-from elasticd_agent.evidence import Target
+from elasticd_agent.hangs.evidence import Target
+from elasticd_agent.system import nvml_dump as gpu
 from tests.agent.conftest import MakeEvidence, Posted, StartWorker
 
 GPU = Path(gpu.__file__)

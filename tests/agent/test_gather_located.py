@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticd import beat
-from elasticd_agent.evidence import Evidence, RankEvidence, Target
+from elasticd.heartbeat import record as beat
+from elasticd_agent.hangs.evidence import Evidence, RankEvidence, Target
 from tests.agent.conftest import Posted, StartWorker
 
 # torch's file by its path; how the thread stands in it is the argument's.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd_agent.gather.stacks import NOT_PERMITTED, digest, from_faulthandler, from_spy, text_of, why_not
-from elasticd_agent.gather.where import Frame
+from elasticd_agent.hangs.collector.classify import Frame
+from elasticd_agent.hangs.collector.stacks import NOT_PERMITTED, digest, from_faulthandler, from_spy, text_of, why_not
 
 PYTHON = "/usr/lib/python3.11"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.launcher.hidden import HiddenModules
+from elasticd_agent.workers.launcher.hidden_modules import HiddenModules
 
 MADE = {"first_one", "second_one", "second_one.inner", "second_one.inner.made", "whole_one", "nobodys_own"}
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd.wire import Member, Round
-from elasticd_agent.http import MAX_CONNECTIONS, HttpServer, NullServer, Pages, Verdict, open_server
-from elasticd_agent.metrics import Metrics
-from elasticd_agent.outputs import taking_part
+from elasticd_agent.job.reporting import taking_part
+from elasticd_agent.model.records import Member, Round
+from elasticd_agent.telemetry.metrics import Metrics
+from elasticd_agent.telemetry.metrics_server import MAX_CONNECTIONS, HttpServer, NullServer, Pages, Verdict, open_server
 
 DEADLINE = 10.0
 

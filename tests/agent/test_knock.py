@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent import knock as knocking
-from elasticd_agent.knock import AGAIN_S, Answered, KnockServer, Refused, Silent, knock
+from elasticd_agent.rendezvous import probe as knocking
+from elasticd_agent.rendezvous.probe import AGAIN_S, Answered, KnockServer, Refused, Silent, knock
 
 DEADLINE = 20.0
 LONG = 10.0  # a knock's timeout where an answer is expected: only a failure ever takes it
@@ -29,7 +29,7 @@ SHORT = 0.3  # where silence is expected: this long it takes
 
 AGENT = """
 import sys
-from elasticd_agent.knock import KnockServer
+from elasticd_agent.rendezvous.probe import KnockServer
 server = KnockServer("127.0.0.1", "a", "i1")
 print(server.port, flush=True)
 sys.stdin.read()
@@ -355,7 +355,7 @@ def test_hostile_callers_hold_nobody_up() -> None:
 
 CRAMPED = """
 import os, resource, sys
-from elasticd_agent.knock import knock
+from elasticd_agent.rendezvous.probe import knock
 print(0, flush=True)
 nodes = {str(i): ("127.0.0.1", int(sys.argv[1])) for i in range(200)}
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

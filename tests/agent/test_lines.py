@@ -13,13 +13,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticd_agent.knock import Answered, KnockServer, knock
-from elasticd_agent.lines import Lines
+from elasticd_agent.rendezvous.peer_links import Lines
+from elasticd_agent.rendezvous.probe import Answered, KnockServer, knock
 
 WITHIN_S = 20.0
 AGENT = """
 import sys, time
-from elasticd_agent.knock import KnockServer
+from elasticd_agent.rendezvous.probe import KnockServer
 server = KnockServer("127.0.0.1", "a", "i1")
 print(server.port, flush=True)
 sys.stdin.read()
@@ -134,7 +134,7 @@ def test_whoever_talks_is_hung_up_on() -> None:
 PLANNER = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from elasticd_agent.lines import Lines
+from elasticd_agent.rendezvous.peer_links import Lines
 lines = Lines(lambda node: None)
 lines.keep({f"n{i}": ("127.0.0.1", int(sys.argv[1])) for i in range(100)})
 sys.stdin.readline()

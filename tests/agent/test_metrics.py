@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.goodput import Times
-from elasticd_agent.metric_names import (
+from elasticd_agent.model.reports import CAUSES as HANGS
+from elasticd_agent.telemetry.goodput import Times
+from elasticd_agent.telemetry.metric_table import (
     CAUSES,
     EXIT_KINDS,
     FAULTS,
@@ -27,8 +28,7 @@ from elasticd_agent.metric_names import (
     document,
     most_series,
 )
-from elasticd_agent.metrics import Metrics, NullMetrics
-from elasticd_agent.observation import CAUSES as HANGS
+from elasticd_agent.telemetry.metrics import Metrics, NullMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {spec.name for spec in METRICS}
@@ -130,7 +130,9 @@ def test_the_null_object_has_every_verb() -> None:
 
 
 def test_without_a_metrics_port_the_library_is_not_imported() -> None:
-    code = "import sys, elasticd_agent.metrics as m; m.NullMetrics(); print('prometheus_client' in sys.modules)"
+    code = (
+        "import sys, elasticd_agent.telemetry.metrics as m; m.NullMetrics(); print('prometheus_client' in sys.modules)"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert ran.stdout.strip() == "False", ran.stderr
 

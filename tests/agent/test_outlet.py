@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.outlet import Outlet
+from elasticd_agent.system.nonblocking_writer import Outlet
 
 DEADLINE = 10.0
 
@@ -119,7 +119,7 @@ def test_it_leaves_the_shared_flags_alone(pipe: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("err", "same"), [(subprocess.STDOUT, True), (subprocess.PIPE, False)])
 def test_output_and_error_to_one_place_share_an_outlet(err: int, same: bool) -> None:
     code = (
-        "from elasticd_agent.outlet import *\n"
+        "from elasticd_agent.system.nonblocking_writer import *\n"
         "out, err = open_outlets(); out.put(b'%d\\n' % (out is err)); out.close(); err.close()"
     )
     ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=err, timeout=30)

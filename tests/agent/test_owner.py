@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import elasticd_agent.launcher
+import elasticd_agent.workers.launcher
 
-OWNER = Path(elasticd_agent.launcher.__file__).with_name("owner.py")
+OWNER = Path(elasticd_agent.workers.launcher.__file__).with_name("owner.py")
 
 
 def owner(tmp_path: Path) -> tuple[subprocess.Popen[str], socket.socket]:

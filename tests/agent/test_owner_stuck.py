@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-import elasticd_agent.launcher
-from elasticd_agent.launcher.owned import STUCK_S
+import elasticd_agent.workers.launcher
+from elasticd_agent.workers.launcher.owned_group import STUCK_S
 from tests.tracing import ALLOW, Tracer
 
-OWNER = Path(elasticd_agent.launcher.__file__).with_name("owner.py")
+OWNER = Path(elasticd_agent.workers.launcher.__file__).with_name("owner.py")
 PATIENCE_S = 30.0
 WORKER = f"{ALLOW}; import time; print('up', flush=True); time.sleep(600)"
 PARENT = f"""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent import procfs
-from elasticd_agent.procfs import Stat, Usage
+from elasticd_agent.system import procfs
+from elasticd_agent.system.procfs import Stat, Usage
 
 Until = Callable[[Callable[[], object], float], object]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elasticd.wire import Exclusion, Member, NodeRecord, Round
-from elasticd_agent.config import Policy
-from elasticd_agent.keys import Keys
-from elasticd_agent.knock import Answered, Refused, Silent
-from elasticd_agent.reach import OUTSIDE_S, SLOWEST_S, SPREAD_S, Reach
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.records import Exclusion, Member, NodeRecord, Round
+from elasticd_agent.rendezvous.probe import Answered, Refused, Silent
+from elasticd_agent.rendezvous.reachability import OUTSIDE_S, SLOWEST_S, SPREAD_S, Reach
 from elasticd_agent.store.memory import MemoryStore
 
 POLICY = Policy()

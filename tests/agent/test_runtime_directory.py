@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.wire import Member, Round
-from elasticd_agent.config import JobSpec, Mode, Policy
-from elasticd_agent.files import Files
-from elasticd_agent.logs import JobLogs
-from elasticd_agent.outlet import Outlet
-from elasticd_agent.run import runtime_directory, sweep
+from elasticd_agent.job.run import runtime_directory, sweep
+from elasticd_agent.job.worker_setup import Files
+from elasticd_agent.model.job import JobSpec, Mode, Policy
+from elasticd_agent.model.records import Member, Round
+from elasticd_agent.system.nonblocking_writer import Outlet
+from elasticd_agent.workers.logs import JobLogs
 
 HOLD = """
 import sys
 from pathlib import Path
-from elasticd_agent.run import runtime_directory
+from elasticd_agent.job.run import runtime_directory
 with runtime_directory(Path(sys.argv[1])) as path:
     (path / "round-1").mkdir()
     print(path, flush=True)

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from elasticd import beat
-from elasticd.beat import STACKS_SIGNAL
-from elasticd_agent.launcher.commands import HERE, LAUNCHER_FILES, LIBRARY
+from elasticd.heartbeat import record as beat
+from elasticd.heartbeat.record import STACKS_SIGNAL
+from elasticd_agent.workers.launcher.requests import HERE, LAUNCHER_FILES, LIBRARY
 
 Worker = subprocess.Popen[str]
 

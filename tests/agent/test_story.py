@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.beat import Beat
-from elasticd.notes import Note
-from elasticd.wire import BudgetState, Member, Round
-from elasticd_agent import events as happened
-from elasticd_agent.arguments import parse_run
-from elasticd_agent.console import PlainConsole
-from elasticd_agent.eventlog import NullEventLog
-from elasticd_agent.events import Record
-from elasticd_agent.messages import ExitStatus, Rules, StopRequested, StoreExited
-from elasticd_agent.metrics import Metrics
-from elasticd_agent.outlet import Outlet
-from elasticd_agent.story import JobStory
-from elasticd_agent.watch import Seen
-from elasticd_agent.workers import Started
+from elasticd.heartbeat.record import Beat
+from elasticd.heartbeat.worker_events import Note
+from elasticd_agent.config.run_options import parse_run
+from elasticd_agent.hangs.observer import Seen
+from elasticd_agent.job.story import JobStory
+from elasticd_agent.model.messages import ExitStatus, Rules, StopRequested, StoreExited
+from elasticd_agent.model.records import BudgetState, Member, Round
+from elasticd_agent.system.nonblocking_writer import Outlet
+from elasticd_agent.telemetry import events as happened
+from elasticd_agent.telemetry.console import PlainConsole
+from elasticd_agent.telemetry.event_log import NullEventLog
+from elasticd_agent.telemetry.events import Record
+from elasticd_agent.telemetry.metrics import Metrics
+from elasticd_agent.workers.manager import Started
 
 
 class Kept(NullEventLog):

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.config import JobSpec, Mode, Streams
-from elasticd_agent.streams import NAMES, Stream, keeps_files, line_prefix, plan_stream
+from elasticd_agent.model.job import JobSpec, Mode, Streams
+from elasticd_agent.workers.redirects import NAMES, Stream, keeps_files, line_prefix, plan_stream
 
 WORKERS = 2
 CHOICES: list[Mapping[int, Streams]] = [

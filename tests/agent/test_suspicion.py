@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.config import Policy
-from elasticd_agent.evidence import Gathered, RankEvidence, Target
-from elasticd_agent.observation import Judged, RankSeen, Report
-from elasticd_agent.suspicion import Suspicion
-from elasticd_agent.watch import Seen
+from elasticd_agent.hangs.detector import Suspicion
+from elasticd_agent.hangs.evidence import Gathered, RankEvidence, Target
+from elasticd_agent.hangs.observer import Seen
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.reports import Judged, RankSeen, Report
 
 POLICY = Policy(hang_floor_s=5.0)
 TARGETS = (Target(0, 11), Target(1, 12))

@@ -22,12 +22,12 @@ import torch.distributed.elastic.rendezvous.registry as torchs_registry
 from torch.distributed import TCPStore
 
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent.config import Rendezvous
+from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.store import Lease, Traffic, Versioned, Watch
 from elasticd_agent.store.memory import MemoryStore
-from elasticd_agent.torchrun_plugin.conf import Conf, read
 from elasticd_agent.torchrun_plugin.handler import Handler, make
-from elasticd_agent.torchrun_plugin.rounds import (
+from elasticd_agent.torchrun_plugin.options import Conf, read
+from elasticd_agent.torchrun_plugin.plan import (
     STOP_S,
     Asked,
     Candidate,

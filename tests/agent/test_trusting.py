@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.certificate_files import trusting
+from elasticd_agent.store.tls import trusting
 
 PLAIN = """
 openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=ca -keyout ca.key -out ca.pem

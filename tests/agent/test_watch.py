@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticd import beat
-from elasticd.beat import BeatWriter
-from elasticd_agent.procfs import Usage
-from elasticd_agent.watch import ATTENTIVE_S, Watch
+from elasticd.heartbeat import record as beat
+from elasticd.heartbeat.record import BeatWriter
+from elasticd_agent.hangs.observer import ATTENTIVE_S, Watch
+from elasticd_agent.system.procfs import Usage
 from tests.faults.job import until
 
 
@@ -69,7 +69,8 @@ def test_what_is_written_as_evidence_is_no_work_of_the_workers(watch: Watch, wri
 
 def test_of_a_worker_that_runs_the_script_as_its_child_the_child_is_looked_at(watch: Watch, tmp_path: Path) -> None:
     """As a shell does that was started with --no-python."""
-    train = f"import time; from elasticd.beat import BeatWriter; BeatWriter({str(tmp_path / 'beat')!r}); time.sleep(60)"
+    beat = f"BeatWriter({str(tmp_path / 'beat')!r})"
+    train = f"import time; from elasticd.heartbeat.record import BeatWriter; {beat}; time.sleep(60)"
     shell = subprocess.Popen(["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", train], start_new_session=True)
     try:
         watch.started([shell.pid], 0)

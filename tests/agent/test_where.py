@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd_agent.gather.where import Context, Frame, Located, chosen, locate, own_place
+from elasticd_agent.hangs.collector.classify import Context, Frame, Located, chosen, locate, own_place
 
 TORCH = "/opt/venv/lib/python3.11/site-packages/torch"
 PYTHON = "/usr/lib/python3.11"
@@ -153,7 +153,7 @@ TABLE = {
         [
             f"Condition.wait {PYTHON}/threading.py:331",
             f"Event.wait {PYTHON}/threading.py:629",
-            f"Barriers._meet {ELASTICD}/barrier.py:87",
+            f"Barriers._meet {ELASTICD}/coordination/barrier.py:87",
             f"Session.barrier {ELASTICD}/session.py:231",
             *SCRIPT,
         ],
@@ -162,8 +162,8 @@ TABLE = {
     ),
     "session.step": (
         [
-            f"Channel._wait {ELASTICD}/channel.py:132",
-            f"Decisions._take {ELASTICD}/decisions.py:97",
+            f"Channel._wait {ELASTICD}/coordination/store_channel.py:132",
+            f"Decisions._take {ELASTICD}/coordination/decisions.py:97",
             f"Session.step {ELASTICD}/session.py:200",
             *SCRIPT,
         ],
@@ -172,8 +172,8 @@ TABLE = {
     ),
     "a checkpoint that the others wait for": (
         [
-            f"fsync {ELASTICD}/saving.py:50",
-            f"Channel.together {ELASTICD}/channel.py:75",
+            f"fsync {ELASTICD}/checkpointing/saver.py:50",
+            f"Channel.together {ELASTICD}/coordination/store_channel.py:75",
             f"Session.restore {ELASTICD}/session.py:150",
             *SCRIPT,
         ],
@@ -280,7 +280,8 @@ def test_a_main_thread_that_waits_for_another_one_is_where_that_one_is() -> None
 
 
 def test_a_main_thread_that_does_something_counts_itself() -> None:
-    barrier = stack(f"Event.wait {PYTHON}/threading.py:629", f"Barriers._meet {ELASTICD}/barrier.py:87", *SCRIPT)
+    meet = f"Barriers._meet {ELASTICD}/coordination/barrier.py:87"
+    barrier = stack(f"Event.wait {PYTHON}/threading.py:629", meet, *SCRIPT)
     assert chosen([stack(*SCRIPT), TRAINS]) == 0
     assert chosen([barrier, TRAINS]) == 0
     assert chosen([[], TRAINS]) == 0

@@ -15,15 +15,15 @@ from typing import Any, Protocol, TypeVar
 
 import pytest
 
-from elasticd import beat
-from elasticd.wire import Member, Round
-from elasticd_agent.config import JobSpec, Mode
-from elasticd_agent.environment import WorkerPaths, worker_environment
-from elasticd_agent.launcher.client import OwnerClient, OwnerLost, OwnerSaid
-from elasticd_agent.launcher.commands import Worker
-from elasticd_agent.launcher.preload import Preload, plan_preload, worker_base_environment
-from elasticd_agent.messages import GroupGone, StartFailed, StoreExited, WorkerExited
-from elasticd_agent.workers import Heard, Started, StoreReady, Workers
+from elasticd.heartbeat import record as beat
+from elasticd_agent.model.job import JobSpec, Mode
+from elasticd_agent.model.messages import GroupGone, StartFailed, StoreExited, WorkerExited
+from elasticd_agent.model.records import Member, Round
+from elasticd_agent.workers.environment import WorkerPaths, worker_environment
+from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerSaid
+from elasticd_agent.workers.launcher.preload import Preload, plan_preload, worker_base_environment
+from elasticd_agent.workers.launcher.requests import Worker
+from elasticd_agent.workers.manager import Heard, Started, StoreReady, Workers
 
 SCRIPT = Path(__file__).parent / "scripts" / "sum.py"
 PATIENCE_S = 60.0

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.agreement import differences, spec_document, unlike
-from elasticd_agent.arguments import parse_run
+from elasticd_agent.config.run_options import parse_run
+from elasticd_agent.rendezvous.spec_check import differences, spec_document, unlike
 
 MEET = "--nnodes 2:4 --rdzv-id j --rdzv-backend etcd --rdzv-endpoint h"
 

@@ -88,7 +88,7 @@ def test_help_can_be_printed_in_a_plain_locale() -> None:
 
 def test_nothing_slow_is_imported_before_the_command_line_is_understood(tmp_path: Path) -> None:
     look = (
-        "import sys; from elasticd_agent.cli import main\n"
+        "import sys; from elasticd_agent.cli.main import main\n"
         "meet = ['--nnodes', '2', '--rdzv-id', 'j', '--rdzv-backend', 'etcd', '--rdzv-endpoint', 'h']\n"
         "code = main(['run', '--nproc-per-node', '2:4', '-t', '3', *meet, '-m', 'nope'])\n"
         "slow = {'torch', 'numpy', 'rich', 'prometheus_client', 'asyncio', 'http.server', 'multiprocessing'}\n"
@@ -105,10 +105,10 @@ def test_no_module_of_the_agent_imports_torch() -> None:
     look = (
         "import importlib, pkgutil, sys, elasticd_agent\n"
         "for module in pkgutil.walk_packages(elasticd_agent.__path__, 'elasticd_agent.'):\n"
-        "    if module.name not in ('elasticd_agent.__main__', 'elasticd_agent.launcher.template'):\n"
+        "    if module.name not in ('elasticd_agent.__main__', 'elasticd_agent.workers.launcher.template'):\n"
         "        importlib.import_module(module.name)\n"
         "        assert not {'torch', 'numpy'} & set(sys.modules), module.name\n"
-        "assert 'elasticd_agent.run' in sys.modules\n"
+        "assert 'elasticd_agent.job.run' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", look], timeout=60, check=True)
 
@@ -116,9 +116,8 @@ def test_no_module_of_the_agent_imports_torch() -> None:
 def test_a_current_directory_that_is_gone_is_one_line(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
-    leave = (
-        "import os, sys; os.rmdir(os.getcwd()); from elasticd_agent.cli import main; sys.exit(main(['run', 'x.py']))"
-    )
+    run_it = "from elasticd_agent.cli.main import main; sys.exit(main(['run', 'x.py']))"
+    leave = f"import os, sys; os.rmdir(os.getcwd()); {run_it}"
     run = subprocess.run(
         [sys.executable, "-c", leave], capture_output=True, text=True, timeout=60, cwd=gone, check=False
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.config import JobSpec, Mode, Policy, Rendezvous, Tls
+from elasticd_agent.model.job import JobSpec, Mode, Policy, Rendezvous, Tls
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"slot_strikes": 5}, "slot_strikes 5 must not exceed no_progress_limit 3, .* lower it by 2"),

@@ -20,11 +20,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.explaining import finding, last_lines, reading
-from elasticd_agent.explaining.document import document
-from elasticd_agent.explaining.explanation import Explanation, named
-from elasticd_agent.explaining.files import Silent, within
-from elasticd_agent.explaining.page import page, summary
+from elasticd_agent.hangs.explain import last_lines
+from elasticd_agent.hangs.explain import load as reading
+from elasticd_agent.hangs.explain import locate as finding
+from elasticd_agent.hangs.explain.json_report import document
+from elasticd_agent.hangs.explain.model import Explanation, named
+from elasticd_agent.hangs.explain.text import page, summary
+from elasticd_agent.system.bounded_io import Silent, within
 
 HERE = Path(__file__).parent / "explain"
 RECORDED = sorted(path.name for path in HERE.iterdir() if path.is_dir())

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.explaining import flight, gpus, stacks, wording
-from elasticd_agent.explaining.explanation import Culprit, Explanation, RankFacts, Verdict
-from elasticd_agent.explaining.finding import places
-from elasticd_agent.explaining.page import page
+from elasticd_agent.hangs.explain import flight_recorder as flight
+from elasticd_agent.hangs.explain import gpus, stacks
+from elasticd_agent.hangs.explain import phrases as wording
+from elasticd_agent.hangs.explain.locate import places
+from elasticd_agent.hangs.explain.model import Culprit, Explanation, RankFacts, Verdict
+from elasticd_agent.hangs.explain.text import page
 
 SPY = """\
 Process 71: python
@@ -30,7 +32,7 @@ Thread 74 (active+gil): "loader"
     run (/usr/lib/python3.12/threading.py:982)
 
 Thread 75 (idle)
-    _run (/venv/lib/python3.12/site-packages/elasticd/pulse.py:89)
+    _run (/venv/lib/python3.12/site-packages/elasticd/heartbeat/thread.py:89)
 
 Process 80: pt_data_worker
 

@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from elasticd.errors import UsageError
-from elasticd_agent import preflight
-from elasticd_agent.arguments import parse_run
-from elasticd_agent.eventlog import EventLog
+from elasticd_agent.config.run_options import parse_run
+from elasticd_agent.job import preflight
+from elasticd_agent.telemetry.event_log import EventLog
 
 
 @pytest.fixture
@@ -229,10 +229,10 @@ def test_a_script_that_may_not_be_read_is_said(here: Path) -> None:
     # Root may read everything, so it is another user's process that looks.
     look = (
         "import os, sys; from pathlib import Path\n"
-        "from elasticd_agent import arguments, preflight\n"
+        "from elasticd_agent.config import run_options\nfrom elasticd_agent.job import preflight\n"
         "from elasticd.errors import UsageError\n"
         "commands = (['train.py'], ['--event-log', 'dir/e.jsonl', 'app'])\n"
-        "asked = [arguments.parse_run(argv, {'PYTHON_EXEC': '/bin/sh'}, Path('.')) for argv in commands]\n"
+        "asked = [run_options.parse_run(argv, {'PYTHON_EXEC': '/bin/sh'}, Path('.')) for argv in commands]\n"
         "os.chdir(sys.argv[1]); os.setregid(65534, 65534); os.setreuid(65534, 65534)\n"
         "for spec, _, settings in asked:\n"
         "    try: preflight.check(spec, settings, {})\n"

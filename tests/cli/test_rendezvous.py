@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import UsageError
-from elasticd_agent.arguments import parse_run
-from elasticd_agent.config import JobSpec, Policy, Rendezvous, Tls
-from elasticd_agent.launcher.preload import worker_base_environment
+from elasticd_agent.config.run_options import parse_run
+from elasticd_agent.model.job import JobSpec, Policy, Rendezvous, Tls
+from elasticd_agent.workers.launcher.preload import worker_base_environment
 
 HERE = Path("/somewhere")
 MEET = "--nnodes 2:8 --rdzv-id bert --rdzv-backend"

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from elasticd.errors import UsageError
-from elasticd_agent.seat import OwnAddress, directory_id
+from elasticd_agent.job.join import OwnAddress, directory_id
 
 
 def test_a_resolver_or_a_route_that_is_away_does_not_cost_the_node() -> None:

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.arguments import build_parser
-from elasticd_agent.flags import Flag, Kind
-from elasticd_agent.own_flags import OWN
-from elasticd_agent.torchrun_flags import TORCHRUN, page
+from elasticd_agent.config.elasticd_flags import OWN
+from elasticd_agent.config.flag import Flag, Kind
+from elasticd_agent.config.run_options import build_parser
+from elasticd_agent.config.torchrun_flags import TORCHRUN, page
 
 ROOT = Path(__file__).parents[2]
 

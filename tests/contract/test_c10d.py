@@ -17,10 +17,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from elasticd_agent.store import Versioned
-from elasticd_agent.store.c10d import C10dStore
-from elasticd_agent.store.c10d_client import Operations, register, remove
-from elasticd_agent.store.c10d_host import BURY_AFTER_S, TURN_S, UNWATCHED_S, Keeper
-from elasticd_agent.store.c10d_records import (
+from elasticd_agent.store.c10d.client_process import Operations, register, remove
+from elasticd_agent.store.c10d.envelope import (
     DIRECTORIES,
     LEASES,
     WATCHED,
@@ -35,7 +33,9 @@ from elasticd_agent.store.c10d_records import (
     opened,
     value_key,
 )
-from elasticd_agent.store.c10d_wire import Wire, look_up_hosts
+from elasticd_agent.store.c10d.server_process import BURY_AFTER_S, TURN_S, UNWATCHED_S, Keeper
+from elasticd_agent.store.c10d.store import C10dStore
+from elasticd_agent.store.c10d.wire import Wire, look_up_hosts
 
 W = TypeVar("W", bound=Wire)
 Until = Callable[[Callable[[], object], float], object]

@@ -20,8 +20,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from elasticd.errors import StoreRefused, StoreUnavailable
-from elasticd_agent.store.c10d import C10dStore
-from elasticd_agent.store.c10d_control import HELPER
+from elasticd_agent.store.c10d.helper import HELPER
+from elasticd_agent.store.c10d.store import C10dStore
 
 Until = Callable[[Callable[[], object], float], object]
 SOON_S = 60.0
@@ -201,7 +201,7 @@ def a_lease_ends_with_the_agent_that_renews_it(agents: Agents, until: Until) -> 
     """An agent killed without a word: its lease ends, its helper goes, and, was it the host, its port is free."""
     code = (
         "import sys, time\n"
-        "from elasticd_agent.store.c10d import C10dStore\n"
+        "from elasticd_agent.store.c10d.store import C10dStore\n"
         "times = {'timeout_s': 20.0, 'start_timeout_s': 60.0}\n"
         "mine = C10dStore('127.0.0.1', 0, serve=True, **times)\n"
         "theirs = C10dStore('127.0.0.1', int(sys.argv[1]), serve=False, **times)\n"

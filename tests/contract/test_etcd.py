@@ -13,10 +13,10 @@ import pytest
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.store import Store
-from elasticd_agent.store.etcd import EtcdStore
-from elasticd_agent.store.etcd_requests import Requests
-from elasticd_agent.store.etcd_stream import Stream
-from elasticd_agent.store.etcd_watch import EtcdWatches
+from elasticd_agent.store.etcd.requests import Requests
+from elasticd_agent.store.etcd.store import EtcdStore
+from elasticd_agent.store.etcd.watch import EtcdWatches
+from elasticd_agent.store.etcd.watch_stream import Stream
 from tests.contract.proxy import Proxy
 from tests.etcd import EtcdServers, etcd_servers
 
@@ -403,11 +403,11 @@ def test_importing_it_costs_nothing_and_using_it_touches_nothing_else() -> None:
     program = """
 import os, sys
 before = dict(os.environ)
-import elasticd_agent.store.etcd as etcd
+import elasticd_agent.store.etcd.store as etcd
 store = etcd.EtcdStore([("127.0.0.1", 1)])
 store.close()
 assert not {"grpc", "etcd3", "tenacity", "google.protobuf"} & set(sys.modules), "loaded too early"
-from elasticd_agent.store.etcd_proto import rpc
+from elasticd_agent.store.etcd.proto import rpc
 assert rpc.RangeRequest.FromString(rpc.RangeRequest(key=b"k").SerializeToString()).key == b"k"
 from google.protobuf import descriptor_pool
 try:

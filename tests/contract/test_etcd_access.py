@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from elasticd.errors import StoreRefused, StoreUnavailable
-from elasticd_agent.config import Tls
-from elasticd_agent.store.etcd import EtcdStore
-from elasticd_agent.store.etcd_first_contact import context, shake_hands
+from elasticd_agent.model.job import Tls
+from elasticd_agent.store.etcd.diagnose import context, shake_hands
+from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import Authority, EtcdServers, etcd_servers
 
 Until = Callable[[Callable[[], object], float], object]

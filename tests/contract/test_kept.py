@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import StoreRefused, StoreUnavailable
+from elasticd_agent.store.file import RESERVED, SLACK_BYTES, KeptStore
 from elasticd_agent.store.journal import DAMAGED
-from elasticd_agent.store.kept import RESERVED, SLACK_BYTES, KeptStore
 from elasticd_agent.store.memory import MemoryStore
 
 Until = Callable[[Callable[[], object], float], object]
@@ -232,7 +232,7 @@ def test_it_does_not_grow_by_being_used(folder: Path) -> None:
 WRITES_FOR_EVER = """
 import sys
 from pathlib import Path
-from elasticd_agent.store.kept import KeptStore
+from elasticd_agent.store.file import KeptStore
 store = KeptStore(Path(sys.argv[1]))
 n = int(store.read("n").value) if store.read("n") else 0
 while True:
@@ -271,7 +271,7 @@ FULL = """
 import base64, os, resource, shutil, sys
 from pathlib import Path
 from elasticd.errors import StoreUnavailable
-from elasticd_agent.store.kept import KeptStore
+from elasticd_agent.store.file import KeptStore
 
 path = Path(sys.argv[1])
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -366,7 +366,7 @@ def test_a_disk_that_is_full_at_the_start_is_said_and_still_read(folder: Path) -
     put(store, "k", b"v")
     store.close()
     script = (
-        "import resource, sys; from pathlib import Path; from elasticd_agent.store.kept import KeptStore;"
+        "import resource, sys; from pathlib import Path; from elasticd_agent.store.file import KeptStore;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10));"
         "s = KeptStore(Path(sys.argv[1]), say=print); print(s.read('k').value.decode()); s.close()"
     )

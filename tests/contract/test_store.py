@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from elasticd_agent.store import Lease, Store
-from elasticd_agent.store.c10d import C10dStore
-from elasticd_agent.store.etcd import EtcdStore
-from elasticd_agent.store.kept import KeptStore
+from elasticd_agent.store.c10d.store import C10dStore
+from elasticd_agent.store.etcd.store import EtcdStore
+from elasticd_agent.store.file import KeptStore
 from elasticd_agent.store.memory import MemoryStore
 from tests.etcd import etcd_servers
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticd_agent import hang
-from elasticd_agent.config import Policy
-from elasticd_agent.observation import RankSeen, Report
+from elasticd_agent.hangs import verdict as hang
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.reports import RankSeen, Report
 
 WINDOW_S = 2.0
 COLUMNS: dict[str, tuple[str, type]] = {

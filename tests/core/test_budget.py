@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.wire import BudgetState, Failure, Member, Round
-from elasticd_agent import budget
-from elasticd_agent.budget import Granted, Refused, carry, progressed, spend
-from elasticd_agent.config import Policy
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.records import BudgetState, Failure, Member, Round
+from elasticd_agent.rendezvous import restart_budget as budget
+from elasticd_agent.rendezvous.restart_budget import Granted, Refused, carry, progressed, spend
 
 
 def take(state: BudgetState, policy: Policy, *, progress: bool = False, elapsed_s: float = 0.0) -> Granted:

@@ -11,9 +11,12 @@ import elasticd_agent
 
 HERE = Path(elasticd_agent.__file__).parent
 DECIDE = [
-    "agreement", "budget", "core", "coordinator", "hang", "judging", "knock", "learning", "lines", "loop", "meeting",
-    "membership", "plan", "planner", "presence", "reach", "rendezvous", "run", "view", "watch", "workers",
-    "launcher/owner", "store/c10d", "store/c10d_client", "store/c10d_link", "store/etcd", "store/memory",
+    "config/rendezvous_options", "hangs/deadlines", "hangs/judge", "hangs/observer", "hangs/verdict",
+    "job/loop", "job/run", "job/state_machine", "rendezvous/driver", "rendezvous/member",
+    "rendezvous/membership", "rendezvous/peer_links", "rendezvous/plan", "rendezvous/planner",
+    "rendezvous/probe", "rendezvous/reachability", "rendezvous/registration", "rendezvous/restart_budget",
+    "rendezvous/spec_check", "rendezvous/view", "store/c10d/client_process", "store/c10d/connection",
+    "store/c10d/store", "store/etcd/store", "store/memory", "workers/launcher/owner", "workers/manager",
 ]  # fmt: skip
 WALL = {"time", "time_ns", "localtime", "gmtime", "strftime", "now", "utcnow", "today", "CLOCK_REALTIME"}
 

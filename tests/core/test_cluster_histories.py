@@ -14,10 +14,10 @@ from typing import Literal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elasticd.wire import Round
-from elasticd_agent.config import Policy
-from elasticd_agent.messages import Event, ExitStatus, RoundPublished, StoreAbandoned
-from elasticd_agent.view import Asked
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.messages import Event, ExitStatus, RoundPublished, StoreAbandoned
+from elasticd_agent.model.records import Round
+from elasticd_agent.rendezvous.view import Asked
 from tests.scenarios.cluster import Cluster
 from tests.scenarios.node import Node
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from elasticd.wire import Failure, Member, NodeRecord, Round
-from elasticd_agent.config import Policy
-from elasticd_agent.faults import Fault, Faults, faults
-from elasticd_agent.messages import StopRequested
-from elasticd_agent.plan import VICTIMS_S
-from elasticd_agent.view import Asked, Present, View
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.messages import StopRequested
+from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
+from elasticd_agent.rendezvous.faults import Fault, Faults, faults
+from elasticd_agent.rendezvous.plan import VICTIMS_S
+from elasticd_agent.rendezvous.view import Asked, Present, View
 
 POLICY = Policy()
 NOW = 1000.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from elasticd.wire import NodeRecord
-from elasticd_agent.config import Policy
-from elasticd_agent.coordinator import Coordinator
-from elasticd_agent.keys import Keys
-from elasticd_agent.plan import Asked
-from elasticd_agent.planner import Facts, Planner
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.records import NodeRecord
+from elasticd_agent.rendezvous.member import Coordinator
+from elasticd_agent.rendezvous.plan import Asked
+from elasticd_agent.rendezvous.planner import Facts, Planner
 from elasticd_agent.store.memory import MemoryStore
 
 KEYS = Keys("job")

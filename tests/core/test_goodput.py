@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd_agent.goodput import Spent, Times, grown
+from elasticd_agent.telemetry.goodput import Spent, Times, grown
 
 BEGAN = 100.0
 

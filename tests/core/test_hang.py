@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from elasticd_agent import hang
-from elasticd_agent.config import Policy
-from elasticd_agent.hang import Healthy, Hung, Place, Suspect, judge, suspect
-from elasticd_agent.observation import RankSeen, Report
+from elasticd_agent.hangs import verdict as hang
+from elasticd_agent.hangs.verdict import Healthy, Hung, Place, Suspect, judge, suspect
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.reports import RankSeen, Report
 
 POLICY = Policy()
 WAITS = RankSeen(

@@ -9,9 +9,9 @@ from dataclasses import replace
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.config import Policy
-from elasticd_agent.hang import Healthy, Hung, Place, Suspect, Verdict, judge, suspect
-from elasticd_agent.observation import RankSeen, Report
+from elasticd_agent.hangs.verdict import Healthy, Hung, Place, Suspect, Verdict, judge, suspect
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.reports import RankSeen, Report
 
 POLICY = Policy(slow_ceiling_s=100)
 WAITS = ("collective", "device", "init", "barrier")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent import hang
-from elasticd_agent.config import Policy
-from elasticd_agent.observation import Report
+from elasticd_agent.hangs import verdict as hang
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.reports import Report
 
 HERE = Path(__file__).parent / "hangs" / "recorded"
 RECORDINGS = sorted(HERE.glob("*.jsonl"))

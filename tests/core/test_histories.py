@@ -12,10 +12,9 @@ from itertools import count
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elasticd.wire import Round
-from elasticd_agent.config import Policy
-from elasticd_agent.core import step
-from elasticd_agent.messages import (
+from elasticd_agent.job.state_machine import step
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.messages import (
     Action,
     Event,
     ExitStatus,
@@ -36,7 +35,8 @@ from elasticd_agent.messages import (
     StoreExited,
     WorkerExited,
 )
-from elasticd_agent.plan import Asked
+from elasticd_agent.model.records import Round
+from elasticd_agent.rendezvous.plan import Asked
 from tests.core.world import World
 
 OWN = LastWords("exception", "ValueError", "bad", "Traceback …")

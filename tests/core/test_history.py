@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from elasticd.beat import JOINING, Beat, Phase, Source
-from elasticd_agent.config import Policy
-from elasticd_agent.history import History
-from elasticd_agent.observation import RankSeen
-from elasticd_agent.watch import Seen
+from elasticd.heartbeat.record import JOINING, Beat, Phase, Source
+from elasticd_agent.hangs.observer import Seen
+from elasticd_agent.hangs.step_history import History
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.reports import RankSeen
 
 POLICY = Policy(hang_floor_s=0.5, evidence_s=0.5, progress_ceiling_s=1800.0, startup_ceiling_s=600.0)
 TRAINS = Beat(step=1, phase=Phase.STEP, source=Source.HOOK, first_step_ns=1, progress_ns=1)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elasticd.wire import Member, Round
-from elasticd_agent.config import Policy
-from elasticd_agent.judging import Judge, failures
-from elasticd_agent.observation import Judged, RankSeen, Report
+from elasticd_agent.hangs.judge import Judge, failures
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.records import Member, Round
+from elasticd_agent.model.reports import Judged, RankSeen, Report
 
 ROUND = Round(3, (Member("a", "i", (0,)), Member("b", "i", (4,))))
 POLICY = Policy(hang_floor_s=5.0)

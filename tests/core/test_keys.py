@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticd_agent.keys import Keys
+from elasticd_agent.model.keys import Keys
 
 
 def test_what_every_agent_watches_holds_nothing_that_every_node_writes() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd_agent.lastwords import echo, fell, mistake, said, victim
-from elasticd_agent.lastwords import raised as raised_words
-from elasticd_agent.messages import ExitStatus, LastWords, WorkerExited
+from elasticd_agent.job.exit_cause import echo, fell, mistake, said, victim
+from elasticd_agent.job.exit_cause import raised as raised_words
+from elasticd_agent.model.messages import ExitStatus, LastWords, WorkerExited
 
 # As torch 2.13 raised it in a survivor whose gloo peer was killed.
 GLOO = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elasticd_agent.config import Policy
-from elasticd_agent.view import Asked
+from elasticd_agent.model.job import Policy
+from elasticd_agent.rendezvous.view import Asked
 from tests.scenarios.cluster import Cluster
 
 

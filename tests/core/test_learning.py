@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent import learning
-from elasticd_agent.config import Policy
-from elasticd_agent.learning import Learned
+from elasticd_agent.hangs import deadlines as learning
+from elasticd_agent.hangs.deadlines import Learned
+from elasticd_agent.model.job import Policy
 
 SHARP = Policy(hang_floor_s=0.5, evidence_s=0.5)
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from elasticd.wire import Exclusion, Failure, Member, NodeRecord, Round
-from elasticd_agent.config import Policy
-from elasticd_agent.membership import (
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.records import Exclusion, Failure, Member, NodeRecord, Round
+from elasticd_agent.rendezvous.membership import (
     BACK_S,
     FORGIVEN_S,
     READY_S,
@@ -19,7 +19,7 @@ from elasticd_agent.membership import (
     losses,
     newcomers,
 )
-from elasticd_agent.view import Asked, Knocked, Present, View, Wait
+from elasticd_agent.rendezvous.view import Asked, Knocked, Present, View, Wait
 
 POLICY = Policy()
 NOW = 1000.0

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.wire import Failure, Member, Round
-from elasticd_agent import core
-from elasticd_agent.core import ECHO_WAIT_S, MOVES, SHARED_ECHO_WAIT_S, step
-from elasticd_agent.messages import (
+from elasticd_agent.job import state_machine as core
+from elasticd_agent.job.state_machine import ECHO_WAIT_S, MOVES, SHARED_ECHO_WAIT_S, step
+from elasticd_agent.model.messages import (
     Ended,
     Event,
     ExitStatus,
@@ -41,6 +40,7 @@ from elasticd_agent.messages import (
     Wake,
     WorkerExited,
 )
+from elasticd_agent.model.records import Failure, Member, Round
 
 RULES = Rules("a", user_error_wait_s=0.5, stop_grace_s=30.0)
 HERE = (Member("a", "i", (4, 5)),)

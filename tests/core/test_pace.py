@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from elasticd.beat import Beat
-from elasticd_agent.observation import RankSeen
-from elasticd_agent.pace import WINDOW_S, Paces
-from elasticd_agent.watch import Seen
+from elasticd.heartbeat.record import Beat
+from elasticd_agent.hangs.observer import Seen
+from elasticd_agent.hangs.wait_share import WINDOW_S, Paces
+from elasticd_agent.model.reports import RankSeen
 
 
 def look(at: float, *counts: tuple[int, int], stepped: bool = True) -> Seen:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticd.wire import Bench, BudgetState, Failure, Member, NodeRecord, Round
-from elasticd_agent.config import Policy
-from elasticd_agent.messages import StopRequested
-from elasticd_agent.plan import Asked, Present, View, Wait, plan
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.messages import StopRequested
+from elasticd_agent.model.records import Bench, BudgetState, Failure, Member, NodeRecord, Round
+from elasticd_agent.rendezvous.plan import Asked, Present, View, Wait, plan
 
 POLICY = Policy()
 STOP = StopRequested("SIGTERM", 143, 5.0)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from elasticd.wire import Failure, Member, NodeRecord, Round
-from elasticd_agent.config import Policy
-from elasticd_agent.judging import failures
-from elasticd_agent.observation import Judged
-from elasticd_agent.plan import plan
-from elasticd_agent.view import Asked, Present, View
+from elasticd_agent.hangs.judge import failures
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
+from elasticd_agent.model.reports import Judged
+from elasticd_agent.rendezvous.plan import plan
+from elasticd_agent.rendezvous.view import Asked, Present, View
 
 POLICY = Policy()
 NOW = 1000.0

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from elasticd.wire import Failure, Member, NodeRecord, Round
-from elasticd_agent.config import Policy
-from elasticd_agent.membership import BACK_S
-from elasticd_agent.plan import VICTIMS_S, plan
-from elasticd_agent.view import Asked, Hold, Present, View, Wait
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
+from elasticd_agent.rendezvous.membership import BACK_S
+from elasticd_agent.rendezvous.plan import VICTIMS_S, plan
+from elasticd_agent.rendezvous.view import Asked, Hold, Present, View, Wait
 
 POLICY = Policy()
 NOW = 1000.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticd_agent.rate import WINDOW_S, Rate
+from elasticd_agent.telemetry.step_rate import WINDOW_S, Rate
 
 
 def test_a_group_that_resumes_at_step_1000_has_not_made_1000_steps() -> None:

@@ -9,10 +9,10 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.wire import Exclusion, Failure, Member, NodeRecord, Round
-from elasticd_agent.config import Policy
-from elasticd_agent.membership import cast, losses, newcomers, together
-from elasticd_agent.view import Asked, Present, View
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.records import Exclusion, Failure, Member, NodeRecord, Round
+from elasticd_agent.rendezvous.membership import cast, losses, newcomers, together
+from elasticd_agent.rendezvous.view import Asked, Present, View
 
 POLICY, NOW = Policy(), 1000.0
 NAMES = "abcdefgh"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd_agent.recovery import Recovery
+from elasticd_agent.telemetry.recovery_time import Recovery
 
 PARTS = ("detect", "evidence", "agree", "stop", "start")
 

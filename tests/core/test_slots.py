@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticd.wire import Failure, Member, NodeRecord, Round
-from elasticd_agent.config import Policy
-from elasticd_agent.groups import Freed, Stuck
-from elasticd_agent.plan import plan
-from elasticd_agent.slots import Slots
-from elasticd_agent.view import Asked, Present, View, Wait
+from elasticd_agent.job.slots import Slots
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
+from elasticd_agent.rendezvous.plan import plan
+from elasticd_agent.rendezvous.view import Asked, Present, View, Wait
+from elasticd_agent.workers.group import Freed, Stuck
 
 NOW = 1000.0
 ROUND = Round(3, (Member("a", "i", (0, 1)), Member("b", "i", (0, 1))), restarts=1)

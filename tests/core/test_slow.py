@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from elasticd_agent.config import Policy
-from elasticd_agent.slow import Pace, slow
+from elasticd_agent.hangs.stragglers import Pace, slow
+from elasticd_agent.model.job import Policy
 
 TABLE: list[tuple[str, list[Pace], list[tuple[int, float]]]] = [
     ("twice as slow as its peer", [Pace(0, 600, 300), Pace(1, 600, 0)], [(1, 2.0)]),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.beat import Beat, Source
-from elasticd.wire import BudgetState, Exclusion, Member, Round
-from elasticd_agent.goodput import Spent, Times
-from elasticd_agent.spending import AGREE_S, Spending, fault_in
-from elasticd_agent.watch import Seen
+from elasticd.heartbeat.record import Beat, Source
+from elasticd_agent.hangs.observer import Seen
+from elasticd_agent.model.records import BudgetState, Exclusion, Member, Round
+from elasticd_agent.telemetry.goodput import Spent, Times
+from elasticd_agent.telemetry.goodput_tracker import AGREE_S, Spending, fault_in
 
 ME, OTHER = "a", "b"
 BACKOFF_S = (0.0, 1.0, 2.0, 60.0)

@@ -6,8 +6,8 @@ import runpy
 from pathlib import Path
 from typing import get_args
 
-from elasticd_agent.core import MOVES
-from elasticd_agent.messages import Phase
+from elasticd_agent.job.state_machine import MOVES
+from elasticd_agent.model.messages import Phase
 
 DOCS = Path(__file__).parents[2] / "docs"
 

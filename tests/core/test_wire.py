@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import WireError
-from elasticd.records import Document
-from elasticd.wire import Bench, BudgetState, Failure, Member, NodeRecord, Round
+from elasticd_agent.model.codec import Document
+from elasticd_agent.model.records import Bench, BudgetState, Failure, Member, NodeRecord, Round
 
 ROUND = Round(
     7,

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticd.wire import Failure, NodeRecord, Round
-from elasticd_agent.config import Policy
-from elasticd_agent.core import step
-from elasticd_agent.messages import (
+from elasticd_agent.job.state_machine import step
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.messages import (
     Action,
     Event,
     GroupGone,
@@ -30,7 +29,8 @@ from elasticd_agent.messages import (
     TimeCame,
     Wake,
 )
-from elasticd_agent.plan import Asked, Hold, Present, View, Wait, plan
+from elasticd_agent.model.records import Failure, NodeRecord, Round
+from elasticd_agent.rendezvous.plan import Asked, Hold, Present, View, Wait, plan
 
 NODE = "a"
 

@@ -11,16 +11,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent.copies import Copies
-from elasticd_agent.daemon import names
-from elasticd_agent.daemon.placement import queue
-from elasticd_agent.daemon.placement.placer import Placer
-from elasticd_agent.daemon.placement.placing import View
-from elasticd_agent.daemon.reconciling import Ended, Over, Plan, Runs, reconcile
-from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Submission
-from elasticd_agent.daemon.running.order import Exit, Order
-from elasticd_agent.keys import Keys
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.reconcile import Ended, Over, Plan, Runs, reconcile
+from elasticd_agent.node.records import Cordon, Ending, NodeCard, Placement, Submission
+from elasticd_agent.node.runners.spec import Exit, Order
+from elasticd_agent.node.scheduler import job_queue as queue
+from elasticd_agent.node.scheduler.policy import View
+from elasticd_agent.node.scheduler.scheduler import Placer
 from elasticd_agent.store import Lease
+from elasticd_agent.store.cache import Copies
 from elasticd_agent.store.memory import MemoryStore
 from tests.daemon.stores import Clock, Interrupted
 

@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticd_agent import control
-from elasticd_agent.daemon.names import JobFiles, job_files
-from elasticd_agent.daemon.running import alive, visiting
-from elasticd_agent.daemon.running.order import Exit, read_exit
+from elasticd_agent.model.job_dir import JobFiles, job_files
+from elasticd_agent.node.runners import liveness as alive
+from elasticd_agent.node.runners import poller as visiting
+from elasticd_agent.node.runners.spec import Exit, read_exit
+from elasticd_agent.system import control_socket as control
 from tests.faults.job import REPOSITORY, SCRIPTS, Event, all_pids, comm_of, descendants, marked, until
 from tests.faults.job import alive as lives
 

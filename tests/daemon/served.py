@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import StoreUnavailable
-from elasticd_agent.control import Unanswered
-from elasticd_agent.daemon import names
-from elasticd_agent.daemon.client import Client, client_context
-from elasticd_agent.daemon.door import TokenDoor
-from elasticd_agent.daemon.names import JobFiles
-from elasticd_agent.daemon.records import NodeCard, Place, Placement, Running
-from elasticd_agent.daemon.serving.api import Api
-from elasticd_agent.daemon.serving.desk import Desk
-from elasticd_agent.daemon.serving.here import Here
-from elasticd_agent.daemon.serving.peers import Peers
-from elasticd_agent.daemon.serving.server import ASKING_S, DaemonServer, Listening, Routes
-from elasticd_agent.http import Pages, Verdict
+from elasticd_agent.model.job_dir import JobFiles
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.api.client import Client, client_context
+from elasticd_agent.node.api.local import Here
+from elasticd_agent.node.api.peers import Peers
+from elasticd_agent.node.api.routes import Api
+from elasticd_agent.node.api.server import ASKING_S, DaemonServer, Listening, Routes
+from elasticd_agent.node.api.service import Desk
+from elasticd_agent.node.records import NodeCard, Place, Placement, Running
 from elasticd_agent.store import Versioned
 from elasticd_agent.store.memory import MemoryStore
+from elasticd_agent.system.control_socket import Unanswered
+from elasticd_agent.system.http_auth import TokenDoor
+from elasticd_agent.telemetry.metrics_server import Pages, Verdict
 
 TOKEN = "correct-horse-battery-staple"
 JOB = b'command = ["train.py"]\nworkdir = "/tmp"\nworkers = "1:2"\n'

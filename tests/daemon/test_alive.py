@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.daemon.names import JobFiles, job_files
-from elasticd_agent.daemon.running import alive
-from elasticd_agent.daemon.running.order import (
+from elasticd_agent.model.job_dir import JobFiles, job_files
+from elasticd_agent.node.runners import liveness as alive
+from elasticd_agent.node.runners.manager import Runners
+from elasticd_agent.node.runners.spawn import Account, spawn
+from elasticd_agent.node.runners.spec import (
     EXIT_BYTES,
     Exit,
     Order,
@@ -25,8 +27,6 @@ from elasticd_agent.daemon.running.order import (
     replace_file,
     write_exit,
 )
-from elasticd_agent.daemon.running.runners import Runners
-from elasticd_agent.daemon.running.spawning import Account, spawn
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
@@ -126,7 +126,7 @@ def test_an_order_that_a_jobs_user_has_written_is_nobodys(tmp_path: Path) -> Non
 HOLDS = """
 import sys
 from pathlib import Path
-from elasticd_agent.daemon.running import alive
+from elasticd_agent.node.runners import liveness as alive
 lock = alive.take(Path(sys.argv[1]))
 print("has it", flush=True)
 sys.stdin.read()

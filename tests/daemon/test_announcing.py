@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd_agent.daemon import names
-from elasticd_agent.daemon.announcing import Announcement, NameTaken
-from elasticd_agent.daemon.placement.placer import Placer
-from elasticd_agent.daemon.records import NodeCard
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.records import NodeCard
+from elasticd_agent.node.registration import Announcement, NameTaken
+from elasticd_agent.node.scheduler.scheduler import Placer
 from elasticd_agent.store.memory import MemoryStore
 from tests.daemon.stores import Clock, Interrupted
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.addresses import joined
-from elasticd_agent.daemon import names
-from elasticd_agent.daemon.client import Client, Unreachable
-from elasticd_agent.daemon.placement.placing import BEHIND
-from elasticd_agent.daemon.records import Ending, RoundNote, Running
-from elasticd_agent.daemon.serving.peers import Peers
-from elasticd_agent.daemon.serving.ranklogs import MOST_BYTES
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.api.client import Client, Unreachable
+from elasticd_agent.node.api.peers import Peers
+from elasticd_agent.node.api.rank_logs import MOST_BYTES
+from elasticd_agent.node.records import Ending, RoundNote, Running
+from elasticd_agent.node.scheduler.policy import BEHIND
+from elasticd_agent.system.addresses import joined
 from tests.daemon.served import JOB, Outage, Served
 from tests.etcd import Authority
 
@@ -172,8 +172,8 @@ def test_a_job_that_cannot_be_is_refused_in_a_sentence(
 
 
 def test_limits_judge_what_is_handed_in(serve: Serve) -> None:
-    from elasticd_agent.daemon.config.decoding import KeyWrong
-    from elasticd_agent.daemon.config.jobfile import JobFile
+    from elasticd_agent.config.decode import KeyWrong
+    from elasticd_agent.config.job_file import JobFile
 
     def check(job: JobFile) -> None:
         raise KeyWrong("user", "is not one of this node's [limits] users")

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd.wire import Member, NodeRecord, Round
-from elasticd_agent.daemon import names
-from elasticd_agent.daemon.placement import ended, queue
-from elasticd_agent.daemon.placement.placer import REFRESH_S, Placer
-from elasticd_agent.daemon.records import Ending, NodeCard, Placement, Submission
-from elasticd_agent.keys import Keys
+from elasticd_agent.model import job_dir
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.records import Member, NodeRecord, Round
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.records import Ending, NodeCard, Placement, Submission
+from elasticd_agent.node.scheduler import job_queue as queue
+from elasticd_agent.node.scheduler import retention as ended
+from elasticd_agent.node.scheduler.scheduler import REFRESH_S, Placer
 from elasticd_agent.store.memory import MemoryStore
 from tests.daemon.stores import Clock, Interrupted
 
@@ -274,7 +276,7 @@ def test_a_placer_that_dies_at_any_moment_of_the_removal_leaves_nothing_for_good
 
 
 def folder(state: Path, name: str, age_s: float, *, now: float = 1e9, ended_too: bool = True) -> Path:
-    files = names.JobFiles(state / "jobs" / name)
+    files = job_dir.JobFiles(state / "jobs" / name)
     files.logs.mkdir(parents=True)
     (files.logs / "rank-0.log").write_text("hello")
     files.order.write_text("{}")

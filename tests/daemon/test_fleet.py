@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from elasticd_agent.daemon.placement import queue
+from elasticd_agent.node.scheduler import job_queue as queue
 from tests.daemon.fleet import ADOPT_S, LEASE_S, STEP_S, Fleet
 
 HAPPENED: Counter[str] = Counter()

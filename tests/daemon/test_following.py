@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.daemon import names
-from elasticd_agent.daemon.asking import following
-from elasticd_agent.daemon.asking.following import Follower, Gone, Wanted
-from elasticd_agent.daemon.client import Client, Reply, Unreachable
-from elasticd_agent.daemon.records import Ending, Running
+from elasticd_agent.cli import log_follower as following
+from elasticd_agent.cli.log_follower import Follower, Gone, Wanted
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.api.client import Client, Reply, Unreachable
+from elasticd_agent.node.records import Ending, Running
 from tests.daemon.served import Served
 
 Until = Callable[[Callable[[], object], float], object]

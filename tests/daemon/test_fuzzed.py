@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import WireError
-from elasticd.records import Document
-from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Place, Placement, Running, Submission
-from elasticd_agent.daemon.running.order import Exit, Order
+from elasticd_agent.model.codec import Document
+from elasticd_agent.node.records import Cordon, Ending, NodeCard, Place, Placement, Running, Submission
+from elasticd_agent.node.runners.spec import Exit, Order
 from tests.daemon.served import DEADLINE, JOB, TOKEN, Served, fds
 
 RECORDS: list[Document] = [

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticd_agent.daemon import gauges
-from elasticd_agent.daemon.gauges import Facts, NodeMetrics
+from elasticd_agent.node import metrics as gauges
+from elasticd_agent.node.metrics import Facts, NodeMetrics
 
 FACTS = Facts(
     slots=8,

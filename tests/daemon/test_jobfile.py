@@ -16,10 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import UsageError
-from elasticd_agent.arguments import parse_run
-from elasticd_agent.config import JobSpec, Mode, Policy, Rendezvous, Streams
-from elasticd_agent.daemon.config import documents
-from elasticd_agent.daemon.config.jobfile import (
+from elasticd_agent.config import documents
+from elasticd_agent.config.elasticd_flags import OWN
+from elasticd_agent.config.job_file import (
     CONF,
     FLAGS,
     NOT_KEYS,
@@ -31,9 +30,10 @@ from elasticd_agent.daemon.config.jobfile import (
     read_job,
     to_json,
 )
-from elasticd_agent.daemon.names import JobFiles
-from elasticd_agent.own_flags import OWN
-from elasticd_agent.torchrun_flags import TORCHRUN
+from elasticd_agent.config.run_options import parse_run
+from elasticd_agent.config.torchrun_flags import TORCHRUN
+from elasticd_agent.model.job import JobSpec, Mode, Policy, Rendezvous, Streams
+from elasticd_agent.model.job_dir import JobFiles
 from tests.daemon.bad_jobs import ABOUT, JSON, TOML, YAML
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticd_agent.daemon.serving.joined import MOST_ROUNDS, joined
+from elasticd_agent.node.api.merge import MOST_ROUNDS, joined
 
 
 def row(node: str, **more: Any) -> dict[str, Any]:

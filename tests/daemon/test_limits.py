@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.daemon.config.jobfile import JobFile, job_of
-from elasticd_agent.daemon.config.limits import refusal
-from elasticd_agent.daemon.config.settings import Limits, load
+from elasticd_agent.config.agent_settings import Limits, load
+from elasticd_agent.config.job_file import JobFile, job_of
+from elasticd_agent.config.limits import refusal
 
 ME = pwd.getpwuid(os.geteuid()).pw_name
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.daemon import names
-from elasticd_agent.daemon.placement import queue
-from elasticd_agent.store.kept import SLACK_BYTES, KeptStore
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.scheduler import job_queue as queue
+from elasticd_agent.store.file import SLACK_BYTES, KeptStore
 from elasticd_agent.store.memory import MemoryStore
 from tests.daemon.fleet import ADOPT_S, STEP_S, Fleet
 from tests.daemon.stores import Clock

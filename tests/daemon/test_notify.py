@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.daemon.notify import NullNotifier, SystemdNotifier, open_notifier
+from elasticd_agent.node.sd_notify import NullNotifier, SystemdNotifier, open_notifier
 
 
 class Listening:

@@ -12,8 +12,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticd_agent.daemon.client import Client
-from elasticd_agent.metric_names import METRICS
+from elasticd_agent.node.api.client import Client
+from elasticd_agent.telemetry.metric_table import METRICS
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, comm_of, lives, until
 from tests.etcd import EtcdServers

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.daemon.asking import verbs
-from elasticd_agent.daemon.placement.placing import View
-from elasticd_agent.daemon.records import NodeCard, Submission
-from elasticd_agent.daemon.serving import showing
-from elasticd_agent.daemon.serving.api import _ROUTES
-from elasticd_agent.daemon.serving.progress import Progress
+from elasticd_agent.cli import job_commands as verbs
+from elasticd_agent.node.api import views as showing
+from elasticd_agent.node.api.progress import Progress
+from elasticd_agent.node.api.routes import _ROUTES
+from elasticd_agent.node.records import NodeCard, Submission
+from elasticd_agent.node.scheduler.policy import View
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -33,7 +33,7 @@ def test_every_field_is_described() -> None:
 
 
 def vars_of_progress() -> dict[str, object]:
-    from elasticd_agent.daemon.serving.here import _shown
+    from elasticd_agent.node.api.local import _shown
 
     return _shown(Progress(), 0.0)
 

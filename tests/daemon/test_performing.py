@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.daemon.gauges import NodeMetrics
-from elasticd_agent.daemon.performing import FOLDER_S, Performing
-from elasticd_agent.daemon.reconciling import Ended, Over, Plan, Start
-from elasticd_agent.daemon.records import Submission
-from elasticd_agent.daemon.running.order import Order, last_word
-from elasticd_agent.daemon.running.spawning import NotAllowed
+from elasticd_agent.node.executor import FOLDER_S, Performing
+from elasticd_agent.node.metrics import NodeMetrics
+from elasticd_agent.node.reconcile import Ended, Over, Plan, Start
+from elasticd_agent.node.records import Submission
+from elasticd_agent.node.runners.spawn import NotAllowed
+from elasticd_agent.node.runners.spec import Order, last_word
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "/state/jobs/llm.1")
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from elasticd.errors import StoreUnavailable
-from elasticd.wire import Member, Round
-from elasticd_agent.daemon import names
-from elasticd_agent.daemon.placement import queue
-from elasticd_agent.daemon.placement.placer import REFRESH_S, Placer
-from elasticd_agent.daemon.records import NodeCard, Place, Placement
-from elasticd_agent.keys import Keys
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.records import Member, Round
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.records import NodeCard, Place, Placement
+from elasticd_agent.node.scheduler import job_queue as queue
+from elasticd_agent.node.scheduler.scheduler import REFRESH_S, Placer
 from elasticd_agent.store import Lease, Store
-from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.store.memory import MemoryStore
 from tests.daemon.stores import Clock, Interrupted
 from tests.etcd import etcd_servers

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.daemon.placement.placing import BEHIND, SHOWN, View, ahead, place, spoken
-from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Place, Placement, Refusal, Running, Submission
+from elasticd_agent.node.records import Cordon, Ending, NodeCard, Place, Placement, Refusal, Running, Submission
+from elasticd_agent.node.scheduler.policy import BEHIND, SHOWN, View, ahead, place, spoken
 
 NAMES = [f"n{i}" for i in range(1, 6)]
 JOBS = list("abcdef")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.daemon.serving.progress import MOST_ROUNDS, Cost, Progress
+from elasticd_agent.node.api.progress import MOST_ROUNDS, Cost, Progress
 
 Line = dict[str, object]
 

@@ -10,12 +10,13 @@ from functools import partial
 import pytest
 
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent import keys
-from elasticd_agent.daemon import names
-from elasticd_agent.daemon.placement import looking, queue
-from elasticd_agent.daemon.records import Cordon, Ending, Place, Placement, RoundNote, Submission
+from elasticd_agent.model import keys
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.records import Cordon, Ending, Place, Placement, RoundNote, Submission
+from elasticd_agent.node.scheduler import job_queue as queue
+from elasticd_agent.node.scheduler import snapshot as looking
 from elasticd_agent.store import Lease, Store, Traffic, Versioned, Watch
-from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.store.memory import MemoryStore
 from tests.etcd import etcd_servers
 

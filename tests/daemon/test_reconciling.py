@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.daemon.placement.placing import View
-from elasticd_agent.daemon.reconciling import BACKOFF_S, WELL_S, Ended, Over, Plan, Runs, reconcile
-from elasticd_agent.daemon.records import Cordon, Ending, Place, Placement, Running, Submission
-from elasticd_agent.daemon.running.order import Exit, Order
+from elasticd_agent.node.reconcile import BACKOFF_S, WELL_S, Ended, Over, Plan, Runs, reconcile
+from elasticd_agent.node.records import Cordon, Ending, Place, Placement, Running, Submission
+from elasticd_agent.node.runners.spec import Exit, Order
+from elasticd_agent.node.scheduler.policy import View
 
 NODE = "n1"
 NOW = 1000.0

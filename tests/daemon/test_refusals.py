@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from elasticd_agent.daemon import names
-from elasticd_agent.daemon.running import alive
-from elasticd_agent.daemon.running.order import Order
-from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.runners import liveness as alive
+from elasticd_agent.node.runners.spec import Order
+from elasticd_agent.store.etcd.store import EtcdStore
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, lives, until
 from tests.etcd import EtcdServers

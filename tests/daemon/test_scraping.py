@@ -8,14 +8,15 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticd_agent.control import Unanswered
-from elasticd_agent.daemon import gauges, scraping
-from elasticd_agent.daemon.gauges import NodeMetrics
-from elasticd_agent.daemon.health import measured
-from elasticd_agent.daemon.health.readings import good
-from elasticd_agent.daemon.scraping import merged, own, scraped
-from elasticd_agent.metric_names import most_series
-from elasticd_agent.metrics import Metrics
+from elasticd_agent.node import metrics as gauges
+from elasticd_agent.node import scrape as scraping
+from elasticd_agent.node.health import metrics as measured
+from elasticd_agent.node.health.result import good
+from elasticd_agent.node.metrics import NodeMetrics
+from elasticd_agent.node.scrape import merged, own, scraped
+from elasticd_agent.system.control_socket import Unanswered
+from elasticd_agent.telemetry.metric_table import most_series
+from elasticd_agent.telemetry.metrics import Metrics
 from tests.agent.test_metrics import promtool, worst
 from tests.daemon.test_gauges import FACTS, samples
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from elasticd.errors import StoreRefused
-from elasticd_agent.config import Tls
-from elasticd_agent.daemon import names
-from elasticd_agent.daemon.client import Client, Unreachable, client_context
-from elasticd_agent.keys import Keys
-from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.model.job import Tls
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.api.client import Client, Unreachable, client_context
+from elasticd_agent.store.etcd.store import EtcdStore
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, until
 from tests.etcd import Authority, EtcdServers, ServerTls, etcd_servers
@@ -295,8 +295,8 @@ def test_what_the_state_directory_lets_others_see(node: MakeNode) -> None:
 
 FORBIDDEN = {"marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
 PICKLE = {
-    "elasticd/checkpoint.py": "names its errors",
-    "agents/elasticd_agent/gather/flight.py": "NCCL's recordings are pickles: reads plain values, refuses the rest",
+    "elasticd/checkpointing/api.py": "names its errors",
+    "agents/elasticd_agent/hangs/collector/flight_recorder.py": "NCCL writes pickles: reads plain values only",
 }
 CALLS = {"eval", "exec", "__import__"}
 

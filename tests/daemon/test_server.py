@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.daemon.client import Client, Unreachable
-from elasticd_agent.daemon.serving.server import BODY_BYTES, HEAD_BYTES, MOST_CONNECTIONS, DaemonServer, Listening
+from elasticd_agent.node.api.client import Client, Unreachable
+from elasticd_agent.node.api.server import BODY_BYTES, HEAD_BYTES, MOST_CONNECTIONS, DaemonServer, Listening
 from tests.daemon.served import DEADLINE, JOB, TOKEN, Served, ended, fds
 from tests.etcd import Authority
 

@@ -15,18 +15,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import UsageError
-from elasticd.wire import Member, Round
-from elasticd_agent.cli import main
-from elasticd_agent.config import Policy, Tls
-from elasticd_agent.daemon.config.documents import parse
-from elasticd_agent.daemon.config.jobfile import CONF, read_job
-from elasticd_agent.daemon.config.quantities import Seconds, seconds, size
-from elasticd_agent.daemon.config.reference import JOB_SAYS, agent_rows, job_rows, page, template
-from elasticd_agent.daemon.config.reloading import merged, reloads
-from elasticd_agent.daemon.config.settings import Settings, StoreSettings, load
-from elasticd_agent.daemon.config.store_access import meets, times
-from elasticd_agent.daemon.config.variables import keys, variable
-from elasticd_agent.environment import WorkerPaths, worker_environment
+from elasticd_agent.cli.main import main
+from elasticd_agent.config.agent_settings import Settings, StoreSettings, load
+from elasticd_agent.config.documents import parse
+from elasticd_agent.config.env_variables import keys, variable
+from elasticd_agent.config.job_file import CONF, read_job
+from elasticd_agent.config.quantities import Seconds, seconds, size
+from elasticd_agent.config.reference import JOB_SAYS, agent_rows, job_rows, page, template
+from elasticd_agent.config.reload import merged, reloads
+from elasticd_agent.config.store_options import meets, times
+from elasticd_agent.model.job import Policy, Tls
+from elasticd_agent.model.records import Member, Round
+from elasticd_agent.workers.environment import WorkerPaths, worker_environment
 from tests.daemon.bad_settings import BAD, ETCD, JOB
 from tests.etcd import Authority
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.daemon.feeding import Feeding
-from elasticd_agent.daemon.notify import open_notifier
+from elasticd_agent.node.sd_notify import open_notifier
+from elasticd_agent.node.watchdog import Feeding
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, comm_of, lives, until
 from tests.faults.job import REPOSITORY, parent_of
@@ -81,12 +81,12 @@ def test_as_process_1_of_a_container(node: MakeNode) -> None:
 
 SUPERVISE = """
 import sys
-from elasticd_agent.daemon.supervise import supervise
+from elasticd_agent.node.supervisor import supervise
 sys.exit(supervise(sys.argv[2:], float(sys.argv[1]), 0.3))
 """
 HANGS_ONCE = """
 import os, pathlib, sys, time
-from elasticd_agent.daemon.notify import open_notifier
+from elasticd_agent.node.sd_notify import open_notifier
 open_notifier(os.environ).ready()
 hung = pathlib.Path(sys.argv[1])
 if not hung.exists():

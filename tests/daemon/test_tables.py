@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd_agent.daemon.asking import tables
+from elasticd_agent.cli import tables
 
 JOB = {
     "job": "llama", "number": 7, "state": "running", "nodes": ["a", "b"], "slots": 8, "age_seconds": 12_000.0,

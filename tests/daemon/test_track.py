@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from elasticd_agent.daemon.running.track import COARSE, FINE, FINE_S, Track
+from elasticd_agent.node.runners.step_rate import COARSE, FINE, FINE_S, Track
 
 
 def test_a_month_of_steps_is_a_few_hundred_points() -> None:

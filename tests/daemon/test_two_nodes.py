@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from elasticd_agent.daemon import names
-from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.node import keys as names
+from elasticd_agent.store.etcd.store import EtcdStore
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, lives, until
 from tests.etcd import EtcdServers

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.daemon.names import JobFiles
-from elasticd_agent.daemon.running import spawning
-from elasticd_agent.daemon.running.order import Secrets
+from elasticd_agent.model.job_dir import JobFiles
+from elasticd_agent.node.runners import spawn as spawning
+from elasticd_agent.node.runners.spec import Secrets
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, lives, until
 from tests.etcd import EtcdServers
@@ -167,9 +167,9 @@ def test_who_cannot_be_started_leaves_no_log_that_says_nothing(
 BECOMES = """
 import sys
 from pathlib import Path
-from elasticd_agent.daemon.names import JobFiles
-from elasticd_agent.daemon.running import spawning
-from elasticd_agent.daemon.running.order import Secrets
+from elasticd_agent.model.job_dir import JobFiles
+from elasticd_agent.node.runners import spawn as spawning
+from elasticd_agent.node.runners.spec import Secrets
 with open(JobFiles(Path(sys.argv[1])).lock, "w") as lock:
     try:
         spawning.spawn(JobFiles(Path(sys.argv[1])), lock.fileno(), spawning.Account.of("nobody"), Secrets())
@@ -196,7 +196,7 @@ def test_a_root_that_may_not_become_others_is_told_what_it_lacks(tmp_path: Path,
 
 def test_what_is_handed_over_in_memory_is_whole() -> None:
     fd = Secrets("word", "ca", None, "key").handed()
-    read = "import sys; from elasticd_agent.daemon.running.order import Secrets; print(Secrets.taken(int(sys.argv[1])))"
+    read = "import sys; from elasticd_agent.node.runners.spec import Secrets; print(Secrets.taken(int(sys.argv[1])))"
     done = subprocess.run([sys.executable, "-c", read, str(fd)], pass_fds=[fd], capture_output=True, text=True)
     os.close(fd)
     assert "password='word'" in done.stdout, done.stderr

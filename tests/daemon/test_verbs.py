@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.cli import main
-from elasticd_agent.daemon.records import Running
+from elasticd_agent.cli.main import main
+from elasticd_agent.node.records import Running
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, Node, toml, until
 from tests.daemon.served import JOB, Served

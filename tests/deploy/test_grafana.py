@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.daemon import gauges
-from elasticd_agent.daemon.health import measured
-from elasticd_agent.metric_names import METRICS
+from elasticd_agent.node import metrics as gauges
+from elasticd_agent.node.health import metrics as measured
+from elasticd_agent.telemetry.metric_table import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "elasticd.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from elasticd_agent.daemon import names
-from elasticd_agent.keys import Keys
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.node import keys as names
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()

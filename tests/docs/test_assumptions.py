@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from elasticd_agent.config import Policy
+from elasticd_agent.model.job import Policy
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "assumptions.md").read_text()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.arguments import parse_run
-from elasticd_agent.daemon.asking import verbs
-from elasticd_agent.daemon.config import jobfile
+from elasticd_agent.cli import job_commands as verbs
+from elasticd_agent.config import job_file as jobfile
+from elasticd_agent.config.run_options import parse_run
 from tests.cli.test_torchrun_table import theirs
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from elasticd_agent.daemon.asking import verbs
-from elasticd_agent.daemon.config.checked import config
-from elasticd_agent.daemon.health import doctor
+from elasticd_agent.cli import doctor
+from elasticd_agent.cli import job_commands as verbs
+from elasticd_agent.cli.config_command import config
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()

@@ -13,9 +13,9 @@ from tests.faults.job import REPOSITORY
 
 FIELD = "mood"
 _RECORDS = {
-    "elasticd/wire.py": ("Member", "Exclusion", "BudgetState", "Round", "NodeRecord", "Failure"),
-    "agents/elasticd_agent/knock.py": ("KnockAnswer",),
-    "agents/elasticd_agent/observation.py": ("Report",),
+    "agents/elasticd_agent/model/records.py": ("Member", "Exclusion", "BudgetState", "Round", "NodeRecord", "Failure"),
+    "agents/elasticd_agent/rendezvous/probe.py": ("KnockAnswer",),
+    "agents/elasticd_agent/model/reports.py": ("Report",),
 }
 
 
@@ -32,7 +32,7 @@ def neighbour(directory: Path, version: str) -> str:
             text, found = re.subn(pattern, rf'\1\n    {FIELD}: str = "good"', text, count=1, flags=re.DOTALL)
             assert found == 1, f"{record} in {name}"
         path.write_text(text)
-    _replace(directory / "elasticd/records.py", r'^VERSION = ".*"$', f'VERSION = "{version}"')
+    _replace(directory / "agents/elasticd_agent/model/codec.py", r'^VERSION = ".*"$', f'VERSION = "{version}"')
     return f"{directory}:{directory / 'agents'}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elasticd_agent.core import ECHO_WAIT_S
+from elasticd_agent.job.state_machine import ECHO_WAIT_S
 from tests.faults.conftest import StartJob
 from tests.faults.job import Fault, Job, alive, until
 from tests.faults.nodes import Nodes

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticd_agent.daemon.serving.progress import Progress
-from elasticd_agent.metric_names import SPENT
+from elasticd_agent.node.api.progress import Progress
+from elasticd_agent.telemetry.metric_table import SPENT
 from tests.etcd import free_ports
 from tests.faults.conftest import StartJob
 from tests.faults.job import Fault, Job, until

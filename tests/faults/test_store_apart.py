@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.wire import NodeRecord
-from elasticd_agent.keys import Keys
-from elasticd_agent.store.c10d import C10dStore
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.records import NodeRecord
+from elasticd_agent.store.c10d.store import C10dStore
 from tests.faults.job import REPOSITORY, Job, until
 from tests.faults.nodes import StartJob
 

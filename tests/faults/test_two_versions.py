@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elasticd.records import VERSION
-from elasticd_agent.keys import Keys
-from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.model.codec import VERSION
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import EtcdServers
 from tests.faults.job import until
 from tests.faults.neighbour import FIELD, neighbour

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import pytest
 
-from elasticd_agent.devices import visible_gpus
+from elasticd_agent.system.devices import visible_gpus
 from tests.faults.job import Fault, Job
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from elasticd import beat, notes
+from elasticd.heartbeat import record as beat
+from elasticd.heartbeat import worker_events as notes
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ENVIRONMENT = {

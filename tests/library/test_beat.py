@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from elasticd import beat
-from elasticd.beat import BeatReader, BeatWriter, NullBeat, Phase, Source
 from elasticd.errors import WireError
-from elasticd.last_words import LastWords
-from elasticd.optimizer_hook import install_optimizer_hook
+from elasticd.heartbeat import record as beat
+from elasticd.heartbeat.exit_report import LastWords
+from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
+from elasticd.heartbeat.record import BeatReader, BeatWriter, NullBeat, Phase, Source
 
 
 @pytest.fixture
@@ -322,7 +322,7 @@ def test_a_truncated_file_does_not_kill_the_reader(path: Path) -> None:
 
 WRITE_FOREVER = """
 import sys, time
-from elasticd.beat import BeatWriter, Source
+from elasticd.heartbeat.record import BeatWriter, Source
 writer = BeatWriter(sys.argv[1])
 for n in range(1 << 60):
     writer.step(n, Source.HOOK if n % 2 else Source.SESSION)
@@ -364,7 +364,10 @@ def python_path() -> dict[str, str]:
 
 
 def die(path: Path, script: str) -> tuple[int, str, LastWords | None]:
-    prefix = f"from elasticd import beat, last_words\nlast_words.install_last_words(beat.BeatWriter({str(path)!r}))\n"
+    prefix = (
+        "from elasticd.heartbeat import exit_report, record\n"
+        f"exit_report.install_last_words(record.BeatWriter({str(path)!r}))\n"
+    )
     command = [sys.executable, "-c", prefix + script]
     done = subprocess.run(command, env=python_path(), capture_output=True, text=True, timeout=30, check=False)
     return done.returncode, done.stderr, read(path).last_words

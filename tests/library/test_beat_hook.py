@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticd.beat import Source
+from elasticd.heartbeat.record import Source
 
 # "adversarial" takes ten discriminator steps. In "one_after_another" the second optimizer's first step is taken for a
 # part of the first one's last iteration: nobody can tell.

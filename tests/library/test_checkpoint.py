@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd import checkpoint
-from elasticd.checkpoint import Entry
+from elasticd.checkpointing import api as checkpoint
+from elasticd.checkpointing.api import Entry
 from elasticd.errors import CheckpointCorrupt
 
 WHO: dict[str, Any] = {"world_size": 2, "job": "job", "run": "run"}
@@ -217,7 +217,7 @@ def test_load_verifies_while_it_reads(tmp_path: Path) -> None:
 
 
 def test_fields_of_a_newer_minor_version_are_kept(tmp_path: Path) -> None:
-    from elasticd import manifest
+    from elasticd.checkpointing import manifest
 
     entry = save(tmp_path, 1, 10)
     raw = {**json.loads((entry.path / "manifest.json").read_text()), "version": "1.9", "mood": {"calm": [1.5]}}
@@ -400,7 +400,7 @@ def test_reading_lineages_locking_and_retention_need_no_torch(tmp_path: Path) ->
     save(tmp_path, 1, 10)
     save(tmp_path, 1, 20)
     script = (
-        "import sys; from pathlib import Path; from elasticd import checkpoint as c; d = Path(sys.argv[1])\n"
+        "import sys; from pathlib import Path; from elasticd.checkpointing import api as c; d = Path(sys.argv[1])\n"
         "with c.DirectoryLock(d, 'job', 'run'):\n"
         "    assert c.highest_round(d) == 1 and len(c.lineage(d, verify=True)[0]) == 2\n"
         "    c.relink(d, c.lineage(d)[0][0], 2); c.retain(d, 1, 1)\n"

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elasticd import checkpoint
+from elasticd.checkpointing import api as checkpoint
 from elasticd.errors import CheckpointCorrupt
 
 COMMON = {"world_size": 1, "job": "j", "run": "r"}

@@ -18,9 +18,9 @@ import numpy
 import pytest
 import torch
 
-from elasticd import checkpoint
+from elasticd.checkpointing import api as checkpoint
+from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.errors import CheckpointRefused
-from elasticd.loadable import check_loadable
 
 
 class Point(collections.namedtuple("Point", "x y")):

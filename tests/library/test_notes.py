@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.errors import WireError
-from elasticd.notes import Note, NoteReader, Notes
+from elasticd.heartbeat.worker_events import Note, NoteReader, Notes
 
 
 def test_a_note_is_read_once_as_it_was_written(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from elasticd import beat
-from elasticd.beat import BeatReader, Phase
+from elasticd.heartbeat import record as beat
+from elasticd.heartbeat.record import BeatReader, Phase
 
 
 def test_it_counts_what_the_default_group_issues_and_who_waits(start: Any, wait_for: Any) -> None:
@@ -117,8 +117,8 @@ def test_no_end_of_a_script_crashes_or_hangs_by_it(scripts: Path, environment: d
 
 PREFIX = """
 import os, sys, time
-from elasticd import beat
-from elasticd.pulse import Pulse
+from elasticd.heartbeat import record as beat
+from elasticd.heartbeat.thread import Pulse
 writer = beat.from_environment()
 pulse = Pulse(writer)
 

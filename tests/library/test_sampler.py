@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from elasticd.errors import SamplerError
-from elasticd.permutation import Permutation
 from elasticd.sampler import ElasticBatchSampler
+from elasticd.shuffle import Permutation
 
 
 def alone(n: int = 20, global_batch: int = 4, **options: int | bool) -> ElasticBatchSampler:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from elasticd.permutation import Permutation
 from elasticd.sampler import ElasticBatchSampler
+from elasticd.shuffle import Permutation
 
 WORLD_SIZE, SAMPLES, GLOBAL_BATCH, EPOCHS = 3, 18, 8, 2  # steps of 8, 8 and 2 samples: in the last, rank 2 has none
 ACCUMULATE = (1, 2)

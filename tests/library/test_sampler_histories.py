@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.permutation import Permutation
 from elasticd.sampler import ElasticBatchSampler
+from elasticd.shuffle import Permutation
 
 EPOCHS = 2
 

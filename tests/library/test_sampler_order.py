@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.permutation import LARGEST, Permutation
+from elasticd.shuffle import LARGEST, Permutation
 
 GOLDEN_10 = [7, 9, 8, 0, 2, 1, 6, 3, 4, 5]
 GOLDEN_5000 = "a2a812562f4139771188d4246095f5328e70c8a15561289c5e3039154cabcfb1"

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from elasticd import checkpoint
-from elasticd.beat import STOP, Phase, Source
+from elasticd.checkpointing import api as checkpoint
+from elasticd.heartbeat.record import STOP, Phase, Source
 
 ENDLESS = {"steps": 10**9, "sleep": 0.002}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.beat import Phase
+from elasticd.heartbeat.record import Phase
 
 NEVER = {"await": "never"}
 MACHINE_S = 5.0  # what a busy machine may add; without the barrier's own deadline it is for ever

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from elasticd import checkpoint
-from elasticd.barrier import Barriers
-from elasticd.beat import NullBeat
-from elasticd.channel import Channel
+from elasticd.checkpointing import api as checkpoint
+from elasticd.coordination.barrier import Barriers
+from elasticd.coordination.rank_status import Looks, Roll, Standing, another
+from elasticd.coordination.store_channel import Channel
 from elasticd.errors import BarrierTimeout
-from elasticd.standing import Looks, Roll, Standing, another
+from elasticd.heartbeat.record import NullBeat
 
 RANKS = 16
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.channel import Channel
-from elasticd.decisions import COST, LONGEST_S, Action, Decisions, Verdict, next_interval
+from elasticd.coordination.decisions import COST, LONGEST_S, Action, Decisions, Verdict, next_interval
+from elasticd.coordination.store_channel import Channel
 from elasticd.errors import DecisionTimeout, DirectoryInUse, ElasticdError, WireError
 
 

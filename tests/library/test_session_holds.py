@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from elasticd import beat, checkpoint
-from elasticd.beat import HOLD, STOP, Phase
-from elasticd.channel import Channel
-from elasticd.decisions import Action, Decisions
+from elasticd.checkpointing import api as checkpoint
+from elasticd.coordination.decisions import Action, Decisions
+from elasticd.coordination.pause import TIMEOUT_S, Holds, timeout_from_environment
+from elasticd.coordination.store_channel import Channel
 from elasticd.errors import DecisionTimeout, UsageError
-from elasticd.holding import TIMEOUT_S, Holds, timeout_from_environment
-from elasticd.notes import Note, NoteReader, Notes
+from elasticd.heartbeat import record as beat
+from elasticd.heartbeat.record import HOLD, STOP, Phase
+from elasticd.heartbeat.worker_events import Note, NoteReader, Notes
 
 ENDLESS = {"steps": 10**9, "sleep": 0.002}
 NEVER_DUE = 10**6

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elasticd import checkpoint
+from elasticd.checkpointing import api as checkpoint
 
 
 def steps_of(directory: Path) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from elasticd_agent.knock import Answered, Refused, Silent, knock
+from elasticd_agent.rendezvous.probe import Answered, Refused, Silent, knock
 from tests.multihost.conftest import StartNetwork
 from tests.multihost.net import Host
 
@@ -19,7 +19,7 @@ PATH = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'agents'}"}
 ASK = """
 import json, sys
 from elasticd.errors import UsageError
-from elasticd_agent.addresses import is_own, local_address
+from elasticd_agent.system.addresses import is_own, local_address
 
 def answer(what):
     if isinstance(what, str):
@@ -35,7 +35,7 @@ print(json.dumps([answer(what) for what in json.loads(sys.argv[1])]))
 
 AGENT = """
 import sys
-from elasticd_agent.knock import KnockServer
+from elasticd_agent.rendezvous.probe import KnockServer
 server = KnockServer(sys.argv[1], "b", "i1")
 print(server.port, flush=True)
 sys.stdin.read()

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.daemon.page import chart, facts
-from elasticd_agent.daemon.page.chart import Window
+from elasticd_agent.node.dashboard import chart
+from elasticd_agent.node.dashboard import decode as facts
+from elasticd_agent.node.dashboard.chart import Window
 from tests.page.told import NOW, a_job
 from tests.page.wicked import WICKED, read
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from elasticd_agent.daemon.page.fresh import Fresh
+from elasticd_agent.node.dashboard.cache import Fresh
 
 
 def test_an_answer_is_made_once_for_all_who_ask_while_it_is_new() -> None:

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.daemon.client import Reply
-from elasticd_agent.daemon.page.front import front
-from elasticd_agent.daemon.page.passes import BURST, COOKIE
-from elasticd_agent.daemon.records import Running
+from elasticd_agent.node.api.client import Reply
+from elasticd_agent.node.dashboard.login import BURST, COOKIE
+from elasticd_agent.node.dashboard.routes import front
+from elasticd_agent.node.records import Running
 from tests.daemon.served import TOKEN, Served
 from tests.faults.job import until
 from tests.page.wicked import WICKED, read

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.daemon.page import facts, jobpage, standing
-from elasticd_agent.daemon.page.frame import page
-from elasticd_agent.daemon.page.jobpage import Tail, View
-from elasticd_agent.daemon.page.overview import overview
+from elasticd_agent.node.dashboard import decode as facts
+from elasticd_agent.node.dashboard import job_page as jobpage
+from elasticd_agent.node.dashboard import status as standing
+from elasticd_agent.node.dashboard.job_page import Tail, View
+from elasticd_agent.node.dashboard.layout import page
+from elasticd_agent.node.dashboard.overview import overview
 from tests.page.told import NOW, a_job, a_rank, a_round
 from tests.page.wicked import PAYLOADS, WICKED, Read, read
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd_agent.daemon.page.markup import joined, tag, text
+from elasticd_agent.node.dashboard.markup import joined, tag, text
 from tests.page.wicked import PAYLOADS, read
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from elasticd_agent.daemon.page.passes import (
+from elasticd_agent.node.dashboard.login import (
     BURST,
     BURST_OF_ALL,
     COOKIE,

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.daemon.asking import watching
-from elasticd_agent.daemon.client import Reply, Unreachable
+from elasticd_agent.cli import status_watch as watching
+from elasticd_agent.node.api.client import Reply, Unreachable
 from tests.page.told import NOW, a_job, a_rank
 from tests.page.wicked import WICKED
 
@@ -91,7 +91,7 @@ def test_sparks() -> None:
 
 _SLOW = """
 import sys
-from elasticd_agent.daemon.asking import verbs, watching
+from elasticd_agent.cli import job_commands as verbs, status_watch as watching
 from tests.page.told import a_job
 watching._asked = lambda client, job: a_job()
 sys.exit(verbs.verb("status", ["llama", "--watch", "--every", "0.2", "--agent", "unix:/nowhere"]))

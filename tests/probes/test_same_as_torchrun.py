@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.beat import STACKS_SIGNAL
+from elasticd.heartbeat.record import STACKS_SIGNAL
 from tests.probes.conftest import QUICKLY, Runs
 from tests.probes.launching import DEADLINE_S, Facts, Outcome, differences
 

@@ -16,17 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from elasticd.records import VERSION
-from elasticd.wire import NodeRecord, Round
-from elasticd_agent import core
-from elasticd_agent.agreement import unlike
-from elasticd_agent.config import Policy
-from elasticd_agent.coordinator import Coordinator
-from elasticd_agent.evidence import Target
-from elasticd_agent.groups import Freed, Stuck
-from elasticd_agent.keys import Keys
-from elasticd_agent.knock import Answered, Refused, Silent
-from elasticd_agent.messages import (
+from elasticd_agent.hangs.detector import Suspicion
+from elasticd_agent.hangs.evidence import Target
+from elasticd_agent.job import state_machine as core
+from elasticd_agent.job.slots import Slots
+from elasticd_agent.model.codec import VERSION
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.messages import (
     Action,
     Event,
     ExitStatus,
@@ -49,7 +46,7 @@ from elasticd_agent.messages import (
     Wake,
     WorkerExited,
 )
-from elasticd_agent.news import (
+from elasticd_agent.model.notices import (
     Awaited,
     FaultSeen,
     HoldAsked,
@@ -60,12 +57,15 @@ from elasticd_agent.news import (
     ReportAsked,
     StoreSeen,
 )
-from elasticd_agent.observation import Judged
-from elasticd_agent.planner import Facts, Planner
-from elasticd_agent.slots import Slots
+from elasticd_agent.model.records import NodeRecord, Round
+from elasticd_agent.model.reports import Judged
+from elasticd_agent.rendezvous.member import Coordinator
+from elasticd_agent.rendezvous.planner import Facts, Planner
+from elasticd_agent.rendezvous.probe import Answered, Refused, Silent
+from elasticd_agent.rendezvous.spec_check import unlike
+from elasticd_agent.rendezvous.view import Asked
 from elasticd_agent.store.memory import MemoryStore
-from elasticd_agent.suspicion import Suspicion
-from elasticd_agent.view import Asked
+from elasticd_agent.workers.group import Freed, Stuck
 from tests.scenarios.hanging import MadeUpEvidence, look
 from tests.scenarios.node import Away, Node
 from tests.scenarios.waystore import Killed, WayStore

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from elasticd_agent.daemon.placement.placing import View, ahead, place, spoken
-from elasticd_agent.daemon.records import Cordon, Ending, NodeCard, Placement, Running, Submission
+from elasticd_agent.node.records import Cordon, Ending, NodeCard, Placement, Running, Submission
+from elasticd_agent.node.scheduler.policy import View, ahead, place, spoken
 
 
 @dataclass

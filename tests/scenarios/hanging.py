@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd.wire import Round
-from elasticd_agent.evidence import Gathered, RankEvidence, Target
-from elasticd_agent.observation import RankSeen, Where
-from elasticd_agent.watch import Seen
+from elasticd_agent.hangs.evidence import Gathered, RankEvidence, Target
+from elasticd_agent.hangs.observer import Seen
+from elasticd_agent.model.records import Round
+from elasticd_agent.model.reports import RankSeen, Where
 from tests.scenarios.node import Node
 
 GATHER_S = 0.3

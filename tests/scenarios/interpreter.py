@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import signal
 
-from elasticd.wire import Round
-from elasticd_agent.config import Policy
-from elasticd_agent.messages import (
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.messages import (
     Action,
     Ended,
     Event,
@@ -46,7 +45,8 @@ from elasticd_agent.messages import (
     Wake,
     WorkerExited,
 )
-from elasticd_agent.plan import Asked
+from elasticd_agent.model.records import Round
+from elasticd_agent.rendezvous.plan import Asked
 from tests.core.world import NODE, World
 
 

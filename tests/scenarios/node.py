@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elasticd.wire import Round
-from elasticd_agent.coordinator import Coordinator
-from elasticd_agent.messages import Joining, Leave, Phase, Rules
-from elasticd_agent.planner import Facts
-from elasticd_agent.slots import Slots
-from elasticd_agent.suspicion import Suspicion
+from elasticd_agent.hangs.detector import Suspicion
+from elasticd_agent.job.slots import Slots
+from elasticd_agent.model.messages import Joining, Leave, Phase, Rules
+from elasticd_agent.model.records import Round
+from elasticd_agent.rendezvous.member import Coordinator
+from elasticd_agent.rendezvous.planner import Facts
 from tests.scenarios.waystore import WayStore
 
 

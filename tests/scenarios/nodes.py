@@ -33,12 +33,12 @@ import signal
 from collections.abc import Iterable
 from dataclasses import fields, replace
 
-from elasticd.records import VERSION
-from elasticd.wire import Round
-from elasticd_agent.config import Policy
-from elasticd_agent.environment import among_its_role
-from elasticd_agent.messages import ExitStatus, LastWords
-from elasticd_agent.view import Asked
+from elasticd_agent.model.codec import VERSION
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.messages import ExitStatus, LastWords
+from elasticd_agent.model.records import Round
+from elasticd_agent.rendezvous.view import Asked
+from elasticd_agent.workers.environment import among_its_role
 from tests.scenarios.cluster import Cluster
 
 TOGETHER_S = 0.05

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from elasticd.errors import StoreUnavailable
-from elasticd.records import VERSION
+from elasticd_agent.model.codec import VERSION
 from elasticd_agent.store import Lease, Traffic, Versioned, Watch
 from elasticd_agent.store.memory import MemoryStore
 

@@ -18,8 +18,8 @@ def get_handler() -> Callable[[Any], Any]:
 
 def create(params: Any) -> Any:
     """A `RendezvousHandler` for torch's `RendezvousParameters`. Raises UsageError; talks to nobody yet."""
-    from elasticd_agent.torchrun_plugin.conf import read
     from elasticd_agent.torchrun_plugin.handler import over_etcd
+    from elasticd_agent.torchrun_plugin.options import read
 
     conf = read(params.run_id, params.endpoint, params.min_nodes, params.max_nodes, params.local_addr, params.config)
     return over_etcd(conf)

@@ -18,12 +18,12 @@ from datetime import timedelta
 from typing import Any
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
-from elasticd_agent.addresses import joined, local_address
-from elasticd_agent.launcher.store import serving
 from elasticd_agent.store import Store
-from elasticd_agent.torchrun_plugin.attendance import Attendance, Closed, TimedOut, Times
-from elasticd_agent.torchrun_plugin.conf import Conf
-from elasticd_agent.torchrun_plugin.rounds import Seat, TorchrunRound
+from elasticd_agent.system.addresses import joined, local_address
+from elasticd_agent.system.tcp_store import serving
+from elasticd_agent.torchrun_plugin.member import Attendance, Closed, TimedOut, Times
+from elasticd_agent.torchrun_plugin.options import Conf
+from elasticd_agent.torchrun_plugin.plan import Seat, TorchrunRound
 
 BACKEND = "elasticd"
 _CHECK_IN_S = 0.02
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 def over_etcd(conf: Conf) -> Handler:
     """A handler that connects when torchrun first asks it for something."""
-    from elasticd_agent.store.etcd import EtcdStore
+    from elasticd_agent.store.etcd.store import EtcdStore
 
     where = conf.rendezvous
     store = EtcdStore(

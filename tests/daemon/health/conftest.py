@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from elasticd_agent.daemon.health.checks import Checks, Places
-from elasticd_agent.daemon.health.readings import Reading
+from elasticd_agent.node.health.checks import Checks, Places
+from elasticd_agent.node.health.result import Reading
 
 PATIENCE_S = 30.0
 

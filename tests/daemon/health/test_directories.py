@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent import procfs
-from elasticd_agent.daemon.health import directories
+from elasticd_agent.node.health import directories
+from elasticd_agent.system import procfs
 from tests.daemon.health.conftest import Node, until
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -173,7 +173,7 @@ def dead(tmp_path: Path) -> Iterator[DeadMount]:
 def test_a_dead_mount_costs_one_process_however_often_it_is_looked_at(
     node: Node, dead: DeadMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elasticd_agent.daemon.health.checks.DIRECTORY_S", 0.3)
+    monkeypatch.setattr("elasticd_agent.node.health.checks.DIRECTORY_S", 0.3)
     node.but(directories=(dead.path, node.directory))
     began = time.monotonic()
     found = node.look()

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent import procfs
-from elasticd_agent.daemon.health import checks, gpus, nvml
+from elasticd_agent.node.health import checks, nvml
+from elasticd_agent.node.health import gpu_checks as gpus
+from elasticd_agent.system import procfs
 from tests.daemon.health.conftest import Node, Says, until
 
 
@@ -121,7 +122,7 @@ def test_a_process_that_was_stopped_is_given_up_and_followed_by_another(
 
 def test_a_daemon_that_is_killed_leaves_nobody_in_the_driver(gpu_node: Node, nvml: Says) -> None:
     nvml([], [], broken="hangs")
-    program = "from elasticd_agent.daemon.health.nvml import Nvml; Nvml(print, 60).look()"
+    program = "from elasticd_agent.node.health.nvml import Nvml; Nvml(print, 60).look()"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", program], env=environ) as daemon:
         children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.daemon.health import examiner
+from elasticd_agent.node.health import check_process as examiner
 from tests.daemon.health.conftest import Node, until
 
 

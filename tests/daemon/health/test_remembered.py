@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd_agent.daemon.health.readings import bad
-from elasticd_agent.daemon.health.remembered import Remembered, boot_id
-from elasticd_agent.daemon.health.verdicts import Past, Quarantined, Rules, Unhealthy, blamed, looked, verdict
+from elasticd_agent.node.health.persistence import Remembered, boot_id
+from elasticd_agent.node.health.policy import Past, Quarantined, Rules, Unhealthy, blamed, looked, verdict
+from elasticd_agent.node.health.result import bad
 
 RULES = Rules()
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent import events
-from elasticd_agent.daemon.health.blaming import Blames
-from elasticd_agent.daemon.health.measured import METRICS, page
-from elasticd_agent.daemon.health.readings import bad, good, skipped
-from elasticd_agent.daemon.health.telling import tell
-from elasticd_agent.daemon.health.watching import HealthChanged
+from elasticd_agent.node.health.events import tell
+from elasticd_agent.node.health.job_failures import Blames
+from elasticd_agent.node.health.metrics import METRICS, page
+from elasticd_agent.node.health.monitor import HealthChanged
+from elasticd_agent.node.health.result import bad, good, skipped
+from elasticd_agent.telemetry import events
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd_agent.daemon.health.readings import Reading, bad, good, skipped
-from elasticd_agent.daemon.health.verdicts import (
+from elasticd_agent.node.health.policy import (
     Healthy,
     Past,
     Quarantined,
@@ -18,6 +17,7 @@ from elasticd_agent.daemon.health.verdicts import (
     rebooted,
     verdict,
 )
+from elasticd_agent.node.health.result import Reading, bad, good, skipped
 
 RULES = Rules(strikes=2, cooloff_s=60, cooloff_max_s=600, forgiven_s=10_000)
 JOINED = Past(joined=True)

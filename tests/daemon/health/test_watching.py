@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.daemon.health import watching
-from elasticd_agent.daemon.health.checks import Places
-from elasticd_agent.daemon.health.readings import Reading, bad, good
-from elasticd_agent.daemon.health.remembered import Remembered
-from elasticd_agent.daemon.health.verdicts import Rules
-from elasticd_agent.daemon.health.watching import HealthChanged, Renewed, Watching
+from elasticd_agent.node.health import monitor as watching
+from elasticd_agent.node.health.checks import Places
+from elasticd_agent.node.health.monitor import HealthChanged, Renewed, Watching
+from elasticd_agent.node.health.persistence import Remembered
+from elasticd_agent.node.health.policy import Rules
+from elasticd_agent.node.health.result import Reading, bad, good
 from tests.daemon.health.conftest import PATIENCE_S, until
 
 

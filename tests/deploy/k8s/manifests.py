@@ -128,21 +128,21 @@ def accepted(words: Sequence[str]) -> str:
     command, *rest = words
     match command:
         case "agent":
-            from elasticd_agent.daemon import agent
+            from elasticd_agent.node import agent
 
             agent._parser().parse_args(rest)
         case "store":
-            from elasticd_agent import apart
+            from elasticd_agent.cli import store_server as apart
 
             apart._parser().parse_args(rest)
         case "run":
-            from elasticd_agent import arguments
+            from elasticd_agent.config import run_options as arguments
 
             arguments.parse_run(rest, {}, Path("/"))
         case "config":
             assert rest[0] in ("check", "example"), rest
         case _:
-            from elasticd_agent.daemon.asking import verbs
+            from elasticd_agent.cli import job_commands as verbs
 
             verbs._parser(command).parse_args(rest)
     return command

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.daemon.config.settings import load
-from elasticd_agent.daemon.config.store_access import meets
+from elasticd_agent.config.agent_settings import load
+from elasticd_agent.config.store_options import meets
 from tests.deploy.k8s.machine import AgentPod, Machine
 from tests.deploy.k8s.manifests import DAEMONS, overlay
 

@@ -22,14 +22,14 @@ import yaml
 
 from deploy.k8s import rules
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent.daemon.config import variables
-from elasticd_agent.daemon.config.documents import parse
-from elasticd_agent.daemon.config.jobfile import read_job
-from elasticd_agent.daemon.config.quantities import seconds
-from elasticd_agent.daemon.config.settings import Settings
-from elasticd_agent.daemon.serving import api
-from elasticd_agent.http import HttpServer, Pages, Verdict
-from elasticd_agent.store.etcd import EtcdStore
+from elasticd_agent.config import env_variables as variables
+from elasticd_agent.config.agent_settings import Settings
+from elasticd_agent.config.documents import parse
+from elasticd_agent.config.job_file import read_job
+from elasticd_agent.config.quantities import seconds
+from elasticd_agent.node.api import routes as api
+from elasticd_agent.store.etcd.store import EtcdStore
+from elasticd_agent.telemetry.metrics_server import HttpServer, Pages, Verdict
 from tests.deploy.k8s.machine import answers
 from tests.deploy.k8s.manifests import (
     DAEMONS,

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
-from elasticd_agent.daemon import gauges
-from elasticd_agent.daemon.health import measured
-from elasticd_agent.metric_names import CAUSES, METRICS, SPENT
+from elasticd_agent.node import metrics as gauges
+from elasticd_agent.node.health import metrics as measured
+from elasticd_agent.telemetry.metric_table import CAUSES, METRICS, SPENT
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy" / "prometheus"

@@ -7,8 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from elasticd_agent.arguments import parse_run
-from elasticd_agent.run import run_job
+from elasticd_agent.config.run_options import parse_run
+from elasticd_agent.job.run import run_job
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from elasticd import checkpoint
+from elasticd.checkpointing import api as checkpoint
 
 FILE_OPERATIONS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "os.truncate")
 

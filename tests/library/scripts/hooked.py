@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elasticd import beat, optimizer_hook
+from elasticd.heartbeat import optimizer_hook
+from elasticd.heartbeat import record as beat
 
 torch.set_num_threads(1)
 

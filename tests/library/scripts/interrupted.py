@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import elasticd
-from elasticd.beat import Phase, from_environment
+from elasticd.heartbeat.record import Phase, from_environment
 
 folder = Path(os.environ["FOLDER"])
 signal.signal(signal.SIGINT, signal.default_int_handler)

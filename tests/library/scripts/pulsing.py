@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elasticd import beat
-from elasticd.optimizer_hook import install_optimizer_hook
-from elasticd.pulse import Pulse
+from elasticd.heartbeat import record as beat
+from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
+from elasticd.heartbeat.thread import Pulse
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.set_num_threads(1)

@@ -22,7 +22,7 @@ PRELOADED = (
     "torch._dynamo",
     "torch.nn.parallel",
     "torch.utils.data",
-    "elasticd.checkpoint",
+    "elasticd.checkpointing.api",
     "elasticd.session",
 )
 

@@ -1,0 +1,140 @@
+"""`elasticd dump`: the evidence a hang would leave, of a job that runs on this machine, without disturbing it.
+
+It exists so that a job that looks odd can be looked at, and so that evidence can be tried before it is needed. It finds
+agents of this user by their runtime directories, asks one, and prints the page of what that agent wrote. It takes no
+evidence itself, and starts, stops and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from elasticd.errors import UsageError
+from elasticd_agent.cli.explain import READ_S, show
+from elasticd_agent.hangs.explain import load as reading
+from elasticd_agent.hangs.explain import locate as finding
+from elasticd_agent.system import bounded_io as files
+from elasticd_agent.system import control_socket as control
+
+ABOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """An agent that answers."""
+
+    pid: int
+    job: str
+    node: str
+    socket: Path
+
+    def __str__(self) -> str:
+        return f"job {self.job}, node {self.node}, pid {self.pid}"
+
+
+def dump(argv: Sequence[str]) -> int:
+    """Returns 0 when evidence was taken, 1 when not; raises UsageError."""
+    asked = _parser().parse_args(argv)
+    out = _checked(asked.out)
+    agents, silent = running(asked.pid)
+    wanted = [one for one in agents if asked.job in (None, one.job)]
+    if not wanted:
+        for why in silent:
+            print(f"elasticd dump: {why}", file=sys.stderr)
+        named = f"; there is {'; '.join(map(str, agents))}" if agents else ""
+        which = (
+            f"job {asked.job}" if asked.job is not None else f"agent {asked.pid}" if asked.pid is not None else "job"
+        )
+        return _failed(f"no {which} of this user runs on this machine{named}")
+    if len(wanted) > 1:
+        listed = "".join(f"\n  --pid {one.pid}  (job {one.job}, node {one.node})" for one in wanted)
+        print(f"elasticd dump: several run here; say which:{listed}", file=sys.stderr)
+        return 2
+    return _dumped(wanted[0], out, as_json=asked.json)
+
+
+def running(only: int | None = None) -> tuple[list[Agent], list[str]]:
+    """This user's agents on this machine, or `only` that one, by pid; and a sentence for each that is silent."""
+    found, silent = [], []
+    for path in sorted(_sockets()):
+        pid = path.parent.name.split("-")[2]
+        if not pid.isdecimal() or not Path(f"/proc/{pid}").exists() or only not in (None, int(pid)):
+            continue  # a directory may be left behind by an agent that was killed
+        try:
+            about = control.ask(path, {"do": "about"}, ABOUT_S)
+        except control.Unanswered as error:
+            silent.append(f"the agent with pid {pid} does not answer: {error}")
+            continue
+        found.append(Agent(int(pid), str(about.get("job", "?")), str(about.get("node", "?")), path))
+    return sorted(found, key=lambda agent: agent.pid), silent
+
+
+def _sockets() -> set[Path]:
+    """Where run.runtime_directory puts them."""
+    bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
+    return {path for base in bases for path in base.glob(f"elasticd-{os.getuid()}-*-*/{control.NAME}")}
+
+
+def _dumped(agent: Agent, out: Path | None, *, as_json: bool) -> int:
+    try:
+        answer = control.ask(agent.socket, {"do": "dump", "out": None if out is None else str(out)})
+    except control.Unanswered as error:
+        return _failed(f"{agent}: {error}")
+    path = answer.get("path")
+    if not isinstance(path, str):
+        return _failed(f"{agent}: {answer.get('error', 'it did not say where the evidence is')}")
+    try:
+        return files.within(READ_S, lambda: _shown(Path(path), agent.node, as_json=as_json))
+    except files.Silent:
+        return _failed(f"the evidence is in {path}, which does not answer")
+
+
+def _shown(path: Path, node: str, *, as_json: bool) -> int:
+    place = finding.best(finding.places(path))
+    if place is None:
+        return _failed(f"the agent says that the evidence is in {path}, and there is none")
+    show(reading.explain(place, here=node), as_json=as_json)
+    return 0
+
+
+def _checked(out: Path | None) -> Path | None:
+    if out is None:
+        return None
+    path = out.absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"--out {out}: give a new or an empty directory: evidence of two moments must not mix")
+    return path
+
+
+def _failed(why: str) -> int:
+    print(f"elasticd dump: {why}", file=sys.stderr)
+    return 1
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="elasticd dump",
+        description="Takes stacks, /proc facts and last log lines of every rank of a job that runs on this machine, "
+        "without disturbing it, and explains them. This finds `elasticd run`; of a daemon's job, wherever it runs: "
+        "elasticd dump JOB [--node NODE] [--json] [--agent URL].",
+        epilog="Exit codes: 0 taken, 1 not taken, 2 usage, or several jobs run here. More: docs/hangs.md.",
+        allow_abbrev=False,
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--job", metavar="ID", help="of the job with this id (--rdzv-id)")
+    which.add_argument("--pid", type=int, help="of the agent, an `elasticd run`, with this process id")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to; otherwise beside the round's logs")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the page")
+    return parser

@@ -1,0 +1,148 @@
+"""`elasticd explain`: what a hang's evidence says, on one page.
+
+It exists so that nobody has to read eight ranks' stacks at night. It only reads, and answers within a deadline even
+when the log directory is on a file system that has gone. What it says comes from `explaining`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from elasticd.errors import UsageError
+from elasticd_agent.hangs.explain import load as reading
+from elasticd_agent.hangs.explain import locate as finding
+from elasticd_agent.hangs.explain.json_report import document
+from elasticd_agent.hangs.explain.model import Explanation
+from elasticd_agent.hangs.explain.text import WIDTH, page
+from elasticd_agent.system import bounded_io as files
+
+READ_S = 30.0
+"""Reading a few megabytes takes well below a second; a mount that answers so late answers nobody."""
+EVENT_LOG_NAMES = ("events.jsonl", "event-log.jsonl")
+_WIDEST, _NARROWEST = 140, 60
+
+
+def explain(argv: Sequence[str]) -> int:
+    """Returns 0 when there was something to explain, 1 when not; raises UsageError."""
+    asked = _parser().parse_args(argv)
+    directory = Path(asked.logdir)
+    try:
+        return files.within(READ_S, lambda: _answer(asked, directory))
+    except files.Silent:
+        print(f"elasticd explain: {directory} does not answer: is it on a file system that is gone?", file=sys.stderr)
+        return 1
+
+
+def _answer(asked: argparse.Namespace, directory: Path) -> int:
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise UsageError(
+            f"{directory} {what}; give the job's --log-dir, a round's folder in it, or a folder of evidence"
+        )
+    found = finding.places(directory)
+    if asked.list:
+        return _list(found, directory)
+    place = finding.best(found)
+    if asked.round is not None:
+        place = finding.best([one for one in found if one.round == asked.round])
+        if place is None and found:
+            rounds = ", ".join(str(number) for number in sorted({one.round for one in found}))
+            return _nothing(f"no evidence of round {asked.round} in {directory}; there is some of: {rounds}")
+    if place is None:
+        return _nothing(f"no evidence in {directory}: {_why_none()}")
+    show(reading.explain(place, asked.event_log or _event_log(place, directory), found), as_json=asked.json)
+    return 0
+
+
+def show(explained: Explanation, *, as_json: bool) -> None:
+    """Print it. Whoever reads may stop reading, as head does."""
+    if as_json:
+        text = json.dumps(document(explained), indent=2, ensure_ascii=False) + "\n"
+    else:
+        columns = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
+        text = page(explained, max(_NARROWEST, min(columns, _WIDEST)))
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        # What is still buffered would be written, and complained about, when python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _list(found: Sequence[finding.Place], directory: Path) -> int:
+    if not found:
+        return _nothing(f"no evidence in {directory}")
+    for place in found:
+        what = "hung" if place.judged else "dumped" if place.dumped else "suspected"
+        cause = ""
+        if place.judged and (verdict := files.read_json(place.path / finding.VERDICT)[0]) is not None:
+            cause = f" ({str(verdict.get('cause', '?'))[:40]})"
+        print(f"round {place.round or '?'}  {what}{cause}  {len(place.ranks)} ranks' files  {place.path}")
+    return 0
+
+
+def _nothing(why: str) -> int:
+    print(f"elasticd explain: {why}", file=sys.stderr)
+    return 1
+
+
+def _why_none() -> str:
+    other = Path(tempfile.gettempdir()) / f"elasticd-evidence-{os.getuid()}"  # as evidence.py has it
+    jobs = [other / name for name in files.names(other) if finding.places(other / name)]
+    if jobs:
+        newest = sorted(jobs, key=lambda job: max(_age(place.path) for place in finding.places(job)), reverse=True)
+        shown = ", ".join(map(str, newest[:4]))
+        return f"where a log directory cannot be written it is kept elsewhere, the newest first: {shown}"
+    return "no hang was suspected by an agent that has its log directory there"
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # it has been removed meanwhile
+        return 0.0
+
+
+def _event_log(place: finding.Place, directory: Path) -> Path | None:
+    """The event log, where one of its usual names is in the log directory."""
+    for folder in dict.fromkeys([place.logs or directory, directory]):
+        for name in EVENT_LOG_NAMES:
+            if (folder / name).is_file():
+                return folder / name
+    return None
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong as every command does: in one line, and without a copy of the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="elasticd explain",
+        description="Says in one page who made a group hang and why, from the evidence its agents left on disk. A word "
+        "without a slash that does not exist here is the id of a daemon's job, if `elasticd agent` runs on this node: "
+        "elasticd explain JOB [--round N] [--node NODE] [--json] [--agent URL].",
+        epilog="Exit codes: 0 explained, 1 nothing found, 2 usage. The page and its parts: docs/hangs.md.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("logdir", metavar="LOGDIR", help="the job's --log-dir, or a folder of evidence")
+    parser.add_argument("--round", type=int, metavar="N", help="this round's; otherwise the newest that hung")
+    parser.add_argument("--list", action="store_true", help="say of which rounds there is evidence, and no more")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the page")
+    parser.add_argument(
+        "--event-log",
+        type=Path,
+        metavar="FILE",
+        help=f"the job's --event-log; otherwise {' or '.join(EVENT_LOG_NAMES)} in LOGDIR, if one is there",
+    )
+    return parser

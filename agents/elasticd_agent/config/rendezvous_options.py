@@ -1,0 +1,347 @@
+"""Where and by which numbers the nodes of a job meet: --nnodes and --rdzv-…, read into a Rendezvous and Policy fields.
+
+It exists so that what a torchrun user writes means here what it means there, and what cannot work is refused with a
+sentence that says what would: a random job id per node, a static rendezvous that cannot replace anybody, a key that is
+misspelled. It never looks at the network, and at the disk only for a password's file.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from elasticd.errors import UsageError
+from elasticd_agent.model.job import Policy, Rendezvous, Tls
+
+BACKENDS = ("static", "c10d", "etcd")
+DEFAULT_PORTS = {"c10d": 29400, "etcd": 2379}
+"""torchrun's for c10d, etcd's own for its clients."""
+KEEP_ALIVE_ATTEMPTS = 3
+"""torchrun's default of keep_alive_max_attempt."""
+
+_SECONDS: Mapping[str, str] = {
+    # torchrun's
+    "join_timeout": "join_timeout_s",
+    "timeout": "join_timeout_s",
+    "last_call_timeout": "last_call_s",
+    "keep_alive_interval": "renewal_s",
+    # ours
+    "lease": "lease_s",
+    "renewal": "renewal_s",
+    "store_timeout": "store_timeout_s",
+    "seen_timeout": "seen_timeout_s",
+    "replace_timeout": "replace_timeout_s",
+    "hold_timeout": "hold_timeout_s",
+    "adopt_timeout": "adopt_timeout_s",
+    "store_away": "store_away_s",
+    "grow_debounce": "grow_debounce_s",
+    "node_cooloff": "node_cooloff_s",
+}
+_FILES: Mapping[str, str] = {
+    "cacert": "ca",
+    "ca_cert": "ca",
+    "cert": "cert",
+    "ssl_cert": "cert",
+    "key": "key",
+    "ssl_cert_key": "key",
+}
+_ETCD = (*_FILES, "protocol", "user", "password", "password_file")
+_C10D = ("is_host", "store_type")
+_IDLE = ("close_timeout", "heartbeat_timeout", "read_timeout", "use_libuv", "rank")
+"""Of torchrun's rendezvous, without a counterpart here: what they limit is limited by store_timeout and lease."""
+KEYS = (*_SECONDS, "keep_alive_max_attempt", *_C10D, *_ETCD, *_IDLE)
+
+_TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")  # as torchrun reads them
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What the options say. `numbers` are Policy's keyword arguments; `job_id` None: a random one will do."""
+
+    rendezvous: Rendezvous
+    numbers: Mapping[str, Any]
+    job_id: str | None
+    run: str | None
+
+
+def read(parsed: Namespace, environ: Mapping[str, str], cwd: Path) -> Meeting:
+    """Raises UsageError."""
+    low, high = _nodes(parsed.nnodes)
+    conf = _conf(parsed.rdzv_conf)
+    numbers = _numbers(conf, parsed)
+    backend = _backend(parsed, high)
+    job_id = None if parsed.standalone or parsed.rdzv_id in ("none", "") else str(parsed.rdzv_id)
+    if backend == "memory":
+        return Meeting(Rendezvous(local_addr=parsed.local_addr, node=parsed.node_id), numbers, job_id, parsed.run)
+    run = parsed.run
+    if high > 1:
+        job_id = job_id or environ.get("SLURM_JOB_ID") or None
+        if job_id is None:
+            raise UsageError(
+                f"--nnodes {parsed.nnodes} needs --rdzv-id JOB, the same on every node: "
+                "random ids, one per node, cannot meet"
+            )
+        # It tells two runs of a job apart and must be the same on all nodes, too: Slurm counts its requeues.
+        run = parsed.run if parsed.run is not None else environ.get("SLURM_RESTART_COUNT") or "0"
+    _belongs(conf, backend)
+    endpoints, secure = _endpoints(parsed.rdzv_endpoint, backend)
+    user, password = _credentials(conf, environ, cwd) if backend == "etcd" else (None, None)
+    return Meeting(
+        Rendezvous(
+            backend=backend,
+            endpoints=endpoints,
+            tls=_tls(conf, secure, cwd),
+            user=user,
+            password=password,
+            is_host=_is_host(conf),
+            local_addr=parsed.local_addr or None,
+            node=parsed.node_id,
+            min_nodes=low,
+            max_nodes=high,
+        ),
+        numbers,
+        job_id,
+        run,
+    )
+
+
+# ---- how many, and by which backend
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    counts = [count.strip() for count in text.split(":")]
+    if not all(re.fullmatch("-?[0-9]{1,6}", count) for count in counts) or len(counts) > 2:
+        raise UsageError(f"--nnodes {text!r} is neither a number nor MIN:MAX")
+    low, high = int(counts[0]), int(counts[-1])
+    if low < 1:
+        raise UsageError(f"--nnodes {text}: MIN must be at least 1")
+    if low > high:
+        raise UsageError(f"--nnodes {text}: MIN {low} exceeds MAX {high}; write {high}:{low}")
+    return low, high
+
+
+def _backend(parsed: Namespace, high: int) -> Literal["memory", "c10d", "etcd"]:
+    """Which store is meant; "memory" where one node has nobody to meet."""
+    name, endpoint, nodes = parsed.rdzv_backend, parsed.rdzv_endpoint, f"--nnodes {parsed.nnodes}"
+    if parsed.standalone:
+        if high > 1:
+            raise UsageError(f"{nodes} and --standalone contradict each other: --standalone is one node")
+        return "memory"
+    if name == "etcd-v2":
+        raise UsageError(
+            "--rdzv-backend etcd-v2: etcd 3.6 has dropped its v2 interface; write --rdzv-backend etcd, "
+            "which speaks v3 here"
+        )
+    if name not in BACKENDS:
+        raise UsageError(f"--rdzv-backend {name!r} is not supported: give {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
+    if name == "static":
+        if high > 1:
+            where = endpoint or (f"{parsed.master_addr}:{parsed.master_port}" if parsed.master_port else "HOST:PORT")
+            job = "" if parsed.rdzv_id not in ("none", "") else " --rdzv-id JOB"
+            raise UsageError(
+                f"{nodes} with the static backend is not supported: nodes with fixed ranks cannot be replaced; "
+                f"write --rdzv-backend c10d --rdzv-endpoint {where}{job}"
+            )
+        if parsed.node_rank != 0:
+            raise UsageError(f"--node-rank {parsed.node_rank}: the only node of a job has rank 0")
+        return "memory"
+    if name == "c10d" and high == 1 and (not endpoint or re.search(r":0+$", endpoint)):
+        return "memory"  # nobody to meet, or at a port nobody could know
+    if not endpoint:
+        raise UsageError(f"{nodes} with --rdzv-backend {name} needs --rdzv-endpoint HOST:PORT, where the nodes meet")
+    return "c10d" if name == "c10d" else "etcd"
+
+
+# ---- where
+
+
+def _endpoints(text: str, backend: str) -> tuple[tuple[tuple[str, int], ...], bool | None]:
+    """The addresses, and whether they want TLS: None where no scheme says so."""
+    items = [item.strip() for item in text.split(",")]
+    if backend == "c10d" and len(items) > 1:
+        raise UsageError(f"--rdzv-endpoint {text!r}: c10d has one host; several endpoints are etcd's")
+    schemes, found = set(), []
+    for item in items:
+        scheme, mark, rest = item.rpartition("://")
+        if mark and (backend == "c10d" or scheme.lower() not in ("http", "https")):
+            known = "nothing goes before the host" if backend == "c10d" else "http:// or https:// is"
+            raise UsageError(f"--rdzv-endpoint {item!r}: {scheme}:// is not understood for {backend}; {known}")
+        schemes.add(scheme.lower())
+        found.append(_endpoint(rest.removesuffix("/") if mark else rest, item, DEFAULT_PORTS[backend]))
+    if len(schemes) > 1:
+        raise UsageError(f"--rdzv-endpoint {text!r}: write https:// before all of them, or before none")
+    return tuple(dict.fromkeys(found)), {"": None, "http": False, "https": True}[schemes.pop()]
+
+
+def _endpoint(text: str, item: str, default_port: int) -> tuple[str, int]:
+    wrong = f"--rdzv-endpoint {item!r}"
+    if "@" in text:
+        raise UsageError("--rdzv-endpoint holds a user name: give --rdzv-conf user=NAME,password_file=FILE instead")
+    if not text.startswith("[") and text.count(":") > 1:
+        raise UsageError(f"{wrong}: an IPv6 address goes into brackets, as in [2001:db8::1]:{default_port}")
+    parts = re.fullmatch(r"(\[[^]]*\]|[^:\[\]]*)(?::(.*))?", text, re.DOTALL)
+    host, port = parts.groups() if parts else ("", None)
+    if not host:
+        raise UsageError(f"{wrong} is not HOST:PORT" + ("; the host is missing" if parts else ""))
+    if host.startswith("["):
+        host = host[1:-1]
+        if not _is_address(socket.AF_INET6, host.partition("%")[0]):
+            raise UsageError(f"{wrong}: {host!r} is not an IPv6 address")
+    elif re.fullmatch("[0-9.]+", host):
+        if not _is_address(socket.AF_INET, host):
+            raise UsageError(f"{wrong}: {host!r} is not an IPv4 address")
+    elif len(host) > 253 or not re.fullmatch(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?", host):  # RFC 1035's limits
+        raise UsageError(f"{wrong}: {host!r} cannot be the name of a host")
+    if port is None:
+        return host, default_port
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) <= 65535:
+        raise UsageError(f"{wrong}: {port!r} is no port nodes can meet at; ports go from 1 to 65535")
+    return host, int(port)
+
+
+def _is_address(family: socket.AddressFamily, text: str) -> bool:
+    try:
+        socket.inet_pton(family, text)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+# ---- --rdzv-conf
+
+
+def _conf(text: str) -> dict[str, str]:
+    conf: dict[str, str] = {}
+    for pair in filter(None, text.strip().split(",")):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if not key or not value:
+            raise UsageError(f"--rdzv-conf: {pair!r} is not KEY=VALUE")
+        if key not in KEYS:
+            from difflib import get_close_matches  # only this mistake needs it
+
+            near = get_close_matches(key, KEYS, n=1)
+            known = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(KEYS))}"
+            raise UsageError(f"--rdzv-conf: unknown key {key!r}; {known}")
+        if conf.setdefault(key, value) != value:
+            raise UsageError(f"--rdzv-conf: {key} is given twice")
+    return conf
+
+
+def _belongs(conf: Mapping[str, str], backend: str) -> None:
+    for key in conf:
+        if key in (_ETCD if backend == "c10d" else _C10D):
+            raise UsageError(f"--rdzv-conf: {key} is for {'etcd' if key in _ETCD else 'c10d'}, not for {backend}")
+    if conf.get("store_type", "tcp").lower() != "tcp":
+        raise UsageError(f"--rdzv-conf: store_type={conf['store_type']} is not supported; nodes meet over tcp")
+
+
+def _numbers(conf: Mapping[str, str], parsed: Namespace) -> dict[str, float]:
+    """Policy's fields. A time that only follows from another is shortened with it, so that one key is enough."""
+    numbers: dict[str, float] = {}
+    said: dict[str, str] = {}
+
+    def take(field: str, value: float, source: str) -> None:
+        if field in numbers and numbers[field] != value:
+            raise UsageError(f"{said[field]} and {source} contradict each other; leave one out")
+        numbers[field], said[field] = value, source
+
+    for key, text in conf.items():
+        if key in _SECONDS:
+            take(_SECONDS[key], _number(key, text), f"{key}={text}")
+    for field in ("replace_timeout_s", "hold_timeout_s"):
+        given = getattr(parsed, field.removesuffix("_s"))
+        if given is not None:
+            take(field, given, f"--{field.removesuffix('_s').replace('_', '-')} {given:g}")
+    usual = Policy()
+    if "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf:
+        attempts = conf.get("keep_alive_max_attempt", str(KEEP_ALIVE_ATTEMPTS))
+        if not re.fullmatch("[0-9]{1,6}", attempts) or int(attempts) < 1:
+            raise UsageError(f"--rdzv-conf: keep_alive_max_attempt={attempts} must be a whole number, at least 1")
+        lease = int(attempts) * numbers.setdefault("renewal_s", usual.renewal_s)
+        take("lease_s", lease, f"keep_alive_interval × keep_alive_max_attempt = {lease:g}")
+    lease = numbers.setdefault("lease_s", usual.lease_s)
+    seen = numbers.setdefault("seen_timeout_s", usual.seen_timeout_s)
+    # The defaults' own proportions, so that Policy's rules hold where only one of the times was given.
+    renewal = numbers.setdefault("renewal_s", lease * usual.renewal_s / usual.lease_s)
+    store = [usual.store_timeout_s, lease * usual.store_timeout_s / usual.lease_s, seen * usual.store_timeout_s]
+    if lease > renewal:
+        store.append((lease - renewal) * usual.store_timeout_s / (usual.lease_s - usual.renewal_s))
+    numbers.setdefault("store_timeout_s", min(store))
+    join = numbers.setdefault("join_timeout_s", usual.join_timeout_s)
+    numbers.setdefault("last_call_s", min(usual.last_call_s, join / 2))
+    return numbers
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"--rdzv-conf: {key}={text} must be a number") from None
+
+
+def _is_host(conf: Mapping[str, str]) -> bool | None:
+    text = conf.get("is_host")
+    if text is None:
+        return None
+    if text.lower() not in _TRUE + _FALSE:
+        raise UsageError(f"--rdzv-conf: is_host={text} must be 1 or 0")
+    return text.lower() in _TRUE
+
+
+# ---- TLS and credentials
+
+
+def _tls(conf: Mapping[str, str], secure: bool | None, cwd: Path) -> Tls | None:
+    protocol = conf.get("protocol", "").lower()
+    if protocol not in ("", "http", "https"):
+        raise UsageError(f"--rdzv-conf: protocol={conf['protocol']} is neither http nor https")
+    if secure is not None and protocol and secure != (protocol == "https"):
+        raise UsageError(f"--rdzv-conf: protocol={protocol} contradicts the scheme of --rdzv-endpoint")
+    files: dict[str, Path] = {}
+    used = [key for key in conf if key in _FILES]
+    for key in used:
+        if files.setdefault(_FILES[key], cwd / conf[key]) != cwd / conf[key]:
+            raise UsageError(f"--rdzv-conf: {key} is given twice, under two names")
+    if secure is False or protocol == "http":
+        if files:
+            raise UsageError(f"--rdzv-conf: {' and '.join(used)} for TLS, but the endpoint is http; write https")
+        return None
+    return Tls(**files) if files or secure or protocol == "https" else None
+
+
+def _credentials(conf: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> tuple[str | None, str | None]:
+    user = conf.get("user", environ.get("ELASTICD_ETCD_USER")) or None
+    if "password" in conf and "password_file" in conf:
+        raise UsageError("--rdzv-conf: password and password_file contradict each other; leave one out")
+    password = conf.get("password", environ.get("ELASTICD_ETCD_PASSWORD")) or None
+    if "password_file" in conf:
+        password = _password(cwd / conf["password_file"])
+    if user and password is None:
+        raise UsageError(
+            f"the etcd user {user!r} needs a password: --rdzv-conf password_file=FILE, or ELASTICD_ETCD_PASSWORD"
+        )
+    if password is not None and user is None:
+        raise UsageError("an etcd password without a user: --rdzv-conf user=NAME, or ELASTICD_ETCD_USER")
+    return user, password
+
+
+_LONGEST_PASSWORD = 1024
+"""Characters; a file that holds more is another file than was meant."""
+
+
+def _password(path: Path) -> str:
+    try:
+        with path.open() as file:
+            text = file.read(_LONGEST_PASSWORD + 2)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UsageError(f"--rdzv-conf: password_file {str(path)!r} cannot be read: {why}") from None
+    password = text.rstrip("\r\n")
+    if not password or "\n" in password or len(password) > _LONGEST_PASSWORD:
+        raise UsageError(f"--rdzv-conf: password_file {str(path)!r} must hold one line, the password")
+    return password

@@ -1,0 +1,338 @@
+"""The command line of `elasticd run`, read into a JobSpec, a Policy and AgentSettings.
+
+It exists so that a torchrun user's command means here what it means there: the parser is made from the tables in
+torchrun_flags.py and elasticd_flags.py and follows argparse wherever torchrun does; rendezvous_options.py reads where
+several nodes meet. It never looks at the disk or the network (preflight.py does) and never imports torch: usage errors
+are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from elasticd.errors import UsageError
+from elasticd_agent.config import rendezvous_options as rendezvous
+from elasticd_agent.config.elasticd_flags import OWN
+from elasticd_agent.config.flag import Flag, Kind, Treatment
+from elasticd_agent.config.rendezvous_options import Meeting
+from elasticd_agent.config.torchrun_flags import TORCHRUN
+from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy, Streams
+from elasticd_agent.system.devices import cpu_count, visible_gpus
+
+Choices = tuple[JobSpec, Policy, AgentSettings]
+
+_HEAD = """\
+usage: elasticd run [options] SCRIPT [script's arguments]
+
+Runs SCRIPT in several worker processes, as torchrun does, and restarts them in a fraction of a second when one fails.
+With --max-restarts N the job is given up after N restarts; without it, after 3 in a row without progress (no new
+highest step, no new checkpoint) or after more than --max-restarts-per-hour (60).
+Several nodes are one job when the same command is started on each, with a place to meet:
+  elasticd run --nnodes 2:8 --rdzv-backend etcd --rdzv-endpoint HOST:2379 --rdzv-id JOB train.py
+Exit code: 0 succeeded, 1 the job failed, 2 usage, 75 requeue the job, 128+n stopped by signal n.
+"""
+
+
+class RunParser(argparse.ArgumentParser):
+    """argparse, but a mistake is a UsageError, and our own options cannot be abbreviated (see docs/torchrun.md)."""
+
+    def error(self, message: str) -> NoReturn:
+        # argparse's "the following arguments are required: …"; from Python 3.13 on it names only the first one.
+        if message.endswith(("training_script", "training_script_args")):
+            message = "the script to run is missing, as in: elasticd run train.py"
+        raise UsageError(message)
+
+    def format_help(self) -> str:
+        return help_text()
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        # --max-r must go on meaning --max-restarts: argparse only asks here for what is not spelled out.
+        own = {flag.dest for flag in OWN}
+        return [match for match in super()._get_option_tuples(option_string) if match[0].dest not in own]
+
+
+def build_parser(environ: Mapping[str, str]) -> RunParser:
+    """The parser; PET_ variables in `environ` are its defaults. Raises UsageError when one of them makes no sense."""
+    parser = RunParser(prog="elasticd run")
+    for flag in (*TORCHRUN, *OWN):
+        default = _default(flag, environ)
+        if flag.kind is Kind.SWITCH:
+            parser.add_argument(*flag.names, action="store_true", default=default)
+        else:
+            parser.add_argument(
+                *flag.names,
+                action="append" if flag.repeatable else "store",
+                type=_TYPES[flag.kind],
+                default=None if flag.repeatable else default,
+                choices=flag.choices,
+            )
+    parser.add_argument("training_script", type=str)
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    return parser
+
+
+def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Choices:
+    """What `elasticd run argv…` asks for. Raises UsageError; --help prints and raises SystemExit(0)."""
+    parsed, unknown = build_parser(environ).parse_known_args(list(argv))
+    if unknown:
+        raise UsageError(_unknown(unknown[0]))
+    for flag in TORCHRUN:
+        if flag.treatment is Treatment.REFUSED and getattr(parsed, flag.dest) != flag.default:
+            raise UsageError(f"{flag.spellings[-1]} is not supported: {flag.says}")
+    meeting = rendezvous.read(parsed, environ, cwd)
+    shutdown = _shutdown_timeout(parsed, environ)
+    policy = Policy(
+        max_restarts=parsed.max_restarts,
+        max_restarts_per_hour=parsed.max_restarts_per_hour,
+        stop_grace_s=float(shutdown),
+        grow=parsed.grow,
+        **_hangs(parsed),
+        **meeting.numbers,
+    )
+    settings = AgentSettings(
+        event_log=_path(parsed.event_log, cwd),
+        metrics_port=parsed.metrics_port,
+        metrics_addr=parsed.metrics_addr,
+        live=not parsed.no_live,
+    )
+    return _job(parsed, meeting, environ, cwd), policy, settings
+
+
+def help_text() -> str:
+    """What --help prints, from the tables."""
+    from textwrap import fill  # only --help needs it
+
+    def entry(flag: Flag) -> str:
+        names = ", ".join(flag.spellings) + (f" {flag.metavar}" if flag.metavar else "")
+        says = flag.says
+        if flag.default not in (None, "", (), False) and flag.treatment is Treatment.HONORED:
+            says += f" Default: {flag.default}."
+        return f"  {names}\n" + fill(says, 108, initial_indent=" " * 8, subsequent_indent=" " * 8)
+
+    def section(title: str, flags: Sequence[Flag]) -> str:
+        return "\n".join([f"\n{title}:", *(entry(flag) for flag in flags)])
+
+    honored = [flag for flag in TORCHRUN if flag.treatment is Treatment.HONORED]
+    idle = ", ".join(flag.spellings[-1] for flag in TORCHRUN if flag.treatment is Treatment.NO_EFFECT)
+    refused = ", ".join(flag.spellings[-1] for flag in TORCHRUN if flag.treatment is Treatment.REFUSED)
+    return "\n".join(
+        [
+            _HEAD.rstrip("\n"),
+            section("elasticd's own options", OWN),
+            section("torchrun's options (or their PET_ variables)", honored),
+            f"\nAccepted, without effect: {idle}.\nRefused, each with its reason: {refused}.\n",
+        ]
+    )
+
+
+# ---- values
+
+
+def _comma_separated(text: str) -> tuple[str, ...]:
+    return tuple(item.replace("\0", ",") for item in text.replace(",,", "\0").split(","))
+
+
+_comma_separated.__name__ = "list"  # argparse puts it into "invalid … value"
+
+
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _seconds(text: str) -> float:
+    unit = next((unit for unit in _UNITS_S if text.endswith(unit)), "")
+    try:
+        return float(text.removesuffix(unit)) * _UNITS_S.get(unit, 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time as in 500ms, 5s, 2m or 1.5h") from None
+
+
+_TYPES: Mapping[Kind, Any] = {
+    Kind.TEXT: str,
+    Kind.INT: int,
+    Kind.FLOAT: float,
+    Kind.DURATION: _seconds,
+    Kind.LIST: _comma_separated,
+}
+
+
+def _default(flag: Flag, environ: Mapping[str, str]) -> Any:
+    text = environ.get(flag.variable) if flag.variable else None
+    if text is None:
+        return flag.default
+    try:
+        value = bool(int(text)) if flag.kind is Kind.SWITCH else _TYPES[flag.kind](text)
+    except ValueError:
+        wanted = "1 or 0" if flag.kind is Kind.SWITCH else f"a valid {flag.kind.value}"
+        raise UsageError(f"{flag.variable}={text!r} must be {wanted}") from None
+    if flag.choices and value not in flag.choices:
+        raise UsageError(f"{flag.variable}={text!r} must be one of {', '.join(flag.choices)}")
+    return value
+
+
+def _unknown(option: str) -> str:
+    from difflib import get_close_matches  # only this mistake needs it
+
+    spelled = option.split("=", 1)[0]
+    near = get_close_matches(spelled, [name for flag in (*TORCHRUN, *OWN) for name in flag.spellings], n=1)
+    return f"unknown option {spelled}" + (f"; did you mean {near[0]}?" if near else "; elasticd run --help lists them")
+
+
+def _path(text: str | None, cwd: Path) -> Path | None:
+    return None if text is None else cwd / text
+
+
+# ---- what it means
+
+
+def _job(parsed: argparse.Namespace, meeting: Meeting, environ: Mapping[str, str], cwd: Path) -> JobSpec:
+    low, high = _workers(parsed.nproc_per_node, environ)
+    # torchrun leaves every GPU visible to every worker; we do, too, unless slots can be set aside or have one GPU each.
+    gpus = visible_gpus(environ) if low < high or parsed.virtual_local_rank else ()
+    mode = _mode(parsed)
+    address, port = _store_address(parsed)
+    if parsed.log_dir == os.devnull and (parsed.redirects, parsed.tee) != ("0", "0"):
+        raise UsageError(f"--log-dir {os.devnull} keeps no log files: --redirects and --tee have nothing to write to")
+    return JobSpec(
+        python=environ.get("PYTHON_EXEC", sys.executable),
+        mode=mode,
+        entrypoint=parsed.training_script,
+        args=tuple(parsed.training_script_args),
+        cwd=cwd,
+        job_id=_random_id() if meeting.job_id is None else meeting.job_id,
+        run=os.urandom(8).hex() if meeting.run is None else meeting.run,
+        role=parsed.role,
+        min_workers=low,
+        max_workers=high,
+        devices=gpus[:high] if len(gpus) >= high else (),
+        checkpoint_dir=_path(parsed.checkpoint_dir, cwd),
+        preload=_modules(parsed.preload or []),
+        log_dir=_path(parsed.log_dir, cwd),
+        redirects=_streams("--redirects", parsed.redirects, high),
+        tee=_streams("--tee", parsed.tee, high),
+        local_ranks_filter=_ranks(parsed.local_ranks_filter),
+        duplicate_stdout_filters=parsed.duplicate_stdout_filters,
+        duplicate_stderr_filters=parsed.duplicate_stderr_filters,
+        master_addr=address,
+        master_port=port,
+        virtual_local_rank=parsed.virtual_local_rank,
+        signals=tuple(dict.fromkeys(name.strip() for name in parsed.signals_to_handle.split(","))),
+        rendezvous=meeting.rendezvous,
+    )
+
+
+def _random_id() -> str:
+    from uuid import uuid4  # the form torchrun's random ids have; usage errors need not wait for it
+
+    return str(uuid4())
+
+
+def _mode(parsed: argparse.Namespace) -> Mode:
+    if parsed.run_path:
+        return Mode.SCRIPT
+    if parsed.no_python and parsed.module:
+        raise UsageError("--no-python and -m contradict each other: a module needs Python to run it")
+    return Mode.EXEC if parsed.no_python else Mode.MODULE if parsed.module else Mode.SCRIPT
+
+
+def _workers(text: str, environ: Mapping[str, str]) -> tuple[int, int]:
+    parts = text.split(":")
+    if len(parts) > 2:
+        raise UsageError(f"--nproc-per-node {text!r} is neither a number, gpu, cpu, auto nor MIN:MAX")
+    low, high = _count(parts[0], environ), _count(parts[-1], environ)
+    if low < 1 or high < 1:
+        raise UsageError(f"--nproc-per-node {text}: a job needs at least 1 worker")
+    if low > high:
+        raise UsageError(f"--nproc-per-node {text}: MIN {low} exceeds MAX {high}; write {high}:{low}")
+    return low, high
+
+
+def _count(text: str, environ: Mapping[str, str]) -> int:
+    if text == "cpu":
+        return cpu_count()
+    if text in ("gpu", "auto"):
+        gpus = len(visible_gpus(environ))
+        if text == "gpu" and not gpus:
+            raise UsageError("--nproc-per-node gpu: no NVIDIA GPU can be seen from here; give a number, or cpu")
+        return gpus or cpu_count()
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--nproc-per-node {text!r} is neither a number, gpu, cpu, auto nor MIN:MAX") from None
+
+
+def _store_address(parsed: argparse.Namespace) -> tuple[str, int | None]:
+    """Where the workers' store listens, and what MASTER_ADDR says, on one node: torchrun's rules."""
+    if parsed.standalone or parsed.rdzv_backend != "static":
+        return "localhost", None
+    if parsed.rdzv_endpoint:
+        host, colon, port = parsed.rdzv_endpoint.rpartition(":")
+        if not colon or not port.isdigit():
+            raise UsageError(f"--rdzv-endpoint {parsed.rdzv_endpoint!r} is not HOST:PORT")
+        address, number = host, int(port)
+    elif parsed.master_port is not None:
+        address, number = parsed.master_addr, parsed.master_port
+    else:
+        return "localhost", None
+    return address.strip("[]") or "localhost", number or None
+
+
+def _streams(option: str, text: str, workers: int) -> dict[int, Streams]:
+    if re.fullmatch("[0-3]", text):
+        return dict.fromkeys(range(workers), Streams(int(text))) if text != "0" else {}
+    if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+        raise UsageError(f"{option} {text!r} is neither 0, 1, 2, 3 nor RANK:STREAMS,… as in 0:3,1:1")
+    pairs = (item.split(":") for item in text.split(","))
+    return {int(rank): Streams(int(streams)) for rank, streams in pairs}
+
+
+def _ranks(text: str) -> frozenset[int] | None:
+    if not text:
+        return None
+    items = [item.strip() for item in text.split(",")]
+    if not all(item.isdigit() for item in items):
+        raise UsageError(f"--local-ranks-filter {text!r} is not a list of local ranks as in 0,1,2")
+    return frozenset(map(int, items))
+
+
+def _modules(given: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    names = [name.strip() for group in given for name in group]
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise UsageError(f"--preload {name!r} is not a module's name as in pkg.module")
+    return tuple(dict.fromkeys(names))
+
+
+def _hangs(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Policy's fields on hangs."""
+    return {
+        "hang_floor_s": parsed.hang_floor,
+        "hang_factor": parsed.hang_factor,
+        "stopped_after_s": parsed.stopped_after,
+        "slow_ceiling_s": parsed.slow_ceiling,
+        "slow_factor": parsed.slow_factor,
+        "evidence_s": parsed.evidence_timeout,
+        "on_hang": parsed.on_hang,
+        "startup_ceiling_s": parsed.startup_ceiling,
+        "first_step_ceiling_s": parsed.first_step_ceiling,
+        "progress_ceiling_s": parsed.progress_ceiling,
+    }
+
+
+def _shutdown_timeout(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    if parsed.shutdown_timeout is not None:
+        name, seconds = "--shutdown-timeout", parsed.shutdown_timeout
+    else:
+        name, text = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+        try:
+            seconds = int(text)
+        except ValueError:
+            raise UsageError(f"{name}={text!r} must be a number of seconds") from None
+    if seconds < 0:
+        raise UsageError(f"{name} {seconds}: a time cannot be negative; 0 kills at once")
+    return int(seconds)

@@ -1,0 +1,223 @@
+"""Pure: the stack of a thread -> where it is: in a collective, a device wait, an init, a barrier of ours, or elsewhere.
+
+It exists so that the rank that waits can be told from the one it waits for. A stack is read from its innermost call
+outwards, through torch's and Python's own frames, to the first one the table knows; the first frame of anybody else's
+code ends the search: who runs code of the script's own is elsewhere. Nothing is guessed from names alone that a script
+could use, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it would be a tenth of the helper's start
+    from elasticd_agent.model.reports import Where
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call: the function's name as the source knows it ("all_reduce", "Model.forward"), its file and line."""
+
+    function: str
+    file: str
+    line: int
+
+    @property
+    def name(self) -> str:
+        """Without the class or function it is in: what Python 3.10 and faulthandler know of it."""
+        return self.function.rpartition(".")[2]
+
+    @property
+    def short(self) -> str:
+        """The file as it is called on any machine: below site-packages or the standard library, else its name."""
+        found = _BELOW.search(self.file)
+        return self.file[found.end() :] if found else self.file.rpartition("/")[2]
+
+    @property
+    def own(self) -> bool:
+        """True for code that is neither torch's, Python's, elasticd's nor another package's: the script's."""
+        return not _LIBRARY.search(self.file)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a stack does not show.
+
+    `idle`: the thread uses no processor. `group`: there is a process group. `cuda`: the process uses a GPU. `gil`: the
+    thread has the GIL. `source`: the innermost frame's line of source, for methods written in C have no frame.
+    """
+
+    idle: bool = False
+    group: bool = False
+    cuda: bool = False
+    gil: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """`function` is what a person is told: "all_reduce", or for elsewhere the script's own "train.py:88 next_batch"."""
+
+    where: Where
+    function: str
+
+
+_PACKAGES = r"(?:site|dist)-packages/"
+_STDLIB = r"/lib(?:64)?/python3(?:\.\d+)?t?/(?!(?:site|dist)-packages/)"
+_TORCH = r"(?:(?:site|dist)-packages|pytorch)/torch/"
+_OURS = r"(?:^|/)(?:elasticd_agent/|elasticd/[\w/]+\.py$)"
+_BELOW = re.compile(rf".*{_PACKAGES}|.*{_STDLIB}|.*/(?=(?:torch|elasticd|elasticd_agent)/)")
+_LIBRARY = re.compile(rf"{_PACKAGES}|{_STDLIB}|{_TORCH}|{_OURS}|^<frozen ")
+_SEEN_THROUGH = re.compile(rf"{_STDLIB}|{_TORCH}|{_OURS}|^<frozen ")
+"""Frames that may be inside of a wait: torch's, Python's, ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    where: Where
+    file: re.Pattern[str]
+    name: re.Pattern[str]
+    label: str = ""
+
+
+def _rule(where: Where, file: str, name: str = r".*", label: str = "") -> _Rule:
+    return _Rule(where, re.compile(rf"(?:^|/){file}$"), re.compile(name), label)
+
+
+_C10D = r"torch/distributed/distributed_c10d\.py"
+_RULES = (
+    # Pickling before a collective is work, and so is compiling, which may wait for processes that compile.
+    _rule("elsewhere", _C10D, r"_object_to_tensor|_tensor_to_object"),
+    _rule("elsewhere", r"torch/_inductor/(?!output_code|utils).*"),
+    _rule("elsewhere", r"torch/_dynamo/(?!eval_frame|external_utils).*"),
+    _rule("elsewhere", r"torch/fx/.*"),
+    _rule("elsewhere", r"torch/utils/data/.*"),
+    _rule("init", _C10D, r"init_process_group|_store_based_barrier|_?new_(?:sub)?groups?\w*|split_group|shrink_group"),
+    _rule("init", _C10D, r"_new_process_group_helper|_create_process_group_wrapper"),
+    _rule("init", r"torch/distributed/rendezvous\.py", r".*", "init_process_group"),
+    _rule("init", r"torch/distributed/elastic/(?:rendezvous|utils/store|utils/distributed).*", r".*", "rendezvous"),
+    _rule("collective", _C10D, r"destroy_process_group|_abort_process_group", "destroy_process_group"),
+    _rule("collective", _C10D, r"_coalescing_manager|__exit__", "a coalesced collective"),
+    _rule(
+        "collective",
+        _C10D,
+        r"_?(?:all_|reduce|broadcast|gather|scatter|barrier|monitored_barrier|i?send|i?recv|batch_isend|wait)\w*",
+    ),
+    _rule("collective", r"torch/distributed/_functional_collectives\w*\.py", r".*", "a functional collective"),
+    _rule("collective", r"torch/distributed/_symmetric_memory/.*"),
+    _rule("collective", r"torch/nn/parallel/distributed\.py", r"_\w*(?:sync|broadcast)\w*|_pre_forward", "DDP.forward"),
+    _rule(
+        "collective",
+        r"torch/distributed/utils\.py",
+        r"_verify_param_shape_across_processes|_sync_module_states|_sync_params_and_buffers",
+        "DDP.__init__",
+    ),
+    _rule("collective", r"torch/nn/parallel/distributed\.py", r"__init__|_ddp_init_helper", "DDP.__init__"),
+    _rule("device", r"torch/(?:cuda|accelerator|xpu)/.*", r"synchronize|wait(?:_event|_stream)?|elapsed_time"),
+    _rule("device", r"torch/cuda/memory\.py", r"empty_cache|memory_stats\w*"),
+    _rule("device", r"torch/nn/modules/module\.py", r"convert", "Module.to"),
+    _rule(
+        "init",
+        r"elasticd/(?:coordination/store_channel|process_group)\.py",
+        r"open_channel|_agree_on_token|join\w*",
+        "elasticd.init",
+    ),
+    _rule("barrier", r"elasticd/coordination/barrier\.py", r".*", "session.barrier"),
+    _rule("barrier", r"elasticd/coordination/(?:store_channel|decisions|pause|rank_status)\.py", r".*", "session"),
+    # Whoever writes or reads a checkpoint inside of what the others wait for is at work.
+    _rule("elsewhere", r"elasticd/(?!session|heartbeat/(?:optimizer_hook|thread))[\w/]+\.py"),
+)
+
+_BACKWARD = _rule("collective", r"torch/autograd/graph\.py", r"_engine_run_backward", "backward")
+
+_WORK_WAIT = re.compile(r"(?<!\bos)\.wait\(")
+_DEVICE_CALL = re.compile(
+    r"\.(?:item|tolist|cpu|numpy|cuda|to|nonzero|synchronize|wait)\(|\b(?:float|bool)\(|torch\.(?:unique|nonzero)\("
+)
+
+_WAITING = re.compile(
+    rf"{_STDLIB}(?:threading|queue|selectors|concurrent/futures/_base|multiprocessing/(?:connection|queues|synchronize))\.py$"
+)
+"""Python's own waits, for another thread or process."""
+_SERVING = re.compile(
+    rf"{_STDLIB}(?:concurrent/futures|multiprocessing|socketserver)\b|{_PACKAGES}(?:torch/utils/data|torch/_inductor|tqdm"
+    rf"|prometheus_client|tensorboard|wandb)/|{_OURS}"
+)
+"""Threads that serve somebody: they wait for work for most of their life, and say nothing of the training."""
+
+
+def locate(frames: Sequence[Frame], context: Context = Context()) -> Located:
+    """Where the thread with these frames, innermost first, is. No frames: it runs no Python code."""
+    if not frames:
+        return Located("elsewhere", "")
+    for frame in frames:
+        if _matches(_BACKWARD, frame):
+            # Its own waits for collectives look like this, and so does all its work.
+            inside = context.idle and context.group
+            return Located("collective", _BACKWARD.label) if inside else Located("elsewhere", own_place(frames))
+        rule = next((rule for rule in _RULES if _matches(rule, frame)), None)
+        if rule is not None:
+            named = rule.label or _public(frames, frame)
+            return Located(rule.where, own_place(frames) if rule.where == "elsewhere" else named)
+        if not _SEEN_THROUGH.search(frame.file):
+            break
+    return _by_source(frames, context) or Located("elsewhere", own_place(frames))
+
+
+def chosen(threads: Sequence[Sequence[Frame]]) -> int:
+    """Of a process's threads, the main one first, the one whose stack says what the rank does.
+
+    That is the main thread, unless the script has it wait for another thread, or it is over: a script may train in one.
+    """
+    main = threads[0]
+    caller = _beyond_waiting(main)
+    if not main or caller is main[0] or (caller is not None and not caller.own):
+        return 0
+    candidates = [i for i, frames in enumerate(threads) if i and not _serves(frames)]
+    waiting = [i for i in candidates if locate(threads[i], Context(idle=True, group=True)).where != "elsewhere"]
+    return next(iter(waiting or candidates), 0)
+
+
+def own_place(frames: Sequence[Frame]) -> str:
+    """The innermost frame of the script's own code, or else the innermost one, as "train.py:88 next_batch"."""
+    frame = next((frame for frame in frames if frame.own), frames[0])
+    return f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.name}"
+
+
+def _matches(rule: _Rule, frame: Frame) -> bool:
+    return rule.file.search(frame.file) is not None and rule.name.fullmatch(frame.name) is not None
+
+
+def _public(frames: Sequence[Frame], at: Frame) -> str:
+    """Of functions of one file that call each other the outermost: what the script has called."""
+    name = at.name
+    for frame in frames[frames.index(at) :]:
+        if frame.file == at.file:
+            name = frame.name
+        elif not frame.file.endswith("c10d_logger.py"):
+            break
+    return name
+
+
+def _beyond_waiting(frames: Sequence[Frame]) -> Frame | None:
+    """Who called Python's own wait, perhaps through more of the kind."""
+    return next((frame for frame in frames if not _WAITING.search(frame.file)), None)
+
+
+def _serves(frames: Sequence[Frame]) -> bool:
+    caller = _beyond_waiting(frames)
+    return caller is None or _SERVING.search(caller.file) is not None
+
+
+def _by_source(frames: Sequence[Frame], context: Context) -> Located | None:
+    """A method written in C, by the line that calls it: a thread that waits in one has let go of the GIL."""
+    if not context.source or context.gil:
+        return None
+    if context.group and context.idle and _WORK_WAIT.search(context.source):
+        return Located("collective", "work.wait")
+    if context.cuda and _DEVICE_CALL.search(context.source):
+        return Located("device", own_place(frames))
+    return None

@@ -1,0 +1,155 @@
+"""/proc's facts of one process, its threads and its tree, as one JSON object.
+
+Nothing is read that the process itself could hold a lock on, no descriptor's target is opened. What may not be read, or
+is not there on this kernel, is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+from elasticd_agent.system import procfs
+
+MOST_THREADS = 256
+MOST_FDS = 256
+MOST_PROCESSES = 64
+_KEPT = ("FDSize", "VmPeak", "VmRSS", "VmSwap", "SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt", "Cpus_allowed_list")
+_COUNTED = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+
+# From asm/unistd.h: the calls a stuck process is usually found in. The first argument of those in _OF_FD is an fd.
+_CALLS = {
+    "x86_64": {
+        0: "read", 1: "write", 7: "poll", 16: "ioctl", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev",
+        23: "select", 35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom", 46: "sendmsg",
+        47: "recvmsg", 61: "wait4", 72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync", 202: "futex",
+        230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 257: "openat", 262: "newfstatat", 270: "pselect6",
+        271: "ppoll", 281: "epoll_pwait", 288: "accept4",
+    },
+    "aarch64": {
+        22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 56: "openat", 63: "read", 64: "write", 65: "readv",
+        66: "writev", 67: "pread64", 68: "pwrite64", 72: "pselect6", 73: "ppoll", 79: "newfstatat", 82: "fsync",
+        83: "fdatasync", 95: "waitid", 98: "futex", 101: "nanosleep", 115: "clock_nanosleep", 202: "accept",
+        203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 260: "wait4",
+    },
+}  # fmt: skip
+_OF_FD = (
+    "read", "write", "ioctl", "pread64", "pwrite64", "readv", "writev", "connect", "accept", "accept4", "sendto",
+    "recvfrom", "sendmsg", "recvmsg", "fcntl", "flock", "fsync", "fdatasync", "epoll_wait", "epoll_pwait",
+)  # fmt: skip
+
+
+def of(pid: int) -> dict[str, Any]:
+    """All that is known of the process; {} if it is gone."""
+    stat = procfs.stat(pid)
+    if stat is None:
+        return {}
+    everyone = procfs.scan()
+    tree = procfs.trees([pid], everyone.values()).get(pid, (pid,))
+    fds = targets(pid)
+    known = dict(_pairs(f"/proc/{pid}/status"))
+    facts: dict[str, Any] = {
+        "pid": pid,
+        "comm": stat.comm,
+        "state": stat.state,
+        "wchan": wchan(pid),
+        "syscall": syscall(pid, fds),
+        "kernel_stack": _text(f"/proc/{pid}/stack").splitlines(),
+        "cpu_s": round(stat.cpu_s, 2),
+        "tree_cpu_s": round(sum(everyone[member].cpu_s for member in tree if member in everyone), 2),
+        "io": {name: int(value) for name, value in _pairs(f"/proc/{pid}/io") if value.isdecimal()},
+        "status": {name: known[name] for name in _KEPT if name in known},
+        "switches": {name: int(known[name]) for name in _COUNTED if known.get(name, "").isdecimal()},
+        "cgroup": _text(f"/proc/{pid}/cgroup").split(),
+        "threads": [_thread(pid, tid) for tid in tids(pid)[:MOST_THREADS]],
+        "processes": [_process(everyone[member]) for member in tree[:MOST_PROCESSES] if member in everyone],
+        "fds": fds,
+    }
+    return {name: value for name, value in facts.items() if value not in ("", [], {}, None)}
+
+
+def wchan(pid: int) -> str:
+    """The kernel function the process sleeps in; "" for none, or where that may not be known."""
+    found = _text(f"/proc/{pid}/wchan")
+    return "" if found == "0" else found
+
+
+def syscall(pid: int, fds: dict[str, str]) -> dict[str, Any]:
+    """The system call the main thread is in, with what its descriptor points to."""
+    fields = _text(f"/proc/{pid}/syscall").split()
+    if len(fields) < 2 or not fields[0].isdecimal():
+        return {}
+    number = int(fields[0])
+    name = _CALLS.get(platform.machine(), {}).get(number, "")
+    found: dict[str, Any] = {"number": number, "name": name, "arguments": fields[1:7]}
+    if name in _OF_FD:
+        fd = str(int(fields[1], 16))
+        found |= {"fd": int(fd), "target": fds.get(fd, "")}
+    return found
+
+
+def targets(pid: int) -> dict[str, str]:
+    """What its descriptors point to, by number. The links are read, never followed."""
+    found = {}
+    try:
+        numbers = sorted(os.listdir(f"/proc/{pid}/fd"), key=int)
+    except OSError:
+        return {}
+    for number in numbers[:MOST_FDS]:
+        try:
+            found[number] = os.readlink(f"/proc/{pid}/fd/{number}")
+        except OSError:  # it has been closed
+            continue
+    return found
+
+
+def tids(pid: int) -> list[int]:
+    """Its threads, the main one first."""
+    try:
+        return sorted(int(tid) for tid in os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return []
+
+
+def living(pid: int) -> int:
+    """A thread of the process that lives, the main one if it does; 0 if none does: then it only waits to be reaped."""
+    states = ((tid, _text(f"/proc/{pid}/task/{tid}/stat").rpartition(")")[2].strip()[:1]) for tid in tids(pid))
+    return next((tid for tid, state in states if state not in ("Z", "X", "")), 0)
+
+
+def active_ns(pid: int) -> dict[int, int]:
+    """By thread that can run Python or backward code, for how long it has run or waited for a processor.
+
+    Those are the main thread and autograd's ("pt_autograd_0"). /proc/PID/task/TID/schedstat: run, wait, slices.
+    """
+    found = {}
+    for tid in tids(pid):
+        if tid == pid or _text(f"/proc/{pid}/task/{tid}/comm").startswith("pt_autograd"):
+            fields = _text(f"/proc/{pid}/task/{tid}/schedstat").split()
+            found[tid] = int(fields[0]) + int(fields[1]) if len(fields) == 3 else -1
+    return found
+
+
+def _thread(pid: int, tid: int) -> dict[str, Any]:
+    at = f"/proc/{pid}/task/{tid}"
+    fields = _text(f"{at}/stat").rpartition(")")
+    comm = fields[0].partition("(")[2]
+    found = {"tid": tid, "comm": comm, "state": fields[2].strip()[:1], "wchan": _text(f"{at}/wchan")}
+    return {name: value for name, value in found.items() if value not in ("", "0")}
+
+
+def _process(one: procfs.Stat) -> dict[str, Any]:
+    facts = {"pid": one.pid, "parent": one.parent, "comm": one.comm, "state": one.state, "wchan": wchan(one.pid)}
+    return facts | {"threads": one.threads, "cpu_s": round(one.cpu_s, 2)}
+
+
+def _pairs(path: str) -> Iterator[tuple[str, str]]:
+    for line in _text(path).splitlines():
+        name, _, value = line.partition(":")
+        yield name, value.strip()
+
+
+def _text(path: str) -> str:
+    return procfs.read(path, 1 << 16).decode("utf-8", "replace").strip()

@@ -1,0 +1,81 @@
+"""Evidence is put where it belongs, and what is old there goes: in a process, for the directory may not answer.
+
+`round-N/evidence` directories beyond the newest so many are removed whole; nothing else is ever deleted. A file takes
+the place of an older one of its name at once and whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+
+from elasticd_agent.hangs.collector import files as disk
+from elasticd_agent.hangs.collector.request import NO_STACKS, Keep
+
+_ROUND = re.compile(r"round-([1-9][0-9]*)")
+_CHUNK = 1 << 30
+
+
+def keep(request: Keep) -> None:
+    """Raises OSError."""
+    final = Path(request.final)
+    make(final)
+    if request.source:
+        for path in _files(Path(request.source)):
+            content = disk.read(str(path), _CHUNK)
+            # Stacks of a moment ago are better than none of now: the worker may have been ended meanwhile.
+            if not content.startswith(NO_STACKS.encode()) or not (final / path.name).exists():
+                disk.write(str(final / path.name), content)
+    for name, text in request.files:
+        disk.write(str(final / name), text.encode("utf-8", "surrogateescape"))
+    if request.rounds > 0:
+        rotate(final, request.rounds)
+
+
+def _files(source: Path) -> list[Path]:
+    """What is whole there, the small ones first: there may not be time for a flight recording."""
+    with os.scandir(source) as found:
+        entries = [e for e in found if e.is_file(follow_symlinks=False) and not e.name.endswith(disk.PART)]
+        return [Path(entry.path) for entry in sorted(entries, key=lambda entry: entry.stat().st_size)]
+
+
+def make(directory: Path) -> None:
+    """The directory and those above it, 0700. Raises OSError.
+
+    In a directory that everybody may write to, such as /tmp, a name may be somebody else's: their directory or link is
+    refused.
+    """
+    for path in (*reversed(directory.parents), directory):
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            found = os.lstat(path)
+            if os.stat(path.parent).st_mode & stat.S_IWOTH and (
+                found.st_uid not in (os.geteuid(), 0) or stat.S_ISLNK(found.st_mode)
+            ):
+                raise PermissionError(errno.EPERM, f"{path} is somebody else's, or a link") from None
+        except OSError:  # of a directory that is there, but where nobody may make one
+            if not path.exists():
+                raise
+    if not directory.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{directory} is no directory")
+
+
+def rotate(final: Path, rounds: int) -> list[Path]:
+    """Remove `final`'s like of older rounds; the newest `rounds` that have one keep it. Returns what was removed."""
+    if _ROUND.fullmatch(final.parent.name) is None:
+        return []
+    have = {}
+    for name in os.listdir(final.parent.parent):
+        found = _ROUND.fullmatch(name)
+        path = final.parent.parent / name / final.name
+        if found is not None and path.is_dir() and not path.is_symlink():
+            have[int(found[1])] = path
+    old = [have[number] for number in sorted(have)[:-rounds] if have[number] != final]
+    for path in old:
+        shutil.rmtree(path, ignore_errors=True)
+    return old

@@ -1,0 +1,178 @@
+"""The stacks of a process: py-spy's, which reads them from outside, or else the process's own faulthandler's.
+
+py-spy is always asked for `--nonblocking`: it then only reads the target's memory. Without, it would stop every thread
+for a moment, which makes system calls of the target fail with EINTR, and a py-spy killed in that moment can leave the
+target stopped for good. A stack that is torn because the target ran on is asked for again. Never `--locals`: they hold
+data. faulthandler writes by a signal, so it is asked only when py-spy has failed, and only if the signal is caught.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elasticd.heartbeat.record import STACKS_SIGNAL
+from elasticd_agent.hangs.collector.classify import Frame
+from elasticd_agent.hangs.collector.run_program import run
+from elasticd_agent.system import procfs
+
+SPY_TRIES = 4
+NOT_PERMITTED = (
+    "py-spy may not look: it needs the right to trace (kernel.yama.ptrace_scope below 3; CAP_SYS_PTRACE in a container)"
+)
+HANDLER_S = 0.5
+"""faulthandler writes a hundred threads in a few milliseconds, once the kernel delivers the signal."""
+TEXT_LIMIT = 4 << 20
+_HANDLER_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):")
+_HANDLER_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_OUTERMOST = ("<module>", "_run_module_as_main")
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """One thread, innermost frame first. `state` is py-spy's: "idle", "active", "active+gil"."""
+
+    name: str
+    tid: str
+    frames: tuple[Frame, ...]
+    state: str = ""
+
+    @property
+    def gil(self) -> bool:
+        return self.state.endswith("+gil")
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """What was got of one process, the main thread first. `source` "": nothing, and `trouble` says why."""
+
+    threads: tuple[Thread, ...] = ()
+    text: str = ""
+    source: str = ""
+    trouble: str = ""
+
+
+def spy(program: str, pid: int, until: float, tid: int = 0) -> Stacks:
+    """Have py-spy read the stacks of `pid`, by `until` on time.monotonic().
+
+    `tid` is a thread of its that lives, if the main one does not: of that one alone /proc still knows the memory.
+    """
+    if not program:
+        return Stacks(trouble="py-spy is not installed: pip install py-spy")
+    trouble = "py-spy had no time"
+    for _ in range(SPY_TRIES):
+        if time.monotonic() >= until:
+            break
+        ran = run([program, "dump", "--nonblocking", "--json", "--pid", str(tid or pid)], until)
+        if ran.code is None:
+            return Stacks(trouble=f"py-spy {ran.trouble}")
+        if ran.code == 0:
+            try:
+                threads = from_spy(json.loads(ran.out), pid)
+                return Stacks(threads, text_of(pid, threads), "py-spy")
+            except (ValueError, KeyError, TypeError) as error:
+                trouble = f"py-spy said what nobody understands: {error}"
+        else:
+            trouble = why_not(ran.said)
+            if trouble == NOT_PERMITTED:
+                break
+    return Stacks(trouble=trouble)
+
+
+def from_spy(said: object, pid: int) -> tuple[Thread, ...]:
+    """`py-spy dump --json` -> threads. Raises ValueError, KeyError or TypeError for anything else."""
+    if not isinstance(said, list) or not said:
+        raise ValueError("no threads")
+    threads = []
+    for one in said:
+        frames = tuple(Frame(str(f["name"]), str(f["filename"]), int(f["line"])) for f in one["frames"])
+        state = "active+gil" if one.get("owns_gil") else "active" if one.get("active") else "idle"
+        tid = one.get("os_thread_id") or one["thread_id"]
+        threads.append(Thread(str(one.get("thread_name") or ""), str(tid), frames, state))
+    return tuple(sorted(threads, key=lambda thread: thread.tid != str(pid)))
+
+
+def text_of(pid: int, threads: Sequence[Thread]) -> str:
+    """As `py-spy dump` without --json would write it, with whole paths."""
+    found = procfs.stat(pid)
+    lines = [f"Process {pid}: {found.comm if found is not None else ''}"]
+    for thread in threads:
+        lines.append("")
+        lines.append(f"Thread {thread.tid} ({thread.state})" + (f': "{thread.name}"' if thread.name else ""))
+        lines += [f"    {frame.function} ({frame.file}:{frame.line})" for frame in thread.frames]
+    return "\n".join(lines) + "\n"
+
+
+def ask(pid: int, pidfd: int, path: str, until: float) -> Stacks:
+    """Have the process write its stacks to `path` itself. It can unless it is stopped or never leaves the kernel.
+
+    `pidfd` is of the process, so that nobody else gets the signal should it end now.
+    """
+    if pidfd < 0 or not path or not catches(pid, STACKS_SIGNAL):
+        return Stacks(trouble="faulthandler has no signal there")
+    until = min(until, time.monotonic() + HANDLER_S)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        return Stacks(trouble=f"faulthandler has no file: {error.strerror}")
+    try:
+        before = size = os.fstat(fd).st_size
+        signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
+        while time.monotonic() < until:
+            time.sleep(0.02)
+            last, size = size, os.fstat(fd).st_size
+            if size > before and size == last:
+                break
+        text = os.pread(fd, TEXT_LIMIT, before).decode("utf-8", "replace")
+    except OSError as error:
+        return Stacks(trouble=f"faulthandler could not be asked: {error.strerror}")
+    finally:
+        os.close(fd)
+    threads = from_faulthandler(text)
+    if not threads:
+        return Stacks(trouble="faulthandler did not answer")
+    return Stacks(threads, text, "faulthandler")
+
+
+def from_faulthandler(text: str) -> tuple[Thread, ...]:
+    """What faulthandler writes -> threads. It has the newest thread first, and does not say which is the main one."""
+    found: list[tuple[str, str, list[Frame]]] = []
+    for line in text.splitlines():
+        if thread := _HANDLER_THREAD.fullmatch(line):
+            found.append((thread[2] or "", thread[1].lstrip("0"), []))
+        elif found and (frame := _HANDLER_FRAME.fullmatch(line)):
+            found[-1][2].append(Frame(frame[3], frame[1], int(frame[2]) if frame[2].isdecimal() else 0))
+    threads = [Thread(name, tid, tuple(frames)) for name, tid, frames in reversed(found)]
+    return tuple(sorted(threads, key=lambda t: not (t.frames and t.frames[-1].function in _OUTERMOST)))
+
+
+def catches(pid: int, signum: int) -> bool:
+    """True if the process has a handler for the signal: anything else would end it."""
+    for line in procfs.read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    return False
+
+
+def digest(frames: Sequence[Frame]) -> str:
+    """The same for the same calls at the same lines, on whatever machine and from whichever source; "" for none."""
+    if not frames:
+        return ""
+    text = "\n".join(f"{frame.short}:{frame.line} {frame.name}" for frame in frames)
+    return hashlib.sha1(text.encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:12]
+
+
+def why_not(said: str) -> str:
+    """py-spy's error output in one line."""
+    if "permission denied" in said.lower():
+        return NOT_PERMITTED
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
+    causes = [line.partition(": ")[2] for line in lines if re.match(r"\d+: ", line)]
+    return ": ".join(["py-spy", *(errors[:1] or lines[:1] or ["it failed, and said nothing"]), *causes[-1:]])

@@ -1,0 +1,84 @@
+"""Which evidence there is: a log directory, a round's folder, or a folder of evidence itself -> places, newest last.
+
+It exists because people point at whatever path they have at hand. It opens no file and looks two folders deep, no more.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticd_agent.system import bounded_io as files
+
+_ROUND = re.compile(r"round-([1-9][0-9]{0,9})")
+_FOLDER = re.compile(r"(evidence|dump)(?:[.-](\d+))?")
+_RANK_FILE = re.compile(r"rank-(\d+)\.(?:json|log|flight\.json|stacks\.txt)")
+_OURS = re.compile(r"verdict\.json|judged\.jsonl|reports-.*\.jsonl|gpu.*\.json")
+VERDICT = "verdict.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A folder that holds evidence. `logs`: the folder its round's folder is in, if that can be told."""
+
+    round: int
+    path: Path
+    names: tuple[str, ...]
+    logs: Path | None = None
+
+    @property
+    def judged(self) -> bool:
+        return VERDICT in self.names
+
+    @property
+    def dumped(self) -> bool:
+        return self.path.name.startswith("dump")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({int(found[1]) for found in map(_RANK_FILE.fullmatch, self.names) if found}))
+
+
+def places(directory: Path) -> list[Place]:
+    """Every folder of evidence at or below `directory`, by round."""
+    inside = files.names(directory)
+    if any(_is_evidence(name) for name in inside):
+        return [_place(directory, inside)]
+    found = _in_round(directory, inside)
+    for name in inside:
+        if _ROUND.fullmatch(name):
+            found += _in_round(directory / name, files.names(directory / name))
+    return sorted(found, key=lambda place: (place.round, not place.dumped, _age(place)))
+
+
+def best(found: list[Place]) -> Place | None:
+    """The one to show when nobody said which: the newest that was judged, else the newest suspicion, else a dump."""
+    return max(found, key=lambda p: (p.judged, not p.dumped, p.round, _age(p)), default=None)
+
+
+def _in_round(directory: Path, inside: list[str]) -> list[Place]:
+    found = []
+    for name in inside:
+        if _FOLDER.fullmatch(name):
+            names = files.names(directory / name)
+            if any(_is_evidence(name) for name in names):
+                found.append(_place(directory / name, names))
+    return found
+
+
+def _place(path: Path, names: list[str]) -> Place:
+    known = _ROUND.fullmatch(path.absolute().parent.name)
+    if known is None:
+        return Place(0, path, tuple(names))
+    return Place(int(known[1]), path, tuple(names), path.absolute().parent.parent)
+
+
+def _is_evidence(name: str) -> bool:
+    return _RANK_FILE.fullmatch(name) is not None or _OURS.fullmatch(name) is not None
+
+
+def _age(place: Place) -> int:
+    """Rotated ones are older: `evidence.2` before `evidence.1` before `evidence`."""
+    found = _FOLDER.fullmatch(place.path.name)
+    return -int(found[2]) if found is not None and found[2] else 0

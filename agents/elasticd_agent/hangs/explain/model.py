@@ -1,0 +1,162 @@
+"""What a folder of evidence says, as one value: made by `reading`, shown by `page`, written as JSON by `document`.
+
+It exists so that the person's page and the program's document cannot say different things. Nothing here reads or
+judges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from elasticd_agent.hangs.explain.flight_recorder import GroupFlight
+from elasticd_agent.hangs.explain.stacks import Stacks
+
+Kind = Literal["hang", "suspicion", "dump"]
+"""A group was found hung; one was suspected, and went on or has not been judged; nobody suspects anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """Whom the verdict blames."""
+
+    node: str
+    rank: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was decided. `seen_after_s`: after how long without progress; `at_wall`: unix time, 0 unknown."""
+
+    cause: str
+    culprits: tuple[Culprit, ...]
+    why: str
+    action: str
+    seen_after_s: float
+    at_wall: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """One rank, by all that is known of it. Numbers are -1 and words "" where nothing is.
+
+    `call` is the system call its main thread was in, with what that was about; `kernel` its kernel stack, innermost
+    first; `children` the processes below it, in words. `remarks` are sentences on all of that; `log` its last lines of
+    output; `no_stacks` says why there are none.
+    """
+
+    rank: int
+    node: str = ""
+    slot: int = -1
+    phase: str = ""
+    step: int = -1
+    collectives: int = -1
+    usual: int = -1
+    barrier: str = ""
+    idle_s: float = -1.0
+    state: str = ""
+    stopped_s: float = 0.0
+    cpu_s: float = -1.0
+    io_bytes: int = -1
+    window_s: float = 0.0
+    where: str = ""
+    function: str = ""
+    exited: bool = False
+    culprit: bool = False
+    pid: int = 0
+    wchan: str = ""
+    call: str = ""
+    kernel: tuple[str, ...] = ()
+    children: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
+    stacks: Stacks | None = None
+    no_stacks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Ranks whose main threads are at the same place. `differs`: there are others, and more of them."""
+
+    ranks: tuple[int, ...]
+    stacks: Stacks
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU's facts as (name, value), and what of them is bad."""
+
+    name: str
+    facts: tuple[tuple[str, str], ...]
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that happened: unix time by its node's clock, and a sentence."""
+
+    wall: float
+    what: str
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What came after. `round`: the next one, 0 unknown; `resumed`: (round, step) of its checkpoint."""
+
+    round: int = 0
+    reason: str = ""
+    world_size: int = 0
+    nodes: tuple[str, ...] = ()
+    resumed: tuple[int, int] | None = None
+    recovery_s: float | None = None
+    survivors: tuple[int, ...] = ()
+    ended: str = ""
+    moments: tuple[Moment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """All of it. `taken_at`: unix time of the newest stacks, 0 unknown. `waiting` says who waited where; `troubles`
+    what is missing or could not be read."""
+
+    round: int
+    kind: Kind
+    directory: str
+    headline: str
+    job: str = ""
+    taken_at: float = 0.0
+    verdict: Verdict | None = None
+    ranks: tuple[RankFacts, ...] = ()
+    same: tuple[Same, ...] = ()
+    waiting: tuple[str, ...] = ()
+    flight: tuple[GroupFlight, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    followed: Followed = Followed()
+    troubles: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+    @property
+    def blamed(self) -> tuple[RankFacts, ...]:
+        return tuple(rank for rank in self.ranks if rank.culprit)
+
+
+def named(ranks: tuple[int, ...] | list[int]) -> str:
+    """ "rank 3", "ranks 0, 2–7 and 9"."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [part for run in runs for part in ([str(run[0])] if len(run) == 1 else _span(run))]
+    if not parts:
+        return "no rank"
+    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"rank {text}" if len(set(ranks)) == 1 else f"ranks {text}"
+
+
+def _span(run: list[int]) -> list[str]:
+    return [str(run[0]), str(run[1])] if len(run) == 2 else [f"{run[0]}–{run[-1]}"]

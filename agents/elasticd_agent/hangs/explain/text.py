@@ -1,0 +1,375 @@
+"""Explanation -> one page of plain text, for a person who was woken up: what happened first, then why one can know it.
+
+It exists apart from reading so that the same facts can be shown shorter (the job's last lines) and elsewhere. What came
+from workers (names, log lines) has its control characters made visible. Pure: it knows no clock and no terminal.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from elasticd_agent.hangs.explain.flight_recorder import GroupFlight
+from elasticd_agent.hangs.explain.model import Explanation, Followed, RankFacts, Same, named
+from elasticd_agent.hangs.explain.phrases import DO, STATES
+from elasticd_agent.hangs.explain.stacks import Folded, Frame, Thread, folded
+
+WIDTH = 110
+LAST_LINES = 12
+MOST_ROWS = 16
+"""More ranks than that share rows where they do the same."""
+_LOG_SHOWN = 8
+_GPU_FACTS = (
+    ("utilization_percent", "busy", " %"),
+    ("memory_used_bytes", "memory", " B"),
+    ("temperature_c", "at", " °C"),
+    ("power_w", "drawing", " W"),
+    ("throttle_reasons", "throttled by", ""),
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_INDENT = 11
+
+
+def page(explained: Explanation, width: int = WIDTH) -> str:
+    """The whole page, with its last newline."""
+    parts = [
+        _wrap(_capital(explained.headline) + ".", width),
+        _facts(explained, width),
+        _section("RANKS", _table(explained, width)),
+        _section("WHO WAITED WHERE", [f"  {_capital(sentence)}." for sentence in explained.waiting]),
+        _section("WHAT THE PROCESSES WERE DOING", _remarks(explained, width)),
+        _section("STACKS  innermost call first; > is the script's own", _stacks(explained)),
+        _section("FLIGHT RECORDER", _recorders(explained, width)),
+        _section("GPUS", _gpus(explained, width)),
+        *[_section(f"LAST LINES OF RANK {rank.rank}", _log(rank, width)) for rank in _with_logs(explained)],
+        _section("WHAT HAPPENED WHEN", _moments(explained)),
+        _section("NOT HERE", [line for one in explained.troubles for line in _wrap(one, width, "  ")]),
+        _others(explained, width),
+    ]
+    return "\n\n".join("\n".join(_visible(line) for line in part) for part in parts if part) + "\n"
+
+
+def summary(explained: Explanation, width: int = WIDTH) -> list[str]:
+    """The page in at most LAST_LINES lines: the job's last words after a hang."""
+    lines = _wrap(_capital(explained.headline) + ".", width)[:3]
+    lines += [f"  {_capital(sentence)}." for sentence in explained.waiting[:3]]
+    for same in explained.same:
+        if not any(rank.culprit for rank in explained.ranks if rank.rank in same.ranks):
+            continue
+        main = same.stacks.main
+        frames = [one for one in folded(main) if isinstance(one, Frame)] if main is not None else []
+        lines += [f"  {named(same.ranks)}: {_frame(frame)}" for frame in frames[:2]]
+        break
+    for rank in explained.blamed[:1]:
+        lines += [f"  rank {rank.rank}'s last line: {line.strip()}" for line in rank.log[-1:] if line.strip()]
+    more = f"  everything else: elasticd explain {explained.directory}"
+    return [_visible(line)[: 2 * width] for line in [*lines[: LAST_LINES - 1], more]]
+
+
+def _facts(explained: Explanation, width: int) -> list[str]:
+    verdict, rows = explained.verdict, []
+    if verdict is not None:
+        rows.append(("cause", verdict.cause + (f": {DO[verdict.cause]}" if verdict.cause in DO else "")))
+        if verdict.at_wall:
+            began = _moment(verdict.at_wall - verdict.seen_after_s)
+            rows += [("but", said) for one in explained.flight if (said := _otherwise(one, explained))]
+            rows.append(("when", f"stuck since {began}; found hung after {verdict.seen_after_s:.1f} s"))
+    if explained.kind == "hang":
+        rows.append(("done", _done(explained)))
+    elif explained.taken_at:
+        rows.append(("when", f"taken at {_moment(explained.taken_at)}"))
+    if explained.kind == "suspicion":
+        rows.append(("done", "nothing that is known here: no group is killed without a verdict"))
+    if explained.job:
+        rows.append(("job", explained.job))
+    rows.append(("evidence", explained.directory))
+    lines = []
+    for name, value in rows:
+        lines += _wrap(value, width, f"{name:<{_INDENT - 1}} ", " " * _INDENT)
+    return lines
+
+
+def _otherwise(one: GroupFlight, explained: Explanation) -> str:
+    """Collectives of other groups than the default one are not counted: who is blamed may wait for one that is not."""
+    waits = [rank.rank for rank in explained.blamed if rank.rank in (one.pending or {})]
+    if one.waiting_for is None or not waits or any(rank.rank in one.lacking for rank in explained.blamed):
+        return ""
+    lacks, have = named(one.lacking), "has" if len(one.lacking) == 1 else "have"
+    said = f"{named(waits)} {'waits' if len(waits) == 1 else 'wait'} in {one.group} for {lacks}"
+    return f"{said}, which {have} not issued {one.waiting_for} there: look at {lacks} first"
+
+
+def _done(explained: Explanation) -> str:
+    verdict, followed = explained.verdict, explained.followed
+    if verdict is not None and verdict.action == "report":
+        done = "only said so (--on-hang report): nobody was killed"
+        return f"{done}; round {followed.round} followed later" if followed.round else done
+    parts = ["the workers were killed (SIGKILL)"]
+    if followed.survivors:
+        parts.append(f"but processes {', '.join(map(str, followed.survivors))} would not die")
+    if followed.round:
+        parts.append(_next(followed, max((rank.step for rank in explained.ranks), default=0)))
+    elif followed.ended:
+        parts.append(f"the job has {followed.ended}")
+    else:
+        parts.append("what followed is not known here (--event-log FILE tells)")
+    return "; ".join(parts)
+
+
+def _next(followed: Followed, reached: int) -> str:
+    text = f"round {followed.round} followed"
+    if followed.world_size:
+        workers = f"{followed.world_size} worker" + ("" if followed.world_size == 1 else "s")
+        text += f" with {workers} on {', '.join(followed.nodes[:8])}"
+    if followed.resumed is not None:
+        text += f", from checkpoint r{followed.resumed[0]}-s{followed.resumed[1]}"
+        again = reached - followed.resumed[1]
+        text += f" ({again} step{'' if again == 1 else 's'} to train again)" if again > 0 else ""
+    if followed.recovery_s is not None:
+        text += f"; it trained {followed.recovery_s:.1f} s after the fault"
+    return text
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+_COLUMNS = ("", "rank", "node", "slot", "phase", "step", "issued", "idle", "state", "where it was")
+_RIGHT = (1, 3, 5, 6, 7)
+
+
+def _table(explained: Explanation, width: int) -> list[str]:
+    ranks = explained.ranks
+    rows = [_row([rank]) for rank in ranks] if len(ranks) <= MOST_ROWS else _shared(ranks)
+    if not rows:
+        return []
+    cells = [_COLUMNS, *rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(_COLUMNS))]
+    return [_line(row, widths)[: max(width, 60) + 40].rstrip() for row in cells]
+
+
+def _shared(ranks: Sequence[RankFacts]) -> list[tuple[str, ...]]:
+    crowds: dict[tuple[object, ...], list[RankFacts]] = defaultdict(list)
+    for rank in ranks:
+        blamed = (rank.rank if rank.culprit else -1,)
+        alike = rank.phase, rank.step, rank.collectives, rank.state, rank.where, rank.function, rank.exited
+        crowds[blamed + alike].append(rank)
+    ordered = sorted(crowds.values(), key=lambda crowd: (not crowd[0].culprit, len(crowd), crowd[0].rank))
+    return [_row(crowd) for crowd in ordered]
+
+
+def _row(crowd: Sequence[RankFacts]) -> tuple[str, ...]:
+    one = crowd[0]
+    nodes = sorted({rank.node for rank in crowd if rank.node})
+    state = STATES.get(one.state, one.state) + (f" {one.stopped_s:.1f} s" if one.state == "T" and one.stopped_s else "")
+    idle = [rank.idle_s for rank in crowd if rank.idle_s >= 0]
+    return (
+        ">" if one.culprit else "",
+        named([rank.rank for rank in crowd]).partition(" ")[2],
+        nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes" if nodes else "?",
+        str(one.slot) if len(crowd) == 1 and one.slot >= 0 else "",
+        one.phase or "?",
+        str(one.step) if one.step >= 0 else "?",
+        str(one.collectives) if one.collectives >= 0 else "–",
+        f"{max(idle):.1f} s" if idle else "?",
+        "ended, 0" if one.exited else state or "?",
+        _place(one),
+    )
+
+
+def _place(rank: RankFacts) -> str:
+    """ "all_reduce (train.py:44)"; where that is a library's, the script's own call that led there, too."""
+    main = rank.stacks.main if rank.stacks is not None else None
+    own = main.own if main is not None else None
+    inner = main.frames[0] if main is not None and main.frames else None
+    text = rank.function or (f"{inner.function} ({inner.at})" if inner is not None else rank.barrier or "?")
+    if own is not None and own.name not in text:
+        text += f" from {own.function} ({own.at})"
+    if rank.where not in ("collective", "device", "init", "barrier"):
+        return text
+    return f"{rank.where}: {text}" if text != "?" else rank.where
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [
+        cell.rjust(size) if i in _RIGHT else cell.ljust(size)
+        for i, (cell, size) in enumerate(zip(row, widths, strict=True))
+    ]
+    return " " + "  ".join(cells)
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def _remarks(explained: Explanation, width: int) -> list[str]:
+    """Sentences that several ranks share are said once."""
+    said: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(explained.ranks, key=lambda rank: (not rank.culprit, rank.rank)):
+        for remark in rank.remarks:
+            said[remark].append(rank.rank)
+    return [line for what, who in said.items() for line in _wrap(f"{named(who)}: {what}", width, "  ", "    ")]
+
+
+def _stacks(explained: Explanation) -> list[str]:
+    culprits = {rank.rank for rank in explained.blamed}
+    lines: list[str] = []
+    for same in explained.same[:8]:
+        blamed = bool(culprits.intersection(same.ranks))
+        lines += [f"{'>' if blamed else ' '} {_alike(same, len(explained.same))} ({same.stacks.source})"]
+        # Of those who only wait, the main thread says it all; the culprit's others may hold what it waits for.
+        threads = same.stacks.threads if blamed else [thread for thread in same.stacks.threads if thread.main]
+        shown = [thread for thread in threads if thread.main or thread.own is not None]
+        for thread in shown[:6]:
+            lines += _thread(thread, alone=len(shown) == 1)
+        if hidden := len(same.stacks.threads) - len(shown[:6]):
+            lines.append(f"      and {hidden} other thread{'' if hidden == 1 else 's'}")
+    if len(explained.same) > 8:
+        left = [rank for same in explained.same[8:] for rank in same.ranks]
+        lines.append(f"  {named(left)}: {len(explained.same) - 8} more stacks, see the files")
+    return lines
+
+
+def _alike(same: Same, all_of_them: int) -> str:
+    if len(same.ranks) == 1:
+        return f"{named(same.ranks)}" + (" differs" if all_of_them > 1 and same.differs else "")
+    return f"{named(same.ranks)} are identical"
+
+
+def _thread(thread: Thread, alone: bool) -> list[str]:
+    lines = []
+    state = f" ({thread.state})" if thread.state not in ("", "idle") else ""
+    if not alone or state:
+        name = "main thread" if thread.main else f"thread {thread.name}"
+        lines.append(f"    {name}{' of ' + thread.below if thread.below else ''}{state}")
+    for one in folded(thread):
+        if isinstance(one, Folded):
+            lines.append(
+                f"        … {one.count} frame{'' if one.count == 1 else 's'} of {', '.join(one.libraries[:4])}"
+            )
+        else:
+            lines.append(f"      {'>' if not one.library else ' '} {_frame(one)}")
+    if not thread.frames:
+        lines.append("        no Python frames")
+    return lines
+
+
+def _frame(frame: Frame) -> str:
+    return f"{frame.function}  {frame.at}"
+
+
+def _recorders(explained: Explanation, width: int) -> list[str]:
+    lines = [line for one in explained.flight for line in _recorded(one, explained, width)]
+    have = {rank for one in explained.flight for rank in one.last}
+    silent = [rank.rank for rank in explained.ranks if rank.rank not in have and not rank.exited]
+    # A rank that is stopped, or holds the GIL, cannot write its recording.
+    return [*lines, f"  there is none of {named(silent)}"] if lines and silent else lines
+
+
+def _recorded(one: GroupFlight, explained: Explanation, width: int) -> list[str]:
+    if explained.kind != "dump":
+        return _flight(one, width)
+    # Ranks that train are read one after the other: that one is a collective further says nothing.
+    last = [issued for issued in one.last.values() if issued is not None]
+    newest = max(last, key=lambda issued: issued.number, default=None)
+    return [f"  {one.group}: last issued {newest}"] if newest is not None else []
+
+
+def _flight(one: GroupFlight, width: int) -> list[str]:
+    lines = []
+    if one.differing is not None:
+        said = "; ".join(f"{named(who)} issued {what}" for what, who in one.differing.items())
+        lines += _wrap(f"{one.group}: the ranks issued different collectives: {said}", width, "  ", "    ")
+    if one.lacking and one.waiting_for is not None:
+        who = [rank for rank in one.last if rank not in one.lacking]
+        have = "has" if len(one.lacking) == 1 else "have"
+        others = f"{named(who)} {'has' if len(who) == 1 else 'have'}"
+        said = f"{named(one.lacking)} {have} not issued {one.waiting_for}, which {others}"
+        lines += _wrap(f"{one.group}: {said}", width, "  ", "    ")
+    issued_last = {str(issued) for issued in one.last.values()}
+    if not lines and len(issued_last) == 1 and not one.pending:
+        lines.append(f"  {one.group}: all issued the same, last {issued_last.pop()}")
+    elif not lines:
+        lines.append(f"  {one.group}, by {named(list(one.last))}:")
+    by_what: dict[str, list[int]] = defaultdict(list)
+    for rank, issued in (one.pending or {}).items():
+        by_what[str(issued)].append(rank)
+    lines += [f"    not finished: {what}, on {named(who)}" for what, who in by_what.items()]
+    return lines
+
+
+def _gpus(explained: Explanation, width: int) -> list[str]:
+    """The sick ones with what is wrong; of the others how busy they are, which is what tells a hang from work."""
+    lines = []
+    for gpu in explained.gpus[:MOST_ROWS]:
+        facts = dict(gpu.facts)
+        told = [gpu.trouble] if gpu.trouble else []
+        told += [f"{label} {facts[name]}{unit}" for name, label, unit in _GPU_FACTS if name in facts]
+        lines += _wrap(
+            f"{gpu.name}: {', '.join(told) or 'nothing is known'}", width, "> " if gpu.trouble else "  ", "    "
+        )
+    if len(explained.gpus) > MOST_ROWS:
+        lines.append(f"  and {len(explained.gpus) - MOST_ROWS} more, see --json")
+    return lines
+
+
+def _with_logs(explained: Explanation) -> list[RankFacts]:
+    """Whose output to show: the culprits', a few; without a culprit nobody's in particular."""
+    return [rank for rank in explained.blamed if rank.log][:3]
+
+
+def _log(rank: RankFacts, width: int) -> list[str]:
+    return [f"  {line.expandtabs(4)[: 2 * width]}" for line in rank.log[-_LOG_SHOWN:]]
+
+
+def _moments(explained: Explanation) -> list[str]:
+    return [f"  {_clock(one.wall)}  {one.what[:300]}" for one in explained.followed.moments]
+
+
+def _others(explained: Explanation, width: int) -> list[str]:
+    if not explained.others:
+        return []
+    said = (
+        f"There is evidence of other rounds, too: {', '.join(explained.others[-12:])}. --round N shows one, --list all."
+    )
+    return _wrap(said, width)
+
+
+def _section(title: str, lines: Iterable[str]) -> list[str]:
+    body = list(lines)
+    return [title, *body] if body else []
+
+
+def _wrap(text: str, width: int, first: str = "", rest: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()),
+        max(width, 40),
+        initial_indent=first,
+        subsequent_indent=first if rest is None else rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:].rstrip(".")
+
+
+def _moment(wall: float) -> str:
+    return _at("%Y-%m-%d %H:%M:%S %Z", wall)
+
+
+def _clock(wall: float) -> str:
+    return _at("%H:%M:%S", wall) + f".{int(wall % 1 * 10)}"
+
+
+def _at(form: str, wall: float) -> str:
+    """A time that no calendar has is shown as the number that it is."""
+    try:
+        return time.strftime(form, time.localtime(wall))
+    except (OverflowError, ValueError, OSError):
+        return f"{wall:g}"
+
+
+def _visible(line: str) -> str:
+    return _CONTROL.sub(lambda found: repr(found.group())[1:-1], line)

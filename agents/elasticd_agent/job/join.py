@@ -1,0 +1,182 @@
+"""Builds one agent's seat at its job's table: its record, its store, its planner, and the way the loop speaks to them.
+
+It exists so that `run` need not know what it takes to meet others. With a store in memory there is nobody to meet: then
+nothing runs out, nobody knocks, and every turn of the loop is a turn of the coordinator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elasticd.errors import UsageError
+from elasticd_agent.model.job import JobSpec, Policy
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.notices import Knocked, News
+from elasticd_agent.model.records import NodeRecord
+from elasticd_agent.rendezvous.driver import Broken, LocalMeeting, RemoteMeeting
+from elasticd_agent.rendezvous.member import Coordinator
+from elasticd_agent.rendezvous.peer_links import Lines
+from elasticd_agent.rendezvous.plan import Asked
+from elasticd_agent.rendezvous.planner import Facts, Planner
+from elasticd_agent.rendezvous.probe import KnockServer, knock
+from elasticd_agent.rendezvous.registration import Renewed
+from elasticd_agent.rendezvous.spec_check import spec_document, unlike
+from elasticd_agent.store.open import open_store, others_plan
+from elasticd_agent.system.addresses import joined, local_address
+from elasticd_agent.system.bounded_io import Silent, within
+
+ALWAYS_S = 1e7
+NAMED_S = 1.0
+"""Whoever makes a checkpoint directory's name writes it within that; an empty one is left by somebody who died."""
+ADDRESS_S = 1.0
+KNOCK_S = 0.2
+"""An agent answers a knock within a millisecond; one that does not in this time is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What the loop needs of it. `start` begins to meet, once somebody listens."""
+
+    node: str
+    incarnation: str
+    shared: bool
+    meeting: LocalMeeting | RemoteMeeting
+    address: OwnAddress
+
+    def start(self) -> None:
+        if isinstance(self.meeting, RemoteMeeting):
+            self.meeting.start()
+
+
+def take_seat(
+    spec: JobSpec,
+    policy: Policy,
+    node: str,
+    *,
+    found: tuple[int, tuple[int, int] | None],
+    warm: bool,
+    attentive: Callable[[], bool],
+    post: Callable[[News | Broken], None],
+    say: Callable[[str], None],
+    renewed: Renewed,
+    stack: contextlib.ExitStack,
+) -> Seat:
+    """`found`: the highest round number that left anything here, and the checkpoint to propose. `warm`: workers would
+    start at once. `renewed` hears of this agent's lease, if there is a store to lose it in. `stack` takes back what is
+    opened. Raises UsageError for a store that cannot be used.
+    """
+    meets = spec.rendezvous
+    shared = meets.backend != "memory"
+    incarnation = secrets.token_hex(8)
+    own, address = OwnAddress(lambda: workers_address(spec)), ""
+    if shared:
+        knocked = KnockServer(own.known, node, incarnation, answered=lambda: post(Knocked()))
+        stack.callback(knocked.close)
+        address = joined(own.known, knocked.port)
+    highest, resume = found
+    record = NodeRecord(
+        node,
+        incarnation,
+        address,
+        tuple(range(spec.max_workers)),
+        directory=directory_id(spec.checkpoint_dir) if shared else "",
+        highest=highest,
+        warm=int(not shared or warm),
+        role=spec.role,
+    )
+    store, hosts = open_store(meets, spec.python, policy, say)
+    stack.callback(store.close)
+    keys, times = Keys(spec.job_id), policy if shared else _alone(policy)
+    last_call_s = policy.last_call_s if shared else 0.0
+    asked = Asked(spec.min_workers, spec.max_workers, meets.min_nodes, meets.max_nodes, last_call_s, spec.run)
+    facts = Facts(first_number=1 + highest, checkpoint=resume)
+    planner = Planner(store, keys, times, asked, facts, lambda nodes: knock(nodes, KNOCK_S), node, say)
+    lines = Lines(lambda node: coordinator.hung_up(node))
+    stack.callback(lines.close)
+    coordinator = Coordinator(
+        store,
+        keys,
+        times,
+        record,
+        planner,
+        json.dumps(spec_document(spec, policy), sort_keys=True).encode(),
+        lambda mine, theirs: unlike(mine, theirs, say),
+        may_plan=lambda: hosts or others_plan(meets.backend, store),
+        others_plan=lambda: others_plan(meets.backend, store),
+        one_key=meets.backend == "c10d",
+        attentive=attentive,
+        keep_lines=lines.keep,
+        renewed=renewed if shared else lambda lives_s, renewal_s: None,
+    )
+    if not shared:
+        return Seat(node, incarnation, shared, LocalMeeting(coordinator, facts), own)
+    meeting = RemoteMeeting(coordinator, facts, post, hosts)
+    coordinator.on_hint(meeting.wake)
+    stack.callback(meeting.close)
+    return Seat(node, incarnation, shared, meeting, own)
+
+
+def _alone(policy: Policy) -> Policy:
+    """In this process's own memory nobody can be lost, so nothing has to be renewed."""
+    return replace(
+        policy, lease_s=ALWAYS_S, renewal_s=ALWAYS_S / 4, adopt_timeout_s=2 * ALWAYS_S, store_away_s=2 * ALWAYS_S
+    )
+
+
+class OwnAddress:
+    """Where other nodes reach this one. Asked for anew in every round, since it may change while a job runs.
+
+    A resolver or a route that is away, as they are when something else has failed, too, costs a second at the most, and
+    never the node: what was known before counts then.
+    """
+
+    def __init__(self, ask: Callable[[], str]) -> None:
+        """Raises what `ask` raises."""
+        self._ask, self.known = ask, ask()
+
+    def __call__(self) -> str:
+        with contextlib.suppress(UsageError, Silent):
+            self.known = within(ADDRESS_S, self._ask)
+        return self.known
+
+
+def workers_address(spec: JobSpec) -> str:
+    """What the workers' MASTER_ADDR says when rank 0 is here: a literal that other nodes reach, if there are any."""
+    if spec.rendezvous.backend == "memory":
+        return spec.master_addr
+    return local_address(spec.rendezvous.endpoints, spec.rendezvous.local_addr)
+
+
+def listening_address(spec: JobSpec) -> str:
+    """Where the workers' store listens: on loopback, unless an address of this machine was given, or others come."""
+    if spec.rendezvous.backend != "memory":
+        return "::" if ":" in workers_address(spec) else "0.0.0.0"
+    return "127.0.0.1" if spec.master_addr in ("localhost", "127.0.0.1") else spec.master_addr
+
+
+def directory_id(directory: Path | None) -> str:
+    """A name for the checkpoint directory that is the same wherever it is mounted; "" without one."""
+    if directory is None:
+        return ""
+    path, mine = directory / ".directory-id", secrets.token_hex(8)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(fd, "w") as file:
+                file.write(mine)
+        until = time.monotonic() + NAMED_S
+        while not (name := path.read_text()) and time.monotonic() < until:
+            time.sleep(0.01)  # all nodes start at once: another one has made it, and has not written it yet
+        if not name:
+            path.write_text(mine)
+        return name or path.read_text()
+    except OSError:  # saving will say what is wrong with it; until then nobody shares it
+        return secrets.token_hex(8)

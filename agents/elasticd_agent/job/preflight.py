@@ -1,0 +1,177 @@
+"""Is what was asked for possible on this machine, now? Looked at once, before anything is started.
+
+It exists so that a missing script, a directory that is a file or a port in use is one line within a tenth of a second,
+not a traceback from four workers. It changes nothing: no file is made, no port kept, nothing of the user's is imported.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from elasticd.errors import UsageError
+from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Tls
+from elasticd_agent.store import tls as certificate_files
+
+
+def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) -> None:
+    """Raises UsageError for the first thing that cannot work."""
+    path = environ.get("PATH")
+    _workdir(spec.cwd)
+    if spec.mode is not Mode.EXEC and shutil.which(spec.python, path=path) is None:
+        raise UsageError(f"the Python interpreter {spec.python!r} (PYTHON_EXEC) cannot be found or executed")
+    if spec.mode is Mode.SCRIPT:
+        _script(spec)
+    elif spec.mode is Mode.MODULE:
+        _module(spec)
+    else:
+        _program(spec, path)
+    _directory("--checkpoint-dir", spec.checkpoint_dir)
+    if spec.log_dir != Path(os.devnull):
+        _directory("--log-dir", spec.log_dir)
+    _appendable("--event-log", settings.event_log, spec.log_dir)
+    if spec.master_port is not None or spec.master_addr != "localhost":
+        _port("the workers' store", spec.master_addr, spec.master_port or 0)
+    if settings.metrics_port is not None:
+        _port("--metrics-port", settings.metrics_addr, settings.metrics_port)
+    if spec.rendezvous.backend != "memory" and spec.rendezvous.local_addr is not None:
+        _port("--local-addr", spec.rendezvous.local_addr, 0)
+    if spec.rendezvous.tls is not None:
+        _tls(spec.rendezvous.tls)
+
+
+def _workdir(path: Path) -> None:
+    try:
+        there = path.is_dir()
+    except PermissionError:
+        there = True  # but behind a directory that is not ours to enter
+    if not there:
+        raise UsageError(f"the working directory {str(path)!r} {'is a file' if path.exists() else 'does not exist'}")
+    if not os.access(path, os.X_OK, effective_ids=True):
+        raise UsageError(f"the working directory {str(path)!r} cannot be entered: permission denied")
+
+
+def _script(spec: JobSpec) -> None:
+    try:
+        _script_file(spec)
+    except PermissionError:
+        raise UsageError(f"the script {spec.entrypoint!r} cannot be reached: permission denied") from None
+
+
+def _script_file(spec: JobSpec) -> None:
+    script = spec.cwd / spec.entrypoint
+    if script.is_dir():
+        if not (script / "__main__.py").is_file():
+            raise UsageError(f"the script {spec.entrypoint!r} is a directory without a __main__.py")
+        script /= "__main__.py"
+    if spec.entrypoint.startswith("-"):
+        raise UsageError(f"the script's name is missing before {spec.entrypoint!r}")
+    if not script.exists():
+        raise UsageError(f"the script {spec.entrypoint!r} does not exist{_in(spec)}")
+    if not script.is_file():
+        raise UsageError(f"the script {spec.entrypoint!r} is not a file")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"the script {spec.entrypoint!r} cannot be read: permission denied")
+
+
+def _module(spec: JobSpec) -> None:
+    name = spec.entrypoint
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(f"-m {name!r}: a module's name looks like pkg.module; without -m it is a script's path")
+    if name.endswith(".py") and (spec.cwd / name).is_file():
+        raise UsageError(f"-m {name}: that is a file, -m takes a module's name; write -m {name[:-3]}, or leave -m out")
+    if spec.python != sys.executable:
+        return  # another interpreter has other modules
+    import importlib.machinery
+    import importlib.util
+
+    top = name.split(".")[0]
+    if importlib.machinery.PathFinder.find_spec(top, [str(spec.cwd)]) is not None:
+        return
+    try:
+        found = importlib.util.find_spec(top)  # of a name without dots: imports nothing
+    except ValueError:  # it is loaded but has no spec, as __main__
+        return
+    if found is None:
+        raise UsageError(f"-m {name}: there is no module {top!r} in {str(spec.cwd)!r} or on Python's path")
+
+
+def _program(spec: JobSpec, path: str | None) -> None:
+    name = spec.entrypoint
+    found = shutil.which(str(spec.cwd / name) if os.sep in name else name, path=path)
+    if found is None:
+        raise UsageError(f"the program {name!r} (--no-python) cannot be found or is not executable")
+
+
+def _in(spec: JobSpec) -> str:
+    return "" if os.path.isabs(spec.entrypoint) else f" in {str(spec.cwd)!r}"
+
+
+def _directory(option: str, path: Path | None) -> None:
+    """It need not exist yet; it is made later, by whoever writes there."""
+    if path is None:
+        return
+    try:
+        for place in (path, *path.parents):
+            if place.is_dir():
+                return
+            if place.exists():
+                raise UsageError(f"{option} {str(path)!r}: {str(place)!r} is a file, not a directory")
+    except PermissionError:
+        raise UsageError(f"{option} {str(path)!r} cannot be reached: permission denied") from None
+
+
+def _appendable(option: str, path: Path | None, made: Path | None) -> None:
+    """`made`: a directory that is made where it is not there yet."""
+    if path is None or (path.parent == made and not made.exists()):
+        return
+    if path.is_dir():
+        raise UsageError(f"{option} {str(path)!r} is a directory; name a file")
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {str(path)!r}: there is no directory {str(path.parent)!r}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} {str(path)!r} cannot be written: permission denied")
+
+
+def _tls(tls: Tls) -> None:
+    for name, path in (("cacert", tls.ca), ("cert", tls.cert), ("key", tls.key)):
+        if path is not None:
+            _readable(f"--rdzv-conf {name}", path)
+    if (found := certificate_files.wrong(tls)) is not None:
+        which, why = found
+        raise UsageError(f"--rdzv-conf {'cacert' if which == 'ca' else which} {why}")
+
+
+def _readable(option: str, path: Path) -> None:
+    if not path.exists():
+        raise UsageError(f"{option} {str(path)!r} does not exist")
+    if not path.is_file():
+        raise UsageError(f"{option} {str(path)!r} is not a file")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"{option} {str(path)!r} cannot be read: permission denied")
+
+
+def _port(what: str, address: str, port: int) -> None:
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError):
+        raise UsageError(f"{what}: the address {address!r} cannot be resolved") from None
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind(target)
+        except OSError as error:
+            raise UsageError(f"{what}: {_port_trouble(error, address, port)}") from None
+
+
+def _port_trouble(error: OSError, address: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {address} is in use; choose another, or leave it out for a free one"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{address} is not an address of this machine"
+    return f"port {port} on {address} cannot be used: {error.strerror}"

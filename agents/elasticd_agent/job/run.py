@@ -1,0 +1,280 @@
+"""`elasticd run`: one agent, one job. Builds the adapters and runs the loop; the daemon's runners do so, too.
+
+The order matters for the time to the first step: what can be refused is checked first, then the warm launcher starts,
+and everything else (metrics, logs, terminal) is built while it imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import queue
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from elasticd.errors import DirectoryInUse, UsageError
+from elasticd_agent.hangs.detector import Suspicion
+from elasticd_agent.hangs.evidence import Evidence
+from elasticd_agent.hangs.step_history import History
+from elasticd_agent.job.join import listening_address, take_seat
+from elasticd_agent.job.loop import Loop, Message
+from elasticd_agent.job.monitor import Looking
+from elasticd_agent.job.slots import Slots
+from elasticd_agent.job.worker_setup import Files
+from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy
+from elasticd_agent.model.messages import Rules, StopForced, StopRequested
+from elasticd_agent.model.reports import RankSeen
+from elasticd_agent.system.devices import visible_gpus
+from elasticd_agent.workers.gpu_memory import open_memory
+from elasticd_agent.workers.launcher.client import OwnerClient
+from elasticd_agent.workers.launcher.preload import Preload, plan_preload, script_of, worker_base_environment
+from elasticd_agent.workers.manager import Workers
+
+if TYPE_CHECKING:
+    from elasticd_agent.job.reporting import Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What differs where something else than a person's command runs the job.
+
+    `outputs` builds what is told to whom. `keep` are file descriptors that stay open for as long as a process of the
+    job may be left, whatever becomes of this one. `holds`: a stop first asks for a checkpoint at the next decision
+    point, as a node that leaves others does, also where this node is the only one; that may take `leave_within_s`, or
+    the policy's grace. `made` hears of the runtime directory. `why`: what whoever sends the first signal has to say.
+    """
+
+    outputs: Callable[[JobSpec, Policy, AgentSettings, str, Path], Outputs] | None = None
+    keep: tuple[int, ...] = ()
+    holds: bool = False
+    leave_within_s: float | None = None
+    made: Callable[[Path], None] = lambda path: None
+    why: Callable[[], str] = lambda: ""
+
+
+def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host | None = None) -> int:
+    """Run the job to its end. Returns the exit code; raises UsageError for what cannot work on this machine."""
+    with contextlib.ExitStack() as stack:
+        return _run(spec, policy, settings, host or Host(), stack)
+
+
+def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host, stack: contextlib.ExitStack) -> int:
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    stack.enter_context(handled_signals(spec.signals, inbox, host.why))
+    if spec.checkpoint_dir is not None:
+        stack.enter_context(held(spec))
+    runtime = stack.enter_context(runtime_directory(settings.runtime_dir))
+    host.made(runtime)
+    node = spec.rendezvous.node or socket.gethostname()
+    inherited = spec.inherited(os.environ)
+    base_env = worker_base_environment(inherited, spec.max_workers)
+    gpus = bool(visible_gpus(inherited))
+    preload = plan(spec)
+
+    memory = open_memory(gpus, inbox.put)
+    stack.callback(memory.close)
+
+    def make_workers() -> Workers:
+        owner = OwnerClient(runtime, inbox.put, host.keep)
+        return Workers(spec, node, base_env, preload, owner, listening_address(spec), memory)
+
+    running = [make_workers()]
+    stack.callback(lambda: running[0].close())
+
+    outputs = stack.enter_context(_outputs(spec, policy, settings, host, node, runtime))
+    used, resume = found_in(spec.checkpoint_dir)
+    loops: list[Loop] = []
+    seat = take_seat(
+        spec,
+        policy,
+        node,
+        found=(max(used, outputs.logs.highest_round()), resume),
+        warm=running[0].settled,
+        attentive=lambda: not loops or loops[0].overdue_s() < policy.lease_s,
+        post=inbox.put,
+        say=outputs.story.said,
+        renewed=outputs.metrics.lease,
+        stack=stack,
+    )
+    evidence = Evidence(runtime, inbox.put, policy.evidence_s, job=spec.job_id)
+    stack.callback(evidence.close)
+    suspicion = Suspicion(node, policy, evidence, seat.meeting.report, outputs.story, local=not seat.shared)
+    loop = Loop(
+        node=node,
+        rules=Rules(
+            node,
+            policy.user_error_wait_s,
+            policy.stop_grace_s,
+            seat.incarnation,
+            shared=seat.shared,
+            leave_within_s=host.leave_within_s,
+            leaves=seat.shared or host.holds,
+        ),
+        meeting=seat.meeting,
+        address=seat.address,
+        looking=Looking(seat.meeting, History(policy), suspicion, outputs.story, shared=seat.shared),
+        workers=running[0],
+        make_workers=make_workers,
+        prepare=Files(spec, policy, node, runtime, outputs.logs, gpus=gpus).prepare,
+        story=outputs.story,
+        inbox=inbox,
+        most_workers=spec.max_workers,
+        slots=Slots(node, range(spec.max_workers), spec.min_workers),
+    )
+    loops.append(loop)
+    seat.start()
+    outputs.serve(lambda: status(spec, loop), loop, inbox.put)
+    try:
+        return loop.run()
+    finally:
+        running[0] = loop.workers
+
+
+def _outputs(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host, node: str, runtime: Path) -> Outputs:
+    if host.outputs is not None:
+        return host.outputs(spec, policy, settings, node, runtime)
+    from elasticd_agent.job.reporting import Outputs
+
+    return Outputs(spec, policy, settings, node, runtime)
+
+
+def found_in(directory: Path | None) -> tuple[int, tuple[int, int] | None]:
+    """The highest round that ever wrote there, and the checkpoint to propose."""
+    if directory is None:
+        return 0, None
+    from elasticd.checkpointing import api as checkpoint
+
+    entries, _ = checkpoint.lineage(directory)
+    newest = entries[0].manifest if entries else None
+    return checkpoint.highest_round(directory), (newest.round, newest.step) if newest is not None else None
+
+
+def plan(spec: JobSpec) -> Preload:
+    if spec.mode is Mode.EXEC:
+        return Preload(cold="--no-python: there is no interpreter to keep warm")
+    return plan_preload(script_of(spec.mode is Mode.MODULE, spec.entrypoint, spec.cwd), spec.args, spec.preload)
+
+
+def status(spec: JobSpec, loop: Loop) -> dict[str, Any]:
+    """What /status shows."""
+    round, seen = loop.round, loop.seen
+    return {
+        "job": spec.job_id,
+        "phase": type(loop.phase).__name__.lower(),
+        "round": round.number if round is not None else 0,
+        "world_size": round.world_size if round is not None else 0,
+        "restarts": round.restarts if round is not None else 0,
+        "reason": round.reason if round is not None else "",
+        "members": [{"node": m.node, "slots": list(m.slots)} for m in round.members] if round is not None else [],
+        "benched": [{"node": b.node, "slot": b.slot, "times": b.times} for b in round.benched] if round else [],
+        "step": loop.high_water,
+        "ranks": [rank_row(rank) for rank in seen.ranks] if seen is not None else [],
+    }
+
+
+def rank_row(seen: RankSeen) -> dict[str, Any]:
+    """One of this node's ranks. `state` is its process's, as /proc says; `idle_seconds`: since anything of it moved."""
+    return {
+        "rank": seen.rank,
+        "slot": seen.slot,
+        "phase": seen.phase,
+        "step": seen.step,
+        "idle_seconds": round(seen.idle_s, 1),
+        "state": seen.state,
+        "barrier": seen.barrier,
+        "exited": seen.exited,
+    }
+
+
+@contextlib.contextmanager
+def handled_signals(
+    names: tuple[str, ...], inbox: queue.SimpleQueue[Message], why: Callable[[], str]
+) -> Iterator[None]:
+    """The first of these signals asks the job to stop, the second does not wait. Restores what was there before."""
+    received: list[int] = []
+
+    def handle(signum: int, _: FrameType | None) -> None:
+        forced = bool(received)
+        received.append(signum)
+        name, code, now = signal.Signals(signum).name, 128 + signum, time.monotonic()
+        inbox.put(StopForced(name, code, now) if forced else StopRequested(name, code, now, why()))
+
+    before = {}
+    for name in names:
+        signum = signal.Signals[name]
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
+            before[signum] = signal.signal(signum, handle)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def runtime_directory(wanted: Path | None) -> Iterator[Path]:
+    """A private directory in memory for beats; those of agents that were killed together with their owner go too."""
+    if wanted is not None:
+        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = Path(tempfile.mkdtemp(prefix="run-", dir=wanted))
+    else:
+        base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+        sweep(base)
+        path = Path(tempfile.mkdtemp(prefix=f"elasticd-{os.getuid()}-{os.getpid()}-", dir=base))
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def sweep(base: Path) -> None:
+    """A pid that nobody has here may be somebody's in another container that shares this memory: the lock decides."""
+    for path in base.glob(f"elasticd-{os.getuid()}-*-*"):
+        pid = path.name.split("-")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and not _locked(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return not os.listdir(fd)  # it has just been made, and is not locked yet; or it takes no room
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def held(spec: JobSpec) -> Iterator[None]:
+    """The checkpoint directory's lock, for as long as the job runs."""
+    from elasticd.checkpointing import api as checkpoint
+
+    assert spec.checkpoint_dir is not None
+    lock = checkpoint.DirectoryLock(spec.checkpoint_dir, spec.job_id, spec.run)
+    try:
+        lock.acquire()
+    except DirectoryInUse as error:
+        raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(f"--checkpoint-dir {spec.checkpoint_dir}: {error.strerror or error}") from None
+    try:
+        yield
+    finally:
+        lock.release()

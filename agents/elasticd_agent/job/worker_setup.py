@@ -1,0 +1,105 @@
+"""The files and the environment of one group's workers, made anew for every round in the agent's runtime directory.
+
+It exists so that everything a worker is told and everything that is read from it afterwards is named in one place. It
+starts nothing. What older rounds left is removed, but for the last one's, which may still be read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from elasticd.heartbeat import record as beat
+from elasticd_agent.hangs.evidence import Target
+from elasticd_agent.hangs.observer import Watch
+from elasticd_agent.job.monitor import Prepared
+from elasticd_agent.model.job import JobSpec, Policy
+from elasticd_agent.model.records import Round
+from elasticd_agent.system.interfaces import gloo_environment
+from elasticd_agent.workers.environment import (
+    WorkerPaths,
+    flight_recorder,
+    nccl_environment,
+    visible_devices,
+    worker_environment,
+)
+from elasticd_agent.workers.launcher.requests import Worker
+from elasticd_agent.workers.logs import JobLogs
+
+
+class Files:
+    """Makes the files a group's workers need, and the environment that names them."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        policy: Policy,
+        node: str,
+        runtime: Path,
+        logs: JobLogs,
+        *,
+        gpus: bool,
+    ) -> None:
+        self._spec, self._policy, self._node, self._runtime, self._logs = spec, policy, node, runtime, logs
+        self._gpus = gpus
+
+    def prepare(self, round: Round, address: str) -> Prepared:
+        """The workers of `round` on this node, and how to watch them. `address`: how others reach this machine."""
+        spec = self._spec
+        directory = self._runtime / f"round-{round.number}"
+        directory.mkdir(mode=0o700)
+        # By what is there, not by counting: this node is not in every round.
+        older = sorted(int(path.name[6:]) for path in self._runtime.glob("round-*") if path != directory)
+        for number in older[:-1]:
+            shutil.rmtree(self._runtime / f"round-{number}", ignore_errors=True)
+        member = round.member(self._node)
+        assert member is not None
+        workers, targets, restarts = [], [], self._policy.max_restarts
+        inherited = spec.inherited(os.environ)
+        for local_rank, rank in enumerate(round.ranks(self._node)):
+            files = self._logs.worker(round.number, local_rank, rank)
+            paths = WorkerPaths(str(directory / f"beat-{rank}"), str(directory / f"notes-{rank}.jsonl"), files.error)
+            beat.create(paths.beat)
+            env = worker_environment(
+                round,
+                self._node,
+                local_rank,
+                paths,
+                job=spec.job_id,
+                run=spec.run,
+                role=spec.role,
+                max_restarts=restarts if restarts is not None else self._policy.max_restarts_per_hour,
+                master_addr=address,
+                checkpoint_dir=str(spec.checkpoint_dir) if spec.checkpoint_dir is not None else None,
+                virtual_local_rank=spec.virtual_local_rank,
+            )
+            if spec.rendezvous.backend != "memory":
+                env |= gloo_environment(inherited, address)
+            if self._gpus:
+                env |= nccl_environment(inherited, directory)
+            if spec.devices:
+                only = local_rank if spec.virtual_local_rank else None
+                env["CUDA_VISIBLE_DEVICES"] = visible_devices(member.slots, spec.devices, only)
+            pipe, dump = flight_recorder({**inherited, **env}, rank) or (None, None)
+            target = Target(
+                rank,
+                0,
+                tuple(Path(log) for log in (files.stdout, files.stderr) if log not in (None, os.devnull)),
+                beat=Path(paths.beat),
+                stacks=directory / f"stacks-{rank}",
+                flight=directory / f"flight-{rank}.json",
+                pipe=pipe,
+                dump=dump,
+            )
+            env |= {"ELASTICD_STACKS": str(target.stacks), "ELASTICD_FLIGHT": str(target.flight)}
+            workers.append(Worker(env, files.stdout, files.stderr, paths.beat))
+            targets.append(target)
+        ranks = round.ranks(self._node)
+        watch = Watch(
+            round.number,
+            list(zip(ranks, member.slots, strict=True)),
+            [directory / f"beat-{rank}" for rank in ranks],
+            [directory / f"notes-{rank}.jsonl" for rank in ranks],
+        )
+        return Prepared(tuple(workers), watch, tuple(targets), self._logs.evidence_dir(round.number))

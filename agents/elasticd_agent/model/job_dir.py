@@ -1,0 +1,55 @@
+"""One run of one job on this node: the names of its files in the state directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class JobFiles:
+    """One run of one job on this node: `<state>/jobs/<job>.<number>/`, all of it 0600 in a 0700 folder."""
+
+    root: Path
+
+    @property
+    def order(self) -> Path:
+        """What the runner is to do (runner.Order as JSON). Secrets may be in it: never in argv or the environment."""
+        return self.root / "order.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held (flock) by the runner for as long as it lives; it holds its pid."""
+        return self.root / "lock"
+
+    @property
+    def runtime(self) -> Path:
+        """The runner's runtime directory; its control socket is `control` in it."""
+        return self.root / "run"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def told(self) -> Path:
+        """The runner's own output, what `elasticd run` would print."""
+        return self.root / "runner.log"
+
+    @property
+    def leave(self) -> Path:
+        """Why the daemon has the runner leave: one line, there before the SIGTERM is."""
+        return self.root / "leave"
+
+    @property
+    def exit(self) -> Path:
+        """How the runner ended (runner.Exit as JSON), written last."""
+        return self.root / "exit.json"
+
+
+def job_files(state: Path, job: str, number: int) -> JobFiles:
+    return JobFiles(state / "jobs" / f"{job}.{number}")

@@ -1,0 +1,88 @@
+"""The names a job's records have in the store, and how what is there is read.
+
+The names are DESIGN's; other versions and other tools rely on them. What cannot be understood is named and left alone.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TypeVar
+
+from elasticd.errors import WireError
+from elasticd_agent.model.codec import Document
+
+D = TypeVar("D", bound=Document)
+
+
+def understood(kind: type[D], key: str, value: bytes) -> D:
+    """The record under `key`. Raises WireError in a whole sentence, which says where it is."""
+    try:
+        return kind.from_json(value)
+    except WireError as error:
+        raise WireError(f"{key} in the store cannot be understood and is left alone: {error}") from None
+
+
+def address(key: str, value: bytes) -> tuple[str, int]:
+    """What `master` keeps, where the workers' store of a round is: [address, port]. Raises WireError, too."""
+    try:
+        where, port = json.loads(value)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise WireError(f"{key} in the store is no address and is left alone: {error}") from None
+    if not isinstance(where, str) or type(port) is not int:
+        raise WireError(f"{key} in the store is no address and is left alone: {value[:60]!r}")
+    return where, port
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """One job's. A name that ends in "/" is a prefix, of one round if a number is given."""
+
+    job: str
+
+    @property
+    def _root(self) -> str:
+        return f"/elasticd/v1/jobs/{self.job}"
+
+    @property
+    def spec(self) -> str:
+        return f"{self._root}/spec"
+
+    @property
+    def planner(self) -> str:
+        return f"{self._root}/planner"
+
+    @property
+    def round(self) -> str:
+        return f"{self._root}/round"
+
+    @property
+    def ended(self) -> str:
+        return f"{self._root}/ended"
+
+    @property
+    def hold(self) -> str:
+        return f"{self._root}/hold"
+
+    @property
+    def nodes(self) -> str:
+        return f"{self._root}/nodes/"
+
+    def node(self, node: str) -> str:
+        return f"{self.nodes}{node}"
+
+    def master(self, number: int | None = None) -> str:
+        return f"{self._root}/master/" + ("" if number is None else str(number))
+
+    def failures(self, number: int | None = None) -> str:
+        return f"{self._root}/failures/" + ("" if number is None else f"{number}/")
+
+    def done(self, number: int | None = None) -> str:
+        return f"{self._root}/done/" + ("" if number is None else f"{number}/")
+
+    @property
+    def suspect(self) -> str:
+        return f"{self._root}/suspicion"  # no beginning of `suspects`: who watches the one must not hear the others
+
+    def suspects(self, number: int | None = None) -> str:
+        return f"{self._root}/suspects/" + ("" if number is None else f"{number}/")

@@ -1,0 +1,218 @@
+"""Asks a daemon: over its unix socket on this node, or over TCP with a token, with or without TLS.
+
+It exists so that the command line and other daemons ask in one way: whole answers, bounded in size and time, and one
+sentence for whatever goes wrong. It never follows a redirect, uses no proxy and keeps no connection. A token is in no
+message and no repr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from elasticd.errors import ElasticdError, UsageError
+from elasticd_agent.store.tls import trusting
+from elasticd_agent.system.control_socket import short
+from elasticd_agent.system.http_auth import read_token
+
+ANSWER_BYTES = 64 << 20
+"""Evidence of a thousand ranks is some megabytes of JSON."""
+DEFAULT_PORT = 9411
+_OTHER_NAME = (62, 64)
+"""X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH (openssl/x509_vfy.h)."""
+_WAYS = "unix:/run/elasticd/agent.sock, http://HOST:PORT or https://HOST:PORT"
+
+DEFAULT_SOCKET = "/run/elasticd/agent.sock"
+
+
+class Unreachable(ElasticdError):
+    """No daemon answered, or not in time, or not sensibly. The text says which, and where it was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer, whatever its code."""
+
+    code: int
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """The JSON object that it is. Raises Unreachable if it is none."""
+        try:
+            found = json.loads(self.body)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise Unreachable(f"what answers there is no elasticd daemon: {self.body[:60]!r}")
+        return found
+
+    @property
+    def why(self) -> str:
+        """The sentence of an answer that is a refusal."""
+        try:
+            return str(self.document().get("error", f"HTTP {self.code}"))
+        except Unreachable:
+            return f"HTTP {self.code}, and no sentence that says why: it may be no elasticd daemon"
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One daemon, at a unix socket or at host:port. `tls_name`: whom its certificate is for, if not for `host`."""
+
+    socket: Path | None
+    host: str = ""
+    port: int = 0
+    token: str | None = field(default=None, repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+    tls_name: str | None = None
+
+    def __str__(self) -> str:
+        if self.socket is not None:
+            return str(self.socket)
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+
+    def get(self, path: str, query: Mapping[str, object] | None = None, within_s: float = 30.0) -> Reply:
+        return self.ask("GET", path, query, within_s=within_s)
+
+    def post(
+        self, path: str, body: bytes = b"", kind: str = "application/json", within_s: float = 30.0,
+        query: Mapping[str, object] | None = None,
+    ) -> Reply:  # fmt: skip
+        return self.ask("POST", path, query, body=body, kind=kind, within_s=within_s)
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, object] | None = None,
+        *,
+        body: bytes = b"",
+        kind: str = "",
+        within_s: float = 30.0,
+    ) -> Reply:
+        """Raises Unreachable. `query` values that are None are left out."""
+        asked = {name: str(value) for name, value in (query or {}).items() if value is not None}
+        target = path + (f"?{urlencode(asked, quote_via=quote)}" if asked else "")
+        headers = {"Connection": "close"}
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
+        if kind:
+            headers["Content-Type"] = kind
+        until = time.monotonic() + within_s
+        connection = _Connection(self, within_s)
+        try:
+            with contextlib.closing(connection):
+                connection.connect()
+                with contextlib.suppress(BrokenPipeError):  # it answered before it had read all: what it says counts
+                    connection.request(method, target, body=body or None, headers=headers)
+                sock = connection.sock  # which http.client lets go of once it has the head
+                answer = connection.getresponse()
+                with contextlib.closing(answer):
+                    data = _read(sock, answer, until)
+                return Reply(answer.status, data, {name.lower(): value for name, value in answer.getheaders()})
+        except TimeoutError:
+            raise Unreachable(f"the daemon at {self} did not answer within {within_s:.0f} s") from None
+        except ssl.SSLCertVerificationError as error:
+            advice = "--ca FILE names the authority that signed it"
+            if error.verify_code in _OTHER_NAME:
+                advice = "ask at one of the names or addresses that it is for"
+            why = error.verify_message.rstrip(".")
+            raise Unreachable(f"{self}: its certificate cannot be trusted: {why}; {advice}") from None
+        except ssl.SSLError as error:
+            raise Unreachable(f"{self}: no TLS: {error.reason or error}; perhaps it speaks http://") from None
+        except (http.client.HTTPException, ValueError) as error:
+            tls = "" if self.tls is not None or self.socket is not None else "; perhaps it speaks https://"
+            raise Unreachable(f"{self} does not speak HTTP as a daemon does: {type(error).__name__}{tls}") from None
+        except OSError as error:
+            raise Unreachable(f"no daemon answers at {self}: {error.strerror or error}{self._advice(error)}") from None
+
+    def _advice(self, error: OSError) -> str:
+        if self.socket is None:
+            return ""
+        if isinstance(error, PermissionError):
+            return "; root and the users and groups in http.users and http.groups of agent.toml may ask"
+        return "; is `elasticd agent` running on this node? Another one is named with --agent or ELASTICD_AGENT"
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, client: Client, within_s: float) -> None:
+        super().__init__(client.host or "elasticd", client.port or None, timeout=within_s)
+        self._client, self._within_s = client, within_s
+
+    def connect(self) -> None:
+        client = self._client
+        if client.socket is not None:
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.sock.settimeout(self._within_s)
+            with short(client.socket) as name:
+                self.sock.connect(name)
+            return
+        self.sock = socket.create_connection((client.host, client.port), self._within_s)
+        if client.tls is not None:
+            plain = self.sock
+            try:
+                self.sock = client.tls.wrap_socket(plain, server_hostname=client.tls_name or client.host)
+            except BaseException:
+                plain.close()
+                raise
+
+
+def _read(sock: socket.socket, answer: http.client.HTTPResponse, until: float) -> bytes:
+    parts, size = [], 0
+    while not answer.isclosed():  # from Python 3.11.8 and 3.12.2 on its last byte closes it, and the socket with it
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+        part = answer.read1(1 << 16)
+        if not part:
+            break
+        parts.append(part)
+        size += len(part)
+        if size > ANSWER_BYTES:
+            raise Unreachable(f"an answer of more than {ANSWER_BYTES >> 20} MiB: that is no daemon's")
+    if answer.length:  # read1 says nothing of an answer that ends too early
+        raise Unreachable("the answer was cut short")
+    return b"".join(parts)
+
+
+def open_client(where: str | None, token_file: Path | None, ca: Path | None) -> Client:
+    """The daemon at `where`; without it, this node's. Raises UsageError."""
+    if not where:
+        return Client(Path(DEFAULT_SOCKET))
+    if where.startswith(("unix:", "/")):
+        path = where.removeprefix("unix:")
+        if not os.path.isabs(path) or path.endswith("/"):
+            raise UsageError(f"--agent {where}: give an absolute path, as in {_WAYS}")
+        return Client(Path(path))
+    try:
+        parts = urlsplit(where)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port, parts = None, None, urlsplit("")
+    if parts.scheme not in ("http", "https") or not host or parts.path.strip("/") or parts.query or parts.username:
+        raise UsageError(f"--agent {where}: give {_WAYS}")
+    token = None if token_file is None else read_token(token_file, "--token-file")
+    tls = client_context(ca) if parts.scheme == "https" else None
+    return Client(None, host, port or DEFAULT_PORT, token, tls)
+
+
+def client_context(ca: Path | None) -> ssl.SSLContext:
+    """Trusts `ca`, or whom the system trusts. Raises UsageError."""
+    try:
+        return trusting(ca)
+    except (OSError, ValueError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise UsageError(f"--ca {ca}: no certificate of an authority can be read: {why}") from None

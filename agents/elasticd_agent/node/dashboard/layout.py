@@ -1,0 +1,145 @@
+"""What all pages have in common: head, header, footer, and the headers they are sent with.
+
+It exists so that no page can forget its Content-Security-Policy: nothing is loaded but our own style, script and icon,
+nothing is sent anywhere else, nobody frames it. A page is whole without its script: that only asks for it again.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib import resources
+
+from elasticd_agent.node.api.server import Answer
+from elasticd_agent.node.dashboard import format as words
+from elasticd_agent.node.dashboard.markup import Child, Html, joined, tag, text
+
+HTML_TYPE = "text/html; charset=utf-8"
+EVERY_S = 2.0
+"""How often a page's script asks for it again."""
+RELOAD_S = 10
+"""How often a page without its script is loaded again."""
+FILES = {
+    "style.css": "text/css; charset=utf-8",
+    "live.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+
+
+def file(name: str) -> bytes:
+    """One of FILES."""
+    return resources.files(__package__).joinpath(name).read_bytes()
+
+
+_STYLE = file("style.css").decode()
+_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+_POLICY = "default-src 'none'; {}; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+INSIDE = _POLICY.format("script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'")
+OUTSIDE = _POLICY.format(f"style-src 'sha256-{_HASH}'; img-src data:")
+"""Of pages for who has not come in: the style is in them, since nothing else is to be had out there."""
+
+
+def answer(code: int, page: Html, policy: str = INSIDE, *headers: tuple[str, str]) -> Answer:
+    more = (
+        ("Content-Security-Policy", policy),
+        ("Referrer-Policy", "no-referrer"),
+        ("Cross-Origin-Opener-Policy", "same-origin"),
+        ("Cross-Origin-Resource-Policy", "same-origin"),
+        *headers,
+    )
+    return Answer(code, page.encode("utf-8", "replace"), HTML_TYPE, more)
+
+
+def page(
+    title: str, node: str, version: str, *content: Child, now: float, leave: bool, every_s: float | None = EVERY_S
+) -> Html:
+    """A page for who has come in. `leave`: there is a pass to give back. `every_s`: None if it stays as it is."""
+    live = every_s is not None
+    header = tag(
+        "header",
+        tag("a", "Skip to the page", href="#main", class_="skip"),
+        tag("a", _logo(), tag("span", "elasticd"), href="/", class_="brand"),
+        tag("span", "as ", tag("b", node), " sees it", class_="node"),
+        tag(
+            "span",
+            tag("span", class_="dot"),
+            tag("span", words.clock(now), id="live-text"),
+            id="live",
+            class_="live",
+            data_every=every_s,
+        ),
+        tag("form", tag("button", "Log out"), method="post", action="/logout") if leave else None,
+    )
+    footer = tag("footer", f"elasticd {version} · times are {words.zone()} of node {node} · this page only reads")
+    head = [
+        tag("link", rel="stylesheet", href="/page/style.css"),
+        tag("link", rel="icon", href="/page/icon.svg", type="image/svg+xml"),
+        tag("script", src="/page/live.js", defer=True) if live else None,
+        tag("noscript", tag("meta", http_equiv="refresh", content=RELOAD_S)) if live else None,
+    ]
+    body = [header, tag("main", *content, id="main", tabindex="-1"), footer]
+    return _document(title, head, body)
+
+
+def outside(title: str, *content: Child) -> Html:
+    """A page for who has not come in."""
+    head = [tag("style", Html(_STYLE)), tag("link", rel="icon", href="data:,")]
+    brand = tag("p", _logo(), tag("span", "elasticd"), class_="brand")
+    return _document(title, head, [tag("main", brand, *content, id="main", class_="outside")])
+
+
+def login(why: str, then: str) -> Html:
+    """`why`: what to say first; `then`: the page that was wanted."""
+    form = tag(
+        "form",
+        # For password managers, which keep nothing without a name.
+        tag("input", name="username", value="elasticd", autocomplete="username", hidden=True),
+        tag("label", "Token", for_="token"),
+        tag(
+            "input",
+            id="token",
+            name="token",
+            type="password",
+            required=True,
+            autofocus=True,
+            autocomplete="current-password",
+            aria_describedby="why",
+        ),
+        tag("input", type="hidden", name="then", value=then),
+        tag("button", "Log in"),
+        method="post",
+        action="/login",
+        class_="login",
+    )
+    hint = tag("p", "It is the one line in the agent's ", tag("code", "http.token_file"), ".", class_="quiet")
+    return outside("Log in · elasticd", tag("h1", "Log in"), tag("p", why, id="why"), form, hint)
+
+
+def _document(title: str, head: Child, body: Child) -> Html:
+    opening = [
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", title),
+    ]
+    return joined(Html("<!doctype html>"), tag("html", tag("head", opening, head), tag("body", body), lang="en"), "\n")
+
+
+def _logo() -> Html:
+    shape = tag("path", d="M2 9h4l2-6 3 12 2-6h3", fill="none", stroke_width="2")
+    return tag("svg", shape, viewBox="0 0 18 18", class_="logo", aria_hidden="true")
+
+
+def section(name: str, title: str, *content: Child, more: Child = None) -> Html:
+    """A part of a page that its script replaces by a newer one."""
+    heading = tag("div", tag("h2", title, id=f"{name}-title"), more, class_="heading")
+    return tag("section", heading, *content, id=name, data_live=True, aria_labelledby=f"{name}-title")
+
+
+def chip(word: str, kind: str) -> Html:
+    """A state: the word says it, the colour only says it again."""
+    return tag("span", word, class_=Html(f"chip {text(kind)}"))
+
+
+def banner(kind: str, *content: Child) -> Html:
+    return tag("p", *content, class_=f"banner {kind}")

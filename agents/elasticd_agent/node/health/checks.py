@@ -1,0 +1,237 @@
+"""Everything there is to look at on this node, once: for the daemon's thread, and for `elasticd doctor`.
+
+It belongs to one thread, waits for each thing no longer than a deadline, and remembers only what hangs: what does not
+answer and cannot be killed is not asked again as long as it lives, or a dead mount would cost a process a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from elasticd_agent.node.health import all_reduce as reducing
+from elasticd_agent.node.health import gpu_checks as gpus
+from elasticd_agent.node.health import host_memory as memory
+from elasticd_agent.node.health import plugins
+from elasticd_agent.node.health.nvml import Nvml
+from elasticd_agent.node.health.result import Reading, bad, skipped
+from elasticd_agent.system import procfs
+
+AT_ONCE = 4
+"""Plugins and directories looked at side by side: what they cost is taken from a job that trains."""
+NVML_S = 10.0
+"""Where the driver does not stay loaded, finding the GPUs takes a second or two each."""
+DIRECTORY_S = 5.0
+CLOSE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What is looked at. `own`: directories that the daemon makes where they are not there yet.
+
+    `devices`: what CUDA_VISIBLE_DEVICES is for each slot, () where slots are no GPUs; `chosen`: the GPUs that the
+    daemon may use, None for all; `gpus`: how many there should be, None if nobody says.
+    """
+
+    node: str
+    slots: int
+    devices: tuple[str, ...]
+    own: tuple[Path, ...]
+    directories: tuple[Path, ...]
+    disk_free_min_bytes: float
+    plugins_dir: Path
+    plugin_timeout_s: float
+    chosen: tuple[str, ...] | None = None
+    gpus: int | None = None
+    python: str = sys.executable
+
+
+class Checks:
+    """`look` and `close` belong to one thread. `heard` is called from another one: a look would find something now."""
+
+    def __init__(self, places: Places, environ: Mapping[str, str], heard: Callable[[], None]) -> None:
+        self._places, self._environ, self._heard = places, environ, heard
+        self._nvml = Nvml(self._event, NVML_S)
+        self._events: queue.SimpleQueue[Reading] = queue.SimpleQueue()
+        self._stuck: dict[str, tuple[int, int, str]] = {}
+        self._stop, self._stopping = os.pipe2(os.O_CLOEXEC)
+
+    def stop(self) -> None:
+        """From any thread: a look that is under way ends soon."""
+        os.write(self._stopping, b"x")
+        self._nvml.stop()
+
+    def renew(self, places: Places) -> None:
+        """Look at these from now on. Belongs to the thread that looks."""
+        self._places = places
+
+    def close(self) -> None:
+        self._nvml.close()
+        for fd in (self._stop, self._stopping):
+            os.close(fd)
+
+    def look(self, idle: bool, most_gpus: int) -> list[Reading]:
+        """All but the all-reduce. `idle`: no job runs here. `most_gpus`: as many were seen here once."""
+        return [memory.look(idle), *self._gpus(most_gpus), *self._examined()]
+
+    def all_reduce(self) -> Reading:
+        places = self._places
+        return reducing.look(
+            places.python, range(places.slots), places.devices[: places.slots], self._environ, stop=self._stop
+        )
+
+    # ---- GPUs
+
+    def _gpus(self, most: int) -> list[Reading]:
+        places = self._places
+        expected = len(places.devices) if places.chosen is not None else max(most, len(places.devices))
+        expected = places.gpus if places.gpus is not None else expected
+        if not expected and not places.devices:
+            return [skipped(gpus.PRESENT, "this machine has no GPUs")]
+        if find_spec("pynvml") is None:
+            why = f"{expected} GPUs, and nobody looks after them: pynvml is not installed (pip install 'elasticd[gpu]')"
+            return [skipped(gpus.PRESENT, why)]
+        began = time.monotonic()
+        said = self._nvml.look()
+        return [
+            *gpus.readings(said, expected, places.chosen, time.monotonic() - began),
+            *self._happened(),
+        ]
+
+    def _event(self, what: Mapping[str, Any]) -> None:
+        reading = gpus.event(what, self._places.chosen)
+        if reading is not None:
+            self._events.put(reading)
+            self._heard()
+
+    def _happened(self) -> list[Reading]:
+        found: list[Reading] = []
+        while not self._events.empty():
+            found.append(self._events.get())
+        if not found:
+            return [Reading(gpus.XIDS, "good", "none since the last look")]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        return [Reading(gpus.XIDS, "bad", found[0].why + more, certain=True)]
+
+    # ---- directories and plugins
+
+    def _examined(self) -> list[Reading]:
+        places = self._places
+        found = plugins.find(places.plugins_dir)
+        readings = [*found.refused]
+        asked: dict[str, list[dict[str, Any]]] = {"directories": [], "plugins": []}
+        for path, made in {**dict.fromkeys(places.own, True), **dict.fromkeys(places.directories, False)}.items():
+            one = {"check": f"disk {path}", "path": str(path), "free_min_bytes": places.disk_free_min_bytes}
+            asked["directories"].append({**one, "made": made})
+        for path in found.run:
+            asked["plugins"].append({"check": plugins.check_name(path), "path": str(path)})
+        for kind, ones in asked.items():
+            hanging = {one["check"]: why for one in ones if (why := self._still_hangs(one["check"]))}
+            readings += [bad(check, why) for check, why in hanging.items()]
+            asked[kind] = [one for one in ones if one["check"] not in hanging]
+        names = [one["check"] for ones in asked.values() for one in ones]
+        if names:
+            readings += self._examine(asked, names)
+        order = {name: index for index, name in enumerate(names)}
+        return sorted(readings, key=lambda reading: order.get(reading.check, len(order)))
+
+    def _still_hangs(self, check: str) -> str:
+        pid, started, why = self._stuck.get(check, (0, 0, ""))
+        process = procfs.stat(pid) if pid else None
+        if process is None or process.started != started or process.state == "Z":
+            self._stuck.pop(check, None)
+            return ""
+        return f"{why}; still so"
+
+    def _examine(self, asked: Mapping[str, Any], names: Sequence[str]) -> list[Reading]:
+        places = self._places
+        request = {
+            **asked,
+            "at_once": AT_ONCE,
+            "directory_s": DIRECTORY_S,
+            "plugin_s": places.plugin_timeout_s,
+            "environment": plugins.environment(places.node, places.slots),
+        }
+        turns = -(-len(names) // AT_ONCE)
+        within_s = turns * (max(DIRECTORY_S, places.plugin_timeout_s) + 1.0) + CLOSE_S
+        process = self._start_examiner()
+        found: dict[str, Reading] = {}
+        try:
+            for said in _lines(process, json.dumps(request).encode() + b"\n", within_s, self._stop):
+                if "reading" in said:
+                    reading = Reading(**said["reading"])
+                    found[reading.check] = reading
+                elif "stuck" in said:
+                    stuck = said["stuck"]
+                    self._stuck[stuck["check"]] = (stuck["pid"], stuck["started"], found[stuck["check"]].why)
+        finally:
+            _end(process)
+        missing = "the process that looks at directories and plugins did not get to it"
+        return [found.get(name) or skipped(name, missing) for name in names]
+
+    def _start_examiner(self) -> subprocess.Popen[bytes]:
+        path = str(Path(__file__).parents[3])
+        return subprocess.Popen(
+            [sys.executable, "-S", "-m", "elasticd_agent.node.health.check_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**self._environ, "PYTHONPATH": os.pathsep.join([path, str(_library())])},
+            cwd="/",
+            start_new_session=True,
+        )
+
+
+def _library() -> Path:
+    """Where the package `elasticd` is: beside this one when installed, elsewhere in a checkout."""
+    spec = find_spec("elasticd")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parents[1]
+
+
+def _lines(process: subprocess.Popen[bytes], request: bytes, within_s: float, stop: int) -> list[dict[str, Any]]:
+    """What it says until it is done, has ended, time is up, or `stop` becomes readable."""
+    assert process.stdin is not None and process.stdout is not None
+    until = time.monotonic() + within_s
+    said = b""
+    try:
+        process.stdin.write(request)
+        process.stdin.flush()
+    except OSError:
+        return []
+    fd = process.stdout.fileno()
+    while fd in select.select([fd, stop], [], [], max(0.0, until - time.monotonic()))[0]:
+        data = os.read(fd, 1 << 16)
+        said += data
+        if not data or b'{"done"' in said:
+            break
+    return [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With its standard input it ends by itself, and with it, by PDEATHSIG, what it has started; else by SIGKILL."""
+    assert process.stdin is not None and process.stdout is not None
+    for stream in (process.stdin, process.stdout):
+        try:
+            stream.close()
+        except OSError:
+            pass
+    try:
+        process.wait(CLOSE_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        try:
+            process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            pass  # a process that waits for nothing but its children; then the kernel itself is in trouble

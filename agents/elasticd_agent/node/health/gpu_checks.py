@@ -1,0 +1,106 @@
+"""Pure: what NVML says of this node's GPUs -> one reading for each kind of trouble there is.
+
+It asks nobody. What counts as trouble, and where that is written down, stands beside each constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elasticd_agent.node.health.result import Reading, bad, good, skipped
+
+PRESENT, ERRORS, ROWS, HEAT, XIDS = "gpus", "gpu ecc", "gpu rows", "gpu heat", "gpu xid"
+XID_EVENT, DOUBLE_BIT_EVENT = 0x8, 0x2
+"""nvml.h: nvmlEventTypeXidCriticalError, nvmlEventTypeDoubleBitEccError"""
+SLOWED = {0x40: "too hot (hardware thermal slowdown)", 0x80: "short of power (hardware power brake)"}
+"""nvml.h, nvmlClocksThrottleReason…; slowing down by software (0x20, 0x4) is what a GPU at full load does."""
+OF_PROGRAMS = {
+    13: "an exception in a kernel",
+    31: "a page fault",
+    43: "it stopped a program",
+    45: "cleaning up after a program",
+    68: "an exception of the video engine",
+    109: "a context switch took too long",
+}
+"""XIDs that a faulty program can cause on a sound GPU: NVIDIA's device plugin for Kubernetes ignores the same."""
+
+
+def readings(said: Mapping[str, Any], expected: int, chosen: Sequence[str] | None, seconds: float) -> list[Reading]:
+    """`said`: the answer of gpu.gpus(). `chosen`: indices and UUIDs that this daemon may use, None for all of them."""
+    if said.get("trouble"):
+        return [_silent(str(said["trouble"]), expected, seconds)]
+    gpus = [gpu for gpu in said.get("gpus", ()) if _chosen(gpu, chosen)]
+    return [
+        _present(gpus, expected, seconds),
+        _each(ERRORS, gpus, _errors, "no uncorrectable errors"),
+        _each(ROWS, gpus, _rows, "no rows of memory wait to be, or could not be, remapped"),
+        _each(HEAT, gpus, _heat, "not slowed down by the hardware"),
+    ]
+
+
+def event(what: Mapping[str, Any], chosen: Sequence[str] | None) -> Reading | None:
+    """What an NVML event means; None for one that is no fault of the GPU, or of one that is not ours."""
+    if not _chosen(what, chosen):
+        return None
+    if what["type"] == DOUBLE_BIT_EVENT:
+        why = f"{_name(what)} had an uncorrectable memory error"
+    elif what["type"] == XID_EVENT and what["data"] not in OF_PROGRAMS:
+        why = f"{_name(what)} had XID {what['data']}; see dmesg, and XID {what['data']} in NVIDIA's list of XID errors"
+    else:
+        return None
+    return Reading(XIDS, "bad", why, certain=True)
+
+
+def _silent(trouble: str, expected: int, seconds: float) -> Reading:
+    """Only where there are GPUs, or were."""
+    if "pynvml is not installed" in trouble:
+        return skipped(PRESENT, f"{expected} GPUs, and nobody looks after them: {trouble}", seconds)
+    return bad(PRESENT, f"{trouble}; {expected} GPUs were expected", seconds)
+
+
+def _present(gpus: Sequence[Mapping[str, Any]], expected: int, seconds: float) -> Reading:
+    lost = [f"{_name(gpu)} does not answer: {gpu['error']}" for gpu in gpus if "error" in gpu]
+    if len(gpus) < expected:
+        lost.append(f"{len(gpus)} GPUs are here, {expected} were expected (health.gpus says how many there should be)")
+    if lost:
+        return bad(PRESENT, "; ".join(lost), seconds)
+    names = sorted({str(gpu.get("name", "GPU")) for gpu in gpus})
+    past = "; ".join(f"{_name(gpu)}: last XID {gpu['last_xid']}" for gpu in gpus if gpu.get("last_xid"))
+    return good(PRESENT, f"{len(gpus)} × {', '.join(names)}{' – ' * bool(past)}{past}", seconds)
+
+
+def _each(check: str, gpus: Sequence[Mapping[str, Any]], look: Any, fine: str) -> Reading:
+    found = [f"{_name(gpu)} {why}" for gpu in gpus if "error" not in gpu and (why := look(gpu))]
+    return bad(check, "; ".join(found)) if found else good(check, fine)
+
+
+def _errors(gpu: Mapping[str, Any]) -> str:
+    count = gpu.get("ecc_uncorrected", 0)
+    return f"has had {count} uncorrectable memory errors since it was last reset; reset it" if count else ""
+
+
+def _rows(gpu: Mapping[str, Any]) -> str:
+    if gpu.get("remap_failed"):
+        return "could not remap a faulty row of memory; it should be replaced"
+    return "has a faulty row of memory to remap, which needs a reset" if gpu.get("remap_pending") else ""
+
+
+def _heat(gpu: Mapping[str, Any]) -> str:
+    reasons = int(str(gpu.get("throttle_reasons", "0x0")), 16)
+    whys = [why for bit, why in SLOWED.items() if reasons & bit]
+    degrees = f" at {gpu['temperature_c']} °C" if "temperature_c" in gpu else ""
+    return f"is slowed down{degrees}: {', '.join(whys)}" if whys else ""
+
+
+def _chosen(gpu: Mapping[str, Any], chosen: Sequence[str] | None) -> bool:
+    if chosen is None or "index" not in gpu or any(name.startswith("MIG-") for name in chosen):
+        return True
+    uuid = str(gpu.get("uuid", ""))
+    return str(gpu.get("index")) in chosen or any(uuid.startswith(one) for one in chosen if one.startswith("GPU-"))
+
+
+def _name(gpu: Mapping[str, Any]) -> str:
+    if "index" not in gpu:
+        return "a GPU that does not say any more which one it is"
+    return f"GPU {gpu['index']}" + (f" ({gpu['bus']})" if gpu.get("bus") else "")

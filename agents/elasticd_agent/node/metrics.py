@@ -1,0 +1,211 @@
+"""The metrics of a node that are no job's: names, help and labels in one table, and their page. docs/node-metrics.md's.
+
+Those of its jobs are their runners' (`scraping`). It measures nothing and decides nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import get_args
+
+from elasticd_agent.node.health import metrics as measured
+from elasticd_agent.node.records import NodeState, RunnerState
+from elasticd_agent.telemetry import metric_table as metric_names
+from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, Spec, escaped
+
+STATES: tuple[str, ...] = get_args(NodeState)
+RUNNERS: tuple[str, ...] = get_args(RunnerState)
+CHECKS = 16
+"""More than most nodes have: seven of ours, and the rest directories and plugins."""
+OUTCOMES = ("succeeded", "failed", "refused", "left", "lost")
+
+INFO = Spec("elasticd_node_info", "gauge", "Always 1; the label says which version the node's agent is.", ("version",))
+START = Spec("elasticd_node_agent_start_timestamp_seconds", "gauge", "Unix time the agent started.")
+SLOTS = Spec("elasticd_node_slots", "gauge", "Workers this node takes at once.")
+SLOTS_USED = Spec("elasticd_node_slots_used", "gauge", "Slots that a job's runner has, also one that is leaving.")
+STATE = Spec(
+    "elasticd_node_state",
+    "gauge",
+    f"1 for the state the node is in: {', '.join(STATES)}.",
+    ("state",),
+    many=len(STATES),
+)
+JOINED = Spec("elasticd_node_joined", "gauge", "1 while the node's card is in the store, as far as the agent knows.")
+PLACER = Spec("elasticd_node_places", "gauge", "1 on the one node whose agent places jobs at the time.")
+HERE = Spec(
+    "elasticd_node_runners",
+    "gauge",
+    f"Runners on this node, by state: {', '.join(RUNNERS)}.",
+    ("state",),
+    many=len(RUNNERS),
+)
+WAITING = Spec("elasticd_node_jobs_waiting", "gauge", "Jobs in the queue that have no place, as this node sees it.")
+STARTS = Spec("elasticd_node_runner_starts_total", "counter", "Runners started by this agent.")
+ENDS = Spec(
+    "elasticd_node_runner_ends_total",
+    "counter",
+    f"Runners that ended, by how: {', '.join(OUTCOMES)}.",
+    ("outcome",),
+    many=len(OUTCOMES),
+)
+STORE_UP = Spec("elasticd_node_store_up", "gauge", "1 while the store answers this agent.")
+OUTAGES = Spec("elasticd_node_store_outages_total", "counter", "Times the store went away from this agent.")
+LEASE = Spec(
+    "elasticd_node_lease_seconds", "gauge", "How long the node's card lives without a renewal, as the store granted it."
+)
+LEASE_RENEWAL = Spec(
+    "elasticd_node_lease_renewal_seconds",
+    "histogram",
+    "How long a renewal of the lease of the node's card took, also one that failed.",
+    buckets=LEASE_BUCKETS,
+)
+LATE = Spec("elasticd_node_late_seconds", "gauge", "For how long the agent's deciding thread should have turned.")
+LINES_LOST = Spec("elasticd_node_event_lines_lost", "gauge", "Lines of the agent's event log that were not written.")
+
+METRICS = (
+    INFO, START, SLOTS, SLOTS_USED, STATE, JOINED, PLACER, HERE, WAITING, STARTS, ENDS, STORE_UP, OUTAGES, LEASE,
+    LEASE_RENEWAL, LATE, LINES_LOST,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """How the node is at one moment."""
+
+    slots: int
+    used: int
+    state: str
+    joined: bool
+    places: bool
+    runners: Mapping[str, int]
+    waiting: int
+    store_up: bool
+    late_s: float
+    lines_lost: int
+
+
+@dataclass(slots=True)
+class NodeMetrics:
+    """Safe to call from one thread while others render."""
+
+    node: str
+    version: str
+    _starts: int = 0
+    _ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    _outages: int = 0
+    _lease_s: float | None = None
+    _renewals: list[int] = field(default_factory=lambda: [0] * (len(LEASE_BUCKETS) + 1))
+    _renewals_s: float = 0.0
+    _began: float = field(default_factory=time.time)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def runner_started(self) -> None:
+        with self._lock:
+            self._starts += 1
+
+    def runner_ended(self, outcome: str) -> None:
+        """`outcome` is one of OUTCOMES; anything else is a mistake of the caller: KeyError."""
+        with self._lock:
+            self._ends[{known: known for known in OUTCOMES}[outcome]] += 1
+
+    def store_away(self) -> None:
+        with self._lock:
+            self._outages += 1
+
+    def lease(self, lives_s: float, renewal_s: float | None) -> None:
+        """The store granted a lease of `lives_s`, or it was tried for `renewal_s` to renew it."""
+        with self._lock:
+            self._lease_s = lives_s
+            if renewal_s is not None:
+                self._renewals[bisect_left(LEASE_BUCKETS, renewal_s)] += 1
+                self._renewals_s += renewal_s
+
+    def render(self, facts: Facts) -> bytes:
+        """The text format, version 0.0.4."""
+        with self._lock:
+            samples: list[tuple[Spec, tuple[str, ...], float]] = [
+                (INFO, (self.version,), 1),
+                (START, (), self._began),
+                (STARTS, (), self._starts),
+                *((ENDS, (outcome,), count) for outcome, count in self._ends.items()),
+                (OUTAGES, (), self._outages),
+            ]
+            if self._lease_s is not None:
+                samples.append((LEASE, (), self._lease_s))
+            renewals, renewals_s = list(accumulate(self._renewals)), self._renewals_s
+        samples += [
+            (SLOTS, (), facts.slots),
+            (SLOTS_USED, (), facts.used),
+            *((STATE, (state,), facts.state == state) for state in STATES),
+            (JOINED, (), facts.joined),
+            (PLACER, (), facts.places),
+            *((HERE, (state,), facts.runners.get(state, 0)) for state in RUNNERS),
+            (WAITING, (), facts.waiting),
+            (STORE_UP, (), facts.store_up),
+            (LATE, (), facts.late_s),
+            (LINES_LOST, (), facts.lines_lost),
+        ]
+        page = "".join(self._family(spec, samples) for spec in METRICS if spec is not LEASE_RENEWAL)
+        return (page + self._histogram(LEASE_RENEWAL, renewals, renewals_s)).encode()
+
+    def _histogram(self, spec: Spec, counts: Sequence[int], total: float) -> str:
+        node = f'node="{escaped(self.node)}"'
+        bounds = [*(repr(bound) for bound in spec.buckets), "+Inf"]
+        lines = [f"# HELP {spec.name} {spec.help}", f"# TYPE {spec.name} {spec.kind}"]
+        lines += [f'{spec.name}_bucket{{{node},le="{le}"}} {n}' for le, n in zip(bounds, counts, strict=True)]
+        lines += [f"{spec.name}_count{{{node}}} {counts[-1]}", f"{spec.name}_sum{{{node}}} {total!r}"]
+        return "\n".join(lines) + "\n"
+
+    def _family(self, spec: Spec, samples: Iterable[tuple[Spec, tuple[str, ...], float]]) -> str:
+        lines = [f"# HELP {spec.name} {spec.help}", f"# TYPE {spec.name} {spec.kind}"]
+        for of, values, value in samples:
+            if of is spec:
+                labels = [("node", self.node), *zip(spec.labels, values, strict=True)]
+                named = ",".join(f'{name}="{escaped(text)}"' for name, text in labels)
+                lines.append(f"{spec.name}{{{named}}} {float(value)!r}")
+        return "\n".join(lines) + "\n"
+
+
+def most_series(checks: int) -> int:
+    """What a node with so many health checks has of its own."""
+    return sum(spec.series(0) for spec in METRICS) + sum(spec.series(checks) for spec in measured.METRICS)
+
+
+def document() -> str:
+    """docs/node-metrics.md, whole."""
+    rows = ["| name | type | labels besides `node` | meaning |", "|---|---|---|---|"]
+    for spec in (*METRICS, *measured.METRICS):
+        labels = ", ".join(f"`{label}`" for label in spec.labels)
+        rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
+    job, own, each = metric_names.most_series(8), most_series(0), most_series(1) - most_series(0)
+    three = 3 * job + own + each * CHECKS
+    told = _CARDINALITY.format(job=job, own=own, each=each, checks=CHECKS, three=three)
+    return "\n\n".join([_INTRODUCTION, "\n".join(rows), told]) + "\n"
+
+
+_INTRODUCTION = """# Metrics of a node
+
+<!-- Written by `make docs`: change agents/elasticd_agent/node/metrics.py. -->
+
+`elasticd agent` serves these at `/metrics` of its HTTP port, without a token, together with the
+[metrics](metrics.md) of every job that runs on the node, told apart by `job_id`. The runners are asked all at once; one
+that does not answer within 1.5 s is left out of that scrape; after 5 s a scrape is over. Counters begin with the agent:
+one that was killed or upgraded counts from 0 again, while those of its jobs go on."""
+
+_CARDINALITY = """## How many series
+
+At most {own}, and {each} for each health check that is not skipped (`gpus`, `memory`, one for each directory and plugin
+...). With a job's own, at most {job} where it has 8 ranks on the node, three such jobs and {checks} checks come to
+{three}: fewer than 1,000. Of what a runner answers no more than 500 series are passed on, and only those of its job.
+
+A scrape with three runners takes 8 ms where there is a core to be had, and 12 ms of processor time in all processes
+(`benchmarks/scrape.py`)."""
+
+
+if __name__ == "__main__":
+    print(document(), end="")

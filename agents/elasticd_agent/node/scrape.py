@@ -1,0 +1,91 @@
+"""One page of metrics of several: the node's own, and those that the runners of its jobs answer when somebody scrapes.
+
+It exists so that a scrape takes as long as the slowest runner and not as all of them, and so that no runner, which is
+its job's user's, can spoil the page: one that does not answer in time is left out, and of what it says only well-formed
+samples of its own job count, a bounded number of them. It keeps nothing and decides nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from elasticd_agent.system.control_socket import Unanswered
+from elasticd_agent.telemetry.metric_table import escaped
+
+SCRAPE_S = 5.0
+"""For all runners together; Prometheus gives up after 10 s."""
+ASK_S = 1.5
+AT_ONCE = 8
+MOST_SERIES = 500
+"""Of one job. A runner of this version has fewer; one of the next may have more."""
+
+_TEXT = r'(?:[^"\\\x00-\x1f]|\\[\\n"])*'
+_HEAD = re.compile(r"# (?:HELP elasticd_[a-z0-9_]+ [^\x00-\x1f]*|TYPE elasticd_[a-z0-9_]+ (?:counter|gauge|histogram))")
+_SAMPLE = re.compile(rf'elasticd_[a-z0-9_]+{{((?:[a-z_]+="{_TEXT}",?)*)}} (?:-?[0-9.]+(?:e[-+]?[0-9]+)?|NaN|[-+]Inf)')
+_LABEL = re.compile(rf'([a-z_]+)="({_TEXT})"')
+
+
+def merged(pages: Iterable[bytes]) -> bytes:
+    """Several pages as one: each family once, as the format demands, with everybody's samples."""
+    heads: dict[bytes, list[bytes]] = {}
+    samples: dict[bytes, list[bytes]] = {}
+    for page in pages:
+        family = b""
+        first: set[bytes] = set()
+        for line in page.splitlines():
+            if line.startswith((b"# HELP ", b"# TYPE ")):
+                family = line.split(b" ", 3)[2]
+                if family not in heads or family in first:
+                    first.add(family)
+                    heads.setdefault(family, []).append(line)
+            elif line and not line.startswith(b"#"):
+                samples.setdefault(family, []).append(line)
+    named = [name for name in heads if name in samples]
+    return b"".join(b"\n".join([*heads[name], *samples[name]]) + b"\n" for name in named)
+
+
+def scraped(node: str, jobs: Sequence[tuple[str, int]], ask: Callable[[str, int, float], bytes]) -> list[bytes]:
+    """The pages of these jobs' runners on `node`, of those that answer in time."""
+    until = time.monotonic() + SCRAPE_S
+
+    def page(key: tuple[str, int]) -> bytes:
+        left = until - time.monotonic()
+        try:
+            return own(node, key[0], ask(*key, min(ASK_S, left))) if left > 0 else b""
+        except Unanswered:
+            return b""
+
+    if len(jobs) < 2:
+        found = [page(key) for key in jobs]
+    else:
+        with ThreadPoolExecutor(min(len(jobs), AT_ONCE), "elasticd-scrape") as asking:
+            found = list(asking.map(page, jobs))
+    return [one for one in found if one]
+
+
+def own(node: str, job: str, page: bytes) -> bytes:
+    """What a job's runner may say: of this job on this node, in words that Prometheus understands."""
+    of = {"job_id": escaped(job), "node": escaped(node)}
+    kept = []
+    family = ""
+    left = MOST_SERIES
+    for line in page.decode(errors="replace").split("\n"):
+        if line.startswith("# "):
+            if _HEAD.fullmatch(line):
+                family = line.split(" ", 3)[2]
+                kept.append(line)
+            continue
+        sample = _SAMPLE.fullmatch(line)
+        if not left or sample is None or not family or not line.startswith(family):
+            continue
+        pairs = _LABEL.findall(sample[1])
+        labels = dict(pairs)
+        if len(labels) < len(pairs):
+            continue
+        if labels.get("job_id") == of["job_id"] and labels.get("node", of["node"]) == of["node"]:
+            kept.append(line)
+            left -= 1
+    return "\n".join(kept).encode() + b"\n"

@@ -1,0 +1,140 @@
+"""What all nodes of one job must have been asked alike, and how to say where two of them differ.
+
+It exists so that a node started as part of another job, or by rules of its own, is refused with the field that differs,
+instead of training something else beside the others. As under torchrun, roles and arguments are each node's own; nodes
+of one role run one script. What is a machine's own affair is left out: its slots, its interpreter's and its script's
+directory, where it writes, its name and its addresses. Nothing here talks to a store.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from elasticd_agent.model.codec import VERSION
+from elasticd_agent.model.job import JobSpec, Mode, Policy
+
+_SPOKEN = {
+    "entrypoint": "the script",
+    "args": "the script's arguments",
+    "mode": "how the script is started",
+    "run": "--run",
+    "min_nodes": "--nnodes MIN",
+    "max_nodes": "--nnodes MAX",
+    "checkpoints": "--checkpoint-dir",
+    "max_restarts": "--max-restarts",
+    "max_restarts_per_hour": "--max-restarts-per-hour",
+    "grow": "--grow",
+    "on_hang": "--on-hang",
+    "last_call_s": "last_call_timeout",
+}
+_RULES = (
+    "max_restarts",
+    "max_restarts_per_hour",
+    "grow",
+    "grow_debounce_s",
+    "lease_s",
+    "seen_timeout_s",
+    "last_call_s",
+    "join_timeout_s",
+    "replace_timeout_s",
+    "adopt_timeout_s",
+    "node_cooloff_s",
+    "on_hang",
+    "hang_floor_s",
+    "hang_factor",
+    "stopped_after_s",
+    "slow_ceiling_s",
+    "slow_factor",
+    "startup_ceiling_s",
+    "first_step_ceiling_s",
+    "progress_ceiling_s",
+)
+"""Of Policy, what the planner decides by: any node may be it, and a job's rules must not change with its planner."""
+_OF_A_ROLE = ("entrypoint", "mode")
+_OWN = ("version", "role", "args")
+_SHOWN = 100
+"""Characters of a value that are shown: a sentence must stay one line."""
+
+
+def spec_document(spec: JobSpec, policy: Policy) -> dict[str, Any]:
+    """What one node was asked, as JSON can carry it; the job's first node leaves it in the store for all others."""
+    module = spec.mode is Mode.MODULE
+    return {
+        "version": VERSION,
+        "entrypoint": spec.entrypoint if module else PurePath(spec.entrypoint).name,
+        "args": list(spec.args),
+        "mode": spec.mode.value,
+        "role": spec.role,
+        "min_nodes": spec.rendezvous.min_nodes,
+        "max_nodes": spec.rendezvous.max_nodes,
+        "run": spec.run,
+        "checkpoints": spec.checkpoint_dir is not None,
+        **{name: getattr(policy, name) for name in _RULES},
+    }
+
+
+def unlike(mine: bytes, theirs: bytes, say: Callable[[str], None]) -> str | None:
+    """Why a node asked for `mine` cannot take part in a job whose first node was asked for `theirs`; None if it can.
+
+    `say` hears of arguments that differ within one role: allowed, and now and then a slip.
+    """
+    try:
+        ours, other = json.loads(mine), json.loads(theirs)
+        version = str(other.get("version", VERSION))
+        if version.partition(".")[0] != VERSION.partition(".")[0]:
+            return f"its first node speaks version {version}, this one {VERSION}; run the same major version everywhere"
+        why = differences(ours, other)
+        if not why and ours["role"] == other.get("role") and ours["args"] != other.get("args", ours["args"]):
+            say(f"allowed, but of one role: {_difference('args', ours['args'], other['args'])}, the job's first node")
+        return why or None
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return "what its first node has written of itself cannot be understood"
+
+
+def later(mine: bytes, theirs: bytes) -> bool:
+    """True if both are runs of one job that are counted, and `mine` is the later one: by then `theirs` is over.
+
+    So count daemons, which let nobody hand in a job that has not ended, and Slurm, which requeues what it has ended.
+    """
+    try:
+        runs = [str(json.loads(document).get("run")) for document in (mine, theirs)]
+    except (ValueError, AttributeError, RecursionError):
+        return False
+    return all(run.isascii() and run.isdecimal() for run in runs) and int(runs[0]) > int(runs[1])
+
+
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """One phrase naming every field in which two documents must not differ and do; or "".
+
+    "the script is 'a.py' here, 'b.py' there". A field only one of them knows is another version's, and differs for
+    nobody.
+    """
+    own = _OWN if mine.get("role") == theirs.get("role", mine.get("role")) else (*_OWN, *_OF_A_ROLE)
+    names = [name for name in mine if name in theirs and name not in own]
+    return "; ".join(_difference(name, mine[name], theirs[name]) for name in names if mine[name] != theirs[name])
+
+
+def _difference(name: str, mine: Any, theirs: Any) -> str:
+    texts = [shlex.join(map(str, value)) if isinstance(value, list) else value for value in (mine, theirs)]
+    if all(isinstance(text, str) for text in texts):
+        # Of long ones, what is shown is where they part.
+        parted = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+        texts = [repr(_cut(text, parted)) for text in texts]
+    shown = [_GIVEN.get(text, text) if text is None or isinstance(text, bool) else text for text in texts]
+    label = _SPOKEN.get(name, name.removesuffix("_s"))
+    return f"{label} {'are' if name == 'args' else 'is'} {shown[0]} here, {shown[1]} there"
+
+
+_GIVEN = {True: "given", False: "not given", None: "not given"}
+
+
+def _cut(text: str, parted: int) -> str:
+    if len(text) <= _SHOWN:
+        return text
+    begin = max(0, parted - _SHOWN // 2)
+    end = begin + _SHOWN
+    return ("…" if begin else "") + text[begin:end] + ("…" if end < len(text) else "")

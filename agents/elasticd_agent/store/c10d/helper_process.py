@@ -1,0 +1,164 @@
+"""The agent's helper for a c10d store: imports torch once, and forks what talks to a TCPStore or serves one.
+
+Runs with the job's interpreter as `python -u helper_process.py CONTROL_FD PARENT_PID`. A fork costs milliseconds where
+a start costs a second, so a client stuck in torch is killed and replaced as if nothing were. Its requests, one packet
+each, answered with a packet:
+
+    {"do": "connect", "host", "port", "timeout_s"}  + one end of a channel   -> {"pid"}
+    {"do": "serve", "apart"}  + a listening socket, one end of a channel              -> {"pid"}
+    {"do": "end", "pid"}                                                     -> {"pid"}
+    {"do": "living", "pid"}                                                  -> {"living"}
+
+When the control socket ends, or the agent dies, so do this process and its children. It holds one thread, always.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path[0] = str(Path(__file__).parents[3])  # where elasticd_agent is: the job's interpreter need not have it
+from elasticd_agent.store.c10d.client_process import Client  # noqa: E402
+from elasticd_agent.store.c10d.server_process import keep  # noqa: E402
+from elasticd_agent.store.c10d.wire import Wire, look_up_hosts  # noqa: E402
+from elasticd_agent.system.process import DEAF_TO  # noqa: E402
+
+del sys.path[0]
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+PACKET = 1 << 16
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    libc = ctypes.CDLL(None, use_errno=True)
+    die_with(libc, int(sys.argv[2]))
+    # Both must be final before the import: a second thread would make a fork unsafe.
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
+    for number in DEAF_TO:  # a terminal signals its process group, a batch system every process of a job
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        tcp_store = importlib.import_module("torch.distributed").TCPStore
+    except (ImportError, AttributeError) as error:
+        control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        return
+    gc.freeze()
+    control.send(json.dumps({"ready": os.getpid()}).encode())
+    Forker(tcp_store, control, libc).serve()
+
+
+def die_with(libc: ctypes.CDLL, parent: int) -> None:
+    """End when `parent` does, also if it has ended already."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class Forker:
+    def __init__(self, tcp_store: Callable[..., Any], control: socket.socket, libc: ctypes.CDLL) -> None:
+        self._tcp_store = tcp_store
+        self._control = control
+        self._libc = libc
+        self._children: set[int] = set()
+
+    def serve(self) -> None:
+        while True:
+            packet, fds, _, _ = socket.recv_fds(self._control, PACKET, 2)
+            if not packet:
+                break
+            self._control.send(json.dumps(self._do(json.loads(packet), fds)).encode())
+        for pid in list(self._children):
+            self._end(pid)
+        os._exit(0)  # what torch does at exit takes half a second, and has nothing to do here
+
+    def _do(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        match request["do"]:
+            case "connect":
+                with socket.socket(fileno=fds[0]) as channel:
+                    return {"pid": self._fork(lambda: self._connect(request, channel))}
+            case "serve":
+                with socket.socket(fileno=fds[0]) as listener, socket.socket(fileno=fds[1]) as channel:
+                    return {"pid": self._fork(lambda: self._host(listener, channel, request["apart"]))}
+            case "end":
+                self._end(request["pid"])
+                return {"pid": request["pid"]}
+            case _:
+                return {"living": self._living(request["pid"])}
+
+    def _fork(self, run: Callable[[], None]) -> int:
+        me = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._child(me, run)
+        self._children.add(pid)
+        return pid
+
+    def _child(self, parent: int, run: Callable[[], None]) -> NoReturn:
+        status = 1
+        try:
+            die_with(self._libc, parent)
+            self._control.close()
+            run()
+            status = 0
+        finally:
+            if status:
+                sys.excepthook(*sys.exc_info())
+            os._exit(status)
+
+    def _connect(self, request: dict[str, Any], channel: socket.socket) -> None:
+        self._libc.prctl(PR_SET_NAME, b"elasticd-c10d-c", 0, 0, 0)
+        port, timeout_s = request["port"], request["timeout_s"]
+        address = ""
+
+        def connect() -> Wire:
+            nonlocal address
+            # torch keeps trying a refused connection, and says why only in many lines of C++; this says it in one.
+            with socket.create_connection((address or request["host"], port), timeout_s) as probe:
+                if probe.getsockname() == probe.getpeername():  # a port that nobody listens at can be its own peer
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+                address = probe.getpeername()[0]
+            look_up_hosts(b"files")
+            return Wire(self._tcp_store, address, port, timeout_s)
+
+        Client(connect, channel).serve()
+
+    def _host(self, listener: socket.socket, channel: socket.socket, apart: bool) -> None:
+        self._libc.prctl(PR_SET_NAME, b"elasticd-c10d-h", 0, 0, 0)
+        look_up_hosts(b"files")
+        # A connection for each agent and each watch of an agent: thousands in a large job.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        keep(self._tcp_store, listener, channel, apart)
+
+    def _living(self, pid: int) -> bool:
+        """Whoever has ended is waited for here, so that no other process can have the number meanwhile."""
+        if pid not in self._children:
+            return False
+        if os.waitpid(pid, os.WNOHANG)[0] == 0:
+            return True
+        self._children.remove(pid)
+        return False
+
+    def _end(self, pid: int) -> None:
+        if self._living(pid):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._children.remove(pid)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the agent has given up meanwhile, and has said why; what was forked ends with its parent

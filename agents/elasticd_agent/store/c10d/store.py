@@ -1,0 +1,168 @@
+"""A Store that is torch's TCPStore, for jobs without an etcd. One of the agents hosts it; no agent process loads torch.
+
+TCPStore has neither versions nor leases nor watches; client_process.py makes them of what it has, and
+server_process.py keeps them.
+When the host is gone, so is everything in the store: a host that comes back is empty, every lease in it has ended, and
+no version of before is valid. It cannot compare two keys at once, so a guard is looked at first: see Store.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from elasticd_agent.store import Lease, Traffic, Versioned, Watch
+from elasticd_agent.store.c10d.connection import Link
+
+
+def _silent(sentence: str) -> None:
+    pass
+
+
+class C10dStore:
+    """Thread-safe; every call returns or raises within `timeout_s`, but the first ones, which wait for the start.
+
+    `serve`: host the store, on all addresses of this machine; port 0 takes a free one. `apart`: as no agent of a job.
+    `python` must have torch.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        serve: bool,
+        apart: bool = False,
+        python: str = sys.executable,
+        timeout_s: float = 0.9,
+        start_timeout_s: float = 30.0,
+        say: Callable[[str], None] = _silent,
+    ) -> None:
+        self._lock = threading.RLock()
+        self._watches: list[_C10dWatch] = []
+        self._link = Link(
+            host,
+            port,
+            serve=serve,
+            apart=apart,
+            python=python,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+            say=say,
+            hear=self._hear,
+        )
+
+    @property
+    def port(self) -> int:
+        return self._link.port
+
+    @property
+    def apart(self) -> bool:
+        """Whether whoever hosts it is no agent of a job; False before it has answered."""
+        return self._link.apart
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the client asked; what the host does for its own leases stays on its machine and is not in here."""
+        return self._link.traffic
+
+    def read(self, key: str) -> Versioned | None:
+        found = self._link.call("read", key=_named(key))
+        return None if found is None else _versioned(found)
+
+    def list(self, prefix: str) -> dict[str, Versioned]:
+        return {key: _versioned(found) for key, found in self._link.call("found_below", prefix=prefix).items()}
+
+    def compare_and_swap(
+        self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
+    ) -> bool:
+        looked_at = None if guard is None else [_named(guard[0]), guard[1]]
+        return bool(self._link.call("swap", key=_named(key), expected=expected, value=_text(value), guard=looked_at))
+
+    def delete(self, key: str) -> bool:
+        return bool(self._link.call("delete", key=_named(key)))
+
+    def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
+        granted = self._link.call("announce", key=_named(key), value=_text(value), ttl_s=ttl_s)
+        return None if granted is None else _C10dLease(self._link, ttl_s, *granted)
+
+    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
+        watch = _C10dWatch(self, prefix, callback)
+        with self._lock:
+            self._watches.append(watch)
+        self._link.watch(prefix)
+        return watch
+
+    def close(self) -> None:
+        with self._lock:
+            self._watches.clear()
+        self._link.close()
+
+    def _hear(self, prefix: str, key: str) -> None:
+        # With the lock, so that no call is begun after a watch's close has returned.
+        with self._lock:
+            for watch in [watch for watch in self._watches if watch.prefix == prefix]:
+                watch.callback(key)
+
+    def _end_watch(self, watch: _C10dWatch) -> None:
+        with self._lock:
+            if watch not in self._watches:
+                return
+            self._watches.remove(watch)
+        self._link.unwatch(watch.prefix)
+
+
+@dataclass(eq=False, slots=True)
+class _C10dLease:
+    link: Link
+    ttl_s: float
+    name: str
+    first: int
+    ended: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+        if self.ended:
+            return None
+        args = {"lease": self.name, "first": self.first}
+        version: int | None = self.link.call("hold", key=_named(key), value=_text(value), expected=expected, **args)
+        return version
+
+    def renew(self) -> bool:
+        if not self.ended and not self.link.call("renew", lease=self.name, first=self.first):
+            self.ended = True
+        return not self.ended
+
+    def withdraw(self) -> None:
+        if not self.ended:
+            self.link.call("withdraw", lease=self.name, first=self.first)
+            self.ended = True
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class _C10dWatch:
+    store: C10dStore
+    prefix: str
+    callback: Callable[[str], None]
+
+    def close(self) -> None:
+        self.store._end_watch(self)
+
+
+def _named(key: str) -> str:
+    if "\n" in key:
+        raise ValueError(f"a key cannot have a line break in it: {key!r}")
+    return key
+
+
+def _text(value: bytes) -> str:
+    return base64.b64encode(value).decode("ascii")
+
+
+def _versioned(found: list[Any]) -> Versioned:
+    version, value = found
+    return Versioned(base64.b64decode(value), version)

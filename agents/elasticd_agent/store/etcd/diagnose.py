@@ -1,0 +1,152 @@
+"""Finds out why an endpoint that has never answered does not, so that a typing mistake is told from an outage.
+
+gRPC calls all of it UNAVAILABLE, and prints failed TLS handshakes to standard error by itself. So an endpoint's TLS is
+tried here first, and a plain endpoint that gRPC could not talk to is asked here what it is. Uses sockets and `ssl`
+only; every wait has a deadline; says nothing when it does not know.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+
+from elasticd.errors import StoreRefused, StoreUnavailable
+from elasticd_agent.model.job import Tls
+from elasticd_agent.store.etcd.errors import not_an_etcd
+from elasticd_agent.store.tls import trusting
+from elasticd_agent.system.addresses import joined
+
+# RFC 9113, 3.4: what a client says first, followed by a SETTINGS frame; the server answers with a SETTINGS frame.
+_EMPTY_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _EMPTY_SETTINGS
+_FRAME_TYPE, _SETTINGS = 3, 4
+
+
+def context(tls: Tls) -> ssl.SSLContext:
+    """Raises StoreRefused for files that cannot be read, are no PEM, or do not belong together."""
+    try:
+        made = trusting(tls.ca)
+    except (OSError, ssl.SSLError) as error:
+        raise StoreRefused(f"{tls.ca} cannot be used as the store's CA: {error}; give a PEM file") from error
+    if tls.cert is not None:
+        try:
+            made.load_cert_chain(tls.cert, tls.key, password=_no_passphrase)
+        except (OSError, ValueError, ssl.SSLError) as error:
+            raise StoreRefused(
+                f"{tls.cert} and {tls.key} cannot be used as our certificate and key: {error}; give two PEM files that "
+                "belong together, the key without a passphrase"
+            ) from error
+    made.set_alpn_protocols(["h2"])
+    return made
+
+
+def _no_passphrase() -> str:
+    raise ValueError("the key is encrypted")
+
+
+def shake_hands(host: str, port: int, tls: ssl.SSLContext, timeout_s: float) -> None:
+    """Returns when the endpoint speaks TLS, we trust it and it accepts us. Raises StoreRefused or StoreUnavailable."""
+    where = f"https://{joined(host, port)}"
+    deadline = time.monotonic() + timeout_s
+    try:
+        with _connected(host, port, deadline) as plain, tls.wrap_socket(plain, server_hostname=host) as secure:
+            # With TLS 1.3 a server that does not like our certificate says so only now.
+            secure.sendall(_PREFACE)
+            secure.recv(9)
+    except ssl.SSLCertVerificationError as error:
+        raise StoreRefused(
+            f"the certificate of etcd at {where} is not good: {error.verify_message}; check its dates, the names "
+            "in it, and that the CA given is the one that signed it"
+        ) from error
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError) as error:
+        if isinstance(error, ConnectionRefusedError) or not _speaks_http2(host, port, deadline):
+            raise StoreUnavailable(f"etcd at {where} cannot be reached: {error}") from error
+        raise StoreRefused(f"etcd at {where} does not use TLS; write http:// instead of https://") from error
+    except ssl.SSLError as error:
+        reason = (error.reason or str(error)).lower().replace("_", " ")
+        if "wrong version" in reason or "record layer" in reason or "http request" in reason:
+            raise StoreRefused(f"etcd at {where} does not use TLS; write http:// instead of https://") from error
+        if "alert" in reason:
+            raise StoreRefused(
+                f"etcd at {where} does not accept our certificate ({reason}); give a certificate and key that "
+                "its CA signed"
+            ) from error
+        raise StoreRefused(f"etcd at {where} and we do not agree on TLS: {reason}") from error
+    except OSError as error:  # no route, no such name, nothing within the time
+        raise StoreUnavailable(f"etcd at {where} cannot be reached: {error}") from error
+
+
+def doubt(host: str, port: int, timeout_s: float) -> str | None:
+    """Why a plain endpoint that accepts connections is not what we were told; None: nothing speaks against it."""
+    where = joined(host, port)
+    deadline = time.monotonic() + timeout_s
+    try:
+        said = _answer(host, port, deadline)
+        if said and not _is_settings(said):
+            return not_an_etcd(where, "something else answers there")
+        if not said and _speaks_tls(host, port, deadline):
+            return f"etcd at {where} uses TLS; write https:// before the endpoint"
+    except OSError:  # nobody there, or not in time: an outage, as far as one can tell
+        return None
+    return None
+
+
+def _connected(host: str, port: int, deadline: float) -> socket.socket:
+    """Raises OSError. A resolver has no deadline of its own, so it is asked in a thread that may stay behind."""
+    found: list[str] = []
+
+    def ask() -> None:
+        try:
+            found.extend(str(address[4][0]) for address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except OSError:
+            return
+
+    resolver = threading.Thread(target=ask, name=f"resolving {host}", daemon=True)
+    resolver.start()
+    resolver.join(max(deadline - time.monotonic(), 0))
+    failed: OSError = socket.gaierror(f"no address is known for the name {host}")
+    for address in found:
+        try:
+            connection = socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001))
+        except OSError as error:
+            failed = error
+        else:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            return connection
+    raise failed
+
+
+def _answer(host: str, port: int, deadline: float) -> bytes:
+    with _connected(host, port, deadline) as plain:
+        try:
+            plain.sendall(_PREFACE)
+            said = plain.recv(9)
+        except ConnectionError:
+            return b""
+    # A TLS server may answer what it takes for garbage with an alert.
+    return b"" if said[:1] == b"\x15" else said
+
+
+def _is_settings(said: bytes) -> bool:
+    return len(said) > _FRAME_TYPE and said[_FRAME_TYPE] == _SETTINGS
+
+
+def _speaks_http2(host: str, port: int, deadline: float) -> bool:
+    try:
+        return _is_settings(_answer(host, port, deadline))
+    except OSError:
+        return False
+
+
+def _speaks_tls(host: str, port: int, deadline: float) -> bool:
+    unchecked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    unchecked.check_hostname = False
+    unchecked.verify_mode = ssl.CERT_NONE
+    with _connected(host, port, deadline) as plain:
+        try:
+            with unchecked.wrap_socket(plain, server_hostname=host):
+                return True
+        except ssl.SSLError as error:
+            return "ALERT" in (error.reason or "")

@@ -1,0 +1,163 @@
+"""A Store on etcd v3, for jobs on many nodes: what the Store protocol promises, kept by an etcd.
+
+A compare-and-swap, with or without a guard, is one transaction; an announced key is put by a transaction under a
+lease. When etcd does not answer, the outcome of a change is unknown, and that is what StoreUnavailable says. grpc and
+etcd3 are imported when the store is first used, because a job on one node shall not pay for them. Only the agent
+process may use it: gRPC and fork do not go together.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from elasticd.errors import StoreUnavailable, UsageError
+from elasticd_agent.model.job import Tls
+from elasticd_agent.store import Lease, Traffic, Versioned, Watch
+
+if TYPE_CHECKING:
+    from elasticd_agent.store.etcd.requests import Requests
+    from elasticd_agent.store.etcd.watch import EtcdWatches
+
+
+def _silent(sentence: str) -> None:
+    """For those who do not want to hear of outages."""
+
+
+class EtcdStore:
+    """Thread-safe. `endpoints` are (host, port) of the members of one cluster; one that answers is used.
+
+    A call ends within `timeout_s`, with StoreUnavailable at the latest. StoreRefused: etcd, or what is in its place,
+    will not have us; one sentence says why. `say` hears one sentence when an outage begins and one when it is over.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[tuple[str, int]],
+        *,
+        tls: Tls | None = None,
+        user: str | None = None,
+        password: str | None = None,
+        timeout_s: float = 0.9,
+        say: Callable[[str], None] = _silent,
+    ) -> None:
+        if not endpoints:
+            raise UsageError("etcd needs an endpoint; give host:port, or several with commas between them")
+        self._endpoints = list(endpoints)
+        self._tls = tls
+        self._user = user
+        self._password = password
+        self._timeout_s = timeout_s
+        self._say = say
+        self.traffic = Traffic()
+        self._lock = threading.Lock()
+        self._made: Requests | None = None
+        self._closed = False
+        self._watches: EtcdWatches | None = None
+        self._unsure: list[int] = []
+
+    def read(self, key: str) -> Versioned | None:
+        return self._etcd().read(key)
+
+    def list(self, prefix: str) -> dict[str, Versioned]:
+        return self._etcd().list(prefix)
+
+    def compare_and_swap(
+        self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
+    ) -> bool:
+        return self._etcd().put_if(key, expected, value, guard) is not None
+
+    def delete(self, key: str) -> bool:
+        return self._etcd().delete(key)
+
+    def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
+        """etcd counts whole seconds, and grants no less than 1.5 of its election timeouts (2 s by default)."""
+        etcd = self._etcd()
+        self._take_back_what_is_unsure(etcd)
+        number, granted_s = etcd.grant(math.ceil(ttl_s))
+        try:
+            made = etcd.put_if(key, None, value, lease=number)
+        except StoreUnavailable:
+            # The key may be there now, under a lease that nobody renews: our next try must not lose against it.
+            with self._lock:
+                self._unsure.append(number)
+            raise
+        if made is None:
+            etcd.revoke(number)
+            return None
+        return _EtcdLease(etcd, number, float(granted_s))
+
+    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
+        """Also during an outage: it begins when etcd is back, and names then the whole prefix."""
+        etcd = self._etcd()
+        from elasticd_agent.store.etcd.watch import EtcdWatches
+
+        with self._lock:
+            if self._watches is None:
+                self._watches = EtcdWatches(etcd)
+            watches = self._watches
+        return watches.begin(prefix, callback)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            made, watches = self._made, self._watches
+        if made is not None:
+            made.link.close()
+        if watches is not None:
+            watches.close()
+
+    def _take_back_what_is_unsure(self, etcd: Requests) -> None:
+        with self._lock:
+            unsure, self._unsure = self._unsure, []
+        while unsure:
+            try:
+                etcd.revoke(unsure[-1])
+            except StoreUnavailable:
+                with self._lock:
+                    self._unsure += unsure
+                raise
+            unsure.pop()
+
+    def _etcd(self) -> Requests:
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailable("the store has been closed")
+            if self._made is None:
+                from elasticd_agent.store.etcd.connection import Link
+                from elasticd_agent.store.etcd.requests import Requests
+
+                self._made = Requests(
+                    Link(
+                        self._endpoints,
+                        self._tls,
+                        self._user,
+                        self._password,
+                        self._timeout_s,
+                        self._say,
+                        self.traffic,
+                    )
+                )
+            return self._made
+
+
+class _EtcdLease:
+    def __init__(self, etcd: Requests, number: int, ttl_s: float) -> None:
+        self._etcd = etcd
+        self._number = number
+        self._ttl_s = ttl_s
+
+    @property
+    def ttl_s(self) -> float:
+        return self._ttl_s
+
+    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+        return self._etcd.put_if(key, expected, value, lease=self._number)
+
+    def renew(self) -> bool:
+        return self._etcd.renew(self._number)
+
+    def withdraw(self) -> None:
+        self._etcd.revoke(self._number)

@@ -1,0 +1,235 @@
+"""What a person sees: one sentence for every decision, and how far training is.
+
+On a terminal the last row is taken out of the scrolled region (DECSTBM, as apt's progress bar does) and holds the live
+line. So sentences and the workers' own output, which goes straight to the terminal and not through the agent, scroll
+above it and neither tears the other. Without a terminal there are plain log lines. Everything goes through an Outlet:
+a terminal or pipe that blocks or goes away never holds up the agent. Only SIGKILL leaves the terminal as it is, with
+the row still reserved; `reset` gives it back. A worker that draws on the whole screen itself (curses) and the live line
+disturb each other: run it with `2>&1 | cat`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from elasticd_agent.system.nonblocking_writer import CAPACITY, Outlet
+
+Level = Literal["info", "warning", "error"]
+PLAIN_PROGRESS_S = 30.0
+# 2 Hz: more would be noise to the eye, and each frame moves the cursor for a moment.
+LIVE_REFRESH_S = 0.5
+_SMALLEST = (40, 4)
+_LEVELS: dict[Level, str] = {"info": "", "warning": "warning: ", "error": "error: "}
+_COLORS: dict[Level, str] = {"info": "", "warning": "\x1b[33m", "error": "\x1b[1;31m"}
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressView:
+    """Where the job is. `step` and what follows from it are None until known; `checkpoint_at` is CLOCK_MONOTONIC."""
+
+    round: int
+    world_size: int
+    phase: str = "running"
+    target: int | None = None
+    step: int | None = None
+    steps_per_second: float | None = None
+    checkpoint_at: float | None = None
+    restarts: int = 0
+
+
+def describe(view: ProgressView, now: float) -> list[str]:
+    """The view in words, most important first. `now` is CLOCK_MONOTONIC."""
+    workers = f"{view.world_size} worker" + ("" if view.world_size == 1 else "s")
+    if view.target is not None and view.target != view.world_size:
+        workers += f" of {view.target}"
+    parts = [f"round {view.round}" + ("" if view.phase == "running" else f" {view.phase}"), workers]
+    if view.step is not None:
+        parts.append(f"step {view.step:,}")
+    if view.steps_per_second is not None:
+        parts.append(f"{view.steps_per_second:.3g} steps/s" if view.steps_per_second < 100 else
+                     f"{view.steps_per_second:,.0f} steps/s")  # fmt: skip
+    if view.checkpoint_at is not None:
+        parts.append(f"checkpoint {_age(now - view.checkpoint_at)} ago")
+    parts.append(
+        "no restarts" if not view.restarts else f"{view.restarts} restart" + ("s" if view.restarts > 1 else "")
+    )
+    return parts
+
+
+def _age(seconds: float) -> str:
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+class Console(Protocol):
+    def said(self, sentence: str, level: Level = "info") -> None: ...
+    def progress(self, view: ProgressView) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Lines:
+    """Puts whole lines into an outlet, from any thread, and says how many it could not."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet, self._lost = outlet, 0
+
+    def put(self, line: str) -> None:
+        data = (line + "\n").encode("utf-8", "backslashreplace")
+        if self._lost:
+            data = f"[elasticd: {self._lost} lines are missing here: nothing took them]\n".encode() + data
+        self._lost = 0 if self._outlet.put(data) else self._lost + 1
+
+
+class PlainConsole:
+    """Log lines, for a file, a pipe or a container's log."""
+
+    def __init__(self, outlet: Outlet, job: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lines, self._job, self._clock = _Lines(outlet), _visible(job), clock
+        self._last: ProgressView | None = None
+        self._due = float("-inf")
+
+    def said(self, sentence: str, level: Level = "info") -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._lines.put(f"{stamp} elasticd[{self._job}] {_LEVELS[level]}{_visible(sentence)}")
+
+    def progress(self, view: ProgressView) -> None:
+        """A line now and then, when steps were made since the last one."""
+        now = self._clock()
+        if view.step is None or now < self._due or (self._last is not None and view.step == self._last.step):
+            return
+        self._last, self._due = view, now + PLAIN_PROGRESS_S
+        self.said(", ".join(describe(view, now)))
+
+    def close(self) -> None:
+        pass
+
+
+class LiveConsole:
+    """Sentences above, one live line at the bottom, redrawn by a thread of its own."""
+
+    def __init__(self, outlet: Outlet, fd: int, job: str, refresh_s: float = LIVE_REFRESH_S) -> None:
+        self._outlet, self._fd, self._job, self._refresh_s = outlet, fd, _visible(job), refresh_s
+        self._lines = _Lines(outlet)
+        self._color = not os.environ.get("NO_COLOR")
+        self._view: ProgressView | None = None
+        self._rows = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elasticd-live", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def said(self, sentence: str, level: Level = "info") -> None:
+        text = f"{time.strftime('%H:%M:%S')} elasticd: {_LEVELS[level]}{_visible(sentence)}"
+        colored = self._color and _COLORS[level]
+        self._lines.put(f"{_COLORS[level]}{text}\x1b[0m" if colored else text)
+
+    def progress(self, view: ProgressView) -> None:
+        """What the live line shows from its next frame on; the first view takes the last row."""
+        self._view = view
+
+    def close(self) -> None:
+        """Give the last row back, cleared. Safe to call again."""
+        atexit.unregister(self.close)
+        self._ended.set()
+        self._thread.join(1.0)
+        if self._rows:
+            self._outlet.put(_release(self._rows))
+            self._outlet.flush(0.5)
+            self._rows = 0
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._refresh_s):
+            view = self._view
+            # In the background the last row belongs to somebody else; when the terminal lags, a frame adds nothing.
+            if view is not None and _foreground(self._fd) and self._outlet.room() > CAPACITY // 2:
+                try:
+                    columns, rows = os.get_terminal_size(self._fd)
+                except OSError:
+                    continue
+                self._draw(view, columns, rows)
+
+    def _draw(self, view: ProgressView, columns: int, rows: int) -> None:
+        before = b""
+        if rows != self._rows:
+            before = (_release(self._rows) if self._rows else b"") + _reserve(rows)
+        line = _render([self._job, *describe(view, time.monotonic())], columns - 1)
+        # One piece, one write: another writer's bytes never land while the cursor is away.
+        if self._outlet.put(before + f"\x1b7\x1b[{rows};1H\x1b[2K{line}\x1b[0m\x1b8".encode()):
+            self._rows = rows
+
+
+def _render(parts: list[str], width: int) -> str:
+    """One row of at most `width` cells."""
+    # Imported here, off the deciding thread and only for a terminal: rich costs 38 ms.
+    from rich.console import Console as Renderer
+    from rich.text import Text
+
+    text = Text.assemble((" elasticd ", "reverse"), "  ", parts[0])
+    for part in parts[1:]:
+        text.append(" · ", style="dim").append(part)
+    text.truncate(width, overflow="ellipsis")
+    renderer = Renderer(file=io.StringIO(), force_terminal=True, width=width, legacy_windows=False, highlight=False)
+    with renderer.capture() as captured:
+        renderer.print(text, end="", soft_wrap=True)
+    return captured.get()
+
+
+def _reserve(rows: int) -> bytes:
+    """Scroll only the rows above the last one, with the cursor among them even if it was in the last one."""
+    # Up before the position is saved: some terminals restore a position outside the region into it, some do not.
+    return f"\n\x1b[1A\x1b7\x1b[1;{rows - 1}r\x1b8".encode()
+
+
+def _release(rows: int) -> bytes:
+    """Scroll everything again, and clear the last row."""
+    return f"\x1b7\x1b[r\x1b[{rows};1H\x1b[2K\x1b8".encode()
+
+
+def _foreground(fd: int) -> bool:
+    try:
+        return os.tcgetpgrp(fd) == os.getpgrp()
+    except OSError:  # not our controlling terminal: nobody else's job is in front there
+        return True
+
+
+def _visible(text: str) -> str:
+    """The text with control characters made visible, so that no exception's message can steer the terminal."""
+    return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
+
+
+def open_console(outlet: Outlet, fd: int, job: str) -> PlainConsole | LiveConsole:
+    """Live when `fd` (where `outlet` goes) is a terminal that can move its cursor and has room, else plain."""
+    try:
+        columns, rows = os.get_terminal_size(fd)
+    except OSError:
+        return PlainConsole(outlet, job)
+    able = os.environ.get("TERM", "dumb") != "dumb" and columns >= _SMALLEST[0] and rows >= _SMALLEST[1]
+    return LiveConsole(outlet, fd, job) if able else PlainConsole(outlet, job)
+
+
+class SaidHandler(logging.Handler):
+    """Lets what elasticd's modules log be seen with everything else that is said."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._console.said(record.getMessage(), "error" if record.levelno >= logging.ERROR else "warning")
+        except Exception:  # noqa: BLE001 logging's own contract: a broken record must not break its caller
+            self.handleError(record)

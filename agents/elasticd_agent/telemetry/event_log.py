@@ -1,0 +1,168 @@
+"""The event log: what happened to a job, one JSON object a line, for programs that read it later.
+
+What can happen is in `events`. A line is one write to a file opened for appending, so several writers never mix within
+a line, and a line is in the kernel's hands before the agent goes on: it survives the agent's own SIGKILL. Nothing here
+ever raises once the file is open, blocks on a pipe nobody reads, or grows without bound; a line that cannot be written
+is counted, and said once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from elasticd.errors import UsageError
+from elasticd_agent.telemetry.events import FORMAT, MAX_LINE, Record
+
+# Long enough for any path and a sentence about it; a Python traceback in a reason is cut.
+MAX_TEXT = 4096
+_CUTS = ((MAX_TEXT, 4096), (256, 256), (64, 8))
+
+_log = logging.getLogger("elasticd.eventlog")
+
+
+class Events(Protocol):
+    """Where records go."""
+
+    @property
+    def lost(self) -> int:
+        """Lines that could not be written."""
+        ...
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NullEventLog:
+    """The event log of a job that was not asked to keep one."""
+
+    lost = 0
+
+    def write(self, record: Record) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class EventLog:
+    """Appends records to a file. Never raises once made; `lost` counts the lines that could not be written whole."""
+
+    def __init__(self, path: Path, job: str, node: str, most_bytes: int | None = None) -> None:
+        """Raises UsageError when `path` cannot be opened for appending. Makes its directory if only that is missing.
+
+        `most_bytes`: once it has so many it begins anew, and what was is `path` with .1 at its end; it does so, too,
+        when somebody has moved or removed it. For those who write for months; and from several threads.
+        """
+        self.lost = 0
+        self._path, self._job, self._node = path, job, node
+        self._torn = False
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        try:
+            self._fd = self._opened()
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise UsageError(f"--event-log {path}: cannot be opened for appending: {why}") from error
+
+    def _opened(self) -> int:
+        # O_NONBLOCK: a named pipe without a reader is refused here, and one whose reader stalls costs lines, not time.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        return os.open(self._path, flags, 0o600)
+
+    def write(self, record: Record) -> None:
+        line = encode(record, self._job, self._node)
+        with self._lock:
+            if self._most_bytes is not None:
+                self._begin_anew(self._most_bytes)
+            self._append(line)
+
+    def _begin_anew(self, most_bytes: int) -> None:
+        try:
+            mine = os.fstat(self._fd)
+            try:
+                there = os.path.samestat(mine, os.stat(self._path))
+            except FileNotFoundError:
+                there = False
+            if there and mine.st_size < most_bytes:
+                return
+            if there:
+                os.rename(self._path, f"{self._path}.1")
+            fd = self._opened()
+        except OSError:
+            return  # then where it is
+        os.close(self._fd)
+        self._fd, self._torn = fd, False
+
+    def _append(self, line: bytes) -> None:
+        if self._torn:
+            line = b"\n" + line
+        try:
+            written = os.write(self._fd, line)
+        except OSError as error:
+            self._lose(error.strerror or str(error))
+            return
+        # A full disk may take the head of a line; the next one starts with a newline, so that only this one is lost.
+        self._torn = written < len(line)
+        if self._torn:
+            self._lose("only a part of a line could be written")
+
+    def _lose(self, why: str) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            _log.warning("event log %s: %s; the job goes on, lines that cannot be written are counted", self._path, why)
+
+    def close(self) -> None:
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        if self.lost:
+            _log.warning("event log %s: %d lines were lost", self._path, self.lost)
+
+
+def open_event_log(path: Path | None, job: str, node: str, most_bytes: int | None = None) -> Events:
+    """The log at `path`, or one that does nothing. Raises UsageError when the file cannot be opened."""
+    return NullEventLog() if path is None else EventLog(path, job, node, most_bytes)
+
+
+def encode(record: Record, job: str, node: str) -> bytes:
+    """One line with its newline, at most MAX_LINE bytes; what does not fit is cut and the line says `"cut": true`."""
+    # Reckoned from `mono`, so that wall says when it happened too, however late it is written.
+    wall = time.time() - (time.monotonic() - record.mono)
+    head = {"v": FORMAT, "kind": record.kind, "job": job, "node": node, "round": record.round, "wall": round(wall, 6)}
+    body = {f.name: getattr(record, f.name) for f in fields(record) if f.name != "round"}
+    line = b""
+    for text, items in _CUTS:
+        line = _dump({**head, **body}, text, items)
+        if len(line) <= MAX_LINE:
+            break
+    return line
+
+
+def _dump(values: Mapping[str, Any], text: int, items: int) -> bytes:
+    kept = {name: _cut(value, text, items) for name, value in values.items()}
+    if any(kept[name] != value for name, value in values.items() if not isinstance(value, float)):
+        kept["cut"] = True
+    # Names that are not UTF-8 reach us as lone surrogates; backslashreplace turns these into JSON's own escapes.
+    return (json.dumps(kept, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def _cut(value: Any, text: int, items: int) -> Any:
+    if isinstance(value, str):
+        return value if len(value) <= text else value[:text] + "…"
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cut(item, text, items) for item in value[:items])
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

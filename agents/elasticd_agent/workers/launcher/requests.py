@@ -1,0 +1,101 @@
+"""What the owner is asked to start: command lines, environments, and what the start-up hook needs to know.
+
+Pure: it composes what is put into messages, and starts nothing itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import elasticd
+from elasticd_agent.model.job import JobSpec, Mode
+from elasticd_agent.workers.launcher.preload import Preload
+
+HERE = Path(__file__).parent
+LAUNCHER_FILES = {
+    "template": HERE / "template.py",
+    "store_module": HERE.parents[1] / "system" / "tcp_store.py",
+    "hidden_module": HERE / "hidden_modules.py",
+    "stacks_module": HERE / "debug_hooks.py",
+}
+_LIBRARY_ROOT = Path(elasticd.__file__).parent
+LIBRARY = {
+    f"elasticd.{name}": str(_LIBRARY_ROOT / f"{name.replace('.', '/')}.py")
+    for name in (
+        "errors",
+        "heartbeat.exit_report",
+        "heartbeat.shared_memory",
+        "heartbeat.record",
+        "heartbeat.collectives",
+        "heartbeat.optimizer_hook",
+        "heartbeat.thread",
+    )
+}
+"""What of the library every worker gets, in the order in which one imports the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker to start: what differs from the job's base environment, and where its output and its beat go."""
+
+    env: dict[str, str]
+    stdout: str | None
+    stderr: str | None
+    beat: str
+
+
+class Commands:
+    """Composes one job's messages to the owner."""
+
+    def __init__(self, spec: JobSpec, base_env: dict[str, str], preload: Preload) -> None:
+        self._spec, self._preload = spec, preload
+        self._base_env = {**base_env, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals)}
+
+    def template(self) -> dict[str, Any]:
+        """The fields of "template"."""
+        spec = self._spec
+        module = spec.mode is Mode.MODULE
+        launch = self._launch(
+            mode="template",
+            preload=self._preload.modules,
+            required=self._preload.required,
+            script_dir=str(spec.cwd if module else (spec.cwd / spec.entrypoint).resolve().parent),
+        )
+        env = {**self._base_env, "PYTHONPATH": self._hooked_path()}
+        return {"argv": self._argv(0), "env": env, "cwd": str(spec.cwd), "launch": launch}
+
+    def cold(self, workers: tuple[Worker, ...], *, with_store: bool) -> dict[str, Any]:
+        """The fields of "exec", but for who the group is and where its store listens."""
+        spec, hook = self._spec, {}
+        if spec.mode is not Mode.EXEC:
+            hook = {"PYTHONPATH": self._hooked_path(), "ELASTICD_LAUNCH": json.dumps(self._launch(mode="cold"))}
+        return {
+            "cwd": str(spec.cwd),
+            "env": self._base_env,
+            "store": {"argv": [spec.python, "-u", str(LAUNCHER_FILES["store_module"])]} if with_store else None,
+            "workers": [
+                {"argv": self._argv(rank), "env": {**hook, **w.env}, "stdout": w.stdout, "stderr": w.stderr}
+                for rank, w in enumerate(workers)
+            ],
+        }
+
+    def _argv(self, local_rank: int) -> list[str]:
+        spec = self._spec
+        args = [arg.replace("${local_rank}", str(local_rank)) for arg in spec.args]
+        if spec.mode is Mode.EXEC:
+            return [spec.entrypoint, *args]
+        return [spec.python, "-u", *(["-m"] if spec.mode is Mode.MODULE else []), spec.entrypoint, *args]
+
+    def _launch(self, **launch: Any) -> dict[str, Any]:
+        """What the start-up hook needs to know; `agent` may look into the workers, and so may what it starts."""
+        files = {name: str(path) for name, path in LAUNCHER_FILES.items()}
+        ours = {"library": LIBRARY, "agent": os.getpid()}
+        return {**files, **ours, "pythonpath": self._base_env.get("PYTHONPATH"), **launch}
+
+    def _hooked_path(self) -> str:
+        """The PYTHONPATH on which the interpreter finds our start-up hook first."""
+        return os.pathsep.join(filter(None, [str(HERE / "hook"), self._base_env.get("PYTHONPATH")]))

@@ -1,0 +1,397 @@
+"""The template: the job's own interpreter, paused before the script, with torch already in memory.
+
+It is started as `python -u script.py args…` with a start-up hook (hook/sitecustomize.py), preloads, and then serves
+fork requests from the owner. A forked worker returns from the hook and the interpreter goes on to run the script, so
+that `__main__`, pickling, multiprocessing, tracebacks, exit codes and /proc are what they are without us.
+
+It never touches an accelerator, never runs a parallel region, holds one thread at every fork (checked), and never runs
+a line of the user's code. In a cold start (`"mode": "cold"`) it only installs the worker's beat and returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.abc
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+PACKET = 1 << 20
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_GET_NAME = 1, 15, 16
+ADOPTION_DEADLINE_S = 10.0
+DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""A batch system signals every process of a job: one more import of torch is nothing to do while it makes room."""
+
+Config = dict[str, Any]
+
+
+def main(config: Config) -> None:
+    """Return in a worker, when the script may run; a template never returns."""
+    library = load_library(config["library"])
+    if config["mode"] == "cold":
+        if "ELASTICD_BEAT" in os.environ:
+            after_import("torch.optim.optimizer", start_beating(config, library))
+        return
+    Template(config, library).serve()
+
+
+def load_file(name: str, path: str) -> ModuleType:
+    """Load one of our files by path: the job's interpreter need not have elasticd installed."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up while it is being executed
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    return module
+
+
+def load_library(paths: dict[str, str]) -> dict[str, Any]:
+    """The library's files that every worker needs, by name, in the order in which one imports the other."""
+    before = {name: sys.modules.pop(name) for name in paths if name in sys.modules}
+    library: dict[str, Any] = {}
+    try:
+        for name, path in paths.items():
+            sys.modules[name] = library[name] = load_file(name, path)
+    finally:
+        for name in paths:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+    return library
+
+
+class Template:
+    """Preloads, hides what it loaded, and forks on request until the owner goes away."""
+
+    def __init__(self, config: Config, library: dict[str, Any]) -> None:
+        self.config = config
+        self.library = library
+        self.control = socket.socket(fileno=config["fd"])
+        self.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
+        self.libc = ctypes.CDLL(None, use_errno=True)
+        self.comm = ctypes.create_string_buffer(16)
+        self.libc.prctl(PR_GET_NAME, self.comm, 0, 0, 0)
+        self.env = dict(os.environ)
+        self.heard: dict[int, Any] = {}
+        self.store = load_file("_elasticd_store", config["store_module"])
+        self.hidden = load_file("_elasticd_hidden", config["hidden_module"]).HiddenModules()
+
+    def serve(self) -> None:
+        """Return only in a forked worker that was released."""
+        try:
+            release = self.released()
+        except BaseException:  # noqa: BLE001 site.py would print it, and run the script: here, as nobody's worker
+            traceback.print_exc()
+            os._exit(1)
+        self.become_worker(release)
+
+    def released(self) -> Config:
+        """Preload, and fork whenever the owner asks: what a worker was released with, in that worker."""
+        os.set_inheritable(self.control.fileno(), False)
+        self.libc.prctl(PR_SET_NAME, b"elasticd-templ", 0, 0, 0)
+        for number in DEAF_TO:
+            if (before := signal.getsignal(number)) is not signal.SIG_IGN:
+                self.heard[number] = before
+                signal.signal(number, ignored)  # a handler, since what is ignored stays ignored in what imports start
+        started = time.monotonic()
+        try:
+            self.preload()
+        except BaseException as error:  # noqa: BLE001 the job's own modules may raise anything, and the cold start will show it
+            self.say(is_="template_ready", cold=f"preloading failed: {type(error).__name__}: {error}", seconds=0.0)
+            os._exit(0)
+        gc.collect()
+        gc.freeze()  # collections in the workers then leave the shared pages alone
+        cold = self.unfit() or self.shadowed() or self.bad_fork()
+        self.say(is_="template_ready", cold=cold, seconds=time.monotonic() - started)
+        while True:
+            try:
+                packet, fds, _, _ = socket.recv_fds(self.control, PACKET, 253)
+            except OSError:
+                packet, fds = b"", []
+            if not packet:
+                os._exit(0)
+            request = json.loads(packet)
+            released = self.fork(request, [socket.socket(fileno=fd) for fd in fds])
+            if released is not None:
+                return released
+
+    def say(self, is_: str, **fields: Any) -> None:
+        try:
+            self.control.send(json.dumps({"is": is_, **fields}).encode())
+        except OSError:
+            os._exit(0)  # the owner was killed; an exception would end in the script being run here
+
+    def preload(self) -> None:
+        """Import what the job will import, remembering what each statement loaded."""
+        self.baseline = set(sys.modules)
+        with self.fit_to_fork():
+            for name in self.config["preload"]:
+                try:
+                    with self.hidden.loading(name):
+                        importlib.import_module(name)
+                except ModuleNotFoundError as error:
+                    if name in self.config["required"] or error.name is None or not name.startswith(error.name):
+                        raise  # otherwise this interpreter's torch, or the interpreter, does not have it
+        distributed = self.hidden.get("torch.distributed")
+        self.tcp_store = getattr(distributed, "TCPStore", None)
+        self.hidden.activate()
+
+    def shadowed(self) -> str | None:
+        """The script's directory comes first on its path: what it holds under a preloaded name would be found there."""
+        directory = self.config["script_dir"]
+        loaded = {name.partition(".")[0] for name in set(sys.modules) - self.baseline} | self.hidden.families()
+        for entry in os.listdir(directory):
+            name = entry.partition(".")[0]
+            path = os.path.join(directory, entry)
+            if name in loaded and (entry.endswith((".py", ".so")) or os.path.isfile(os.path.join(path, "__init__.py"))):
+                return f"{path} shadows a module that is preloaded"
+        return None
+
+    @contextlib.contextmanager
+    def fit_to_fork(self) -> Iterator[None]:
+        """Variables under which imports leave a process that can be forked; a worker's environment is its own again.
+
+        OpenBLAS starts its threads when numpy loads it: in a worker, numpy's import gives it those it would have had.
+        torch counts GPUs by NVML when asked to, and by the CUDA driver, which does not survive a fork, otherwise.
+        """
+        os.environ.update(OPENBLAS_NUM_THREADS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(self.env)
+
+    def unfit(self) -> str | None:
+        """Why this process must not be forked, or None."""
+        threads = len(os.listdir("/proc/self/task"))
+        if threads != 1:
+            return f"preloading left {threads} threads: forking them could dead-lock"
+        device = next((path for path in open_files() if path.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri"))), None)
+        if device is not None:
+            return f"preloading opened {device}: an accelerator's driver does not survive a fork"
+        return None
+
+    def bad_fork(self) -> str | None:
+        """torch refuses CUDA to the children of a process that has touched it, whatever that has open: ask one."""
+        cuda: Any = getattr(self.hidden.get("torch"), "cuda", None)
+        if not hasattr(cuda, "_is_in_bad_fork"):
+            return None
+        child = os.fork()
+        if not child:
+            try:
+                os._exit(bool(cuda._is_in_bad_fork()))
+            finally:
+                os._exit(2)  # an exception would end in the script being run here
+        _, status = os.waitpid(child, 0)
+        return "preloading initialised CUDA, which does not survive a fork" if status else None
+
+    # --- forking ------------------------------------------------------------------------------------------------
+
+    def fork(self, request: Config, channels: list[socket.socket]) -> Config | None:
+        """Fork a store, if asked for, and workers by an intermediate; None in the template, the release in a worker."""
+        unfit = self.unfit()
+        if unfit is not None:
+            self.say(is_="refused", group=request["fork"], why=unfit)
+            return None
+        try:
+            intermediate = os.fork()
+        except OSError as error:  # no room for another process, here or in the job's cgroup
+            self.say(is_="refused", group=request["fork"], why=f"fork: {error.strerror}")
+            return None
+        if intermediate:
+            for channel in channels:
+                channel.close()
+            _, status = os.waitpid(intermediate, 0)
+            if status:  # whom it has forked sees the channels closed, and goes
+                self.say(is_="refused", group=request["fork"], why="the template could not fork all of its workers")
+            return None
+        pids = []
+        self.intermediate = os.getpid()
+        for role, channel in enumerate(channels):
+            pid = os.fork()
+            if pid == 0:
+                self.control.close()
+                for other in channels:
+                    if other is not channel:
+                        other.close()
+                return self.child(is_store=role == 0 and request["store"], channel=channel)
+            pids.append(pid)
+        self.say(is_="forked", group=request["fork"], pids=pids)
+        os._exit(0)
+
+    def child(self, is_store: bool, channel: socket.socket) -> Config:
+        """Wait, as the owner's child, for the listening socket (the store) or the release (a worker)."""
+        os.setsid()
+        self.await_owner()
+        if is_store:
+            self.libc.prctl(PR_SET_NAME, b"elasticd-store", 0, 0, 0)
+            packet, fds, _, _ = socket.recv_fds(channel, PACKET, 1)
+            if packet:
+                self.store.serve(self.tcp_store, json.loads(packet)["host"], fds[0], channel)
+            os._exit(0)
+        for number, before in self.heard.items():
+            if signal.getsignal(number) is ignored:  # else a preloaded module wants it
+                signal.signal(number, before)
+        packet = channel.recv(PACKET)
+        if not packet:
+            os._exit(0)
+        channel.close()
+        release: Config = json.loads(packet)
+        return release
+
+    def await_owner(self) -> None:
+        """PDEATHSIG counts from the parent at the time of the call: only set it once the owner has adopted us.
+
+        Adopted by anyone else: the owner was killed meanwhile, and nobody would end us.
+        """
+        deadline = time.monotonic() + ADOPTION_DEADLINE_S
+        while (parent := os.getppid()) != self.config["owner"]:
+            if parent != self.intermediate or time.monotonic() > deadline:
+                os._exit(1)
+            time.sleep(0.0005)
+        self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != self.config["owner"]:
+            os._exit(1)
+
+    def become_worker(self, release: Config) -> None:
+        """Make this process what a fresh interpreter would be, short of running the script."""
+        self.libc.prctl(PR_SET_NAME, self.comm, 0, 0, 0)
+        os.environ.clear()
+        os.environ.update(self.env)
+        os.environ.update(release["env"])
+        for path, fd in ((release["stdout"], 1), (release["stderr"], 2)):
+            if path is not None:
+                opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                os.dup2(opened, fd)
+                os.close(opened)
+        self.reseed()
+        self.forget()
+        self.hidden.when_imported("numpy", self.give_blas_its_threads)
+        begin = start_beating(self.config, self.library)
+        optimizer = self.hidden.get("torch.optim.optimizer")
+        if optimizer is None:
+            after_import("torch.optim.optimizer", begin)
+        else:
+            self.hidden.when_imported("torch.optim.optimizer", lambda: begin(optimizer))
+
+    def reseed(self) -> None:
+        """Fresh entropy for the generators a fork would share; Python's own `random` reseeds itself."""
+        torch = self.hidden.get("torch")
+        if torch is not None:
+            torch.default_generator.seed()
+        numpy_random = self.hidden.get("numpy.random.mtrand")
+        if numpy_random is not None:
+            numpy_random.seed()
+        multiprocessing = sys.modules.get("multiprocessing.process")
+        if multiprocessing is not None:
+            multiprocessing.current_process().authkey = os.urandom(32)
+
+    def forget(self) -> None:
+        """What the standard library remembers from the template and would find out anew in a fresh interpreter."""
+        known: dict[str, Any] = {**sys.modules}
+        if "tempfile" in known:
+            known["tempfile"].tempdir = None
+        if "threading" in known:
+            known["threading"].main_thread()._set_native_id()
+
+    def give_blas_its_threads(self) -> None:
+        """As many as it would have started had it been loaded now."""
+        wanted = next(
+            (
+                self.env[name]
+                for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+                if name in self.env
+            ),
+            str(len(os.sched_getaffinity(0))),
+        )
+        if not wanted.isdigit() or int(wanted) <= 1:
+            return
+        for path in mapped_libraries("openblas"):
+            library = ctypes.CDLL(path)
+            for symbol in (
+                "scipy_openblas_set_num_threads64_",
+                "openblas_set_num_threads64_",
+                "openblas_set_num_threads",
+            ):
+                if hasattr(library, symbol):
+                    getattr(library, symbol)(int(wanted))
+                    break
+
+
+def ignored(number: int, frame: Any) -> None:
+    pass
+
+
+def mapped_libraries(fragment: str) -> list[str]:
+    with open("/proc/self/maps") as maps:
+        return sorted({line.split(maxsplit=5)[5].strip() for line in maps if fragment in line and ".so" in line})
+
+
+def open_files() -> Iterator[str]:
+    """What this process' descriptors point to; one that goes while we look is left out."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            yield os.readlink(f"/proc/self/fd/{fd}")
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls back once a module has been imported; finds nothing itself."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self.name = name
+        self.then = then
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self.then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def after_import(name: str, then: Callable[[Any], None]) -> None:
+    if name in sys.modules:  # a .pth file of the job's environment has imported it
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, then))
+
+
+def start_beating(config: Config, library: dict[str, Any]) -> Callable[[Any], None]:
+    """Give this worker its beat; return what takes torch.optim.optimizer, and is to be called once that is imported."""
+    beat = library["elasticd.heartbeat.record"]
+    writer = beat.from_environment()
+    # Exit handlers run last in, first out: the last words come last, just after the pulse has ended.
+    library["elasticd.heartbeat.exit_report"].install_last_words(writer)
+    pulse = library["elasticd.heartbeat.thread"].Pulse(writer, os.environ.get("ELASTICD_FLIGHT", ""))
+    stacks = load_file("_elasticd_stacks", config["stacks_module"])
+    stacks.allow(config["agent"])
+    if "ELASTICD_STACKS" in os.environ:
+        stacks.write_on(beat.STACKS_SIGNAL, os.environ["ELASTICD_STACKS"])
+
+    def begin(module: Any) -> None:
+        install = library["elasticd.heartbeat.optimizer_hook"].install_optimizer_hook
+        install(writer, module.register_optimizer_step_post_hook)
+        pulse.start()
+
+    return begin

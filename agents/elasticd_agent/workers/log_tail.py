@@ -1,0 +1,265 @@
+"""One thread that follows the workers' log files: shows them on the console, and keeps each of them bounded.
+
+Workers write into the files themselves, so neither the console nor this thread, nor the agent's death, can ever block
+them. The files are also the buffer: what the console does not take yet simply stays there to be read later. A file
+above its limit is copied to `<name>.1` and truncated, as logrotate's copytruncate does; what a worker writes between
+the last copy and the truncation, microseconds, is lost. Bytes are passed on as they are, whatever their encoding.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticd_agent.system.nonblocking_writer import Outlet
+
+LIMIT = 64 << 20
+# torchrun's own, too: short to the eye, and a dozen system calls a second for each file.
+INTERVAL_S = 0.1
+# A file's end is waited for that long after its writers are gone, should the console not take it any faster.
+ENDING_S = 5.0
+_CHUNK = 64 * 1024
+_COPY = 1 << 20
+
+_log = logging.getLogger("elasticd.logs")
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Lines with any of `needles` in them are also appended to `path`, prefix included."""
+
+    path: Path
+    needles: tuple[bytes, ...]
+
+
+class Followed:
+    """One file of one worker: how far it was read, and what is still to be shown of it. Used by the tail's thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        number: int,
+        name: str,
+        outlet: Outlet | None = None,
+        prefix: bytes = b"",
+        filter: Filter | None = None,
+        limit: int = LIMIT,
+    ) -> None:
+        """Opens `path`, made 0600 if need be. `outlet` None: the file is kept bounded, not shown. Raises OSError."""
+        self.number, self._path, self._name, self._limit = number, path, name, limit
+        self._outlet, self._prefix, self._filter = outlet, prefix, filter
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._position = os.fstat(self._fd).st_size
+        self._unsent = b""
+        self._partial = b""
+
+    def turn(self, show: bool) -> bool:
+        """Read and show a piece if `show`, bound the file. True when there is more to do at once."""
+        size = os.fstat(self._fd).st_size
+        if size < self._position:  # somebody else truncated it
+            self._position = 0
+        behind = False
+        if self._outlet is not None and show:
+            behind = self._send() and self._read(self._outlet, size)
+        if size > self._limit and (self._caught_up(size) or size > 2 * self._limit):
+            self._rotate()
+        return behind
+
+    def done(self) -> bool:
+        """Everything that was written has been shown, but for a last line without an end."""
+        return self._caught_up(os.fstat(self._fd).st_size)
+
+    def close(self) -> None:
+        """Show the last line even though it has no end, and say what else was not shown."""
+        if self._partial:
+            self._emit(self._lines(b"\n"))
+        with suppress(OSError):
+            left = os.fstat(self._fd).st_size - self._position + (0 if self._send() else len(self._unsent))
+            if self._outlet is not None and left > 0:
+                self._outlet.put(self._not_shown(left, self._path))
+        os.close(self._fd)
+
+    def _caught_up(self, size: int) -> bool:
+        return self._outlet is None or (self._position >= size and not self._unsent)
+
+    def _send(self) -> bool:
+        if self._unsent and self._outlet is not None and self._outlet.put(self._unsent):
+            self._unsent = b""
+        return not self._unsent
+
+    def _emit(self, data: bytes) -> None:
+        self._unsent += data
+        self._send()
+
+    def _read(self, outlet: Outlet, size: int) -> bool:
+        if outlet.broken and self._filter is None:
+            self._position = size
+        if self._position >= size or outlet.room() < _CHUNK:
+            return False
+        data = os.pread(self._fd, _CHUNK, self._position)
+        whole = len(data) == _CHUNK
+        if not self._prefix:
+            # Another worker's output may come between two pieces, so end a piece with a line where there is one.
+            data = data[: data.rfind(b"\n") + 1] or data
+        self._position += len(data)
+        self._emit(self._lines(data) if self._prefix else data)
+        return whole
+
+    def _lines(self, data: bytes) -> bytes:
+        """The lines complete by now, each behind the prefix. As with torchrun, a carriage return ends a line, too."""
+        data = self._partial + data
+        if b"\r" in data:
+            tail = b"\r" if data.endswith(b"\r") else b""
+            data = data[: len(data) - len(tail)].replace(b"\r\n", b"\n").replace(b"\r", b"\n") + tail
+        end = data.rfind(b"\n") + 1
+        complete, self._partial = data[:end], data[end:]
+        if len(self._partial) > _CHUNK:
+            complete, self._partial = data + b"\n", b""
+        if not complete:
+            return b""
+        if self._filter is not None:
+            self._pick(complete, self._filter)
+        return self._prefix + complete[:-1].replace(b"\n", b"\n" + self._prefix) + b"\n"
+
+    def _pick(self, complete: bytes, filter: Filter) -> None:
+        picked = [line for line in complete[:-1].split(b"\n") if any(needle in line for needle in filter.needles)]
+        if not picked:
+            return
+        with suppress(OSError):
+            fd = os.open(filter.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                if os.fstat(fd).st_size > self._limit:
+                    os.replace(filter.path, _first(filter.path))
+                os.write(fd, b"".join(self._prefix + line + b"\n" for line in picked))
+            finally:
+                os.close(fd)
+
+    def _rotate(self) -> None:
+        size = os.fstat(self._fd).st_size
+        backup = _first(self._path)
+        try:
+            copied = self._copy(backup, max(0, size - self._limit))
+        except OSError as error:
+            # Most likely the disk is full: the promise is that logs do not fill it, so the old output goes.
+            _log.warning("%s: its first %d MiB could not be kept: %s", self._path, size >> 20, error.strerror or error)
+            with suppress(OSError):
+                backup.unlink()
+            copied = size
+        os.ftruncate(self._fd, 0)
+        if not self._caught_up(copied) and self._outlet is not None:
+            self._unsent += self._not_shown(copied - self._position, backup)
+        self._position = 0
+
+    def _copy(self, backup: Path, start: int) -> int:
+        """Copy from `start` to the end, wherever that is by then; returns where that was."""
+        fd = os.open(backup, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            # A worker that writes faster than this copies is cut off here: it would never end.
+            end = start + 2 * self._limit
+            while start < end and (data := os.pread(self._fd, _COPY, start)):
+                left = memoryview(data)
+                while left:
+                    left = left[os.write(fd, left) :]
+                start += len(data)
+        finally:
+            os.close(fd)
+        return start
+
+    def _not_shown(self, count: int, where: Path) -> bytes:
+        return f"[elasticd: {count} bytes of {self._name} are not shown here; see {where}]\n".encode(
+            "utf-8", "surrogateescape"
+        )
+
+
+def _first(path: Path) -> Path:
+    return path.with_name(path.name + ".1")
+
+
+class Tail:
+    """The thread. Files are followed from `follow` until they are read to their end after `finish`, or `close`."""
+
+    def __init__(self, outlets: Iterable[Outlet] = (), interval_s: float = INTERVAL_S) -> None:
+        self._interval_s = interval_s
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._files: list[Followed] = []
+        self._ending: dict[int, float] = {}
+        self._chores: list[Callable[[], object]] = []
+        self._closing = False
+        for outlet in outlets:
+            outlet.when_drained(self._wake.set)
+        self._thread = threading.Thread(target=self._run, name="elasticd-logs", daemon=True)
+        self._thread.start()
+
+    def follow(self, file: Followed) -> None:
+        with self._lock:
+            self._files.append(file)
+
+    def finish(self, number: int, within: float = ENDING_S) -> None:
+        """The round's writers are gone: read to the end, for at most `within` seconds, then let go."""
+        with self._lock:
+            self._ending.setdefault(number, time.monotonic() + within)
+        self._wake.set()
+
+    def later(self, chore: Callable[[], object]) -> None:
+        """Have the thread do something slow, once."""
+        with self._lock:
+            self._chores.append(chore)
+
+    def close(self, within: float = 2.0) -> bool:
+        """Show what is left for at most `within` seconds; True when the thread has ended."""
+        with self._lock:
+            self._closing = True
+            numbers = {file.number for file in self._files}
+            for number in numbers:
+                self._ending[number] = time.monotonic() + within
+        self._wake.set()
+        self._thread.join(within + 1.0)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            with self._lock:
+                files, ending = list(self._files), dict(self._ending)
+                chores, self._chores = self._chores, []
+                if self._closing and not files and not chores:
+                    return
+            for chore in chores:
+                try:
+                    chore()
+                except OSError as error:
+                    _log.warning("worker logs: %s", error)
+            if not self._turn(files, ending):
+                self._wake.wait(self._interval_s)
+
+    def _turn(self, files: list[Followed], ending: dict[int, float]) -> bool:
+        more, gone, oldest_behind = False, [], None
+        for file in files:
+            try:
+                # A round's last words come before the next round's first.
+                show = oldest_behind is None or file.number == oldest_behind
+                more |= file.turn(show)
+                done = file.done()
+                if not done and file.number in ending:
+                    oldest_behind = file.number
+                if file.number in ending and (done or time.monotonic() > ending[file.number]):
+                    gone.append(file)
+                    file.close()
+            except OSError as error:
+                _log.warning("a worker's log can no longer be followed: %s", error)
+                gone.append(file)
+                with suppress(OSError):
+                    file.close()
+        if gone:
+            with self._lock:
+                self._files = [file for file in self._files if file not in gone]
+                left = {file.number for file in self._files}
+                self._ending = {number: until for number, until in self._ending.items() if number in left}
+        return more or bool(gone)

@@ -1,0 +1,65 @@
+"""Pure: where a worker's output goes, by torchrun's --redirects, --tee and --local-ranks-filter, and our --log-dir.
+
+torchrun's rules are those of `DefaultLogsSpecs.reify` in torch/distributed/elastic/multiprocessing/api.py. One thing is
+added: --log-dir without --redirects and --tee, which there holds nothing but error files, keeps a copy of everything
+and shows the output as usual, without a prefix.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from elasticd_agent.model.job import JobSpec, Streams
+
+NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Where one stream goes. `path` None: it is the agent's own, inherited. `shown`: the file is copied to the console,
+    every line behind `prefix`."""
+
+    path: Path | None = None
+    shown: bool = False
+    prefix: bytes = b""
+
+
+INHERITED = Stream()
+DISCARDED = Stream(Path(os.devnull))
+
+
+def keeps_files(spec: JobSpec) -> bool:
+    """Whether any worker's output goes to files; log_dir None then means a temporary directory."""
+    if spec.log_dir == Path(os.devnull):
+        return False
+    return spec.log_dir is not None or _asked(spec)
+
+
+def plan_stream(spec: JobSpec, which: Streams, rank_dir: Path, local_rank: int, prefix: bytes) -> Stream:
+    """Where stream `which` (OUT or ERR) of `local_rank` goes; `rank_dir` is where its files would be."""
+    shown_rank = spec.local_ranks_filter is None or local_rank in spec.local_ranks_filter
+    if not keeps_files(spec):
+        return INHERITED if shown_rank else DISCARDED
+    path = rank_dir / f"{NAMES[which]}.log"
+    if not _asked(spec):
+        return Stream(path, shown=shown_rank)
+    if spec.tee.get(local_rank, Streams.NONE) & which:
+        return Stream(path, shown=shown_rank, prefix=prefix if shown_rank else b"")
+    if spec.redirects.get(local_rank, Streams.NONE) & which:
+        return Stream(path)
+    return INHERITED if shown_rank else DISCARDED
+
+
+def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> bytes:
+    """What --tee puts before each line; `template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, a string.Template."""
+    text = f"[{role}{local_rank}]:"
+    if template:
+        text = Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _asked(spec: JobSpec) -> bool:
+    return any(spec.redirects.values()) or any(spec.tee.values())

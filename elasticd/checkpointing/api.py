@@ -1,0 +1,166 @@
+"""Rank 0's checkpoints: written whole or not at all, checksummed, chained to their parent, with a fallback.
+
+    <dir>/r<round>-s<step>/state.pt         plain torch.load(weights_only=True) opens it
+    <dir>/r<round>-s<step>/manifest.json    what it is, where it comes from, its checksum
+
+This is the face of that: what a session and an agent call. Only `save` and `load` import torch, so that the agent can
+read lineages. It decides nothing about when to save, and one process saves one checkpoint at a time.
+docs/checkpoints.md says what is guaranteed, and when that ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from elasticd.checkpointing.atomic_write import HashingFile, Staging, sweep
+from elasticd.checkpointing.directory_lock import DirectoryLock
+from elasticd.checkpointing.lineage import Entry, Skipped, examine, highest_round, lineage, names, read_state, verify
+from elasticd.checkpointing.manifest import MANIFEST, STATE, Manifest, Unreadable, parse
+from elasticd.checkpointing.retention import retain
+from elasticd.errors import CheckpointCorrupt, CheckpointRefused
+
+__all__ = [
+    "DirectoryLock",
+    "Entry",
+    "Manifest",
+    "Skipped",
+    "highest_round",
+    "lineage",
+    "load",
+    "relink",
+    "retain",
+    "save",
+    "verify",
+]
+
+# What pickle and torch raise for a value that got past our own list of types.
+_UNPICKLABLE = (pickle.PicklingError, RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
+
+
+def save(
+    directory: str | os.PathLike[str],
+    *,
+    round: int,
+    step: int,
+    parent: tuple[int, int] | None,
+    world_size: int,
+    job: str,
+    run: str,
+    state: dict[str, Any],
+    cursor: dict[str, Any] | None = None,
+) -> Entry:
+    """Write one checkpoint; when this returns it is on the disk under its name, and replaces one of the same step.
+
+    `parent`: the (round, step) this round resumed from. A round has one parent: once it has a checkpoint, that one's
+    parent counts. Raises CheckpointRefused, before writing, for what would not load again; OSError when the disk is
+    full or the directory cannot be written, and then leaves no checkpoint; ValueError for numbers that make no sense.
+    """
+    import torch
+
+    from elasticd.checkpointing.safe_types import check_loadable
+
+    base = Path(directory)
+    check_loadable(state)
+    draft = Manifest(round, step, _parent(base, round, parent), world_size, 0, "", job, run, cursor, time.time())
+    try:
+        draft.to_json()
+    except (TypeError, ValueError) as error:
+        raise CheckpointRefused(f"cursor: a sampler's state must be JSON, and this is not: {error}") from error
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    sweep(base, round)
+
+    def write(file: HashingFile) -> None:
+        try:
+            torch.save(state, file)  # type: ignore[arg-type]  # it asks for write() and flush() only
+        except _UNPICKLABLE as error:
+            raise CheckpointRefused(f"torch.save cannot write this state: {error}. Nothing was saved") from error
+
+    with Staging(base, round, step) as staging:
+        size, checksum = staging.write_state(write)
+        manifest = replace(draft, bytes=size, checksum=checksum)
+        return Entry(staging.publish(manifest), manifest)
+
+
+def load(entry: Entry, map_location: Any = "cpu") -> dict[str, Any]:
+    """What `save` was given. Reads the file once, into memory, and checks it on the way, before anything is unpickled.
+
+    Raises CheckpointCorrupt for a checkpoint that cannot be used (the lineage's next one may), OSError if it cannot be
+    opened.
+    """
+    import torch
+
+    buffer = io.BytesIO()
+    if entry.manifest.bytes:
+        # Memory is committed only as it is read into; a wrong size is found before.
+        buffer.seek(entry.manifest.bytes - 1)
+        buffer.write(b"\0")
+    with buffer.getbuffer() as into:
+        read_state(entry, into)
+    buffer.seek(0)
+    try:
+        state = torch.load(buffer, map_location=map_location, weights_only=True)
+    except (*_UNPICKLABLE, pickle.UnpicklingError, EOFError, KeyError) as error:
+        raise CheckpointCorrupt(f"{STATE} is as it was written, but this torch cannot load it: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointCorrupt(f"{STATE} holds {type(state).__name__}, not a dict")
+    return state
+
+
+def relink(directory: str | os.PathLike[str], entry: Entry, round: int) -> Entry:
+    """Make `entry`, which round `round` has loaded, that round's own first checkpoint, before its first step.
+
+    From then on nothing that an older round writes is in the lineage. A hard link of state.pt where the file system has
+    them, else a copy. Doing it twice, or for an entry of this round, changes nothing. Raises OSError; with ESTALE when
+    the checkpoint is not anymore what was loaded.
+    """
+    base, source = Path(directory), entry.manifest
+    if source.round == round:
+        return entry
+    for own in names(base):
+        if (own.round, own.step, own.hidden) == (round, source.step, None):
+            there = examine(own)
+            if isinstance(there, Manifest) and there.checksum == source.checksum:
+                return Entry(own.path, there)
+    # The parent is the round that trained it: then re-linked checkpoints in between are not needed and may go.
+    parent = source.parent if source.relinked else (source.round, source.step)
+    manifest = replace(source, round=round, parent=parent, relinked=True, wall=time.time())
+    sweep(base, round)
+    fd = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # From one open directory come both the manifest and the state, so they belong together whatever is renamed.
+        if _manifest_in(fd) != source:
+            raise OSError(errno.ESTALE, "the checkpoint was replaced after it was loaded", str(entry.path))
+        with Staging(base, round, source.step) as staging:
+            copied = staging.link_state(fd)
+            if copied is not None and copied != (source.bytes, source.checksum):
+                raise OSError(errno.ESTALE, "the checkpoint changed while it was copied", str(entry.path))
+            return Entry(staging.publish(manifest), manifest)
+    finally:
+        os.close(fd)
+
+
+def _manifest_in(directory: int) -> Manifest | Unreadable:
+    with open(os.open(MANIFEST, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory), "rb") as file:
+        return parse(file.read())
+
+
+def _parent(base: Path, round: int, given: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The parent of a round's checkpoints: what its first one says, else the given one, seen through re-links."""
+    present = [each for each in names(base) if each.hidden is None]
+    for own in sorted((each for each in present if each.round == round), key=lambda each: each.step):
+        found = examine(own)
+        if isinstance(found, Manifest):
+            return found.parent
+    for each in present:
+        if (each.round, each.step) == given:
+            found = examine(each)
+            if isinstance(found, Manifest) and found.relinked:
+                return found.parent
+    return given

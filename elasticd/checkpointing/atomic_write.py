@@ -1,0 +1,208 @@
+"""How a checkpoint comes into the directory whole or not at all, and how it leaves: staged, fsynced, renamed.
+
+Everything is written under a hidden name first; one rename makes it a checkpoint. A writer that dies leaves only hidden
+names behind, which the next save clears once it sees by their lock that nobody writes there anymore. Nothing here knows
+what a state is or which checkpoint is worth keeping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from elasticd.checkpointing.lineage import Named, names
+from elasticd.checkpointing.manifest import ALGORITHM, MANIFEST, STATE, Manifest
+
+_COPY_BYTES = 1 << 20
+
+
+class HashingFile:
+    """What `torch.save` writes into: each byte goes to the descriptor and into the checksum, once.
+
+    After an OSError it swallows what follows and keeps the error: an exception must not pass through torch's C++
+    writer, whose own clean-up then fails, too, with a message that hides the cause.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._digest = hashlib.new(ALGORITHM)
+        self.bytes = 0
+        self.error: OSError | None = None
+
+    @property
+    def checksum(self) -> str:
+        return f"{ALGORITHM}:{self._digest.hexdigest()}"
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        whole = len(view)
+        try:
+            while self.error is None and len(view):
+                count = os.write(self._fd, view)
+                self._digest.update(view[:count])
+                self.bytes += count
+                view = view[count:]
+        except OSError as error:
+            self.error = error
+        return whole
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+
+class Staging:
+    """A checkpoint being written. Leaving the `with` block without `publish` removes what was written."""
+
+    def __init__(self, directory: Path, round: int, step: int) -> None:
+        self._directory, self._final = directory, directory / f"r{round}-s{step}"
+        self.path = directory / f".{self._final.name}.{secrets.token_hex(4)}.staging"
+        self._manifest = -1
+
+    def __enter__(self) -> Staging:
+        try:
+            self.path.mkdir(mode=0o700)
+            self._manifest = os.open(self.path / MANIFEST, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            # Says that somebody lives here. Where there are no locks, nobody clears a staging directory by them either.
+            with contextlib.suppress(OSError):
+                fcntl.lockf(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._manifest >= 0:
+            os.close(self._manifest)
+            self._manifest = -1
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def write_state(self, writer: Callable[[HashingFile], None]) -> tuple[int, str]:
+        """Let `writer` fill state.pt; returns its size and checksum. Raises OSError and what the writer raises."""
+        fd = os.open(self.path / STATE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            file = HashingFile(fd)
+            try:
+                writer(file)
+            finally:
+                if file.error is not None:
+                    raise file.error
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return file.bytes, file.checksum
+
+    def link_state(self, source: int) -> tuple[int, str] | None:
+        """Hard-link state.pt from the directory with descriptor `source`, or copy it: then its size and checksum.
+
+        Raises OSError.
+        """
+        try:
+            os.link(STATE, self.path / STATE, src_dir_fd=source)
+        except OSError:
+            # No hard links here, too many of them, or not ours to link (fs.protected_hardlinks). Copying says the rest.
+            return self.write_state(lambda file: _copy(source, file))
+        return None
+
+    def publish(self, manifest: Manifest) -> Path:
+        """Make it a checkpoint; returns its path. Raises OSError."""
+        data = memoryview(manifest.to_json())
+        while len(data):
+            data = data[os.write(self._manifest, data) :]
+        os.fsync(self._manifest)
+        fsync_directory(self.path)
+        again = self._final.with_name(f"{self._final.name}.again")
+        if os.path.lexists(again):
+            self._settle(again)
+        try:
+            os.rename(self.path, self._final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            os.rename(self.path, again)
+            fsync_directory(self._directory)
+            self._settle(again)
+        fsync_directory(self._directory)
+        return self._final
+
+    def _settle(self, again: Path) -> None:
+        """Give the replacement of a checkpoint its name. At any moment one of the two is there, whole."""
+        discard(self._final)
+        os.rename(again, self._final)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint: by one rename it is none anymore, then its files go. OSError if it cannot be moved."""
+    trash = path.with_name(f".{path.name.removesuffix('.again')}.{secrets.token_hex(4)}.trash")
+    try:
+        os.rename(path, trash)
+    except FileNotFoundError:
+        return
+    _remove(trash)
+
+
+def sweep(directory: Path, own_round: int, settled: bool = False) -> None:
+    """Remove what is half deleted, and what writers of this or an older round left unfinished when they died.
+
+    `settled`: this round has a good checkpoint of its own, so that older rounds' unfinished ones go whoever lives.
+    """
+    for each in names(directory):
+        if each.hidden == "trash" or (
+            each.hidden == "staging"
+            and each.round <= own_round
+            and ((settled and each.round < own_round) or _is_abandoned(each))
+        ):
+            _remove(each.path)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable. File systems that cannot are left as they are."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(fd)
+
+
+def _is_abandoned(staging: Named) -> bool:
+    try:
+        fd = os.open(staging.path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True  # made, but never filled, or already half removed
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _copy(source: int, file: HashingFile) -> None:
+    fd = os.open(STATE, os.O_RDONLY | os.O_CLOEXEC, dir_fd=source)
+    with open(fd, "rb", buffering=0) as state:
+        while piece := state.read(_COPY_BYTES):
+            file.write(piece)

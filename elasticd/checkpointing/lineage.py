@@ -1,0 +1,230 @@
+"""Which checkpoints a directory holds, and which of them descend from one another: read from names and manifests alone.
+
+The lineage runs from the highest-numbered round along the parents in the manifests. It passes by what a rank 0 of an
+older round wrote after a newer round had gone on from an earlier step: such a zombie may write, but nobody loads it. A
+damaged checkpoint is skipped with a sentence, yet its manifest, while it can be read, still says where its round came
+from. Nothing here writes, deletes or imports torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import stat
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticd.checkpointing.manifest import ALGORITHM, STATE, Manifest, Unreadable, read
+from elasticd.errors import CheckpointCorrupt
+
+_NUMBER = r"(0|[1-9][0-9]{0,17})"
+_NAME = re.compile(rf"r{_NUMBER}-s{_NUMBER}(\.again)?")
+# Not checkpoints, but they tell that a round was here: being written, being deleted.
+_HIDDEN = re.compile(rf"\.r{_NUMBER}-s{_NUMBER}\.[0-9a-f]+\.(staging|trash)")
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A checkpoint whose manifest can be read and whose state has the right size."""
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A checkpoint that is not used, and why: a sentence."""
+
+    path: Path
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A name in the directory. `again`: it replaces the checkpoint of the same round and step; `hidden`: it is none."""
+
+    path: Path
+    round: int
+    step: int
+    again: bool = False
+    hidden: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The lineage, newest first; what was passed by on the way; of each round, newest first, the path that says where
+    it came from, be its state damaged or not; the oldest round that belongs to it."""
+
+    entries: list[Entry]
+    skipped: list[Skipped]
+    links: dict[int, Path]
+    oldest_round: int
+
+
+def names(directory: str | os.PathLike[str]) -> list[Named]:
+    """Every name of ours, valid or not; none if there is no such directory. Raises OSError if it cannot be listed."""
+    try:
+        found = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    base, named = Path(directory), []
+    for name in found:
+        if match := _NAME.fullmatch(name):
+            named.append(Named(base / name, int(match[1]), int(match[2]), again=match[3] is not None))
+        elif match := _HIDDEN.fullmatch(name):
+            named.append(Named(base / name, int(match[1]), int(match[2]), hidden=match[3]))
+    return named
+
+
+def highest_round(directory: str | os.PathLike[str]) -> int:
+    """The highest round that ever wrote here, valid, damaged or unfinished; 0 if none. Raises OSError."""
+    return max((each.round for each in names(directory)), default=0)
+
+
+def lineage(directory: str | os.PathLike[str], verify: bool = False) -> tuple[list[Entry], list[Skipped]]:
+    """The checkpoints that may be resumed from, newest first, and those passed by on the way, with their whys.
+
+    Reads manifests and file sizes; with `verify` every state is read and its checksum checked. A missing directory
+    holds none. Raises OSError if the directory cannot be listed.
+    """
+    found = walk(directory)
+    if not verify:
+        return found.entries, found.skipped
+    good: list[Entry] = []
+    skipped = list(found.skipped)
+    for entry in found.entries:
+        why = damage(entry)
+        if why is None:
+            good.append(entry)
+        else:
+            skipped.append(Skipped(entry.path, why))
+    return good, skipped
+
+
+def walk(directory: str | os.PathLike[str]) -> Walk:
+    """As `lineage`, for those who also need to know where it ends."""
+    rounds: dict[int, list[Named]] = defaultdict(list)
+    for each in names(directory):
+        if each.hidden is None:
+            rounds[each.round].append(each)
+    entries: list[Entry] = []
+    skipped: list[Skipped] = []
+    links: dict[int, Path] = {}
+    number = max(rounds, default=None)
+    oldest = number or 0
+    entered = False
+    limit: int | None = None
+    newer = 0
+    parent_checksum: str | None = None
+    while number is not None:
+        oldest = number
+        manifests: list[Manifest] = []
+        for each in sorted(rounds[number], key=lambda each: (each.step, each.again), reverse=True):
+            found = examine(each)
+            if isinstance(found, Unreadable):
+                skipped.append(Skipped(each.path, found.why))
+                continue
+            manifests.append(found)
+            links.setdefault(number, each.path)
+            why = _beyond(found, limit, newer, parent_checksum) or _state_damage(each.path, found)
+            if why is None:
+                entries.append(Entry(each.path, found))
+            else:
+                skipped.append(Skipped(each.path, why))
+        newer = number
+        if not manifests:
+            if entered:
+                break  # nobody knows where this round came from; an older one may be of another lineage
+            # Only names are left of the newest round. It went on from its first step at the latest: that much is known.
+            first = min(rounds[number], key=lambda each: each.step)
+            links[number] = first.path
+            limit = first.step if limit is None else min(limit, first.step)
+            number = max((older for older in rounds if older < newer), default=None)
+            continue
+        entered = True
+        parent = manifests[0].parent
+        if parent is None:
+            break
+        oldest, limit = parent
+        parent_checksum = next((m.checksum for m in manifests if m.relinked and m.step == limit), None)
+        number = oldest if oldest in rounds else None
+    return Walk(entries, skipped, links, oldest)
+
+
+def examine(named: Named) -> Manifest | Unreadable:
+    """The manifest under a name, if the two agree."""
+    found = read(named.path)
+    if isinstance(found, Manifest) and (found.round, found.step) != (named.round, named.step):
+        return Unreadable(f"its manifest is of r{found.round}-s{found.step}: the directory was renamed or copied")
+    return found
+
+
+def verify(entry: Entry) -> None:
+    """Read the whole state. Raises CheckpointCorrupt if it is not what was written, OSError if it cannot be opened."""
+    read_state(entry, None)
+
+
+def damage(entry: Entry) -> str | None:
+    """Why the state cannot be used, after reading all of it; None if it is whole."""
+    try:
+        verify(entry)
+    except (CheckpointCorrupt, OSError) as error:
+        return str(error)
+    return None
+
+
+def read_state(entry: Entry, into: memoryview | None) -> None:
+    """Read state.pt once, into a buffer of `manifest.bytes` if one is given, checking while reading. As `verify`."""
+    path, expected = entry.path / STATE, entry.manifest
+    digest = hashlib.new(ALGORITHM)
+    scratch = memoryview(bytearray(_READ_BYTES)) if into is None else None
+    done = 0
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected.bytes:
+                raise CheckpointCorrupt(_wrong_size(size, expected))
+            while done < size:
+                part = min(_READ_BYTES, size - done)
+                place = scratch[:part] if scratch is not None else into[done : done + part]  # type: ignore[index]
+                count = file.readinto(place)
+                if not count:
+                    raise CheckpointCorrupt(f"{STATE} ended early while being read")
+                digest.update(place[:count])
+                done += count
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EIO, errno.ENODATA, errno.EBADMSG, errno.ESTALE, errno.EISDIR):
+            raise CheckpointCorrupt(f"{STATE} cannot be read: {error.strerror}") from error
+        raise
+    if f"{ALGORITHM}:{digest.hexdigest()}" != expected.checksum:
+        raise CheckpointCorrupt(f"{STATE} does not match its checksum: it was damaged after it was written")
+
+
+def _beyond(found: Manifest, limit: int | None, newer: int, parent_checksum: str | None) -> str | None:
+    if limit is None:
+        return None
+    if found.step > limit:
+        return f"round {newer} had gone on from step {limit}: what round {found.round} wrote past it counts no more"
+    if found.step == limit and parent_checksum is not None and found.checksum != parent_checksum:
+        return f"round {found.round} wrote it again after round {newer} had gone on from step {limit}"
+    return None
+
+
+def _state_damage(path: Path, found: Manifest) -> str | None:
+    try:
+        status = os.stat(path / STATE)
+    except FileNotFoundError:
+        return f"{STATE} is missing"
+    except OSError as error:
+        return f"{STATE} cannot be read: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{STATE} is not a file"
+    return None if status.st_size == found.bytes else _wrong_size(status.st_size, found)
+
+
+def _wrong_size(size: int, expected: Manifest) -> str:
+    return f"{STATE} has {size} bytes, its manifest says {expected.bytes}: it was cut short or replaced"

@@ -1,0 +1,216 @@
+"""How the ranks go back to a checkpoint together: rank 0 chooses, all load the same one, all succeed or all raise.
+
+Rank 0 walks the lineage from the newest checkpoint, checks each while reading it and says which it skipped and why. The
+other ranks read the same file where they can see it, and get rank 0's copy over the process group where they cannot.
+Nothing here writes a checkpoint, but for the re-link that makes the chosen one this round's own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing import state
+from elasticd.checkpointing.saver import Saver
+from elasticd.coordination.store_channel import Channel
+from elasticd.errors import CheckpointCorrupt, CheckpointError
+from elasticd.heartbeat.worker_events import Notes
+from elasticd.process_group import Group
+
+if TYPE_CHECKING:
+    from elasticd.checkpointing.api import Entry
+
+logger = logging.getLogger("elasticd")
+
+_PIECE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What `restore()` went back to; `notes` say, on every rank, what of it could not be used and by which rank."""
+
+    round: int
+    step: int
+    world_size: int
+    notes: tuple[str, ...] = ()
+
+
+def restore(attached: Mapping[str, Any], saver: Saver, group: Group, channel: Channel, notes: Notes) -> Resumed | None:
+    """Load the newest valid checkpoint into `attached`; None where there is none. All ranks call it.
+
+    Raises CheckpointError on every rank when any of them could not load it; what a load_state_dict raised comes first.
+    """
+    assert saver.directory is not None
+    restoring = _Restoring(saver.directory, attached, saver, group, channel, notes)
+    return restoring.run()
+
+
+class _Restoring:
+    """One restore, from the choice to the agreement."""
+
+    def __init__(
+        self,
+        directory: Path,
+        attached: Mapping[str, Any],
+        saver: Saver,
+        group: Group,
+        channel: Channel,
+        notes: Notes,
+    ) -> None:
+        self._directory, self._attached, self._saver = directory, attached, saver
+        self._group, self._channel, self._notes = group, channel, notes
+        self._entry: Entry | None = None
+        self._content: dict[str, Any] | None = None
+
+    def run(self) -> Resumed | None:
+        chosen = self._channel.together("restore", "which checkpoint it restores", self._choose)
+        if chosen["step"] is None:
+            return None
+        self._read_everywhere(chosen)
+        notes: list[str] = []
+        error: Exception | None = None
+        try:
+            assert self._content is not None
+            notes += state.scatter(self._attached, self._content)
+            notes += self._take_random_state(self._content[state.RESERVED]["rng"])
+        except Exception as raised:  # noqa: BLE001 - whatever a script's load_state_dict raises, all ranks must hear of it
+            error = raised
+        resumed = self._agree(chosen, error, notes)
+        self._saver.parent = (resumed.round, resumed.step)
+        if self._entry is not None:
+            self._make_own(self._entry, resumed)
+        return resumed
+
+    def _choose(self) -> dict[str, Any]:
+        """Rank 0: the newest checkpoint that can be read whole."""
+        from elasticd.checkpointing import api as checkpoint
+
+        entries, skipped = checkpoint.lineage(self._directory)
+        for each in skipped:
+            self._skip(each.path, each.why)
+        for entry in entries:
+            try:
+                self._content = checkpoint.load(entry)
+            except (CheckpointCorrupt, OSError) as error:
+                self._skip(entry.path, str(error))
+                continue
+            self._entry = entry
+            found = entry.manifest
+            return {
+                "round": found.round,
+                "step": found.step,
+                "world_size": found.world_size,
+                "checksum": found.checksum,
+                "name": entry.path.name,
+            }
+        return {"step": None}
+
+    def _skip(self, path: Path, why: str) -> None:
+        reason = f"checkpoint {path.name} skipped: {why}"
+        logger.warning(reason)
+        self._notes.write("checkpoint_skipped", reason, None, path=str(path))
+
+    def _read_everywhere(self, chosen: Mapping[str, Any]) -> None:
+        """Every rank gets the content: from its own file system, else from rank 0."""
+        if self._group.world_size == 1:
+            return
+        why = "" if self._group.rank == 0 else self._read_here(chosen)
+        answers = self._channel.collect("read", why.encode(), "whether it can read the checkpoint")
+        blind = [rank for rank, answer in enumerate(answers) if answer]
+        size = 0
+        packed = b""
+        if blind:
+            packed = state.to_bytes(self._content)
+            size = len(packed)
+            reason = (
+                f"rank {', '.join(map(str, blind))} cannot read {self._directory / chosen['name']} "
+                f"({answers[blind[0]].decode()}); rank 0 sends it. Is the checkpoint directory shared by all nodes?"
+            )
+            logger.warning(reason)
+            self._notes.write("said", reason, chosen["step"], path=str(self._directory))
+        size = self._channel.together("send", "whether it sends the checkpoint", lambda: {"size": size})["size"]
+        if size:
+            data = _broadcast(packed, size, self._group)
+            if self._content is None:
+                self._content = state.from_bytes(data)
+
+    def _read_here(self, chosen: Mapping[str, Any]) -> str:
+        """Another rank than 0: load the same checkpoint; returns why it could not."""
+        from elasticd.checkpointing import api as checkpoint
+
+        try:
+            for entry in checkpoint.lineage(self._directory)[0]:
+                found = entry.manifest
+                if (found.round, found.step, found.checksum) == (chosen["round"], chosen["step"], chosen["checksum"]):
+                    self._content = checkpoint.load(entry)
+                    return ""
+        except (CheckpointCorrupt, OSError) as error:
+            return str(error)
+        return f"there is no {chosen['name']} with rank 0's checksum"
+
+    def _take_random_state(self, every_rank: list[Any]) -> list[str]:
+        """Last, so that no loading moves the streams again."""
+        rank, ranks, world_size = self._group.rank, len(every_rank), self._group.world_size
+        counts = f"saved by {ranks} rank{'s' if ranks > 1 else ''}, now {world_size}"
+        notes: list[str] = []
+        if rank == 0 and ranks > world_size:
+            unused = ", ".join(map(str, range(world_size, ranks)))
+            notes.append(f"{counts}: the random state of rank {unused} was not used")
+        if rank >= ranks:
+            return [f"{counts}: there is no random state for rank {rank}, which keeps its own"]
+        return notes + state.set_random_state(every_rank[rank], self._group.device)
+
+    def _agree(self, chosen: Mapping[str, Any], error: Exception | None, notes: list[str]) -> Resumed:
+        """All ranks raise if one could not load; else all know all the notes."""
+        own = {"error": f"{type(error).__name__}: {error}" if error else "", "notes": notes}
+        answers = [
+            json.loads(each) for each in self._channel.collect("loaded", json.dumps(own).encode(), "its loading")
+        ]
+        every = self._channel.together("restored", "whether all ranks restored", lambda: {"answers": answers})[
+            "answers"
+        ]
+        if any(answer["error"] for answer in every):
+            self._channel.part("restored/heard")  # rank 0 may serve the store itself, and is about to leave
+        if error is not None:
+            raise error
+        failed = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(every) if answer["error"]]
+        if failed:
+            raise CheckpointError(f"{chosen['name']} could not be restored by every rank: {'; '.join(failed)}")
+        said = tuple(dict.fromkeys(note for answer in every for note in answer["notes"]))
+        return Resumed(chosen["round"], chosen["step"], chosen["world_size"], said)
+
+    def _make_own(self, entry: Entry, resumed: Resumed) -> None:
+        """Rank 0: the chosen checkpoint becomes this round's first: what an older round still writes is never read."""
+        from elasticd.checkpointing import api as checkpoint
+
+        where = f"resumed from step {resumed.step} of round {resumed.round}"
+        reason = "; ".join([where, *resumed.notes])
+        origin = {"from_round": resumed.round, "from_step": resumed.step}
+        self._notes.write("resumed", reason, resumed.step, path=str(entry.path), **origin)
+        for note in resumed.notes:
+            logger.warning("%s: %s", where, note)
+        try:
+            checkpoint.relink(self._directory, entry, self._saver.round)
+        except OSError as error:
+            reason = f"{entry.path.name} could not be made round {self._saver.round}'s own first checkpoint: {error}"
+            logger.warning(reason)
+            self._notes.write("checkpoint_failed", reason, resumed.step, path=str(entry.path))
+
+
+def _broadcast(packed: bytes, size: int, group: Group) -> bytearray:
+    """Rank 0's bytes on every rank, piece by piece, by the process group."""
+    import torch
+    import torch.distributed as dist
+
+    data = bytearray(packed) if group.rank == 0 else bytearray(size)
+    whole = torch.frombuffer(data, dtype=torch.uint8)
+    for start in range(0, size, _PIECE_BYTES):
+        part = whole[start : start + _PIECE_BYTES]
+        piece = part.to(group.device)
+        dist.broadcast(piece, src=0)
+        part.copy_(piece)
+    return data

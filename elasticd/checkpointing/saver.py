@@ -1,0 +1,205 @@
+"""When a checkpoint is due and how the ranks write one together: all give their random state, rank 0 writes.
+
+No rank waits for the disk: those that are not rank 0 hand over a few kilobytes and train on. The first save is the
+exception, because what it refuses (a state that could not be loaded again) every rank must hear of. A disk that is full
+or read-only is said and tried again at the next due turn; training goes on. Nothing here reads a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing import state
+from elasticd.coordination.store_channel import Channel
+from elasticd.errors import UsageError
+from elasticd.heartbeat.record import BeatWriter, Phase
+from elasticd.heartbeat.worker_events import Notes
+from elasticd.process_group import Group, Place
+
+if TYPE_CHECKING:
+    from elasticd.checkpointing.api import DirectoryLock
+
+logger = logging.getLogger("elasticd")
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """How often: a number of steps, or seconds of time as rank 0 measures it. The other one is None."""
+
+    steps: int | None
+    seconds: float | None
+
+    def __str__(self) -> str:
+        return f"every {self.steps} steps" if self.steps else f"every {self.seconds:g} s"
+
+    @classmethod
+    def parse(cls, every: int | str | timedelta) -> Every:
+        """From 50 (steps), "30s", "5m", "1h" or a timedelta. Raises UsageError for anything else."""
+        if isinstance(every, timedelta) and every > timedelta(0):
+            return cls(None, every.total_seconds())
+        if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+            return cls(every, None)
+        if isinstance(every, str):
+            found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|min|h)\s*", every)
+            if found and float(found[1]) > 0:
+                return cls(None, float(found[1]) * _UNITS[found[2]])
+        raise UsageError(
+            f'checkpoint(every={every!r}): give a number of steps (50), a time ("30s", "5m", "1h") or a timedelta'
+        )
+
+
+class Saver:
+    """The checkpoint directory as one session uses it. All ranks call the same methods at the same steps."""
+
+    def __init__(self, here: Place, group: Group, channel: Channel, notes: Notes, beat: BeatWriter) -> None:
+        self._here, self._group, self._channel, self._notes, self._beat = here, group, channel, notes, beat
+        self.directory: Path | None = None
+        self.round = here.round
+        self.parent: tuple[int, int] | None = None
+        self.every: Every | None = None
+        self.keep = 3
+        self._lock: DirectoryLock | None = None
+        self._last_at = time.monotonic()
+        self._saves = 0
+
+    def open(self, directory: str | os.PathLike[str] | None, caller: str) -> Path:
+        """Settle on the directory (the argument, else ELASTICD_CHECKPOINT_DIR) and lock it; a second call checks only.
+
+        Raises UsageError without a directory or with another one than before, DirectoryInUse when another run has it.
+        """
+        wanted = directory or os.environ.get("ELASTICD_CHECKPOINT_DIR")
+        if self.directory is not None and (directory is None or Path(directory).absolute() == self.directory):
+            return self.directory
+        if self.directory is not None:
+            raise UsageError(f"{caller}(directory={directory!r}): this session already uses {self.directory}")
+        if not wanted:
+            raise UsageError(
+                f"{caller}(): there is no checkpoint directory. Give one with `elasticd run --checkpoint-dir DIR`, or "
+                f"in the script with {caller}(directory=...), or set ELASTICD_CHECKPOINT_DIR"
+            )
+        path = Path(wanted).absolute()
+        what = f"the lock of the checkpoint directory {path}"
+        self.round = self._channel.together("directory", what, lambda: self._open_first(path))["round"]
+        self.directory = path
+        return path
+
+    def _open_first(self, path: Path) -> dict[str, Any]:
+        from elasticd.checkpointing import api as checkpoint
+
+        try:
+            self._take_lock(path)
+        except OSError as error:
+            self._say("said", f"checkpoint directory {path}: {error}; training goes on, saving will be tried", path)
+        if self._here.round:
+            return {"round": self._here.round}
+        # No agent numbers our rounds: each start is the next one, so that its checkpoints come after all others.
+        return {"round": checkpoint.highest_round(path) + 1}
+
+    def _take_lock(self, path: Path) -> None:
+        from elasticd.checkpointing.api import DirectoryLock
+
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = DirectoryLock(path, self._here.job, self._here.run)
+        lock.acquire()
+        self._lock = lock
+        if lock.unlocked:
+            self._notes.write("said", lock.unlocked, None, path=str(path))
+
+    def due_by_steps(self, step: int) -> bool:
+        """True on every rank alike."""
+        return self.every is not None and self.every.steps is not None and step % self.every.steps == 0
+
+    def due_by_time(self) -> bool:
+        """Rank 0's own opinion, for a decision point."""
+        seconds = self.every.seconds if self.every else None
+        return seconds is not None and time.monotonic() - self._last_at >= seconds
+
+    def save(self, step: int, attached: Mapping[str, Any], why: str) -> bool:
+        """Save the attached objects and all ranks' random states; True on rank 0 once it is on the disk.
+
+        Raises UsageError with nothing attached, CheckpointRefused (at the first save on every rank), DecisionTimeout
+        when a rank does not take part, and what a state_dict() raises.
+        """
+        if not attached:
+            raise UsageError("nothing is attached: call session.attach(model=..., optimizer=...) before saving")
+        self._saves += 1
+        self._last_at = time.monotonic()
+        mine = state.to_bytes(state.random_state(self._group.device))
+        every_rank = self._channel.collect(f"random/{self._saves}", mine, f"random states for a save at step {step}")
+        if self._saves == 1:
+            what = f"whether what it would save at step {step} can be loaded again"
+            self._channel.together("first save", what, lambda: self._check(step, attached, every_rank))
+        return self._group.rank == 0 and self._write(step, attached, every_rank, why)
+
+    def _check(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes]) -> dict[str, Any]:
+        from elasticd.checkpointing.safe_types import check_loadable
+
+        check_loadable(self._content(step, attached, every_rank))
+        return {}
+
+    def _content(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes]) -> dict[str, Any]:
+        own = {"step": step, "round": self.round, "world_size": self._group.world_size}
+        streams = [state.from_bytes(each) for each in every_rank]
+        return {**state.gather(attached), state.RESERVED: {**own, "rng": streams}}
+
+    def _write(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes], why: str) -> bool:
+        from elasticd.checkpointing import api as checkpoint
+
+        assert self.directory is not None
+        saved = False
+        before = self._beat.current
+        self._beat.phase(Phase.CHECKPOINT)
+        start = time.monotonic()
+        path = self.directory / f"r{self.round}-s{step}"
+        try:
+            if self._lock is None:
+                self._take_lock(self.directory)
+            entry = checkpoint.save(
+                self.directory,
+                round=self.round,
+                step=step,
+                parent=self.parent,
+                world_size=self._group.world_size,
+                job=self._here.job,
+                run=self._here.run,
+                cursor=_cursor(attached),
+                state=self._content(step, attached, every_rank),
+            )
+            saved = True
+            seconds, size = time.monotonic() - start, entry.manifest.bytes
+            reason = f"checkpoint of step {step} saved ({why})"
+            self._notes.write("checkpoint_saved", reason, step, path=str(entry.path), bytes=size, seconds=seconds)
+            checkpoint.retain(self.directory, self.round, self.keep)
+        except OSError as error:
+            again = f"tried again {self.every}" if self.every else "not tried again by itself"
+            self._say("checkpoint_failed", f"checkpoint of step {step} failed ({error}); {again}", path, step)
+        finally:
+            self._beat.phase(before)
+        return saved
+
+    def _say(self, kind: str, reason: str, path: Path, step: int | None = None) -> None:
+        logger.warning(reason)
+        self._notes.write(kind, reason, step, path=str(path))
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def _cursor(attached: Mapping[str, Any]) -> dict[str, Any] | None:
+    from elasticd.sampler import ElasticBatchSampler
+
+    samplers = [obj for obj in attached.values() if isinstance(obj, ElasticBatchSampler)]
+    return dict(samplers[0].state_dict()) if samplers else None
