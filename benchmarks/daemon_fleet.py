@@ -31,10 +31,10 @@ from elasticd_agent.node.runners import liveness as alive
 from elasticd_agent.node.runners.spec import read_order
 from elasticd_agent.store import Store
 from elasticd_agent.store.etcd.store import EtcdStore
-from tests.daemon.node import Node
 from tests.etcd import EtcdServers
 from tests.faults.job import REPOSITORY, SCRIPTS
 from tests.multihost.cluster import LINEAGE
+from tests.node.node import Node
 
 SLOTS = 2
 ADOPT_S = 12

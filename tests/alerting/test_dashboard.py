@@ -16,7 +16,7 @@ import pytest
 from tests.alerting.conftest import Watched
 from tests.alerting.pair import JOB
 from tests.alerting.watching import Watch
-from tests.daemon.node import until
+from tests.node.node import until
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "elasticd.json"
 

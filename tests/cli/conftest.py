@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.node.conftest import etcd, node, nodes  # noqa: F401 fixtures
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

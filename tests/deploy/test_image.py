@@ -61,7 +61,7 @@ def job(tmp_path: Path) -> Path:
     """A folder that is /job in the container, and its user's."""
     folder = tmp_path / "job"
     folder.mkdir()
-    shutil.copy(REPOSITORY / "tests/system/train.py", folder)
+    shutil.copy(REPOSITORY / "tests/systemd/train.py", folder)
     os.chown(folder, UID, UID)
     return folder
 

@@ -12,7 +12,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.cli import job_commands as verbs
 from elasticd_agent.config import job_file as jobfile
 from elasticd_agent.config.run_options import parse_run
-from tests.cli.test_torchrun_table import theirs
+from tests.config.test_torchrun_flags import theirs
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrating-from-torchrun.md").read_text()

@@ -13,8 +13,8 @@ from elasticd_agent.model.keys import Keys
 from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import EtcdServers
 from tests.faults.job import until
-from tests.faults.neighbour import FIELD, neighbour
 from tests.faults.nodes import Nodes
+from tests.faults.other_version import FIELD, neighbour
 
 StartNodes = Callable[[str], Nodes]
 MAJOR, MINOR = map(int, VERSION.split("."))

@@ -10,6 +10,7 @@ import pytest
 
 from tests.faults.job import Fault, Job
 from tests.hangs.situations import SCRIPTS, SESSION
+from tests.hangs.stuck_worker import evidence, posted, takes, worker  # noqa: F401 fixtures
 
 # A job that has made few steps is given five times the factor: its first seconds are when these tests strike.
 TUNED = ("--hang-floor", "1.5s", "--stopped-after", "1s", "--hang-factor", "2")

@@ -47,7 +47,7 @@ from elasticd_agent.model.messages import (
 )
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous.plan import Asked
-from tests.core.world import NODE, World
+from tests.rendezvous.world import NODE, World
 
 
 class Told(World):

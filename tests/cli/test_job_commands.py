@@ -1,0 +1,311 @@
+"""`elasticd submit`, `jobs`, `status`, `logs` and the others, as a person types them, against daemons that run jobs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd_agent.cli.main import main
+from elasticd_agent.node.records import Running
+from tests.faults.job import REPOSITORY
+from tests.node.conftest import MakeNode
+from tests.node.node import COLD, Node, toml, until
+from tests.node.served import JOB, Served
+
+ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith("ELASTICD_")}
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "elasticd_agent", *argv]
+
+
+def environ(agent: str = "") -> dict[str, str]:
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])
+    mark = {key: value for key, value in os.environ.items() if key.startswith("ELASTICD_TEST")}
+    return {**ENVIRON, **mark, "PYTHONPATH": path, "TZ": "UTC", **({"ELASTICD_AGENT": agent} if agent else {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def elasticd(*argv: str, agent: str = "") -> Done:
+    """The command in this process, which takes a tenth of the time that a new one does."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+        patch.setenv("ELASTICD_AGENT", agent)
+        code = main(argv)
+    out, err = (stream.buffer.getvalue().decode() for stream in streams)  # type: ignore[attr-defined]
+    return Done(code, out, err)
+
+
+def asker(node: Node) -> Callable[..., str]:
+    """`elasticd VERB …` on this node; it must work, and says nothing on stderr unless it is to."""
+
+    def ask(*argv: str, code: int = 0, err: str = "") -> str:
+        done = elasticd(*argv, agent=f"unix:{node.root / 'run' / 'agent.sock'}")
+        assert (done.returncode, done.stderr) == (code, err) or (
+            done.returncode == code and err and err in done.stderr
+        ), f"{argv}: {done.returncode}\n{done.stdout}{done.stderr}{node.told()}"
+        return done.stdout
+
+    return ask
+
+
+def written(node: Node, name: str, script: str, *args: str, **how: Any) -> Path:
+    """A job file."""
+    path = node.root / f"{name}.toml"
+    path.write_text(
+        "".join(f"{key} = {toml(value)}\n" for key, value in node.described(name, script, *args, **how).items())
+    )
+    return path
+
+
+def table(text: str) -> list[dict[str, str]]:
+    """The rows of an aligned table, by their columns' names."""
+    head, *lines = text.splitlines()
+    names = head.split()
+    starts = [head.index(name) for name in names]
+    ends = [*starts[1:], None]
+    return [{n: line[a:b].strip() for n, a, b in zip(names, starts, ends, strict=True)} for line in lines]
+
+
+def test_a_jobs_life_as_an_operator_sees_it(node: MakeNode) -> None:
+    n1 = node()
+    n1.start()
+    ask = asker(n1)
+    assert ask("jobs") == "no jobs; elasticd submit FILE hands one in\n"
+    path = written(n1, "llama", "resume.py", "--steps", "100000", workers=2, checkpoint_dir=str(n1.work / "ck"))
+    assert ask("submit", str(path)) == "llama\n"
+    ask("submit", str(path), code=1, err="elasticd submit: job 'llama' has not ended")
+    n1.stepped(30)
+    (row,) = table(ask("jobs"))
+    assert (row["JOB"], row["STATE"], row["NODES"], row["SLOTS"]) == ("llama", "running", "n1", "2")
+    told = lambda: json.loads(ask("status", "llama", "--json"))["progress"]  # noqa: E731
+    n1.until(lambda: (told()["step"] or 0) >= 30, "the step to be known")
+    n1.until(lambda: told()["checkpoint"], "a checkpoint to be known")
+    assert 0 < told()["goodput"] <= 1
+    page = ask("status", "llama")
+    assert page.startswith("llama: running\n")
+    facts = {line.split()[0] for line in page.partition("\n\n")[0].splitlines()[1:]}
+    assert {"why", "nodes", "round", "step", "checkpoint", "goodput", "restarts"} <= facts
+    (row,) = table(ask("nodes"))
+    assert (row["NODE"], row["STATE"], row["USED"], row["JOBS"]) == ("n1", "ready", "2/2", "llama")
+    assert "this is what 2 ranks did" in ask("dump", "llama")
+    assert json.loads(ask("explain", "llama", "--json"))["nodes"][0]["document"]["kind"] == "dump"
+
+    (row,) = table(ask("drain", "n1", "--reason", "fan 3", "--wait"))
+    assert (row["STATE"], row["JOBS"], "fan 3" in row["REASON"]) == ("drained", "-", True)
+    (row,) = table(ask("jobs"))
+    assert (row["STATE"], "n1 is drained: fan 3" in row["REASON"]) == ("waiting", True)
+    assert n1.job_events("llama", "job_ended")[-1]["reason"] == "n1 leaves: drained: fan 3"
+    assert n1.job_events("llama", "stop_requested")[-1]["reason"] == "n1 leaves within 60 s: drained: fan 3"
+    reached = n1.steps()[-1][1]
+    assert ask("uncordon", "n1") == "n1 takes work again\n"
+    n1.stepped(reached + 10)
+    assert [step for _, step in n1.steps()] == list(range(1, len(n1.steps()) + 1)), "a drain loses no step"
+
+    follows = subprocess.Popen(
+        command("logs", "llama", "-f", "--stream", "elasticd"),
+        env=environ(f"unix:{n1.root / 'run' / 'agent.sock'}"), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        cancelled = ask("cancel", "llama")
+        assert "cancelled by" in cancelled
+        out, _ = follows.communicate(timeout=30)
+    finally:
+        follows.kill()
+        follows.communicate()
+    assert (follows.returncode, "first step" in out) == (0, True), "it ends with the job"
+    (row,) = table(ask("jobs"))
+    assert row["STATE"] == "cancelled"
+    assert ask("status", "llama").startswith("llama: cancelled, ")
+    n1.until(lambda: len(n1.job_events("llama", "job_ended")) == 2, "the job's end here")
+    assert n1.job_events("llama", "job_ended")[-1]["reason"].startswith("n1 leaves: the job was cancelled by ")
+    assert n1.drain() == 0
+    n1.assert_gone()
+
+
+@pytest.mark.system
+def test_what_ranks_on_another_node_have_written_is_fetched_from_there(nodes: MakeNode, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef0123456789abcdef\n")
+    token.chmod(0o600)
+    work = tmp_path / "n1-0"
+    n1 = nodes("n1", http={"port": 0, "token_file": token}, slots=1, root=work)
+    n2 = nodes("n2", http={"port": 0, "token_file": token}, slots=1)
+    n1.start()
+    n2.start()
+    ask, other = asker(n1), asker(n2)
+    assert ask("submit", str(written(n1, "chat", "chatty.py", COLD, nodes="2", workers=1))) == "chat\n"
+    rounds = lambda: (json.loads(ask("status", "chat", "--json"))["progress"] or {}).get("rounds")  # noqa: E731
+    until(rounds, lambda: f"a round\n{n1.told()}{n2.told()}")
+    said = lambda rank: elasticd("logs", "chat", "--rank", rank, agent=f"unix:{n1.root / 'run' / 'agent.sock'}")  # noqa: E731
+    for rank in "01":
+        until(lambda rank=rank: "line 3\n" in said(rank).stdout, lambda: f"its lines\n{n1.told()}{n2.told()}")
+        for one in (ask, other):
+            out = one("logs", "chat", "--rank", rank, err=f"rank {rank} complains\n")
+            assert out.startswith(f"rank {rank} of 2 is here\nrank {rank} line 1\n")
+    assert "round 1" in ask("logs", "chat", "--node", "n2", "--stream", "elasticd")
+    rows = {row["NODE"]: row for row in table(ask("nodes"))}
+    assert {name: (row["STATE"], row["JOBS"]) for name, row in rows.items()} == {
+        "n1": ("ready", "chat"),
+        "n2": ("ready", "chat"),
+    }
+    taken = {row["node"]: row for row in json.loads(ask("dump", "chat", "--json"))["nodes"]}
+    assert taken.keys() == {"n1", "n2"}
+    assert sorted(rank["rank"] for row in taken.values() for rank in row["document"]["ranks"]) == [0, 1]
+    assert ask("explain", "chat").count("NODE n") == 2
+    address = json.loads(ask("nodes", "--json"))["nodes"][1]["address"]
+    done = elasticd("jobs", "--agent", f"http://{address}", "--token-file", str(token))
+    assert (done.returncode, table(done.stdout)[0]["JOB"]) == (0, "chat")
+    done = elasticd("jobs", "--agent", f"http://{address}")
+    assert (done.returncode, "a token is needed: --token-file FILE" in done.stderr) == (1, True)
+
+    away = subprocess.Popen(
+        command("logs", "chat", "-f", "--rank", "1"), env=environ(f"unix:{n1.root / 'run' / 'agent.sock'}"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert away.stdout is not None
+        assert away.stdout.readline() == "rank 1 of 2 is here\n"
+        (n1.work / "go").touch()
+        out, _ = away.communicate(timeout=30)
+    finally:
+        away.kill()
+        away.communicate()
+    assert (away.returncode, out.splitlines()[-1]) == (0, "rank 1 is done")
+    until(lambda: table(ask("jobs"))[0]["STATE"] == "succeeded", lambda: f"the end\n{n1.told()}")
+    assert ask("logs", "chat", "--rank", "1", "--tail", "1", err="complains") == "rank 1 is done\n"
+    for one in (n1, n2):
+        assert one.drain() == 0
+        one.assert_gone()
+
+
+# --- who reads ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    made = Served(tmp_path / "it")
+    made.announce(Running("llama", 1, (0,), "running"))
+    made.place("llama", made.submit(), "n1")
+    made.event("round_published", 1.0, 1, world_size=1, nodes=["n1"])
+    made.log(1, 0, "stdout", "line\n" * 100_000)
+    yield made
+    made.close()
+
+
+def started(served: Served, *argv: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
+    agent = f"unix:{served.root / 'run' / 'agent.sock'}"
+    return subprocess.Popen(
+        command(*argv), env=environ(agent), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+
+
+def test_who_stops_reading_hears_no_complaint(served: Served) -> None:
+    with started(served, "logs", "llama") as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "line\n"
+        process.stdout.close()
+        assert (process.wait(30), process.stderr.read()) == (0, "")
+
+
+def test_ctrl_c_ends_following_with_130(served: Served) -> None:
+    with started(served, "logs", "llama", "-f") as process:
+        assert process.stdout is not None and process.stderr is not None
+        for _ in range(100_000):
+            assert process.stdout.readline() == "line\n"
+        process.send_signal(signal.SIGINT)
+        assert (process.wait(30), process.stderr.read()) == (130, "")
+
+
+def test_draining_is_waited_for_but_not_for_ever(served: Served) -> None:
+    agent = f"unix:{served.root / 'run' / 'agent.sock'}"
+    done = elasticd("drain", "n1", "--wait", "--timeout", "0.1", agent=agent)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "elasticd drain: n1 is being drained, but llama is still there after 0.1 s\n",
+    )
+    served.announce()
+    served.place("llama", 1)
+    assert elasticd("drain", "n1", "--wait", "--timeout", "0.1", agent=agent).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "argv",
+    ["jobs", "nodes", "status llama", "cancel llama", "cordon n1", "drain n1", "explain llama", "submit {file} --id b"],
+)
+def test_with_json_the_daemons_own_answer_is_printed(served: Served, argv: str, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(JOB)
+    agent = f"unix:{served.root / 'run' / 'agent.sock'}"
+    done = elasticd(*argv.replace("{file}", str(tmp_path / "job.toml")).split(), "--json", agent=agent)
+    assert isinstance(json.loads(done.stdout), dict)
+    assert done.returncode == (1 if "explain" in argv else 0), "of this job there is nothing to explain"
+
+
+def test_a_job_file_may_come_on_standard_input(served: Served) -> None:
+    with started(served, "submit", "-", "--id", "piped", stdin=subprocess.PIPE) as process:
+        out, err = process.communicate(JOB.decode(), timeout=30)
+    assert (process.returncode, out, err) == (0, "piped\n", "")
+
+
+def test_a_job_file_that_is_wrong_is_named_in_one_line(served: Served, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("command = 7")
+    done = elasticd("submit", str(path), agent=f"unix:{served.root / 'run' / 'agent.sock'}")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"elasticd submit: error: {path}: command")
+
+
+# --- without a daemon -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["jobs"], 1, "no daemon answers at {dir}/none.sock: No such file or directory; is `elasticd agent` running"),
+        (["cancel"], 2, "error: the following arguments are required: JOB"),
+        (["logs", "j", "--rank", "x"], 2, "error: argument --rank: invalid int value: 'x'"),
+        (["submit", "{dir}/no.toml"], 2, "error: {dir}/no.toml: cannot be read: No such file or directory"),
+        (["jobs", "--agent", "ftp://x"], 2, "error: --agent ftp://x: give unix:/run/elasticd/agent.sock"),
+        (["jobs", "--agent", "http://x/y"], 2, "error: --agent http://x/y: give"),
+        (["jobs", "--agent", "unix:x"], 2, "error: --agent unix:x: give an absolute path"),
+        (["jobs", "--agent", "http://127.0.0.1:1"], 1, "no daemon answers at http://127.0.0.1:1: Connection refused"),
+        (["jobs", "--agent", "http://h", "--token-file", "{dir}/no"], 2, "error: --token-file: '{dir}/no' cannot be"),
+        (["jobs", "--agent", "https://h", "--ca", "{dir}/no"], 2, "error: --ca {dir}/no: no certificate"),
+        (["dump", "j"], 1, "no daemon answers at"),
+        (["explain", "j", "--node", "n"], 1, "no daemon answers at"),
+        (["explain", "./j"], 2, "error: j does not exist"),
+    ],
+)
+def test_what_goes_wrong_is_one_line_and_an_exit_code(argv: list[str], code: int, said: str, tmp_path: Path) -> None:
+    words = [word.replace("{dir}", str(tmp_path)) for word in argv]
+    done = elasticd(*words, agent=f"unix:{tmp_path}/none.sock")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(f"elasticd {argv[0]}: {said.replace('{dir}', str(tmp_path))}"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_directory_is_explained_though_there_is_a_daemon(tmp_path: Path) -> None:
+    evidence = REPOSITORY / "tests" / "cli" / "explain"
+    done = subprocess.run(
+        command("explain", "stopped"), cwd=evidence, env=environ(f"unix:{tmp_path}/none.sock"), capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (evidence / "stopped.txt").read_text()

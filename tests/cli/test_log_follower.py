@@ -1,0 +1,226 @@
+"""`elasticd logs`: what is written while it reads, rounds that follow one another, daemons that are away a while."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd_agent.cli import log_follower as following
+from elasticd_agent.cli.log_follower import Follower, Gone, Wanted
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.api.client import Client, Reply, Unreachable
+from elasticd_agent.node.records import Ending, Running
+from tests.node.served import Served
+
+Until = Callable[[Callable[[], object], float], object]
+ALL = Wanted("llama", 0, ("stdout", "stderr"), None, None, None, follow=False, as_json=False)
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[Served]:
+    made = Served(tmp_path / "it")
+    made.announce(Running("llama", 1, (0,), "running"))
+    made.place("llama", made.submit(), "n1")
+    yield made
+    made.close()
+
+
+class Reading:
+    """`elasticd logs -f` on a thread of its own; each wait of its ends at once and is counted."""
+
+    def __init__(self, one: Served, wanted: Wanted) -> None:
+        self.out, self.err = io.BytesIO(), io.BytesIO()
+        self.said: list[str] = []
+        self.waits, self.error = 0, ""
+        self._over = threading.Event()
+        self._follower = Follower(one.unix(), wanted, self.out, self.err, self.said.append, sleep=self._slept)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _slept(self, seconds: float) -> None:
+        self.waits += 1
+        if self._over.wait(0.01):
+            raise KeyboardInterrupt
+
+    def _run(self) -> None:
+        try:
+            self._follower.run()
+        except (Gone, Unreachable) as error:
+            self.error = str(error)
+        except KeyboardInterrupt:
+            self.error = "interrupted"
+
+    def wait(self, within: float = 10.0) -> bool:
+        self._thread.join(within)
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        self._over.set()
+        assert self.wait()
+
+
+def read(one: Served, **how: Any) -> tuple[bytes, bytes]:
+    out, err = io.BytesIO(), io.BytesIO()
+    Follower(one.unix(), replace(ALL, **how), out, err, lambda _: None, sleep=lambda _: None).run()
+    return out.getvalue(), err.getvalue()
+
+
+def end(one: Served) -> None:
+    ending = Ending("llama", 1, "succeeded", 0, "done", time.time(), ("n1",))
+    assert one.store.compare_and_swap(names.ENDED + "llama", None, ending.to_json())
+    one.announce()
+
+
+def test_what_is_there_is_printed_once_however_long_it_is(one: Served) -> None:
+    text = "".join(f"line {number}\n" for number in range(200_000))
+    one.log(1, 0, "stdout", "an older round\n")
+    one.log(2, 0, "stdout", text)
+    one.log(2, 0, "stderr", "trouble\n")
+    assert read(one) == (text.encode(), b"trouble\n")
+    assert read(one, round=1) == (b"an older round\n", b"")
+    assert read(one, tail=2) == (b"line 199998\nline 199999\n", b"trouble\n")
+    assert read(one, tail=0) == (b"", b"")
+    assert read(one, streams=("stderr",)) == (b"", b"trouble\n")
+
+
+def test_what_is_not_there_is_the_daemons_sentence(one: Served) -> None:
+    with pytest.raises(Gone, match=r"no log of rank 0 .* on n1"):
+        read(one)
+    one.log(1, 0, "stdout", "x")
+    with pytest.raises(Gone, match="no log of rank 3"):
+        read(one, rank=3)
+    with pytest.raises(Gone, match="there is no job 'nope'"):
+        read(one, job="nope")
+    with pytest.raises(Gone, match="there is no job 'nope'"):
+        read(one, job="nope", follow=True)
+
+
+def test_following_goes_through_the_rounds_to_the_end_of_the_job(one: Served, until: Until) -> None:
+    reading = Reading(one, replace(ALL, follow=True))
+    until(lambda: reading.waits > 2, 10)
+    assert reading.said == ["running: runs"] or reading.said == ["starting: runs"], reading.said
+    one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
+    one.log(1, 0, "stdout", "one\n")
+    until(lambda: reading.out.getvalue() == b"one\n", 10)
+    one.log(1, 0, "stdout", "two, ")
+    one.log(1, 0, "stderr", "!\n")
+    until(lambda: reading.out.getvalue() == b"one\ntwo, " and reading.err.getvalue() == b"!\n", 10)
+    one.log(1, 0, "stdout", "last words of round 1\n")
+    # The rank has no part in round 2, and is back in round 3.
+    one.log(2, 1, "stdout", "somebody else's\n")
+    one.log(3, 0, "stdout", "three\n")
+    until(lambda: reading.out.getvalue().endswith(b"three\n"), 10)
+    assert reading.out.getvalue() == b"one\ntwo, last words of round 1\nthree\n"
+    one.log(3, 0, "stdout", "and out\n")
+    end(one)
+    assert reading.wait(), "it ends with the job"
+    assert (reading.out.getvalue()[-8:], reading.error) == (b"and out\n", "")
+
+
+def test_without_follow_a_rank_that_writes_faster_than_one_reads_is_not_waited_for(one: Served) -> None:
+    one.log(1, 0, "stdout", "x" * (3 << 20))
+
+    class Faster(Between):
+        def get(self, path: str, query: dict[str, Any] | None = None) -> Reply:
+            one.log(1, 0, "stdout", "x" * (2 << 20))
+            return super().get(path, query)
+
+    out = io.BytesIO()
+    client: Any = Faster(one.unix(), lambda: None)
+    Follower(client, replace(ALL, streams=("stdout",)), out, io.BytesIO(), lambda _: None).run()
+    assert 3 << 20 <= len(out.getvalue()) <= 8 << 20
+
+
+class Between:
+    """A client that has something happen after it was told that there is no more of stdout, before it asks on."""
+
+    def __init__(self, client: Client, happens: Callable[[], None]) -> None:
+        self._client, self._happens, self._at_its_end = client, happens, False
+
+    def get(self, path: str, query: dict[str, Any] | None = None) -> Reply:
+        if self._at_its_end:
+            self._at_its_end, happens, self._happens = False, self._happens, lambda: None
+            happens()
+        reply = self._client.get(path, query)
+        self._at_its_end = query is not None and query["stream"] == "stdout" and not reply.body
+        return reply
+
+
+def test_last_words_between_two_questions_are_heard(one: Served) -> None:
+    one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
+    for stream in ("stdout", "stderr"):
+        one.log(1, 0, stream, "one\n")
+
+    def happens() -> None:
+        one.log(1, 0, "stdout", "last words\n")
+        end(one)
+
+    out = io.BytesIO()
+    client: Any = Between(one.unix(), happens)
+    Follower(client, replace(ALL, follow=True), out, io.BytesIO(), lambda _: None, sleep=lambda _: None).run()
+    assert out.getvalue() == b"one\nlast words\n"
+
+
+def test_a_cancelled_jobs_last_words_are_waited_for(one: Served, until: Until) -> None:
+    one.log(1, 0, "stdout", "one\n")
+    one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
+    reading = Reading(one, replace(ALL, follow=True))
+    until(lambda: reading.out.getvalue() == b"one\n", 10)
+    assert one.unix().post("/v1/jobs/llama/cancel").code == 200
+    waits = reading.waits
+    until(lambda: reading.waits > waits + 5, 10)
+    one.log(1, 0, "stdout", "checkpoint saved\n")
+    until(lambda: reading.out.getvalue().endswith(b"saved\n"), 10)
+    one.announce()
+    assert reading.wait()
+
+
+def test_a_log_that_is_rotated_goes_on(one: Served, until: Until) -> None:
+    one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
+    path = one.log(1, 0, "stdout", "a long line of words\n")
+    reading = Reading(one, replace(ALL, follow=True))
+    until(lambda: reading.out.getvalue() == b"a long line of words\n", 10)
+    path.write_text("new\n")
+    until(lambda: reading.out.getvalue() == b"a long line of words\nnew\n", 10)
+    reading.stop()
+    assert reading.error == "interrupted"
+
+
+def test_an_outage_while_following_is_said_once_and_waited_out_but_not_for_ever(
+    one: Served, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
+    one.log(1, 0, "stdout", "one\n")
+    reading = Reading(one, replace(ALL, follow=True))
+    until(lambda: reading.out.getvalue() == b"one\n", 10)
+    one.store.away = True
+    until(lambda: reading.said, 10)
+    waits = reading.waits
+    until(lambda: reading.waits > waits + 5, 10)
+    one.log(1, 0, "stdout", "two\n")
+    monkeypatch.setattr(following, "PATIENCE_S", 0.1)  # of what is asked from now on
+    one.store.away = False
+    until(lambda: reading.out.getvalue() == b"one\ntwo\n", 10)
+    waits = reading.waits
+    until(lambda: reading.waits > waits + 1, 10)
+    assert len(reading.said) == 1
+    assert "trying again" in reading.said[0]
+    one.store.away = True
+    assert reading.wait()
+    assert "given up after" in reading.error
+
+
+def test_as_json_each_line_says_whose_it_is(one: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    one.log(1, 3, "stdout", "one\n\xff half")
+    read(one, rank=3, as_json=True)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == {"job": "llama", "node": "n1", "round": 1, "rank": 3, "stream": "stdout", "line": "one"}
+    assert [line["line"] for line in lines] == ["one", "\xff half"]

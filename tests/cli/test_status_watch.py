@@ -1,0 +1,123 @@
+"""`elasticd status --watch` without a terminal: pages one after another, through an agent's restart, until the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from elasticd_agent.cli import status_watch as watching
+from elasticd_agent.node.api.client import Reply, Unreachable
+from tests.node.dashboard.hostile_texts import WICKED
+from tests.node.dashboard.samples import NOW, a_job, a_rank
+
+
+@dataclass
+class Agent:
+    """Answers in turn; an exception is raised, a number is that code."""
+
+    answers: Iterator[Any]
+    shown: list[str] = field(default_factory=list)
+    slept: list[float] = field(default_factory=list)
+
+    def get(self, path: str) -> Reply:
+        answer = next(self.answers)
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(answer, int):
+            return Reply(answer, json.dumps({"error": f"no, {answer}"}).encode())
+        return Reply(200, json.dumps(answer).encode())
+
+    def watched(self, job: str | None = "llama") -> int:
+        return watching.follow(self, job, 2.0, self.shown.append, sleep=self.slept.append)  # type: ignore[arg-type]
+
+
+ENDED = {**a_job(), "state": "succeeded", "ended_at": NOW, "ended_seconds": 1.0, "exit_code": 0}
+
+
+def test_it_goes_on_through_a_restart_and_ends_with_the_job() -> None:
+    away = Unreachable("no daemon answers at /run/elasticd/agent.sock")
+    agent = Agent(iter([a_job(), away, 503, a_job(), ENDED]))
+    assert agent.watched() == 0
+    assert "as of 0s ago: no daemon answers" in agent.shown[1] and "llama: running" in agent.shown[1]
+    assert "no, 503" in agent.shown[2]
+    assert "llama: succeeded" in agent.shown[4]
+    assert agent.slept == [2.0] * 4
+
+
+def test_what_is_refused_ends_it_and_so_does_an_agent_that_never_answered() -> None:
+    with pytest.raises(watching.Refused, match="no, 404"):
+        Agent(iter([404])).watched()
+    with pytest.raises(watching.Refused, match="no, 404"):
+        Agent(iter([a_job(), 404])).watched()
+    with pytest.raises(Unreachable):
+        Agent(iter([Unreachable("nobody there")])).watched()
+
+
+def test_what_is_wrong_and_how_fast_it_went_come_first() -> None:
+    page = watching.pictured(a_job(ranks=[a_rank(1, state="T", idle_seconds=2.0)]))
+    first, second, third = page.splitlines()[:3]
+    assert first == "elasticd: stalled: Rank 1 on a is stopped: nothing of it has moved for 2.0 s."
+    assert second.endswith("steps/s, the last 5m") and len(second.split()[0]) >= 10
+    assert third == "llama: running"
+    assert "RANK  NODE  PHASE    STEP  MOVED" in page
+
+
+def test_jobs_and_nodes_are_watched_without_a_job() -> None:
+    row = {k: v for k, v in a_job().items() if k not in ("places", "progress")}
+    node = {"node": "a", "state": "ready", "used": 2, "slots": 4, "jobs": ["llama"], "reason": ""}
+    agent = Agent(iter([{"jobs": [row]}, {"nodes": [node]}, {"jobs": []}, 403]))
+    with pytest.raises(watching.Refused):
+        agent.watched(None)
+    assert "llama  running" in agent.shown[0] and "ready  2/4" in agent.shown[0]
+
+
+def test_no_words_of_a_job_steer_the_terminal() -> None:
+    page = watching.pictured({**a_job(ranks=[a_rank(0, node=WICKED, state="T")]), "reason": WICKED})
+    assert "\x1b" not in page and "\r" not in page and "\x00" not in page
+
+
+def test_sparks() -> None:
+    assert watching.sparks([None, 0.0, 1.0, 8.0]) == "· ▁█"
+    assert watching.sparks([0.0, None]) == " ·"
+
+
+_SLOW = """
+import sys
+from elasticd_agent.cli import job_commands as verbs, status_watch as watching
+from tests.node.dashboard.samples import a_job
+watching._asked = lambda client, job: a_job()
+sys.exit(verbs.verb("status", ["llama", "--watch", "--every", "0.2", "--agent", "unix:/nowhere"]))
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_ctrl_c_in_a_pipe_ends_it_with_0(more: list[str]) -> None:
+    code = _SLOW.replace('"--every"', "".join(f'"{one}", ' for one in more) + '"--every"')
+    path = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert done.stdout is not None
+    try:
+        lines = [done.stdout.readline().decode() for _ in range(3)]
+        done.send_signal(signal.SIGINT)
+        _, wrong = done.communicate(timeout=20)
+    finally:
+        done.kill()
+        done.wait()
+    assert (done.returncode, wrong) == (0, b"")
+    if more:
+        assert all(json.loads(line)["job"] == "llama" for line in lines)
+    else:
+        assert lines[0].startswith("--- ") and "\x1b" not in "".join(lines)

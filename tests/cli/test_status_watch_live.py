@@ -1,0 +1,104 @@
+"""`elasticd status JOB --watch` of a real agent that is killed and comes back, in a pipe and on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.node.conftest import MakeNode
+from tests.node.node import COLD, Node
+
+pytestmark = pytest.mark.system
+
+
+@contextmanager
+def watching(node: Node, out: int, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+    agent = f"unix:{node.root / 'run' / 'agent.sock'}"
+    path = os.pathsep.join(node.path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elasticd_agent", "status", *more, "--watch", "--every", "0.3", "--agent", agent],
+        env={**os.environ, "PYTHONPATH": path, "TERM": "xterm", "COLUMNS": "120", "LINES": "50"},
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=out,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Read:
+    """What comes from it, so far; `seen` of it has been waited for."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd, self.text, self.seen = fd, "", 0
+
+    def until(self, wanted: str, within: float = 40.0) -> None:
+        """Reads on until that has come, after what was waited for before."""
+        deadline = time.monotonic() + within
+        while (at := self.text.find(wanted, self.seen)) < 0:
+            left = deadline - time.monotonic()
+            assert left > 0 and select.select([self.fd], [], [], left)[0], f"no {wanted!r} in\n{self.text[-3000:]}"
+            self.text += os.read(self.fd, 65536).decode("utf-8", "replace")
+        self.seen = at + len(wanted)
+
+
+def test_in_a_pipe_it_goes_on_through_an_agents_restart_and_ends_with_the_job(node: MakeNode) -> None:
+    n1 = node()
+    n1.job("one", "ticking.py", COLD, workers=2)
+    n1.start()
+    n1.stepped(3)
+    ours, theirs = os.pipe()
+    with watching(n1, theirs, "one") as process:
+        os.close(theirs)
+        page = Read(ours)
+        page.until("one: running")
+        page.until("RANK  NODE")
+        n1.kill()
+        page.until("ago: no daemon answers at")
+        n1.start()
+        page.until("\none: running")
+        done = subprocess.run(
+            [sys.executable, "-m", "elasticd_agent", "cancel", "one", "--agent", f"unix:{n1.root / 'run/agent.sock'}"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(n1.path)},
+            capture_output=True,
+            timeout=30,
+        )
+        assert done.returncode == 0, done
+        page.until("one: cancelled")
+        assert process.wait(40) == 0
+    os.close(ours)
+    assert "\x1b" not in page.text
+    assert n1.drain() == 0
+
+
+def test_on_a_terminal_it_is_one_screen_and_ctrl_c_leaves_the_last_of_it(node: MakeNode) -> None:
+    n1 = node()
+    n1.job("one", "ticking.py", COLD, workers=2)
+    n1.start()
+    n1.stepped(3)
+    ours, theirs = pty.openpty()
+    with watching(n1, theirs, "one") as process:
+        page = Read(ours)
+        page.until("\x1b[?1049h")
+        page.until("RANK")
+        page.until("RANK")
+        process.send_signal(signal.SIGINT)
+        page.until("\x1b[?1049l")
+        page.until("running")
+        assert process.wait(20) == 0
+    os.close(theirs)
+    os.close(ours)
+    assert n1.drain() == 0

@@ -1,0 +1,348 @@
+"""Job files: what is wrong with them, in one line; what they mean, by the command line's own rules; and that nothing
+anybody writes into one does more than that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elasticd.errors import UsageError
+from elasticd_agent.config import documents
+from elasticd_agent.config.elasticd_flags import OWN
+from elasticd_agent.config.job_file import (
+    CONF,
+    FLAGS,
+    NOT_KEYS,
+    SWITCHES,
+    JobFile,
+    choices,
+    from_json,
+    job_of,
+    read_job,
+    to_json,
+)
+from elasticd_agent.config.run_options import parse_run
+from elasticd_agent.config.torchrun_flags import TORCHRUN
+from elasticd_agent.model.job import JobSpec, Mode, Policy, Rendezvous, Streams
+from elasticd_agent.model.job_dir import JobFiles
+from tests.config.bad_jobs import ABOUT, JSON, TOML, YAML
+
+
+@pytest.mark.parametrize(("text", "says"), TOML, ids=range(len(TOML)))
+def test_what_is_wrong_is_one_line(text: str, says: str) -> None:
+    assert _said(text.encode(), "toml").startswith(f"job.toml: {says.removesuffix('…')}")
+    if not says.endswith("…"):
+        assert _said(text.encode(), "toml") == f"job.toml: {says}"
+
+
+@pytest.mark.parametrize(("text", "says"), YAML, ids=range(len(YAML)))
+def test_what_is_wrong_with_yaml(text: str, says: str) -> None:
+    assert _said(text.encode(), "yaml").startswith(f"job.yaml: {says.removesuffix('…')}")
+
+
+@pytest.mark.parametrize(("text", "says"), JSON, ids=range(len(JSON)))
+def test_what_is_wrong_with_json(text: bytes, says: str) -> None:
+    assert _said(text, "json").startswith(f"job.json: {says.removesuffix('…')}")
+
+
+def _said(data: bytes, kind: documents.Kind) -> str:
+    with pytest.raises(UsageError) as raised:
+        read_job(data, kind, f"job.{kind}")
+    return str(raised.value)
+
+
+def test_the_same_in_three_languages() -> None:
+    toml = b"""
+        id = "llm"
+        command = ["train.py", "--lr", "1e-3"]
+        workdir = "/srv/train"
+        nodes = "2:8"
+        workers = 4
+        hang_floor = "6s"
+        env = { OMP_NUM_THREADS = "4" }
+        module = false
+    """
+    yaml = b"""
+        id: llm
+        command: [train.py, --lr, "1e-3"]
+        workdir: /srv/train
+        nodes: 2:8
+        workers: 04
+        hang_floor: 6.0
+        env: {OMP_NUM_THREADS: "4"}
+        module: false
+    """
+    job = read_job(toml, "toml", "t")
+    assert job == read_job(yaml, "yaml", "y") == from_json(to_json(job))
+    assert job == read_job(json.dumps(json.loads(to_json(job))).encode(), "json", "j")
+    assert (job.nodes_wanted, job.slots_wanted) == ((2, 8), (4, 4))
+    assert job.hang_floor == 6
+
+
+def test_yaml_is_1_2_text_stays_text() -> None:
+    text = b"{command: [on, 'yes', 2024-01-01, 1_000], workdir: /tmp, user: no, role: 1:30, id: 0x10}"
+    job = read_job(text, "yaml", "y")
+    assert (job.command, job.user, job.role, job.id) == (("on", "yes", "2024-01-01", "1_000"), "no", "1:30", "0x10")
+
+
+def test_a_bomb_of_aliases_is_refused_at_once() -> None:
+    levels = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
+    assert "aliases" in _said(f"a0: &a0 [x]\n{levels}".encode(), "yaml")
+
+
+def test_a_file_too_long_is_not_even_parsed() -> None:
+    assert _said(b"#" * (documents.LARGEST + 1), "toml").startswith("job.toml: is longer than the 65536 bytes")
+
+
+def test_a_job_of_an_agents_file_must_fit_into_the_store_as_well() -> None:
+    with pytest.raises(UsageError, match=r"^env: makes a job of \d+ bytes; at most 65536 are kept$"):
+        job_of({"command": ["t.py"], "workdir": "/tmp", "env": {"A": "x" * documents.LARGEST}})
+    whole = job_of({"command": ["t.py"], "workdir": "/tmp", "env": {"A": "x" * (documents.LARGEST - 100)}})
+    assert from_json(to_json(whole)) == whole
+
+
+def test_every_flag_is_a_key_or_says_why_not() -> None:
+    keys = {field.encode_name for field in msgspec.structs.fields(JobFile)}
+    flags = {flag.dest for flag in (*TORCHRUN, *OWN)}
+    assert not flags - keys - set(NOT_KEYS)
+    assert not keys & set(NOT_KEYS)
+    assert set(FLAGS) | set(SWITCHES) <= flags & keys
+    assert set(CONF) <= keys - flags
+    assert keys - flags - set(CONF) == {"id", "command", "workdir", "python", "env", "user", "nodes", "workers"}
+
+
+def _choices(job: JobFile, **given: Any) -> tuple[JobSpec, Policy]:
+    asked: dict[str, Any] = {
+        "job_id": "llm",
+        "run": "7",
+        "node": "n1",
+        "slots": (0,),
+        "rendezvous": Rendezvous(),
+        "files": JobFiles(Path("/state/jobs/llm.7")),
+        "devices": (),
+    }
+    spec, policy, agent = choices(job, **{**asked, **given})
+    assert agent.event_log == Path("/state/jobs/llm.7/events.jsonl")
+    assert not agent.live
+    return spec, policy
+
+
+RULES = """
+    max_restarts = 4
+    max_restarts_per_hour = 9
+    grow = "never"
+    replace_timeout = "2m"
+    hold_timeout = "20s"
+    hang_floor = "7s"
+    hang_factor = 3
+    stopped_after = "4s"
+    slow_ceiling = "1h"
+    slow_factor = 2.5
+    evidence_timeout = "2s"
+    on_hang = "report"
+    startup_ceiling = "5m"
+    first_step_ceiling = "6m"
+    progress_ceiling = "7m"
+    join_timeout = "8m"
+    last_call_timeout = "9s"
+    lease = "5s"
+    renewal = "1.5s"
+    store_timeout = "0.8s"
+    seen_timeout = "1.1s"
+    adopt_timeout = "50s"
+    store_away = "4m"
+    grow_debounce = "2s"
+    node_cooloff = "6s"
+    shutdown_timeout = "1.5s"
+"""
+
+
+def test_a_job_file_and_the_command_line_mean_the_same() -> None:
+    job = read_job((ABOUT + RULES).encode(), "toml", "t")
+    spec, policy = _choices(job)
+    command = (
+        "--max-restarts=4 --max-restarts-per-hour=9 --grow=never --replace-timeout=2m --hold-timeout=20s "
+        "--hang-floor=7s --hang-factor=3 --stopped-after=4s --slow-ceiling=1h --slow-factor=2.5 --evidence-timeout=2s "
+        "--on-hang=report --startup-ceiling=5m --first-step-ceiling=6m --progress-ceiling=7m "
+        "--rdzv-conf=join_timeout=480,last_call_timeout=9,lease=5,renewal=1.5,store_timeout=0.8,seen_timeout=1.1,"
+        "adopt_timeout=50,store_away=240,grow_debounce=2,node_cooloff=6 train.py"
+    )
+    _, told, _ = parse_run(command.split(), {}, Path("/tmp"))
+    assert policy == replace(told, stop_grace_s=1.5)
+    assert spec.entrypoint == "train.py"
+    usual = Policy()
+    same = [f.name for f in fields(Policy) if getattr(policy, f.name) == getattr(usual, f.name)]
+    # Only what no flag can say is as it is for everybody: each of the keys above has done something.
+    assert set(same) == {"no_progress_limit", "backoff_s", "user_error_wait_s", "slot_strikes", "slot_cooloff_s"}
+
+
+def test_what_is_not_given_is_what_the_command_line_takes() -> None:
+    _, policy = _choices(read_job(ABOUT.encode(), "toml", "t"))
+    assert policy == parse_run(["train.py"], {}, Path("/tmp"))[1]
+
+
+def test_one_time_alone_brings_the_others_along_as_on_the_command_line() -> None:
+    _, policy = _choices(read_job((ABOUT + 'lease = "1s"\n').encode(), "toml", "t"))
+    assert policy == parse_run(["--rdzv-conf=lease=1", "train.py"], {}, Path("/tmp"))[1]
+
+
+def test_variables_of_torchrun_in_the_daemons_environment_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_MAX_RESTARTS", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    _, policy = _choices(read_job(ABOUT.encode(), "toml", "t"))
+    assert (policy.max_restarts, policy.stop_grace_s) == (None, 30)
+
+
+def test_arguments_reach_the_script_whatever_they_look_like() -> None:
+    words = ["a b.py", "--nnodes", "3", "--", "-m", "x=y,z", "$HOME", ""]
+    job = msgspec.structs.replace(read_job(ABOUT.encode(), "toml", "t"), command=tuple(words))
+    spec, _ = _choices(from_json(to_json(job)))
+    assert [spec.entrypoint, *spec.args] == words
+
+
+def test_where_and_as_whom() -> None:
+    text = (
+        ABOUT + 'checkpoint_dir = "/c"\nmodule = true\npreload = ["a.b", "c"]\nvirtual_local_rank = true\nrole = "r"\n'
+    )
+    spec, _ = _choices(
+        read_job((text + 'python = "/v/bin/python"\nnodes = 2\n').encode(), "toml", "t"), rendezvous=ETCD
+    )
+    assert (spec.mode, spec.python, spec.cwd, spec.checkpoint_dir) == (
+        Mode.MODULE,
+        "/v/bin/python",
+        Path("/tmp"),
+        Path("/c"),
+    )
+    assert (spec.preload, spec.virtual_local_rank, spec.role) == (("a.b", "c"), True, "r")
+    assert (spec.job_id, spec.run, spec.log_dir) == ("llm", "7", Path("/state/jobs/llm.7/logs"))
+    assert (spec.rendezvous.node, spec.rendezvous.min_nodes, spec.rendezvous.max_nodes) == ("n1", 2, 2)
+    assert spec.redirects == {0: Streams.BOTH}
+
+
+ETCD = Rendezvous(backend="etcd", endpoints=(("h", 2379),))
+
+
+def test_slots_stand_for_the_nodes_gpus() -> None:
+    job = read_job((ABOUT + 'workers = "1:3"\n').encode(), "toml", "t")
+    spec, _ = _choices(job, slots=(1, 3), devices=("0", "GPU-a", "2", "GPU-b"))
+    assert (spec.devices, spec.min_workers, spec.max_workers) == (("GPU-a", "GPU-b"), 1, 2)
+    assert _choices(job, slots=(1, 3), devices=())[0].devices == ()
+    hidden = read_job((ABOUT + 'workers = "1:3"\nenv = { CUDA_VISIBLE_DEVICES = "" }\n').encode(), "toml", "t")
+    spec, _ = _choices(hidden, slots=(1, 3), devices=("0", "1", "2", "3"))
+    assert spec.devices == ()
+    assert spec.inherited({})["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_too_few_slots_and_too_few_nodes_are_said() -> None:
+    job = read_job((ABOUT + "workers = 2\n").encode(), "toml", "t")
+    with pytest.raises(UsageError, match=r"^workers: 2, but there are 1 slot\(s\) for the job on node n1$"):
+        _choices(job)
+    job = read_job((ABOUT + "nodes = 2\n").encode(), "toml", "t")
+    with pytest.raises(
+        UsageError, match=r"^nodes: 2, but a local store is one node's; the job needs store\.backend etcd$"
+    ):
+        _choices(job)
+
+
+def test_an_elastic_job_takes_the_one_node_of_a_local_store() -> None:
+    spec, _ = _choices(read_job((ABOUT + 'nodes = "1:4"\n').encode(), "toml", "t"))
+    assert (spec.rendezvous.min_nodes, spec.rendezvous.max_nodes) == (1, 1)
+
+
+def test_what_the_job_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "ELASTICD_HTTP_PORT",
+        "PYTHONPATH",
+        "NOTIFY_SOCKET",
+        "WATCHDOG_USEC",
+        "PET_NNODES",
+        "RANK",
+        "VIRTUAL_ENV",
+    ):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/machine")
+    job = read_job((ABOUT + 'env = { PATH = "/own", LD_LIBRARY_PATH = "/jobs" }\n').encode(), "toml", "t")
+    environment = _choices(job)[0].environment
+    assert environment is not None
+    assert environment["NCCL_SOCKET_IFNAME"] == "eth7"
+    assert (environment["PATH"], environment["LD_LIBRARY_PATH"]) == ("/own", "/jobs")
+    assert not [name for name in environment if environment[name] == "x"]
+
+
+def test_a_user_brings_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/var/empty")
+    environment = _choices(read_job((ABOUT + 'user = "root"\n').encode(), "toml", "t"))[0].environment
+    assert environment is not None
+    assert (environment["HOME"], environment["USER"]) == ("/root", "root")
+    with pytest.raises(UsageError, match=r"^user: 'nobody-at-all' does not exist on this machine;"):
+        _choices(read_job((ABOUT + 'user = "nobody-at-all"\n').encode(), "toml", "t"))
+
+
+# ---- whatever is written
+
+
+_WORDS = st.one_of(
+    st.sampled_from([*(f.encode_name for f in msgspec.structs.fields(JobFile)), *NOT_KEYS, "x"]), st.text(max_size=8)
+)
+_VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**70), 2**70),
+        st.floats(),
+        st.text(max_size=12),
+        st.sampled_from(["/tmp", "2:8", "5s", "1.5h", "-1s", "0", "auto", "${local_rank}", "--x", "\x00", "é"]),
+    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_WORDS, inner, max_size=4),
+    max_leaves=6,
+)
+_BOUNDED = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+
+
+@_BOUNDED
+@given(st.binary(max_size=300), st.sampled_from(["toml", "yaml", "json"]))
+def test_whatever_the_bytes_only_a_usage_error(data: bytes, kind: Literal["toml", "yaml", "json"]) -> None:
+    _read(data, kind)
+
+
+@_BOUNDED
+@given(st.text(alphabet="abc01 \t\n:-[]{},'\"&*!|>#%@`=.~?<\\é\u2028", max_size=120), st.sampled_from(["toml", "yaml"]))
+def test_whatever_the_text_only_a_usage_error(text: str, kind: Literal["toml", "yaml"]) -> None:
+    _read(text.encode(), kind)
+
+
+@_BOUNDED
+@given(st.dictionaries(_WORDS, _VALUES, max_size=6), st.booleans(), st.sampled_from(["yaml", "json"]))
+def test_whatever_the_values_only_a_usage_error(
+    table: dict[str, Any], whole: bool, kind: Literal["yaml", "json"]
+) -> None:
+    if whole:
+        table = {"command": ["t.py"], "workdir": "/tmp", **table}
+    _read(json.dumps(table).encode(), kind)
+
+
+def _read(data: bytes, kind: Literal["toml", "yaml", "json"]) -> None:
+    job, said = None, ""
+    try:
+        job = read_job(data, kind, "job")
+    except UsageError as error:
+        said = str(error)
+    if job is None:
+        assert said.startswith("job: ")
+        assert said.isprintable(), "one line"
+        assert len(said) < 600
+        return
+    assert from_json(to_json(job)) == job
+    spec, policy = _choices(job, slots=tuple(range(job.slots_wanted[0])), rendezvous=ETCD)
+    assert spec.entrypoint == job.command[0]
+    assert math.isfinite(policy.hang_factor)

@@ -1,0 +1,250 @@
+"""Evidence in bounded time: a py-spy, a directory or a helper that does not answer costs what it would have told."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.hangs import evidence as module
+from elasticd_agent.hangs.collector import files as disk
+from elasticd_agent.hangs.evidence import Target
+from elasticd_agent.system import procfs
+from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker, Until
+
+SLEEPS = "import time; print('ready', flush=True); time.sleep(1e6)"
+MARGIN_S = 1.5
+"""What killing, reaping and a crowded machine may take beyond the budget."""
+
+
+@pytest.fixture
+def dead_spy(tmp_path: Path) -> str:
+    """A py-spy that never answers, nor does what it has started."""
+    path = tmp_path / "py-spy"
+    path.write_text("#!/bin/sh\nsleep 1000 &\nwait\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+def blocked(final: Path) -> Path:
+    """A directory in which one file cannot be opened: who tries waits for ever, as on a dead NFS mount."""
+    final.mkdir(parents=True)
+    for name in ("rank-0.json", "verdict.json"):
+        os.mkfifo(final / f"{name}.part")
+    return final
+
+
+def helpers(*but_for: int) -> set[int]:
+    """The children of this process that lead a session, but for those."""
+    me = os.getpid()
+    return {pid for pid, one in procfs.scan().items() if one.parent == me and one.session == pid} - set(but_for)
+
+
+def test_the_budget_is_kept_when_py_spy_hangs(
+    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path, dead_spy: str
+) -> None:
+    evidence = takes(1.5, spy=dead_spy)
+    pids = [worker(SLEEPS), worker(SLEEPS)]
+    began = time.monotonic()
+    assert evidence.gather(1, [Target(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
+    assert time.monotonic() - began < 0.5
+    found = posted.get(timeout=30)
+    assert found.seconds < 1.5 + MARGIN_S
+    for rank in found.ranks:
+        assert (rank.state, rank.source) == ("S", "")
+        assert rank.trouble
+    evidence.close()
+    assert helpers(*pids) == set()
+
+
+def test_a_log_directory_that_does_not_answer_costs_only_the_place(
+    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / f"elasticd-evidence-{os.getuid()}" / "job"
+    evidence = takes(2.0, job="job", temporary=tmp_path)
+    final, pid = blocked(tmp_path / "log" / "round-7" / "evidence"), worker(SLEEPS)
+    assert evidence.gather(7, [Target(0, pid)], final, "")
+    found = posted.get(timeout=30)
+    assert found.seconds < 2.0 + MARGIN_S
+    assert found.ranks[0].source == "py-spy"
+    assert found.path == elsewhere / "round-7" / "evidence"
+    assert str(final) in found.trouble
+    assert str(found.path) in found.trouble
+    evidence.write(7, "verdict.json", "{}\n", final)
+    evidence.close()
+    assert sorted(path.name for path in found.path.iterdir()) == ["rank-0.json", "rank-0.stacks.txt", "verdict.json"]
+    assert elsewhere.parent.stat().st_mode & 0o777 == 0o700
+    assert list((tmp_path / "scratch" / "evidence").iterdir()) == []
+    assert helpers(pid) == set()
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_gathering_that_took_all_the_time_still_gets_where_it_belongs(
+    left: bool,
+    takes: MakeEvidence,
+    worker: StartWorker,
+    posted: Posted,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A helper needs a moment to start, more on a busy machine, which does not make the directory a dead one."""
+    monkeypatch.setattr(module, "GATHER_PART", 9.0)
+    monkeypatch.setattr(module, "KILL_PART", 1.0)  # it would go on, and nothing of the budget is left for the way
+    if not left:
+        monkeypatch.setattr(module, "KEEP_S", 0.0)
+    spy = tmp_path / "py-spy"
+    spy.write_text("#!/bin/sh\nsleep 1000\n")
+    spy.chmod(0o700)
+    evidence = takes(0.5, spy=str(spy), temporary=tmp_path)
+    final, pid = tmp_path / "log" / "round-7" / "evidence", worker(SLEEPS)
+    assert evidence.gather(7, [Target(0, pid)], final, "")
+    assert (posted.get(timeout=30).path == final) is left
+
+
+def test_what_is_written_into_a_directory_that_does_not_answer_is_kept_elsewhere(
+    takes: MakeEvidence, posted: Posted, tmp_path: Path
+) -> None:
+    evidence = takes(0.5, job="job", temporary=tmp_path)
+    final = blocked(tmp_path / "log" / "round-7" / "evidence")
+    began = time.monotonic()
+    evidence.write(7, "verdict.json", "{}\n", final)
+    assert time.monotonic() - began < 0.5
+    evidence.close()
+    elsewhere = tmp_path / f"elasticd-evidence-{os.getuid()}" / "job"
+    assert (elsewhere / "round-7" / "evidence" / "verdict.json").read_text() == "{}\n"
+
+
+def test_a_helper_that_is_killed_costs_what_it_would_have_told(
+    takes: MakeEvidence,
+    worker: StartWorker,
+    posted: Posted,
+    tmp_path: Path,
+    dead_spy: str,
+    until: Until,
+) -> None:
+    evidence = takes(spy=dead_spy)
+    pid = worker(SLEEPS)
+    assert evidence.gather(1, [Target(0, pid)], tmp_path / "log", "")
+    (helper,) = until(lambda: helpers(pid), 20)  # type: ignore[misc]
+    os.kill(helper, signal.SIGKILL)
+    found = posted.get(timeout=30)
+    assert found.seconds < 10
+    assert "the helper ended" in found.trouble
+    assert (found.ranks[0].state, found.ranks[0].source) == ("S", "")
+    assert evidence.gather(1, [Target(0, pid)], tmp_path / "log", "")
+    evidence.close()
+
+
+def test_closing_does_not_wait_for_a_gathering(
+    takes: MakeEvidence, worker: StartWorker, tmp_path: Path, dead_spy: str, until: Until
+) -> None:
+    evidence = takes(1000.0, spy=dead_spy)
+    pid = worker(SLEEPS)
+    assert evidence.gather(1, [Target(0, pid)], tmp_path / "log", "")
+    until(lambda: helpers(pid), 20)
+    began = time.monotonic()
+    evidence.close()
+    assert time.monotonic() - began < 3
+    assert not evidence.gather(1, [], tmp_path / "log", "")
+    assert "elasticd-evidence" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_what_was_to_be_written_is_written_before_the_end(takes: MakeEvidence, posted: Posted, tmp_path: Path) -> None:
+    evidence = takes()
+    final = tmp_path / "log" / "round-1" / "evidence"
+    for n in range(3):
+        evidence.write(1, f"file-{n}", f"{n}\n", final)
+    evidence.write(1, "file-0", "another\n", final)
+    evidence.write(2, "other", "", tmp_path / "log" / "round-2" / "evidence")
+    evidence.close()
+    assert {path.name: path.read_text() for path in final.iterdir()} == {
+        "file-0": "another\n",
+        "file-1": "1\n",
+        "file-2": "2\n",
+    }
+    assert (tmp_path / "log" / "round-2" / "evidence" / "other").stat().st_mode & 0o777 == 0o600
+
+
+def test_of_old_evidence_the_newest_rounds_are_kept(
+    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
+) -> None:
+    evidence = takes(keep=2)
+    pid, log = worker(SLEEPS), tmp_path / "log"
+    (log / "round-11" / "rank-0").mkdir(parents=True)
+    for number in (9, 10, 12):
+        assert evidence.gather(number, [Target(0, pid)], log / f"round-{number}" / "evidence", "")
+        assert posted.get(timeout=30).trouble == ""
+    evidence.close()
+    assert sorted(path.name for path in log.glob("round-*/evidence/rank-0.json")) == ["rank-0.json"] * 2
+    assert not (log / "round-9" / "evidence").exists()
+    assert (log / "round-9").exists()
+    assert (log / "round-11" / "rank-0").exists()
+
+
+def test_where_everybody_may_write_a_link_is_not_followed(takes: MakeEvidence, posted: Posted, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o1777)
+    (tmp_path / "tmp" / "evidence").symlink_to(tmp_path / "theirs")
+    evidence = takes(temporary=tmp_path / "aside")
+    evidence.write(1, "verdict.json", "{}", tmp_path / "tmp" / "evidence" / "round-1")
+    evidence.close()
+    assert list((tmp_path / "theirs").iterdir()) == []
+    assert [path.name for path in (tmp_path / "aside").rglob("*.json")] == ["verdict.json"]
+
+
+def test_a_directory_that_did_not_answer_is_not_asked_again(
+    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
+) -> None:
+    evidence = takes(1.5, job="job", temporary=tmp_path)
+    final, pid = blocked(tmp_path / "log" / "round-7" / "evidence"), worker(SLEEPS)
+    for _ in range(2):
+        assert evidence.gather(7, [Target(0, pid)], final, "")
+        found = posted.get(timeout=30)
+        assert found.path.parent == tmp_path / f"elasticd-evidence-{os.getuid()}" / "job" / "round-7"
+    assert found.trouble == ""
+    evidence.close()
+    assert (found.path / "rank-0.json").exists()
+
+
+def test_evidence_that_cannot_even_be_kept_here_is_said_to_be_missing(
+    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
+) -> None:
+    (tmp_path / "scratch").write_text("in the way")
+    evidence = takes()
+    assert evidence.gather(1, [Target(0, worker(SLEEPS))], tmp_path / "log", "")
+    found = posted.get(timeout=30)
+    assert "no evidence" in found.trouble
+    assert (found.ranks[0].state, found.ranks[0].source) == ("S", "")
+    assert evidence.gather(1, [], tmp_path / "log", "")
+    posted.get(timeout=30)
+
+
+def test_a_helper_whose_agent_is_gone_ends_by_itself(tmp_path: Path) -> None:
+    """It waits for its request here, which stands for whatever it could be stuck in."""
+    entry = Path(module.__file__).with_name("collector") / "__main__.py"
+    with subprocess.Popen([sys.executable, "-I", "-S", str(entry), "keep", "0.2"], stdin=subprocess.PIPE) as helper:
+        assert helper.wait(20) == -signal.SIGALRM
+
+
+def test_what_does_not_fit_leaves_no_part_of_it_and_the_last_one_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    disk.write(str(path), b"before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as a full disk does: first a short write, then an error
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(OSError, match="too large"):
+            disk.write(str(path), b"x" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert path.read_bytes() == b"before"
+    assert os.listdir(tmp_path) == [path.name]

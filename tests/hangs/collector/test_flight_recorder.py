@@ -1,0 +1,129 @@
+"""The flight recorder's content: asked of the background thread through the beat, and of NCCL through its pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from elasticd.heartbeat import record as beat
+from elasticd_agent.hangs.collector.flight_recorder import as_json
+from elasticd_agent.hangs.evidence import Evidence, Gathered, Target
+from tests.hangs.stuck_worker import Posted, StartWorker
+
+REPO = str(Path(__file__).parents[3])
+# The background thread's side of the beat: it counts, and writes when it is asked to.
+ANSWERS = f"""
+import os, sys, time
+sys.path.append({REPO!r})
+from elasticd.heartbeat.record import BeatWriter
+writer = BeatWriter(sys.argv[1])
+print("ready", flush=True)
+while True:
+    writer.pulse(7, 0)
+    if writer.dump_wanted != writer.dumped:
+        with open(sys.argv[2], "w") as file:
+            file.write('{{"entries": [1]}}')
+        writer.dumped = writer.dump_wanted
+    time.sleep(0.05)
+"""
+COUNTED_ONCE = f"""
+import sys, time
+sys.path.append({REPO!r})
+from elasticd.heartbeat.record import BeatWriter
+BeatWriter(sys.argv[1]).pulse(7, 0)
+print("ready", flush=True)
+time.sleep(1e6)
+"""
+# NCCL's monitor thread: a byte through the pipe, and it writes a pickle.
+MONITOR = """
+import os, pickle, sys, time
+os.mkfifo(sys.argv[1])
+fd = os.open(sys.argv[1], os.O_RDWR)
+print("ready", flush=True)
+while os.read(fd, 1):
+    time.sleep(0.3)
+    with open(sys.argv[2], "wb") as file:
+        pickle.dump({"version": "2.10", "entries": [{"collective_seq_id": 5, "sizes": (2, 3)}]}, file)
+"""
+
+
+def gathered(evidence: Evidence, posted: Posted, target: Target, final: Path) -> tuple[Gathered, Path]:
+    assert evidence.gather(1, [target], final, "")
+    return posted.get(timeout=30), final / f"rank-{target.rank}.flight.json"
+
+
+def test_the_background_thread_writes_it(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+) -> None:
+    path, flight = tmp_path / "beat", tmp_path / "flight"
+    beat.create(path)
+    target = Target(2, worker(ANSWERS, str(path), str(flight)), beat=path, flight=flight)
+    found, recorded = gathered(evidence, posted, target, tmp_path / "log")
+    assert json.loads(recorded.read_text()) == {"entries": [1]}
+    facts = json.loads((tmp_path / "log" / "rank-2.json").read_text())
+    assert (facts["phase"], facts["collectives"]) == ("starting", 7)
+    assert found.ranks[0].source == "py-spy"
+
+
+def test_one_that_does_not_answer_is_not_waited_for(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+) -> None:
+    path = tmp_path / "beat"
+    beat.create(path)
+    target = Target(0, worker(COUNTED_ONCE, str(path)), beat=path, flight=tmp_path / "flight")
+    found, recorded = gathered(evidence, posted, target, tmp_path / "log")
+    assert not recorded.exists()
+    assert found.trouble == ""
+    assert found.seconds < 10
+
+
+def test_nccl_writes_it_when_a_byte_comes_through_its_pipe(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+) -> None:
+    pipe, dump = tmp_path / "nccl.pipe", tmp_path / "nccl_trace"
+    pid = worker(MONITOR, str(pipe), str(dump))
+    dump.write_bytes(pickle.dumps({"entries": ["of another time"]}))
+    _, recorded = gathered(evidence, posted, Target(0, pid, pipe=pipe, dump=dump), tmp_path / "log")
+    assert json.loads(recorded.read_text())["entries"] == [{"collective_seq_id": 5, "sizes": [2, 3]}]
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "nccl.pipe"
+    os.mkfifo(pipe)
+    pid = worker("import time; print('ready', flush=True); time.sleep(1e6)")
+    found, recorded = gathered(evidence, posted, Target(0, pid, pipe=pipe, dump=tmp_path / "dump"), tmp_path / "log")
+    assert not recorded.exists()
+    assert found.seconds < 10
+
+
+def test_nccl_that_writes_too_late_has_written_for_the_next_time(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+) -> None:
+    pipe, dump = tmp_path / "nccl.pipe", tmp_path / "nccl_trace"
+    os.mkfifo(pipe)
+    dump.write_bytes(pickle.dumps({"entries": []}))
+    code = "import os, sys, time; os.open(sys.argv[1], os.O_RDWR); print('ready', flush=True); time.sleep(1e6)"
+    pid = worker(code, str(pipe))
+    _, recorded = gathered(evidence, posted, Target(0, pid, pipe=pipe, dump=dump), tmp_path / "log")
+    assert json.loads(recorded.read_text()) == {"entries": []}
+
+
+class Evil:
+    """What would run a program when it is read."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch /tmp/never",)
+
+
+def test_a_recording_can_make_nothing_but_plain_values() -> None:
+    assert json.loads(as_json(pickle.dumps({"entries": [], "now": 1.5}))) == {"entries": [], "now": 1.5}
+    assert as_json(b'{"entries": []}') == b'{"entries": []}'
+    for data in (pickle.dumps([Evil()]), pickle.dumps({"entries": [1] * 99})[:-5], b"", b"{", b"\x80\x05garbage"):
+        with pytest.raises(ValueError):  # noqa: PT011 json's own and ours
+            as_json(data)

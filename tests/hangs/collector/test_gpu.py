@@ -1,0 +1,128 @@
+"""What NVML and the kernel's log say of GPUs, of a small NVML in Python; and a driver that does not answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.hangs.evidence import Target
+from elasticd_agent.system import nvml_dump as gpu
+from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker
+
+GPU = Path(gpu.__file__)
+
+# A small NVML with one good GPU, one of a kind that knows little, and one that has fallen off the bus.
+NVML = """
+import time
+NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
+class NVMLError(Exception): pass
+class Thing:
+    def __init__(self, **facts): self.__dict__.update(facts)
+def nvmlInit(): {init}
+def nvmlShutdown(): pass
+def nvmlSystemGetDriverVersion(): return "580.1"
+def nvmlDeviceGetCount(): return 3
+def nvmlDeviceGetHandleByIndex(index):
+    if index == 2:
+        raise NVMLError("GPU is lost")
+    return index
+def nvmlDeviceGetName(gpu): return b"H200"
+def nvmlDeviceGetPciInfo(gpu): return Thing(busId=b"00000000:3B:00.0")
+def nvmlDeviceGetUtilizationRates(gpu): return Thing(gpu=100, memory=3)
+def nvmlDeviceGetMemoryInfo(gpu): return Thing(used=5, total=7)
+def nvmlDeviceGetTotalEccErrors(gpu, kind, counter):
+    if gpu == 1:
+        raise NVMLError("Not Supported")
+    return 4 if kind == 1 else 1
+def nvmlDeviceGetRemappedRows(gpu): return 0, 2, True, False
+def nvmlDeviceGetCurrentClocksThrottleReasons(gpu): return 4
+def nvmlDeviceGetComputeRunningProcesses(gpu): return [Thing(pid=42)]
+"""
+
+
+def asked(directory: Path, init: str) -> dict[str, object]:
+    (directory / "pynvml.py").write_text(NVML.replace("{init}", init))
+    command = [sys.executable, "-I", "-S", str(GPU), str(directory)]
+    found: dict[str, object] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    return found
+
+
+def test_gpus_say_what_they_know(tmp_path: Path) -> None:
+    found = asked(tmp_path, "pass")
+    first, second, third = found["gpus"]  # type: ignore[misc]
+    assert found["driver"] == "580.1"
+    assert (first["name"], first["bus"], first["utilization_percent"]) == ("H200", "00000000:3B:00.0", 100)
+    assert (first["memory_used_bytes"], first["ecc_uncorrected"], first["corrected"]) == (5, 4, 1)
+    assert (first["remap_rows_uncorrected"], first["remap_pending"], first["remap_failed"]) == (2, True, False)
+    assert (first["throttle_reasons"], first["pids"]) == ("0x4", [42])
+    assert "temperature_c" not in first
+    assert "ecc_uncorrected" not in second
+    assert third == {"index": 2, "error": "GPU is lost"}
+
+
+def test_one_that_is_lost_after_its_handle_was_given_says_only_that(tmp_path: Path) -> None:
+    lost = "    if gpu == 0: raise Lost('GPU is lost')\n    return b'H200'\nclass Lost(NVMLError): value = 15"
+    (tmp_path / "pynvml.py").write_text(
+        NVML.replace("{init}", "pass").replace(
+            'nvmlDeviceGetName(gpu): return b"H200"', f"nvmlDeviceGetName(gpu):\n{lost}"
+        )
+    )
+    command = [sys.executable, "-I", "-S", str(GPU), str(tmp_path)]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)["gpus"]
+    assert (found[0], found[1]["name"]) == ({"index": 0, "error": "GPU is lost"}, "H200")
+
+
+def test_a_driver_that_cannot_be_asked_is_trouble_in_words(tmp_path: Path) -> None:
+    assert asked(tmp_path, "raise NVMLError('Driver Not Loaded')") == {
+        "gpus": [],
+        "trouble": "NVML: Driver Not Loaded",
+    }
+
+
+def test_without_pynvml_it_says_what_to_install() -> None:
+    command = [sys.executable, "-I", "-S", str(GPU), ""]
+    said = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    assert "nvidia-ml-py" in json.loads(said)["trouble"]
+
+
+def test_the_last_xid_of_each_gpu_is_in_the_kernels_log(tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text(
+        "6,1,900000,-;usb 1-1: new device\n"
+        "4,2,1000000,-;NVRM: Xid (PCI:0000:3b:00): 13, pid=1, Graphics Exception\n"
+        "4,3,2500000,-;NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n"
+        "4,4,3000000,c;NVRM: Xid (PCI:0000:af:00): 63, Row Remapper\n"
+    )
+    found = gpu.xids(str(log))
+    assert found == {
+        "0000:3b:00": "79 at 2 s after boot: GPU has fallen off the bus.",
+        "0000:af:00": "63 at 3 s after boot: Row Remapper",
+    }
+    assert gpu.xids(str(tmp_path / "none")) == {}
+
+
+@pytest.mark.parametrize("bus", ["00000000:3B:00.0", "0000:3b:00"])
+def test_a_gpu_is_the_same_by_either_of_its_names(bus: str) -> None:
+    assert gpu.short_bus(bus) == "0000:3b:00"
+
+
+@pytest.mark.parametrize(
+    ("init", "budget_s", "said"), [("pass", 20.0, "H200"), ("time.sleep(1e6)", 5.0, "driver did not answer")]
+)
+def test_gpus_are_asked_beside_the_ranks(
+    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path, init: str, budget_s: float, said: str
+) -> None:
+    """A driver that does not answer costs time, and nothing else."""
+    (tmp_path / "pynvml.py").write_text(NVML.replace("{init}", init))
+    evidence = takes(budget_s, nvml=str(tmp_path))
+    pid = worker("import time; print('ready', flush=True); time.sleep(1e6)")
+    assert evidence.gather(1, [Target(0, pid)], tmp_path / "log", "")
+    found = posted.get(timeout=30)
+    assert (found.trouble, found.ranks[0].source) == ("", "py-spy")
+    assert found.seconds < 5 + 1.5
+    assert said in (tmp_path / "log" / f"gpu-{os.uname().nodename}.json").read_text()

@@ -1,0 +1,111 @@
+"""Where a rank is, told of processes that stand as torch's would: what the stack alone does not say is looked up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from elasticd.heartbeat import record as beat
+from elasticd_agent.hangs.evidence import Evidence, RankEvidence, Target
+from tests.hangs.stuck_worker import Posted, StartWorker
+
+# torch's file by its path; how the thread stands in it is the argument's.
+GRAPH = """
+import time
+def _engine_run_backward(how):
+    print("ready", flush=True)
+    while how == "works":
+        pass
+    time.sleep(1e6)
+"""
+BACKWARD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from torch.autograd.graph import _engine_run_backward
+def train():
+    _engine_run_backward(sys.argv[2])
+train()
+"""
+WAITS = """
+import time
+class Work:
+    wait = time.sleep
+def train():
+    print("ready", flush=True)
+    Work.wait(1e6)
+train()
+"""
+
+
+@pytest.fixture
+def joined(tmp_path: Path) -> Path:
+    """The beat of a worker that has a process group."""
+    path = tmp_path / "beat"
+    beat.create(path)
+    beat.BeatWriter(path).pulse(5, 0)
+    return path
+
+
+def located(evidence: Evidence, posted: Posted, target: Target, final: Path) -> RankEvidence:
+    assert evidence.gather(1, [target], final, "")
+    (rank,) = posted.get(timeout=30).ranks
+    assert rank.source == "py-spy"
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("how", "state", "where", "function"),
+    [("waits", "S", "collective", "backward"), ("works", "R", "elsewhere", "train.py:6 train")],
+)
+def test_backward_is_a_wait_only_while_its_thread_does_nothing(
+    worker: StartWorker,
+    evidence: Evidence,
+    posted: Posted,
+    tmp_path: Path,
+    joined: Path,
+    how: str,
+    state: str,
+    where: str,
+    function: str,
+) -> None:
+    graph = tmp_path / "site-packages" / "torch" / "autograd" / "graph.py"
+    graph.parent.mkdir(parents=True)
+    graph.write_text(GRAPH)
+    for package in (graph.parent, graph.parents[1]):
+        (package / "__init__.py").touch()
+    (tmp_path / "train.py").write_text(BACKWARD)
+    run = "import runpy, sys; runpy.run_path(sys.argv.pop(1))"
+    pid = worker(run, str(tmp_path / "train.py"), str(tmp_path / "site-packages"), how, state=state)
+    found = located(evidence, posted, Target(0, pid, beat=joined), tmp_path / "log")
+    assert (found.where, found.function) == (where, function)
+
+
+@pytest.mark.parametrize(("has_group", "where"), [(True, "collective"), (False, "elsewhere")])
+def test_a_wait_without_a_frame_is_known_by_its_line(
+    worker: StartWorker,
+    evidence: Evidence,
+    posted: Posted,
+    tmp_path: Path,
+    joined: Path,
+    has_group: bool,
+    where: str,
+) -> None:
+    (tmp_path / "train.py").write_text(WAITS)
+    pid = worker("import runpy, sys; runpy.run_path(sys.argv[1])", str(tmp_path / "train.py"))
+    target = Target(0, pid, beat=joined if has_group else None)
+    assert located(evidence, posted, target, tmp_path / "log").where == where
+
+
+def test_a_script_on_a_file_system_that_hangs_is_only_elsewhere(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path, joined: Path
+) -> None:
+    """A pipe in the script's place stands for it: who opens it to read the line waits for ever."""
+    script = tmp_path / "train.py"
+    script.write_text(WAITS)
+    pid = worker("import runpy, sys; runpy.run_path(sys.argv[1])", str(script))
+    script.unlink()
+    os.mkfifo(script)
+    found = located(evidence, posted, Target(0, pid, beat=joined), tmp_path / "log")
+    assert (found.where, found.function) == ("elsewhere", "train.py:7 train")

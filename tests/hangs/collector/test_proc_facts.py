@@ -1,0 +1,59 @@
+"""/proc's facts of a process, its threads and its tree."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from elasticd_agent.hangs.collector import proc_facts as facts
+from elasticd_agent.system import nvml_dump as gpu
+from elasticd_agent.system import procfs
+from tests.hangs.stuck_worker import StartWorker, Until
+
+GPU = Path(gpu.__file__)
+
+READS_A_PIPE = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_RDWR)
+if os.fork() == 0:
+    print("ready", flush=True)
+os.read(fd, 1)
+"""
+
+
+def test_facts_say_what_a_process_waits_for_and_who_is_below_it(
+    worker: StartWorker, tmp_path: Path, until: Until
+) -> None:
+    pipe = tmp_path / "a pipe"
+    os.mkfifo(pipe)
+    pid = worker(READS_A_PIPE, str(pipe))
+    until(lambda: procfs.state(pid) == "S" and facts.of(pid).get("syscall", {}).get("target") == str(pipe), 20)
+    found = facts.of(pid)
+    assert (found["pid"], found["state"], len(found["processes"])) == (pid, "S", 2)
+    assert {process["parent"] for process in found["processes"]} == {os.getpid(), pid}
+    assert [thread["tid"] for thread in found["threads"]] == [pid]
+    assert str(pipe) in found["fds"].values()
+    assert found["io"]["rchar"] > 0
+    assert "SigCgt" in found["status"]
+    if platform.machine() in ("x86_64", "aarch64"):
+        assert found["syscall"]["name"] == "read"
+    json.dumps(found)
+
+
+def test_who_is_gone_has_no_facts() -> None:
+    with subprocess.Popen(["true"]) as process:
+        pass
+    assert facts.of(process.pid) == {}
+    assert facts.active_ns(process.pid) == {}
+
+
+def test_a_thread_that_runs_is_told_from_one_that_sleeps(worker: StartWorker, until: Until) -> None:
+    busy = worker("print('ready', flush=True)\nwhile True: pass", state="R")
+    idle = worker("import time; print('ready', flush=True); time.sleep(1e6)")
+    until(lambda: procfs.state(idle) == "S", 20)
+    before = facts.active_ns(busy)[busy], facts.active_ns(idle)[idle]
+    until(lambda: facts.active_ns(busy)[busy] - before[0] > 50_000_000, 20)
+    assert facts.active_ns(idle)[idle] - before[1] < 10_000_000

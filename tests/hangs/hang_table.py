@@ -1,0 +1,126 @@
+"""Reads a transcript of a hang and writes what the rules say of it: tests/hangs/transcripts/*.txt.
+
+A transcript is made for an operator's eyes. Lines that begin with `=>` are what the rules answer; all others are given:
+`policy name=value …` and `nodes …` once, then moments, each `--- what happens` (with the word `late` when the time for
+evidence is over), with `NODE name=value … [gathered]` and under it a table of that node's ranks. `-` leaves a column as
+it is in a rank that says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from elasticd_agent.hangs import verdict as hang
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.reports import RankSeen, Report
+
+WINDOW_S = 2.0
+COLUMNS: dict[str, tuple[str, type]] = {
+    "rank": ("rank", int),
+    "slot": ("slot", int),
+    "phase": ("phase", str),
+    "step": ("step", int),
+    "issued": ("collectives", int),
+    "usual": ("usual", int),
+    "barrier": ("barrier", str),
+    "within": ("barrier_s", float),
+    "timeout": ("timeout_s", float),
+    "idle": ("idle_s", float),
+    "alive": ("alive_s", float),
+    "moved": ("moved_s", float),
+    "state": ("state", str),
+    "stopped": ("stopped_s", float),
+    "where": ("where", str),
+    "function": ("function", str),
+}
+
+
+@dataclass
+class Moment:
+    """What all nodes say at one time."""
+
+    late: bool = False
+    reports: list[dict[str, Any]] = field(default_factory=list)
+
+    def made(self) -> list[Report]:
+        return [Report(**{**fields, "ranks": tuple(fields["ranks"])}) for fields in self.reports]
+
+
+def rerun(text: str) -> str:
+    """The same transcript, with what the rules answer today."""
+    return "\n".join(_lines(text)) + "\n"
+
+
+def _lines(text: str) -> Iterator[str]:
+    policy, nodes, moment, columns = Policy(), [""], Moment(), [""]
+    for line in text.rstrip("\n").split("\n"):
+        if line.startswith("=>"):
+            continue
+        words = line.split()
+        if not words and moment.reports:
+            yield from answers(moment, nodes, policy)
+            moment = Moment()
+        yield line
+        if not words or line.startswith("#"):
+            continue
+        if words[0] == "policy":
+            policy = Policy(**{name: float(value) for name, value in _pairs(words[1:])})
+        elif words[0] == "nodes":
+            nodes = words[1:]
+        elif words[0] == "---":
+            moment = Moment(late=any(word.strip(",;:") == "late" for word in words))
+        elif line.startswith("  ") and words[0] == "rank":
+            columns = words
+        elif line.startswith("  "):
+            moment.reports[-1]["ranks"].append(_rank(columns, words))
+        else:
+            numbers = {f"{name}_s": float(value) for name, value in _pairs(words[1:]) if name != "store"}
+            state = dict(_pairs(words[1:])).get("store", "")
+            gathered = "gathered" in words
+            moment.reports.append(
+                {"round": 1, "node": words[0], "ranks": [], "gathered": gathered, "store_state": state, **numbers}
+            )
+    if moment.reports:
+        yield from answers(moment, nodes, policy)
+
+
+def answers(moment: Moment, nodes: list[str], policy: Policy) -> Iterator[str]:
+    """What every node by itself, and the planner on all of them, make of it."""
+    reports = moment.made()
+    for report in reports:
+        why = hang.suspect(report, policy)
+        yield f"=> {report.node}: {f'suspects: {why}' if why else 'suspects nothing'}"
+    match hang.judge(reports, nodes, policy, late=moment.late):
+        case hang.Healthy(why):
+            yield f"=> healthy: {why}"
+        case hang.Suspect(why):
+            yield f"=> wait: {why}"
+        case hang.Hung(culprits, cause, why):
+            blamed = ", ".join(f"rank {at.rank} (slot {at.slot} of {at.node})" for at in culprits) or "nobody"
+            yield f"=> HUNG, {cause}; to blame: {blamed}"
+            yield f"=> {why}"
+
+
+def _pairs(words: list[str]) -> list[tuple[str, str]]:
+    return [(name, value) for name, _, value in (word.partition("=") for word in words) if value]
+
+
+def _rank(columns: list[str], words: list[str]) -> RankSeen:
+    """The last column takes the rest of the line; `cores` and `MB/s` are what it uses over a window of two seconds."""
+    values = [*words[: len(columns) - 1], " ".join(words[len(columns) - 1 :])]
+    fields: dict[str, Any] = {}
+    for name, value in zip(columns, values, strict=True):
+        if value in ("-", ""):
+            continue
+        if name == "cores":
+            fields |= {"cpu_s": float(value) * WINDOW_S, "window_s": WINDOW_S}
+        elif name == "MB/s":
+            fields |= {"io_bytes": int(float(value) * WINDOW_S * 1e6), "window_s": WINDOW_S}
+        elif name == "code":
+            fields["exited"] = True
+        else:
+            field_name, of = COLUMNS[name]
+            fields[field_name] = of(value)
+    return RankSeen(**{"slot": fields["rank"], "stack": fields.get("function", ""), "evidence": True, **fields})

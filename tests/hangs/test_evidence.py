@@ -1,0 +1,236 @@
+"""Evidence: taken of real processes by real helpers, in bounded time, whatever blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+from elasticd_agent.hangs.evidence import Evidence, Gathered, RankEvidence, Target
+from elasticd_agent.system import procfs
+from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker, Until
+from tests.tracing import ALLOW, Tracer
+
+
+def ranks(found: Gathered) -> dict[int, RankEvidence]:
+    return {rank.rank: rank for rank in found.ranks}
+
+
+SLEEPS = """
+import time
+def wait_for_nothing():
+    print("ready", flush=True)
+    time.sleep(1e6)
+wait_for_nothing()
+"""
+SPINS = """
+def turn_round():
+    print("ready", flush=True)
+    while True:
+        pass
+turn_round()
+"""
+
+
+HOLDS_THE_GIL = """
+import ctypes
+def call_into_c():
+    print("ready", flush=True)
+    ctypes.PyDLL(None).sleep(1000000)
+call_into_c()
+"""
+DEAD_LOCK = """
+import threading
+def wait_for_oneself():
+    lock = threading.Lock()
+    lock.acquire()
+    print("ready", flush=True)
+    lock.acquire()
+wait_for_oneself()
+"""
+CATCHES = """
+import faulthandler, sys
+from signal import SIGRTMAX
+faulthandler.register(SIGRTMAX - 3, open(sys.argv[1], "a"))
+"""
+LEAVES_A_THREAD = """
+import ctypes, threading, time
+def other():
+    print("ready", flush=True)
+    time.sleep(1e6)
+threading.Thread(target=other).start()
+def end():
+    ctypes.CDLL(None).pthread_exit(None)
+end()
+"""
+HAS_A_CHILD = """
+import os, time
+def child_waits():
+    print("ready", flush=True)
+    time.sleep(1e6)
+if os.fork() == 0:
+    child_waits()
+os.wait()
+"""
+
+
+def test_every_rank_is_on_disk_and_told(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path, until: Until
+) -> None:
+    log, final = tmp_path / "stdout.log", tmp_path / "log" / "round-3" / "evidence"
+    log.write_text("".join(f"line {n}\n" for n in range(500)))
+    busy, stopped = worker(SPINS, state="R"), worker(SLEEPS)
+    os.kill(stopped, signal.SIGSTOP)
+    until(lambda: procfs.state(stopped) == "T", 20)
+    assert evidence.gather(3, [Target(0, busy, (log,)), Target(1, stopped)], final, "nobody has made progress")
+    found = posted.get(timeout=30)
+    assert (found.number, found.path, found.trouble) == (3, final, "")
+    first, second = ranks(found)[0], ranks(found)[1]
+    assert (first.state, first.where, first.source, first.trouble) == ("R", "elsewhere", "py-spy", "")
+    assert (second.state, second.where, second.source, second.trouble) == ("T", "elsewhere", "py-spy", "")
+    assert first.function.endswith("turn_round")
+    assert second.function.endswith("wait_for_nothing")
+    assert first.stack
+    assert first.stack != second.stack
+    assert procfs.state(stopped) == "T"
+    assert "turn_round" in (final / "rank-0.stacks.txt").read_text()
+    assert (final / "rank-0.log").read_text().splitlines() == [f"line {n}" for n in range(300, 500)]
+    facts = json.loads((final / "rank-1.json").read_text())
+    assert (facts["pid"], facts["state"], facts["function"]) == (stopped, "T", second.function)
+    assert {path.stat().st_mode & 0o777 for path in final.iterdir()} == {0o600}
+    assert final.stat().st_mode & 0o777 == 0o700
+
+
+def test_stacks_are_read_from_outside(worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path) -> None:
+    """Of who holds the GIL in C for ever, and of who waits for its own lock; of children, behind their parent's."""
+    pids = [worker(HOLDS_THE_GIL), worker(DEAD_LOCK), worker(HAS_A_CHILD)]
+    assert evidence.gather(1, [Target(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
+    found = posted.get(timeout=30)
+    functions = [rank.function.partition(" ")[2] for rank in found.ranks]
+    assert functions == ["call_into_c", "wait_for_oneself", "<module>"]
+    assert [rank.source for rank in found.ranks] == ["py-spy"] * 3
+    assert "child_waits" in (tmp_path / "log" / "rank-2.stacks.txt").read_text()
+
+
+def test_nobody_is_stopped_for_it(worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path) -> None:
+    """A process that has a tracer cannot get another one: who would stop its threads to read them gets nothing here."""
+    pid = worker(f"{ALLOW}\n{SPINS}", state="R")
+    with Tracer(pid):
+        assert evidence.gather(1, [Target(0, pid)], tmp_path / "log", "")
+        (rank,) = posted.get(timeout=30).ranks
+    assert (rank.source, rank.function.partition(" ")[2]) == ("py-spy", "turn_round")
+
+
+def test_equal_stacks_have_equal_digests(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+) -> None:
+    pids = [worker(SLEEPS), worker(SLEEPS), worker(DEAD_LOCK)]
+    assert evidence.gather(1, [Target(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
+    stacks = [rank.stack for rank in posted.get(timeout=30).ranks]
+    assert stacks[0] == stacks[1] != stacks[2]
+
+
+def test_without_py_spy_a_process_that_catches_the_signal_is_asked_itself(
+    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
+) -> None:
+    file = tmp_path / "stacks"
+    asked, silent = worker(CATCHES + SLEEPS, str(file)), worker(SLEEPS)
+    evidence = takes(spy="")
+    assert evidence.gather(1, [Target(0, asked, stacks=file), Target(1, silent, stacks=file)], tmp_path / "log", "")
+    first, second = posted.get(timeout=30).ranks
+    evidence.close()
+    assert (first.source, first.where, first.function) == ("faulthandler", "elsewhere", "<string>:9 wait_for_nothing")
+    assert (second.source, second.where, second.stack) == ("", "", "")
+    assert "py-spy is not installed" in second.trouble
+    assert "faulthandler" in second.trouble
+    assert procfs.state(silent) == "S"
+    assert "wait_for_nothing" in (tmp_path / "log" / "rank-0.stacks.txt").read_text()
+
+
+def test_the_digest_does_not_depend_on_who_gave_the_stack(
+    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
+) -> None:
+    file = tmp_path / "stacks"
+    pid, stacks = worker(CATCHES + SLEEPS, str(file)), []
+    for spy in (None, ""):
+        evidence = takes(spy=spy)
+        assert evidence.gather(1, [Target(0, pid, stacks=file)], tmp_path / "log", "")
+        stacks.append(posted.get(timeout=30).ranks[0])
+        evidence.close()
+    assert [one.source for one in stacks] == ["py-spy", "faulthandler"]
+    assert stacks[0].stack == stacks[1].stack
+
+
+def test_who_has_ended_is_no_trouble_for_the_others(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path, until: Until
+) -> None:
+    pid, zombie = worker(SLEEPS), worker(SLEEPS)
+    os.kill(zombie, signal.SIGKILL)
+    until(lambda: procfs.state(zombie) == "Z", 20)
+    assert evidence.gather(1, [Target(0, zombie), Target(1, pid), Target(2, 0)], tmp_path / "log", "")
+    found = posted.get(timeout=30)
+    assert [(rank.state, rank.source) for rank in found.ranks] == [("Z", ""), ("S", "py-spy"), ("", "")]
+    assert "ended" in found.ranks[0].trouble
+    assert json.loads((tmp_path / "log" / "rank-0.json").read_text())["state"] == "Z"
+
+
+def test_a_zombie_that_has_a_thread_left_has_stacks(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+) -> None:
+    pid = worker(LEAVES_A_THREAD, state="Z")
+    assert evidence.gather(1, [Target(0, pid)], tmp_path / "log", "")
+    (rank,) = posted.get(timeout=30).ranks
+    assert (rank.state, rank.source, rank.function) == ("Z", "py-spy", "<string>:8 end")
+    assert "other" in (tmp_path / "log" / "rank-0.stacks.txt").read_text()
+
+
+def test_what_was_seen_of_a_process_that_has_ended_since_is_kept(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path, until: Until
+) -> None:
+    pid, final = worker(SLEEPS), tmp_path / "log"
+    assert evidence.gather(1, [Target(0, pid)], final, "")
+    posted.get(timeout=30)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: procfs.state(pid) == "Z", 20)
+    assert evidence.gather(1, [Target(0, pid)], final, "")
+    assert posted.get(timeout=30).ranks[0].source == ""
+    assert "wait_for_nothing" in (final / "rank-0.stacks.txt").read_text()
+
+
+def test_a_log_that_is_a_pipe_is_not_waited_for(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+) -> None:
+    pipe, log = tmp_path / "stdout", tmp_path / "stderr"
+    os.mkfifo(pipe)
+    log.write_bytes(b"last words\n" + b"\xff" * 9000 + b"\n")
+    assert evidence.gather(1, [Target(0, worker(SLEEPS), (pipe, log))], tmp_path / "log", "")
+    assert posted.get(timeout=30).trouble == ""
+    kept = (tmp_path / "log" / "rank-0.log").read_bytes()
+    assert b"no plain file" in kept
+    assert b"last words" in kept
+    assert len(kept) < 3000
+
+
+def test_where_no_thread_can_be_started_it_is_tried_again(
+    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+) -> None:
+    """Whoever asks is the deciding thread: a full process table must not end the job's part on this node."""
+    asked = 1, [Target(0, worker(SLEEPS))], tmp_path / "log", ""
+    before = threading.stack_size(1 << 46)
+    try:
+        assert not evidence.gather(*asked)
+    finally:
+        threading.stack_size(before)
+    assert evidence.gather(*asked)
+    assert posted.get(timeout=30).ranks[0].source == "py-spy"
+
+
+def test_one_at_a_time(worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path) -> None:
+    targets = [Target(0, worker(SLEEPS))]
+    assert evidence.gather(1, targets, tmp_path / "log", "")
+    assert not evidence.gather(1, targets, tmp_path / "log", "")
+    posted.get(timeout=30)
+    assert evidence.gather(1, targets, tmp_path / "log", "")
+    posted.get(timeout=30)

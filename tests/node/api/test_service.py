@@ -1,0 +1,537 @@
+"""What may be asked of a daemon, through its routes: jobs, nodes, logs, and what is said of what is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.api.client import Client, Unreachable
+from elasticd_agent.node.api.peers import Peers
+from elasticd_agent.node.api.rank_logs import MOST_BYTES
+from elasticd_agent.node.records import Ending, RoundNote, Running
+from elasticd_agent.node.scheduler.policy import BEHIND
+from elasticd_agent.system.addresses import joined
+from tests.etcd import Authority
+from tests.node.served import JOB, Outage, Served
+
+Serve = Callable[..., Served]
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    with ExitStack() as stack:
+
+        def start(**how: Any) -> Served:
+            made = Served(tmp_path / f"{how.get('node', 'n1')}-{len(os.listdir(tmp_path))}", now=lambda: NOW, **how)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+def running(number: int = 1, state: Any = "running", why: str = "") -> Running:
+    return Running("llama", number, (0, 1), state, why)
+
+
+def trained(one: Served) -> None:
+    """A job of two rounds, whose second one made 90 more steps and is at it still."""
+    one.announce(running())
+    one.place("llama", one.submit(), "n1", reason="runs on n1 (slots 0-1)")
+    one.event(
+        "round_published", NOW - 100, 1, world_size=2, nodes=["n1"], restarts=0, reason="first round", cause="start"
+    )
+    one.event("group_started", NOW - 100, 1, ranks=[0, 1])
+    one.event("first_step", NOW - 90, 1, step=1)
+    one.event("checkpoint_saved", NOW - 80, 1, step=11)
+    one.event("worker_exited", NOW - 70, 1, step=21, rank=1)
+    one.event(
+        "round_published",
+        NOW - 70,
+        2,
+        world_size=2,
+        nodes=["n1"],
+        restarts=1,
+        reason="rank 1 was killed",
+        cause="crash",
+    )
+    one.event("resumed", NOW - 61, 2, step=11)
+    one.event("first_step", NOW - 60, 2, step=12)
+    one.event("caught_up", NOW - 50, 2, step=22, seconds=20.0)
+    one.event("checkpoint_saved", NOW - 34, 2, step=40)
+    one.said["status"] = {"phase": "running", "round": 2, "world_size": 2, "step": 101, "steps_per_second": 1.5}
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_from_its_submission_to_its_end(serve: Serve) -> None:
+    one = serve()
+    one.announce()
+    desk = one.unix()
+    assert desk.get("/v1/jobs").document()["jobs"] == []
+    assert one.submit() == 1
+    row = desk.get("/v1/jobs/llama").document()
+    assert (row["state"], row["by"], row["wants"]) == ("waiting", _me(), {"nodes": [1, 1], "slots": [1, 2]})
+    assert "nobody has placed it yet" in row["reason"]
+    one.place("llama", 1, reason="n1 is drained; waits: wants 1 node with 1 free slot; n1 is drained")
+    assert one.submit("late") == 2
+    one.place("late", 2, reason=BEHIND)
+    reasons = {row["job"]: row["reason"] for row in desk.get("/v1/jobs").document()["jobs"]}
+    assert reasons["llama"] == "n1 is drained; waits: wants 1 node with 1 free slot; n1 is drained"
+    assert reasons["late"] == "waits behind llama, which came first and wants 1 node with 1 free slot"
+    assert desk.get("/v1/jobs/late").document()["reason"] == reasons["late"]
+    assert desk.post("/v1/jobs/late/cancel").code == 200
+    one.place("llama", 1, "n1")
+    assert desk.get("/v1/jobs/llama").document()["state"] == "starting"
+    one.announce(running(why="3 of 4 slots"))
+    row = desk.get("/v1/jobs/llama").document()
+    assert row["places"] == [{"node": "n1", "slots": [0, 1], "state": "running", "reason": "3 of 4 slots"}]
+    assert (row["state"], row["slots"], row["nodes"]) == ("running", 2, ["n1"])
+    again = desk.post("/v1/jobs", JOB, "application/toml", query={"id": "llama"})
+    assert (again.code, "has not ended" in again.why) == (409, True)
+    done = desk.post("/v1/jobs/llama/cancel")
+    assert (done.code, done.document()["reason"]) == (200, f"cancelled by {_me()}")
+    assert desk.post("/v1/jobs/llama/cancel").code == 200, "cancelled twice is cancelled"
+    row = desk.get("/v1/jobs/llama").document()
+    assert (row["state"], row["exit_code"], row["ended_seconds"]) == ("cancelled", 143, 0.0)
+    assert one.submit() == 3, "an id may be used again"
+
+
+def test_a_job_that_ended_by_itself_cannot_be_cancelled(serve: Serve) -> None:
+    one = serve()
+    number = one.submit()
+    ending = Ending("llama", number, "failed", 1, "rank 3: ValueError", NOW, ("n7",), (RoundNote(4, 8, "r", NOW),), 77)
+    assert one.store.compare_and_swap(names.ENDED + "llama", None, ending.to_json())
+    reply = one.unix().post("/v1/jobs/llama/cancel")
+    assert (reply.code, reply.why) == (409, "job 'llama' has failed already: rank 3: ValueError")
+    row = one.unix().get("/v1/jobs/llama").document()
+    assert (row["progress"]["step"], row["progress"]["rounds"][0]["round"]) == (77, 4), "what the ending remembers"
+
+
+def test_what_is_cancelled_names_the_nodes_where_it_still_runs_and_not_those_that_refused_it(serve: Serve) -> None:
+    one = serve()
+    one.announce()
+    one.submit()
+    one.place("llama", 1, "n1")
+    for state, leaving in (("refused", []), ("running", ["n1"])):
+        one.announce(running(state=state))
+        assert one.unix().post("/v1/jobs/llama/cancel").document()["leaving"] == leaving
+        assert one.unix().get("/v1/jobs/llama").document()["leaving"] == leaving
+
+
+def test_progress_comes_from_the_disk_and_from_the_runner_while_there_is_one(serve: Serve) -> None:
+    one = serve()
+    trained(one)
+    progress = one.unix().get("/v1/jobs/llama").document()["progress"]
+    assert (progress["round"], progress["step"], progress["steps_per_second"]) == (2, 101, 1.5)
+    assert progress["checkpoint"] == {"step": 40, "round": 2, "at": NOW - 34, "age_seconds": 34.0}
+    # 20 s until the fault, and 50 s since what it cost was made good, in 100 s.
+    assert progress["goodput"] == 0.7
+    assert [one["reason"] for one in progress["rounds"]] == ["first round", "rank 1 was killed"]
+    del one.said["status"]
+    progress = one.unix().get("/v1/jobs/llama").document()["progress"]
+    assert (progress["step"], progress["steps_per_second"], progress["trouble"]) == (40, None, "no runner is there")
+
+
+def test_a_submission_repeated_with_its_token_is_one_job(serve: Serve) -> None:
+    one = serve()
+    made = [one.unix().post("/v1/jobs", JOB, "application/toml", query={"token": "t"}).document() for _ in range(2)]
+    assert made[0] == made[1]
+    assert len(one.unix().get("/v1/jobs").document()["jobs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "code", "said"),
+    [
+        (b"command = [", "application/toml", 400, "the job: is not TOML"),
+        (b'command = ["x"]\nworkdir = "/"\ncolour = 1', "application/toml", 400, "colour"),
+        (b'{"command": ["x"], "workdir": "/", "nodes": "3:1"}', "application/json", 400, "nodes"),
+        (b"command: [x]\nworkdir: /\nworkers: 0\n", "application/yaml", 400, "workers"),
+        (b"\xff\xfe", "application/toml", 400, "UTF-8"),
+        (b"", "application/toml", 400, "a job file is missing"),
+        (JOB, "text/plain", 415, "application/toml"),
+        (JOB, "", 415, "Content-Type"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused_in_a_sentence(
+    serve: Serve, body: bytes, kind: str, code: int, said: str
+) -> None:
+    one = serve()
+    reply = one.unix().post("/v1/jobs", body, kind)
+    assert (reply.code, said in reply.why, "\n" in reply.why) == (code, True, False), reply.why
+    assert not one.store.list("/")
+
+
+def test_limits_judge_what_is_handed_in(serve: Serve) -> None:
+    from elasticd_agent.config.decode import KeyWrong
+    from elasticd_agent.config.job_file import JobFile
+
+    def check(job: JobFile) -> None:
+        raise KeyWrong("user", "is not one of this node's [limits] users")
+
+    one = serve()
+    one.desk._check = check
+    reply = one.unix().post("/v1/jobs", JOB, "application/toml")
+    assert (reply.code, reply.why) == (400, "user: is not one of this node's [limits] users")
+    assert not one.store.list("/")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/jobs/nope"),
+        ("GET", "/v1/jobs/nope/logs"),
+        ("GET", "/v1/jobs/nope/explain"),
+        ("POST", "/v1/jobs/nope/cancel"),
+        ("POST", "/v1/jobs/nope/dump"),
+        ("POST", "/v1/nodes/nope/cordon"),
+        ("POST", "/v1/nodes/nope/drain"),
+        ("POST", "/v1/nodes/nope/uncordon"),
+    ],
+)
+def test_what_is_not_there_is_a_404_that_says_what_is(serve: Serve, method: str, path: str) -> None:
+    one = serve()
+    one.announce()
+    one.submit()
+    before = one.store.list("/")
+    reply = one.unix().ask(method, path)
+    what = "there is no node 'nope'; there is n1" if "nodes" in path else "there is no job 'nope'; there is llama"
+    assert (reply.code, reply.why) == (404, what)
+    assert one.store.list("/") == before
+
+
+def test_an_outage_of_the_store_is_a_503_and_what_needs_no_store_goes_on(serve: Serve) -> None:
+    one = serve()
+    one.submit()
+    one.log(1, 0, "stdout", "hello\n")
+    one.store.away = True
+    desk = one.unix()
+    for method, path in [
+        ("GET", "/v1/jobs"),
+        ("GET", "/v1/nodes"),
+        ("GET", "/v1/jobs/llama"),
+        ("POST", "/v1/jobs/llama/cancel"),
+    ]:
+        reply = desk.ask(method, path)
+        assert (reply.code, "the store does not answer: 127.0.0.1:2379 refuses" in reply.why) == (503, True)
+    assert desk.post("/v1/jobs", JOB, "application/toml").code == 503
+    assert (desk.get("/healthz").code, desk.get("/status").code) == (200, 200)
+    assert desk.get("/v1/here/jobs/llama/logs", {"number": 1}).body == b"hello\n"
+    one.store.away = False
+    assert desk.get("/v1/jobs/llama").code == 200
+
+
+def test_a_record_that_nobody_understands_is_said_and_costs_nobody_else(serve: Serve) -> None:
+    one = serve()
+    one.submit()
+    one.store.compare_and_swap(names.SUBMITTED + "odd", None, b"{}")
+    found = one.unix().get("/v1/jobs").document()
+    assert [row["job"] for row in found["jobs"]] == ["llama"]
+    assert names.SUBMITTED + "odd" in found["troubles"][0]
+
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_are_cordoned_drained_and_given_back(serve: Serve) -> None:
+    one = serve()
+    one.announce(running(), gpus=("a", "b"), labels=("rack=7",))
+    one.place("llama", one.submit(), "n1")
+    desk = one.unix()
+
+    def shown() -> dict[str, Any]:
+        (row,) = desk.get("/v1/nodes").document()["nodes"]
+        return {key: row[key] for key in ("state", "used", "slots", "jobs", "reason")}
+
+    assert shown() == {"state": "ready", "used": 2, "slots": 4, "jobs": ["llama"], "reason": ""}
+    assert desk.post("/v1/nodes/n1/cordon", b'{"reason": "fan 3"}').document()["state"] == "cordoned"
+    assert shown()["reason"] == f"fan 3 (by {_me()})"
+    assert desk.post("/v1/nodes/n1/drain").document()["state"] == "draining"
+    one.announce()
+    one.place("llama", 1)
+    assert shown() == {"state": "drained", "used": 0, "slots": 4, "jobs": [], "reason": f"(by {_me()})"}
+    assert desk.post("/v1/nodes/n1/uncordon").code == 200
+    reply = desk.post("/v1/nodes/n1/uncordon")
+    assert (reply.code, reply.why) == (409, "node 'n1' is not cordoned")
+    for body in (b"reason", b"[]", b'{"reason": 7}', b'{"reason": "\\ud800"}', b"[" * 50_000):
+        assert desk.post("/v1/nodes/n1/cordon", body).code == 400
+    assert shown()["state"] == "ready"
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+def test_logs_are_read_in_pieces_from_the_newest_round(serve: Serve) -> None:
+    one = serve()
+    trained(one)
+    one.log(1, 0, "stdout", "old\n")
+    one.log(2, 0, "stdout", "0123456789")
+    one.log(2, 1, "stderr", "trouble\n")
+    one.files().told.write_text("round 2: …\n")
+    desk = one.unix()
+
+    def piece(**query: Any) -> tuple[bytes, int]:
+        reply = desk.get("/v1/jobs/llama/logs", query)
+        assert reply.code == 200, reply
+        assert (reply.headers["elasticd-node"], reply.headers["elasticd-newest"]) == ("n1", "2")
+        assert reply.headers["elasticd-over"] == "0"
+        return reply.body, int(reply.headers["elasticd-next"])
+
+    assert piece() == (b"0123456789", 10)
+    assert piece(offset=3, limit=4) == (b"3456", 7)
+    assert piece(offset=10) == (b"", 10)
+    assert piece(offset=-3) == (b"789", 10)
+    assert piece(offset=11) == (b"0123456789", 10), "it was made smaller: from its start"
+    assert piece(limit=0) == (b"", 0)
+    assert piece(round=1) == (b"old\n", 4)
+    assert piece(rank=1, stream="stderr") == (b"trouble\n", 8)
+    assert piece(stream="elasticd")[0] == "round 2: …\n".encode()
+    with (one.files().logs / "round-2" / "rank-0" / "stdout.log").open("ab") as file:
+        file.truncate(3 * MOST_BYTES)
+    assert piece(limit=99 * MOST_BYTES)[1] == MOST_BYTES
+    reply = desk.get("/v1/jobs/llama/logs", {"rank": 7})
+    assert (reply.code, "n1 has rounds 1 to 2, of the last one ranks 0, 1" in reply.why) == (404, True)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "rank=../0", "rank=-1", "rank=1e3", "rank=", "rank=99999999999999999999", "round=0", "round=x", "offset=1.5",
+        "stream=../../order", "stream=order.json", "stream=", "limit=-1", "rank=0&rank=1", "rank", "%00", "rank=%D9%A1",
+    ],
+)  # fmt: skip
+def test_what_would_lead_elsewhere_is_no_rank_round_or_stream(serve: Serve, query: str) -> None:
+    one = serve()
+    one.submit()
+    one.log(1, 0, "stdout", "hello\n")
+    one.files().order.write_text("password")
+    assert one.unix().ask("GET", f"/v1/jobs/llama/logs?{query}").code == 400
+    assert one.unix().ask("GET", f"/v1/here/jobs/llama/logs?number=1&{query}").code == 400
+
+
+@pytest.mark.parametrize(
+    "job", ["..", "..%2fx", "..%2f..%2fetc", "a/b", "a%2fb", "%2e%2e", ".x", "x%00y", "", "a%0ab", "x" * 200, "%ff"]
+)
+def test_no_id_leads_out_of_the_state_directory(serve: Serve, job: str) -> None:
+    one = serve()
+    outside = one.root / "state" / "x.1" / "logs" / "round-1" / "rank-0"  # which `../x` would be
+    outside.mkdir(parents=True)
+    (outside / "stdout.log").write_text("secret")
+    (one.root / "state" / "jobs").mkdir()
+    for path in (f"/v1/here/jobs/{job}/logs?number=1", f"/v1/jobs/{job}/logs", f"/v1/here/jobs/{job}?number=1"):
+        assert one.unix().ask("GET", path).code in (400, 404), path
+
+
+def test_no_link_pipe_or_other_name_of_a_file_is_read(serve: Serve, tmp_path: Path) -> None:
+    one = serve()
+    one.submit()
+    secret = tmp_path / "n1-secret"
+    secret.write_text("secret")
+    log = one.log(1, 0, "stdout", "")
+    desk = one.unix()
+
+    def answer(stream: str = "stdout", round: int = 1) -> int:
+        reply = desk.get("/v1/jobs/llama/logs", {"stream": stream, "round": round})
+        assert b"secret" not in reply.body
+        return reply.code
+
+    assert answer() == 200
+    log.unlink()
+    log.symlink_to(secret)
+    assert answer() == 404, "a link"
+    log.unlink()
+    os.link(secret, log)
+    assert answer() == 404, "another name of somebody's file"
+    log.unlink()
+    os.mkfifo(log)
+    assert answer() == 404, "a pipe"
+    log.unlink()
+    log.mkdir()
+    assert answer() == 404, "a directory"
+    (tmp_path / "n1-elsewhere" / "rank-0").mkdir(parents=True)
+    (tmp_path / "n1-elsewhere" / "rank-0" / "stdout.log").write_text("secret")
+    (one.files().logs / "round-3").symlink_to(tmp_path / "n1-elsewhere")
+    assert answer(round=3) == 404, "a link to a directory"
+    one.files().told.symlink_to(secret)
+    assert answer("elasticd") == 404
+    one.files().events.symlink_to(secret)
+    assert b"secret" not in desk.get("/v1/jobs/llama").body
+
+
+# --- dump and explain -------------------------------------------------------------------------------------------------
+
+
+def test_a_dump_is_explained_and_only_what_lies_in_the_jobs_own_folder_is_read(serve: Serve, tmp_path: Path) -> None:
+    one = serve()
+    trained(one)
+    taken = one.files().logs / "round-2" / "dump"
+    taken.mkdir(parents=True)
+    facts = {"why": "somebody asked", "pid": 7, "state": "S", "phase": "step", "step": 41}
+    (taken / "rank-0.json").write_text(json.dumps(facts))
+    one.said["dump"] = {"path": str(taken)}
+    (row,) = one.unix().post("/v1/jobs/llama/dump").document()["nodes"]
+    assert (row["node"], row["document"]["ranks"][0]["step"]) == ("n1", 41)
+    assert row["page"].startswith("Round 2: ")
+    (row,) = one.unix().get("/v1/jobs/llama/explain").document()["nodes"]
+    assert row["document"]["round"] == 2
+    (row,) = one.unix().get("/v1/jobs/llama/explain", {"round": 7}).document()["nodes"]
+    assert row["error"] == "no evidence of round 7; there is some of: 2: no hang was suspected here"
+    elsewhere = tmp_path / "n1-elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "rank-0.json").write_text(json.dumps(facts))
+    one.said["dump"] = {"path": str(elsewhere)}
+    (row,) = one.unix().post("/v1/jobs/llama/dump").document()["nodes"]
+    assert "document" not in row
+    one.said["dump"] = {"error": "no workers are running"}
+    (row,) = one.unix().post("/v1/jobs/llama/dump").document()["nodes"]
+    assert row["error"] == "no workers are running"
+
+
+def test_what_does_not_run_cannot_be_dumped(serve: Serve) -> None:
+    one = serve()
+    one.submit()
+    reply = one.unix().post("/v1/jobs/llama/dump")
+    assert (reply.code, "runs nowhere" in reply.why, "waiting" in reply.why) == (409, True, True)
+
+
+# --- other nodes ------------------------------------------------------------------------------------------------------
+
+
+def two(serve: Serve, **how: Any) -> tuple[Served, Served]:
+    """n2 runs the job's second round; n1 is asked."""
+    store = Outage()
+    n1, n2 = serve(store=store, **how), serve(store=store, node="n2", **how)
+    n1.announce()
+    n2.announce(running())
+    n1.place("llama", n1.submit(), "n2")
+    n2.event("round_published", NOW - 50, 2, world_size=1, nodes=["n2"], reason="n1 left")
+    n2.event("first_step", NOW - 40, 2, step=1)
+    n1.log(1, 0, "stdout", "on n1\n")
+    n2.log(2, 0, "stdout", "on n2\n")
+    return n1, n2
+
+
+def test_what_is_on_another_node_is_fetched_with_the_same_token(serve: Serve) -> None:
+    n1, n2 = two(serve)
+    desk = n1.unix()
+    reply = desk.get("/v1/jobs/llama/logs")
+    assert (reply.body, reply.headers["elasticd-node"], reply.headers["elasticd-round"]) == (b"on n2\n", "n2", "2")
+    assert desk.get("/v1/jobs/llama/logs", {"round": 1}).body == b"on n1\n"
+    assert desk.get("/v1/jobs/llama/logs", {"node": "n1"}).body == b"on n1\n"
+    assert desk.get("/v1/jobs/llama/logs", {"node": "n2", "offset": 3}).body == b"n2\n"
+    assert desk.get("/v1/jobs/llama").document()["progress"]["rounds"][0]["reason"] == "n1 left"
+    n1.place("llama", 1, reason="waits: n2 is drained")
+    row = desk.get("/v1/jobs/llama").document()
+    assert (row["nodes"], row["progress"]["rounds"][0]["reason"]) == ([], "n1 left"), "it is remembered where it ran"
+    rows = desk.get("/v1/jobs/llama/explain").document()["nodes"]
+    assert {row["node"] for row in rows} == {"n1", "n2"}
+    n2.token_file.write_text("n2 has another one, and refuses")
+    reply = desk.get("/v1/jobs/llama/logs", {"node": "n2"})
+    assert (reply.code, "does not let this one in" in reply.why) == (504, True)
+    assert n1.token is not None and n1.token not in reply.why
+
+
+def test_a_jobs_ranks_are_those_of_all_its_nodes(serve: Serve) -> None:
+    n1, n2 = two(serve)
+    n1.place("llama", 1, "n1", "n2")
+    n1.event("round_published", NOW - 90, 1, world_size=1, nodes=["n1"], reason="first round")
+    n1.event("round_published", NOW - 50, 2, world_size=2, nodes=["n1", "n2"], reason="n2 came")
+    for one, rank in ((n1, 0), (n2, 1)):
+        row = {"rank": rank, "slot": 0, "phase": "step", "step": 7 + rank, "idle_seconds": 0.1, "state": "S"}
+        one.said["status"] = {"phase": "running", "round": 2, "world_size": 2, "step": 7, "ranks": [row],
+                              "track": [[NOW - 40 - rank, 2, 1]]}  # fmt: skip
+    for asked in (n1, n2):
+        progress = asked.unix().get("/v1/jobs/llama").document()["progress"]
+        assert [(rank["rank"], rank["node"], rank["step"]) for rank in progress["ranks"]] == [
+            (0, "n1", 7),
+            (1, "n2", 8),
+        ]
+        assert [one["round"] for one in progress["rounds"]] == [1, 2], f"{asked.node} has joined in round 2"
+        assert (progress["node"], progress["track"], progress["silent"]) == (asked.node, [[NOW - 41, 2, 1]], {})
+    brief = n1.tcp().get("/v1/here/jobs/llama", {"number": 1, "brief": 1}).document()
+    assert (brief["rounds"], brief["track"], [rank["rank"] for rank in brief["ranks"]]) == ([], [], [0])
+    n2.server.close()
+    silent = n1.unix().get("/v1/jobs/llama").document()["progress"]["silent"]
+    assert "no daemon answers at" in silent["n2"]
+
+
+def test_the_rounds_of_a_node_that_the_job_has_left_belong_to_its_history(serve: Serve) -> None:
+    n1, _ = two(serve)
+    n1.place("llama", 1, "n1", last=("n3", "n2"))
+    n1.event("round_published", NOW - 20, 4, world_size=1, nodes=["n1"], reason="first round")
+    progress = n1.unix().get("/v1/jobs/llama").document()["progress"]
+    assert [one["reason"] for one in progress["rounds"]] == ["n1 left", "first round"]
+    assert progress["silent"] == {}, "n3 is no more, and nobody's business"
+    assert progress["node"] == "n1"
+
+
+def test_other_nodes_certificates_are_checked_when_they_are_asked(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "n1-pki").mkdir()
+    authority = Authority(tmp_path / "n1-pki")
+    made, ca = authority.server(), authority.ca
+    n1, _ = two(serve, where={"tls_cert": made.cert, "tls_key": made.key, "tls_ca": ca})
+    assert n1.unix().get("/v1/jobs/llama/logs").body == b"on n2\n"
+
+
+def test_certificates_of_nodes_without_lasting_addresses_are_for_one_name(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "n1-pki").mkdir()
+    authority = Authority(tmp_path / "n1-pki")
+    made, ca = authority.server("agents"), authority.ca
+    where = {"tls_cert": made.cert, "tls_key": made.key, "tls_ca": ca, "tls_name": "agents"}
+    n1, _ = two(serve, where=where)
+    assert n1.unix().get("/v1/jobs/llama/logs").body == b"on n2\n"
+    for name in ("others", None):
+        with pytest.raises(Unreachable, match="its certificate cannot be trusted"):
+            Peers(lambda: n1.token, True, ca, name).ask(joined(*n1.address), "GET", "/v1/jobs")
+
+
+def test_of_more_nodes_than_can_be_asked_the_others_are_not_called_silent() -> None:
+    said = Peers(lambda: None).ask_all({f"n{i}": "" for i in range(300)}, "GET", "/v1/here/jobs/llama")
+    assert len(said) == 300
+    assert said["n255"] == "its daemon has no address that others reach"
+    assert said["n256"] == said["n299"] == "not asked: 256 nodes are at once"
+
+
+def test_a_node_that_is_away_is_named_and_what_others_know_is_shown(serve: Serve) -> None:
+    n1, n2 = two(serve)
+    n2.server.close()
+    reply = n1.unix().get("/v1/jobs/llama/logs", {"round": 2})
+    assert (reply.code, "not every node answers: n2: no daemon answers at" in reply.why) == (504, True)
+    assert n1.unix().get("/v1/jobs/llama/logs", {"round": 1}).body == b"on n1\n"
+    row = n1.unix().get("/v1/jobs/llama").document()
+    assert (row["state"], row["progress"]["step"]) == ("running", None)
+    n1.store.delete(names.NODES + "n2")
+    row = n1.unix().get("/v1/jobs/llama").document()
+    assert row["places"] == [{"node": "n2", "slots": [0, 1], "state": "away", "reason": "its daemon says nothing"}]
+
+
+def test_questions_at_the_same_time_are_answered_each_by_itself(serve: Serve) -> None:
+    one = serve()
+    trained(one)
+    one.log(2, 0, "stdout", "x" * 1000)
+    answers: list[int] = []
+
+    def ask() -> None:
+        client: Client = one.tcp()
+        for path in ("/v1/jobs", "/v1/jobs/llama", "/v1/jobs/llama/logs", "/v1/nodes"):
+            answers.append(client.get(path).code)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [200] * 32
+
+
+def _me() -> str:
+    return "root" if os.geteuid() == 0 else f"uid {os.geteuid()}"

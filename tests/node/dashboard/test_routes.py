@@ -1,0 +1,266 @@
+"""The page over HTTP: who is let in, what a pass opens and what not, and what every page forbids the browser."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elasticd_agent.node.api.client import Reply
+from elasticd_agent.node.dashboard.login import BURST, COOKIE
+from elasticd_agent.node.dashboard.routes import front
+from elasticd_agent.node.records import Running
+from tests.faults.job import until
+from tests.node.dashboard.hostile_texts import WICKED, read
+from tests.node.served import TOKEN, Served
+
+Serve = Callable[..., Served]
+HTML = {"Accept": "text/html,application/xhtml+xml"}
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    with ExitStack() as stack:
+
+        def start(**how: Any) -> Served:
+            routes = lambda api, token, tls: front(api, token, "0.1.0", tls=tls, clock=lambda: NOW)  # noqa: E731
+            made = Served(tmp_path / f"n-{len(os.listdir(tmp_path))}", now=lambda: NOW, front=routes, **how)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+def ask(one: Served, method: str, path: str, body: str | None = None, **headers: str) -> Reply:
+    with closing(http.client.HTTPConnection(*one.address, timeout=10)) as connection:
+        connection.request(method, path, body, headers | {"Connection": "close"})
+        answer = connection.getresponse()
+        return Reply(answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()})
+
+
+def browse(one: Served, path: str, cookie: str = "") -> Reply:
+    return ask(one, "GET", path, **HTML, **({"Cookie": cookie} if cookie else {}))
+
+
+def login(one: Served, token: str = TOKEN, **more: str) -> Reply:
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    return ask(one, "POST", "/login", urlencode({"token": token, **more}), **kind)
+
+
+def come_in(one: Served) -> str:
+    return login(one).headers["set-cookie"].partition(";")[0]
+
+
+def trains(one: Served, job: str = "llama") -> None:
+    number = one.submit(job)
+    one.announce(Running(job, number, (0, 1), "running", ""))
+    one.place(job, number, "n1", reason=WICKED)
+    one.event("round_published", NOW - 100, 1, job=job, world_size=2, nodes=["n1"], restarts=0, reason=WICKED)
+    one.event("first_step", NOW - 90, 1, job=job, step=1)
+    one.log(1, 0, "stdout", f"step 1\n{WICKED.encode('utf-8', 'replace').decode()}\n", job=job)
+    rank = {"rank": 0, "slot": 0, "phase": WICKED, "step": 7, "idle_seconds": 0.1, "state": "S"}
+    one.said["status"] = {"phase": "running", "round": 1, "world_size": 2, "step": 7, "ranks": [rank, "nonsense", 7]}
+
+
+# --- who is let in ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/", "/jobs/llama", "/jobs/llama?rank=3&window=all", "/jobs/none", "/page/style.css"])
+def test_a_browser_without_a_pass_is_asked_for_the_token_and_told_nothing(serve: Serve, path: str) -> None:
+    one = serve()
+    trains(one)
+    reply = browse(one, path)
+    assert (reply.code, reply.headers["www-authenticate"]) == (401, "Bearer")
+    assert "set-cookie" not in reply.headers
+    page = read(reply.body.decode())
+    assert page.links == ["data:,", "/login"]
+    assert "token" in page.ids and "llama" not in "".join(page.text)
+
+
+def test_who_is_no_browser_is_answered_as_ever(serve: Serve) -> None:
+    one = serve()
+    assert ask(one, "GET", "/").document()["error"].startswith("a token is needed")
+    assert browse(one, "/v1/jobs").document()["error"].startswith("a token is needed")
+    assert ask(one, "GET", "/", Authorization=f"Bearer {TOKEN}", **HTML).code == 200
+    assert one.unix().get("/").code == 200
+    assert [ask(one, "GET", path).code for path in ("/metrics", "/healthz", "/readyz")] == [200, 200, 503]
+
+
+def test_the_token_makes_a_pass_that_is_not_the_token(serve: Serve) -> None:
+    one = serve()
+    trains(one)
+    reply = login(one, then="/jobs/llama?rank=1")
+    assert (reply.code, reply.headers["location"]) == (303, "/jobs/llama?rank=1")
+    assert TOKEN not in str(reply.headers)
+    assert {"HttpOnly", "SameSite=Strict"} <= set(reply.headers["set-cookie"].split("; "))
+    cookie = come_in(one)
+    assert browse(one, "/jobs/llama", f"a=b; {cookie}").code == 200
+    assert browse(one, "/", cookie).code == 200
+
+
+def test_a_pass_opens_the_page_and_never_the_api(serve: Serve) -> None:
+    one = serve()
+    trains(one)
+    cookie = come_in(one)
+    for method, path in (
+        ("GET", "/v1/jobs"), ("GET", "/v1/jobs/llama/logs"), ("GET", "/status"), ("POST", "/v1/jobs/llama/cancel"),
+        ("POST", "/v1/jobs"), ("POST", "/v1/nodes/n1/drain"), ("POST", "/v1/jobs/llama/dump"), ("POST", "/"),
+        ("POST", "/jobs/llama"), ("PUT", "/jobs/llama"), ("DELETE", "/jobs/llama"),
+        ("GET", "/v1/../jobs/llama"), ("GET", "/v1/here/jobs/llama?number=1"),
+    ):  # fmt: skip
+        assert ask(one, method, path, Cookie=cookie, **HTML).code == 401, (method, path)
+
+
+@pytest.mark.parametrize("cookie", ["", f"{COOKIE}=", f"{COOKIE}={TOKEN}", f"{COOKIE}={int(NOW) + 9}.{'0' * 64}"])
+def test_what_is_no_pass_opens_nothing(serve: Serve, cookie: str) -> None:
+    assert browse(serve(), "/", cookie).code == 401
+
+
+def test_another_token_in_the_file_ends_all_passes_at_once(serve: Serve) -> None:
+    one = serve()
+    cookie = come_in(one)
+    assert browse(one, "/", cookie).code == 200
+    one.token_file.write_text("another-token-of-at-least-sixteen\n")
+    assert browse(one, "/", cookie).code == 401
+
+
+def test_logging_out_takes_the_pass_away(serve: Serve) -> None:
+    reply = ask(serve(), "POST", "/logout")
+    assert (reply.code, reply.headers["location"]) == (303, "/")
+    assert reply.headers["set-cookie"].startswith(f"{COOKIE}=; Max-Age=0;")
+
+
+def test_wrong_tokens_are_few(serve: Serve) -> None:
+    one = serve()
+    for _ in range(BURST):
+        reply = login(one, "not-the-token-at-all")
+        assert reply.code == 401 and "set-cookie" not in reply.headers
+        assert "not this agent" in reply.body.decode()
+    reply = login(one)  # even the right one: else guessing would go on
+    assert (reply.code, int(reply.headers["retry-after"]) > 0) == (429, True)
+    assert "set-cookie" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    "then", ["https://evil.example/", "//evil.example", "/\\evil.example", "/v1/jobs", "/jobs/x\r\nSet-Cookie: a=b", ""]
+)
+def test_a_login_leads_nowhere_else(serve: Serve, then: str) -> None:
+    reply = login(serve(), then=then)
+    assert (reply.code, reply.headers["location"]) == (303, "/")
+    assert reply.headers["set-cookie"].startswith(f"{COOKIE}=1")
+
+
+def test_a_login_of_another_kind_is_none(serve: Serve) -> None:
+    one = serve()
+    assert ask(one, "POST", "/login", '{"token": "' + TOKEN + '"}', **{"Content-Type": "application/json"}).code == 401
+    assert ask(one, "POST", "/login").code == 401
+    assert (
+        ask(one, "POST", "/login", "token=%ff%00&&&=", **{"Content-Type": "application/x-www-form-urlencoded"}).code
+        == 401
+    )
+
+
+def test_without_a_token_nobody_can_log_in_and_it_says_why(serve: Serve) -> None:
+    one = serve(token=None)
+    reply = browse(one, "/")
+    assert (reply.code, "http.token_file" in "".join(read(reply.body.decode()).text)) == (403, True)
+    assert login(one).code == 403
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_allowed_nothing_but_its_own_style_and_script(serve: Serve) -> None:
+    one = serve()
+    trains(one)
+    cookie = come_in(one)
+    for path in ("/", "/jobs/llama", "/jobs/none", "/jobs/llama/explain"):
+        reply = browse(one, path, cookie)
+        policy = dict(part.strip().split(" ", 1) for part in reply.headers["content-security-policy"].split(";"))
+        assert policy == {
+            "default-src": "'none'", "script-src": "'self'", "style-src": "'self'", "img-src": "'self'",
+            "connect-src": "'self'", "base-uri": "'none'", "form-action": "'self'", "frame-ancestors": "'none'",
+        }  # fmt: skip
+        assert reply.headers["referrer-policy"] == "no-referrer"
+        assert reply.headers["x-content-type-options"] == "nosniff"
+        assert reply.headers["cache-control"] == "no-store"
+        page = reply.body.decode()
+        read(page)
+        assert not re.search(r"\sstyle=|<style", page)
+        for link in set(re.findall(r'(?:src|href)="(/page/[^"]+)"', page)):
+            assert browse(one, link, cookie).code == 200
+    kinds = [
+        browse(one, f"/page/{name}", cookie).headers["content-type"] for name in ("live.js", "style.css", "icon.svg")
+    ]
+    assert kinds == ["text/javascript; charset=utf-8", "text/css; charset=utf-8", "image/svg+xml"]
+    assert browse(one, "/page/../agent.py", cookie).code == 404
+
+
+def test_nothing_others_wrote_becomes_markup(serve: Serve) -> None:
+    one = serve()
+    trains(one)
+    cookie = come_in(one)
+    for path in (
+        "/",
+        "/jobs/llama",
+        "/jobs/llama?stream=elasticd&rank=99999999&window=%3Cscript%3E",
+        "/jobs/llama/explain",
+    ):
+        reply = browse(one, path, cookie)
+        assert reply.code == 200, path
+        text = "".join(read(reply.body.decode()).text)
+        assert "onmouseover" in text or "explain" in path
+    wrong = browse(one, "/jobs/%3Cscript%3Ealert(1)%3C%2Fscript%3E", cookie)
+    assert wrong.code == 404 and "there is no job" in "".join(read(wrong.body.decode()).text)
+    assert browse(one, "/jobs/%ff%00", cookie).code == 404
+
+
+def test_the_job_is_whole_without_a_script(serve: Serve) -> None:
+    one = serve()
+    trains(one)
+    page = browse(one, "/jobs/llama", come_in(one)).body.decode()
+    assert '<noscript><meta http-equiv="refresh"' in page
+    text = "".join(read(page).text)
+    for part in ("step 7", "rank 0", "Rounds", "the last", "step 1\n"):
+        assert part in text, part
+
+
+def test_while_the_store_is_away_a_page_says_so(serve: Serve) -> None:
+    one = serve()
+    cookie = come_in(one)
+    one.store.away = True
+    reply = browse(one, "/", cookie)
+    assert (reply.code, "Jobs go on meanwhile" in "".join(read(reply.body.decode()).text)) == (503, True)
+    one.store.away = False
+    until(lambda: browse(one, "/", cookie).code == 200, "the store is asked again")
+
+
+@pytest.fixture
+def entered(serve: Serve) -> tuple[Served, str]:
+    one = serve()
+    return one, come_in(one)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=40), st.binary(max_size=40), st.binary(max_size=60))
+def test_whatever_is_asked_is_answered_by_a_page(
+    entered: tuple[Served, str], path: bytes, query: bytes, cookie: bytes
+) -> None:
+    one, good = entered
+    target = f"/jobs/{quote(path)}?{quote(query, safe='=&')}"
+    inside = browse(one, target, good)
+    assert inside.code == 404, target
+    read(inside.body.decode())
+    outside = browse(one, target, f"{COOKIE}=" + quote(cookie, safe=".;= "))
+    assert outside.code == 401
+    assert read(outside.body.decode()).links == ["data:,", "/login"]

@@ -1,0 +1,91 @@
+"""A node to look at: its directories, plugins and GPUs are the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from elasticd_agent.node.health.checks import Checks, Places
+from elasticd_agent.node.health.result import Reading
+
+PATIENCE_S = 30.0
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.01)
+    return found
+
+
+class Node:
+    """What is looked at; `look` looks."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.tmp = tmp
+        self.directory, self.plugins = tmp / "state", tmp / "health.d"
+        for path in (self.directory, self.plugins):
+            path.mkdir(mode=0o755)
+        self.places = Places("node-1", 2, (), (self.directory,), (), 1.0, self.plugins, 10.0)
+        self.heard: list[None] = []
+        self._checks: list[Checks] = []
+
+    def plugin(self, name: str, script: str, mode: int = 0o755) -> Path:
+        path = self.plugins / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(mode)
+        return path
+
+    def but(self, **places: Any) -> Node:
+        self.places = replace(self.places, **places)
+        return self
+
+    def checks(self) -> Checks:
+        if not self._checks:
+            self._checks.append(Checks(self.places, os.environ, lambda: self.heard.append(None)))
+        return self._checks[0]
+
+    def look(self, most_gpus: int = 0) -> dict[str, Reading]:
+        return {reading.check: reading for reading in self.checks().look(True, most_gpus)}
+
+    def close(self) -> None:
+        for checks in self._checks:
+            checks.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path)
+    yield node
+    node.close()
+
+
+class Says(Protocol):
+    def __call__(self, *gpus: list[int] | None, broken: str = "", facts: dict[str, Any] | None = None) -> None: ...
+
+
+@pytest.fixture
+def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Says:
+    """Makes the fake NVML say so from now on. Two GPUs at first."""
+    library = tmp_path / "library"
+    library.mkdir()
+    shutil.copy(Path(__file__).parents[2] / "system" / "nvml" / "pynvml.py", library)
+    monkeypatch.syspath_prepend(str(library))
+    monkeypatch.setenv("FAKE_NVML", str(tmp_path))
+
+    def says(*gpus: list[int] | None, broken: str = "", facts: dict[str, Any] | None = None) -> None:
+        new = tmp_path / "new"
+        new.write_text(json.dumps({"gpus": gpus, "broken": broken, "facts": facts or {}}))
+        new.rename(tmp_path / "gpus.json")
+
+    says([], [])
+    return says

@@ -1,0 +1,63 @@
+"""`elasticd doctor` as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.node.health.conftest import Node
+
+
+def doctor(node: Node, *argv: str, config: str = "") -> subprocess.CompletedProcess[str]:
+    path = node.tmp / "agent.toml"
+    path.write_text(
+        f"node = 'node-1'\nslots = 2\nstate_dir = '{node.directory}'\n"
+        f"[health]\nplugins_dir = '{node.plugins}'\ndisk_free_min = '1'\n{config}"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, "-m", "elasticd_agent", "doctor", "--config", str(path), *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environ,
+    )
+
+
+def test_a_node_that_is_well(node: Node) -> None:
+    node.plugin("10-link", "echo link is up")
+    said = doctor(node, "--all-reduce")
+    assert (said.returncode, said.stderr) == (0, "")
+    lines = [line.split() for line in said.stdout.splitlines()]
+    assert lines[0] == ["check", "result", "why", "seconds"]
+    results = {" ".join(line[:2]): line for line in lines}
+    assert results["plugin 10-link"][2:-1] == ["good", "link", "is", "up"]
+    assert results["all-reduce good"][2:6] == ["2", "slots,", "gloo,", results["all-reduce good"][5]]
+
+
+def test_one_that_is_not_and_for_programs(node: Node) -> None:
+    node.plugin("10-link", "echo link is down; exit 1")
+    said = doctor(node, "--json")
+    assert (said.returncode, said.stderr) == (1, "")
+    found = json.loads(said.stdout)
+    by_check = {reading["check"]: reading for reading in found["readings"]}
+    assert found["healthy"] is False
+    assert (by_check["plugin 10-link"]["outcome"], by_check["plugin 10-link"]["why"]) == ("bad", "link is down")
+    assert by_check["all-reduce"]["why"] == "jobs may be running here; --all-reduce runs it"
+    assert by_check[f"disk {node.directory}"]["outcome"] == "good"
+    assert os.listdir(node.directory) == []
+
+
+def test_mistakes_are_one_line(node: Node) -> None:
+    for argv, config, why in (
+        (["--nothing"], "", "unrecognized arguments: --nothing"),
+        ([], "nothing = 1", "nothing"),
+        (["--config", str(Path("/none.toml"))], "", "/none.toml"),
+    ):
+        said = doctor(node, *argv, config=config)
+        assert (said.returncode, said.stdout, len(said.stderr.splitlines())) == (2, "", 1)
+        assert said.stderr.startswith("elasticd doctor: error: ")
+        assert why in said.stderr

@@ -1,0 +1,99 @@
+"""A whole node that falls ill: its job leaves at a checkpoint, is not given back too soon, and loses no step."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.node.conftest import MakeNode
+from tests.node.node import COLD, Node, lives, until
+
+
+def ill(path: Path) -> dict[str, object]:
+    """Health settings with a plugin that says that the node is ill while `path` exists."""
+    plugins = path.parent / "health.d"
+    plugins.mkdir(mode=0o755)
+    plugin = plugins / "10-link"
+    plugin.write_text(f"#!/bin/sh\n[ ! -e {path} ] || {{ echo link is down; exit 1; }}\n")
+    plugin.chmod(0o755)
+    return {
+        "all_reduce": False, "disk_free_min": "1MB", "plugins_dir": str(plugins), "every": "1s", "cooloff": "3s",
+        "plugin_timeout": "900ms",
+    }  # fmt: skip
+
+
+def states(node: Node) -> list[str]:
+    return [event["kind"] for event in node.events() if event["kind"].startswith("node_")]
+
+
+@pytest.mark.system
+def test_a_node_that_falls_ill_gives_up_its_job_and_gets_it_back_after_a_cool_off(
+    node: MakeNode, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    n1 = node(health=ill(broken))
+    n1.job("one", "resume.py", "--steps", "100000", "--every", "100000", workers=2, checkpoint_dir=str(n1.work / "ck"))
+    n1.start()
+    n1.stepped(50)
+    workers = n1.workers("one")
+    broken.touch()
+    until(lambda: not any(map(lives, workers)), n1.told)
+    assert n1.event("node_unhealthy")["reason"].endswith("plugin 10-link: link is down")
+    left = n1.exited("one")
+    assert (left.outcome, left.step) == ("left", n1.steps()[-1][1])
+    broken.unlink()
+    cooling = n1.event("node_quarantined")
+    assert 2 < cooling["seconds"] <= 3
+    until(lambda: n1.steps()[-1][1] > left.step, n1.told)
+    assert states(n1) == ["node_healthy", "node_unhealthy", "node_quarantined", "node_healthy"]
+    started = n1.job_events("one", "group_started")[-1]
+    assert started["mono"] >= cooling["mono"] + cooling["seconds"] - 0.1
+    steps = [step for _, step in n1.steps()]
+    assert steps[: left.step + 1] == list(range(1, left.step + 2))
+    n1.drain()
+    n1.assert_gone()
+
+
+@pytest.mark.system
+def test_a_killed_agent_remembers_that_it_was_ill(node: MakeNode, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    n1 = node(health={**ill(broken), "cooloff": "1h", "cooloff_max": "2h"}).start()
+    n1.event("node_healthy")
+    broken.touch()
+    n1.event("node_unhealthy")
+    n1.kill()
+    broken.unlink()
+    n1.start()
+    n1.event("node_quarantined")
+    assert json.loads((n1.state / "health.json").read_bytes())["times"] == 1
+    n1.settings["health"] |= {"plugins_dir": "/none"}  # a reload changes what is looked at, not what was
+    n1.write()
+    n1.signal(signal.SIGHUP)
+    n1.said("SIGHUP: health.plugins_dir")
+    n1.drain()
+    n1.assert_gone()
+
+
+@pytest.mark.system
+def test_a_node_on_which_a_job_fails_again_and_again_is_left_out_though_its_checks_find_nothing(
+    nodes: MakeNode, tmp_path: Path
+) -> None:
+    script = tmp_path / "fails_on_one_node.py"
+    script.write_text(
+        "import os, sys, time\ntime.sleep(0.2)\nsys.exit(3) if 'ILL' in os.environ else time.sleep(1000)\n"
+    )
+    health = {**ill(tmp_path / "never"), "strikes": 1, "cooloff": "1h", "cooloff_max": "1h"}
+    n1, n2 = nodes("n1", slots=1), nodes("n2", slots=1, health=health)
+    n1.job("both", str(script), COLD, nodes="1:2", workers=1, max_restarts=50)
+    n2.start(ILL="yes")
+    n1.start()
+    told = n2.event("node_quarantined")["reason"]
+    assert "it was to blame once within 60 minutes" in told
+    assert "set aside slot 0" in told
+    until(lambda: n2.exited("both").outcome == "left", n2.told)
+    until(lambda: n1.job_events("both", "round_published")[-1]["nodes"] == ["n1"], n1.told)
+    assert lives(n1.workers("both")[-1])
+    assert states(n1) == ["node_healthy"]

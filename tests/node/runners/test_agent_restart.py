@@ -1,0 +1,176 @@
+"""The agent may die, be upgraded or be started twice: its jobs' workers never notice."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import urllib.error
+import urllib.request
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from elasticd_agent.node.api.client import Client
+from elasticd_agent.telemetry.metric_table import METRICS
+from tests.etcd import EtcdServers
+from tests.node.conftest import MakeNode
+from tests.node.node import COLD, Node, comm_of, lives, until
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def page(port: int, name: str) -> str:
+    """What the agent serves; it may be about to listen again."""
+
+    def look() -> str:
+        try:
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"http://127.0.0.1:{port}/{name}", timeout=10) as answer:
+                return str(answer.read().decode())
+        except (ConnectionError, urllib.error.URLError):
+            return ""
+
+    return until(look, f"/{name}", 10.0)
+
+
+def series(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Of the job."""
+    return {
+        (one.name, tuple(sorted(one.labels.items()))): one.value
+        for family in text_string_to_metric_families(page)
+        for one in family.samples
+        if "job_id" in one.labels
+    }
+
+
+def goes_on(before: dict[Any, float], after: dict[Any, float]) -> None:
+    """What the job's metrics said before is there, and no counter has begun anew."""
+    assert before.keys() <= after.keys()
+    counts = {key for key in before if key[0].endswith(("_total", "_count", "_bucket"))}
+    assert all(after[key] >= before[key] for key in counts)
+    spent = [
+        sum(v for (name, _), v in page.items() if name == "elasticd_time_seconds_total") for page in (before, after)
+    ]
+    assert spent[1] > spent[0] > 0
+    start = next(key for key in before if key[0] == "elasticd_agent_start_timestamp_seconds")
+    assert after[start] == before[start], "the runner's, not the agent's"
+
+
+def training(node: Node) -> tuple[int, ...]:
+    """A job of two workers that makes steps."""
+    node.job("one", "ticking.py", COLD, workers=2)
+    node.start()
+    node.stepped(20)
+    return node.workers("one")
+
+
+def go_on(node: Node, workers: tuple[int, ...]) -> None:
+    """The same processes train on."""
+    assert node.workers("one") == workers
+    assert all(map(lives, workers))
+    node.stepped(node.steps()[-1][1] + 20)
+    steps = node.steps()  # it trains on while we look
+    assert {number for number, _ in steps} == {1}
+    assert [step for _, step in steps] == list(range(1, len(steps) + 1))
+
+
+def test_a_killed_agent_comes_back_to_the_same_workers_and_an_upgrade_keeps_them_and_the_job_ends(
+    node: MakeNode,
+) -> None:
+    port = free_port()
+    n1 = node(http={"port": port})
+    workers, runner = training(n1), n1.runner("one")
+    assert comm_of(runner) == "elasticd-job"
+    assert os.getsid(runner) == runner
+    before = series(until(lambda: "elasticd_workers_running" in (said := page(port, "metrics")) and said, n1.told))
+    assert {spec.name for spec in METRICS if spec.kind == "counter"} <= {name for name, _ in before}, (
+        "as `elasticd run`'s"
+    )
+    n1.kill()
+    go_on(n1, workers)
+    n1.start()
+    n1.said(f"its runner (pid {runner}) lives, and goes on")
+    go_on(n1, workers)
+    # A runner that is too busy to answer is left out of a scrape.
+    until(lambda: 'elasticd_workers_running{job_id="one",node="n1"} 2.0' in page(port, "metrics"), n1.told)
+    assert 'elasticd_node_slots_used{node="n1"} 2.0' in page(port, "metrics")
+    goes_on(before, series(page(port, "metrics")))
+    n1.upgrade()
+    goes_on(before, series(until(lambda: "elasticd_workers" in (said := page(port, "metrics")) and said, n1.told)))
+    assert page(port, "readyz") == "joined\n"
+    go_on(n1, workers)
+    (n1.work / "enough").touch()
+    assert n1.exited("one").outcome == "succeeded"
+    n1.event("runner_ended", name="one", outcome="succeeded")
+    assert len(n1.events("runner_started")) == 1, n1.told()
+    assert n1.drain() == 0
+    n1.assert_gone()
+
+
+def test_who_has_joined_stays_ready_while_the_store_is_away_and_says_so(nodes: MakeNode, etcd: EtcdServers) -> None:
+    """A probe that followed the store would make every pod of the cluster unready at once, whose jobs train on."""
+    port = free_port()
+    n1 = nodes("n1", http={"port": port})
+    n1.start()
+    assert page(port, "readyz") == "joined\n"
+    etcd.kill()
+    n1.event("store_away")
+    said = page(port, "readyz")  # of a 503 there is none
+    assert re.fullmatch(r"joined; the store has not answered for \d+ s, and what runs here goes on without it\n", said)
+    etcd.restart()
+    n1.event("store_back")
+    assert page(port, "readyz") == "joined\n"
+    assert n1.drain() == 0
+
+
+def test_a_killed_runner_takes_its_workers_with_it_at_once_and_is_started_again(node: MakeNode) -> None:
+    n1 = node()
+    workers, runner = training(n1), n1.runner("one")
+    os.kill(runner, signal.SIGKILL)
+    until(lambda: not any(map(lives, workers)), "the end of the workers of a killed runner", 3.0)
+    n1.event("runner_ended", name="one", outcome="lost")
+    until(lambda: n1.runner("one") != runner, "another runner")
+    until(lambda: n1.workers("one") != workers and all(map(lives, n1.workers("one"))), n1.told)
+    assert n1.drain() == 0
+    n1.assert_gone()
+
+
+def test_a_runner_whose_lock_says_no_more_who_it_is_is_found_all_the_same_and_its_end_is_seen(node: MakeNode) -> None:
+    """A full disk takes no signature, a damaged one loses it; the agent that comes back has nothing else to go by."""
+    n1 = node()
+    workers, runner = training(n1), n1.runner("one")
+    n1.kill()
+    os.truncate(n1.files("one").lock, 7)
+    n1.start()
+    asked = Client(n1.root / "run" / "agent.sock")
+    states = lambda: [one["state"] for one in asked.get("/status").document()["running"]]  # noqa: E731
+    n1.until(lambda: states() == ["running"], "the runner to be heard, or it would leave", 10)
+    go_on(n1, workers)
+    os.kill(runner, signal.SIGKILL)
+    n1.event("runner_ended", name="one", outcome="lost")
+    until(lambda: n1.runner("one") != runner, "another runner")
+    assert n1.drain() == 0
+    n1.assert_gone()
+
+
+def test_a_runner_whose_order_cannot_be_read_is_asked_what_it_runs(node: MakeNode) -> None:
+    """Else its slots were free to the agent that comes back, and it would leave because nobody speaks to it."""
+    n1 = node()
+    workers, runner = training(n1), n1.runner("one")
+    n1.kill()
+    os.truncate(n1.files("one").order, 100)
+    n1.start()
+    n1.said("its runner itself says what it runs")
+    n1.said(f"its runner (pid {runner}) lives, and goes on")
+    go_on(n1, workers)
+    (n1.work / "enough").touch()
+    n1.event("runner_ended", name="one", outcome="succeeded")
+    assert len(n1.events("runner_started")) == 1, n1.told()
+    assert n1.drain() == 0
+    n1.assert_gone()

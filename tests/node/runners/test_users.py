@@ -1,0 +1,203 @@
+"""A job that runs as somebody else: it gets to its own files, the daemon gets to it, and nobody gets at the store."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.model.job_dir import JobFiles
+from elasticd_agent.node.runners import spawn as spawning
+from elasticd_agent.node.runners.spec import Secrets
+from tests.etcd import EtcdServers
+from tests.node.conftest import MakeNode
+from tests.node.node import COLD, Node, lives, until
+
+SOMEBODY = pwd.getpwnam("nobody")
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A directory that others may pass through, which pytest's own are not."""
+    path = Path(tempfile.mkdtemp(prefix="elasticd-users-"))
+    path.chmod(0o711)
+    yield path
+    shutil.rmtree(path)
+
+
+def asks_as_somebody(program: str, *args: str, python: str = "/usr/bin/python3") -> str:
+    try:
+        done = _as_somebody([python, "-c", program, *args])
+    except OSError as error:
+        return str(error)
+    return done.stdout + done.stderr
+
+
+def _as_somebody(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        user=SOMEBODY.pw_uid,
+        group=SOMEBODY.pw_gid,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd="/",
+    )
+
+
+def usable_by_others(node: Node) -> None:
+    """Where the environment's interpreter lies in somebody's home, the machine's own does as well."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        if "works" in asks_as_somebody("import sys; print('works', sys.version_info[:2])", python=python):
+            node.python = python
+            node.path += [path for path in sys.path if path.endswith("site-packages")]
+            return
+    pytest.skip("no Python on this machine that others than root may execute")
+
+
+def theirs(node: Node, **how: object) -> None:
+    node.job("one", "plain.py", COLD, "sleep", workers=1, user="nobody", **how)
+    os.chown(node.work, SOMEBODY.pw_uid, SOMEBODY.pw_gid)
+
+
+@pytest.mark.system
+def test_a_job_runs_as_its_user_who_cannot_read_what_opens_the_store(
+    node: MakeNode, etcd: EtcdServers, open_place: Path
+) -> None:
+    etcd.ask_for_passwords("elasticd", "a-secret-word", "/elasticd/v1/")
+    secret = open_place / "password"
+    secret.write_text("a-secret-word\n")
+    secret.chmod(0o600)
+    store = {
+        "backend": "etcd",
+        "endpoints": [f"127.0.0.1:{etcd.port}"],
+        "user": "elasticd",
+        "password_file": str(secret),
+    }
+    n1 = node("n1", root=open_place / "n1", store=store, local_addr="127.0.0.1")
+    usable_by_others(n1)
+    theirs(n1)
+    n1.start()
+    until(lambda: (n1.work / "ready-0").exists(), n1.told)
+    runner, (worker,) = n1.runner("one"), n1.workers("one")
+    for pid in (runner, worker):
+        assert f"Uid:\t{SOMEBODY.pw_uid}\t" in Path(f"/proc/{pid}/status").read_text()
+    assert n1.files("one").root.stat().st_uid == SOMEBODY.pw_uid
+    found = subprocess.run(["grep", "-rl", "a-secret-word", str(n1.root), "/dev/shm"], capture_output=True, text=True)
+    assert found.stdout == ""
+    for pid in n1.processes():
+        for name in ("environ", "cmdline"):
+            assert b"a-secret-word" not in Path(f"/proc/{pid}/{name}").read_bytes()
+    look = "import sys; open(f'/proc/{sys.argv[1]}/mem', 'rb'); print('it can look')"
+    assert "Permission denied" in asks_as_somebody(look, str(runner))
+    look = "import os, sys; print(os.listdir(f'/proc/{sys.argv[1]}/fd'))"
+    assert "Permission denied" in asks_as_somebody(look, str(runner))
+    n1.kill()
+    n1.start()
+    n1.said(f"its runner (pid {runner}) lives, and goes on")
+    assert n1.ask_as_daemon("one", "status")["phase"] == "running"
+    os.kill(runner, signal.SIGKILL)
+    until(lambda: not lives(worker), n1.told)
+    until(lambda: n1.runner("one") != runner, n1.told)
+    assert n1.drain() == 0
+    n1.assert_gone()
+
+
+def test_a_job_that_this_node_cannot_run_is_refused_with_a_sentence_and_not_tried_again(node: MakeNode) -> None:
+    n1 = node()
+    n1.job("one", "/no/such/script.py", workers=1)
+    n1.start()
+    assert n1.event("runner_ended", name="one")["outcome"] == "refused"
+    sentence = n1.exited("one").reason
+    assert "/no/such/script.py" in sentence
+    n1.kill()
+    n1.start()
+    waits = f"n1 refused it: {sentence}"
+    until(lambda: waits in (n1.state / "store.journal").read_text(), n1.told)
+    assert len(n1.events("runner_started")) == 1
+    assert n1.drain() == 0
+
+
+def test_a_user_who_gets_no_further_than_a_directory_on_the_way_to_our_python_is_told_which(
+    open_place: Path, tmp_path: Path
+) -> None:
+    """Often the environment is open to all, and its interpreter is a link into somebody's home."""
+    home, env = open_place / "home", open_place / "env"
+    for place in (home, env):
+        place.mkdir()
+        place.chmod(0o755)
+    (home / "python").write_text("#!/bin/sh\n")
+    (home / "python").chmod(0o755)
+    (env / "python").symlink_to(home / "python")
+    nobody = spawning.Account.of("nobody") if os.geteuid() == 0 else None
+    if nobody is None:
+        pytest.skip("only root may run jobs as somebody else")
+    assert spawning.shut(nobody, env / "python") == ", or pass through to it", "modes do not tell"
+    home.chmod(0o700)
+    assert spawning.shut(nobody, env / "python") == (
+        f", as it may not pass through {home} (mode 0700); install where everybody can"
+    )
+    env.chmod(0o750)
+    assert f"may not pass through {env} (mode 0750)" in spawning.shut(nobody, env / "python")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
+def test_who_cannot_be_started_leaves_no_log_that_says_nothing(
+    tmp_path: Path, open_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`elasticd logs --stream elasticd` takes the first node that has one."""
+    shut = open_place / "python"
+    shut.write_text("#!/bin/sh\n")
+    shut.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(shut))
+    files = JobFiles(tmp_path)
+    with open(files.lock, "w") as lock, pytest.raises(spawning.NotAllowed, match="user 'nobody' may not execute"):
+        spawning.spawn(files, lock.fileno(), spawning.Account.of("nobody"), Secrets())
+    assert not files.told.exists()
+
+
+BECOMES = """
+import sys
+from pathlib import Path
+from elasticd_agent.model.job_dir import JobFiles
+from elasticd_agent.node.runners import spawn as spawning
+from elasticd_agent.node.runners.spec import Secrets
+with open(JobFiles(Path(sys.argv[1])).lock, "w") as lock:
+    try:
+        spawning.spawn(JobFiles(Path(sys.argv[1])), lock.fileno(), spawning.Account.of("nobody"), Secrets())
+    except spawning.UsageError as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
+@pytest.mark.parametrize("capability", ["setuid", "setgid", "chown"])
+def test_a_root_that_may_not_become_others_is_told_what_it_lacks(tmp_path: Path, capability: str) -> None:
+    """So is an agent with User=root under systemd 257."""
+    less = ["setpriv", f"--bounding-set=-{capability}", f"--inh-caps=-{capability}"]
+    done = subprocess.run(
+        [*less, sys.executable, "-c", BECOMES, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout.startswith("UsageError this agent may not become user 'nobody'"), done.stderr
+    assert not JobFiles(tmp_path).told.exists()
+
+
+def test_what_is_handed_over_in_memory_is_whole() -> None:
+    fd = Secrets("word", "ca", None, "key").handed()
+    read = "import sys; from elasticd_agent.node.runners.spec import Secrets; print(Secrets.taken(int(sys.argv[1])))"
+    done = subprocess.run([sys.executable, "-c", read, str(fd)], pass_fds=[fd], capture_output=True, text=True)
+    os.close(fd)
+    assert "password='word'" in done.stdout, done.stderr
+    assert "ca='ca', cert=None, key='key'" in done.stdout

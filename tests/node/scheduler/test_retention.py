@@ -1,0 +1,353 @@
+"""What ended jobs leave: kept for its time by no host's time of day, then gone, all of it and nothing else."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elasticd.errors import StoreUnavailable, UsageError
+from elasticd_agent.model import job_dir
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.records import Member, NodeRecord, Round
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.records import Ending, NodeCard, Placement, Submission
+from elasticd_agent.node.scheduler import job_queue as queue
+from elasticd_agent.node.scheduler import retention as ended
+from elasticd_agent.node.scheduler.scheduler import REFRESH_S, Placer
+from elasticd_agent.store.memory import MemoryStore
+from tests.node.stores import Clock, Interrupted
+
+HOUR = 3600.0
+FOR_EVER = {names.SEQUENCE, names.CLOCK, names.PLACER, names.NODES + "a"}
+
+
+class Queue:
+    """One node that is always there, and placers that come and go."""
+
+    def __init__(self, **settings: float) -> None:
+        self.clock = Clock()
+        self.memory = MemoryStore(self.clock)
+        self.store = Interrupted(self.memory)
+        self.settings = settings
+        card = self.memory.announce(names.NODES + "a", NodeCard("a", "i", 4).to_json(), 1e9)
+        assert card is not None
+        self.placer = self.next_placer()
+
+    def next_placer(self) -> Placer:
+        settings = {"lease_s": 3.0, **self.settings}
+        self.placer = Placer(self.store, "a", f"i-{self.clock.now}", **settings)  # type: ignore[arg-type]
+        return self.placer
+
+    def turns(self, seconds: float, step_s: float = 1.0) -> list[str]:
+        """Not every second of a week is lived through: the lease is as long as a step."""
+        said = []
+        for _ in range(max(1, round(seconds / step_s))):
+            self.clock.now += step_s
+            said += self.placer.turn(self.clock.now)
+        return said
+
+    def run(self, job: str, at: float = 0.0, token: str = "") -> Submission:
+        """A job that came and went, with what it left in its own keys."""
+        wants = queue.submit(self.memory, "{}", job=job, nodes=(1, 1), slots=(1, 1), by="", at=at, token=token)
+        self.placer.turn(self.clock.now)
+        keys = Keys(job)
+        last = Round(3, (), run=str(wants.number), reason="done", outcome="succeeded", exit_code=0)
+        leftover = {keys.spec: b"{}", keys.round: last.to_json(), keys.ended: b"1", keys.done(2) + "a": b""}
+        for key, value in leftover.items():
+            found = self.memory.read(key)
+            assert self.memory.compare_and_swap(key, None if found is None else found.version, value)
+        queue.ended(self.memory, Ending(job, wants.number, "succeeded", 0, "done", at=at))
+        return wants
+
+    def left(self) -> set[str]:
+        return set(self.memory.list("")) - FOR_EVER
+
+    def jobs(self) -> set[str]:
+        view = queue.view(self.memory)
+        return {s.job for s in view.submissions} & {e.job for e in view.endings} & {p.job for p in view.placements}
+
+
+def test_records_go_after_their_time_all_of_them_and_nobody_elses() -> None:
+    over = Queue(keep_ended_s=100.0)
+    before = set(over.memory.list(""))
+    over.run("llm")
+    over.memory.compare_and_swap(Keys("llmer").round, None, b"somebody else's")
+    over.memory.compare_and_swap("/other/llm", None, b"not ours")
+    over.turns(99)
+    assert over.jobs() == {"llm"}
+    said = over.turns(REFRESH_S + 3)
+    assert said == ["the records of job llm, number 1, were removed"]
+    assert over.left() - before == {Keys("llmer").round, "/other/llm"}
+    assert over.memory.read(names.CLEANING) is None
+    assert over.run("llm").number == 2, "the id is free, the number is not used again"
+
+
+@pytest.mark.parametrize("at", [0.0, -1e12, 4e12])
+def test_no_hosts_time_of_day_decides_it_and_placers_go_on_where_others_were(at: float) -> None:
+    over = Queue(keep_ended_s=10 * HOUR, lease_s=2000.0, renewal_s=600.0)
+    over.run("llm", at)
+    for _ in range(9):
+        over.turns(HOUR, 600.0)
+        over.placer.close()
+        over.next_placer()
+    assert over.jobs() == {"llm"}
+    found = over.memory.read(names.CLOCK)
+    assert found is not None
+    assert 7.5 * HOUR < float(found.value) <= 9 * HOUR, "what a change of placers may lose is a tick or two"
+    over.turns(3 * HOUR, 600.0)
+    assert not over.left()
+
+
+def test_while_nobody_places_nothing_grows_old() -> None:
+    over = Queue(keep_ended_s=2 * HOUR, lease_s=2000.0)
+    over.run("llm")
+    over.turns(HOUR, 600.0)
+    over.placer.close()
+    over.clock.now += 1e8  # the whole fleet was switched off for years
+    over.next_placer()
+    over.turns(1200.0, 600.0)
+    assert over.jobs() == {"llm"}
+    over.turns(HOUR, 600.0)
+    assert not over.left()
+
+
+@pytest.mark.parametrize("text", [None, b"", b"x", b"-1", b"9" * 300])
+def test_a_clock_that_is_lost_or_damaged_goes_on_where_records_say_it_was(text: bytes | None) -> None:
+    over = Queue(keep_ended_s=5 * HOUR, lease_s=2000.0)
+    over.turns(3 * HOUR, 600.0)
+    over.run("llm")
+    over.turns(HOUR, 600.0)
+    over.placer.close()
+    found = over.memory.read(names.CLOCK)
+    assert found is not None
+    if text is None:
+        over.memory.delete(names.CLOCK)
+    else:
+        assert over.memory.compare_and_swap(names.CLOCK, found.version, text)
+    over.next_placer()
+    over.turns(4 * HOUR, 600.0)
+    assert over.jobs() == {"llm"}, "not earlier than asked for"
+    over.turns(2 * HOUR, 600.0)
+    assert not over.left(), "nor much later"
+
+
+def test_too_many_are_too_many_the_oldest_go_first() -> None:
+    over = Queue(keep_ended_s=1e9, kept=5)
+    for n in range(20):
+        over.run(f"j{n}")
+        over.turns(1)
+    over.turns(5)
+    assert over.jobs() == {f"j{n}" for n in range(15, 20)}
+    assert len(over.left()) == 5 * (3 + 4)
+
+
+def test_a_jobs_keys_that_somebody_else_uses_stay() -> None:
+    """`elasticd run` may have a job of the same name in the same store."""
+    over = Queue(keep_ended_s=10.0)
+    for job, other in (("run", "theirs"), ("garbage", None), ("live", "")):
+        wants = over.run(job)
+        found = over.memory.read(Keys(job).round)
+        assert found is not None
+        members = (Member("x", "i", (0,)),)
+        run = str(wants.number) if other == "" else other
+        value = b"{" if run is None else Round(9, members, run=run, reason="runs").to_json()
+        assert over.memory.compare_and_swap(Keys(job).round, found.version, value)
+    over.memory.compare_and_swap(Keys("live").node("x"), None, NodeRecord("x", "i", "x:1", (0,)).to_json())
+    over.turns(20)
+    assert not over.jobs()
+    assert {key.split("/")[4] for key in over.left()} == {"run", "garbage", "live"}
+    assert all(key.startswith("/elasticd/v1/jobs/") for key in over.left())
+
+
+def test_an_ended_job_that_never_had_a_place_goes_too() -> None:
+    over = Queue(keep_ended_s=10.0)
+    queue.submit(over.memory, "{}", job="huge", nodes=(9, 9), slots=(1, 1), by="", at=0.0)
+    queue.cancel(over.memory, "huge", "", 0.0)
+    over.turns(5)
+    assert over.jobs() == {"huge"}
+    over.turns(7 + REFRESH_S)
+    assert not over.left()
+
+
+def test_what_cannot_be_removed_costs_little_and_holds_up_nobody() -> None:
+    over = Queue(keep_ended_s=10.0)
+    for n in range(10):
+        over.run(f"j{n}")
+    broken = [f"j{n}" for n in range(6)]
+    for job in broken:
+        found = over.memory.read(names.SUBMITTED + job)
+        assert found is not None
+        assert over.memory.compare_and_swap(names.SUBMITTED + job, found.version, b"{")
+    over.turns(20 + REFRESH_S)
+    assert {e.job for e in queue.view(over.memory).endings} == set(broken)
+    over.store.asked.clear()
+    over.turns(300)
+    assert len([verb for verb, _ in over.store.asked if verb not in ("renew", "list")]) == 0
+    for job in broken:
+        over.memory.delete(names.SUBMITTED + job)
+    over.turns(700)
+    assert not over.left()
+
+
+def test_an_ending_whose_submission_is_gone_goes_too() -> None:
+    over = Queue(keep_ended_s=10.0)
+    over.run("llm")
+    over.memory.delete(names.SUBMITTED + "llm")
+    over.turns(12 + REFRESH_S)
+    assert not over.left()
+
+
+def each_request(prepare: Callable[[Queue], object]) -> int:
+    """How many requests one removal makes."""
+    over = Queue()
+    prepare(over)
+    over.store.asked.clear()
+    (ending,) = queue.view(over.memory).endings
+    assert ended.remove(over.store, ending, "a", 3.0)
+    return len(over.store.asked)
+
+
+def test_the_id_used_again_at_any_moment_of_the_removal_keeps_its_job() -> None:
+    count = each_request(lambda over: over.run("llm"))
+    outcomes = set()
+    for at in range(1, count + 1):
+        over = Queue()
+        over.run("llm")
+        (ending,) = queue.view(over.memory).endings
+        answers: list[Submission | UsageError] = []
+        over.store.asked.clear()
+        over.store.before = lambda n, verb, key, at=at, over=over, to=answers: (
+            to.append(attempt(over)) if n == at else None
+        )
+        removed = ended.remove(over.store, ending, "a", 3.0)
+        (answer,) = answers
+        if isinstance(answer, Submission):
+            assert queue.view(over.memory).unended() == (answer,), "it was taken, so it must be there"
+            outcomes.add("new" if removed else "lost")
+        else:
+            assert "is just being removed; try again in a few seconds" in str(answer)
+            assert removed
+            assert not over.left()
+            outcomes.add("refused")
+            answer = attempt(over)
+            assert isinstance(answer, Submission)
+        assert answer.number > 1
+        assert over.memory.read(names.CLEANING) is None
+    assert outcomes == {"lost", "refused"}
+
+
+def attempt(over: Queue) -> Submission | UsageError:
+    try:
+        return over_again(over)
+    except UsageError as error:
+        return error
+
+
+def over_again(over: Queue) -> Submission:
+    return queue.submit(over.memory, "{}", job="llm", nodes=(1, 1), slots=(1, 1), by="", at=0.0)
+
+
+def test_a_placer_that_dies_at_any_moment_of_the_removal_leaves_nothing_for_good() -> None:
+    count = each_request(lambda over: over.run("llm"))
+    for at in range(1, count + 1):
+        over = Queue(keep_ended_s=10.0)
+        over.run("llm")
+        over.placer.turn(over.clock.now)
+        (ending,) = queue.view(over.memory).endings
+
+        def dies(n: int, verb: str, key: str, at: int = at) -> None:
+            if n >= at:
+                raise StoreUnavailable("it is dead")
+
+        over.store.asked.clear()
+        over.store.before = dies
+        with pytest.raises(StoreUnavailable):
+            ended.remove(over.store, ending, "a", 3.0)
+        over.store.before = lambda n, verb, key: None
+        over.turns(20)
+        assert not over.left(), f"after request {at}"
+
+
+# ---- files
+
+
+def folder(state: Path, name: str, age_s: float, *, now: float = 1e9, ended_too: bool = True) -> Path:
+    files = job_dir.JobFiles(state / "jobs" / name)
+    files.logs.mkdir(parents=True)
+    (files.logs / "rank-0.log").write_text("hello")
+    files.order.write_text("{}")
+    files.lock.write_text("1")
+    if ended_too:
+        files.exit.write_text("{}")
+        os.utime(files.exit, (now - age_s, now - age_s))
+    os.utime(files.root, (now - age_s, now - age_s))
+    return files.root
+
+
+def test_files_go_after_their_time(tmp_path: Path) -> None:
+    old, young, needed, killed = (
+        folder(tmp_path, name, age_s, ended_too=name != "d.4")
+        for name, age_s in (("a.b.1", 200.0), ("b.2", 50.0), ("c.3", 200.0), ("d.4", 200.0))
+    )
+    for other in ("jobs/readme.txt", "jobs/not-a-run", "jobs/x.y", "kept"):
+        (tmp_path / other).write_text("not ours to remove")
+    said = ended.sweep(tmp_path, {("c", 3)}, 1e9, 100.0)
+    assert said == [
+        "the files of a.b.1 were removed: over for 0 h",
+        "the files of d.4 were removed: over for 0 h",
+    ]
+    assert [p.exists() for p in (old, young, needed, killed)] == [False, True, True, False]
+    assert len(list((tmp_path / "jobs").iterdir())) == 5
+    assert ended.sweep(tmp_path, {("c", 3)}, 1e9, 100.0) == []
+    assert ended.sweep(tmp_path / "nothing", set(), 1e9, 100.0) == []
+
+
+def test_files_of_a_runner_that_lives_are_never_touched(tmp_path: Path) -> None:
+    root = folder(tmp_path, "llm.1", 1e6)
+    with (root / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert ended.sweep(tmp_path, set(), 1e9, 100.0, kept=0) == []
+        assert root.exists()
+    assert ended.sweep(tmp_path, set(), 1e9, 100.0)
+    assert not root.exists()
+
+
+def test_too_many_runs_are_too_many(tmp_path: Path) -> None:
+    for n in range(10):
+        folder(tmp_path, f"j.{n}", 100.0 - n)
+    said = ended.sweep(tmp_path, set(), 1e9, 1e6, kept=4)
+    assert len(said) == 6
+    assert all("more than 4 runs" in sentence for sentence in said)
+    assert sorted(p.name for p in (tmp_path / "jobs").iterdir()) == [f"j.{n}" for n in range(6, 10)]
+
+
+def test_files_of_the_future_are_as_young_as_they_say(tmp_path: Path) -> None:
+    root = folder(tmp_path, "j.1", -1e6)
+    assert ended.sweep(tmp_path, set(), 1e9, 0.0) == []
+    assert root.exists()
+
+
+def test_links_are_not_followed_and_what_cannot_go_is_said(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("x")
+    root = folder(tmp_path, "j.1", 200.0)
+    (root / "link").symlink_to(elsewhere)
+    (tmp_path / "jobs" / "k.2").symlink_to(elsewhere)
+    os.utime(root, (0, 0))
+    assert len(ended.sweep(tmp_path, set(), 1e9, 100.0)) == 1
+    assert not root.exists()
+    assert (elsewhere / "precious").exists()
+
+
+def test_a_placement_of_an_earlier_run_is_not_the_ended_ones() -> None:
+    view = ended.View(
+        placements=(Placement("j", 3, (), "waits"), Placement("k", 9, (), "waits")),
+        endings=(Ending("j", 5, "cancelled", 143, "cancelled"), Ending("k", 5, "failed", 1, "")),
+    )
+    (seen,) = ended.first_seen(view, 7.0)
+    assert (seen.job, seen.number, seen.ended_s, seen.reason) == ("j", 5, 7.0, "cancelled")

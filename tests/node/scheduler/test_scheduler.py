@@ -1,0 +1,449 @@
+"""One placer at a time, over a store with a clock that is told, and once over a real etcd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from elasticd.errors import StoreUnavailable
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.records import Member, Round
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.records import NodeCard, Place, Placement
+from elasticd_agent.node.scheduler import job_queue as queue
+from elasticd_agent.node.scheduler.scheduler import REFRESH_S, Placer
+from elasticd_agent.store import Lease, Store
+from elasticd_agent.store.etcd.store import EtcdStore
+from elasticd_agent.store.memory import MemoryStore
+from tests.etcd import etcd_servers
+from tests.node.stores import Clock, Interrupted
+
+Until = Callable[[Callable[[], object], float], object]
+
+
+class Fleet:
+    """Nodes with cards under leases that are renewed while they are `up`, and a placer on each."""
+
+    def __init__(self, *nodes: str, slots: int = 4) -> None:
+        self.clock = Clock()
+        self.memory = MemoryStore(self.clock)
+        self.stores = {node: Interrupted(self.memory) for node in nodes}
+        self.cards: dict[str, Lease] = {}
+        for node in nodes:
+            self.up(node, slots)
+        self.placers = {node: Placer(self.stores[node], node, f"i-{node}") for node in nodes}
+        self.said: list[str] = []
+
+    def up(self, node: str, slots: int = 4) -> None:
+        lease = self.memory.announce(names.NODES + node, NodeCard(node, "i", slots).to_json(), 3.0)
+        assert lease is not None
+        self.cards[node] = lease
+
+    def down(self, node: str) -> None:
+        self.cards.pop(node).withdraw()
+
+    def turn(self, seconds: float = 1.0, *only: str) -> list[str]:
+        """A second goes by for everybody, then `only` these placers, or all, look once."""
+        self.clock.now += seconds
+        for lease in self.cards.values():
+            lease.renew()
+        said = [s for node in only or self.placers for s in self.placers[node].turn(self.clock.now)]
+        self.said += said
+        return said
+
+    def submit(self, job: str, nodes: tuple[int, int] = (1, 1), slots: tuple[int, int] = (4, 4)) -> None:
+        queue.submit(self.memory, "{}", job=job, nodes=nodes, slots=slots, by="", at=0.0)
+
+    def placed(self, job: str) -> Placement:
+        return next(p for p in queue.view(self.memory).placements if p.job == job)
+
+    def nodes(self, job: str) -> list[str]:
+        return [place.node for place in self.placed(job).places]
+
+    @property
+    def who(self) -> list[str]:
+        return [node for node, placer in self.placers.items() if placer.places]
+
+
+def test_one_places_and_the_others_do_not_even_look() -> None:
+    fleet = Fleet("a", "b", "c")
+    fleet.submit("llm")
+    fleet.turn()
+    assert fleet.who == ["a"]
+    assert fleet.nodes("llm") == ["a"]
+    for _ in range(50):
+        fleet.turn()
+    asked = {verb for node in "bc" for verb, _ in fleet.stores[node].asked}
+    assert asked == {"announce"}
+    assert fleet.said == ["a places jobs from now on", "job llm: runs on a (slots 0-3)"]
+
+
+def test_while_nothing_changes_nothing_is_read_or_written() -> None:
+    fleet = Fleet("a", "b")
+    for job in "xyz":
+        fleet.submit(job)
+    fleet.turn()
+    fleet.turn()
+    fleet.stores["a"].asked.clear()
+    turns = int(REFRESH_S) - 5
+    for _ in range(turns):
+        assert fleet.turn() == []
+    assert {verb for verb, _ in fleet.stores["a"].asked} == {"renew"}
+    assert len(fleet.stores["a"].asked) == turns
+    fleet.stores["a"].asked.clear()
+    for _ in range(100):
+        fleet.turn()
+    assert not [verb for verb, _ in fleet.stores["a"].asked if verb not in ("renew", "list")]
+
+
+def test_it_says_when_there_is_something_to_look_at() -> None:
+    fleet = Fleet("a")
+    called: list[int] = []
+    fleet.placers["a"] = Placer(fleet.memory, "a", "i", changed=lambda: called.append(1))
+    fleet.turn()
+    called.clear()
+    fleet.memory.compare_and_swap(Keys("llm").done(1) + "a", None, b"")
+    assert not called, "what a job says to itself is not looked at"
+    fleet.submit("llm")
+    assert called
+    fleet.turn(0.0)
+    called.clear()
+    queue.cordon(fleet.memory, "a", True, "why", "", 0.0)
+    assert called
+    assert "a is drained: why" in fleet.turn(0.0)[0]
+
+
+def test_the_next_one_takes_over_from_one_that_leaves_or_dies() -> None:
+    fleet = Fleet("a", "b", "c")
+    fleet.turn()
+    fleet.placers.pop("a").close()
+    fleet.submit("one")
+    fleet.turn(0.0)
+    assert fleet.who == ["b"]
+    assert fleet.nodes("one")
+    del fleet.placers["b"]  # its lease is not renewed any more
+    fleet.submit("two")
+    for _ in range(2):
+        fleet.turn()
+        assert fleet.who == []
+    fleet.turn(1.1)
+    assert fleet.who == ["c"]
+    assert fleet.nodes("two")
+    assert fleet.nodes("one")
+
+
+def test_an_agent_that_starts_again_waits_for_its_own_earlier_lease() -> None:
+    fleet = Fleet("a")
+    fleet.turn()
+    fleet.placers["a"] = Placer(fleet.memory, "a", "i-a-again")
+    fleet.turn()
+    assert fleet.who == []
+    for _ in range(3):
+        fleet.turn()
+    assert fleet.who == ["a"]
+
+
+def test_one_that_was_paused_between_looking_and_writing_loses() -> None:
+    """At every request of a turn: the lease ends, another takes over and places, and the first one wakes up."""
+    requests = 1
+    while requests:
+        fleet = Fleet("a", "b", "c")
+        fleet.turn(1.0, "a")
+        fleet.submit("first", (1, 1), (3, 3))
+        fleet.submit("second", (1, 1), (3, 3))
+
+        def paused(n: int, verb: str, key: str, fleet: Fleet = fleet, at: int = requests) -> None:
+            if n == at:
+                for _ in range(4):
+                    fleet.turn(1.0, "b")
+                fleet.submit("third", (1, 1), (3, 3))
+                fleet.turn(0.0, "b")
+
+        fleet.stores["a"].asked.clear()
+        fleet.stores["a"].before = paused
+        fleet.turn(0.5, "a")
+        reached = len(fleet.stores["a"].asked) >= requests
+        used = [
+            (p.node, slot) for placed in queue.view(fleet.memory).placements for p in placed.places for slot in p.slots
+        ]
+        assert len(used) == len(set(used)) == (9 if reached else 6)
+        fleet.stores["a"].before = lambda n, verb, key: None
+        fleet.turn(0.5, "a", "b", "c")
+        assert len(fleet.who) == 1 if not reached else fleet.who == ["b"]
+        requests = requests + 1 if reached else 0
+        assert requests < 60
+
+
+def test_a_write_that_is_lost_to_somebody_else_is_looked_at_again() -> None:
+    fleet = Fleet("a")
+    fleet.turn()
+    fleet.submit("llm")
+
+    def another(n: int, verb: str, key: str) -> None:
+        if verb == "write" and key == names.PLACED + "llm":
+            fleet.stores["a"].before = lambda n, verb, key: None
+            mine = Placement("llm", 1, (), "somebody wrote this").to_json()
+            assert fleet.memory.compare_and_swap(key, None, mine)
+
+    fleet.stores["a"].before = another
+    assert fleet.turn() == []
+    assert fleet.turn() == ["job llm: runs on a (slots 0-3)"]
+
+
+def test_watches_that_say_nothing_cost_time_and_no_more() -> None:
+    fleet = Fleet("a")
+    fleet.stores["a"].deaf = True
+    fleet.turn()
+    fleet.submit("llm")
+    for _ in range(int(REFRESH_S)):
+        fleet.turn()
+    assert fleet.nodes("llm") == ["a"]
+    fleet.stores["a"].asked.clear()
+    fleet.turn()
+    assert "write" not in {verb for verb, _ in fleet.stores["a"].asked}, "it knows what it has written"
+    fleet.submit("next", (1, 1), (4, 4))
+    for _ in range(int(REFRESH_S)):
+        fleet.turn()
+    found = fleet.memory.read(names.PLACED + "next")
+    assert found is not None
+    mine = Placement("next", 2, (), "somebody wrote this").to_json()
+    assert fleet.memory.compare_and_swap(names.PLACED + "next", found.version, mine)
+    queue.cancel(fleet.memory, "llm", "", 0.0)
+    for _ in range(int(REFRESH_S) + 1):
+        fleet.turn()
+    assert fleet.nodes("next") == ["a"]
+
+    fleet = Fleet("a", "b")
+    fleet.stores["b"].deaf = True
+    fleet.turn()
+    fleet.placers.pop("a").close()
+    for _ in range(int(REFRESH_S)):
+        fleet.turn()
+    assert fleet.who == ["b"]
+
+
+def test_a_daemon_that_is_back_in_time_finds_its_seat() -> None:
+    fleet = Fleet("a", "b")
+    fleet.submit("llm", (2, 2))
+    fleet.turn()
+    before = fleet.placed("llm")
+    for seconds in (5, 59):
+        fleet.down("b")
+        for _ in range(seconds):
+            fleet.turn(1.0, "a")
+        assert fleet.placed("llm") == before
+        fleet.up("b")
+        fleet.turn()
+        assert fleet.placed("llm") == before
+    fleet.down("b")
+    for _ in range(61):
+        fleet.turn(1.0, "a")
+    assert fleet.placed("llm").reason.startswith("b is gone; a alone is too few; waits: wants 2 nodes")
+    fleet.up("b")
+    fleet.turn()
+    assert fleet.nodes("llm") == ["a", "b"]
+
+
+def test_an_outage_and_a_change_of_placers_age_nobody() -> None:
+    fleet = Fleet("a", "b", "c")
+    fleet.submit("llm", (3, 3))
+    fleet.turn()
+    before = fleet.placed("llm")
+    fleet.down("c")
+    for _ in range(50):
+        fleet.turn()
+
+    def away(n: int, verb: str, key: str) -> None:
+        raise StoreUnavailable("nobody answers")
+
+    fleet.stores["a"].before = away
+    with pytest.raises(StoreUnavailable):
+        fleet.turn(1.0, "a")
+    fleet.stores["a"].before = lambda n, verb, key: None
+    for _ in range(58):
+        fleet.turn(1.0, "a", "b")
+        assert fleet.placed("llm") == before
+    assert fleet.who == ["a"]
+    fleet.placers.pop("a").close()
+    for _ in range(58):
+        fleet.turn(1.0, "b")
+        assert fleet.placed("llm") == before
+    for _ in range(4):
+        fleet.turn(1.0, "b")
+    assert not fleet.nodes("llm")
+
+
+def round_of(job: str, run: str, *nodes: str, ended: bool = False) -> Round:
+    members = () if ended else tuple(Member(node, "i", (0, 1)) for node in nodes)
+    end = {"outcome": "failed", "exit_code": 1} if ended else {}
+    return Round(3, members, run=run, reason="why", **end)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("round", "moves"),
+    [
+        (round_of("llm", "1", "a"), True),
+        (round_of("llm", "1", "a", "b"), False),
+        (round_of("llm", "0", "a"), False),
+        (round_of("llm", "1", ended=True), False),
+        (b"garbage", False),
+        (None, False),
+    ],
+)
+def test_once_the_job_has_gone_on_without_a_node_its_place_is_free(round: Round | bytes | None, moves: bool) -> None:
+    fleet = Fleet("a", "b", "c")
+    fleet.down("c")
+    fleet.submit("llm", (1, 2))
+    fleet.turn()
+    assert fleet.nodes("llm") == ["a", "b"]
+    fleet.up("c")
+    if round is not None:
+        value = round.to_json() if isinstance(round, Round) else round
+        assert fleet.memory.compare_and_swap(Keys("llm").round, None, value)
+    fleet.turn()
+    assert fleet.nodes("llm") == ["a", "b"], "a node whose daemon is there is not judged by its job's round"
+    fleet.down("b")
+    fleet.turn(1.0, "a")
+    fleet.turn(1.0, "a")
+    assert fleet.nodes("llm") == (["a", "c"] if moves else ["a", "b"])
+
+
+def test_cards_that_cannot_be_understood_keep_what_runs_there() -> None:
+    fleet = Fleet("a", "b")
+    fleet.submit("llm", (2, 2), (2, 2))
+    fleet.turn()
+    found = fleet.memory.read(names.NODES + "b")
+    assert found is not None
+    newer = found.value.replace(b'"version":"1.0"', b'"version":"2.0"')
+    assert fleet.memory.compare_and_swap(names.NODES + "b", found.version, newer)
+    said = fleet.turn()
+    assert len([s for s in said if "nodes/b in the store cannot be understood" in s]) == 1
+    for _ in range(100):
+        assert not fleet.turn()
+    assert fleet.nodes("llm") == ["a", "b"]
+    fleet.submit("next", (2, 2), (2, 2))
+    fleet.turn()
+    assert "b is cordoned: its card cannot be understood" in fleet.placed("next").reason
+
+
+def test_so_does_a_placer_that_has_never_seen_a_card_of_that_node_that_it_understood() -> None:
+    fleet = Fleet("a", "b")
+    fleet.submit("llm", (2, 2), (2, 2))
+    fleet.turn()
+    found = fleet.memory.read(names.NODES + "b")
+    assert found is not None
+    newer = found.value.replace(b'"version":"1.0"', b'"version":"2.0"')
+    assert fleet.memory.compare_and_swap(names.NODES + "b", found.version, newer)
+    fleet.placers["a"].close()
+    fleet.placers = {"a": Placer(fleet.stores["a"], "a", "i-again")}
+    assert "a places jobs from now on" in fleet.turn()
+    fleet.turn()
+    assert fleet.nodes("llm") == ["a", "b"]
+
+
+def test_a_node_that_comes_while_a_new_placer_looks_keeps_what_runs_there() -> None:
+    """After an outage of the store cards come back one by one: here between two looks at one list."""
+    fleet = Fleet("a", "b")
+    fleet.submit("llm", (2, 2), (2, 2))
+    fleet.turn()
+    fleet.placers["a"].close()
+    fleet.down("b")
+    came = []
+
+    def comes(n: int, verb: str, key: str) -> None:
+        if (verb, key) == ("list", names.PLACED) and not came:
+            came.append(n)
+            fleet.up("b")
+
+    fleet.stores["a"].before = comes
+    fleet.placers = {"a": Placer(fleet.stores["a"], "a", "i-again")}
+    said = [*fleet.turn(), *fleet.turn()]
+    assert came
+    assert said == ["a places jobs from now on"]
+    assert fleet.nodes("llm") == ["a", "b"]
+
+
+def test_jobs_whose_records_cannot_be_understood_are_left_alone_with_their_slots() -> None:
+    fleet = Fleet("a")
+    for job in ("good", "bad"):
+        fleet.submit(job, (1, 1), (1, 1))
+    fleet.turn()
+    for prefix in (names.SUBMITTED, names.PLACED, names.ENDED):
+        key = prefix + "bad"
+        before = fleet.memory.read(key)
+        assert fleet.memory.compare_and_swap(key, None if before is None else before.version, b"\xff{")
+        fleet.turn()
+        now = fleet.memory.read(key)
+        assert now is not None
+        assert now.value == b"\xff{"
+        if before is not None:
+            assert fleet.memory.compare_and_swap(key, now.version, before.value)
+            fleet.turn()
+    assert fleet.nodes("good") == ["a"]
+    fleet.submit("more", (1, 1), (3, 3))
+    fleet.turn()
+    assert fleet.placed("more").reason.endswith("a has 2 of 4 free"), "bad's slot is not given away"
+
+
+def test_a_fleet_that_forgets_everything_is_placed_anew() -> None:
+    fleet = Fleet("a", "b")
+    fleet.submit("llm")
+    fleet.turn()
+    for key in fleet.memory.list(""):
+        fleet.memory.delete(key)
+    fleet.cards.clear()
+    for _ in range(5):
+        fleet.turn()
+    fleet.up("a")
+    fleet.submit("again")
+    for _ in range(5):
+        fleet.turn()
+    assert fleet.who
+    assert fleet.nodes("again") == ["a"]
+
+
+def test_nodes_that_never_come_back_are_forgotten() -> None:
+    fleet = Fleet("a")
+    for n in range(30):
+        fleet.up(f"pod-{n}")
+        fleet.turn()
+        fleet.down(f"pod-{n}")
+    for _ in range(70):
+        fleet.turn()
+    assert set(fleet.placers["a"]._cards) == {"a"}
+    assert not fleet.placers["a"]._away
+
+
+def test_two_clients_of_a_real_etcd(until: Until) -> None:
+    with etcd_servers() as etcd:
+        stores: list[Store] = [EtcdStore(etcd.endpoints, timeout_s=10.0) for _ in range(2)]
+        one, two = (Placer(store, name, f"i-{name}") for store, name in zip(stores, "ab", strict=True))
+        try:
+            card = stores[0].announce(names.NODES + "a", NodeCard("a", "i", 4).to_json(), 60.0)
+            assert card is not None
+            queue.submit(stores[1], "{}", job="llm", nodes=(1, 1), slots=(2, 2), by="", at=0.0)
+            assert one.turn(0.0) == ["a places jobs from now on", "job llm: runs on a (slots 0-1)"]
+            assert two.turn(0.0) == []
+            # Somebody takes the key from under the first one, as the end of its lease would.
+            stores[1].delete(names.PLACER)
+            until(lambda: "b places jobs from now on" in two.turn(0.1), 10.0)
+            queue.submit(stores[1], "{}", job="next", nodes=(1, 1), slots=(2, 2), by="", at=0.0)
+
+            def noticed() -> bool:
+                return "another daemon places jobs now" in one.turn(0.2)
+
+            until(noticed, 10.0)
+            assert not one.places
+            assert "next" not in {p.job for p in queue.view(stores[0]).placements}
+            until(lambda: "job next: runs on a (slots 2-3)" in two.turn(0.3), 10.0)
+            assert {p.job: p.places for p in queue.view(stores[0]).placements} == {
+                "llm": (Place("a", (0, 1)),),
+                "next": (Place("a", (2, 3)),),
+            }
+            two.close()
+            one.close()
+            assert stores[0].read(names.PLACER) is None
+        finally:
+            for store in stores:
+                store.close()

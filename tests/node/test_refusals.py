@@ -1,0 +1,180 @@
+"""What an agent refuses, survives and never does: a second one, a stranger's pid, a store that goes, a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from elasticd_agent.node import keys as names
+from elasticd_agent.node.runners import liveness as alive
+from elasticd_agent.node.runners.spec import Order
+from elasticd_agent.store.etcd.store import EtcdStore
+from tests.etcd import EtcdServers
+from tests.node.conftest import MakeNode
+from tests.node.node import COLD, Node, lives, until
+
+
+def sleeping(node: Node, name: str = "one", **how: object) -> None:
+    """A job without torch whose workers wait for nothing."""
+    node.job(name, "plain.py", COLD, "sleep", workers=1, **how)
+
+
+def ready(node: Node, job: str = "one") -> tuple[int, ...]:
+    until(lambda: (node.work / "ready-0").exists(), node.told)
+    return node.workers(job)
+
+
+def test_a_second_agent_with_the_same_state_directory_is_refused_in_one_line(node: MakeNode) -> None:
+    n1 = node().start()
+    twin = node("n2", root=n1.root / "twin", state_dir=n1.state)
+    twin.start(wait=False)
+    assert twin.wait() == 2
+    line = f"state_dir {n1.state}: another agent uses it (pid {n1.pid}); one agent a directory"
+    assert twin.log == f"elasticd agent: error: {line}\n"
+    assert n1.drain() == 0
+
+
+def test_an_agent_that_is_started_without_standard_files_has_them_all_the_same(node: MakeNode) -> None:
+    """Else its lock or its socket would be descriptor 2, where whoever complains writes."""
+    n1 = node()
+    n1.start(prefix=["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"])
+    assert [os.readlink(f"/proc/{n1.pid}/fd/{fd}") for fd in range(3)] == ["/dev/null"] * 3
+    n1.upgrade()
+    assert n1.drain() == 0
+
+
+@pytest.mark.system
+def test_a_second_agent_with_the_same_name_is_refused_and_the_first_goes_on(nodes: MakeNode) -> None:
+    n1, twin = nodes("n1").start(), nodes("n1")
+    twin.start(wait=False)
+    assert twin.wait() == 2
+    assert "another agent is node 'n1'" in twin.log
+    assert twin.log.splitlines()[-1].startswith("elasticd agent: error: ")
+    assert n1.drain() == 0
+
+
+def test_pids_of_an_earlier_boot_are_nobodys(node: MakeNode) -> None:
+    """The state directory names pids that strangers have now: they are neither adopted nor signalled."""
+    n1 = node()
+    strangers = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
+    try:
+        for number, stranger in enumerate(strangers, 1):
+            files = n1.files("old", number)
+            files.root.mkdir(parents=True)
+            files.order.write_bytes(Order("old", number, "n1", (0,), "{}").to_json())
+            named = alive.Process.of(stranger.pid)
+            assert named is not None
+            boot = "an-earlier-boot" if number == 1 else named.boot
+            files.lock.write_text(f"{named.pid} {named.started} {boot}\n")
+        n1.start()
+        assert n1.event("agent_started")["adopted"] == 0
+        assert n1.drain() == 0
+        assert all(stranger.poll() is None for stranger in strangers)
+    finally:
+        for stranger in strangers:
+            stranger.kill()
+            stranger.wait()
+
+
+@pytest.mark.system
+def test_a_runner_that_no_daemon_speaks_to_leaves_by_itself(node: MakeNode) -> None:
+    n1 = node(adopt_timeout="5s")
+    sleeping(n1)
+    n1.start()
+    (worker,) = ready(n1)
+    n1.kill()
+    killed = time.monotonic()
+    last = n1.exited("one")
+    assert 3 < time.monotonic() - killed < 15
+    assert (last.outcome, last.exit_code) == ("left", 143)
+    assert not lives(worker)
+    assert "no daemon has spoken to this runner for 5 s" in n1.files("one").told.read_text()
+    until(lambda: not n1.processes(), n1.told)
+    n1.start()
+    n1.event("runner_started")
+    until(lambda: n1.workers("one") != (worker,), n1.told)
+    assert n1.drain() == 0
+
+
+@pytest.mark.system
+def test_a_runner_that_is_stopped_is_not_taken_for_an_orphan_and_does_not_take_itself_for_one(node: MakeNode) -> None:
+    n1 = node(adopt_timeout="5s")
+    sleeping(n1)
+    n1.start()
+    workers, runner = ready(n1), n1.runner("one")
+    os.kill(runner, signal.SIGSTOP)
+    time.sleep(7)  # longer than adopt_timeout: nothing else shows that nothing happens
+    os.kill(runner, signal.SIGCONT)
+    asked = n1.ask("one", "status")
+    assert asked["phase"] == "running"
+    time.sleep(3)
+    assert n1.workers("one") == workers
+    assert all(map(lives, workers))
+    assert n1.drain() == 0
+
+
+@pytest.mark.system
+def test_a_runner_that_does_not_leave_is_killed_with_everything_it_started(node: MakeNode) -> None:
+    n1 = node(drain_timeout="2s")
+    sleeping(n1)
+    n1.start()
+    (worker,), runner = ready(n1), n1.runner("one")
+    os.kill(runner, signal.SIGSTOP)
+    assert n1.drain() == 0
+    assert "does not end; it is killed" in n1.log
+    assert not lives(runner)
+    assert not lives(worker)
+    n1.assert_gone()
+
+
+@pytest.mark.system
+def test_a_second_sigterm_does_not_wait_for_workers_that_do_not_listen(node: MakeNode) -> None:
+    n1 = node()
+    n1.job("one", "plain.py", COLD, "deaf", workers=1)
+    n1.start()
+    (worker,) = ready(n1)
+    asked = time.monotonic()
+    n1.signal(signal.SIGTERM)
+    n1.said("leaves this node")
+    n1.signal(signal.SIGTERM)
+    assert n1.wait() == 0
+    assert time.monotonic() - asked < 20
+    assert "SIGTERM again: what is left here is killed" in n1.log
+    assert not lives(worker)
+    n1.assert_gone()
+
+
+@pytest.mark.system
+def test_what_runs_goes_on_while_the_store_is_away_and_in_one_that_came_back_empty(
+    nodes: MakeNode, etcd: EtcdServers
+) -> None:
+    n1 = nodes("n1")
+    sleeping(n1)
+    n1.start()
+    workers = ready(n1)
+    etcd.kill()
+    n1.event("store_away")
+    time.sleep(5)  # longer than the lease
+    assert n1.workers("one") == workers
+    etcd.restart()
+    n1.event("store_back")
+    etcd.restart(empty=True)
+    n1.said("it is told again")
+    store = EtcdStore(etcd.endpoints)
+    try:
+        until(lambda: store.read(f"{names.SUBMITTED}one"), n1.told)
+        placed = until(lambda: store.read(f"{names.PLACED}one"), n1.told)
+        assert [place["node"] for place in json.loads(placed.value)["places"]] == ["n1"]
+    finally:
+        store.close()
+    time.sleep(3)  # what is wrong with the placement would have ended the runner by now
+    assert n1.workers("one") == workers, n1.told()
+    assert all(map(lives, workers))
+    assert len(n1.events("runner_started")) == 1
+    assert n1.drain() == 0

@@ -1,0 +1,110 @@
+"""One node of two loses its runner, or its agent for good: the other goes on, and the lost one comes back by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from elasticd_agent.node import keys as names
+from elasticd_agent.store.etcd.store import EtcdStore
+from tests.etcd import EtcdServers
+from tests.faults.job import Event
+from tests.node.conftest import MakeNode
+from tests.node.node import COLD, Node, lives, until
+
+
+def together(n1: Node, n2: Node) -> Event:
+    """A job of both that makes steps; its round."""
+    shared = {"env": {"WORK": str(n1.work)}, "checkpoint_dir": str(n1.work / "ck")}
+    n1.job("both", "resume.py", "--steps", "100000", nodes="1:2", workers=1, **shared)
+    n2.start()
+    n1.start()
+    both = until(lambda: rounds(2, n1, n2), n1.told)[-1]
+    until(lambda: n1.steps() and n1.steps()[-1][0] >= both["round"], n1.told)
+    return both
+
+
+def rounds(size: int, *nodes: Node, after: int = 0) -> list[Event]:
+    found = [e for node in nodes for e in node.job_events("both", "round_published")]
+    return sorted(
+        (e for e in found if len(e["nodes"]) == size and e["round"] > after), key=lambda event: event["round"]
+    )
+
+
+def trains_in(n1: Node, number: int) -> None:
+    until(lambda: n1.steps()[-1][0] >= number, n1.told)
+
+
+@pytest.mark.system
+def test_a_killed_runner_costs_the_others_one_round_and_is_started_again(nodes: MakeNode) -> None:
+    n1, n2 = nodes("n1", slots=1), nodes("n2", slots=1)
+    both = together(n1, n2)
+    runner, (worker,) = n2.runner("both"), n2.workers("both")
+    stays = n1.runner("both")
+    os.kill(runner, signal.SIGKILL)
+    until(lambda: not lives(worker), n2.told, 3.0)
+    n2.event("runner_ended", name="both", outcome="lost")
+    until(lambda: n2.runner("both") != runner, n2.told)
+    alone = until(lambda: rounds(1, n1, after=both["round"]) or rounds(2, n1, after=both["round"]), n1.told)[0]
+    trains_in(n1, alone["round"])
+    again = until(lambda: rounds(2, n1, n2, after=both["round"]), n1.told)[-1]
+    trains_in(n1, again["round"])
+    assert n1.runner("both") == stays
+    assert {n1.drain(), n2.drain()} == {0}
+
+
+@pytest.mark.system
+def test_an_agent_that_does_not_come_back_loses_its_node_gracefully_and_one_that_does_loses_nothing(
+    nodes: MakeNode,
+) -> None:
+    # Much longer than an agent takes to start on a machine with other things to do.
+    n1, n2 = nodes("n1", slots=1, adopt_timeout="25s"), nodes("n2", slots=1, adopt_timeout="25s")
+    both = together(n1, n2)
+    n2.kill()
+    time.sleep(5)  # longer than its lease: the node is away, its job's runner is not
+    n2.start()
+    time.sleep(6)
+    assert rounds(2, n1, n2)[-1]["round"] == both["round"]
+    assert not rounds(1, n1, after=both["round"])
+    n2.kill()
+    gone = time.monotonic()
+    alone = until(lambda: rounds(1, n1, after=both["round"]), n1.told)[-1]
+    assert time.monotonic() - gone > 20
+    assert alone["nodes"] == ["n1"]
+    assert "no daemon has spoken to this runner" in n2.files("both").told.read_text()
+    trains_in(n1, alone["round"])
+    assert n1.drain() == 0
+    until(lambda: not n2.processes(), n2.told)
+
+
+@pytest.mark.system
+def test_an_agent_that_stood_still_takes_part_again_and_its_job_has_not_noticed(
+    nodes: MakeNode, etcd: EtcdServers
+) -> None:
+    """Its lease and the placer's key were lost meanwhile; another agent places."""
+    n1, n2 = nodes("n1"), nodes("n2")
+    n1.job("one", "ticking.py", COLD, workers=2)
+    n1.start()
+    n1.said("n1 places jobs from now on")
+    n1.stepped(10)
+    workers = n1.workers("one")
+    n2.start()
+    n1.signal(signal.SIGSTOP)
+    n2.said("n2 places jobs from now on")
+    store = EtcdStore(etcd.endpoints)
+    try:
+        until(lambda: store.read(f"{names.NODES}n1") is None, n2.told)
+        n1.signal(signal.SIGCONT)
+        until(lambda: store.read(f"{names.NODES}n1") is not None, n1.told)
+    finally:
+        store.close()
+    reached = n1.steps()[-1][1]
+    n1.stepped(reached + 200)
+    assert n1.workers("one") == workers
+    assert {number for number, _ in n1.steps()} == {1}
+    assert n2.drain() == 0
+    n1.until(lambda: n1.log.count("n1 places jobs from now on") == 2, "n1 to place again")
+    assert n1.drain() == 0

@@ -1,0 +1,162 @@
+"""The control socket: what reaches the agent's inbox and comes back, and what callers cannot do to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.system.control_socket import (
+    MOST_CALLERS,
+    NAME,
+    ControlServer,
+    DumpAsked,
+    NullControl,
+    Unanswered,
+    ask,
+    open_control,
+)
+from tests.system.control_server import Answering
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def agent(stack: ExitStack, runtime: Path, directory: Path, answer: str = "") -> Answering:
+    made = Answering(runtime, directory, answer)
+    stack.callback(made.close)
+    return made
+
+
+def connected(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(WAIT_S)
+    sock.connect(str(path))
+    return sock
+
+
+def test_what_is_asked_reaches_the_inbox_and_its_answer_the_caller(stack: ExitStack, tmp_path: Path) -> None:
+    one = agent(stack, tmp_path, tmp_path / "evidence")
+    assert ask(tmp_path / NAME, {"do": "dump"}) == {"path": str(tmp_path / "evidence")}
+    assert ask(tmp_path / NAME, {"do": "dump", "out": str(tmp_path / "out")}) == {"path": str(tmp_path / "out")}
+    assert [message.out for message in one.asked] == [None, tmp_path / "out"]
+
+
+def test_a_sentence_instead_of_evidence_is_an_error(stack: ExitStack, tmp_path: Path) -> None:
+    agent(stack, tmp_path, tmp_path, "no workers are running")
+    assert ask(tmp_path / NAME, {"do": "dump"}) == {"error": "no workers are running"}
+
+
+def test_who_is_there_is_answered_without_the_deciding_thread(stack: ExitStack, tmp_path: Path) -> None:
+    server = ControlServer(tmp_path / NAME, lambda _: None, {"job": "llama"})
+    stack.callback(server.close)
+    assert ask(tmp_path / NAME, {"do": "about"}) == {"job": "llama", "pid": os.getpid()}
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (b"dump\n", "a request is one JSON object a line"),
+        (b"[1]\n", "a request is one JSON object a line"),
+        (b"[" * 9000 + b"\n", "a request is one JSON object a line"),
+        (b'{"do": "die"}\n', "unknown request 'die'; there are about, dump"),
+        (b'{"do": "dump", "out": "here"}\n', "out must be an absolute path"),
+        (b'{"do": "dump", "out": 7}\n', "out must be an absolute path"),
+    ],
+)
+def test_what_makes_no_sense_is_answered_with_a_sentence(
+    stack: ExitStack, tmp_path: Path, line: bytes, error: str
+) -> None:
+    one = agent(stack, tmp_path, tmp_path)
+    with connected(tmp_path / NAME) as sock:
+        sock.sendall(line)
+        assert json.loads(sock.makefile().readline()) == {"error": error}
+    assert not one.asked
+
+
+def test_callers_that_stall_go_away_or_talk_for_ever_hold_nobody_up(stack: ExitStack, tmp_path: Path) -> None:
+    agent(stack, tmp_path, tmp_path / "evidence")
+    with ExitStack() as callers:
+        for _ in range(MOST_CALLERS - 2):  # room is left for one that talks and one that asks
+            callers.enter_context(connected(tmp_path / NAME)).sendall(b'{"do": ')
+        with connected(tmp_path / NAME) as gone:
+            gone.sendall(b'{"do": "dump"}\n')
+        with connected(tmp_path / NAME) as flood, pytest.raises((BrokenPipeError, ConnectionResetError)):
+            flood.sendall(b"x" * (64 << 20))
+        assert "path" in ask(tmp_path / NAME, {"do": "dump"}, WAIT_S)
+
+
+def test_too_many_callers_are_turned_away_and_the_next_one_is_served(stack: ExitStack, tmp_path: Path) -> None:
+    agent(stack, tmp_path, tmp_path / "evidence")
+    with ExitStack() as callers:
+        for _ in range(MOST_CALLERS):
+            callers.enter_context(connected(tmp_path / NAME))
+        with pytest.raises(Unanswered):
+            ask(tmp_path / NAME, {"do": "dump"}, WAIT_S)
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        try:
+            assert "path" in ask(tmp_path / NAME, {"do": "dump"}, WAIT_S)
+            return
+        except Unanswered:  # it has not yet noticed that they went
+            continue
+    pytest.fail("nobody was served any more")
+
+
+def test_an_agent_that_is_stuck_is_given_up_on_time(stack: ExitStack, tmp_path: Path) -> None:
+    server = ControlServer(tmp_path / NAME, lambda _: None)
+    stack.callback(server.close)
+    with pytest.raises(Unanswered, match="no answer within"):
+        ask(tmp_path / NAME, {"do": "dump"}, 0.2)
+
+
+def test_a_reply_after_the_caller_or_the_server_has_gone_goes_nowhere(tmp_path: Path) -> None:
+    inbox: queue.SimpleQueue[DumpAsked] = queue.SimpleQueue()
+    server = ControlServer(tmp_path / NAME, inbox.put)
+    with connected(tmp_path / NAME) as sock:
+        sock.sendall(b'{"do": "dump"}\n')
+        asked = inbox.get(timeout=WAIT_S)
+    asked.reply("nobody hears this")
+    with connected(tmp_path / NAME) as sock:
+        sock.sendall(b'{"do": "dump"}\n')
+        asked = inbox.get(timeout=WAIT_S)
+        server.close()
+        asked.reply(tmp_path)
+        assert sock.recv(1) == b""
+    assert not (tmp_path / NAME).exists()
+    with pytest.raises(Unanswered, match="No such file"):
+        ask(tmp_path / NAME, {"do": "about"})
+
+
+def test_a_directory_may_lie_deeper_than_a_sockets_name_may_be_long(stack: ExitStack, tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    server = ControlServer(deep / NAME, lambda _: None)
+    stack.callback(server.close)
+    assert ask(deep / NAME, {"do": "about"}) == {"pid": os.getpid()}
+
+
+def test_a_job_runs_without_a_socket_too(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert isinstance(open_control(tmp_path / "gone" / NAME, lambda _: None, {}, said.append), NullControl)
+    assert said == [f"elasticd dump will not reach this agent: {tmp_path}/gone/control: No such file or directory"]
+
+
+def test_only_this_user_and_root_may_ask(stack: ExitStack, tmp_path: Path) -> None:
+    server = ControlServer(tmp_path / NAME, lambda _: None, users=[os.geteuid() + 1])
+    stack.callback(server.close)
+    with pytest.raises(Unanswered):
+        ask(tmp_path / NAME, {"do": "about"})
+    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,112 @@
+"""However a worker ends, what it said, how it ended and what it left for the launcher are as under torchrun."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd_agent.workers.launcher.preload import plan_preload
+from tests.torchrun_parity.launching import DEADLINE_S, Both, Outcome
+
+pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
+
+ATTEMPTS = 7
+CODES = [3, -signal.SIGKILL, 3, -signal.SIGSEGV, 1, -signal.SIGABRT, 1]
+
+
+def attempts(outcome: Outcome) -> list[list[dict[str, Any]]]:
+    """Per attempt, what each program that ran in it reported."""
+    paths = [outcome.out / f"attempt-{number}" for number in range(ATTEMPTS)]
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+
+
+def test_exit_codes_and_signals_are_reported(endings: Both) -> None:
+    seen = [
+        event["exit_code"] if event["signal"] is None else -event["signal"]
+        for event in endings.elasticd.events("worker_exited")
+    ]
+    assert seen == CODES
+    assert [int(code) for code in re.findall(r"exitcode: (-?\d+)\)", endings.torchrun.stderr)] == CODES
+    assert endings.elasticd.code == endings.torchrun.code == 1
+
+
+def test_every_start_was_warm(endings: Both) -> None:
+    assert endings.elasticd.warm
+    assert len(endings.elasticd.events("group_started")) == ATTEMPTS
+
+
+def test_nothing_said_is_lost(endings: Both) -> None:
+    for number in range(ATTEMPTS):
+        said = f"attempt {number} on stdout;"
+        assert endings.elasticd.stdout.count(said) == endings.torchrun.stdout.count(said) > 0
+        ours, theirs = (
+            (outcome.out / f"stderr-{number}").read_text() for outcome in (endings.elasticd, endings.torchrun)
+        )
+        assert ours == theirs
+        assert f"attempt {number} on stderr;" in ours
+
+
+def test_traceback_and_error_file_are_the_same(endings: Both) -> None:
+    found = []
+    for outcome in (endings.elasticd, endings.torchrun):
+        assert "ValueError: the script's own mistake: ü" in (outcome.out / f"stderr-{ATTEMPTS - 1}").read_text()
+        error = json.loads((outcome.out / "error.json").read_text())
+        error["message"]["extraInfo"].pop("timestamp")
+        found.append(error)
+    assert found[0] == found[1]
+
+
+def test_a_program_the_worker_turns_into_is_no_launcher(endings: Both) -> None:
+    ours, theirs = attempts(endings.elasticd)[5], attempts(endings.torchrun)[5]
+    assert [report["again"] for report in ours] == [False, True]
+    for key in ("argv", "python path", "launcher's"):
+        assert [report[key] for report in ours] == [report[key] for report in theirs]
+
+
+@pytest.mark.parametrize("stream", ["random", "numpy", "torch", "seed"])
+def test_random_streams_differ_from_restart_to_restart(endings: Both, stream: str) -> None:
+    first, second = (reports[0][stream] for reports in attempts(endings.elasticd)[:2])
+    assert first != second
+
+
+def test_leaves_no_process_behind(endings: Both) -> None:
+    assert endings.elasticd.remains == []
+
+
+def test_a_local_module_that_shadows_a_preloaded_one_is_used(refused: dict[str, Outcome], folder: Path) -> None:
+    outcome = refused["shadowing"]
+    assert outcome.facts() == {"numpy": str(folder / "shadowing" / "numpy.py"), "whose": "the script's"}
+    assert not outcome.warm
+    assert "numpy.py shadows a module that is preloaded" in outcome.why_cold
+
+
+def test_what_torch_reads_at_import_has_its_effect(refused: dict[str, Outcome]) -> None:
+    outcome = refused["early"]
+    assert outcome.facts() == {"threads": 1}
+    assert not outcome.warm
+    assert "early.py sets OMP_NUM_THREADS" in outcome.why_cold
+
+
+@pytest.mark.parametrize(
+    ("line", "variable"),
+    [
+        ('os.environ["TORCH_LOGS"] = "+dynamo"', "TORCH_LOGS"),
+        ('os.environ.setdefault("OMP_NUM_THREADS", "1")', "OMP_NUM_THREADS"),
+        ('os.environ.update(MKL_NUM_THREADS="1")', "MKL_NUM_THREADS"),
+        ('os.environ["NCCL_DEBUG"] = "INFO"', None),
+        ('os.environ["TOKENIZERS_PARALLELISM"] = "false"', None),
+    ],
+)
+def test_a_variable_set_before_torch_is_imported(tmp_path: Path, line: str, variable: str | None) -> None:
+    """Said at once, before anything is preloaded; after the import it changes nothing in torch either."""
+    script = tmp_path / "train.py"
+    script.write_text(f"import os\n{line}\nimport torch\n")
+    cold = plan_preload(script, (), ()).cold
+    assert (cold is None) if variable is None else (cold is not None and variable in cold)
+    script.write_text(f"import os\nimport torch\n{line}\n")
+    assert plan_preload(script, (), ()).cold is None
