@@ -20,14 +20,14 @@ from dataclasses import replace
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.messages import RoundPublished
-from elasticd_agent.model.notices import HoldAsked, News
+from elasticd_agent.model.notices import Notice, PauseRequested
 from elasticd_agent.model.records import Failure, NodeRecord
-from elasticd_agent.rendezvous.driver import Broken, RemoteMeeting
-from elasticd_agent.rendezvous.member import Coordinator
-from elasticd_agent.rendezvous.peer_links import Lines
-from elasticd_agent.rendezvous.planner import Facts, Planner
-from elasticd_agent.rendezvous.probe import KnockServer, knock
-from elasticd_agent.rendezvous.view import Asked
+from elasticd_agent.rendezvous.driver import DriverFailed, ThreadedDriver
+from elasticd_agent.rendezvous.member import RendezvousMember
+from elasticd_agent.rendezvous.peer_links import PeerLinks
+from elasticd_agent.rendezvous.planner import LocalFacts, Planner
+from elasticd_agent.rendezvous.probe import ProbeServer, probe_nodes
+from elasticd_agent.rendezvous.view import Requirements
 from elasticd_agent.store import Store
 from elasticd_agent.store.c10d.store import C10dStore
 from elasticd_agent.store.etcd.store import EtcdStore
@@ -49,19 +49,21 @@ def say(**said: object) -> None:
         print(json.dumps({"at": time.monotonic(), **said}), flush=True)
 
 
-class Agent:
+class SimulatedAgent:
     """Hears rounds and says that it has started them."""
 
-    def __init__(self, name: str, store: Store, kind: str, hosts: bool, job: str, asked: Asked, policy: Policy) -> None:
+    def __init__(
+        self, name: str, store: Store, kind: str, hosts: bool, job: str, asked: Requirements, policy: Policy
+    ) -> None:
         self.name, self.store = name, store
         incarnation = f"{name}-{time.monotonic_ns()}"
-        self.knock = KnockServer("127.0.0.1", name, incarnation)
-        facts, keys = Facts(), Keys(job)
+        self.knock = ProbeServer("127.0.0.1", name, incarnation)
+        facts, keys = LocalFacts(), Keys(job)
         record = NodeRecord(name, incarnation, f"127.0.0.1:{self.knock.port}", (0,))
         knock_s = KNOCK_S * policy.lease_s / Policy().lease_s
-        planner = Planner(store, keys, policy, asked, facts, lambda nodes: knock(nodes, knock_s), name, self.said)
-        self.lines = Lines(lambda node: coordinator.hung_up(node))
-        coordinator = Coordinator(
+        planner = Planner(store, keys, policy, asked, facts, lambda nodes: probe_nodes(nodes, knock_s), name, self.said)
+        self.lines = PeerLinks(lambda node: coordinator.peer_disconnected(node))
+        coordinator = RendezvousMember(
             store,
             keys,
             policy,
@@ -69,39 +71,41 @@ class Agent:
             planner,
             b"{}",
             lambda a, b: None,
-            may_plan=lambda: kind == "etcd" or hosts,
-            others_plan=lambda: kind == "etcd",
-            one_key=kind != "etcd",
-            keep_lines=self.lines.keep,
+            may_lead=lambda: kind == "etcd" or hosts,
+            others_may_lead=lambda: kind == "etcd",
+            single_key_cas=kind != "etcd",
+            keep_links=self.lines.keep,
         )
         self._coordinator = coordinator
-        self.meeting = RemoteMeeting(coordinator, facts, self.heard, hosts)
+        self.meeting = ThreadedDriver(coordinator, facts, self.heard, hosts)
         coordinator.on_hint(self.meeting.wake)
         self.meeting.start()
 
     @property
     def plans(self) -> bool:
-        return self._coordinator.plans
+        return self._coordinator.leads
 
     def said(self, sentence: str) -> None:
         say(kind="said", node=self.name, sentence=sentence)
 
-    def heard(self, news: News | Broken) -> None:
+    def heard(self, news: Notice | DriverFailed) -> None:
         match news:
             case RoundPublished(round):
                 if round.member(self.name) is not None:
-                    self.meeting.update(ready=round.number, stepped=round.number, can_hold=round.number)
+                    self.meeting.update_record(
+                        ready_round=round.number, stepped_round=round.number, can_pause=round.number
+                    )
                 say(kind="round", node=self.name, number=round.number, size=len(round.members), why=round.reason[:1000])
-            case HoldAsked(number, on=True):
-                self.meeting.update(held=number)
-            case Broken(error):
+            case PauseRequested(number, on=True):
+                self.meeting.update_record(paused=number)
+            case DriverFailed(error):
                 say(kind="broken", node=self.name, error=repr(error))
 
     def die(self) -> None:
         """As a killed process: its port refuses and its lines break. `bury` takes what the kernel would."""
         self.knock.close()
 
-    def bury(self) -> None:
+    def release(self) -> None:
         """Its lease is not renewed, and it takes nothing back."""
         self.lines.close()
         self.store.close()
@@ -109,7 +113,7 @@ class Agent:
 
     def fail(self, number: int) -> None:
         """What gloo's reset connections make every survivor say."""
-        self.meeting.failed(Failure(number, self.name, "crash", (), "lost its peers"))
+        self.meeting.report_failure(Failure(number, self.name, "crash", (), "lost its peers"))
 
     def end(self) -> None:
         self.knock.close()
@@ -140,10 +144,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # some six an agent
     kind, host, port, job, fewest, most, lease, *names = sys.argv[1:]
     policy = policy_of(float(lease))
-    asked = Asked(1, 1, int(fewest), int(most), last_call_s=LAST_CALL_S)
+    asked = Requirements(1, 1, int(fewest), int(most), last_call_s=LAST_CALL_S)
     first = True
 
-    def start(name: str) -> Agent:
+    def start(name: str) -> SimulatedAgent:
         nonlocal first
         hosts = kind == "c10d" and name == "n0" and first
         first = False
@@ -152,10 +156,10 @@ def main() -> None:
             if kind == "etcd"
             else C10dStore(host, int(port), serve=hosts, timeout_s=policy.store_timeout_s)
         )
-        return Agent(name, store, kind, hosts, job, asked, policy)
+        return SimulatedAgent(name, store, kind, hosts, job, asked, policy)
 
     say(kind="ready")
-    agents: dict[str, Agent] = {}
+    agents: dict[str, SimulatedAgent] = {}
     for line in sys.stdin:
         verb, *words = line.split()
         match verb:
@@ -168,10 +172,10 @@ def main() -> None:
             case "kill":
                 gone = [agents.pop(name) for name in words]
                 with ThreadPoolExecutor(len(gone)) as at_once:  # as when a rack loses power
-                    list(at_once.map(Agent.die, gone))
+                    list(at_once.map(SimulatedAgent.die, gone))
                 say(kind="killed")
                 for agent in gone:
-                    agent.bury()
+                    agent.release()
             case "fail":
                 agents[words[1]].fail(int(words[0]))
             case "traffic":

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(processes: int, times: int) -> dict[str, list[float]]:
     """Milliseconds of each barrier, by kind: the longest time any rank was inside."""
     with tempfile.TemporaryDirectory(prefix="elasticd-bench-") as scratch:
-        with Store() as store:
+        with ServedStore() as store:
             files = [Path(scratch, str(rank)) for rank in range(processes)]
             finish([start(rank_of, store.port, rank, processes, times, file) for rank, file in enumerate(files)])
         every = [json.loads(file.read_text()) for file in files]
@@ -93,7 +93,7 @@ def words(count: int) -> tuple[float, float]:
     from torch._C._distributed_c10d import TCPStore
 
     word = json.dumps({"n": 1, "step": 12345, "phase": "step", "barrier": "", "for_s": 0.0})
-    with Store() as store:
+    with ServedStore() as store:
         client = TCPStore("127.0.0.1", store.port, is_master=False)
         before, said_s = store.cpu_s(), 0.0
         for rank in range(count):
@@ -105,10 +105,10 @@ def words(count: int) -> tuple[float, float]:
         return 1e6 * said_s / count, 1e6 * (store.cpu_s() - before) / count
 
 
-class Store:
+class ServedStore:
     """The round's store, as a process."""
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> ServedStore:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
         self._process = start(serve, self.port)

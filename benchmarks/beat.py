@@ -22,10 +22,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from elasticd.heartbeat import record as beat
-from elasticd.heartbeat.collectives import Collectives, flight
+from elasticd.heartbeat.collectives import Collectives, flight_recorder_dump
 from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
-from elasticd.heartbeat.record import BeatWriter
-from elasticd.heartbeat.thread import PERIOD_S, Pulse
+from elasticd.heartbeat.record import HeartbeatWriter
+from elasticd.heartbeat.thread import PERIOD_S, HeartbeatThread
 
 STEP_S = 0.02
 """The step the share is told for: a small model's."""
@@ -49,7 +49,7 @@ def samples(call: Callable[[], Any]) -> list[float]:
     return found
 
 
-def hook_of(writer: BeatWriter) -> Callable[[], None]:
+def hook_of(writer: HeartbeatWriter) -> Callable[[], None]:
     """What torch calls after an optimizer step."""
     hooks: list[Any] = []
 
@@ -61,7 +61,7 @@ def hook_of(writer: BeatWriter) -> Callable[[], None]:
     return lambda: hook(optimizer, args, kwargs)
 
 
-def step_of(writer: BeatWriter) -> Callable[[], None]:
+def step_of(writer: HeartbeatWriter) -> Callable[[], None]:
     """What `session.step()` does for the beat."""
     issued = Collectives().issued
     return lambda: writer.step(7, issued=issued())
@@ -106,7 +106,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="elasticd-beat-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     path = folder / "beat"
     beat.create(path)
-    writer = BeatWriter(path)
+    writer = HeartbeatWriter(path)
     try:
         sys.stdout.write(f"{'µs':<44} {'median':>9} {'99 %':>9} {'worst':>9}\n")
         row("session's beat, no process group", samples(step_of(writer)))
@@ -117,20 +117,20 @@ def main() -> None:
         session = row("session's beat", samples(step_of(writer)))
         fresh = folder / "hooked"
         beat.create(fresh)
-        hook = row("optimizer hook", samples(hook_of(BeatWriter(fresh))))
+        hook = row("optimizer hook", samples(hook_of(HeartbeatWriter(fresh))))
         idle = processor_time(1.0)
-        pulse = Pulse(writer, period_s=0.005)
+        pulse = HeartbeatThread(writer, period_s=0.005)
         pulse.start()
         stall = row("training thread stalled by a pulse", stalls(path))
         pulse.stop()
-        pulse = Pulse(writer)
+        pulse = HeartbeatThread(writer)
         pulse.start()
         busy = processor_time(3.0) - idle
         pulse.stop()
         dumps = []
         for _ in range(10):
             start = time.perf_counter()
-            flight()
+            flight_recorder_dump()
             dumps.append(time.perf_counter() - start)
         row("flight recorder, 2000 collectives, if asked", dumps)
         dist.destroy_process_group()

@@ -45,7 +45,7 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class SoakLogs:
     """All that was logged of one job."""
 
     logs: tuple[Log, ...]
@@ -81,7 +81,7 @@ class Evidence:
         return found
 
 
-def breaches(evidence: Evidence) -> list[str]:
+def breaches(evidence: SoakLogs) -> list[str]:
     """Every promise that was not kept, each with the lines that show it; empty when all is well."""
     checks = (
         rounds_only_grow,
@@ -97,7 +97,7 @@ def breaches(evidence: Evidence) -> list[str]:
     return [f"{check.__name__.replace('_', ' ')}: {breach}" for check in checks for breach in check(evidence)]
 
 
-def rounds_only_grow(evidence: Evidence) -> Iterator[str]:
+def rounds_only_grow(evidence: SoakLogs) -> Iterator[str]:
     """Every agent sees higher and higher numbers; a node's next agent sees the last one or a higher one."""
     latest: dict[str, int] = {}
     for log in evidence.logs:
@@ -110,7 +110,7 @@ def rounds_only_grow(evidence: Evidence) -> Iterator[str]:
         latest[log.node] = max(known, last)
 
 
-def rounds_are_agreed_on(evidence: Evidence) -> Iterator[str]:
+def rounds_are_agreed_on(evidence: SoakLogs) -> Iterator[str]:
     """There is one Round of a number: all agents tell the same of it."""
     told: dict[int, dict[tuple[Any, ...], str]] = defaultdict(dict)
     for log in evidence.logs:
@@ -124,7 +124,7 @@ def rounds_are_agreed_on(evidence: Evidence) -> Iterator[str]:
             )
 
 
-def restarts_have_reasons(evidence: Evidence) -> Iterator[str]:
+def restarts_have_reasons(evidence: SoakLogs) -> Iterator[str]:
     """Each Round after the first says why it is there, and counts one restart more."""
     rounds = sorted(evidence.rounds().items())
     for number, event in rounds:
@@ -136,7 +136,7 @@ def restarts_have_reasons(evidence: Evidence) -> Iterator[str]:
             yield f"round {newer} counts {after['restarts']} restarts, round {older} {before['restarts']}"
 
 
-def one_group_at_a_time(evidence: Evidence) -> Iterator[str]:
+def one_group_at_a_time(evidence: SoakLogs) -> Iterator[str]:
     """A node starts a group after its last one is gone, and only in a round that it is in; no rank trains on after."""
     rounds = evidence.rounds()
     for log in evidence.logs:
@@ -164,7 +164,7 @@ def one_group_at_a_time(evidence: Evidence) -> Iterator[str]:
                 break
 
 
-def resumes_come_from_the_chain(evidence: Evidence) -> Iterator[str]:
+def resumes_come_from_the_chain(evidence: SoakLogs) -> Iterator[str]:
     """What a round resumes from was written by an older round, and is the newest that this one's chain has written."""
     begins = evidence.begins()
     saved: dict[int, dict[int, float]] = defaultdict(dict)
@@ -200,7 +200,7 @@ def resumes_come_from_the_chain(evidence: Evidence) -> Iterator[str]:
             )
 
 
-def no_loser_is_resumed_from(evidence: Evidence) -> Iterator[str]:
+def no_loser_is_resumed_from(evidence: SoakLogs) -> Iterator[str]:
     """Once a round has a checkpoint of its own, every later one descends from it: what others write counts no more."""
     begins, rounds = evidence.begins(), evidence.rounds()
     owned: dict[int, float] = {}
@@ -225,7 +225,7 @@ def _chain(begins: Mapping[int, Begin], number: int) -> list[int]:
     return chain
 
 
-def no_sample_lost_or_repeated(evidence: Evidence) -> Iterator[str]:
+def no_sample_lost_or_repeated(evidence: SoakLogs) -> Iterator[str]:
     """Along the chain of the last round: every step once, by all ranks, and every epoch's samples exactly once."""
     ends = [line for line in evidence.record if "ends" in line]
     if not ends:
@@ -270,7 +270,7 @@ def _epochs(seen: Mapping[int, Counter[int]], samples: int) -> Iterator[str]:
             yield f"epoch {epoch}: {len(lost)} samples were never trained on, as {lost[:5]}"
 
 
-def the_end_is_agreed_on(evidence: Evidence) -> Iterator[str]:
+def the_end_is_agreed_on(evidence: SoakLogs) -> Iterator[str]:
     """All agents that saw the end tell the same of it."""
     words: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     highest = max(evidence.rounds(), default=0)
@@ -284,7 +284,7 @@ def the_end_is_agreed_on(evidence: Evidence) -> Iterator[str]:
         yield "the job ended in different ways: " + "; ".join(f"{' '.join(who)}: {how}" for how, who in words.items())
 
 
-def the_store_restarts_nobody(evidence: Evidence) -> Iterator[str]:
+def the_store_restarts_nobody(evidence: SoakLogs) -> Iterator[str]:
     """No round is published while nothing but the store, or the way to it, is hurt."""
     for fault in evidence.faults:
         if fault["what"] not in STORE_FAULTS:
@@ -297,11 +297,11 @@ def the_store_restarts_nobody(evidence: Evidence) -> Iterator[str]:
 # ---- reading
 
 
-def read(work: Path, samples: int) -> Evidence:
+def read(work: Path, samples: int) -> SoakLogs:
     """What a run left in its directory. Agents come in the order of their starts, which their directories number."""
     directories = sorted(work.glob("agent-*"), key=lambda path: int(path.name.split("-")[1]))
     logs = [Log(path.name, path.name.split("-", 2)[2], tuple(lines(path / "events.jsonl"))) for path in directories]
-    return Evidence(tuple(logs), tuple(lines(work / "record")), tuple(lines(work / "faults.jsonl")), samples)
+    return SoakLogs(tuple(logs), tuple(lines(work / "record")), tuple(lines(work / "faults.jsonl")), samples)
 
 
 def lines(path: Path) -> Iterable[Line]:

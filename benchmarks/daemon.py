@@ -35,7 +35,7 @@ PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class MeasuredFault:
     """One event: when, for how long nobody was there, and the longest step meanwhile, in seconds."""
 
     kind: str
@@ -45,7 +45,7 @@ class Fault:
     restarted: int
 
 
-class Agent:
+class InstalledAgent:
     """One `elasticd agent` with a local store, in a folder of its own."""
 
     def __init__(self, folder: Path, job: str) -> None:
@@ -98,7 +98,7 @@ class Agent:
 
 
 @dataclass(slots=True)
-class Notes:
+class StepLog:
     """What the ranks wrote of their steps."""
 
     folder: Path
@@ -146,7 +146,7 @@ def share(pids: Sequence[int], seconds: float) -> list[float]:
     return [100 * (cpu_s(pid) - then) / lasted for pid, then in zip(pids, before, strict=True)]
 
 
-def hurt(agent: Agent, notes: Notes, kind: str, calm_s: float) -> Fault:
+def hurt(agent: InstalledAgent, notes: StepLog, kind: str, calm_s: float) -> MeasuredFault:
     began, known = time.monotonic(), notes.pids()
     if kind == "kill -9":
         agent.kill()
@@ -156,7 +156,7 @@ def hurt(agent: Agent, notes: Notes, kind: str, calm_s: float) -> Fault:
     back = time.monotonic()
     time.sleep(AFTER_S)
     longest = max(notes.between(began, time.monotonic()))
-    return Fault(kind, back - began, longest, longest / calm_s, len(notes.pids() - known))
+    return MeasuredFault(kind, back - began, longest, longest / calm_s, len(notes.pids() - known))
 
 
 @contextmanager
@@ -176,9 +176,9 @@ def job_table(place: Path, workers: int) -> str:
 
 
 def measure(times: int, workers: int, idle_s: float) -> dict[str, object]:
-    faults: list[Fault] = []
+    faults: list[MeasuredFault] = []
     with folder() as place:
-        agent, notes = Agent(place, job_table(place, workers)), Notes(place, workers)
+        agent, notes = InstalledAgent(place, job_table(place, workers)), StepLog(place, workers)
         try:
             agent.start()
             wait_for(lambda: len(notes.steps()) > 5, "steps")
@@ -192,7 +192,7 @@ def measure(times: int, workers: int, idle_s: float) -> dict[str, object]:
         finally:
             agent.drain()
     with folder() as place:
-        agent = Agent(place, "")
+        agent = InstalledAgent(place, "")
         try:
             agent.start()
             time.sleep(5)
@@ -206,8 +206,8 @@ def measure(times: int, workers: int, idle_s: float) -> dict[str, object]:
     }
 
 
-def told(found: dict[str, object]) -> str:
-    faults = [Fault(**one) for one in found["faults"]]  # type: ignore[attr-defined]
+def describe(found: dict[str, object]) -> str:
+    faults = [MeasuredFault(**one) for one in found["faults"]]  # type: ignore[attr-defined]
     lines = [f"steps without faults: {found['steps_s']}"]
     for kind in ("kill -9", "upgrade"):
         of = [fault for fault in faults if fault.kind == kind]
@@ -230,7 +230,7 @@ def main() -> int:
     found = measure(asked.times, asked.workers, asked.idle)
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps(found, indent=2) + "\n")
-    print(told(found))
+    print(describe(found))
     faults = found["faults"]
     assert isinstance(faults, list)
     return 0 if all(fault["restarted"] == 0 and fault["ratio"] <= 2 for fault in faults) else 1

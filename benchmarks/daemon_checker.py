@@ -47,7 +47,7 @@ class Run:
     number: int
     seq: int
     steps: int
-    evidence: checker.Evidence
+    evidence: checker.SoakLogs
     endings: tuple[Line, ...] = ()
 
     @property
@@ -56,7 +56,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class FleetLogs:
     runs: tuple[Run, ...]
     agents: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
     """By node: the agents' own events."""
@@ -67,7 +67,7 @@ class Evidence:
         return [line for line in self.notes.get(journal, ()) if having.items() <= line.items()]
 
 
-def breaches(evidence: Evidence) -> list[str]:
+def breaches(evidence: FleetLogs) -> list[str]:
     """Every promise that was not kept; empty when all is well."""
     found = []
     for run in evidence.runs:
@@ -104,12 +104,12 @@ def _of_a_job(run: Run) -> Iterator[str]:
             yield f"{check.__name__.replace('_', ' ')}: {breach}"
 
 
-def no_slot_has_two_runners(evidence: Evidence) -> Iterator[str]:
+def no_slot_has_two_runners(evidence: FleetLogs) -> Iterator[str]:
     for line in evidence.of("seen", what="slot"):
         yield f"slot {line['slot']} of {line['node']} is {' and '.join(line['by'])}'s at once"
 
 
-def no_node_trains_more_workers_than_slots(evidence: Evidence) -> Iterator[str]:
+def no_node_trains_more_workers_than_slots(evidence: FleetLogs) -> Iterator[str]:
     """By what the workers themselves wrote: how many were between their first and their last line at once."""
     moments: dict[str, list[tuple[float, int, str]]] = defaultdict(list)
     for run in evidence.runs:
@@ -127,14 +127,14 @@ def no_node_trains_more_workers_than_slots(evidence: Evidence) -> Iterator[str]:
                 break
 
 
-def no_submission_is_lost(evidence: Evidence) -> Iterator[str]:
+def no_submission_is_lost(evidence: FleetLogs) -> Iterator[str]:
     known = {(run.seq, run.number) for run in evidence.runs if run.endings}
     for line in evidence.of("asked", do="submit"):
         if line["code"] == 201 and (line["seq"], line["number"]) not in known:
             yield f"job {line['job']} was handed in as number {line['number']} and never ended"
 
 
-def no_submission_runs_twice(evidence: Evidence) -> Iterator[str]:
+def no_submission_runs_twice(evidence: FleetLogs) -> Iterator[str]:
     numbers: dict[int, set[int]] = defaultdict(set)
     for line in [*evidence.of("asked", do="submit"), *evidence.of("seen", what="submission")]:
         if line["number"]:
@@ -144,14 +144,14 @@ def no_submission_runs_twice(evidence: Evidence) -> Iterator[str]:
             yield f"submission {seq} became numbers {sorted(several)}"
 
 
-def endings_stay(evidence: Evidence) -> Iterator[str]:
+def endings_stay(evidence: FleetLogs) -> Iterator[str]:
     for run in evidence.runs:
         if len(run.endings) > 1:
             told = "; then ".join(f"{ending['outcome']}: {ending['reason']}" for ending in run.endings)
             yield f"{run.name} ended more than once: {told}"
 
 
-def a_cancel_wins(evidence: Evidence) -> Iterator[str]:
+def a_cancel_wins(evidence: FleetLogs) -> Iterator[str]:
     """Whoever was told that a job is cancelled is right."""
     endings = {run.number: run.endings for run in evidence.runs}
     for line in evidence.of("asked", do="cancel"):
@@ -161,7 +161,7 @@ def a_cancel_wins(evidence: Evidence) -> Iterator[str]:
                     yield f"job {line['job']} was cancelled, and has {ending['outcome']}"
 
 
-def jobs_succeed(evidence: Evidence) -> Iterator[str]:
+def jobs_succeed(evidence: FleetLogs) -> Iterator[str]:
     """No fault is the job's own."""
     wanted = {line["job"] for line in evidence.of("asked", do="cancel")}  # the answer may have been lost
     for run in evidence.runs:
@@ -170,7 +170,7 @@ def jobs_succeed(evidence: Evidence) -> Iterator[str]:
                 yield f"{run.name} has {ending['outcome']}: {ending['reason']}"
 
 
-def nobody_trains_after_the_end(evidence: Evidence) -> Iterator[str]:
+def nobody_trains_after_the_end(evidence: FleetLogs) -> Iterator[str]:
     for run in evidence.runs:
         for ending in run.endings[:1]:
             until = ending["mono"] + (LEAVES_S if ending["outcome"] == "cancelled" else 0.0)
@@ -182,7 +182,7 @@ def nobody_trains_after_the_end(evidence: Evidence) -> Iterator[str]:
                 )
 
 
-def only_the_killed_are_lost(evidence: Evidence) -> Iterator[str]:
+def only_the_killed_are_lost(evidence: FleetLogs) -> Iterator[str]:
     """A runner that ends without a word, and a node that its job loses, were hurt themselves: not their agent only."""
     for node, events in evidence.agents.items():
         started: dict[tuple[Any, Any], Line] = {}
@@ -208,14 +208,14 @@ def only_the_killed_are_lost(evidence: Evidence) -> Iterator[str]:
                     yield f"{run.name} lost {node} in round {number}, and nobody had hurt it: {event['reason']}"
 
 
-def _hurt(evidence: Evidence, node: str, since: float, until: float) -> bool:
+def _hurt(evidence: FleetLogs, node: str, since: float, until: float) -> bool:
     """True if something was done to the node's processes, beside its agent, or they were asked to leave it."""
     done = evidence.of("signals", node=node)
     done += [line for line in evidence.of("faults") if line["what"] in _HARMS and node in line["detail"].split()]
     return any(since <= line["mono"] <= until for line in done)
 
 
-def nobody_is_sent_away_for_nothing(evidence: Evidence) -> Iterator[str]:
+def nobody_is_sent_away_for_nothing(evidence: FleetLogs) -> Iterator[str]:
     """A runner is asked to leave because its job is over, its node drained, or too few nodes are left."""
     for node, events in evidence.agents.items():
         for event in events:
@@ -223,7 +223,7 @@ def nobody_is_sent_away_for_nothing(evidence: Evidence) -> Iterator[str]:
                 yield f"{node}: {event['reason']}"
 
 
-def histories_are_whole(evidence: Evidence) -> Iterator[str]:
+def histories_are_whole(evidence: FleetLogs) -> Iterator[str]:
     """What is shown of a job has all of its rounds, each with a reason."""
     for line in evidence.of("history"):
         run = next((run for run in evidence.runs if (run.job, run.number) == (line["job"], line["number"])), None)
@@ -238,13 +238,13 @@ def histories_are_whole(evidence: Evidence) -> Iterator[str]:
                 yield f"{run.name}: its history has no reason for round {number}"
 
 
-def agents_leave_well(evidence: Evidence) -> Iterator[str]:
+def agents_leave_well(evidence: FleetLogs) -> Iterator[str]:
     for line in evidence.of("left"):
         if line["code"] != 0:
             yield f"the agent of {line['node']} was asked to leave and ended with {line['code']}"
 
 
-def nothing_is_left(evidence: Evidence) -> Iterator[str]:
+def nothing_is_left(evidence: FleetLogs) -> Iterator[str]:
     ends = evidence.of("end")
     if not ends:
         yield "nobody has looked"
@@ -256,7 +256,7 @@ def nothing_is_left(evidence: Evidence) -> Iterator[str]:
 # ---- reading
 
 
-def read(work: Path, samples: int = SAMPLES) -> Evidence:
+def read(work: Path, samples: int = SAMPLES) -> FleetLogs:
     notes = {path.stem: tuple(checker.lines(path)) for path in work.glob("*.jsonl")}
     lossy = {line["detail"].split()[0] for line in notes.get("faults", ()) if line["what"] == "full disk"}
     agents = {}
@@ -274,8 +274,8 @@ def read(work: Path, samples: int = SAMPLES) -> Evidence:
         logs = tuple(log for node in agents for log in _logs(work / "nodes", node, job, number, agents[node], lossy))
         record = tuple(checker.lines(work / "jobs" / str(line["seq"]) / "record"))
         endings = tuple(e for e in notes.get("seen", ()) if e["what"] == "ending" and e["number"] == number)
-        runs.append(Run(job, number, line["seq"], line["steps"], checker.Evidence(logs, record, (), samples), endings))
-    return Evidence(tuple(runs), agents, notes)
+        runs.append(Run(job, number, line["seq"], line["steps"], checker.SoakLogs(logs, record, (), samples), endings))
+    return FleetLogs(tuple(runs), agents, notes)
 
 
 def _logs(nodes: Path, node: str, job: str, number: int, agent: Iterable[Line], lossy: Iterable[str]) -> Iterator[Log]:

@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 
 from benchmarks.daemon_fleet import ADOPT_S, Fleet, helpers
 from tests.faults.job import comm_of
-from tests.node.node import Node
+from tests.node.node import AgentNode
 
 LEAVES_S = 120.0
 
 
-class Stuck(Exception):
+class FleetStuck(Exception):
     """What had to come did not come in time."""
 
 
 @dataclass(slots=True)
-class Faults:
+class FleetFaults:
     """`kinds` strike; each returns what it did it to, None if there is nobody to do it to at the moment. `wait` ends
     those that last.
     """
@@ -94,12 +94,12 @@ class Faults:
 
     # --- whom -----------------------------------------------------------------------------------------------------
 
-    def _well(self) -> Node | None:
+    def _well(self) -> AgentNode | None:
         """A node that nothing is done to at the moment."""
         names = [name for name in self.fleet.nodes if name not in self._hurt and self.fleet.running(name)]
         return self.fleet.nodes[self.rng.choice(names)] if names else None
 
-    def _runner(self) -> tuple[Node, str, int] | None:
+    def _runner(self) -> tuple[AgentNode, str, int] | None:
         """A runner on such a node: (node, JOB.NUMBER, pid)."""
         if (node := self._well()) is None:
             return None
@@ -266,7 +266,7 @@ class Faults:
                 self.fleet.journal.write("left", node=name, code=node.process.returncode)
                 self._back(name, self.rng.choice((0.0, self._some_time())))
             elif time.monotonic() > by:
-                raise Stuck(f"the agent of {name} does not leave within {LEAVES_S:g} s:\n{node.log[-3000:]}")
+                raise FleetStuck(f"the agent of {name} does not leave within {LEAVES_S:g} s:\n{node.log[-3000:]}")
             else:
                 self._after(0.1, look)
 
@@ -309,18 +309,18 @@ class Faults:
     def _cordon(self, how: str) -> str | None:
         if (node := self._well()) is None or len(self.cordoned) > 1:
             return None
-        code, _ = self.fleet.ask("POST", f"/v1/nodes/{node.name}/{how}")
+        code, _ = self.fleet.request("POST", f"/v1/nodes/{node.name}/{how}")
         self.cordoned.add(node.name)  # the answer may have been lost
         name = node.name
         self._after(self._some_time(), lambda: self.uncordon(name))
         return f"{name} {code}"
 
     def uncordon(self, name: str) -> None:
-        if name in self.cordoned and self.fleet.ask("POST", f"/v1/nodes/{name}/uncordon")[0] in (200, 409, 404):
+        if name in self.cordoned and self.fleet.request("POST", f"/v1/nodes/{name}/uncordon")[0] in (200, 409, 404):
             self.cordoned.discard(name)
 
     def _cancel(self) -> str | None:
-        known = [one for one in self.fleet.unended() if one.number]
+        known = [one for one in self.fleet.unfinished() if one.number]
         if not known:
             return None
         one = self.rng.choice(known)
@@ -328,11 +328,11 @@ class Faults:
         return f"{one.job}.{one.number}: {code} {answer.get('outcome', '')}"
 
     def _submit_twice(self) -> str | None:
-        known = [one for one in self.fleet.unended() if one.number]
+        known = [one for one in self.fleet.unfinished() if one.number]
         if not known:
             return None
         one = self.rng.choice(known)
-        code = self.fleet.again(one)
+        code = self.fleet.resubmit(one)
         return f"{one.job}: {code}"
 
     def _damage(self) -> str | None:

@@ -25,16 +25,16 @@ from elasticd.errors import ElasticdError, WireError
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.api.client import Client, Unreachable
-from elasticd_agent.node.records import Ending, Submission
+from elasticd_agent.node.api.client import AgentClient, Unreachable
+from elasticd_agent.node.records import JobResult, Submission
 from elasticd_agent.node.runners import liveness as alive
-from elasticd_agent.node.runners.spec import read_order
+from elasticd_agent.node.runners.spec import read_spec
 from elasticd_agent.store import Store
 from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import EtcdServers
 from tests.faults.job import REPOSITORY, SCRIPTS
 from tests.multihost.cluster import LINEAGE
-from tests.node.node import Node
+from tests.node.node import AgentNode
 
 SLOTS = 2
 ADOPT_S = 12
@@ -48,7 +48,7 @@ _LOOK_S = 0.25
 _TOKEN = "0123456789abcdef0123456789abcdef"
 
 
-class Journal:
+class FleetJournal:
     """Appends lines to files of a directory; from any thread."""
 
     def __init__(self, work: Path) -> None:
@@ -61,7 +61,7 @@ class Journal:
 
 
 @dataclass(slots=True)
-class Asked:
+class SubmittedJob:
     """A job that was handed in, or may have been. `number` 0: nobody has said yet. `over`: its ending was seen."""
 
     seq: int
@@ -82,15 +82,15 @@ class Fleet:
     count: int
     seed: int
     steps: tuple[int, int] = STEPS
-    nodes: dict[str, Node] = field(default_factory=dict)
-    asked: dict[int, Asked] = field(default_factory=dict)
+    nodes: dict[str, AgentNode] = field(default_factory=dict)
+    submissions: dict[int, SubmittedJob] = field(default_factory=dict)
     disk: Path | None = None
     _over: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
     _endings: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.journal = Journal(self.work)
+        self.journal = FleetJournal(self.work)
         token = self.work / "token"
         token.touch(0o600)
         token.write_text(_TOKEN + "\n")
@@ -99,7 +99,7 @@ class Fleet:
             name = f"n{number}"
             root = self.work / "nodes" / name
             root.mkdir(parents=True)
-            self.nodes[name] = Node(
+            self.nodes[name] = AgentNode(
                 root,
                 name,
                 f"{_MARK}={self.seed}-{os.getpid()}-{name}",
@@ -166,10 +166,10 @@ class Fleet:
         left = []
         for name, node in self.nodes.items():
             left += [f"{name}: process {pid} {comm}" for pid, comm in node.processes().items()]
-            left += [f"{name}: {path} is held" for path in self._folders(name) if alive.held(path / "lock")]
+            left += [f"{name}: {path} is held" for path in self._folders(name) if alive.is_locked(path / "lock")]
         keys = self.etcd.ctl("get", "--prefix", "--keys-only", names.ROOT).split()
-        left += [f"key {key}" for key in keys if key.startswith((names.NODES, names.PLACER, names.CORDONED))]
-        for job in {one.job for one in self.asked.values()}:
+        left += [f"key {key}" for key in keys if key.startswith((names.NODES, names.SCHEDULER, names.CORDONS))]
+        for job in {one.job for one in self.submissions.values()}:
             own = Keys(job)
             there = [key for key in keys if key.startswith(own.spec.removesuffix("spec"))]
             left += [f"key {key}" for key in there if key.startswith((own.nodes, own.planner))]
@@ -179,18 +179,18 @@ class Fleet:
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
-    def unended(self) -> list[Asked]:
+    def unfinished(self) -> list[SubmittedJob]:
         """What may have been handed in and has not been seen to end."""
-        return [one for one in self.asked.values() if not one.refused and not one.over]
+        return [one for one in self.submissions.values() if not one.refused and not one.over]
 
-    def submit(self) -> Asked:
+    def submit(self) -> SubmittedJob:
         """Hand a job in, as the command does: tried again with the same token where the answer is lost."""
         rng = self._own
         few, many = rng.choice(((1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3)))
         workers = rng.choice((1, 1, 2))
         drawn = rng.randrange(*self.steps)
-        seq = len(self.asked) + 1
-        one = self.asked[seq] = Asked(seq, f"j{seq % 7}", drawn)
+        seq = len(self.submissions) + 1
+        one = self.submissions[seq] = SubmittedJob(seq, f"j{seq % 7}", drawn)
         folder = self.work / "jobs" / str(seq)
         folder.mkdir(parents=True)
         (folder / "faults.json").write_text("[]")
@@ -209,19 +209,19 @@ class Fleet:
         self._post(one, json.dumps(spec).encode())
         return one
 
-    def again(self, one: Asked) -> int:
+    def resubmit(self, one: SubmittedJob) -> int:
         """The same job once more, by another caller."""
         spec = (self.work / "jobs" / str(one.seq) / "spec.json").read_bytes()
-        return self.ask("POST", "/v1/jobs", spec, {"id": one.job, "token": os.urandom(16).hex()})[0]
+        return self.request("POST", "/v1/jobs", spec, {"id": one.job, "token": os.urandom(16).hex()})[0]
 
-    def _post(self, one: Asked, spec: bytes) -> None:
+    def _post(self, one: SubmittedJob, spec: bytes) -> None:
         (self.work / "jobs" / str(one.seq) / "spec.json").write_bytes(spec)
         query = {"id": one.job, "token": os.urandom(16).hex()}
         began = time.monotonic()
         code: int = 0
         answer: Mapping[str, Any] = {}
         for _ in range(3):
-            code, answer = self.ask("POST", "/v1/jobs", spec, query)
+            code, answer = self.request("POST", "/v1/jobs", spec, query)
             if code not in (503, 0):
                 break
             time.sleep(0.3)
@@ -232,34 +232,34 @@ class Fleet:
             answer=str(answer)[:300],
         )  # fmt: skip
 
-    def cancel(self, one: Asked) -> tuple[int, Mapping[str, Any]]:
-        code, answer = self.ask("POST", f"/v1/jobs/{one.job}/cancel")
+    def cancel(self, one: SubmittedJob) -> tuple[int, Mapping[str, Any]]:
+        code, answer = self.request("POST", f"/v1/jobs/{one.job}/cancel")
         if code == 200 and answer.get("outcome") == "cancelled":
-            for other in self.asked.values():
+            for other in self.submissions.values():
                 other.cancelled |= other.number == answer["number"]
         self.journal.write("asked", do="cancel", job=one.job, code=code, answer=answer, seq=one.seq)
         return code, answer
 
     def histories(self) -> None:
         """What is shown of every job's newest run."""
-        newest = {one.job: one for one in self.asked.values() if one.number}
+        newest = {one.job: one for one in self.submissions.values() if one.number}
         for one in newest.values():
-            code, answer = self.ask("GET", f"/v1/jobs/{one.job}")
+            code, answer = self.request("GET", f"/v1/jobs/{one.job}")
             progress = answer.get("progress") or {}
             self.journal.write(
                 "history", job=one.job, number=answer.get("number"), code=code, rounds=progress.get("rounds", [])
             )
 
-    def ask(
+    def request(
         self, method: str, path: str, body: bytes = b"", query: Mapping[str, object] | None = None
     ) -> tuple[int, Mapping[str, Any]]:
         """Of any agent that runs; code 0 when none answers."""
         willing = [name for name in self.nodes if self.running(name) and _state(self.nodes[name].pid) != "T"]
         for name in self._own.sample(willing, len(willing)):
-            client = Client(self.nodes[name].root / "run" / "agent.sock")
+            client = AgentClient(self.nodes[name].root / "run" / "agent.sock")
             kind = "application/json" if body else ""
             try:
-                reply = client.ask(method, path, query, body=body, kind=kind, within_s=15.0)
+                reply = client.request(method, path, query, body=body, kind=kind, within_s=15.0)
             except Unreachable:
                 continue
             try:
@@ -275,9 +275,9 @@ class Fleet:
         found = {}
         for folder in self._folders(name):
             lock = folder / "lock"
-            if lock.exists() and alive.held(lock):
+            if lock.exists() and alive.is_locked(lock):
                 job, _, number = folder.name.rpartition(".")
-                holder = alive.holder(lock)
+                holder = alive.lock_owner(lock)
                 found[job, int(number)] = 0 if holder is None else holder.pid
         return found
 
@@ -295,11 +295,15 @@ class Fleet:
                 held: dict[int, Path] = {}
                 for folder in self._folders(name):
                     slots = _slots(folder)
-                    if not slots or not alive.held(folder / "lock"):
+                    if not slots or not alive.is_locked(folder / "lock"):
                         continue
                     for slot in slots:
                         other = held.setdefault(slot, folder)
-                        if other is folder or not alive.held(other / "lock") or not alive.held(folder / "lock"):
+                        if (
+                            other is folder
+                            or not alive.is_locked(other / "lock")
+                            or not alive.is_locked(folder / "lock")
+                        ):
                             continue
                         if slot in _slots(other) and (other.name, folder.name) not in told:
                             told.add((other.name, folder.name))
@@ -316,32 +320,32 @@ class Fleet:
 
     def look(self, store: Store) -> None:
         """Hear what has been handed in and what has ended."""
-        for key, found in store.list(names.SUBMITTED).items():
+        for key, found in store.list(names.SUBMISSIONS).items():
             with contextlib.suppress(WireError, ValueError, KeyError):
                 told = Submission.from_json(found.value)
-                one = self.asked[int(Path(json.loads(told.spec)["env"]["WORK"]).name)]
+                one = self.submissions[int(Path(json.loads(told.spec)["env"]["WORK"]).name)]
                 if one.number != told.number:
                     self.journal.write("seen", what="submission", seq=one.seq, job=key, number=told.number)
                     one.number, one.refused = told.number, False
-        for found in store.list(names.ENDED).values():
+        for found in store.list(names.RESULTS).values():
             with contextlib.suppress(WireError):
-                self._ended(Ending.from_json(found.value))
+                self._ended(JobResult.from_json(found.value))
 
-    def _ended(self, told: Ending) -> None:
+    def _ended(self, told: JobResult) -> None:
         what = f"{told.outcome}: {told.reason}"
         if self._endings.get((told.job, told.number)) != what:
             self._endings[told.job, told.number] = what
             self.journal.write(
                 "seen", what="ending", job=told.job, number=told.number, outcome=told.outcome, reason=told.reason
             )
-        for one in self.asked.values():
+        for one in self.submissions.values():
             if one.number == told.number and not one.over:
                 one.over = True
 
 
 def _slots(folder: Path) -> tuple[int, ...]:
     try:
-        return read_order(JobFiles(folder)).slots
+        return read_spec(JobFiles(folder)).slots
     except (OSError, WireError):
         return ()
 

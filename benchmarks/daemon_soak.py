@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import daemon_checker
-from benchmarks.daemon_faults import Faults, Stuck
-from benchmarks.daemon_fleet import STEPS, Asked, Fleet
+from benchmarks.daemon_faults import FleetFaults, FleetStuck
+from benchmarks.daemon_fleet import STEPS, Fleet, SubmittedJob
 from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import etcd_servers
 
@@ -35,9 +35,9 @@ Say = Callable[[str], None]
 
 
 @dataclass(slots=True)
-class Soak:
+class FleetSoak:
     fleet: Fleet
-    faults: Faults
+    faults: FleetFaults
     say: Say
     count: int = 0
     struck: Counter[str] = field(default_factory=Counter)
@@ -53,14 +53,14 @@ class Soak:
 
     def strike(self, *names: str) -> None:
         """One fault, of these if any are named, that is possible now; jobs are handed in beside it."""
-        while len(self.fleet.unended()) < UNENDED:
+        while len(self.fleet.unfinished()) < UNENDED:
             self.fleet.submit()
         kinds = self.faults.kinds()
         until = time.monotonic() + CALM_S
         while (detail := kinds[name := self.faults.rng.choice(names or tuple(kinds))]()) is None:
             self.faults.wait(0.05)
             if time.monotonic() > until:
-                raise Stuck(f"nobody is there for {name}")
+                raise FleetStuck(f"nobody is there for {name}")
         self.count += 1
         self.struck[name] += 1
         self.fleet.journal.write("faults", what=name, number=self.count, detail=detail)
@@ -75,20 +75,20 @@ class Soak:
             for name in sorted(self.faults.cordoned):
                 self.faults.uncordon(name)
             if time.monotonic() > deadline:
-                raise Stuck(f"faults do not end; cordoned: {sorted(self.faults.cordoned)}")
+                raise FleetStuck(f"faults do not end; cordoned: {sorted(self.faults.cordoned)}")
         began = time.monotonic()
-        while left := self.fleet.unended():
+        while left := self.fleet.unfinished():
             self.faults.wait(0.2)
             for name in self.fleet.nodes:
                 if not self.fleet.running(name):
-                    raise Stuck(f"the agent of {name} has ended by itself:\n{self.fleet.nodes[name].log[-3000:]}")
+                    raise FleetStuck(f"the agent of {name} has ended by itself:\n{self.fleet.nodes[name].log[-3000:]}")
             if time.monotonic() > began + CALM_S:
-                raise Stuck("; ".join(self._told(one) for one in left))
+                raise FleetStuck("; ".join(self._told(one) for one in left))
             self._settle(left)
         self.fleet.histories()
         self.say(f"     calm: all jobs have ended after {time.monotonic() - began:.1f} s")
 
-    def _settle(self, left: list[Asked]) -> None:
+    def _settle(self, left: list[SubmittedJob]) -> None:
         """A job of which nobody knew whether it was handed in: the store knows now."""
         for one in left:
             if not one.number:
@@ -99,8 +99,8 @@ class Soak:
                     store.close()
                 one.refused = not one.number
 
-    def _told(self, one: Asked) -> str:
-        _, answer = self.fleet.ask("GET", f"/v1/jobs/{one.job}")
+    def _told(self, one: SubmittedJob) -> str:
+        _, answer = self.fleet.request("GET", f"/v1/jobs/{one.job}")
         return (
             f"job {one.job} ({one.seq}, number {one.number}) has not ended {CALM_S:g} s after the last fault: {answer}"
         )
@@ -123,7 +123,7 @@ def soak(
     stuck: list[str] = []
     with etcd_servers() as etcd:
         fleet = Fleet(work, etcd, nodes, seed, steps)
-        run = Soak(fleet, Faults(fleet, random.Random(seed), lasts_s), say)
+        run = FleetSoak(fleet, FleetFaults(fleet, random.Random(seed), lasts_s), say)
         try:
             fleet.start()
             if isinstance(faults, int):
@@ -134,7 +134,7 @@ def soak(
                     run.strike(name)
                 run.calm()
             fleet.leave()
-        except (Stuck, AssertionError) as error:
+        except (FleetStuck, AssertionError) as error:
             stuck = [f"stuck after fault {run.count}: {str(error)[:6000]}"]
         finally:
             fleet.close()

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Outcome:
+class HangOutcome:
     """All repetitions of one situation under one policy. `detected`, `recovered`: seconds since the injection."""
 
     situation: str
@@ -68,7 +68,7 @@ JOBS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def repetition(names: Sequence[str], policy: Sequence[str], folder: Path, outcomes: dict[str, Outcome]) -> None:
+def repetition(names: Sequence[str], policy: Sequence[str], folder: Path, outcomes: dict[str, HangOutcome]) -> None:
     """One job that goes through these situations. Raises Missed, with what is known, when one is not found."""
     situations = [BY_NAME[name] for name in names]
     faults: list[Fault] = []
@@ -101,7 +101,7 @@ def _start(
     return Job(folder, SCRIPTS / script, *args, workers=str(workers), flags=flags, faults=faults)
 
 
-def _one(run: Job, number: int, situation: Situation, struck: int, outcome: Outcome) -> None:
+def _one(run: Job, number: int, situation: Situation, struck: int, outcome: HangOutcome) -> None:
     where = f"{situation.name}, round {number}"
     if situation.what:
         at = _until(lambda: fired(run.work, struck), START_S, f"{where}: the fault", run)
@@ -143,7 +143,7 @@ def stepped(work: Path, after: int, workers: int) -> float | None:
     return max(firsts)
 
 
-def _see_evidence(outcome: Outcome, log: Path, number: int, workers: int, exits: Sequence[Event]) -> None:
+def _see_evidence(outcome: HangOutcome, log: Path, number: int, workers: int, exits: Sequence[Event]) -> None:
     missing = _missing(log / f"round-{number}" / "evidence", workers, exits)
     outcome.evidence_first += not missing
     outcome.wrong += [f"evidence: {missing}"] if missing else []
@@ -165,7 +165,7 @@ def _missing(folder: Path, workers: int, exits: Sequence[Event]) -> str:
     return ""
 
 
-def partition(policy: Sequence[str], folder: Path, repetitions: int, outcome: Outcome) -> None:
+def partition(policy: Sequence[str], folder: Path, repetitions: int, outcome: HangOutcome) -> None:
     """Two nodes; packets between them vanish, and arrive again once the verdict is there. Needs root.
 
     Raises AssertionError when the verdict or training does not come in time.

@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(slots=True)
-class Soak:
+class HangSoak:
     """What was run, how often, and what was done about it that should not have been."""
 
     minutes: float
@@ -34,8 +34,8 @@ class Soak:
     broken: list[str] = field(default_factory=list)
 
 
-def soak(minutes: float, scratch: Path, rng: random.Random, say: Say) -> Soak:
-    found = Soak(minutes)
+def soak(minutes: float, scratch: Path, rng: random.Random, say: Say) -> HangSoak:
+    found = HangSoak(minutes)
     end, number = time.monotonic() + 60 * minutes, 0
     ways = [*slow(), "harm"]
     while time.monotonic() < end:
@@ -47,7 +47,7 @@ def soak(minutes: float, scratch: Path, rng: random.Random, say: Say) -> Soak:
     return found
 
 
-def _one(way: str, folder: Path, found: Soak, say: Say) -> None:
+def _one(way: str, folder: Path, found: HangSoak, say: Say) -> None:
     faults, args = slow()[way] if way != "harm" else ([], ())
     runs = {script: _start(folder / script, script, faults, args) for script in (SESSION, PLAIN)}
     start = time.monotonic()

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.hang_jobs import GAP_STEPS, START_S, Outcome, fired, stepped
+from benchmarks.hang_jobs import GAP_STEPS, START_S, HangOutcome, fired, stepped
 from benchmarks.processes import end_all
 from tests.hangs.situations import PLAIN, SCRIPTS, Situation
 from tests.multihost.net import Network
@@ -27,7 +27,7 @@ _LOOK_S = 0.05
 _COMMAND = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "3", "--nproc-per-node")
 
 
-def torchrun(situation: Situation, folder: Path, deadline_s: float, outcome: Outcome) -> None:
+def torchrun(situation: Situation, folder: Path, deadline_s: float, outcome: HangOutcome) -> None:
     """One job, one hang; every process of it is gone after this."""
     folder.mkdir(parents=True)
     (folder / "faults.json").write_text(json.dumps([asdict(fault) for fault in situation.faults(GAP_STEPS)]))
@@ -62,7 +62,7 @@ def torchrun(situation: Situation, folder: Path, deadline_s: float, outcome: Out
         end_all()
 
 
-def torchrun_partition(folder: Path, deadline_s: float, outcome: Outcome) -> None:
+def torchrun_partition(folder: Path, deadline_s: float, outcome: HangOutcome) -> None:
     """Two nodes whose packets vanish until both groups have given up; nothing resets a connection. Needs root."""
     folder.mkdir(parents=True)
     (folder / "faults.json").write_text("[]")

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.hang_jobs import DEFAULT, FLOOR, JOBS, TUNED, Missed, Outcome, partition, repetition
-from benchmarks.hang_soak import Soak, soak
+from benchmarks.hang_jobs import DEFAULT, FLOOR, JOBS, TUNED, HangOutcome, Missed, partition, repetition
+from benchmarks.hang_soak import HangSoak, soak
 from benchmarks.hang_torchrun import torchrun, torchrun_partition
 from benchmarks.processes import adopt_orphans, end_all
 from benchmarks.recovery import as_plain, numbered, say
@@ -34,7 +34,7 @@ POLICIES: Mapping[str, Sequence[str]] = {"default": DEFAULT, "floor": FLOOR, "tu
 _TORCHRUN = "torchrun"
 _TORCHRUN_DEADLINE_S = 120.0
 
-Outcomes = dict[str, dict[str, Outcome]]
+Outcomes = dict[str, dict[str, HangOutcome]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def hung(args: argparse.Namespace, folders: Iterator[Path]) -> Outcomes:
     jobs = [job for job in JOBS if set(job) & set(args.situations)]
     names = [name for name in BY_NAME if name in {"partition"} & set(args.situations) or name in sum(jobs, ())]
     policies = args.policies if args.repetitions else []
-    outcomes = {policy: {name: Outcome(name, policy) for name in names} for policy in policies}
+    outcomes = {policy: {name: HangOutcome(name, policy) for name in names} for policy in policies}
     for number in range(args.repetitions):
         for policy, job in itertools.product(args.policies, jobs):
             start = time.monotonic()
@@ -100,7 +100,7 @@ def hung(args: argparse.Namespace, folders: Iterator[Path]) -> Outcomes:
             say(f"{policy}: {args.repetitions} partitions")
     if args.torchrun:
         others = [name for name in names if BY_NAME[name].what or (name == "partition" and not missing())]
-        outcomes[_TORCHRUN] = {name: Outcome(name, _TORCHRUN) for name in others}
+        outcomes[_TORCHRUN] = {name: HangOutcome(name, _TORCHRUN) for name in others}
         for number, outcome in itertools.product(range(args.torchrun), outcomes[_TORCHRUN].values()):
             if outcome.situation == "partition":
                 torchrun_partition(next(folders), _TORCHRUN_DEADLINE_S, outcome)
@@ -115,7 +115,7 @@ def together(paths: Sequence[Path]) -> Outcomes:
     told = [json.loads(path.read_text())["hung"] for path in paths]
     outcomes: Outcomes = {}
     for policy in (one for one in (*POLICIES, _TORCHRUN) if any(one in each for each in told)):
-        outcomes[policy] = {name: Outcome(name, policy) for name in BY_NAME}
+        outcomes[policy] = {name: HangOutcome(name, policy) for name in BY_NAME}
         for found in (one for each in told for one in each.get(policy, {}).values()):
             into = outcomes[policy][found["situation"]]
             for count in ("tried", "right_cause", "right_culprit", "evidence_first"):
@@ -170,11 +170,11 @@ def summary(outcomes: Outcomes) -> str:
     return "\n".join(lines)
 
 
-def _share(count: int, outcomes: Sequence[Outcome]) -> str:
+def _share(count: int, outcomes: Sequence[HangOutcome]) -> str:
     return f"{count} of {sum(o.tried for o in outcomes)}"
 
 
-def slow_line(found: Soak) -> str:
+def slow_line(found: HangSoak) -> str:
     lines = [
         f"What is only slow, {found.minutes:g} minutes, {sum(found.runs.values())} jobs: {len(found.kills)} kills, "
         f"{found.suspected} suspicions that passed, {len(found.broken)} jobs that did not end well."

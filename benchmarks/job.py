@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.launchers import Launcher
+from benchmarks.launchers import ComparedLauncher
 from benchmarks.processes import command_line, descendants, end_all, pss_megabytes
 
 SCRIPT = Path(__file__).with_name("scripts") / "steps.py"
@@ -51,10 +51,10 @@ class Memory:
         return self.agent + self.launcher + self.workers
 
 
-class Job:
+class BenchmarkJob:
     """A context: entering starts the launcher, leaving ends every process below it."""
 
-    def __init__(self, launcher: Launcher, workers: int, directory: Path, *script_args: str) -> None:
+    def __init__(self, launcher: ComparedLauncher, workers: int, directory: Path, *script_args: str) -> None:
         self.launcher, self.workers, self.directory = launcher, workers, directory
         directory.mkdir(parents=True)
         self._command = launcher.start(str(SCRIPT), workers, "--notes", str(directory), *script_args)
@@ -63,7 +63,7 @@ class Job:
         self._read: dict[int, int] = {}
         self._times_read = 0
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> BenchmarkJob:
         # The same for all launchers, and what each would set by itself; said here so that torchrun need not warn of it.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.launcher.environment}
         # Or a launcher run from a checkout would compile itself at every start, and an installed one would not.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Launcher:
+class ComparedLauncher:
     """A way to start workers on this machine: its command and the environment it needs."""
 
     name: str
@@ -25,18 +25,18 @@ class Launcher:
         return [*self.command, "--nproc-per-node", str(workers), script, *args]
 
 
-ELASTICD = Launcher(
+ELASTICD = ComparedLauncher(
     "elasticd",
     "elasticd",
     # More restarts than anything here needs: what is measured is a restart, not the budget for them.
     (sys.executable, "-m", "elasticd_agent", "run", "--standalone", "--max-restarts", "1000"),
 )
-TORCHRUN = Launcher(
+TORCHRUN = ComparedLauncher(
     "torchrun",
     "torchrun, defaults",
     (sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "100"),
 )
-TORCHRUN_TUNED = Launcher(
+TORCHRUN_TUNED = ComparedLauncher(
     "torchrun_tuned",
     "torchrun, at its best",
     TORCHRUN.command,

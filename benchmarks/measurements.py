@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.intervals import Interval, median_interval
-from benchmarks.job import Job, Memory, Stalled
-from benchmarks.launchers import ELASTICD, TORCHRUN, Launcher
+from benchmarks.job import BenchmarkJob, Memory, Stalled
+from benchmarks.launchers import ELASTICD, TORCHRUN, ComparedLauncher
 
 _START_DEADLINE_S = 90.0
 # Between a group's first step and the kill, the same for all launchers: faults rarely come in the first second.
@@ -44,14 +44,14 @@ class Recoveries:
         return done == (self.start_tried, self.kill_other_tried, self.kill_rank0_tried)
 
 
-def warm_up(launcher: Launcher, scratch: Iterator[Path]) -> None:
+def warm_up(launcher: ComparedLauncher, scratch: Iterator[Path]) -> None:
     """A run that does not count. Raises Stalled if the launcher cannot do even that, with what it printed."""
-    with Job(launcher, 2, next(scratch), "--steps", "10") as job:
+    with BenchmarkJob(launcher, 2, next(scratch), "--steps", "10") as job:
         job.wait_for_end(_START_DEADLINE_S)
 
 
 def recoveries(
-    launchers: tuple[Launcher, ...],
+    launchers: tuple[ComparedLauncher, ...],
     workers: int,
     repetitions: int,
     deadline_s: float,
@@ -70,12 +70,17 @@ def recoveries(
 
 
 def _one_repetition(
-    launcher: Launcher, workers: int, result: Recoveries, deadline_s: float, rng: random.Random, scratch: Iterator[Path]
+    launcher: ComparedLauncher,
+    workers: int,
+    result: Recoveries,
+    deadline_s: float,
+    rng: random.Random,
+    scratch: Iterator[Path],
 ) -> None:
     """Both kills hit the same job, as in life; after one that was not recovered the other gets a fresh job."""
     kills = [("kill_other", rng.randrange(1, workers)), ("kill_rank0", 0)]
     while kills:
-        with Job(launcher, workers, next(scratch)) as job:
+        with BenchmarkJob(launcher, workers, next(scratch)) as job:
             result.start_tried += 1
             try:
                 group = job.wait_for_group(-1, _START_DEADLINE_S)
@@ -123,7 +128,7 @@ def overhead(starts: int, turns: int, rng: random.Random, scratch: Iterator[Path
     rates: dict[str, list[float]] = {ELASTICD.name: [], TORCHRUN.name: []}
     medians: list[float] = []
     for start in range(starts):
-        with Job(ELASTICD, 2, next(scratch)) as ours, Job(TORCHRUN, 2, next(scratch)) as theirs:
+        with BenchmarkJob(ELASTICD, 2, next(scratch)) as ours, BenchmarkJob(TORCHRUN, 2, next(scratch)) as theirs:
             jobs = {ELASTICD.name: ours, TORCHRUN.name: theirs}
             for job in jobs.values():
                 job.train(job.wait_for_group(-1, _START_DEADLINE_S), 1.0, _WARM_UP_STEPS, _START_DEADLINE_S)
@@ -137,11 +142,13 @@ def overhead(starts: int, turns: int, rng: random.Random, scratch: Iterator[Path
     return Overhead(2, rates[ELASTICD.name], rates[TORCHRUN.name], medians, median_interval(medians))
 
 
-def memory(launchers: tuple[Launcher, ...], workers: int, scratch: Iterator[Path], say: Say) -> dict[str, Memory]:
+def memory(
+    launchers: tuple[ComparedLauncher, ...], workers: int, scratch: Iterator[Path], say: Say
+) -> dict[str, Memory]:
     """PSS by part, once each, two seconds into training."""
     found: dict[str, Memory] = {}
     for launcher in launchers:
-        with Job(launcher, workers, next(scratch)) as job:
+        with BenchmarkJob(launcher, workers, next(scratch)) as job:
             group = job.wait_for_group(-1, _START_DEADLINE_S)
             job.train(group, 2.0, _SETTLE_STEPS, 60.0)
             found[launcher.name] = job.memory(group)
@@ -154,7 +161,7 @@ class Kills:
     """Kills in a row in one job."""
 
     workers: int
-    asked: int
+    requested: int
     recovered: list[float] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     most_steps_repeated: int = 0
@@ -166,7 +173,7 @@ def many_kills(
     """SIGKILL random ranks of one elasticd job at random moments; it goes on from its script's snapshots."""
     result, every = Kills(workers, count), 10
     while len(result.recovered) + len(result.lost) < count:
-        with Job(ELASTICD, workers, next(scratch), "--snapshot-every", str(every)) as job:
+        with BenchmarkJob(ELASTICD, workers, next(scratch), "--snapshot-every", str(every)) as job:
             try:
                 group = job.wait_for_group(-1, _START_DEADLINE_S)
                 while len(result.recovered) + len(result.lost) < count:

@@ -39,12 +39,12 @@ _ENDS_A_ROUND = ("kill rank", "kill node", "replace agent")
 Say = Callable[[str], None]
 
 
-class Stuck(Exception):
+class JobStuck(Exception):
     """The job did not train again in time."""
 
 
 @dataclass(slots=True)
-class Soak:
+class NodeSoak:
     """One job under faults."""
 
     cluster: Cluster
@@ -194,7 +194,7 @@ class Soak:
             for host in self.hosts:
                 agent = self.cluster.agent(host.name)
                 if not agent.running:
-                    raise Stuck(f"an agent ended by itself: {agent.told()}")
+                    raise JobStuck(f"an agent ended by itself: {agent.told()}")
             number = self.cluster.last_round()
             if number < max(least, 1) or set(self.cluster.round(number)["nodes"]) != everybody:
                 return False
@@ -226,7 +226,7 @@ class Soak:
         deadline = time.monotonic() + RECOVERY_S
         while not condition():
             if time.monotonic() > deadline:
-                raise Stuck(f"no {what} within {RECOVERY_S:g} s")
+                raise JobStuck(f"no {what} within {RECOVERY_S:g} s")
             time.sleep(0.1)
 
     def _some_time(self) -> float:
@@ -252,13 +252,13 @@ def soak(faults: int, hosts: int, seed: int, limit_s: float, keep: Path | None, 
             )
             job = work / "job"
             args = ("--samples", str(SAMPLES), "--pause", "0.02")
-            run = Soak(Cluster(net, job, f"1:{hosts}", LINEAGE, args, flags=flags), random.Random(seed), say)
+            run = NodeSoak(Cluster(net, job, f"1:{hosts}", LINEAGE, args, flags=flags), random.Random(seed), say)
             found = _run(run, faults, limit_s)
         say(", ".join(f"{count} × {what}" for what, count in sorted(run.struck.items())))
         return found + checker.breaches(checker.read(job, SAMPLES))
 
 
-def _run(run: Soak, faults: int, limit_s: float) -> list[str]:
+def _run(run: NodeSoak, faults: int, limit_s: float) -> list[str]:
     until = time.monotonic() + limit_s
     run.cluster.start()
     try:
@@ -266,11 +266,11 @@ def _run(run: Soak, faults: int, limit_s: float) -> list[str]:
         while run.count < faults and time.monotonic() < until:
             run.strike()
         run.cluster.finish(END_S)
-    except (Stuck, AssertionError) as error:
+    except (JobStuck, AssertionError) as error:
         return [f"stuck after fault {run.count}: {str(error)[:6000]}"]
     missed = faults - run.count
     return [f"only {run.count} of {faults} faults in {limit_s:g} s"] if missed else []
 
 
-def told(found: Sequence[str]) -> str:
+def describe(found: Sequence[str]) -> str:
     return "\n".join(f"BREACH {each}" for each in found) or "every promise was kept"

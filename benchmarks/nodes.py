@@ -44,7 +44,7 @@ Popen = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @dataclass(slots=True)
-class Outcome:
+class NodeLossOutcome:
     """Seconds without a step, and how often there was an end to them."""
 
     name: str
@@ -142,9 +142,11 @@ def torchrun_command(endpoint: tuple[str, int], job: str) -> list[str]:
     ]
 
 
-def faults(kinds: Sequence[str], store: str, repetitions: int, deadline_s: float, rng: random.Random) -> list[Outcome]:
+def faults(
+    kinds: Sequence[str], store: str, repetitions: int, deadline_s: float, rng: random.Random
+) -> list[NodeLossOutcome]:
     """Each fault hits a fresh job of 3 nodes. With c10d the first node hosts the store, and is no victim."""
-    outcomes = {kind: Outcome(f"elasticd, {store}: {kind}") for kind in kinds}
+    outcomes = {kind: NodeLossOutcome(f"elasticd, {store}: {kind}") for kind in kinds}
     with etcd_servers() as etcd, tempfile.TemporaryDirectory(prefix="elasticd-bench-") as scratch:
         for repetition in range(repetitions):
             for kind in kinds:
@@ -192,9 +194,9 @@ def _one(kind: str, nodes: Nodes, etcd: EtcdServers | None, job: str, deadline_s
     return _longest_pause(nodes, at)
 
 
-def vanishing(repetitions: int, deadline_s: float) -> Outcome:
+def vanishing(repetitions: int, deadline_s: float) -> NodeLossOutcome:
     """A node's cable is pulled: nothing resets a connection. Hosts are network namespaces, so this needs root."""
-    outcome = Outcome("elasticd, etcd: node vanishes")
+    outcome = NodeLossOutcome("elasticd, etcd: node vanishes")
     for repetition in range(repetitions):
         with Network(3, others=("store",)) as net, tempfile.TemporaryDirectory(prefix="elasticd-bench-") as scratch:
             store = EtcdHost(net["store"])
@@ -225,8 +227,8 @@ def _longest_pause(nodes: Nodes, after: float) -> float:
     return max(b - a for a, b in itertools.pairwise(times))
 
 
-def torchrun(repetitions: int, deadline_s: float) -> Outcome:
-    outcome = Outcome("torchrun, c10d: node")
+def torchrun(repetitions: int, deadline_s: float) -> NodeLossOutcome:
+    outcome = NodeLossOutcome("torchrun, c10d: node")
     with tempfile.TemporaryDirectory(prefix="elasticd-bench-") as scratch:
         for repetition in range(repetitions):
             folder = Path(scratch) / str(repetition)
@@ -250,7 +252,7 @@ def torchrun(repetitions: int, deadline_s: float) -> Outcome:
     return outcome
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[NodeLossOutcome]) -> str:
     lines = ["| fault, 3 nodes of 1 worker | seconds without a step: median (max) | recovered/tried |", "|---|---|---|"]
     for o in outcomes:
         figure = f"{statistics.median(o.seconds):.2f} ({max(o.seconds):.2f})" if o.seconds else "never"

@@ -37,7 +37,7 @@ SETTLED_S = 1.0
 """What follows a round: its records are cleaned, everybody is known by a knock."""
 
 
-class Late(Exception):
+class DeadlineMissed(Exception):
     """What was waited for did not happen before the deadline."""
 
 
@@ -59,7 +59,7 @@ class Figures:
 
 
 @dataclass(slots=True)
-class Life:
+class SizeResult:
     """One job of `nodes` agents over `store`."""
 
     store: str
@@ -109,7 +109,7 @@ class Agents:
             try:
                 said = self.heard.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise Late(f"no {kind} before the deadline; {self.broken[-1:]}") from None
+                raise DeadlineMissed(f"no {kind} before the deadline; {self.broken[-1:]}") from None
             if said["kind"] in ("broken", "said"):
                 self.broken.append(str(said))
             if said["kind"] == "round":
@@ -117,11 +117,11 @@ class Agents:
                 self.sizes[node] = number, members, float(str(said["at"]))
                 self.why[number] = str(said["why"])
                 if self.expected is not None and members > self.expected and node in self.alive:
-                    self.tell(node, "fail", str(number), node)
+                    self.send(node, "fail", str(number), node)
             if said["kind"] == kind:
                 return said
 
-    def tell(self, name: str, *words: str) -> None:
+    def send(self, name: str, *words: str) -> None:
         self._write(self._home[name], " ".join(words))
 
     def _write(self, process: int, line: str) -> None:
@@ -130,7 +130,7 @@ class Agents:
         stdin.write(line.encode() + b"\n")
         stdin.flush()
 
-    def everyone(self, line: str) -> None:
+    def broadcast(self, line: str) -> None:
         for process in range(len(self._processes)):
             self._write(process, line)
 
@@ -170,7 +170,7 @@ class Agents:
 
     def traffic(self, whose: Sequence[str] | None = None) -> tuple[float, float, float]:
         """Requests, bytes sent and received, of these agents, or all."""
-        self.everyone("traffic")
+        self.broadcast("traffic")
         sums, planners = [0.0, 0.0, 0.0], []
         for _ in self._processes:
             said = self._next("traffic", time.monotonic() + _START_S)
@@ -202,9 +202,11 @@ class Agents:
                         pipe.close()
 
 
-def life(store: str, endpoint: tuple[str, int], count: int, deadline_s: float, idle_s: float, lease_s: float) -> Life:
+def measure_size(
+    store: str, endpoint: tuple[str, int], count: int, deadline_s: float, idle_s: float, lease_s: float
+) -> SizeResult:
     """Join, idle, lose one, lose a tenth, get as many new ones."""
-    result = Life(store, count, lease_s)
+    result = SizeResult(store, count, lease_s)
     agents = Agents(store, endpoint, f"bench-{store}-{count}-{os.getpid()}", count, deadline_s, lease_s)
     try:
         before = (0.0, 0.0, 0.0)
@@ -220,7 +222,7 @@ def life(store: str, endpoint: tuple[str, int], count: int, deadline_s: float, i
 
         cpu_s = agents.cpu_s()
         began = time.monotonic()
-        agents.everyone("go")
+        agents.broadcast("go")
         step("join", began, count, cpu_s, 0)
         time.sleep(SETTLED_S)
         before = agents.traffic()
@@ -237,13 +239,13 @@ def life(store: str, endpoint: tuple[str, int], count: int, deadline_s: float, i
             began = time.monotonic()
             agents.kill(gone)
             for node in agents.alive:
-                agents.tell(node, "fail", str(number), node)
+                agents.send(node, "fail", str(number), node)
             step(name, began, len(agents.alive), cpu_s, number)
             time.sleep(SETTLED_S)
         number, before, cpu_s, began = agents.number, agents.traffic(), agents.cpu_s(), time.monotonic()
         agents.start([f"n{count + i}" for i in range(tenth)])
         step("add a tenth", began, len(agents.alive), cpu_s, number)
-    except Late as late:
+    except DeadlineMissed as late:
         result.trouble = f"{late}; the rounds so far: {agents.why}"
     finally:
         agents.end()
@@ -265,7 +267,7 @@ def torch_joins(count: int, deadline_s: float) -> float | None:
     return float(text) if done.returncode == 0 and text else None
 
 
-def table(lives: Sequence[Life], torch: dict[int, float | None]) -> str:
+def table(lives: Sequence[SizeResult], torch: dict[int, float | None]) -> str:
     lines = [
         f"| nodes | store | {' | '.join(f'{name} s' for name in STEPS)} | requests a node: {' / '.join(STEPS)} "
         f"| kB a node: {' / '.join(STEPS)} | idle requests a node and second | torch's rendezvous, join s |",
@@ -317,13 +319,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     facts = report.machine()
-    lives: list[Life] = []
+    lives: list[SizeResult] = []
     torch: dict[int, float | None] = {}
     for count in args.nodes:
         for kind in args.stores:
             with endpoints(kind) as endpoint:
                 lease_s = args.lease or (Policy().lease_s if count <= MANY else MANY_LEASE_S)
-                lives.append(life(kind, endpoint, count, args.deadline, args.idle, lease_s))
+                lives.append(measure_size(kind, endpoint, count, args.deadline, args.idle, lease_s))
             print(f"{kind}, {count} nodes: {lives[-1]}", file=sys.stderr, flush=True)
         if count in args.torch:
             torch[count] = torch_joins(count, args.deadline)

@@ -84,7 +84,7 @@ def memory_table(found: Mapping[str, Memory], workers: int) -> str:
 
 def kills_line(result: Kills) -> str:
     done = sorted(result.recovered)
-    head = f"{result.asked} kills in a row, {result.workers} workers"
+    head = f"{result.requested} kills in a row, {result.workers} workers"
     if not done:
         return f"{head}: none recovered."
     late = done[min(len(done) - 1, len(done) * 99 // 100)]

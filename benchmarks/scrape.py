@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.daemon import SCRIPT, STEP_S, Agent, Notes, cpu_s, folder, wait_for
+from benchmarks.daemon import SCRIPT, STEP_S, InstalledAgent, StepLog, cpu_s, folder, wait_for
 
 MOST_MS = 20.0
 PAUSE_S = 0.1
@@ -62,12 +62,12 @@ def summary(took: Sequence[float]) -> dict[str, float]:
 
 def measure(jobs: int, workers: int, scrapes: int) -> dict[str, object]:
     with folder() as place:
-        agent, port = Agent(place, "\n".join(table(n, place, workers) for n in range(jobs))), free_port()
+        agent, port = InstalledAgent(place, "\n".join(table(n, place, workers) for n in range(jobs))), free_port()
         told = agent.config.read_text().replace("port = 0", f"port = {port}").replace("slots = 8", "slots = 64")
         agent.config.write_text(told)
         try:
             agent.start()
-            notes = [Notes(place / f"job{number}", workers) for number in range(jobs)]
+            notes = [StepLog(place / f"job{number}", workers) for number in range(jobs)]
             wait_for(lambda: all(len(one.steps(workers - 1)) > 5 for one in notes), "steps of every job")
             locks = sorted((agent.state / "jobs").glob("bench*/lock"))
             pids = [agent.pid, *(int(lock.read_text().split()[0]) for lock in locks)]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import daemon_soak, hangs, recovery
-from benchmarks.node_faults import soak, told
+from benchmarks.node_faults import describe, soak
 from tests.multihost.net import missing
 
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"no faults of nodes: {reason}", file=sys.stderr)
         return 1
     found = soak(args.faults, args.nodes, args.seed, args.limit, args.keep, say)
-    print(told(found))
+    print(describe(found))
     return 1 if found else code
 
 

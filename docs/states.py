@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elasticd_agent.job.state_machine import MOVES
+from elasticd_agent.job.state_machine import TRANSITIONS
 
 PAGE = Path(__file__).with_name("states.md")
 ARCHITECTURE = Path(__file__).with_name("architecture.md")
@@ -13,7 +13,7 @@ FROM, TO = "<!-- Written by `python docs/states.py` from here … -->\n", "<!-- 
 HEAD = """\
 # Where an agent can be
 
-Made by `python docs/states.py` from the table `MOVES` in `agents/elasticd_agent/job/state_machine.py`, which every move is checked
+Made by `python docs/states.py` from the table `TRANSITIONS` in `agents/elasticd_agent/job/state_machine.py`, which every move is checked
 against. An agent runs at most one group of workers; it leaves `Stopping` for `Running` only when every process of the
 old group has been reaped, or has been sent SIGKILL and hangs in the kernel.
 
@@ -24,7 +24,7 @@ old group has been reaped, or has been sent SIGKILL and hangs in the kernel.
 
 def page() -> str:
     rows = []
-    for phase, (targets, waits_for) in MOVES.items():
+    for phase, (targets, waits_for) in TRANSITIONS.items():
         meaning = (phase.__doc__ or "").strip().partition("\n\n")[0].replace("\n    ", " ")
         after = ", ".join(f"`{t.__name__}`" for t in targets) or "nothing"
         rows.append(f"| `{phase.__name__}` | {meaning} | {waits_for} | {after} |\n")
@@ -34,7 +34,7 @@ def page() -> str:
 def diagram() -> str:
     """Mermaid: GitHub draws it, and it can be read as it is."""
     arrows = []
-    for phase, (targets, _) in MOVES.items():
+    for phase, (targets, _) in TRANSITIONS.items():
         arrows += [f"    {phase.__name__} --> {target.__name__}\n" for target in targets]
         arrows += [] if targets else [f"    {phase.__name__} --> [*]\n"]
     return "".join(["```mermaid\nstateDiagram-v2\n    [*] --> Joining\n", *arrows, "```\n"])

@@ -26,7 +26,7 @@ process group, it joins that thread under the GIL, for ever (pytorch/pytorch#562
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerEnvironment:
     """What the environment says: `round` is 0 where no elasticd agent started this process."""
 
     local_rank: int
@@ -37,18 +37,18 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DefaultGroup:
     """The process group as this process found or made it; `made` says which."""
 
     rank: int
     world_size: int
     device: torch.device
-    made: bool
+    created: bool
 
 
-def place(environment: Mapping[str, str] = os.environ) -> Place:
+def read_environment(environment: Mapping[str, str] = os.environ) -> WorkerEnvironment:
     """Read elasticd's and torchrun's variables. Raises UsageError for a number that is none."""
-    return Place(
+    return WorkerEnvironment(
         local_rank=_number(environment, "LOCAL_RANK"),
         round=_number(environment, "ELASTICD_ROUND"),
         restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT"),
@@ -58,7 +58,7 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     )
 
 
-def join(here: Place, timeout: timedelta | None) -> Group:
+def join(here: WorkerEnvironment, timeout: timedelta | None) -> DefaultGroup:
     """Choose this rank's device and make the default process group, unless there is one already.
 
     The backend is the device's default: nccl for CUDA, gloo for the CPU. `timeout` is the group's, torch's default if
@@ -76,14 +76,14 @@ def join(here: Place, timeout: timedelta | None) -> Group:
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             arguments.update(store=HashStore(), rank=0, world_size=1)
         dist.init_process_group(**arguments)
-    return Group(dist.get_rank(), dist.get_world_size(), device, made)
+    return DefaultGroup(dist.get_rank(), dist.get_world_size(), device, made)
 
 
-def leave(group: Group) -> None:
+def leave(group: DefaultGroup) -> None:
     """Destroy the process group if `join` made it and nobody has since."""
     import torch.distributed as dist
 
-    if group.made and dist.is_initialized():
+    if group.created and dist.is_initialized():
         time.sleep(LAST_WORK_S)
         dist.destroy_process_group()
 

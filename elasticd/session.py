@@ -18,12 +18,12 @@ from elasticd import process_group as groups
 from elasticd.checkpointing import restore as restoring
 from elasticd.checkpointing import state
 from elasticd.checkpointing.restore import Resumed
-from elasticd.checkpointing.saver import Every, Saver
+from elasticd.checkpointing.saver import SaveInterval, Saver
 from elasticd.coordination import pause as holding
-from elasticd.coordination.barrier import Barriers, seconds_of
-from elasticd.coordination.decisions import Action, Decisions
-from elasticd.coordination.rank_status import Roll, Standing
-from elasticd.coordination.sigterm import Termination
+from elasticd.coordination.barrier import Barriers, timeout_seconds
+from elasticd.coordination.decisions import Action, DecisionPoints
+from elasticd.coordination.rank_status import RankStatus, StatusPublisher
+from elasticd.coordination.sigterm import SigtermHandler
 from elasticd.coordination.store_channel import open_channel
 from elasticd.errors import UsageError
 from elasticd.heartbeat import record as beats
@@ -50,7 +50,7 @@ def init(*, timeout: timedelta | None = None, decision_timeout: timedelta = time
 
     Raises UsageError for an environment that cannot work, and what torch raises when the group cannot be made.
     """
-    here = groups.place()
+    here = groups.read_environment()
     group = groups.join(here, timeout)
     return Session(here, group, decision_timeout.total_seconds())
 
@@ -58,23 +58,23 @@ def init(*, timeout: timedelta | None = None, decision_timeout: timedelta = time
 class Session:
     """Made by `elasticd.init()`. Every method, unless it says otherwise, is called by all ranks at the same steps."""
 
-    def __init__(self, here: groups.Place, group: groups.Group, decision_timeout_s: float) -> None:
+    def __init__(self, here: groups.WorkerEnvironment, group: groups.DefaultGroup, decision_timeout_s: float) -> None:
         self._here, self._group = here, group
         self._beat = beats.from_environment()
-        self._beat.session()
+        self._beat.use_session()
         self._issued = Collectives().issued
         self._notes = all_notes.from_environment(here.round, group.rank)
         self._channel = open_channel(group.rank, group.world_size, here.round, group.device, decision_timeout_s)
-        self._decisions = Decisions(self._channel, self._wish)
-        self._holds = holding.Holds(self._beat, self._notes, holding.timeout_from_environment())
+        self._decisions = DecisionPoints(self._channel, self._wish)
+        self._holds = holding.PauseController(self._beat, self._notes, holding.timeout_from_environment())
         self._saver = Saver(here, group, self._channel, self._notes, self._beat)
         self._attached: dict[str, Any] = {}
         self._committing: list[Any] = []
-        self._termination = Termination()
+        self._termination = SigtermHandler()
         self._steps = 0
         self._stepped = self._restored = self._should_stop = self._closed = False
-        self._roll = Roll(
-            self._channel.another_store, self._channel.prefix, group.rank, group.world_size, self._standing
+        self._roll = StatusPublisher(
+            self._channel.new_connection, self._channel.prefix, group.rank, group.world_size, self._standing
         )
         self._barriers = Barriers(self._channel, self._roll, self._beat)
         self._barrier_s: float | None = None
@@ -156,7 +156,7 @@ class Session:
         if resumed is not None:
             self._restored = True
             self._steps = resumed.step
-            self._decisions.restart(resumed.step)
+            self._decisions.reset(resumed.step)
         return resumed
 
     def checkpoint(
@@ -175,10 +175,10 @@ class Session:
         Raises UsageError without a directory or for arguments that cannot work, DirectoryInUse when another run holds
         the directory.
         """
-        parsed = Every.parse(every)
+        parsed = SaveInterval.parse(every)
         if keep < 1:
             raise UsageError(f"checkpoint(keep={keep!r}): keep at least 1 checkpoint")
-        barrier_s = None if barrier is None else seconds_of(barrier, "checkpoint(barrier=...)")
+        barrier_s = None if barrier is None else timeout_seconds(barrier, "checkpoint(barrier=...)")
         self._saver.open(directory, "checkpoint")
         self._saver.every, self._saver.keep, self._barrier_s = parsed, keep, barrier_s
 
@@ -202,7 +202,7 @@ class Session:
         """
         if not self._stepped:
             self._stepped = True
-            self._termination.listen()
+            self._termination.install()
             if self._attached and self._saver.directory is not None:
                 every = self._saver.every
                 known = {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
@@ -246,12 +246,12 @@ class Session:
         """
         if name not in _PHASES:
             raise UsageError(f"phase({name!r}): known are {', '.join(map(repr, _PHASES))}")
-        before = self._beat.current
-        self._beat.phase(_PHASES[name])
+        before = self._beat.current_phase
+        self._beat.set_phase(_PHASES[name])
         try:
             yield
         finally:
-            self._beat.phase(before)
+            self._beat.set_phase(before)
 
     def close(self) -> None:
         """Give back the checkpoint directory and SIGTERM, and destroy the process group if `init()` made it.
@@ -264,7 +264,7 @@ class Session:
         self._barriers.close()
         self._roll.close()
         if not self._closed and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            self._channel.part()
+            self._channel.leave()
         self._closed = True
         groups.leave(self._group)
 
@@ -276,12 +276,12 @@ class Session:
         self._closed = self._closed or kind is not None
         self.close()
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> RankStatus:
         """What the other ranks may read of this one; called by the roll's thread."""
-        name, phase = self._barriers.waiting_at, self._beat.current
+        name, phase = self._barriers.waiting_at, self._beat.current_phase
         if name is not None:
-            return Standing(self._steps, "barrier", name[:64])
-        return Standing(self._steps, "hold" if phase == beats.Phase.BARRIER else phase.name.lower())
+            return RankStatus(self._steps, "barrier", name[:64])
+        return RankStatus(self._steps, "hold" if phase == beats.Phase.BARRIER else phase.name.lower())
 
     def _save(self, why: str) -> bool:
         if self._barrier_s is not None:
@@ -292,7 +292,7 @@ class Session:
         """Rank 0: what it wants all ranks to do at this decision point."""
         if why := self._wish_to_stop():
             return "stop", why
-        if self._holds.look(self._steps, able=self._saver.directory is not None and bool(self._attached)):
+        if self._holds.should_pause(self._steps, able=self._saver.directory is not None and bool(self._attached)):
             return "hold", "the agent asked for a hold"
         if self._saver.due_by_time():
             return "save", str(self._saver.every)
@@ -303,18 +303,18 @@ class Session:
             return "the agent asked for a stop"
         # Where there is an agent it is the agent's to judge: batch systems signal every process of a job, also where
         # only one node has to go, and a script that stops by itself has succeeded.
-        return "SIGTERM" if self._termination.asked and isinstance(self._beat, beats.NullBeat) else ""
+        return "SIGTERM" if self._termination.received and isinstance(self._beat, beats.NullHeartbeat) else ""
 
     def _hold(self, saved: bool) -> Action:
         """Wait with all ranks until rank 0 says what comes after the hold."""
-        before = self._beat.current
-        self._beat.phase(beats.Phase.BARRIER, "hold")
+        before = self._beat.current_phase
+        self._beat.set_phase(beats.Phase.BARRIER, "hold")
         try:
-            over = self._decisions.again(
+            over = self._decisions.decide_again(
                 self._steps,
                 lambda: self._holds.wait(self._steps, saved, self._wish_to_stop),
                 self._holds.timeout_s,
             )
         finally:
-            self._beat.phase(before)
+            self._beat.set_phase(before)
         return over.action

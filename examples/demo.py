@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from demo_picture import Fault, draw
+from demo_picture import KilledWorker, draw
 
 TRAIN = Path(__file__).with_name("train_lm.py")
 
@@ -42,7 +42,7 @@ def main() -> int:
     folder: Path = args.folder
     make_folder(folder)
     print(f"demo: {args.workers} workers, {args.steps} steps; --seed {seed} draws the same faults again", flush=True)
-    watch = Watch(folder / "events.jsonl", folder / "loss.jsonl")
+    watch = DemoLogs(folder / "events.jsonl", folder / "loss.jsonl")
     try:
         with running(command(args, folder), args.deadline) as job:
             faults = [watch.kill_at(step, rng, job) for step in at_steps]
@@ -73,11 +73,11 @@ def command(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 @contextmanager
-def running(command: list[str], deadline_s: float) -> Iterator[Job]:
+def running(command: list[str], deadline_s: float) -> Iterator[DemoJob]:
     """The job, ended with everything it started however this block is left."""
     process = subprocess.Popen(command)
     try:
-        yield Job(process, time.monotonic() + deadline_s)
+        yield DemoJob(process, time.monotonic() + deadline_s)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -89,7 +89,7 @@ def running(command: list[str], deadline_s: float) -> Iterator[Job]:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DemoJob:
     """The elasticd process and the moment at which the demo gives up on it."""
 
     process: subprocess.Popen[bytes]
@@ -104,7 +104,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Watch:
+class DemoLogs:
     """Follows the event log and the loss log while the job writes them."""
 
     event_log: Path
@@ -113,7 +113,7 @@ class Watch:
     losses: list[dict[str, Any]] = field(default_factory=list)
     _read: dict[Path, int] = field(default_factory=dict)
 
-    def kill_at(self, step: int, rng: random.Random, job: Job) -> Fault:
+    def kill_at(self, step: int, rng: random.Random, job: DemoJob) -> KilledWorker:
         """Wait until a step is committed in a group that is complete, then SIGKILL one of its workers."""
 
         def reached() -> bool:
@@ -131,7 +131,7 @@ class Watch:
         again = self.first_step_after(at)
         assert again is not None
         print(f"demo: recovered in {again['mono'] - at:.3f} s (SIGKILL to the new group's first step)", flush=True)
-        return Fault(at=at, rank=rank, pid=pid, round=group["round"], back_at=again["mono"])
+        return KilledWorker(at=at, rank=rank, pid=pid, round=group["round"], back_at=again["mono"])
 
     def group(self) -> dict[str, Any] | None:
         """The group that is training now, by its group_started event."""
@@ -141,7 +141,7 @@ class Watch:
     def first_step_after(self, at: float) -> dict[str, Any] | None:
         return next((e for e in self.events if e["kind"] == "first_step" and e["mono"] > at), None)
 
-    def until(self, condition: Callable[[], bool], job: Job, what: str) -> None:
+    def until(self, condition: Callable[[], bool], job: DemoJob, what: str) -> None:
         while not condition():
             ended = job.poll() is not None
             self.read()
@@ -168,7 +168,7 @@ class Watch:
         return [json.loads(line) for line in whole.splitlines()]
 
 
-def report(watch: Watch, faults: list[Fault], steps: int, exit_code: int) -> None:
+def report(watch: DemoLogs, faults: list[KilledWorker], steps: int, exit_code: int) -> None:
     """Print what happened. Raises DemoFailed if it is not what the demo promises."""
     for fault in faults:
         killed = [e for e in watch.events if e["kind"] == "worker_exited" and e["pid"] == fault.pid]

@@ -17,7 +17,7 @@ _ZOOM_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class KilledWorker:
     """A worker killed by the demo; times are this machine's time.monotonic()."""
 
     at: float
@@ -27,7 +27,7 @@ class Fault:
     back_at: float
 
 
-def draw(events: Lines, losses: Lines, faults: list[Fault], path: Path) -> None:
+def draw(events: Lines, losses: Lines, faults: list[KilledWorker], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -84,7 +84,7 @@ def _draw_losses(axes: Any, losses: Lines, start: float) -> None:
     axes.legend(frameon=False, loc="center right")
 
 
-def _draw_world_size(axes: Any, events: Lines, faults: list[Fault], start: float) -> None:
+def _draw_world_size(axes: Any, events: Lines, faults: list[KilledWorker], start: float) -> None:
     """Workers that train: a whole group from its start, none from its fault to the next group's start."""
     changes = [(e["mono"] - start, len(e["pids"])) for e in events if e["kind"] == "group_started"]
     changes += [(fault.at - start, 0) for fault in faults]
@@ -98,7 +98,7 @@ def _draw_world_size(axes: Any, events: Lines, faults: list[Fault], start: float
     axes.set_xlabel("seconds since the first workers started")
 
 
-def _draw_magnified(axes: Any, events: Lines, losses: Lines, fault: Fault) -> None:
+def _draw_magnified(axes: Any, events: Lines, losses: Lines, fault: KilledWorker) -> None:
     """Each dot is a committed step; the gap is what the fault cost, and the drop is what was trained again."""
     gap = fault.back_at - fault.at
     low, high = fault.at - _ZOOM_S, fault.back_at + _ZOOM_S

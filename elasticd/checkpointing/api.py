@@ -21,7 +21,16 @@ from typing import Any
 
 from elasticd.checkpointing.atomic_write import HashingFile, Staging, sweep
 from elasticd.checkpointing.directory_lock import DirectoryLock
-from elasticd.checkpointing.lineage import Entry, Skipped, examine, highest_round, lineage, names, read_state, verify
+from elasticd.checkpointing.lineage import (
+    Entry,
+    SkippedCheckpoint,
+    examine,
+    highest_round,
+    lineage,
+    names,
+    read_state,
+    verify,
+)
 from elasticd.checkpointing.manifest import MANIFEST, STATE, Manifest, Unreadable, parse
 from elasticd.checkpointing.retention import retain
 from elasticd.errors import CheckpointCorrupt, CheckpointRefused
@@ -30,7 +39,7 @@ __all__ = [
     "DirectoryLock",
     "Entry",
     "Manifest",
-    "Skipped",
+    "SkippedCheckpoint",
     "highest_round",
     "lineage",
     "load",

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from elasticd.checkpointing.lineage import Named, names
+from elasticd.checkpointing.lineage import CheckpointName, names
 from elasticd.checkpointing.manifest import ALGORITHM, MANIFEST, STATE, Manifest
 
 _COPY_BYTES = 1 << 20
@@ -177,7 +177,7 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _is_abandoned(staging: Named) -> bool:
+def _is_abandoned(staging: CheckpointName) -> bool:
     try:
         fd = os.open(staging.path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

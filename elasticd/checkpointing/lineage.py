@@ -36,7 +36,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedCheckpoint:
     """A checkpoint that is not used, and why: a sentence."""
 
     path: Path
@@ -44,28 +44,28 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class CheckpointName:
     """A name in the directory. `again`: it replaces the checkpoint of the same round and step; `hidden`: it is none."""
 
     path: Path
     round: int
     step: int
-    again: bool = False
+    replacement: bool = False
     hidden: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class LineageWalk:
     """The lineage, newest first; what was passed by on the way; of each round, newest first, the path that says where
     it came from, be its state damaged or not; the oldest round that belongs to it."""
 
     entries: list[Entry]
-    skipped: list[Skipped]
+    skipped: list[SkippedCheckpoint]
     links: dict[int, Path]
     oldest_round: int
 
 
-def names(directory: str | os.PathLike[str]) -> list[Named]:
+def names(directory: str | os.PathLike[str]) -> list[CheckpointName]:
     """Every name of ours, valid or not; none if there is no such directory. Raises OSError if it cannot be listed."""
     try:
         found = os.listdir(directory)
@@ -74,9 +74,9 @@ def names(directory: str | os.PathLike[str]) -> list[Named]:
     base, named = Path(directory), []
     for name in found:
         if match := _NAME.fullmatch(name):
-            named.append(Named(base / name, int(match[1]), int(match[2]), again=match[3] is not None))
+            named.append(CheckpointName(base / name, int(match[1]), int(match[2]), replacement=match[3] is not None))
         elif match := _HIDDEN.fullmatch(name):
-            named.append(Named(base / name, int(match[1]), int(match[2]), hidden=match[3]))
+            named.append(CheckpointName(base / name, int(match[1]), int(match[2]), hidden=match[3]))
     return named
 
 
@@ -85,7 +85,7 @@ def highest_round(directory: str | os.PathLike[str]) -> int:
     return max((each.round for each in names(directory)), default=0)
 
 
-def lineage(directory: str | os.PathLike[str], verify: bool = False) -> tuple[list[Entry], list[Skipped]]:
+def lineage(directory: str | os.PathLike[str], verify: bool = False) -> tuple[list[Entry], list[SkippedCheckpoint]]:
     """The checkpoints that may be resumed from, newest first, and those passed by on the way, with their whys.
 
     Reads manifests and file sizes; with `verify` every state is read and its checksum checked. A missing directory
@@ -97,22 +97,22 @@ def lineage(directory: str | os.PathLike[str], verify: bool = False) -> tuple[li
     good: list[Entry] = []
     skipped = list(found.skipped)
     for entry in found.entries:
-        why = damage(entry)
+        why = find_damage(entry)
         if why is None:
             good.append(entry)
         else:
-            skipped.append(Skipped(entry.path, why))
+            skipped.append(SkippedCheckpoint(entry.path, why))
     return good, skipped
 
 
-def walk(directory: str | os.PathLike[str]) -> Walk:
+def walk(directory: str | os.PathLike[str]) -> LineageWalk:
     """As `lineage`, for those who also need to know where it ends."""
-    rounds: dict[int, list[Named]] = defaultdict(list)
+    rounds: dict[int, list[CheckpointName]] = defaultdict(list)
     for each in names(directory):
         if each.hidden is None:
             rounds[each.round].append(each)
     entries: list[Entry] = []
-    skipped: list[Skipped] = []
+    skipped: list[SkippedCheckpoint] = []
     links: dict[int, Path] = {}
     number = max(rounds, default=None)
     oldest = number or 0
@@ -123,10 +123,10 @@ def walk(directory: str | os.PathLike[str]) -> Walk:
     while number is not None:
         oldest = number
         manifests: list[Manifest] = []
-        for each in sorted(rounds[number], key=lambda each: (each.step, each.again), reverse=True):
+        for each in sorted(rounds[number], key=lambda each: (each.step, each.replacement), reverse=True):
             found = examine(each)
             if isinstance(found, Unreadable):
-                skipped.append(Skipped(each.path, found.why))
+                skipped.append(SkippedCheckpoint(each.path, found.why))
                 continue
             manifests.append(found)
             links.setdefault(number, each.path)
@@ -134,7 +134,7 @@ def walk(directory: str | os.PathLike[str]) -> Walk:
             if why is None:
                 entries.append(Entry(each.path, found))
             else:
-                skipped.append(Skipped(each.path, why))
+                skipped.append(SkippedCheckpoint(each.path, why))
         newer = number
         if not manifests:
             if entered:
@@ -152,10 +152,10 @@ def walk(directory: str | os.PathLike[str]) -> Walk:
         oldest, limit = parent
         parent_checksum = next((m.checksum for m in manifests if m.relinked and m.step == limit), None)
         number = oldest if oldest in rounds else None
-    return Walk(entries, skipped, links, oldest)
+    return LineageWalk(entries, skipped, links, oldest)
 
 
-def examine(named: Named) -> Manifest | Unreadable:
+def examine(named: CheckpointName) -> Manifest | Unreadable:
     """The manifest under a name, if the two agree."""
     found = read(named.path)
     if isinstance(found, Manifest) and (found.round, found.step) != (named.round, named.step):
@@ -168,7 +168,7 @@ def verify(entry: Entry) -> None:
     read_state(entry, None)
 
 
-def damage(entry: Entry) -> str | None:
+def find_damage(entry: Entry) -> str | None:
     """Why the state cannot be used, after reading all of it; None if it is whole."""
     try:
         verify(entry)

@@ -78,7 +78,7 @@ class Unreadable:
     """Why a manifest cannot be used. `hopeless`: it never will be. Else a newer elasticd, or a later try, may do."""
 
     why: str
-    hopeless: bool = True
+    permanent: bool = True
 
 
 def read(checkpoint: Path) -> Manifest | Unreadable:
@@ -89,7 +89,7 @@ def read(checkpoint: Path) -> Manifest | Unreadable:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             return Unreadable(f"{MANIFEST} is missing")
-        return Unreadable(f"{MANIFEST} cannot be read: {os.strerror(error.errno or errno.EIO)}", hopeless=False)
+        return Unreadable(f"{MANIFEST} cannot be read: {os.strerror(error.errno or errno.EIO)}", permanent=False)
     return parse(data)
 
 
@@ -109,7 +109,7 @@ def parse(data: bytes) -> Manifest | Unreadable:
         return Unreadable(f"{MANIFEST}: version is {version!r}, not 'major.minor'")
     if major != VERSION.partition(".")[0]:
         why = f"{MANIFEST} is of version {version}; this elasticd reads {VERSION}. Load it with the one that wrote it"
-        return Unreadable(why, hopeless=False)
+        return Unreadable(why, permanent=False)
     seal = raw.pop("seal", None)
     if seal != _seal(raw):
         return Unreadable(f"{MANIFEST} does not match its seal: it was damaged, or changed by hand")

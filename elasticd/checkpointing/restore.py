@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import state
 from elasticd.checkpointing.saver import Saver
-from elasticd.coordination.store_channel import Channel
+from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import CheckpointCorrupt, CheckpointError
-from elasticd.heartbeat.worker_events import Notes
-from elasticd.process_group import Group
+from elasticd.heartbeat.worker_events import WorkerEventWriter
+from elasticd.process_group import DefaultGroup
 
 if TYPE_CHECKING:
     from elasticd.checkpointing.api import Entry
@@ -39,7 +39,9 @@ class Resumed:
     notes: tuple[str, ...] = ()
 
 
-def restore(attached: Mapping[str, Any], saver: Saver, group: Group, channel: Channel, notes: Notes) -> Resumed | None:
+def restore(
+    attached: Mapping[str, Any], saver: Saver, group: DefaultGroup, channel: StoreChannel, notes: WorkerEventWriter
+) -> Resumed | None:
     """Load the newest valid checkpoint into `attached`; None where there is none. All ranks call it.
 
     Raises CheckpointError on every rank when any of them could not load it; what a load_state_dict raised comes first.
@@ -57,9 +59,9 @@ class _Restoring:
         directory: Path,
         attached: Mapping[str, Any],
         saver: Saver,
-        group: Group,
-        channel: Channel,
-        notes: Notes,
+        group: DefaultGroup,
+        channel: StoreChannel,
+        notes: WorkerEventWriter,
     ) -> None:
         self._directory, self._attached, self._saver = directory, attached, saver
         self._group, self._channel, self._notes = group, channel, notes
@@ -67,7 +69,7 @@ class _Restoring:
         self._content: dict[str, Any] | None = None
 
     def run(self) -> Resumed | None:
-        chosen = self._channel.together("restore", "which checkpoint it restores", self._choose)
+        chosen = self._channel.on_rank0("restore", "which checkpoint it restores", self._choose)
         if chosen["step"] is None:
             return None
         self._read_everywhere(chosen)
@@ -132,7 +134,7 @@ class _Restoring:
             )
             logger.warning(reason)
             self._notes.write("said", reason, chosen["step"], path=str(self._directory))
-        size = self._channel.together("send", "whether it sends the checkpoint", lambda: {"size": size})["size"]
+        size = self._channel.on_rank0("send", "whether it sends the checkpoint", lambda: {"size": size})["size"]
         if size:
             data = _broadcast(packed, size, self._group)
             if self._content is None:
@@ -170,11 +172,11 @@ class _Restoring:
         answers = [
             json.loads(each) for each in self._channel.collect("loaded", json.dumps(own).encode(), "its loading")
         ]
-        every = self._channel.together("restored", "whether all ranks restored", lambda: {"answers": answers})[
+        every = self._channel.on_rank0("restored", "whether all ranks restored", lambda: {"answers": answers})[
             "answers"
         ]
         if any(answer["error"] for answer in every):
-            self._channel.part("restored/heard")  # rank 0 may serve the store itself, and is about to leave
+            self._channel.leave("restored/heard")  # rank 0 may serve the store itself, and is about to leave
         if error is not None:
             raise error
         failed = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(every) if answer["error"]]
@@ -201,7 +203,7 @@ class _Restoring:
             self._notes.write("checkpoint_failed", reason, resumed.step, path=str(entry.path))
 
 
-def _broadcast(packed: bytes, size: int, group: Group) -> bytearray:
+def _broadcast(packed: bytes, size: int, group: DefaultGroup) -> bytearray:
     """Rank 0's bytes on every rank, piece by piece, by the process group."""
     import torch
     import torch.distributed as dist

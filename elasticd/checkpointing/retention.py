@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from elasticd.checkpointing.atomic_write import discard, sweep
-from elasticd.checkpointing.lineage import Entry, Named, Walk, damage, examine, names, walk
+from elasticd.checkpointing.lineage import CheckpointName, Entry, LineageWalk, examine, find_damage, names, walk
 from elasticd.checkpointing.manifest import Unreadable
 
 
@@ -27,7 +27,7 @@ def retain(directory: str | os.PathLike[str], own_round: int, keep: int) -> list
     found = walk(directory)
     if not _doomed(directory, found, 0, own_round, keep):
         return []
-    anchor = next((i for i, entry in enumerate(found.entries) if damage(entry) is None), None)
+    anchor = next((i for i, entry in enumerate(found.entries) if find_damage(entry) is None), None)
     if anchor is None:
         return []
     doomed = _doomed(directory, found, anchor, own_round, keep)
@@ -38,12 +38,14 @@ def retain(directory: str | os.PathLike[str], own_round: int, keep: int) -> list
     return doomed
 
 
-def _doomed(directory: str | os.PathLike[str], found: Walk, anchor: int, own_round: int, keep: int) -> list[Path]:
+def _doomed(
+    directory: str | os.PathLike[str], found: LineageWalk, anchor: int, own_round: int, keep: int
+) -> list[Path]:
     """What may go, in an order in which an interruption leaves the lineage unbroken: strays, then the oldest first."""
     kept = _kept(found, keep, anchor)
     present = [each for each in names(directory) if each.hidden is None]
     own = [each for each in present if each.round == own_round]
-    older: list[Named] = []
+    older: list[CheckpointName] = []
     if max((each.round for each in present), default=0) > own_round:
         # A newer round is here, this writer is a zombie: it bounds its own files, and keeps what the lineage needs.
         newest = sorted((each for each in own if _is_readable(each)), key=lambda each: each.step, reverse=True)
@@ -54,11 +56,11 @@ def _doomed(directory: str | os.PathLike[str], found: Walk, anchor: int, own_rou
             older = [each for each in present if found.oldest_round <= each.round < own_round]
     lineage = {entry.path for entry in found.entries}
     doomed = [each for each in own + older if each.path not in kept and _is_deletable(each)]
-    doomed.sort(key=lambda each: (each.path in lineage, each.round, each.step, not each.again))
+    doomed.sort(key=lambda each: (each.path in lineage, each.round, each.step, not each.replacement))
     return [each.path for each in doomed]
 
 
-def _kept(found: Walk, keep: int, anchor: int) -> set[Path]:
+def _kept(found: LineageWalk, keep: int, anchor: int) -> set[Path]:
     """The newest `keep` distinct steps and the one known to be good; with them what links the rounds in between.
 
     A round's re-linked first checkpoint and its parent are one step: they are the same data, often the same file.
@@ -75,11 +77,11 @@ def _kept(found: Walk, keep: int, anchor: int) -> set[Path]:
     return {*(entry.path for entry in wanted), *between}
 
 
-def _is_readable(named: Named) -> bool:
+def _is_readable(named: CheckpointName) -> bool:
     return not isinstance(examine(named), Unreadable)
 
 
-def _is_deletable(named: Named) -> bool:
+def _is_deletable(named: CheckpointName) -> bool:
     """Not what only a newer elasticd, or a better moment, can read."""
     found = examine(named)
-    return not isinstance(found, Unreadable) or found.hopeless
+    return not isinstance(found, Unreadable) or found.permanent

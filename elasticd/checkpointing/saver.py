@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import state
-from elasticd.coordination.store_channel import Channel
+from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import UsageError
-from elasticd.heartbeat.record import BeatWriter, Phase
-from elasticd.heartbeat.worker_events import Notes
-from elasticd.process_group import Group, Place
+from elasticd.heartbeat.record import HeartbeatWriter, Phase
+from elasticd.heartbeat.worker_events import WorkerEventWriter
+from elasticd.process_group import DefaultGroup, WorkerEnvironment
 
 if TYPE_CHECKING:
     from elasticd.checkpointing.api import DirectoryLock
@@ -33,7 +33,7 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Every:
+class SaveInterval:
     """How often: a number of steps, or seconds of time as rank 0 measures it. The other one is None."""
 
     steps: int | None
@@ -43,7 +43,7 @@ class Every:
         return f"every {self.steps} steps" if self.steps else f"every {self.seconds:g} s"
 
     @classmethod
-    def parse(cls, every: int | str | timedelta) -> Every:
+    def parse(cls, every: int | str | timedelta) -> SaveInterval:
         """From 50 (steps), "30s", "5m", "1h" or a timedelta. Raises UsageError for anything else."""
         if isinstance(every, timedelta) and every > timedelta(0):
             return cls(None, every.total_seconds())
@@ -61,12 +61,19 @@ class Every:
 class Saver:
     """The checkpoint directory as one session uses it. All ranks call the same methods at the same steps."""
 
-    def __init__(self, here: Place, group: Group, channel: Channel, notes: Notes, beat: BeatWriter) -> None:
+    def __init__(
+        self,
+        here: WorkerEnvironment,
+        group: DefaultGroup,
+        channel: StoreChannel,
+        notes: WorkerEventWriter,
+        beat: HeartbeatWriter,
+    ) -> None:
         self._here, self._group, self._channel, self._notes, self._beat = here, group, channel, notes, beat
         self.directory: Path | None = None
         self.round = here.round
         self.parent: tuple[int, int] | None = None
-        self.every: Every | None = None
+        self.every: SaveInterval | None = None
         self.keep = 3
         self._lock: DirectoryLock | None = None
         self._last_at = time.monotonic()
@@ -89,7 +96,7 @@ class Saver:
             )
         path = Path(wanted).absolute()
         what = f"the lock of the checkpoint directory {path}"
-        self.round = self._channel.together("directory", what, lambda: self._open_first(path))["round"]
+        self.round = self._channel.on_rank0("directory", what, lambda: self._open_first(path))["round"]
         self.directory = path
         return path
 
@@ -138,7 +145,7 @@ class Saver:
         every_rank = self._channel.collect(f"random/{self._saves}", mine, f"random states for a save at step {step}")
         if self._saves == 1:
             what = f"whether what it would save at step {step} can be loaded again"
-            self._channel.together("first save", what, lambda: self._check(step, attached, every_rank))
+            self._channel.on_rank0("first save", what, lambda: self._check(step, attached, every_rank))
         return self._group.rank == 0 and self._write(step, attached, every_rank, why)
 
     def _check(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes]) -> dict[str, Any]:
@@ -157,8 +164,8 @@ class Saver:
 
         assert self.directory is not None
         saved = False
-        before = self._beat.current
-        self._beat.phase(Phase.CHECKPOINT)
+        before = self._beat.current_phase
+        self._beat.set_phase(Phase.CHECKPOINT)
         start = time.monotonic()
         path = self.directory / f"r{self.round}-s{step}"
         try:
@@ -184,7 +191,7 @@ class Saver:
             again = f"tried again {self.every}" if self.every else "not tried again by itself"
             self._say("checkpoint_failed", f"checkpoint of step {step} failed ({error}); {again}", path, step)
         finally:
-            self._beat.phase(before)
+            self._beat.set_phase(before)
         return saved
 
     def _say(self, kind: str, reason: str, path: Path, step: int | None = None) -> None:

@@ -25,8 +25,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from elasticd.coordination.rank_status import Looks, Roll
-from elasticd.coordination.store_channel import Channel
+from elasticd.coordination.rank_status import StatusPublisher, StatusReader
+from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import BarrierTimeout, UsageError
 from elasticd.heartbeat import record as beats
 
@@ -49,7 +49,7 @@ _SHOWN = 80
 class Barriers:
     """The barriers of one session. A group of one passes through all of them."""
 
-    def __init__(self, channel: Channel, roll: Roll, beat: beats.BeatWriter) -> None:
+    def __init__(self, channel: StoreChannel, roll: StatusPublisher, beat: beats.HeartbeatWriter) -> None:
         self._channel, self._roll, self._beat = channel, roll, beat
         self._number = 0
         self._one_at_a_time = threading.Lock()
@@ -58,7 +58,7 @@ class Barriers:
 
     def wait(self, name: str, timeout: float | timedelta | None = None) -> None:
         """Return once all ranks are here. Raises BarrierTimeout, UsageError, and torch's error for a lost store."""
-        seconds = self._channel.timeout_s if timeout is None else seconds_of(timeout, "barrier(timeout=...)")
+        seconds = self._channel.timeout_s if timeout is None else timeout_seconds(timeout, "barrier(timeout=...)")
         if not isinstance(name, str):
             raise UsageError(f"barrier({name!r}): the name must be a string")
         if self._closed:
@@ -67,12 +67,12 @@ class Barriers:
             return
         if not self._one_at_a_time.acquire(blocking=False):
             raise UsageError(f"barrier({name!r}) while another thread waits at {self.waiting_at!r}: one at a time")
-        before = self._beat.current
+        before = self._beat.current_phase
         try:
             self._meet(name, seconds, said_s=0.0 if timeout is None else seconds)
         finally:
             self.waiting_at = None
-            self._beat.phase(before)
+            self._beat.set_phase(before)
             self._one_at_a_time.release()
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Barriers:
         visit = _Visit(self._channel, self._roll, self._number, name, seconds)
         thread = threading.Thread(target=self._attend, args=(visit,), name="elasticd-barrier", daemon=True)
         try:
-            self._beat.phase(beats.Phase.BARRIER, name, said_s)
+            self._beat.set_phase(beats.Phase.BARRIER, name, said_s)
             self.waiting_at = name
             thread.start()
             visit.over.wait(min(seconds, threading.TIMEOUT_MAX))
@@ -95,23 +95,23 @@ class Barriers:
             visit.linger()
             raise
         finally:
-            self._roll.watch(None)
+            self._roll.set_task(None)
         visit.result()
 
     def _attend(self, visit: _Visit) -> None:
-        self._channel.lent = True
+        self._channel.in_use = True
         try:
             visit.attend(self._channel.store)
         except Exception as error:  # noqa: BLE001 - raised by the thread that waits for this one
             visit.error = error
-        self._channel.lent = False
+        self._channel.in_use = False
         visit.over.set()
 
 
 class _Visit:
     """One rank at one barrier: what its threads ask of the store, and what comes of it."""
 
-    def __init__(self, channel: Channel, roll: Roll, number: int, name: str, seconds: float) -> None:
+    def __init__(self, channel: StoreChannel, roll: StatusPublisher, number: int, name: str, seconds: float) -> None:
         self._rank, self._world_size, self._roll = channel.rank, channel.world_size, roll
         self._prefix, self._number, self._name, self._seconds = channel.prefix, number, name, seconds
         self._key = f"{self._prefix}barrier/{number}/"
@@ -119,7 +119,7 @@ class _Visit:
         self._began = time.monotonic()
         self._came = False
         self._left = ""  # why this rank does not wait any more
-        self._looks = Looks(self._prefix)
+        self._looks = StatusReader(self._prefix)
         # Before the deadline by as much as shows who still speaks, where there is that much.
         margin_s = roll.period_s + _SLACK_S
         self._last_look_s = seconds - margin_s if seconds > margin_s else seconds / 2
@@ -143,13 +143,13 @@ class _Visit:
         elif store.add(self._key + "count", 1) == self._world_size and not self._left:
             self._decide(store, {"released": True})
             if self._number > 1:
-                self._roll.later(self._forget_last)
+                self._roll.submit(self._forget_last)
         elif self._left:
             self._decide(store, self._leaving())
         else:
             # Who came first gives up first, unless this rank has less patience.
             if first["rank"] == self._rank or self._seconds < first["seconds"]:
-                self._roll.watch(self)
+                self._roll.set_task(self)
             self._await_outcome(store)
 
     def _await_outcome(self, store: Any) -> None:
@@ -177,7 +177,7 @@ class _Visit:
             self.due = math.inf
             self._give_up(store)
             return
-        self._looks.look(store, self._missing(store))
+        self._looks.read(store, self._missing(store))
         next_s = waited_s + min(max(waited_s, _FIRST_LOOK_S), _BETWEEN_LOOKS_S)
         self.due = self._began + (min(next_s, self._last_look_s) if waited_s < self._last_look_s else self._seconds)
 
@@ -189,7 +189,7 @@ class _Visit:
             self._decide(store, self._leaving())
             self.over.set()
 
-        self._roll.later(tell, now=True)
+        self._roll.submit(tell, now=True)
 
     def _leaving(self) -> dict[str, Any]:
         told = f"{self._what}: rank {self._rank} has left it: {self._left}"
@@ -229,9 +229,9 @@ class _Visit:
         missing = self._missing(store)
         if not missing and not at_once:
             return  # the last one has just come, and is about to release all
-        self._looks.look(store, missing)
+        self._looks.read(store, missing)
         count = f"{len(missing)} of {self._world_size} ranks {'is' if len(missing) == 1 else 'are'} missing"
-        told = f"{count} after {self._seconds:g} s: {self._looks.named(missing)}"
+        told = f"{count} after {self._seconds:g} s: {self._looks.describe_all(missing)}"
         if not missing:
             told = f"every rank has come, but the last of them did not say so within {self._seconds:g} s"
         self._decide(store, {"why": f"{self._what}: {told}", "missing": missing, "by": self._rank})
@@ -254,7 +254,7 @@ class _Visit:
         return f"{self._what}: the round's store ({served}) has not answered {since}"
 
 
-def seconds_of(timeout: float | timedelta, what: str) -> float:
+def timeout_seconds(timeout: float | timedelta, what: str) -> float:
     """A timeout in seconds. Raises UsageError for one that cannot be."""
     seconds: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:

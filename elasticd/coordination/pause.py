@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 
 from elasticd.coordination.decisions import Action
 from elasticd.errors import UsageError
-from elasticd.heartbeat.record import HOLD, REQUEST_KIND, BeatWriter
-from elasticd.heartbeat.worker_events import Notes
+from elasticd.heartbeat.record import PAUSE, REQUEST_KIND, HeartbeatWriter
+from elasticd.heartbeat.worker_events import WorkerEventWriter
 
 # As the agent's own policy has it; a script by itself never gets a request.
 TIMEOUT_S = 30.0
 # A look is a read of memory: fifty a second cost nothing, and nobody sees 20 ms when a hold ends.
-LOOK_S = 0.02
+POLL_S = 0.02
 
 
 def timeout_from_environment(environment: Mapping[str, str] = os.environ) -> float:
@@ -37,22 +37,22 @@ def timeout_from_environment(environment: Mapping[str, str] = os.environ) -> flo
     return seconds
 
 
-class Holds:
+class PauseController:
     """What rank 0 knows of holds: whether they are possible, which request is open, when one is over."""
 
-    def __init__(self, beat: BeatWriter, notes: Notes, timeout_s: float) -> None:
+    def __init__(self, beat: HeartbeatWriter, notes: WorkerEventWriter, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._beat, self._notes = beat, notes
         self._said = False
         self._open = self._answered = 0
 
-    def look(self, step: int, able: bool) -> bool:
+    def should_pause(self, step: int, able: bool) -> bool:
         """True if the ranks should hold at this step. `able`: there is something to save and a place for it."""
         if able and not self._said:
             self._said = True
             self._notes.write("can_hold", "can hold at a step's end, right after a checkpoint", step)
         word = self._beat.request
-        if word & REQUEST_KIND != HOLD:
+        if word & REQUEST_KIND != PAUSE:
             self._answered = 0
             return False
         if word == self._answered:
@@ -87,7 +87,7 @@ class Holds:
             if left <= 0:
                 self._answered = self._open
                 return "go", f"no other round came within {self.timeout_s:g} s"
-            time.sleep(min(LOOK_S, left))
+            time.sleep(min(POLL_S, left))
 
     def _refuse(self, step: int, why: str) -> str:
         self._answered = self._open

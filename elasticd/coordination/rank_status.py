@@ -31,11 +31,11 @@ _WORDS_A_SECOND = 500
 _FILE_PERIOD_S = 60.0
 _FAREWELL_S = 1.0
 # Nobody reads a list of hundreds of ranks; a look stays cheap, too.
-MOST_NAMED = 16
+MAX_RANKS_LISTED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankStatus:
     """What a rank says of itself; `for_s` by its own clock, with a period's resolution."""
 
     step: int
@@ -54,12 +54,12 @@ class _Heard:
     """A rank's newest word. It was said before `seen_at`, and after `not_before` if an earlier look knows that."""
 
     number: int
-    standing: Standing
+    standing: RankStatus
     seen_at: float
     not_before: float | None
 
 
-class Looks:
+class StatusReader:
     """What one observer has heard of other ranks, look by look; all times are its own."""
 
     def __init__(self, prefix: str) -> None:
@@ -67,9 +67,9 @@ class Looks:
         self._looked: dict[int, float] = {}
         self._heard: dict[int, _Heard] = {}
 
-    def look(self, store: Any, ranks: Iterable[int]) -> None:
+    def read(self, store: Any, ranks: Iterable[int]) -> None:
         """Read the words of these ranks, or of the first few of them. Raises what the store does."""
-        for rank in list(ranks)[:MOST_NAMED]:
+        for rank in list(ranks)[:MAX_RANKS_LISTED]:
             word = _read(store, f"{self._prefix}word/{rank}")
             now = time.monotonic()
             known = self._heard.get(rank)
@@ -77,11 +77,11 @@ class Looks:
                 self._heard[rank] = _Heard(*word, seen_at=now, not_before=self._looked.get(rank))
             self._looked[rank] = now
 
-    def heard(self, rank: int) -> bool:
+    def has_status(self, rank: int) -> bool:
         """True if the rank has said anything."""
         return rank in self._heard
 
-    def told(self, rank: int) -> str:
+    def describe(self, rank: int) -> str:
         """The rank's last word and how old it is, as far as this observer can know."""
         heard = self._heard.get(rank)
         if heard is None:
@@ -96,26 +96,26 @@ class Looks:
             age = f"said {least:.1f} to {now - heard.not_before:.1f} s ago"
         return f"{heard.standing}, {age}"
 
-    def named(self, ranks: Iterable[int]) -> str:
+    def describe_all(self, ranks: Iterable[int]) -> str:
         """All of them in one line: "rank 1 (step 17, phase eval, said in the last 1.3 s), rank 3 (…)"."""
         every = list(ranks)
-        more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
-        return ", ".join(f"rank {rank} ({self.told(rank)})" for rank in every[:MOST_NAMED]) + more
+        more = f" and {len(every) - MAX_RANKS_LISTED} more" if len(every) > MAX_RANKS_LISTED else ""
+        return ", ".join(f"rank {rank} ({self.describe(rank)})" for rank in every[:MAX_RANKS_LISTED]) + more
 
 
-def _read(store: Any, key: str) -> tuple[int, Standing] | None:
+def _read(store: Any, key: str) -> tuple[int, RankStatus] | None:
     """The word there, without waiting for one; one that cannot be understood is none."""
     if not store.check([key]):
         return None
     with contextlib.suppress(ValueError, TypeError, KeyError):
         told = json.loads(store.get(key))
-        return int(told["n"]), Standing(
+        return int(told["n"]), RankStatus(
             int(told["step"]), str(told["phase"]), str(told["barrier"]), float(told["for_s"])
         )
     return None
 
 
-class Watch(Protocol):
+class PeriodicTask(Protocol):
     """Something to be done from time to time while this rank waits."""
 
     due: float
@@ -124,7 +124,7 @@ class Watch(Protocol):
         """It is due; sets when it is due again."""
 
 
-class Roll:
+class StatusPublisher:
     """This rank's part: the thread that says its word, and does what else must not be done by the training thread.
 
     `connect` makes the thread's own connection; `standing` is asked from that thread. A store that is gone ends the
@@ -132,17 +132,17 @@ class Roll:
     """
 
     def __init__(
-        self, connect: Callable[[], Any], prefix: str, rank: int, world_size: int, standing: Callable[[], Standing]
+        self, connect: Callable[[], Any], prefix: str, rank: int, world_size: int, standing: Callable[[], RankStatus]
     ) -> None:
         self.period_s = max(PERIOD_S, world_size / _WORDS_A_SECOND)
         self._connect, self._standing = connect, standing
         self._key = f"{prefix}word/{rank}"
         self._changed = threading.Condition()
-        self._watch: Watch | None = None
+        self._watch: PeriodicTask | None = None
         self._tasks: list[Callable[[Any], None]] = []
         self._wakes_at = 0.0
         self._awake = self._closed = False
-        self._said, self._last, self._since = 0, Standing(0, "starting"), time.monotonic()
+        self._said, self._last, self._since = 0, RankStatus(0, "starting"), time.monotonic()
         self._thread = threading.Thread(target=self._run, name="elasticd-roll", daemon=True)
         self._pid = os.getpid()
 
@@ -152,7 +152,7 @@ class Roll:
         self._thread.start()
         atexit.register(self.close)
 
-    def watch(self, watch: Watch | None) -> None:
+    def set_task(self, watch: PeriodicTask | None) -> None:
         """Give this its turns from now on, in place of what was there before."""
         with self._changed:
             self._watch = watch
@@ -160,7 +160,7 @@ class Roll:
             if watch is not None and watch.due < self._wakes_at:
                 self._wake()
 
-    def later(self, task: Callable[[Any], None], *, now: bool = False) -> None:
+    def submit(self, task: Callable[[Any], None], *, now: bool = False) -> None:
         """Have this done with the thread's store, at its next turn at the latest."""
         with self._changed:
             self._tasks.append(task)
@@ -202,7 +202,7 @@ class Roll:
                 for task in tasks:
                     task(store)
                 if closed:
-                    self._say(store, Standing(self._standing().step, "exit"))
+                    self._say(store, RankStatus(self._standing().step, "exit"))
                     return
                 if watch is not None and time.monotonic() >= watch.due:
                     watch.turn(store)
@@ -212,7 +212,7 @@ class Roll:
                         self._changed.wait(max(0.0, self._wakes_at - time.monotonic()))
                     self._awake = False
 
-    def _say(self, store: Any, standing: Standing) -> None:
+    def _say(self, store: Any, standing: RankStatus) -> None:
         now = time.monotonic()
         if standing != self._last:
             self._last, self._since = standing, now
@@ -227,7 +227,7 @@ class Roll:
         store.set(self._key, json.dumps(word))
 
 
-def another(store: Any) -> Any:
+def new_connection(store: Any) -> Any:
     """Another connection to the same store: one may wait while the other is used."""
     if hasattr(store, "clone"):
         return store.clone()

@@ -15,14 +15,14 @@ import threading
 from types import FrameType
 
 
-class Termination:
+class SigtermHandler:
     """Whether SIGTERM has come since `listen()`."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.received = False
         self._listening = False
 
-    def listen(self) -> None:
+    def install(self) -> None:
         """Put the handler in, unless the script has its own or this is not the main thread."""
         if (
             threading.current_thread() is not threading.main_thread()
@@ -40,7 +40,7 @@ class Termination:
         self._listening = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and "TORCHELASTIC_RUN_ID" not in os.environ:
+        if self.received and "TORCHELASTIC_RUN_ID" not in os.environ:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
-        self.asked = True
+        self.received = True

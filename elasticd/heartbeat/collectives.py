@@ -50,7 +50,7 @@ class Collectives:
         self._deaf = id(group)
         return UNKNOWN
 
-    def listen_again(self) -> None:
+    def reset(self) -> None:
         """There is another group now, perhaps one that counts."""
         self._deaf = 0
 
@@ -64,7 +64,7 @@ def timeout_ms(group: Any) -> int:
         return 0
 
 
-def flight() -> bytes | None:
+def flight_recorder_dump() -> bytes | None:
     """What PyTorch's flight recorder holds, as its JSON; None where this torch has none (before 2.8).
 
     For gloo. With the last 2000 collectives, as many as it keeps unless TORCH_FR_BUFFER_SIZE says otherwise, it is

@@ -19,7 +19,7 @@ _MESSAGE_CHARACTERS, _BASES = 1000, 8
 
 
 @dataclass(frozen=True, slots=True)
-class LastWords:
+class ExitReport:
     """What ended the script, as far as python could see; believe an "exception" only beside a non-zero exit code.
 
     `kind` "exception": it went unhandled; `bases` names its type's base classes, nearest first. "exit": python ended in
@@ -34,13 +34,13 @@ class LastWords:
     bases: tuple[str, ...] = ()
 
 
-class Takes(Protocol):
+class ExitReportSink(Protocol):
     """Where last words go: a BeatWriter."""
 
-    def last_words(self, words: LastWords) -> None: ...
+    def write_exit_report(self, words: ExitReport) -> None: ...
 
 
-def install_last_words(writer: Takes) -> None:
+def install_last_words(writer: ExitReportSink) -> None:
     """Have the way this process ends written to its beat.
 
     Call it before anybody else registers an exit handler: the first registered runs last. Python keeps the unhandled
@@ -50,14 +50,14 @@ def install_last_words(writer: Takes) -> None:
     atexit.register(_say_last_words, writer)
 
 
-def _say_last_words(writer: Takes) -> None:
+def _say_last_words(writer: ExitReportSink) -> None:
     # Whatever goes wrong here would be printed as the script's own failure.
     with contextlib.suppress(Exception):
-        if not say_raised(writer):
-            writer.last_words(LastWords("exit"))
+        if not report_exception(writer):
+            writer.write_exit_report(ExitReport("exit"))
 
 
-def say_raised(writer: Takes) -> bool:
+def report_exception(writer: ExitReportSink) -> bool:
     """Write down the exception that has ended the script, if one has; True then. It may be said more than once."""
     with contextlib.suppress(Exception):
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -67,7 +67,7 @@ def say_raised(writer: Takes) -> bool:
         lines = traceback.TracebackException(type(error), error, error.__traceback__)
         # "Type: message", with python's own words for a message that cannot be printed.
         message = "".join(lines.format_exception_only()).partition(": ")[2].rstrip("\n")
-        writer.last_words(LastWords("exception", name, message, "".join(lines.format()), bases=tuple(bases)))
+        writer.write_exit_report(ExitReport("exception", name, message, "".join(lines.format()), bases=tuple(bases)))
     return True
 
 
@@ -75,7 +75,7 @@ def _name_of(cls: type) -> str:
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def encode(words: LastWords, room: int) -> bytes:
+def encode(words: ExitReport, room: int) -> bytes:
     """`words` as JSON of at most `room` bytes; of the traceback the end is kept."""
     name, message = words.type[:_MESSAGE_CHARACTERS], words.message[:_MESSAGE_CHARACTERS]
     fields = {"kind": words.kind, "type": name, "message": message, "code": words.code}
@@ -90,7 +90,7 @@ def encode(words: LastWords, room: int) -> bytes:
         text = text[len(text) // 8 + 1 :]
 
 
-def decode(data: bytes) -> LastWords:
+def decode(data: bytes) -> ExitReport:
     """What `encode` made. Raises ValueError, KeyError or TypeError for anything else."""
     found = json.loads(data)
     kind, name, message, text = (found[key] for key in ("kind", "type", "message", "traceback"))
@@ -99,4 +99,4 @@ def decode(data: bytes) -> LastWords:
         raise TypeError("a field is not a text")
     if not isinstance(code, int | None):
         raise TypeError("the code is not a number")
-    return LastWords(kind, name, message, text, code, tuple(bases))
+    return ExitReport(kind, name, message, text, code, tuple(bases))

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from elasticd.heartbeat.collectives import Collectives
-from elasticd.heartbeat.record import BeatWriter
+from elasticd.heartbeat.record import HeartbeatWriter
 
 
-def install_optimizer_hook(writer: BeatWriter, register: Callable[[Any], Any] | None = None) -> Callable[[], None]:
+def install_optimizer_hook(writer: HeartbeatWriter, register: Callable[[Any], Any] | None = None) -> Callable[[], None]:
     """Beat at every optimizer step of this process until a Session counts the steps. Returns what removes the hook.
 
     `register` is torch's register_optimizer_step_post_hook; without it torch is imported. A step is over when an
@@ -26,7 +26,7 @@ def install_optimizer_hook(writer: BeatWriter, register: Callable[[Any], Any] | 
     first = 0  # the id of the optimizer that began this step
     others: set[int] = set()  # those that stepped after it
     steps = 0
-    written = writer.hooked(Collectives().issued)
+    written = writer.hook_step(Collectives().issued)
 
     def beat(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal first, steps

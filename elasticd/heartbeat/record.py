@@ -54,15 +54,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elasticd.errors import WireError
-from elasticd.heartbeat.exit_report import LastWords, decode, encode
-from elasticd.heartbeat.shared_memory import mapped
+from elasticd.heartbeat.exit_report import ExitReport, decode, encode
+from elasticd.heartbeat.shared_memory import map_file
 
-JOINING = "init_process_group"
+INIT_PROCESS_GROUP = "init_process_group"
 """The name of the barrier in phase STARTING: torch's function in which all ranks wait for each other."""
 SIZE = 16 * 1024
 MAGIC = b"ELASTICD"
 MAJOR, MINOR = 1, 3
-STOP, HOLD = 1, 2
+STOP, PAUSE = 1, 2
 """What an agent may ask for; a worker that does not know HOLD takes it for nothing."""
 REQUEST_KIND = 0xFF
 """The bits of a request that say which it is. The others may number it."""
@@ -110,7 +110,7 @@ class Source(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """One reading of a beat file. Times are CLOCK_MONOTONIC nanoseconds, 0 when the thing has not happened.
 
     `collectives` were issued by the default process group, `usual` of them during the last finished step and
@@ -127,18 +127,18 @@ class Beat:
     phase: Phase = Phase.STARTING
     source: Source = Source.NONE
     collectives: int = _UNKNOWN
-    alive: int = 0
+    alive_ticks: int = 0
     barrier: str = ""
     request: int = 0
-    last_words: LastWords | None = None
-    usual: int = _UNKNOWN
-    waited: int = 0
+    exit_report: ExitReport | None = None
+    collectives_per_step: int = _UNKNOWN
+    wait_ticks: int = 0
     timeout_s: float = 0.0
-    issued_at_step: int = _UNKNOWN
-    dumped: int = 0
+    collectives_at_step: int = _UNKNOWN
+    dump_done: int = 0
     barrier_s: float = 0.0
     pid: int = 0
-    moved: int = 0
+    moved_ticks: int = 0
 
 
 def create(path: str | os.PathLike[str]) -> None:
@@ -155,7 +155,7 @@ def create(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
-class BeatWriter:
+class HeartbeatWriter:
     """The worker's side. Holds the map, no file descriptor. Processes the worker forks keep a copy that reaches nobody.
 
     Raises OSError when the file cannot be mapped and WireError when it is not a beat file of this layout.
@@ -165,7 +165,7 @@ class BeatWriter:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _check_header(os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size, path)
-            self._view(mapped(fd, SIZE))
+            self._view(map_file(fd, SIZE))
         finally:
             os.close(fd)
         os.register_at_fork(after_in_child=self._mute)
@@ -198,7 +198,7 @@ class BeatWriter:
         words[_STATE] = source << 32 | 1  # Phase.STEP, without the enum's look-up
         words[_SEQ] = seq + 1
 
-    def session(self) -> None:
+    def use_session(self) -> None:
         """A Session is there, and counts the job's steps; a process that has made some already goes on by itself."""
         seq = self._words[_SEQ] | 1
         self._words[_SEQ] = seq
@@ -206,7 +206,7 @@ class BeatWriter:
             self._halves[_SOURCE] = Source.SESSION
         self._words[_SEQ] = seq + 1
 
-    def hooked(self, issued: Callable[[], int]) -> Callable[[int], None]:
+    def hook_step(self, issued: Callable[[], int]) -> Callable[[int], None]:
         """`step` for the optimizer hook, quicker: it writes only what changes, and nothing where a Session counts."""
         words, signed = self._words, self._signed
         clock, hooked, counts = time.monotonic_ns, Source.HOOK << 32 | Phase.STEP, True
@@ -236,7 +236,7 @@ class BeatWriter:
         os.register_at_fork(after_in_child=forked)  # after `_mute`: a child's steps reach nobody
         return step
 
-    def pulse(self, issued: int, timeout_ms: int, waits: bool = False, moved: bool = False) -> None:
+    def tick(self, issued: int, timeout_ms: int, waits: bool = False, moved: bool = False) -> None:
         """The background thread got the GIL; `issued` and `timeout_ms` are the default process group's.
 
         `waits`: the training thread was seen to wait for others; `moved`: at another place than by the pulse before.
@@ -251,25 +251,25 @@ class BeatWriter:
         elif waits or 0 < signed[_USUAL] <= issued - signed[_ISSUED_AT_STEP]:
             words[_WAITED] += 1
 
-    def still(self) -> None:
+    def thread_stopped(self) -> None:
         """There is no background thread any more."""
         self._words[_ALIVE] = 0
 
     @property
-    def dump_wanted(self) -> int:
+    def dump_requested(self) -> int:
         """The number of the dump of the flight recorder that the agent wants, 0 for none."""
         return self._words[_DUMP_WANTED]
 
     @property
-    def dumped(self) -> int:
+    def dump_done(self) -> int:
         """The number of the last one that was seen to."""
         return self._words[_DUMPED]
 
-    @dumped.setter
-    def dumped(self, number: int) -> None:
+    @dump_done.setter
+    def dump_done(self, number: int) -> None:
         self._words[_DUMPED] = number
 
-    def phase(self, phase: Phase, barrier: str = "", barrier_s: float = 0.0) -> None:
+    def set_phase(self, phase: Phase, barrier: str = "", barrier_s: float = 0.0) -> None:
         """The script is somewhere else now; `barrier` names where it waits (cut to 64 bytes), `barrier_s` at most."""
         name = barrier.encode("utf-8", "replace")[:_BARRIER_BYTES].ljust(_BARRIER_BYTES, b"\0")
         seq = self._words[_SEQ] | 1
@@ -281,7 +281,7 @@ class BeatWriter:
         self._words[_SEQ] = seq + 1
 
     @property
-    def current(self) -> Phase:
+    def current_phase(self) -> Phase:
         """The phase last written."""
         return Phase(self._halves[_PHASE])
 
@@ -290,23 +290,23 @@ class BeatWriter:
         """What the agent asks for: 0 nothing, STOP, HOLD (perhaps numbered, see REQUEST_KIND)."""
         return self._words[_REQUEST]
 
-    def last_words(self, words: LastWords) -> None:
+    def write_exit_report(self, words: ExitReport) -> None:
         """Leave `words` for the agent, cut to fit; of the traceback the end is kept."""
         data = encode(words, _WORDS_ROOM)
         self._halves[_WORDS_AT // 4] = 0
         self._bytes[_WORDS_AT + 4 : _WORDS_AT + 4 + len(data)] = data
         self._halves[_WORDS_AT // 4] = len(data)
-        self.phase(Phase.EXIT)
+        self.set_phase(Phase.EXIT)
 
 
-class NullBeat(BeatWriter):
+class NullHeartbeat(HeartbeatWriter):
     """A beat nobody reads: for a script that no elasticd agent started."""
 
     def __init__(self) -> None:
         self._mute()
 
 
-class BeatReader:
+class HeartbeatReader:
     """The agent's side: read the beat, leave a request. Holds one descriptor; close it, or use it as a context manager.
 
     Raises OSError when the file cannot be opened and WireError when it is not a beat file of this layout.
@@ -321,7 +321,7 @@ class BeatReader:
             self.close()
             raise
 
-    def read(self) -> Beat:
+    def read(self) -> Heartbeat:
         """The beat as it is now; a writer caught between two stores is looked at again, a few times.
 
         Raises WireError for garbage.
@@ -336,7 +336,7 @@ class BeatReader:
             time.sleep(0 if look < _HASTY_LOOKS else 0.001)
         return self._decode(raw)
 
-    def _decode(self, raw: bytes) -> Beat:
+    def _decode(self, raw: bytes) -> Heartbeat:
         _check_header(raw, SIZE, self._path)
         fields = _HEADER.unpack(raw)[2:]
         minor, request, _, step, progress, first, started, phase, source, name, barrier_ms, pid, *counts, length = (
@@ -354,9 +354,9 @@ class BeatReader:
         barrier = name.rstrip(b"\0").decode("utf-8", "replace")
         words = self._last_words(length) if length else None
         seen = (step, progress, first, started, where, who, issued, alive, barrier, request, words)
-        return Beat(*seen, usual, waited, timeout_ms / 1000, at_step, dumped, barrier_ms / 1000, pid, moved)
+        return Heartbeat(*seen, usual, waited, timeout_ms / 1000, at_step, dumped, barrier_ms / 1000, pid, moved)
 
-    def _last_words(self, length: int) -> LastWords:
+    def _last_words(self, length: int) -> ExitReport:
         if length > _WORDS_ROOM:
             raise WireError(f"beat file {os.fspath(self._path)}: last words of {length} bytes do not fit")
         try:
@@ -368,7 +368,7 @@ class BeatReader:
         """Ask the worker for something: STOP or HOLD, or 0 to take it back."""
         os.pwrite(self._fd, struct.pack("<Q", word), _REQUEST * 8)
 
-    def want_dump(self) -> int:
+    def request_dump(self) -> int:
         """Have the flight recorder's content written to ELASTICD_FLIGHT. It is there once `Beat.dumped` is the answer.
 
         If there is no such file then, this torch has no flight recorder, or nothing to write it with.
@@ -384,17 +384,17 @@ class BeatReader:
             os.close(self._fd)
             self._fd = -1
 
-    def __enter__(self) -> BeatReader:
+    def __enter__(self) -> HeartbeatReader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def from_environment() -> BeatWriter:
+def from_environment() -> HeartbeatWriter:
     """The beat the agent made for this process (ELASTICD_BEAT), or one that nobody reads. Raises as BeatWriter does."""
     path = os.environ.get("ELASTICD_BEAT")
-    return BeatWriter(path) if path else NullBeat()
+    return HeartbeatWriter(path) if path else NullHeartbeat()
 
 
 def _check_header(raw: bytes, size: int, path: str | os.PathLike[str]) -> None:

@@ -11,7 +11,7 @@ import mmap
 _PYBUF_WRITE = 0x200  # from CPython's stable ABI
 
 
-def mapped(fd: int, size: int) -> memoryview:
+def map_file(fd: int, size: int) -> memoryview:
     """The first `size` bytes of the file, to read and to write. Raises OSError."""
     import ctypes
 

@@ -27,15 +27,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from elasticd.heartbeat.collectives import UNKNOWN, Collectives, default_group, flight, timeout_ms
-from elasticd.heartbeat.exit_report import say_raised
-from elasticd.heartbeat.record import JOINING, STACKS_SIGNAL, BeatWriter, Phase
+from elasticd.heartbeat.collectives import UNKNOWN, Collectives, default_group, flight_recorder_dump, timeout_ms
+from elasticd.heartbeat.exit_report import report_exception
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP, STACKS_SIGNAL, HeartbeatWriter, Phase
 
 PERIOD_S = 0.1
 """The agent looks every 0.25 s; a pulse costs the training thread 40 to 160 µs (benchmarks/beat.py)."""
 TIMEOUT_EVERY = 10
 """The group's timeout is read once a second: it takes as long as all the rest, and holds on to the group meanwhile."""
-LAST_PULSE_S = 1.0
+STOP_TIMEOUT_S = 1.0
 """How long the exit waits for a pulse to be over. One takes 0.1 ms, a dump of the flight recorder 25 ms."""
 NAME = b"elasticd-pulse"
 """The thread's name in /proc/PID/task/*/comm."""
@@ -46,13 +46,13 @@ _BACKWARD = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py")
 """The same of a backward pass, which ends with DDP's wait for the gradients, but only while nothing is computed."""
 
 
-class Pulse:
+class HeartbeatThread:
     """One process's background thread. Made before the script runs, so that its exit handler comes after the script's.
 
     `dump_to`: where the flight recorder's content goes when asked for; "" for nowhere.
     """
 
-    def __init__(self, writer: BeatWriter, dump_to: str = "", period_s: float = PERIOD_S) -> None:
+    def __init__(self, writer: HeartbeatWriter, dump_to: str = "", period_s: float = PERIOD_S) -> None:
         self._writer, self._dump_to, self._period_s = writer, dump_to, period_s
         self._collectives = Collectives()
         self._group: Callable[[], Any] = nothing  # a weak reference to the group seen last
@@ -90,7 +90,7 @@ class Pulse:
         if self._running:
             self._running = False
             self._stop.release()
-            self._over.acquire(timeout=LAST_PULSE_S)
+            self._over.acquire(timeout=STOP_TIMEOUT_S)
 
     def _forked(self) -> None:
         self._may_start = self._running = False
@@ -102,7 +102,7 @@ class Pulse:
             while not self._stop.acquire(timeout=self._period_s):
                 self._pulse()
         finally:
-            self._writer.still()
+            self._writer.thread_stopped()
             self._over.release()
 
     def _pulse(self) -> None:
@@ -110,16 +110,16 @@ class Pulse:
         issued = self._look()
         file, place = self._stands()
         moved, self._place = place != self._place, place
-        self._writer.pulse(issued, self._timeout_ms, issued > 0 and self._waits(file, used), moved)
+        self._writer.tick(issued, self._timeout_ms, issued > 0 and self._waits(file, used), moved)
         if not self._leaving and script_is_over():
             self._leaving = True
-            self._writer.phase(Phase.EXIT)
-            say_raised(self._writer)  # exit handlers may take any time, and the others fall before they are done
-        wanted = self._writer.dump_wanted
-        if wanted != self._writer.dumped:
+            self._writer.set_phase(Phase.EXIT)
+            report_exception(self._writer)  # exit handlers may take any time, and the others fall before they are done
+        wanted = self._writer.dump_requested
+        if wanted != self._writer.dump_done:
             if self._dump_to:
-                dump(self._dump_to)
-            self._writer.dumped = wanted
+                write_flight_recorder(self._dump_to)
+            self._writer.dump_done = wanted
 
     def _stands(self) -> tuple[str, tuple[int, int]]:
         """The file that the main thread's innermost Python frame is of, and the place in its code."""
@@ -143,14 +143,14 @@ class Pulse:
         group = default_group()
         if group is None:
             self._issued, self._timeout_ms = UNKNOWN, 0
-            if not self._joining and self._writer.current == Phase.STARTING and makes_group():
+            if not self._joining and self._writer.current_phase == Phase.STARTING and is_in_init_process_group():
                 self._joining = True
-                self._writer.phase(Phase.STARTING, JOINING)
+                self._writer.set_phase(Phase.STARTING, INIT_PROCESS_GROUP)
             return UNKNOWN
         issued = self._collectives.issued()
         another = self._group() is not group
         if another:
-            self._collectives.listen_again()
+            self._collectives.reset()
             self._group = weak(group)
         self._looks += 1
         # It can be changed while the group lives. A group that refuses to say it is not asked again.
@@ -171,11 +171,11 @@ def nothing() -> None:
     return None
 
 
-def makes_group() -> bool:
+def is_in_init_process_group() -> bool:
     """The main thread is inside init_process_group, where it waits for all other ranks."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if frame.f_code.co_name == JOINING and "distributed" in frame.f_code.co_filename:
+        if frame.f_code.co_name == INIT_PROCESS_GROUP and "distributed" in frame.f_code.co_filename:
             return True
         frame = frame.f_back
     return False
@@ -189,9 +189,9 @@ def script_is_over() -> bool:
     return stopped if isinstance(stopped, bool) else not main.is_alive()
 
 
-def dump(path: str) -> None:
+def write_flight_recorder(path: str) -> None:
     """Write what the flight recorder holds to `path`, whole or not at all."""
-    content = flight()
+    content = flight_recorder_dump()
     if content is None:
         return
     try:

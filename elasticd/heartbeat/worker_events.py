@@ -50,7 +50,7 @@ _LARGEST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class WorkerEvent:
     """One line. `more` holds the fields that belong to its kind, and those of a newer version."""
 
     kind: str
@@ -60,15 +60,15 @@ class Note:
     mono: float
     wall: float
     reason: str
-    more: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def to_line(self) -> bytes:
         """The line as it stands in the file, with its newline. Raises TypeError for what JSON does not know."""
         known = {"v": VERSION, **{name: getattr(self, name) for name in _KNOWN[1:]}}
-        return json.dumps({**self.more, **known}, allow_nan=False).encode() + b"\n"
+        return json.dumps({**self.extra, **known}, allow_nan=False).encode() + b"\n"
 
     @classmethod
-    def from_line(cls, line: bytes) -> Note:
+    def from_line(cls, line: bytes) -> WorkerEvent:
         """Read one line. Raises WireError for anything that is not a note of version 1."""
         try:
             found = json.loads(line)
@@ -94,10 +94,10 @@ class Note:
         for name in more.keys() & _MORE.keys():
             if not _MORE[name](more[name]):
                 raise WireError(f"note {line[:80]!r}: {name} is of the wrong type")
-        return cls(**{name: found[name] for name in checks}, more=more)
+        return cls(**{name: found[name] for name in checks}, extra=more)
 
 
-class Notes:
+class WorkerEventWriter:
     """The worker's side; `path` None makes it write nowhere, which is what a script without an agent wants."""
 
     def __init__(self, path: str | os.PathLike[str] | None, round: int = 0, rank: int = 0) -> None:
@@ -111,7 +111,7 @@ class Notes:
             return
         if self._lost:
             more["lost"] = self._lost
-        note = Note(kind, self._round, self._rank, step, time.monotonic(), time.time(), reason, more)
+        note = WorkerEvent(kind, self._round, self._rank, step, time.monotonic(), time.time(), reason, more)
         line = note.to_line()
         if self._torn:
             line = b"\n" + line
@@ -132,7 +132,7 @@ class Notes:
             os.close(fd)
 
 
-class NoteReader:
+class WorkerEventReader:
     """The agent's side: hands out each line once. The file need not exist yet. Keeps no descriptor."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -140,7 +140,7 @@ class NoteReader:
         self._offset = 0
         self._partial = b""
 
-    def read(self) -> tuple[list[Note], list[str]]:
+    def read(self) -> tuple[list[WorkerEvent], list[str]]:
         """The notes since the last call, and what was wrong with the lines that are none.
 
         Raises OSError, but not for a missing file.
@@ -155,12 +155,12 @@ class NoteReader:
             os.close(fd)
         self._offset += len(data)
         *lines, self._partial = (self._partial + data).split(b"\n")
-        notes: list[Note] = []
+        notes: list[WorkerEvent] = []
         wrong: list[str] = []
         for line in lines:
             if line:
                 try:
-                    notes.append(Note.from_line(line))
+                    notes.append(WorkerEvent.from_line(line))
                 except WireError as error:
                     wrong.append(str(error))
         if len(self._partial) > _LONGEST_LINE:
@@ -169,9 +169,9 @@ class NoteReader:
         return notes, wrong
 
 
-def from_environment(round: int, rank: int) -> Notes:
+def from_environment(round: int, rank: int) -> WorkerEventWriter:
     """Notes into ELASTICD_NOTES, or nowhere."""
-    return Notes(os.environ.get("ELASTICD_NOTES") or None, round, rank)
+    return WorkerEventWriter(os.environ.get("ELASTICD_NOTES") or None, round, rank)
 
 
 def _is_text(value: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.etcd import EtcdServers, etcd_servers, free_ports
 from tests.faults.job import Fault
-from tests.node.node import Node, until
+from tests.node.node import AgentNode, until
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 JOB = "both"
@@ -40,7 +40,7 @@ class Pair:
         common = {"slots": 1, "store": store, "local_addr": "127.0.0.1", "health": health, **settings}
         mark = f"ALERTING_TEST={uuid.uuid4()}"  # of both: what the job started on the one carries the other's, too
         self.nodes = {
-            name: Node(root / name, name, mark, http={"port": port}, **common) for name, port in self.ports.items()
+            name: AgentNode(root / name, name, mark, http={"port": port}, **common) for name, port in self.ports.items()
         }
         self.n1, self.n2 = self.nodes.values()
         self.work = self.n1.work
@@ -118,7 +118,7 @@ class Pair:
         (self._ill / node).unlink()
 
     def told(self) -> str:
-        return "".join(node.told() for node in self.nodes.values())
+        return "".join(node.diagnostics() for node in self.nodes.values())
 
     def end(self) -> None:
         for node in self.nodes.values():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.checker import Evidence, breaches, main, read
+from benchmarks.checker import SoakLogs, breaches, main, read
 
 SAMPLES, BATCH = 8, 2
 
@@ -105,7 +105,7 @@ def ledger(steps: range) -> int:
     return found
 
 
-def written(job: Job, work: Path) -> Evidence:
+def written(job: Job, work: Path) -> SoakLogs:
     work.mkdir()
     for name, events in job["agents"].items():
         (work / name).mkdir()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.hangs.explain import stacks
-from elasticd_agent.system.control_socket import NAME, ControlServer
+from elasticd_agent.system.control_socket import SOCKET_NAME, ControlServer
 from tests.faults.job import Job
 from tests.system.control_server import Answering
 
@@ -87,8 +87,8 @@ def test_an_agent_that_cannot_is_told_with_its_reason(stack: ExitStack, tmp_path
 
 def test_an_agent_whose_socket_is_gone_is_named(tmp_path: Path) -> None:
     left = runtime(tmp_path, os.getpid())
-    ControlServer(left / NAME, lambda _: None).close()
-    (left / NAME).touch()
+    ControlServer(left / SOCKET_NAME, lambda _: None).close()
+    (left / SOCKET_NAME).touch()
     done = dump(tmp_path, "--pid", str(os.getpid()))
     assert done.returncode == 1
     assert f"the agent with pid {os.getpid()} does not answer: Connection refused\n" in done.stderr

@@ -20,13 +20,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.hangs.explain import last_lines
 from elasticd_agent.hangs.explain import load as reading
 from elasticd_agent.hangs.explain import locate as finding
+from elasticd_agent.hangs.explain import summary_lines
 from elasticd_agent.hangs.explain.json_report import document
-from elasticd_agent.hangs.explain.model import Explanation, named
+from elasticd_agent.hangs.explain.model import Explanation, name_ranks
 from elasticd_agent.hangs.explain.text import page, summary
-from elasticd_agent.system.bounded_io import Silent, within
+from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 
 HERE = Path(__file__).parent / "explain"
 RECORDED = sorted(path.name for path in HERE.iterdir() if path.is_dir())
@@ -39,7 +39,7 @@ def explain(*argv: str, cwd: Path = HERE) -> subprocess.CompletedProcess[str]:
 
 
 def explained(directory: Path, events: Path | None = None) -> Explanation:
-    place = finding.best(finding.places(directory))
+    place = finding.choose_folder(finding.find_folders(directory))
     assert place is not None
     return reading.explain(place, events)
 
@@ -102,20 +102,20 @@ def test_the_documented_page_is_a_real_one() -> None:
 
 
 def test_the_jobs_last_words_are_few(evidence: Path) -> None:
-    lines = last_lines(evidence)
+    lines = summary_lines(evidence)
     assert lines[0].startswith("Round 1 hung, and rank 2 is at fault")
     assert lines[-1] == f"  everything else: elasticd explain {evidence}"
     assert len(lines) <= 12
-    assert last_lines(evidence / "nothing") == []
+    assert summary_lines(evidence / "nothing") == []
 
 
 def test_the_jobs_last_words_know_a_verdict_that_is_still_being_written(evidence: Path) -> None:
-    said = last_lines(evidence)
+    said = summary_lines(evidence)
     verdict = json.loads((evidence / "verdict.json").read_text())
     (evidence / "verdict.json").unlink()
     (evidence / "judged.jsonl").unlink()
-    assert last_lines(evidence)[0].startswith("Round 1 was suspected of hanging")
-    assert last_lines(evidence, verdict)[:3] == said[:3]
+    assert summary_lines(evidence)[0].startswith("Round 1 was suspected of hanging")
+    assert summary_lines(evidence, verdict)[:3] == said[:3]
 
 
 def test_where_there_is_none_the_newest_of_what_was_kept_elsewhere_is_named_first(
@@ -201,7 +201,7 @@ def test_a_node_without_the_verdict_tells_what_its_log_knows(evidence: Path) -> 
     assert [rank.rank for rank in judge.blamed] == [2]
     log.write_text("".join(line for line in log.read_text().splitlines(True) if '"kind": "hung"' not in line))
     other = explained(evidence, log)  # every node has the Round, only the planner's has the verdict
-    assert (other.kind, other.followed.resumed) == ("hang", (1, 20))
+    assert (other.kind, other.aftermath.resumed) == ("hang", (1, 20))
     assert other.headline.startswith("round 1 hung: rank 2 on node-a (step ")
     assert "restart" not in other.headline
     assert other.troubles == ("the verdict, with all ranks' facts, is in the log directory of another node",)
@@ -221,7 +221,7 @@ def test_an_event_log_of_several_runs_is_read_as_the_last_one(evidence: Path) ->
     before = [line.replace('"wall": 17', '"wall": 16').replace("r1-s20", "r1-s10") for line in run]
     after = [line.replace('"wall": 17', '"wall": 18') for line in run]
     log.write_text("".join([*before, end, '{"kind": "hung", "round": 1}\n', "not JSON\n", *run, end, *after]))
-    told = explained(evidence, log).followed
+    told = explained(evidence, log).aftermath
     assert told.ended.startswith("failed")
     assert told.resumed == (1, 20)
     assert all(1.7e9 < moment.wall < 1.8e9 or moment.wall == 1.0 for moment in told.moments)
@@ -361,18 +361,18 @@ def test_a_workers_output_does_not_steer_the_terminal(evidence: Path) -> None:
 
 def test_a_file_system_that_does_not_answer_is_given_up() -> None:
     gone = threading.Event()
-    with pytest.raises(Silent):
-        within(0.05, gone.wait)
+    with pytest.raises(DeadlineExceeded):
+        run_within(0.05, gone.wait)
     gone.set()
     with pytest.raises(ZeroDivisionError):
-        within(20.0, lambda: 1 // 0)
+        run_within(20.0, lambda: 1 // 0)
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_are_named_shortly() -> None:
-    assert [named(ranks) for ranks in ([], [3], [2, 1], [1, 2, 3], [0, 2, 3, 4, 7, 8])] == [
+    assert [name_ranks(ranks) for ranks in ([], [3], [2, 1], [1, 2, 3], [0, 2, 3, 4, 7, 8])] == [
         "no rank",
         "rank 3",
         "ranks 1 and 2",

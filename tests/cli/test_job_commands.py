@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from elasticd_agent.cli.main import main
-from elasticd_agent.node.records import Running
+from elasticd_agent.node.records import RunnerStatus
 from tests.faults.job import REPOSITORY
 from tests.node.conftest import MakeNode
-from tests.node.node import COLD, Node, toml, until
+from tests.node.node import COLD, AgentNode, toml, until
 from tests.node.served import JOB, Served
 
 ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith("ELASTICD_")}
@@ -53,24 +53,24 @@ def elasticd(*argv: str, agent: str = "") -> Done:
     return Done(code, out, err)
 
 
-def asker(node: Node) -> Callable[..., str]:
+def asker(node: AgentNode) -> Callable[..., str]:
     """`elasticd VERB …` on this node; it must work, and says nothing on stderr unless it is to."""
 
     def ask(*argv: str, code: int = 0, err: str = "") -> str:
         done = elasticd(*argv, agent=f"unix:{node.root / 'run' / 'agent.sock'}")
         assert (done.returncode, done.stderr) == (code, err) or (
             done.returncode == code and err and err in done.stderr
-        ), f"{argv}: {done.returncode}\n{done.stdout}{done.stderr}{node.told()}"
+        ), f"{argv}: {done.returncode}\n{done.stdout}{done.stderr}{node.diagnostics()}"
         return done.stdout
 
     return ask
 
 
-def written(node: Node, name: str, script: str, *args: str, **how: Any) -> Path:
+def written(node: AgentNode, name: str, script: str, *args: str, **how: Any) -> Path:
     """A job file."""
     path = node.root / f"{name}.toml"
     path.write_text(
-        "".join(f"{key} = {toml(value)}\n" for key, value in node.described(name, script, *args, **how).items())
+        "".join(f"{key} = {toml(value)}\n" for key, value in node.job_table(name, script, *args, **how).items())
     )
     return path
 
@@ -92,7 +92,7 @@ def test_a_jobs_life_as_an_operator_sees_it(node: MakeNode) -> None:
     path = written(n1, "llama", "resume.py", "--steps", "100000", workers=2, checkpoint_dir=str(n1.work / "ck"))
     assert ask("submit", str(path)) == "llama\n"
     ask("submit", str(path), code=1, err="elasticd submit: job 'llama' has not ended")
-    n1.stepped(30)
+    n1.wait_for_step(30)
     (row,) = table(ask("jobs"))
     assert (row["JOB"], row["STATE"], row["NODES"], row["SLOTS"]) == ("llama", "running", "n1", "2")
     told = lambda: json.loads(ask("status", "llama", "--json"))["progress"]  # noqa: E731
@@ -116,7 +116,7 @@ def test_a_jobs_life_as_an_operator_sees_it(node: MakeNode) -> None:
     assert n1.job_events("llama", "stop_requested")[-1]["reason"] == "n1 leaves within 60 s: drained: fan 3"
     reached = n1.steps()[-1][1]
     assert ask("uncordon", "n1") == "n1 takes work again\n"
-    n1.stepped(reached + 10)
+    n1.wait_for_step(reached + 10)
     assert [step for _, step in n1.steps()] == list(range(1, len(n1.steps()) + 1)), "a drain loses no step"
 
     follows = subprocess.Popen(
@@ -153,10 +153,13 @@ def test_what_ranks_on_another_node_have_written_is_fetched_from_there(nodes: Ma
     ask, other = asker(n1), asker(n2)
     assert ask("submit", str(written(n1, "chat", "chatty.py", COLD, nodes="2", workers=1))) == "chat\n"
     rounds = lambda: (json.loads(ask("status", "chat", "--json"))["progress"] or {}).get("rounds")  # noqa: E731
-    until(rounds, lambda: f"a round\n{n1.told()}{n2.told()}")
+    until(rounds, lambda: f"a round\n{n1.diagnostics()}{n2.diagnostics()}")
     said = lambda rank: elasticd("logs", "chat", "--rank", rank, agent=f"unix:{n1.root / 'run' / 'agent.sock'}")  # noqa: E731
     for rank in "01":
-        until(lambda rank=rank: "line 3\n" in said(rank).stdout, lambda: f"its lines\n{n1.told()}{n2.told()}")
+        until(
+            lambda rank=rank: "line 3\n" in said(rank).stdout,
+            lambda: f"its lines\n{n1.diagnostics()}{n2.diagnostics()}",
+        )
         for one in (ask, other):
             out = one("logs", "chat", "--rank", rank, err=f"rank {rank} complains\n")
             assert out.startswith(f"rank {rank} of 2 is here\nrank {rank} line 1\n")
@@ -189,7 +192,7 @@ def test_what_ranks_on_another_node_have_written_is_fetched_from_there(nodes: Ma
         away.kill()
         away.communicate()
     assert (away.returncode, out.splitlines()[-1]) == (0, "rank 1 is done")
-    until(lambda: table(ask("jobs"))[0]["STATE"] == "succeeded", lambda: f"the end\n{n1.told()}")
+    until(lambda: table(ask("jobs"))[0]["STATE"] == "succeeded", lambda: f"the end\n{n1.diagnostics()}")
     assert ask("logs", "chat", "--rank", "1", "--tail", "1", err="complains") == "rank 1 is done\n"
     for one in (n1, n2):
         assert one.drain() == 0
@@ -202,7 +205,7 @@ def test_what_ranks_on_another_node_have_written_is_fetched_from_there(nodes: Ma
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
     made = Served(tmp_path / "it")
-    made.announce(Running("llama", 1, (0,), "running"))
+    made.announce(RunnerStatus("llama", 1, (0,), "running"))
     made.place("llama", made.submit(), "n1")
     made.event("round_published", 1.0, 1, world_size=1, nodes=["n1"])
     made.log(1, 0, "stdout", "line\n" * 100_000)

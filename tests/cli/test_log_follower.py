@@ -14,34 +14,34 @@ from typing import Any
 import pytest
 
 from elasticd_agent.cli import log_follower as following
-from elasticd_agent.cli.log_follower import Follower, Gone, Wanted
+from elasticd_agent.cli.log_follower import LogFollower, LogQuery, LogUnavailable
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.api.client import Client, Reply, Unreachable
-from elasticd_agent.node.records import Ending, Running
+from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable
+from elasticd_agent.node.records import JobResult, RunnerStatus
 from tests.node.served import Served
 
 Until = Callable[[Callable[[], object], float], object]
-ALL = Wanted("llama", 0, ("stdout", "stderr"), None, None, None, follow=False, as_json=False)
+ALL = LogQuery("llama", 0, ("stdout", "stderr"), None, None, None, follow=False, as_json=False)
 
 
 @pytest.fixture
 def one(tmp_path: Path) -> Iterator[Served]:
     made = Served(tmp_path / "it")
-    made.announce(Running("llama", 1, (0,), "running"))
+    made.announce(RunnerStatus("llama", 1, (0,), "running"))
     made.place("llama", made.submit(), "n1")
     yield made
     made.close()
 
 
-class Reading:
+class FollowerThread:
     """`elasticd logs -f` on a thread of its own; each wait of its ends at once and is counted."""
 
-    def __init__(self, one: Served, wanted: Wanted) -> None:
+    def __init__(self, one: Served, wanted: LogQuery) -> None:
         self.out, self.err = io.BytesIO(), io.BytesIO()
         self.said: list[str] = []
         self.waits, self.error = 0, ""
         self._over = threading.Event()
-        self._follower = Follower(one.unix(), wanted, self.out, self.err, self.said.append, sleep=self._slept)
+        self._follower = LogFollower(one.unix(), wanted, self.out, self.err, self.said.append, sleep=self._slept)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -53,7 +53,7 @@ class Reading:
     def _run(self) -> None:
         try:
             self._follower.run()
-        except (Gone, Unreachable) as error:
+        except (LogUnavailable, Unreachable) as error:
             self.error = str(error)
         except KeyboardInterrupt:
             self.error = "interrupted"
@@ -69,13 +69,13 @@ class Reading:
 
 def read(one: Served, **how: Any) -> tuple[bytes, bytes]:
     out, err = io.BytesIO(), io.BytesIO()
-    Follower(one.unix(), replace(ALL, **how), out, err, lambda _: None, sleep=lambda _: None).run()
+    LogFollower(one.unix(), replace(ALL, **how), out, err, lambda _: None, sleep=lambda _: None).run()
     return out.getvalue(), err.getvalue()
 
 
 def end(one: Served) -> None:
-    ending = Ending("llama", 1, "succeeded", 0, "done", time.time(), ("n1",))
-    assert one.store.compare_and_swap(names.ENDED + "llama", None, ending.to_json())
+    ending = JobResult("llama", 1, "succeeded", 0, "done", time.time(), ("n1",))
+    assert one.store.compare_and_swap(names.RESULTS + "llama", None, ending.to_json())
     one.announce()
 
 
@@ -92,19 +92,19 @@ def test_what_is_there_is_printed_once_however_long_it_is(one: Served) -> None:
 
 
 def test_what_is_not_there_is_the_daemons_sentence(one: Served) -> None:
-    with pytest.raises(Gone, match=r"no log of rank 0 .* on n1"):
+    with pytest.raises(LogUnavailable, match=r"no log of rank 0 .* on n1"):
         read(one)
     one.log(1, 0, "stdout", "x")
-    with pytest.raises(Gone, match="no log of rank 3"):
+    with pytest.raises(LogUnavailable, match="no log of rank 3"):
         read(one, rank=3)
-    with pytest.raises(Gone, match="there is no job 'nope'"):
+    with pytest.raises(LogUnavailable, match="there is no job 'nope'"):
         read(one, job="nope")
-    with pytest.raises(Gone, match="there is no job 'nope'"):
+    with pytest.raises(LogUnavailable, match="there is no job 'nope'"):
         read(one, job="nope", follow=True)
 
 
 def test_following_goes_through_the_rounds_to_the_end_of_the_job(one: Served, until: Until) -> None:
-    reading = Reading(one, replace(ALL, follow=True))
+    reading = FollowerThread(one, replace(ALL, follow=True))
     until(lambda: reading.waits > 2, 10)
     assert reading.said == ["running: runs"] or reading.said == ["starting: runs"], reading.said
     one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
@@ -135,14 +135,14 @@ def test_without_follow_a_rank_that_writes_faster_than_one_reads_is_not_waited_f
 
     out = io.BytesIO()
     client: Any = Faster(one.unix(), lambda: None)
-    Follower(client, replace(ALL, streams=("stdout",)), out, io.BytesIO(), lambda _: None).run()
+    LogFollower(client, replace(ALL, streams=("stdout",)), out, io.BytesIO(), lambda _: None).run()
     assert 3 << 20 <= len(out.getvalue()) <= 8 << 20
 
 
 class Between:
     """A client that has something happen after it was told that there is no more of stdout, before it asks on."""
 
-    def __init__(self, client: Client, happens: Callable[[], None]) -> None:
+    def __init__(self, client: AgentClient, happens: Callable[[], None]) -> None:
         self._client, self._happens, self._at_its_end = client, happens, False
 
     def get(self, path: str, query: dict[str, Any] | None = None) -> Reply:
@@ -165,14 +165,14 @@ def test_last_words_between_two_questions_are_heard(one: Served) -> None:
 
     out = io.BytesIO()
     client: Any = Between(one.unix(), happens)
-    Follower(client, replace(ALL, follow=True), out, io.BytesIO(), lambda _: None, sleep=lambda _: None).run()
+    LogFollower(client, replace(ALL, follow=True), out, io.BytesIO(), lambda _: None, sleep=lambda _: None).run()
     assert out.getvalue() == b"one\nlast words\n"
 
 
 def test_a_cancelled_jobs_last_words_are_waited_for(one: Served, until: Until) -> None:
     one.log(1, 0, "stdout", "one\n")
     one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
-    reading = Reading(one, replace(ALL, follow=True))
+    reading = FollowerThread(one, replace(ALL, follow=True))
     until(lambda: reading.out.getvalue() == b"one\n", 10)
     assert one.unix().post("/v1/jobs/llama/cancel").code == 200
     waits = reading.waits
@@ -186,7 +186,7 @@ def test_a_cancelled_jobs_last_words_are_waited_for(one: Served, until: Until) -
 def test_a_log_that_is_rotated_goes_on(one: Served, until: Until) -> None:
     one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
     path = one.log(1, 0, "stdout", "a long line of words\n")
-    reading = Reading(one, replace(ALL, follow=True))
+    reading = FollowerThread(one, replace(ALL, follow=True))
     until(lambda: reading.out.getvalue() == b"a long line of words\n", 10)
     path.write_text("new\n")
     until(lambda: reading.out.getvalue() == b"a long line of words\nnew\n", 10)
@@ -199,14 +199,14 @@ def test_an_outage_while_following_is_said_once_and_waited_out_but_not_for_ever(
 ) -> None:
     one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
     one.log(1, 0, "stdout", "one\n")
-    reading = Reading(one, replace(ALL, follow=True))
+    reading = FollowerThread(one, replace(ALL, follow=True))
     until(lambda: reading.out.getvalue() == b"one\n", 10)
     one.store.away = True
     until(lambda: reading.said, 10)
     waits = reading.waits
     until(lambda: reading.waits > waits + 5, 10)
     one.log(1, 0, "stdout", "two\n")
-    monkeypatch.setattr(following, "PATIENCE_S", 0.1)  # of what is asked from now on
+    monkeypatch.setattr(following, "RETRY_S", 0.1)  # of what is asked from now on
     one.store.away = False
     until(lambda: reading.out.getvalue() == b"one\ntwo\n", 10)
     waits = reading.waits

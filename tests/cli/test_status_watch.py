@@ -53,16 +53,16 @@ def test_it_goes_on_through_a_restart_and_ends_with_the_job() -> None:
 
 
 def test_what_is_refused_ends_it_and_so_does_an_agent_that_never_answered() -> None:
-    with pytest.raises(watching.Refused, match="no, 404"):
+    with pytest.raises(watching.WatchFailed, match="no, 404"):
         Agent(iter([404])).watched()
-    with pytest.raises(watching.Refused, match="no, 404"):
+    with pytest.raises(watching.WatchFailed, match="no, 404"):
         Agent(iter([a_job(), 404])).watched()
     with pytest.raises(Unreachable):
         Agent(iter([Unreachable("nobody there")])).watched()
 
 
 def test_what_is_wrong_and_how_fast_it_went_come_first() -> None:
-    page = watching.pictured(a_job(ranks=[a_rank(1, state="T", idle_seconds=2.0)]))
+    page = watching.render(a_job(ranks=[a_rank(1, state="T", idle_seconds=2.0)]))
     first, second, third = page.splitlines()[:3]
     assert first == "elasticd: stalled: Rank 1 on a is stopped: nothing of it has moved for 2.0 s."
     assert second.endswith("steps/s, the last 5m") and len(second.split()[0]) >= 10
@@ -74,13 +74,13 @@ def test_jobs_and_nodes_are_watched_without_a_job() -> None:
     row = {k: v for k, v in a_job().items() if k not in ("places", "progress")}
     node = {"node": "a", "state": "ready", "used": 2, "slots": 4, "jobs": ["llama"], "reason": ""}
     agent = Agent(iter([{"jobs": [row]}, {"nodes": [node]}, {"jobs": []}, 403]))
-    with pytest.raises(watching.Refused):
+    with pytest.raises(watching.WatchFailed):
         agent.watched(None)
     assert "llama  running" in agent.shown[0] and "ready  2/4" in agent.shown[0]
 
 
 def test_no_words_of_a_job_steer_the_terminal() -> None:
-    page = watching.pictured({**a_job(ranks=[a_rank(0, node=WICKED, state="T")]), "reason": WICKED})
+    page = watching.render({**a_job(ranks=[a_rank(0, node=WICKED, state="T")]), "reason": WICKED})
     assert "\x1b" not in page and "\r" not in page and "\x00" not in page
 
 

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 import pytest
 
 from tests.node.conftest import MakeNode
-from tests.node.node import COLD, Node
+from tests.node.node import COLD, AgentNode
 
 pytestmark = pytest.mark.system
 
 
 @contextmanager
-def watching(node: Node, out: int, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+def watching(node: AgentNode, out: int, *more: str) -> Iterator[subprocess.Popen[bytes]]:
     agent = f"unix:{node.root / 'run' / 'agent.sock'}"
     path = os.pathsep.join(node.path)
     process = subprocess.Popen(
@@ -59,7 +59,7 @@ def test_in_a_pipe_it_goes_on_through_an_agents_restart_and_ends_with_the_job(no
     n1 = node()
     n1.job("one", "ticking.py", COLD, workers=2)
     n1.start()
-    n1.stepped(3)
+    n1.wait_for_step(3)
     ours, theirs = os.pipe()
     with watching(n1, theirs, "one") as process:
         os.close(theirs)
@@ -88,7 +88,7 @@ def test_on_a_terminal_it_is_one_screen_and_ctrl_c_leaves_the_last_of_it(node: M
     n1 = node()
     n1.job("one", "ticking.py", COLD, workers=2)
     n1.start()
-    n1.stepped(3)
+    n1.wait_for_step(3)
     ours, theirs = pty.openpty()
     with watching(n1, theirs, "one") as process:
         page = Read(ours)

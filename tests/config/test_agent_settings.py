@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from elasticd.errors import UsageError
 from elasticd_agent.cli.main import main
-from elasticd_agent.config.agent_settings import Settings, StoreSettings, load
+from elasticd_agent.config.agent_settings import NodeSettings, StoreSettings, load
 from elasticd_agent.config.documents import parse
-from elasticd_agent.config.env_variables import keys, variable
-from elasticd_agent.config.job_file import CONF, read_job
-from elasticd_agent.config.quantities import Seconds, seconds, size
-from elasticd_agent.config.reference import JOB_SAYS, agent_rows, job_rows, page, template
-from elasticd_agent.config.reload import merged, reloads
-from elasticd_agent.config.store_options import meets, times
+from elasticd_agent.config.env_variables import config_keys, variable_name
+from elasticd_agent.config.job_file import RENDEZVOUS_KEYS, read_job
+from elasticd_agent.config.quantities import Seconds, parse_seconds, parse_size
+from elasticd_agent.config.reference import JOB_KEY_HELP, agent_keys, job_keys, page, template
+from elasticd_agent.config.reload import is_reloadable, merge_reloaded
+from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import Policy, Tls
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
@@ -73,7 +73,7 @@ def _file(here: Path, text: str, name: str = "agent.toml") -> Path:
     return path
 
 
-def _load(here: Path, text: str, **environ: str) -> Settings:
+def _load(here: Path, text: str, **environ: str) -> NodeSettings:
     return load(_file(here, text), environ)
 
 
@@ -146,9 +146,9 @@ def test_an_empty_file_is_a_node_that_works_alone(here: Path) -> None:
     assert _load(here, "") == load(None, {})
     alone = load(None, {})
     assert (alone.store.backend, alone.http.bind, alone.http.port, alone.jobs) == ("local", "127.0.0.1", 9411, ())
-    assert (alone.socket, alone.logs) == (Path("/run/elasticd/agent.sock"), Path("/var/lib/elasticd/logs"))
-    assert meets(alone).backend == "memory"
-    assert times(alone) == Policy()
+    assert (alone.socket_path, alone.logs) == (Path("/run/elasticd/agent.sock"), Path("/var/lib/elasticd/logs"))
+    assert store_rendezvous(alone).backend == "memory"
+    assert store_policy(alone) == Policy()
 
 
 FULL = """
@@ -184,18 +184,22 @@ def test_a_whole_one(here: Path) -> None:
     assert (found.node, found.slots, found.labels) == ("n7", 2, ("rack=7",))
     assert (found.drain_timeout_s, found.keep_ended_s, found.health.disk_free_min_bytes) == (90, 3600, 2 << 30)
     assert found.jobs == (read_job(b'{id: a, command: [t.py], workdir: /tmp, workers: "1:8"}', "yaml", "j"),)
-    place = meets(found)
+    place = store_rendezvous(found)
     assert place.endpoints == (("a", 2379), ("::1", 2379))
     assert (place.user, place.password, place.node) == ("elasticd", SECRET, "n7")
     assert place.tls == Tls(ca=here / "pem")
     assert "s3cret" not in repr(place)
     # The times that only follow from the lease follow, as they do for `elasticd run`.
-    assert (times(found).lease_s, times(found).renewal_s, times(found).store_timeout_s) == (6, 1, 0.9)
+    assert (store_policy(found).lease_s, store_policy(found).renewal_s, store_policy(found).store_timeout_s) == (
+        6,
+        1,
+        0.9,
+    )
 
 
 def test_https_alone_means_tls_by_the_systems_authorities(here: Path) -> None:
-    assert meets(_load(here, ETCD.replace("h:2379", "https://h"))).tls == Tls()
-    assert meets(_load(here, ETCD)).tls is None
+    assert store_rendezvous(_load(here, ETCD.replace("h:2379", "https://h"))).tls == Tls()
+    assert store_rendezvous(_load(here, ETCD)).tls is None
 
 
 def test_variables_count_more_than_the_file(here: Path) -> None:
@@ -226,10 +230,10 @@ def test_flags_count_more_than_variables_and_are_named_when_they_are_wrong(here:
 
 
 def test_every_key_has_a_variable_and_words() -> None:
-    names = [variable(key) for key, _ in keys(Settings)]
+    names = [variable_name(key) for key, _ in config_keys(NodeSettings)]
     assert len(set(names)) == len(names) >= 40
-    assert all(row.says for row in (*agent_rows(), *job_rows()))
-    assert [row.key for row in agent_rows()] == [key for key, _ in keys(Settings)]
+    assert all(row.help for row in (*agent_keys(), *job_keys()))
+    assert [row.key for row in agent_keys()] == [key for key, _ in config_keys(NodeSettings)]
 
 
 def test_what_workers_get_is_never_read_as_settings() -> None:
@@ -250,7 +254,7 @@ def test_what_workers_get_is_never_read_as_settings() -> None:
     mentioned = set(re.findall(r'"(ELASTICD_[A-Z_]+)"', sources)) | {n for n in told if n.startswith("ELASTICD_")}
     mentioned -= {"ELASTICD_NODE", "ELASTICD_SLOTS"}  # health plugins are told these two settings as what they are
     assert {"ELASTICD_ROUND", "ELASTICD_STACKS", "ELASTICD_NOTES", "ELASTICD_LAUNCH"} <= mentioned
-    assert not mentioned & {variable(key) for key, _ in keys(Settings)}
+    assert not mentioned & {variable_name(key) for key, _ in config_keys(NodeSettings)}
     assert load(None, dict.fromkeys(mentioned, "1")) == load(None, {})
 
 
@@ -263,14 +267,14 @@ def test_a_secret_that_its_group_reads_is_one(here: Path) -> None:
     [("500ms", 0.5), ("5s", 5), (" 2 m ", 120), ("1.5h", 5400), ("7d", 604800), ("3", 3), (3, 3), (0.25, 0.25), (0, 0)],
 )
 def test_times(text: Any, value: float) -> None:
-    assert seconds(text) == value
+    assert parse_seconds(text) == value
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("10GiB", 10 << 30), ("500MB", 500_000_000), ("1.5 KiB", 1536), (7, 7), ("8", 8), ("9B", 9)]
 )
 def test_sizes(text: Any, value: int) -> None:
-    assert size(text) == value
+    assert parse_size(text) == value
 
 
 # ---- SIGHUP
@@ -285,7 +289,7 @@ def test_what_reloads_counts_and_what_does_not_is_said(here: Path) -> None:
         .replace("2GiB", "3GiB")
         .replace("https://a", "https://b"),
     )
-    counts, sentences = merged(old, new)
+    counts, sentences = merge_reloaded(old, new)
     assert (counts.drain_timeout_s, counts.health.disk_free_min_bytes) == (120, 3 << 30)
     assert (counts.slots, counts.store) == (2, old.store)
     later = "counts from the next start (SIGUSR2, which disturbs no job, or systemctl restart, which drains)"
@@ -295,24 +299,24 @@ def test_what_reloads_counts_and_what_does_not_is_said(here: Path) -> None:
         f'store.endpoints: ["https://b:2379", "https://[::1]"] instead of ["https://a:2379", "https://[::1]"] {later}',
         'health.disk_free_min: "3GiB" instead of "2GiB" from now on',
     ]
-    assert merged(new, new) == (new, [])
+    assert merge_reloaded(new, new) == (new, [])
 
 
 def test_new_jobs_and_limits_reload(here: Path) -> None:
-    counts, sentences = merged(_load(here, ""), _load(here, '[limits]\nusers=["root"]\ndirectories=["/tmp"]\n'))
+    counts, sentences = merge_reloaded(_load(here, ""), _load(here, '[limits]\nusers=["root"]\ndirectories=["/tmp"]\n'))
     assert counts.limits.users == ("root",)
     assert sentences
     assert all(sentence.endswith(" from now on") for sentence in sentences)
-    counts, sentences = merged(_load(here, ""), _load(here, JOB))
+    counts, sentences = merge_reloaded(_load(here, ""), _load(here, JOB))
     assert [job.id for job in counts.jobs] == ["a"]
     assert sentences
     assert all(sentence.endswith(" from now on") for sentence in sentences)
 
 
 def test_where_the_daemon_is_found_and_who_it_is_never_reloads() -> None:
-    fixed = {field.encode_name for field in msgspec.structs.fields(Settings) if not reloads(field)}
+    fixed = {field.encode_name for field in msgspec.structs.fields(NodeSettings) if not is_reloadable(field)}
     assert fixed >= {"node", "slots", "state_dir", "run_dir", "lease", "renewal"}
-    assert not any(map(reloads, msgspec.structs.fields(StoreSettings)))
+    assert not any(map(is_reloadable, msgspec.structs.fields(StoreSettings)))
 
 
 # ---- elasticd config
@@ -386,17 +390,17 @@ def test_templates_mean_the_defaults_and_every_line_of_them_is_understood(
     assert _load(here, agent) == load(None, {})
     assert read_job(job.encode(), "toml", "j").hang_floor is None
     written = set(re.findall(r"^#?([a-z_]+) = ", job, re.MULTILINE))
-    assert written == {row.key for row in job_rows()}
+    assert written == {row.key for row in job_keys()}
     for line in re.findall(r"^#([a-z_]+ = .*)$", job, re.MULTILINE):
         if not line.startswith(("command", "workdir")):
             read_job(f'command = ["t.py"]\nworkdir = "/tmp"\n{line}\n'.encode(), "toml", "j")
 
 
 def test_the_defaults_in_the_words_are_the_real_ones() -> None:
-    for key in CONF:
+    for key in RENDEZVOUS_KEYS:
         field = {"last_call_timeout": "last_call_s"}.get(key, f"{key}_s")
-        assert seconds(JOB_SAYS[key][1].strip('"')) == getattr(Policy(), field), key
-    assert seconds(JOB_SAYS["shutdown_timeout"][1].strip('"')) == Policy().stop_grace_s
+        assert parse_seconds(JOB_KEY_HELP[key][1].strip('"')) == getattr(Policy(), field), key
+    assert parse_seconds(JOB_KEY_HELP["shutdown_timeout"][1].strip('"')) == Policy().stop_grace_s
 
 
 @pytest.mark.parametrize("which", ["agent", "jobs"])
@@ -415,7 +419,8 @@ _SCALARS = st.one_of(
     st.sampled_from(["/tmp", "etcd", "auto", "5s", "h:2379", "../x", "::", "root"]),
 )
 _NAMES = st.sampled_from(
-    [part for key, _ in keys(Settings) for part in key.split(".")] + ["job", "store", "http", "limits", "command"]
+    [part for key, _ in config_keys(NodeSettings) for part in key.split(".")]
+    + ["job", "store", "http", "limits", "command"]
 )
 _TABLES = st.dictionaries(
     _NAMES,
@@ -432,7 +437,9 @@ _TABLES = st.dictionaries(
 )
 @given(
     _TABLES,
-    st.dictionaries(st.sampled_from([variable(key) for key, _ in keys(Settings)]), st.text(max_size=9), max_size=2),
+    st.dictionaries(
+        st.sampled_from([variable_name(key) for key, _ in config_keys(NodeSettings)]), st.text(max_size=9), max_size=2
+    ),
 )
 def test_whatever_is_written_only_a_usage_error(tmp_path: Path, table: dict[str, Any], environ: dict[str, str]) -> None:
     path = tmp_path / "agent.json"
@@ -446,7 +453,7 @@ def test_whatever_is_written_only_a_usage_error(tmp_path: Path, table: dict[str,
     assert found is not None or (said.isprintable() and len(said) < 600)
     if found is not None:
         assert isinstance(found.lease_s, Seconds)
-        assert merged(found, found) == (found, [])
+        assert merge_reloaded(found, found) == (found, [])
 
 
 # ---- examples
@@ -454,7 +461,7 @@ def test_whatever_is_written_only_a_usage_error(tmp_path: Path, table: dict[str,
 
 def test_the_examples_are_right(here: Path) -> None:
     job = read_job((ROOT / "examples" / "job.toml").read_bytes(), "toml", "job.toml")
-    assert (job.nodes_wanted, job.slots_wanted, job.env["OMP_NUM_THREADS"]) == ((2, 8), (8, 8), "8")
+    assert (job.node_range, job.slot_range, job.env["OMP_NUM_THREADS"]) == ((2, 8), (8, 8), "8")
     text = (ROOT / "examples" / "agent.toml").read_text()
     for name, made in {"ca.pem": "pem", "node.pem": "cert", "node.key": "key"}.items():
         (here / made).rename(here / name)
@@ -462,4 +469,4 @@ def test_the_examples_are_right(here: Path) -> None:
     text = text.replace("/etc/elasticd", str(here)).replace('"elasticd"', f'"{me}"')
     found = _load(here, text)
     assert (found.jobs[0].id, found.http.bind, found.drain_timeout_s) == ("warm-cache", "0.0.0.0", 90)
-    assert meets(found).tls == Tls(here / "ca.pem", here / "node.pem", here / "node.key")
+    assert store_rendezvous(found).tls == Tls(here / "ca.pem", here / "node.pem", here / "node.key")

@@ -17,21 +17,21 @@ from hypothesis import strategies as st
 
 from elasticd.errors import UsageError
 from elasticd_agent.config import documents
-from elasticd_agent.config.elasticd_flags import OWN
+from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.job_file import (
-    CONF,
     FLAGS,
-    NOT_KEYS,
+    JOB_KEY_HINTS,
+    RENDEZVOUS_KEYS,
     SWITCHES,
     JobFile,
-    choices,
+    decode_job,
     from_json,
-    job_of,
     read_job,
+    run_model,
     to_json,
 )
 from elasticd_agent.config.run_options import parse_run
-from elasticd_agent.config.torchrun_flags import TORCHRUN
+from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 from elasticd_agent.model.job import JobSpec, Mode, Policy, Rendezvous, Streams
 from elasticd_agent.model.job_dir import JobFiles
 from tests.config.bad_jobs import ABOUT, JSON, TOML, YAML
@@ -54,7 +54,7 @@ def test_what_is_wrong_with_json(text: bytes, says: str) -> None:
     assert _said(text, "json").startswith(f"job.json: {says.removesuffix('…')}")
 
 
-def _said(data: bytes, kind: documents.Kind) -> str:
+def _said(data: bytes, kind: documents.FileFormat) -> str:
     with pytest.raises(UsageError) as raised:
         read_job(data, kind, f"job.{kind}")
     return str(raised.value)
@@ -84,7 +84,7 @@ def test_the_same_in_three_languages() -> None:
     job = read_job(toml, "toml", "t")
     assert job == read_job(yaml, "yaml", "y") == from_json(to_json(job))
     assert job == read_job(json.dumps(json.loads(to_json(job))).encode(), "json", "j")
-    assert (job.nodes_wanted, job.slots_wanted) == ((2, 8), (4, 4))
+    assert (job.node_range, job.slot_range) == ((2, 8), (4, 4))
     assert job.hang_floor == 6
 
 
@@ -100,24 +100,37 @@ def test_a_bomb_of_aliases_is_refused_at_once() -> None:
 
 
 def test_a_file_too_long_is_not_even_parsed() -> None:
-    assert _said(b"#" * (documents.LARGEST + 1), "toml").startswith("job.toml: is longer than the 65536 bytes")
+    assert _said(b"#" * (documents.MAX_JOB_FILE_BYTES + 1), "toml").startswith(
+        "job.toml: is longer than the 65536 bytes"
+    )
 
 
 def test_a_job_of_an_agents_file_must_fit_into_the_store_as_well() -> None:
     with pytest.raises(UsageError, match=r"^env: makes a job of \d+ bytes; at most 65536 are kept$"):
-        job_of({"command": ["t.py"], "workdir": "/tmp", "env": {"A": "x" * documents.LARGEST}})
-    whole = job_of({"command": ["t.py"], "workdir": "/tmp", "env": {"A": "x" * (documents.LARGEST - 100)}})
+        decode_job({"command": ["t.py"], "workdir": "/tmp", "env": {"A": "x" * documents.MAX_JOB_FILE_BYTES}})
+    whole = decode_job(
+        {"command": ["t.py"], "workdir": "/tmp", "env": {"A": "x" * (documents.MAX_JOB_FILE_BYTES - 100)}}
+    )
     assert from_json(to_json(whole)) == whole
 
 
 def test_every_flag_is_a_key_or_says_why_not() -> None:
     keys = {field.encode_name for field in msgspec.structs.fields(JobFile)}
-    flags = {flag.dest for flag in (*TORCHRUN, *OWN)}
-    assert not flags - keys - set(NOT_KEYS)
-    assert not keys & set(NOT_KEYS)
+    flags = {flag.dest for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS)}
+    assert not flags - keys - set(JOB_KEY_HINTS)
+    assert not keys & set(JOB_KEY_HINTS)
     assert set(FLAGS) | set(SWITCHES) <= flags & keys
-    assert set(CONF) <= keys - flags
-    assert keys - flags - set(CONF) == {"id", "command", "workdir", "python", "env", "user", "nodes", "workers"}
+    assert set(RENDEZVOUS_KEYS) <= keys - flags
+    assert keys - flags - set(RENDEZVOUS_KEYS) == {
+        "id",
+        "command",
+        "workdir",
+        "python",
+        "env",
+        "user",
+        "nodes",
+        "workers",
+    }
 
 
 def _choices(job: JobFile, **given: Any) -> tuple[JobSpec, Policy]:
@@ -130,7 +143,7 @@ def _choices(job: JobFile, **given: Any) -> tuple[JobSpec, Policy]:
         "files": JobFiles(Path("/state/jobs/llm.7")),
         "devices": (),
     }
-    spec, policy, agent = choices(job, **{**asked, **given})
+    spec, policy, agent = run_model(job, **{**asked, **given})
     assert agent.event_log == Path("/state/jobs/llm.7/events.jsonl")
     assert not agent.live
     return spec, policy
@@ -239,7 +252,7 @@ def test_slots_stand_for_the_nodes_gpus() -> None:
     hidden = read_job((ABOUT + 'workers = "1:3"\nenv = { CUDA_VISIBLE_DEVICES = "" }\n').encode(), "toml", "t")
     spec, _ = _choices(hidden, slots=(1, 3), devices=("0", "1", "2", "3"))
     assert spec.devices == ()
-    assert spec.inherited({})["CUDA_VISIBLE_DEVICES"] == ""
+    assert spec.base_environment({})["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_too_few_slots_and_too_few_nodes_are_said() -> None:
@@ -292,7 +305,8 @@ def test_a_user_brings_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _WORDS = st.one_of(
-    st.sampled_from([*(f.encode_name for f in msgspec.structs.fields(JobFile)), *NOT_KEYS, "x"]), st.text(max_size=8)
+    st.sampled_from([*(f.encode_name for f in msgspec.structs.fields(JobFile)), *JOB_KEY_HINTS, "x"]),
+    st.text(max_size=8),
 )
 _VALUES = st.recursive(
     st.one_of(
@@ -343,6 +357,6 @@ def _read(data: bytes, kind: Literal["toml", "yaml", "json"]) -> None:
         assert len(said) < 600
         return
     assert from_json(to_json(job)) == job
-    spec, policy = _choices(job, slots=tuple(range(job.slots_wanted[0])), rendezvous=ETCD)
+    spec, policy = _choices(job, slots=tuple(range(job.slot_range[0])), rendezvous=ETCD)
     assert spec.entrypoint == job.command[0]
     assert math.isfinite(policy.hang_factor)

@@ -12,7 +12,7 @@ import pytest
 
 from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import Limits, load
-from elasticd_agent.config.job_file import JobFile, job_of
+from elasticd_agent.config.job_file import JobFile, decode_job
 from elasticd_agent.config.limits import refusal
 
 ME = pwd.getpwuid(os.geteuid()).pw_name
@@ -36,7 +36,7 @@ def tree(tmp_path: Path) -> Path:
 
 def _job(tree: Path, script: str, **more: Any) -> JobFile:
     job: dict[str, Any] = {"command": [script.replace("TREE", str(tree))], "workdir": str(tree / "allowed")}
-    return job_of({**job, **{key: _in(tree, value) for key, value in more.items()}})
+    return decode_job({**job, **{key: _in(tree, value) for key, value in more.items()}})
 
 
 def _in(tree: Path, value: Any) -> Any:

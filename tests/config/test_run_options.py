@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.run_options import Choices, help_text, parse_run
+from elasticd_agent.config.run_options import ParsedRun, help_text, parse_run
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy, Streams
 from elasticd_agent.system.devices import cpu_count, visible_gpus
 
 HERE = Path("/somewhere")
 
 
-def parse(command: str, **environ: str) -> Choices:
+def parse(command: str, **environ: str) -> ParsedRun:
     return parse_run(shlex.split(command), environ, HERE)
 
 
@@ -200,7 +200,7 @@ def test_help_tells_the_restart_budget_and_every_option() -> None:
     text = help_text()
     assert "after 3 in a row without progress" in re.sub(r"\s+", " ", text)
     assert max(map(len, text.splitlines())) <= 120
-    from elasticd_agent.config.elasticd_flags import OWN
-    from elasticd_agent.config.torchrun_flags import TORCHRUN
+    from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
+    from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 
-    assert [flag.dest for flag in (*TORCHRUN, *OWN) if flag.spellings[-1] not in text] == []
+    assert [flag.dest for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS) if flag.spellings[-1] not in text] == []

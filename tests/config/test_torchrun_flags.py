@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.elasticd_flags import OWN
-from elasticd_agent.config.flag import Flag, Kind
+from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
+from elasticd_agent.config.flag import Flag, ValueType
 from elasticd_agent.config.run_options import build_parser
-from elasticd_agent.config.torchrun_flags import TORCHRUN, page
+from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS, page
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,9 +55,9 @@ def described(parser: argparse.ArgumentParser) -> dict[str, tuple[Any, ...]]:
 
 def test_every_option_of_torchrun_is_in_the_table_as_it_is_there() -> None:
     upstream, ours = described(theirs()), described(build_parser({}))
-    own = {flag.dest for flag in OWN}
+    own = {flag.dest for flag in ELASTICD_FLAGS}
     assert set(upstream) == set(ours) - own, "torchrun's options changed: adapt torchrun_flags.py, then `make docs`"
-    differs = {flag.dest for flag in TORCHRUN if flag.differs}
+    differs = {flag.dest for flag in TORCHRUN_FLAGS if flag.default_reason}
     for dest, wanted in upstream.items():
         if dest in differs:
             assert ours[dest][:3] == wanted[:3], dest
@@ -68,21 +68,21 @@ def test_every_option_of_torchrun_is_in_the_table_as_it_is_there() -> None:
 
 def test_none_of_our_own_options_is_torchruns() -> None:
     upstream = {name for action in theirs()._actions for name in action.option_strings}
-    assert not upstream & {name for flag in OWN for name in flag.names}
+    assert not upstream & {name for flag in ELASTICD_FLAGS for name in flag.names}
 
 
 SAMPLES = {
-    Kind.TEXT: ["fork", ""],
-    Kind.INT: ["7", "-1", "nonsense"],
-    Kind.FLOAT: ["0.5", "nonsense"],
-    Kind.LIST: ["a,,b,c", ""],
-    Kind.SWITCH: ["1", "0", "2", "nonsense"],
+    ValueType.TEXT: ["fork", ""],
+    ValueType.INT: ["7", "-1", "nonsense"],
+    ValueType.FLOAT: ["0.5", "nonsense"],
+    ValueType.LIST: ["a,,b,c", ""],
+    ValueType.SWITCH: ["1", "0", "2", "nonsense"],
 }
 
 
-@pytest.mark.parametrize("flag", TORCHRUN, ids=lambda flag: flag.dest)
+@pytest.mark.parametrize("flag", TORCHRUN_FLAGS, ids=lambda flag: flag.dest)
 def test_its_variable_means_what_it_means_to_torchrun(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in SAMPLES[flag.kind]:
+    for value in SAMPLES[flag.value_type]:
         name = f"PET_{flag.dest.upper()}"
         monkeypatch.setenv(name, value)
         try:
@@ -96,7 +96,7 @@ def test_its_variable_means_what_it_means_to_torchrun(flag: Flag, monkeypatch: p
                 build_parser(os.environ)
             continue
         got = getattr(build_parser(os.environ).parse_args(["train.py"]), flag.dest)
-        if not (flag.differs and flag.variable not in os.environ):
+        if not (flag.default_reason and flag.variable not in os.environ):
             assert (list(got) if isinstance(got, tuple) else got) == wanted, (name, value)
 
 
@@ -112,17 +112,17 @@ def _meaning(parser: argparse.ArgumentParser, option: str) -> str:
 
 def test_abbreviations_stand_for_what_they_stand_for_in_torchrun() -> None:
     upstream, ours = theirs(), build_parser({})
-    names = {name for flag in TORCHRUN for name in flag.names if name.startswith("--")}
+    names = {name for flag in TORCHRUN_FLAGS for name in flag.names if name.startswith("--")}
     for prefix in sorted({name[:end] for name in names for end in range(3, len(name) + 1)}):
-        if prefix not in {name for flag in OWN for name in flag.names}:
+        if prefix not in {name for flag in ELASTICD_FLAGS for name in flag.names}:
             assert _meaning(ours, prefix) == _meaning(upstream, prefix), prefix
 
 
 def test_our_own_options_cannot_be_abbreviated() -> None:
-    upstream = {name for flag in TORCHRUN for name in flag.names}
-    short = [name[:-1] for flag in OWN for name in flag.names]
+    upstream = {name for flag in TORCHRUN_FLAGS for name in flag.names}
+    short = [name[:-1] for flag in ELASTICD_FLAGS for name in flag.names]
     ours = [prefix for prefix in short if not any(name.startswith(prefix) for name in upstream)]
-    assert len(ours) >= len(OWN) - 2
+    assert len(ours) >= len(ELASTICD_FLAGS) - 2
     for prefix in ours:
         assert build_parser({}).parse_known_args([prefix, "train.py"])[1] == [prefix]
 
@@ -145,7 +145,7 @@ COMMANDS = [
 def test_command_lines_are_cut_into_the_same_pieces(command: list[str]) -> None:
     wanted = vars(theirs().parse_args(command))
     got = vars(build_parser({}).parse_args(command))
-    for dest in wanted.keys() - {flag.dest for flag in TORCHRUN if flag.differs}:
+    for dest in wanted.keys() - {flag.dest for flag in TORCHRUN_FLAGS if flag.default_reason}:
         assert (list(got[dest]) if isinstance(got[dest], tuple) else got[dest]) == wanted[dest], dest
 
 

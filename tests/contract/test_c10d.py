@@ -17,27 +17,27 @@ import pytest
 from torch.distributed import TCPStore
 
 from elasticd_agent.store import Versioned
-from elasticd_agent.store.c10d.client_process import Operations, register, remove
+from elasticd_agent.store.c10d.client_process import Operations, register_watch, remove
 from elasticd_agent.store.c10d.envelope import (
     DIRECTORIES,
     LEASES,
     WATCHED,
     Envelope,
-    State,
+    KeyState,
     counter_key,
+    decode,
+    entries,
     event_key,
-    held_key,
     index_key,
     lease_key,
-    lines,
-    opened,
+    lease_members_key,
     value_key,
 )
-from elasticd_agent.store.c10d.server_process import BURY_AFTER_S, TURN_S, UNWATCHED_S, Keeper
+from elasticd_agent.store.c10d.server_process import TOMBSTONE_S, TURN_S, UNWATCHED_S, HostMaintenance
 from elasticd_agent.store.c10d.store import C10dStore
-from elasticd_agent.store.c10d.wire import Wire, look_up_hosts
+from elasticd_agent.store.c10d.wire import TcpStoreConnection, set_host_lookup
 
-W = TypeVar("W", bound=Wire)
+W = TypeVar("W", bound=TcpStoreConnection)
 Until = Callable[[Callable[[], object], float], object]
 SOON_S = 60.0
 PATIENT = {"timeout_s": 20.0, "start_timeout_s": SOON_S}
@@ -136,7 +136,7 @@ def test_an_idle_agent_asks_little(stores: list[C10dStore]) -> None:
 
 def test_what_strangers_left_is_a_value_of_version_0(stores: list[C10dStore]) -> None:
     """The one who reads it can tell that it is no record of ours; nothing of ours is hurt by it."""
-    wire = Wire(TCPStore, "127.0.0.1", stores[0].port, 10.0)
+    wire = TcpStoreConnection(TCPStore, "127.0.0.1", stores[0].port, 10.0)
     assert stores[0].compare_and_swap("strange/ours", None, b"ours")
     wire.append(index_key("strange/"), b"\xff\x00 no entry\n=theirs\n=\xff\n=theirs\n")
     wire.append(DIRECTORIES, b"rubbish\n\n=\xfe\xff/\n")
@@ -166,11 +166,11 @@ class Place:
         self._server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.wire = self.another_wire()
         self.verbs = Operations(self.wire)
-        self.keeper = Keeper(self.wire)
-        self.keeper.begin()
+        self.keeper = HostMaintenance(self.wire)
+        self.keeper.initialize()
         self.keeper.turn(self._now)
 
-    def another_wire(self, kind: type[W] = Wire) -> W:  # type: ignore[assignment]
+    def another_wire(self, kind: type[W] = TcpStoreConnection) -> W:  # type: ignore[assignment]
         return kind(TCPStore, "127.0.0.1", self._server.port, 10.0)
 
     def close(self) -> None:
@@ -191,10 +191,10 @@ class Place:
 @pytest.fixture(scope="module")
 def _what_torch_keeps() -> Iterator[None]:
     """Before a test looks at its descriptors: a process's first server opens a pipe for good."""
-    look_up_hosts(b"files")
+    set_host_lookup(b"files")
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield
-    look_up_hosts(b"files dns")
+    set_host_lookup(b"files dns")
 
 
 @pytest.fixture
@@ -221,10 +221,10 @@ def test_a_lease_ends_its_time_after_the_last_renewal_while_the_host_was_awake(p
     assert place.verbs.read("n/a") is None
     assert not place.verbs.renew(lease, first)
     assert place.verbs.hold(lease, first, "n/b", VALUE, None) is None
-    place.pass_time(BURY_AFTER_S + 1)
-    assert lines(place.wire.read(LEASES)) == {}
+    place.pass_time(TOMBSTONE_S + 1)
+    assert entries(place.wire.read(LEASES)) == {}
     assert place.wire.read(lease_key(lease)) is None
-    assert place.wire.read(held_key(lease)) is None
+    assert place.wire.read(lease_members_key(lease)) is None
     assert not place.verbs.renew(lease, first)
     assert place.wire.read(lease_key(lease)) is None, "what the late renewal made is gone again"
 
@@ -232,12 +232,12 @@ def test_a_lease_ends_its_time_after_the_last_renewal_while_the_host_was_awake(p
 def test_a_key_put_by_a_holder_whose_lease_had_just_ended_goes_too(place: Place) -> None:
     lease, _ = place.verbs.announce("n/a", VALUE, 1.0) or ("", 0)
     place.pass_time(1.6)
-    late = Envelope(State.HERE, 7, lease, b"late")
-    place.wire.append(held_key(lease), b"=n/late\n")
-    assert place.wire.swap(value_key("n/late"), None, late.seal())
-    place.pass_time(BURY_AFTER_S + 1)
-    found = opened(place.wire.read(value_key("n/late")))
-    assert found is None or found.state is not State.HERE
+    late = Envelope(KeyState.PRESENT, 7, lease, b"late")
+    place.wire.append(lease_members_key(lease), b"=n/late\n")
+    assert place.wire.swap(value_key("n/late"), None, late.encode())
+    place.pass_time(TOMBSTONE_S + 1)
+    found = decode(place.wire.read(value_key("n/late")))
+    assert found is None or found.state is not KeyState.PRESENT
 
 
 def test_what_is_deleted_leaves_nothing(place: Place) -> None:
@@ -245,10 +245,10 @@ def test_what_is_deleted_leaves_nothing(place: Place) -> None:
         assert place.verbs.swap(f"done/{number}/a", None, VALUE)
         assert place.verbs.swap(f"done/{number}/b", None, VALUE)
     assert place.verbs.delete("done/0/a") and place.verbs.delete("done/0/b") and place.verbs.delete("done/1/a")
-    place.pass_time(2 * BURY_AFTER_S)
+    place.pass_time(2 * TOMBSTONE_S)
     assert list(place.verbs.found_below("")) == ["done/1/b", "done/2/a", "done/2/b"]
-    assert list(lines(place.wire.read(DIRECTORIES))) == ["done/1/", "done/2/"]
-    assert list(lines(place.wire.read(index_key("done/1/")))) == ["b"]
+    assert list(entries(place.wire.read(DIRECTORIES))) == ["done/1/", "done/2/"]
+    assert list(entries(place.wire.read(index_key("done/1/")))) == ["b"]
     for key in (index_key("done/0/"), value_key("done/0/a"), value_key("done/1/a")):
         assert place.wire.read(key) is None
     assert place.verbs.swap("done/0/a", None, VALUE)
@@ -261,13 +261,13 @@ def test_a_name_that_was_announced_and_never_came_goes(place: Place) -> None:
     place.wire.append(DIRECTORIES, b"=seen/\n")
     assert place.verbs.found_below("seen/") == {}
     assert place.verbs.swap("other", None, VALUE)
-    place.pass_time(2 * BURY_AFTER_S)
+    place.pass_time(2 * TOMBSTONE_S)
     assert place.wire.read(index_key("seen/")) is None
 
 
 def test_creating_waits_while_the_host_buries(place: Place) -> None:
     assert place.verbs.swap("k", None, VALUE)
-    buried = Envelope(State.BURIED, 1, "", b"").seal()
+    buried = Envelope(KeyState.REMOVING, 1, "", b"").encode()
     place.wire.set(value_key("k"), buried)
     other = Operations(place.another_wire())
     other.deadline = time.monotonic() + SOON_S
@@ -283,7 +283,7 @@ def test_creating_waits_while_the_host_buries(place: Place) -> None:
     assert list(place.verbs.found_below("k")) == ["k"]
 
 
-class Interrupted(Wire):
+class Interrupted(TcpStoreConnection):
     """A client that is slow at its worst moment: the rest of the world acts between two of its requests."""
 
     meanwhile: Callable[[], None]
@@ -299,7 +299,7 @@ def test_a_key_whose_name_the_host_buries_while_it_is_created_is_found(place: Pl
     place.keeper._sweep()
 
     def bury() -> None:
-        place.keeper._now += BURY_AFTER_S
+        place.keeper._now += TOMBSTONE_S
         place.keeper._sweep()
 
     slow = place.another_wire(Interrupted)
@@ -314,7 +314,7 @@ def test_a_deleted_key_that_is_created_again_while_the_host_buries_it_is_found(p
     place.keeper._sweep()
 
     def bury() -> None:
-        place.keeper._now += BURY_AFTER_S
+        place.keeper._now += TOMBSTONE_S
         place.keeper._sweep()
 
     slow = place.another_wire(Interrupted)
@@ -323,7 +323,7 @@ def test_a_deleted_key_that_is_created_again_while_the_host_buries_it_is_found(p
     assert list(place.verbs.found_below("d/")) == ["d/k"]
 
 
-class Overtaken(Wire):
+class Overtaken(TcpStoreConnection):
     """A client that is slow between its look and its write."""
 
     meanwhile: Callable[[], None]
@@ -362,14 +362,14 @@ def test_keys_that_come_and_go_while_the_host_buries_are_all_found(place: Place)
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        place.keeper._now += BURY_AFTER_S
+        place.keeper._now += TOMBSTONE_S
         place.keeper._sweep()
     assert wrong == []
 
 
 def test_a_change_that_was_counted_and_never_named_is_named(place: Place) -> None:
     """A writer killed between the two would leave every watch waiting."""
-    register(place.wire, "p/")
+    register_watch(place.wire, "p/")
     place.pass_time(1.0)
     place.wire.add(counter_key("p/"), 1)
     assert place.verbs.swap("p/k", None, VALUE)
@@ -377,20 +377,20 @@ def test_a_change_that_was_counted_and_never_named_is_named(place: Place) -> Non
     place.pass_time(3 * TURN_S)
     assert place.wire.read(event_key("p/", 1)) == b"p/"
     assert place.wire.read(event_key("p/", 2)) == b"p/k"
-    place.pass_time(BURY_AFTER_S + 1)
+    place.pass_time(TOMBSTONE_S + 1)
     assert place.wire.read(event_key("p/", 1)) is None, "nobody waits for it any more"
     assert place.wire.read(event_key("p/", 2)) is None
 
 
 def test_a_prefix_nobody_watches_any_more_costs_writers_nothing(place: Place) -> None:
-    register(place.wire, "kept/")
-    register(place.wire, "left/")
+    register_watch(place.wire, "kept/")
+    register_watch(place.wire, "left/")
     for _ in range(4):
         place.pass_time(UNWATCHED_S / 3)
-        register(place.wire, "kept/")
-    assert list(lines(place.wire.read(WATCHED))) == ["kept/"]
-    assert register(place.wire, "left/") == 0
-    assert list(lines(place.wire.read(WATCHED))) == ["kept/", "left/"]
+        register_watch(place.wire, "kept/")
+    assert list(entries(place.wire.read(WATCHED))) == ["kept/"]
+    assert register_watch(place.wire, "left/") == 0
+    assert list(entries(place.wire.read(WATCHED))) == ["kept/", "left/"]
 
 
 def test_versions_of_two_starts_never_meet(place: Place) -> None:

@@ -42,7 +42,7 @@ class Agents:
 
     def _store(self, port: int, *, serve: bool = False, timeout_s: float = PATIENT_S) -> C10dStore:
         said: list[str] = []
-        store = C10dStore("127.0.0.1", port, serve=serve, timeout_s=timeout_s, start_timeout_s=SOON_S, say=said.append)
+        store = C10dStore("127.0.0.1", port, serve=serve, timeout_s=timeout_s, start_timeout_s=SOON_S, log=said.append)
         self.said[store] = said
         return store
 
@@ -52,7 +52,7 @@ class Agents:
 
 
 def helper(store: C10dStore) -> psutil.Process:
-    found = store._link._helper
+    found = store._connection._helper
     assert found is not None
     return psutil.Process(found.process.pid)
 
@@ -191,7 +191,7 @@ def no_file_descriptor_left_when_it_is_to_connect_again(agents: Agents, until: U
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
     try:
         os.kill(victim, signal.SIGKILL)
-        until(lambda: len(said) > outages and "Too many open files" in agents.client._link._why, SOON_S)
+        until(lambda: len(said) > outages and "Too many open files" in agents.client._connection._why, SOON_S)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     until(lambda: answers(agents.client), SOON_S)
@@ -292,7 +292,7 @@ def test_a_host_that_never_comes_is_not_waited_for_any_longer(until: Until) -> N
         reserved.bind(("127.0.0.1", 0))  # nobody listens there
         port = reserved.getsockname()[1]
         said: list[str] = []
-        store = C10dStore("127.0.0.1", port, serve=False, start_timeout_s=1.5, say=said.append)
+        store = C10dStore("127.0.0.1", port, serve=False, start_timeout_s=1.5, log=said.append)
         cleanup.callback(store.close)
         began = time.monotonic()
         with pytest.raises(StoreUnavailable, match=rf"127\.0\.0\.1:{port} does not answer.*host's agent runs"):

@@ -13,10 +13,10 @@ import pytest
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.store import Store
-from elasticd_agent.store.etcd.requests import Requests
+from elasticd_agent.store.etcd.requests import EtcdRequests
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.store.etcd.watch import EtcdWatches
-from elasticd_agent.store.etcd.watch_stream import Stream
+from elasticd_agent.store.etcd.watch_stream import WatchStream
 from tests.contract.proxy import Proxy
 from tests.etcd import EtcdServers, etcd_servers
 
@@ -135,13 +135,13 @@ def test_what_happened_while_a_watch_was_cut_off_is_heard(etcd: EtcdServers, ope
         proxy.close()
 
 
-class Interrupted(Requests):
+class Interrupted(EtcdRequests):
     """Lets something happen just before a watch begins to follow, and counts how often one does."""
 
     meanwhile: Callable[[], object] = staticmethod(lambda: None)
     follows = 0
 
-    def follow(self) -> Stream:
+    def follow(self) -> WatchStream:
         self.follows += 1
         self.meanwhile()
         return super().follow()
@@ -150,7 +150,7 @@ class Interrupted(Requests):
 def test_what_a_watch_was_not_there_for_its_caller_reads(etcd: EtcdServers, opened: Open, until: Until) -> None:
     store = opened(etcd.endpoints)
     put(store, "job/round", b"1")
-    requests = Interrupted(store._etcd().link)
+    requests = Interrupted(store._requests().connection)
     requests.meanwhile = lambda: put(store, "job/round", b"2")
     heard: list[str] = []
     watches = EtcdWatches(requests)
@@ -167,7 +167,7 @@ def test_what_a_watch_was_not_there_for_its_caller_reads(etcd: EtcdServers, open
 def test_a_watch_that_begins_late_says_so(etcd: EtcdServers, opened: Open, until: Until) -> None:
     store = opened(etcd.endpoints, timeout_s=PROMPT_S)
     assert answers(store)
-    requests = Interrupted(store._etcd().link)
+    requests = Interrupted(store._requests().connection)
     go = threading.Event()
     requests.meanwhile = lambda: go.wait(SOON_S)
     heard: list[str] = []

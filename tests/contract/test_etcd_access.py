@@ -18,7 +18,7 @@ import pytest
 
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.model.job import Tls
-from elasticd_agent.store.etcd.diagnose import context, shake_hands
+from elasticd_agent.store.etcd.diagnose import check_tls, context
 from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import Authority, EtcdServers, etcd_servers
 
@@ -314,4 +314,4 @@ def test_an_ipv6_endpoint_is_written_as_a_person_has_to_write_it() -> None:
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(StoreUnavailable, match=rf"https://\[::1\]:{port} cannot be reached"):
-        shake_hands("::1", port, context(Tls()), SOON_S)
+        check_tls("::1", port, context(Tls()), SOON_S)

@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import StoreRefused, StoreUnavailable
-from elasticd_agent.store.file import RESERVED, SLACK_BYTES, KeptStore
-from elasticd_agent.store.journal import DAMAGED
+from elasticd_agent.store.file import COMPACTION_SLACK_BYTES, RESERVED_VERSIONS, FileStore
+from elasticd_agent.store.journal import MAX_DAMAGED_FILES
 from elasticd_agent.store.memory import MemoryStore
 
 Until = Callable[[Callable[[], object], float], object]
@@ -43,7 +43,7 @@ def values(store: MemoryStore) -> dict[str, bytes]:
 def opened(path: Path) -> tuple[dict[str, bytes], list[str]]:
     """What is there, and what is said about it."""
     said: list[str] = []
-    store = KeptStore(path, say=said.append)
+    store = FileStore(path, log=said.append)
     try:
         return values(store), said
     finally:
@@ -57,7 +57,7 @@ def put(store: MemoryStore, key: str, value: bytes) -> None:
 
 def test_what_was_written_is_there_again_and_what_was_leased_is_not(folder: Path) -> None:
     path = folder / "state" / "kept"
-    store = KeptStore(path)
+    store = FileStore(path)
     put(store, "a", b"1")
     put(store, "a", b"\x00\xff")
     put(store, "ü/\n", "ä".encode())
@@ -74,7 +74,7 @@ def test_what_was_written_is_there_again_and_what_was_leased_is_not(folder: Path
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
-    again = KeptStore(path)
+    again = FileStore(path)
     assert values(again) == {"a": b"\x00\xff", "ü/\n": "ä".encode()}
     assert {key: found.version for key, found in again.list("").items()} == {k: versions[k] for k in ("a", "ü/\n")}
     put(again, "n", b"new")
@@ -101,13 +101,13 @@ OPERATION = st.one_of(
 def test_it_is_a_memory_store_that_forgets_only_leases(folder: Path, operations: list[tuple[str, str, bytes]]) -> None:
     path = folder / "kept"
     path.unlink(missing_ok=True)
-    kept: KeptStore = KeptStore(path)
+    kept: FileStore = FileStore(path)
     memory = MemoryStore()
     leases: list[tuple[object, object]] = []
     for what, key, value in operations:
         if what == "reopen":
             kept.close()
-            kept = KeptStore(path)
+            kept = FileStore(path)
             for _, lease in leases:
                 lease.withdraw()  # type: ignore[attr-defined]
             leases.clear()
@@ -134,7 +134,7 @@ def test_it_is_a_memory_store_that_forgets_only_leases(folder: Path, operations:
 
 def test_cut_at_any_byte_it_is_what_it_was_at_some_moment(folder: Path) -> None:
     path = folder / "kept"
-    store = KeptStore(path)
+    store = FileStore(path)
     header = path.stat().st_size
     moments = [values(store)]
     for step in range(6):
@@ -157,7 +157,7 @@ def test_cut_at_any_byte_it_is_what_it_was_at_some_moment(folder: Path) -> None:
 
 def test_damage_anywhere_is_said_once_and_the_rest_is_used(folder: Path) -> None:
     path = folder / "kept"
-    store = KeptStore(path)
+    store = FileStore(path)
     whole = {f"k{n}": b"value %d" % n for n in range(5)}
     for key, value in whole.items():
         put(store, key, value)
@@ -180,7 +180,7 @@ def test_damage_anywhere_is_said_once_and_the_rest_is_used(folder: Path) -> None
         else:
             assert len(now) >= 4, "only the last line, unfinished, goes without saying"
         assert opened(path) == (now, []), "it is sound again"
-    assert len(list(folder.glob("kept.damaged-*"))) <= DAMAGED
+    assert len(list(folder.glob("kept.damaged-*"))) <= MAX_DAMAGED_FILES
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\0" * 4096, b"garbage", b"\n\n\n", os.urandom(5000), b'{"a":1}\n' * 50])
@@ -190,7 +190,7 @@ def test_garbage_instead_of_it(folder: Path, garbage: bytes) -> None:
     now, said = opened(path)
     assert now == {}
     assert len(said) == bool(garbage)
-    store = KeptStore(path)
+    store = FileStore(path)
     put(store, "k", b"v")
     store.close()
     assert opened(path) == ({"k": b"v"}, [])
@@ -198,30 +198,30 @@ def test_garbage_instead_of_it(folder: Path, garbage: bytes) -> None:
 
 def test_another_version_and_another_owner_are_refused_and_left_alone(folder: Path) -> None:
     path = folder / "kept"
-    store = KeptStore(path)
+    store = FileStore(path)
     with pytest.raises(StoreRefused, match="in use by another agent"):
-        KeptStore(path)
+        FileStore(path)
     store.close()
     line = b"elasticd journal 2"
     path.write_bytes(b"%08x %s\n" % (zlib.crc32(line), line))
     with pytest.raises(StoreRefused, match="written by another version of elasticd: elasticd journal 2"):
-        KeptStore(path)
+        FileStore(path)
     assert path.read_bytes().endswith(b"elasticd journal 2\n")
     path.unlink()
     path.mkdir()
     with pytest.raises(StoreRefused, match="cannot be read"):
-        KeptStore(path)
+        FileStore(path)
 
 
 def test_it_does_not_grow_by_being_used(folder: Path) -> None:
     path = folder / "kept"
-    store = KeptStore(path)
+    store = FileStore(path)
     fds = len(os.listdir("/proc/self/fd"))
     for n in range(8000):
         put(store, f"k{n % 10}", b"%0100d" % n)
         if n % 10 == 3:
             store.delete("k3")
-        assert path.stat().st_size < 2 * SLACK_BYTES
+        assert path.stat().st_size < 2 * COMPACTION_SLACK_BYTES
     assert len(os.listdir("/proc/self/fd")) == fds
     last = values(store)
     store.close()
@@ -324,7 +324,7 @@ def test_a_full_disk_is_an_outage_and_passes(folder: Path) -> None:
 
 def test_what_could_not_be_synced_does_not_come_back_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "kept"
-    store = KeptStore(path)
+    store = FileStore(path)
     put(store, "k", b"before")
 
     def broken(fd: int) -> None:
@@ -343,16 +343,16 @@ def test_what_could_not_be_synced_does_not_come_back_by_itself(folder: Path, mon
 
 
 def test_versions_of_leased_keys_do_not_come_again_after_a_crash(folder: Path) -> None:
-    store = KeptStore(folder / "kept")
+    store = FileStore(folder / "kept")
     lease = store.announce("n", b"0", 1e6)
     assert lease is not None
     version: int | None = 1
-    for _ in range(2 * RESERVED + 500):
+    for _ in range(2 * RESERVED_VERSIONS + 500):
         version = lease.hold("n", b"1", version)
     assert version is not None
     shutil.copyfile(folder / "kept", folder / "copy")  # as a crash would leave it
     store.close()
-    again = KeptStore(folder / "copy")
+    again = FileStore(folder / "copy")
     put(again, "n", b"new")
     found = again.read("n")
     again.close()
@@ -362,7 +362,7 @@ def test_versions_of_leased_keys_do_not_come_again_after_a_crash(folder: Path) -
 
 def test_a_disk_that_is_full_at_the_start_is_said_and_still_read(folder: Path) -> None:
     path = folder / "kept"
-    store = KeptStore(path)
+    store = FileStore(path)
     put(store, "k", b"v")
     store.close()
     script = (

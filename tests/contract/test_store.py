@@ -15,7 +15,7 @@ import pytest
 from elasticd_agent.store import Lease, Store
 from elasticd_agent.store.c10d.store import C10dStore
 from elasticd_agent.store.etcd.store import EtcdStore
-from elasticd_agent.store.file import KeptStore
+from elasticd_agent.store.file import FileStore
 from elasticd_agent.store.memory import MemoryStore
 from tests.etcd import etcd_servers
 
@@ -54,8 +54,8 @@ def kept(cleanup: ExitStack) -> Place:
     clock = Clock()
     folder = Path(cleanup.enter_context(TemporaryDirectory()))
 
-    def client(path: Path) -> KeptStore:
-        store = KeptStore(path, lambda: clock.now)
+    def client(path: Path) -> FileStore:
+        store = FileStore(path, lambda: clock.now)
         cleanup.callback(store.close)
         return store
 

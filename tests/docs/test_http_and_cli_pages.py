@@ -8,10 +8,10 @@ import pytest
 
 from elasticd_agent.cli import job_commands as verbs
 from elasticd_agent.node.api import views as showing
-from elasticd_agent.node.api.progress import Progress
+from elasticd_agent.node.api.progress import JobTimeline
 from elasticd_agent.node.api.routes import _ROUTES
-from elasticd_agent.node.records import NodeCard, Submission
-from elasticd_agent.node.scheduler.policy import View
+from elasticd_agent.node.records import NodeStatus, Submission
+from elasticd_agent.node.scheduler.policy import ClusterView
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -27,18 +27,18 @@ def test_every_route_is_described() -> None:
 def test_every_field_is_described() -> None:
     text = (DOCS / "http.md").read_text()
     wants = Submission("j", 1, "{}", 1, 1, 1, 1)
-    card = NodeCard("a", "i", 1)
-    rows = [showing.job(View(), wants, 0.0), showing.node("a", card, None, View()), vars_of_progress()]
+    card = NodeStatus("a", "i", 1)
+    rows = [showing.job(ClusterView(), wants, 0.0), showing.node("a", card, None, ClusterView()), vars_of_progress()]
     assert not {name for row in rows for name in row if f"`{name}`" not in text}
 
 
 def vars_of_progress() -> dict[str, object]:
-    from elasticd_agent.node.api.local import _shown
+    from elasticd_agent.node.api.local import _history_row
 
-    return _shown(Progress(), 0.0)
+    return _history_row(JobTimeline(), 0.0)
 
 
-@pytest.mark.parametrize("name", [*verbs.NAMES, "dump", "explain"])
+@pytest.mark.parametrize("name", [*verbs.AGENT_COMMANDS, "dump", "explain"])
 def test_every_verb_and_its_options_are_described(name: str) -> None:
     text = (DOCS / "cli.md").read_text()
     assert f"elasticd {name}" in text

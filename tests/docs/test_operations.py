@@ -52,7 +52,7 @@ def commands() -> list[tuple[str, ...]]:
 def test_there_are_as_many_as_one_sees() -> None:
     found = commands()
     assert len(found) > 30
-    assert {words[1] for words in found} == {*verbs.NAMES, "dump", "explain", "doctor", "config"}
+    assert {words[1] for words in found} == {*verbs.AGENT_COMMANDS, "dump", "explain", "doctor", "config"}
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)

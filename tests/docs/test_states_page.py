@@ -6,7 +6,7 @@ import runpy
 from pathlib import Path
 from typing import get_args
 
-from elasticd_agent.job.state_machine import MOVES
+from elasticd_agent.job.state_machine import TRANSITIONS
 from elasticd_agent.model.messages import Phase
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -26,4 +26,4 @@ def test_the_diagram_on_the_page_about_architecture_is_in_step() -> None:
 
 
 def test_the_table_names_every_phase() -> None:
-    assert set(MOVES) == set(get_args(Phase))
+    assert set(TRANSITIONS) == set(get_args(Phase))

@@ -31,7 +31,7 @@ def refused(agent: Job, *words: str) -> None:
     assert "Traceback" not in agent.err
 
 
-def meet(job: StartJob, endpoint: str, *conf: str, backend: str = "etcd") -> Job:
+def start_node(job: StartJob, endpoint: str, *conf: str, backend: str = "etcd") -> Job:
     flags = ["--nnodes", "1:2", "--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "job"]
     flags += ["--rdzv-conf", ",".join([SOON, *conf]), "--local-addr", "127.0.0.1", "--node-id", "a"]
     return job("tells.py", COLD, flags=flags, workers="1")
@@ -64,7 +64,7 @@ def somebody_else() -> Iterator[int]:
 
 
 def test_nobody_listens_there(job: StartJob) -> None:
-    both = [meet(job, "127.0.0.1:1"), meet(job, "127.0.0.1:1", "is_host=0", backend="c10d")]
+    both = [start_node(job, "127.0.0.1:1"), start_node(job, "127.0.0.1:1", "is_host=0", backend="c10d")]
     for agent in both:
         refused(agent, r"no answer from the store within \d s", r"127\.0\.0\.1:1 ")
 
@@ -76,12 +76,12 @@ def test_a_name_nobody_has(job: StartJob) -> None:
 
 def test_something_else_listens_there(job: StartJob) -> None:
     with somebody_else() as port:
-        refused(meet(job, f"127.0.0.1:{port}"), f"127.0.0.1:{port} is not an etcd v3 server")
+        refused(start_node(job, f"127.0.0.1:{port}"), f"127.0.0.1:{port} is not an etcd v3 server")
 
 
 def test_tls_on_one_side_only(job: StartJob, etcd: EtcdServers, tmp_path: Path) -> None:
     with etcd_servers(tls=Authority(tmp_path).server()) as secure:
-        ours, theirs = meet(job, f"https://127.0.0.1:{etcd.port}"), meet(job, f"127.0.0.1:{secure.port}")
+        ours, theirs = start_node(job, f"https://127.0.0.1:{etcd.port}"), start_node(job, f"127.0.0.1:{secure.port}")
         refused(ours, "does not use TLS", "http://")
         refused(theirs, "uses TLS", "https://")
 
@@ -91,17 +91,17 @@ def test_a_certificate_that_has_expired(job: StartJob, tmp_path: Path) -> None:
     with etcd_servers(tls=authority.server()) as etcd:
         etcd.certify(authority.server(expired=True))
         etcd.restart()
-        refused(meet(job, f"https://127.0.0.1:{etcd.port}", f"cacert={authority.ca}"), "certificate has expired")
+        refused(start_node(job, f"https://127.0.0.1:{etcd.port}", f"cacert={authority.ca}"), "certificate has expired")
 
 
 def test_a_wrong_password_and_none(job: StartJob) -> None:
     with etcd_servers() as etcd:
         etcd.ask_for_passwords("agent", "secret", "/elasticd/")
         endpoint = f"127.0.0.1:{etcd.port}"
-        wrong, none = meet(job, endpoint, "user=agent,password=wrong"), meet(job, endpoint)
+        wrong, none = start_node(job, endpoint, "user=agent,password=wrong"), start_node(job, endpoint)
         refused(wrong, "user or the password is wrong")
         refused(none, "user", "password")
-        right = meet(job, endpoint, "user=agent,password=secret")
+        right = start_node(job, endpoint, "user=agent,password=secret")
         right.file("told-0")
         (right.work / "enough").touch()
         assert right.wait() == 0

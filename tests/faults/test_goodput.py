@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticd_agent.node.api.progress import Progress
-from elasticd_agent.telemetry.metric_table import SPENT
+from elasticd_agent.node.api.progress import JobTimeline
+from elasticd_agent.telemetry.metric_table import TIME_STATES
 from tests.etcd import free_ports
 from tests.faults.conftest import StartJob
 from tests.faults.job import Fault, Job, until
@@ -56,11 +56,11 @@ class Scraped:
 
     def times(self) -> dict[str, float]:
         found = self.page()
-        return {state: found[key("elasticd_time_seconds_total", state=state)] for state in SPENT}
+        return {state: found[key("elasticd_time_seconds_total", state=state)] for state in TIME_STATES}
 
     def assert_no_time_was_made_or_lost(self) -> None:
         """From any scrape to the next one the three grow, by what has passed between the two and no more."""
-        told = [[page[key("elasticd_time_seconds_total", state=state)] for state in SPENT] for page in self.pages]
+        told = [[page[key("elasticd_time_seconds_total", state=state)] for state in TIME_STATES] for page in self.pages]
         for n in range(1, len(told)):
             assert all(after >= before for before, after in zip(told[n - 1], told[n], strict=True))
             grew = sum(told[n]) - sum(told[n - 1])
@@ -78,12 +78,12 @@ def test_what_a_kill_costs_is_what_the_event_log_says(job: StartJob, tmp_path: P
     trains = job(
         "resume.py", "--steps", "100000", "--every", "40", flags=flags, faults=[Fault(1, 75, "SIGKILL", round=1)]
     )
-    first_page = until(scraped.page, trains._told)
+    first_page = until(scraped.page, trains._report)
     idle_s = first_page[key("elasticd_time_seconds_total", state="idle")]
-    assert idle_s == sum(first_page[key("elasticd_time_seconds_total", state=state)] for state in SPENT) > 0
-    caught_up = until(lambda: scraped.page() and trains.events("caught_up"), trains._told)[0]
+    assert idle_s == sum(first_page[key("elasticd_time_seconds_total", state=state)] for state in TIME_STATES) > 0
+    caught_up = until(lambda: scraped.page() and trains.events("caught_up"), trains._report)[0]
     # What a counter cannot take back is made good within as much time again; then they stand where the log says.
-    until(lambda: abs(scraped.times()["lost"] - caught_up["seconds"]) < LATE_S, trains._told)
+    until(lambda: abs(scraped.times()["lost"] - caught_up["seconds"]) < LATE_S, trains._report)
     scraped.assert_no_time_was_made_or_lost()
     times, (asked, answered), found = scraped.times(), scraped.asked[-1], scraped.pages[-1]
 
@@ -102,7 +102,7 @@ def test_what_a_kill_costs_is_what_the_event_log_says(job: StartJob, tmp_path: P
     assert times["lost"] > found["elasticd_recovery_seconds_sum"] > 0, "to train again is no part of the recovery"
 
     # What `elasticd status` reads out of the log is the same.
-    progress = Progress()
+    progress = JobTimeline()
     for line in trains.events():
         progress.feed(line)
     now = time.time() - (time.monotonic() - answered)
@@ -144,19 +144,19 @@ def test_the_loss_of_a_node_as_every_node_tells_it(nodes: StartNodes, tmp_path: 
     until(lambda: (on_b.of("elasticd_lease_renewal_seconds_count") or 0) > 1, "renewals")
     assert on_b.of("elasticd_lease_seconds") == 3
     assert on_b.of("elasticd_checkpoint_interval_seconds") == 0.5
-    assert here[key("elasticd_time_seconds_total", state="lost")] == 0, f"to take a node is no fault\n{a._told()}"
+    assert here[key("elasticd_time_seconds_total", state="lost")] == 0, f"to take a node is no fault\n{a._report()}"
 
     b.process.kill()
-    until(lambda: [event for event in a.events("first_step") if event["round"] > joined], a._told)
-    until(lambda: on_a.of("elasticd_world_size") == 2, a._told)
-    lost = until(lambda: on_a.times()["lost"], a._told)
+    until(lambda: [event for event in a.events("first_step") if event["round"] > joined], a._report)
+    until(lambda: on_a.of("elasticd_world_size") == 2, a._report)
+    lost = until(lambda: on_a.times()["lost"], a._report)
     found = on_a.page()
     assert 0 < lost < 60
-    assert found[key("elasticd_faults_total", cause="node_lost", culprit="b")] == 1, a._told()
+    assert found[key("elasticd_faults_total", cause="node_lost", culprit="b")] == 1, a._report()
     # Where the others are slow to hear why they have lost a peer, that is told first, and costs a round of its own.
     blamed = {name for name, value in found.items() if name.startswith("elasticd_faults_total") and value}
     ours = [key("elasticd_faults_total", cause=cause, culprit=of) for cause, of in (("node_lost", "b"), ("crash", ""))]
-    assert blamed <= set(ours), a._told()
+    assert blamed <= set(ours), a._report()
     assert found["elasticd_recovery_seconds_count"] >= 1
     assert {name for name in found if name.startswith("elasticd_worker_step")} <= {
         key("elasticd_worker_step", rank=str(rank)) for rank in (0, 1)

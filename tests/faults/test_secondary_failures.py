@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elasticd_agent.job.state_machine import ECHO_WAIT_S
+from elasticd_agent.job.state_machine import ROOT_CAUSE_WAIT_S
 from tests.faults.conftest import StartJob
 from tests.faults.job import Fault, Job, alive, until
 from tests.faults.nodes import Nodes
@@ -37,7 +37,7 @@ def test_who_does_not_end_is_not_waited_for(job: StartJob) -> None:
     assert ended_by_themselves(run, 1) == [1]
     published = run.event("round_published", round=2)
     assert published["reason"].startswith("rank 1 lost its peers: it exited with code 1 (RuntimeError: ")
-    assert published["mono"] - run.event("worker_exited", round=1, rank=1)["mono"] > 0.9 * ECHO_WAIT_S
+    assert published["mono"] - run.event("worker_exited", round=1, rank=1)["mono"] > 0.9 * ROOT_CAUSE_WAIT_S
 
 
 def test_an_agent_that_could_not_listen_hears_everybody_before_it_blames(job: StartJob) -> None:
@@ -47,7 +47,7 @@ def test_an_agent_that_could_not_listen_hears_everybody_before_it_blames(job: St
     os.kill(run.pid, signal.SIGSTOP)
     try:
         until(lambda: not any(map(alive, workers)), "the workers' end")
-        time.sleep(1.1 * ECHO_WAIT_S)
+        time.sleep(1.1 * ROOT_CAUSE_WAIT_S)
     finally:
         os.kill(run.pid, signal.SIGCONT)
     assert run.wait() == 0
@@ -66,4 +66,4 @@ def test_who_raised_on_another_node_is_named_before_it_ends(nodes: Callable[[str
     assert (fallen["rank"], lingering["rank"], lingering["signal"]) == (0, 1, signal.SIGKILL)
     published = agents[0].event("round_published", round=2)
     assert published["reason"].startswith("rank 1 raised ValueError: a fault, and then rank 0 lost its peers: ")
-    assert published["mono"] - fallen["mono"] < ECHO_WAIT_S
+    assert published["mono"] - fallen["mono"] < ROOT_CAUSE_WAIT_S

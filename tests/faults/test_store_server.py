@@ -98,7 +98,7 @@ def test_any_node_plans_and_may_die_and_the_store_may_come_back_empty(
     with closing(C10dStore("127.0.0.1", hosted.port, serve=False, timeout_s=5)) as store:
         key = store.read(Keys("job").planner)
         assert key is not None
-        assert store.apart
+        assert store.standalone
         planner = NodeRecord.from_json(key.value).id
         lost = agents.pop(planner)
         lost.process.kill()

@@ -14,7 +14,7 @@ from typing import Any
 
 from elasticd_agent.hangs import verdict as hang
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.reports import RankSeen, Report
+from elasticd_agent.model.reports import HangReport, RankReport
 
 WINDOW_S = 2.0
 COLUMNS: dict[str, tuple[str, type]] = {
@@ -38,14 +38,14 @@ COLUMNS: dict[str, tuple[str, type]] = {
 
 
 @dataclass
-class Moment:
+class TableMoment:
     """What all nodes say at one time."""
 
-    late: bool = False
+    deadline_passed: bool = False
     reports: list[dict[str, Any]] = field(default_factory=list)
 
-    def made(self) -> list[Report]:
-        return [Report(**{**fields, "ranks": tuple(fields["ranks"])}) for fields in self.reports]
+    def hang_reports(self) -> list[HangReport]:
+        return [HangReport(**{**fields, "ranks": tuple(fields["ranks"])}) for fields in self.reports]
 
 
 def rerun(text: str) -> str:
@@ -54,14 +54,14 @@ def rerun(text: str) -> str:
 
 
 def _lines(text: str) -> Iterator[str]:
-    policy, nodes, moment, columns = Policy(), [""], Moment(), [""]
+    policy, nodes, moment, columns = Policy(), [""], TableMoment(), [""]
     for line in text.rstrip("\n").split("\n"):
         if line.startswith("=>"):
             continue
         words = line.split()
         if not words and moment.reports:
             yield from answers(moment, nodes, policy)
-            moment = Moment()
+            moment = TableMoment()
         yield line
         if not words or line.startswith("#"):
             continue
@@ -70,7 +70,7 @@ def _lines(text: str) -> Iterator[str]:
         elif words[0] == "nodes":
             nodes = words[1:]
         elif words[0] == "---":
-            moment = Moment(late=any(word.strip(",;:") == "late" for word in words))
+            moment = TableMoment(deadline_passed=any(word.strip(",;:") == "late" for word in words))
         elif line.startswith("  ") and words[0] == "rank":
             columns = words
         elif line.startswith("  "):
@@ -86,18 +86,18 @@ def _lines(text: str) -> Iterator[str]:
         yield from answers(moment, nodes, policy)
 
 
-def answers(moment: Moment, nodes: list[str], policy: Policy) -> Iterator[str]:
+def answers(moment: TableMoment, nodes: list[str], policy: Policy) -> Iterator[str]:
     """What every node by itself, and the planner on all of them, make of it."""
-    reports = moment.made()
+    reports = moment.hang_reports()
     for report in reports:
-        why = hang.suspect(report, policy)
+        why = hang.reason_to_suspect(report, policy)
         yield f"=> {report.node}: {f'suspects: {why}' if why else 'suspects nothing'}"
-    match hang.judge(reports, nodes, policy, late=moment.late):
-        case hang.Healthy(why):
+    match hang.judge(reports, nodes, policy, deadline_passed=moment.deadline_passed):
+        case hang.NoHang(why):
             yield f"=> healthy: {why}"
-        case hang.Suspect(why):
+        case hang.SuspectedHang(why):
             yield f"=> wait: {why}"
-        case hang.Hung(culprits, cause, why):
+        case hang.Hang(culprits, cause, why):
             blamed = ", ".join(f"rank {at.rank} (slot {at.slot} of {at.node})" for at in culprits) or "nobody"
             yield f"=> HUNG, {cause}; to blame: {blamed}"
             yield f"=> {why}"
@@ -107,7 +107,7 @@ def _pairs(words: list[str]) -> list[tuple[str, str]]:
     return [(name, value) for name, _, value in (word.partition("=") for word in words) if value]
 
 
-def _rank(columns: list[str], words: list[str]) -> RankSeen:
+def _rank(columns: list[str], words: list[str]) -> RankReport:
     """The last column takes the rest of the line; `cores` and `MB/s` are what it uses over a window of two seconds."""
     values = [*words[: len(columns) - 1], " ".join(words[len(columns) - 1 :])]
     fields: dict[str, Any] = {}
@@ -123,4 +123,4 @@ def _rank(columns: list[str], words: list[str]) -> RankSeen:
         else:
             field_name, of = COLUMNS[name]
             fields[field_name] = of(value)
-    return RankSeen(**{"slot": fields["rank"], "stack": fields.get("function", ""), "evidence": True, **fields})
+    return RankReport(**{"slot": fields["rank"], "stack": fields.get("function", ""), "evidence": True, **fields})

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import pytest
 
-from elasticd_agent.hangs.evidence import Evidence, Gathered
+from elasticd_agent.hangs.evidence import EvidenceCollector, GatheredEvidence
 from elasticd_agent.system import procfs
 
-Posted = queue.SimpleQueue[Gathered]
+Posted = queue.SimpleQueue[GatheredEvidence]
 Until = Callable[[Callable[[], object], float], object]
 BUDGET_S = 20.0
 """Enough on any machine: tests that are about the budget set their own."""
@@ -65,16 +65,16 @@ class MakeEvidence(Protocol):
         spy: str | None = None,
         temporary: Path | None = None,
         nvml: str | None = None,
-    ) -> Evidence: ...
+    ) -> EvidenceCollector: ...
 
 
 @pytest.fixture
 def takes(tmp_path: Path, posted: Posted) -> Iterator[MakeEvidence]:
     """Makes an Evidence that is closed after the test."""
-    made: list[Evidence] = []
+    made: list[EvidenceCollector] = []
 
-    def make(budget_s: float = BUDGET_S, **more: Any) -> Evidence:
-        made.append(Evidence(tmp_path / "scratch", posted.put, budget_s, **more))
+    def make(budget_s: float = BUDGET_S, **more: Any) -> EvidenceCollector:
+        made.append(EvidenceCollector(tmp_path / "scratch", posted.put, budget_s, **more))
         return made[-1]
 
     yield make
@@ -83,5 +83,5 @@ def takes(tmp_path: Path, posted: Posted) -> Iterator[MakeEvidence]:
 
 
 @pytest.fixture
-def evidence(takes: MakeEvidence) -> Evidence:
+def evidence(takes: MakeEvidence) -> EvidenceCollector:
     return takes()

@@ -8,13 +8,13 @@ import signal
 import threading
 from pathlib import Path
 
-from elasticd_agent.hangs.evidence import Evidence, Gathered, RankEvidence, Target
+from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, GatheredEvidence, RankEvidence
 from elasticd_agent.system import procfs
 from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker, Until
 from tests.tracing import ALLOW, Tracer
 
 
-def ranks(found: Gathered) -> dict[int, RankEvidence]:
+def ranks(found: GatheredEvidence) -> dict[int, RankEvidence]:
     return {rank.rank: rank for rank in found.ranks}
 
 
@@ -77,16 +77,18 @@ os.wait()
 
 
 def test_every_rank_is_on_disk_and_told(
-    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path, until: Until
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path, until: Until
 ) -> None:
     log, final = tmp_path / "stdout.log", tmp_path / "log" / "round-3" / "evidence"
     log.write_text("".join(f"line {n}\n" for n in range(500)))
     busy, stopped = worker(SPINS, state="R"), worker(SLEEPS)
     os.kill(stopped, signal.SIGSTOP)
     until(lambda: procfs.state(stopped) == "T", 20)
-    assert evidence.gather(3, [Target(0, busy, (log,)), Target(1, stopped)], final, "nobody has made progress")
+    assert evidence.gather(
+        3, [EvidenceTarget(0, busy, (log,)), EvidenceTarget(1, stopped)], final, "nobody has made progress"
+    )
     found = posted.get(timeout=30)
-    assert (found.number, found.path, found.trouble) == (3, final, "")
+    assert (found.round, found.path, found.trouble) == (3, final, "")
     first, second = ranks(found)[0], ranks(found)[1]
     assert (first.state, first.where, first.source, first.trouble) == ("R", "elsewhere", "py-spy", "")
     assert (second.state, second.where, second.source, second.trouble) == ("T", "elsewhere", "py-spy", "")
@@ -103,10 +105,12 @@ def test_every_rank_is_on_disk_and_told(
     assert final.stat().st_mode & 0o777 == 0o700
 
 
-def test_stacks_are_read_from_outside(worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path) -> None:
+def test_stacks_are_read_from_outside(
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
+) -> None:
     """Of who holds the GIL in C for ever, and of who waits for its own lock; of children, behind their parent's."""
     pids = [worker(HOLDS_THE_GIL), worker(DEAD_LOCK), worker(HAS_A_CHILD)]
-    assert evidence.gather(1, [Target(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
+    assert evidence.gather(1, [EvidenceTarget(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
     found = posted.get(timeout=30)
     functions = [rank.function.partition(" ")[2] for rank in found.ranks]
     assert functions == ["call_into_c", "wait_for_oneself", "<module>"]
@@ -114,20 +118,22 @@ def test_stacks_are_read_from_outside(worker: StartWorker, evidence: Evidence, p
     assert "child_waits" in (tmp_path / "log" / "rank-2.stacks.txt").read_text()
 
 
-def test_nobody_is_stopped_for_it(worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path) -> None:
+def test_nobody_is_stopped_for_it(
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
+) -> None:
     """A process that has a tracer cannot get another one: who would stop its threads to read them gets nothing here."""
     pid = worker(f"{ALLOW}\n{SPINS}", state="R")
     with Tracer(pid):
-        assert evidence.gather(1, [Target(0, pid)], tmp_path / "log", "")
+        assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
         (rank,) = posted.get(timeout=30).ranks
     assert (rank.source, rank.function.partition(" ")[2]) == ("py-spy", "turn_round")
 
 
 def test_equal_stacks_have_equal_digests(
-    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     pids = [worker(SLEEPS), worker(SLEEPS), worker(DEAD_LOCK)]
-    assert evidence.gather(1, [Target(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
+    assert evidence.gather(1, [EvidenceTarget(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
     stacks = [rank.stack for rank in posted.get(timeout=30).ranks]
     assert stacks[0] == stacks[1] != stacks[2]
 
@@ -138,7 +144,9 @@ def test_without_py_spy_a_process_that_catches_the_signal_is_asked_itself(
     file = tmp_path / "stacks"
     asked, silent = worker(CATCHES + SLEEPS, str(file)), worker(SLEEPS)
     evidence = takes(spy="")
-    assert evidence.gather(1, [Target(0, asked, stacks=file), Target(1, silent, stacks=file)], tmp_path / "log", "")
+    assert evidence.gather(
+        1, [EvidenceTarget(0, asked, stacks=file), EvidenceTarget(1, silent, stacks=file)], tmp_path / "log", ""
+    )
     first, second = posted.get(timeout=30).ranks
     evidence.close()
     assert (first.source, first.where, first.function) == ("faulthandler", "elsewhere", "<string>:9 wait_for_nothing")
@@ -156,7 +164,7 @@ def test_the_digest_does_not_depend_on_who_gave_the_stack(
     pid, stacks = worker(CATCHES + SLEEPS, str(file)), []
     for spy in (None, ""):
         evidence = takes(spy=spy)
-        assert evidence.gather(1, [Target(0, pid, stacks=file)], tmp_path / "log", "")
+        assert evidence.gather(1, [EvidenceTarget(0, pid, stacks=file)], tmp_path / "log", "")
         stacks.append(posted.get(timeout=30).ranks[0])
         evidence.close()
     assert [one.source for one in stacks] == ["py-spy", "faulthandler"]
@@ -164,12 +172,14 @@ def test_the_digest_does_not_depend_on_who_gave_the_stack(
 
 
 def test_who_has_ended_is_no_trouble_for_the_others(
-    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path, until: Until
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path, until: Until
 ) -> None:
     pid, zombie = worker(SLEEPS), worker(SLEEPS)
     os.kill(zombie, signal.SIGKILL)
     until(lambda: procfs.state(zombie) == "Z", 20)
-    assert evidence.gather(1, [Target(0, zombie), Target(1, pid), Target(2, 0)], tmp_path / "log", "")
+    assert evidence.gather(
+        1, [EvidenceTarget(0, zombie), EvidenceTarget(1, pid), EvidenceTarget(2, 0)], tmp_path / "log", ""
+    )
     found = posted.get(timeout=30)
     assert [(rank.state, rank.source) for rank in found.ranks] == [("Z", ""), ("S", "py-spy"), ("", "")]
     assert "ended" in found.ranks[0].trouble
@@ -177,35 +187,35 @@ def test_who_has_ended_is_no_trouble_for_the_others(
 
 
 def test_a_zombie_that_has_a_thread_left_has_stacks(
-    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     pid = worker(LEAVES_A_THREAD, state="Z")
-    assert evidence.gather(1, [Target(0, pid)], tmp_path / "log", "")
+    assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     (rank,) = posted.get(timeout=30).ranks
     assert (rank.state, rank.source, rank.function) == ("Z", "py-spy", "<string>:8 end")
     assert "other" in (tmp_path / "log" / "rank-0.stacks.txt").read_text()
 
 
 def test_what_was_seen_of_a_process_that_has_ended_since_is_kept(
-    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path, until: Until
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path, until: Until
 ) -> None:
     pid, final = worker(SLEEPS), tmp_path / "log"
-    assert evidence.gather(1, [Target(0, pid)], final, "")
+    assert evidence.gather(1, [EvidenceTarget(0, pid)], final, "")
     posted.get(timeout=30)
     os.kill(pid, signal.SIGKILL)
     until(lambda: procfs.state(pid) == "Z", 20)
-    assert evidence.gather(1, [Target(0, pid)], final, "")
+    assert evidence.gather(1, [EvidenceTarget(0, pid)], final, "")
     assert posted.get(timeout=30).ranks[0].source == ""
     assert "wait_for_nothing" in (final / "rank-0.stacks.txt").read_text()
 
 
 def test_a_log_that_is_a_pipe_is_not_waited_for(
-    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     pipe, log = tmp_path / "stdout", tmp_path / "stderr"
     os.mkfifo(pipe)
     log.write_bytes(b"last words\n" + b"\xff" * 9000 + b"\n")
-    assert evidence.gather(1, [Target(0, worker(SLEEPS), (pipe, log))], tmp_path / "log", "")
+    assert evidence.gather(1, [EvidenceTarget(0, worker(SLEEPS), (pipe, log))], tmp_path / "log", "")
     assert posted.get(timeout=30).trouble == ""
     kept = (tmp_path / "log" / "rank-0.log").read_bytes()
     assert b"no plain file" in kept
@@ -214,10 +224,10 @@ def test_a_log_that_is_a_pipe_is_not_waited_for(
 
 
 def test_where_no_thread_can_be_started_it_is_tried_again(
-    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     """Whoever asks is the deciding thread: a full process table must not end the job's part on this node."""
-    asked = 1, [Target(0, worker(SLEEPS))], tmp_path / "log", ""
+    asked = 1, [EvidenceTarget(0, worker(SLEEPS))], tmp_path / "log", ""
     before = threading.stack_size(1 << 46)
     try:
         assert not evidence.gather(*asked)
@@ -227,8 +237,8 @@ def test_where_no_thread_can_be_started_it_is_tried_again(
     assert posted.get(timeout=30).ranks[0].source == "py-spy"
 
 
-def test_one_at_a_time(worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path) -> None:
-    targets = [Target(0, worker(SLEEPS))]
+def test_one_at_a_time(worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path) -> None:
+    targets = [EvidenceTarget(0, worker(SLEEPS))]
     assert evidence.gather(1, targets, tmp_path / "log", "")
     assert not evidence.gather(1, targets, tmp_path / "log", "")
     posted.get(timeout=30)

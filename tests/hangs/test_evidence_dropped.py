@@ -6,19 +6,19 @@ import os
 import signal
 from pathlib import Path
 
-from elasticd_agent.hangs.evidence import Evidence, Target
+from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget
 from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker
 from tests.hangs.test_evidence import SLEEPS
 
 
-def test_what_was_whole_stays(worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path) -> None:
+def test_what_was_whole_stays(worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path) -> None:
     pid = worker(SLEEPS)
-    final, targets = tmp_path / "round-3" / "evidence", [Target(0, pid)]
+    final, targets = tmp_path / "round-3" / "evidence", [EvidenceTarget(0, pid)]
     assert evidence.gather(3, targets, final, "quiet")
     assert posted.get(timeout=20).ranks[0].source
     before = {path.name: path.stat().st_mtime_ns for path in final.iterdir()}
     assert evidence.gather(3, targets, final, "still quiet")
-    evidence.drop()
+    evidence.discard()
     os.kill(pid, signal.SIGKILL)
     assert posted.get(timeout=20).trouble == ""
     assert {path.name: path.stat().st_mtime_ns for path in final.iterdir()} == before
@@ -26,10 +26,10 @@ def test_what_was_whole_stays(worker: StartWorker, evidence: Evidence, posted: P
     posted.get(timeout=20)
 
 
-def test_dropping_nothing(worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path) -> None:
+def test_dropping_nothing(worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path) -> None:
     pid = worker(SLEEPS)
-    evidence.drop()
-    assert evidence.gather(3, [Target(0, pid)], tmp_path / "evidence", "quiet")
+    evidence.discard()
+    assert evidence.gather(3, [EvidenceTarget(0, pid)], tmp_path / "evidence", "quiet")
     assert posted.get(timeout=20).ranks[0].source, "a drop is of what is being taken, not of what comes"
 
 
@@ -38,7 +38,7 @@ def test_what_the_agents_end_cuts_short_is_no_trouble(
 ) -> None:
     """As when a job ends while one of its nodes was about to be suspicious."""
     evidence = takes(job="job", temporary=tmp_path)
-    assert evidence.gather(3, [Target(0, worker(SLEEPS))], tmp_path / "log" / "round-3" / "evidence", "quiet")
+    assert evidence.gather(3, [EvidenceTarget(0, worker(SLEEPS))], tmp_path / "log" / "round-3" / "evidence", "quiet")
     evidence.close()
     assert posted.get(timeout=20).trouble == ""
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("elasticd-evidence")] == []

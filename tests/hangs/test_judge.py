@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elasticd_agent.hangs.judge import Judge, failures
+from elasticd_agent.hangs.judge import HangJudge, failures
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Member, Round
-from elasticd_agent.model.reports import Judged, RankSeen, Report
+from elasticd_agent.model.reports import HangReport, HangVerdict, RankReport
 
 ROUND = Round(3, (Member("a", "i", (0,)), Member("b", "i", (4,))))
 POLICY = Policy(hang_floor_s=5.0)
@@ -17,8 +17,8 @@ NOW = 1000.0
 NOBODY: frozenset[str] = frozenset()
 
 
-def report(node: str, rank: int, slot: int, *, behind: bool, idle_s: float = 6.0, gathered: bool = True) -> Report:
-    seen = RankSeen(
+def report(node: str, rank: int, slot: int, *, behind: bool, idle_s: float = 6.0, gathered: bool = True) -> HangReport:
+    seen = RankReport(
         rank,
         slot,
         phase="step",
@@ -35,14 +35,14 @@ def report(node: str, rank: int, slot: int, *, behind: bool, idle_s: float = 6.0
         stack="x" if behind else "y",
         evidence=True,
     )
-    return Report(3, node, (seen,), why="quiet", deadline_s=5.0, gathered=gathered)
+    return HangReport(3, node, (seen,), why="quiet", deadline_s=5.0, gathered=gathered)
 
 
 A, B = report("a", 0, 0, behind=False), report("b", 1, 4, behind=True)
 
 
 def test_one_nodes_word_is_not_enough_until_it_is_late() -> None:
-    judge = Judge(POLICY)
+    judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [A], NOBODY, NOW) is None
     assert judge.suspected, "the others are asked"
     late = NOW + POLICY.evidence_s + POLICY.seen_timeout_s + POLICY.renewal_s
@@ -54,43 +54,43 @@ def test_one_nodes_word_is_not_enough_until_it_is_late() -> None:
 
 
 def test_evidence_comes_before_the_verdict() -> None:
-    judge = Judge(POLICY)
+    judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [A, replace(B, gathered=False)], NOBODY, NOW) is None
     found = judge.turn(ROUND, [A, B], NOBODY, NOW + 0.1)
     assert found is not None
     assert (found.culprits, found.cause, found.restarts) == ((("b", 1, 4),), "blocked", True)
     assert found.hung_s == 6.0
-    assert judge.judged == [found]
+    assert judge.new_verdicts == [found]
 
 
 def test_a_verdict_is_said_once_and_stands_until_it_has_been_obeyed() -> None:
     """The store may go away between the verdict and the Failure that it becomes."""
-    judge = Judge(POLICY)
+    judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [A, B], NOBODY, NOW) is not None
     older = [replace(r, ranks=tuple(replace(seen, idle_s=9.0) for seen in r.ranks), turn=1) for r in (A, B)]
     assert judge.turn(ROUND, older, NOBODY, NOW + 3) is not None
-    assert len(judge.judged) == 1, "the same one, only older"
+    assert len(judge.new_verdicts) == 1, "the same one, only older"
 
 
 def test_who_takes_back_what_it_said_leaves_nobody_to_be_judged_by_the_others_old_words() -> None:
-    judge = Judge(POLICY)
+    judge = HangJudge(POLICY)
     waits = [report(node, rank, rank, behind=False, idle_s=90.0) for rank, node in enumerate("ab")]
     assert judge.turn(ROUND, [replace(waits[0], why=""), replace(waits[1], gathered=False)], NOBODY, NOW) is None
     assert judge.turn(ROUND, [waits[1]], NOBODY, NOW + 100) is None
-    assert judge.judged == []
+    assert judge.new_verdicts == []
 
 
 def test_a_planner_that_plans_again_gives_everybody_time_to_answer() -> None:
-    judge = Judge(POLICY)
+    judge = HangJudge(POLICY)
     late = report("a", 0, 0, behind=False, idle_s=90.0)
     assert judge.turn(ROUND, [late], NOBODY, NOW) is None
-    judge.forget()
+    judge.reset()
     assert judge.turn(ROUND, [late], NOBODY, NOW + 100) is None
     assert judge.turn(ROUND, [late], NOBODY, NOW + 200) is not None
 
 
 def test_who_goes_on_may_hang_again() -> None:
-    judge = Judge(POLICY)
+    judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [A, B], NOBODY, NOW)
     assert judge.turn(ROUND, [], NOBODY, NOW + 1) is None
     assert not judge.suspected
@@ -98,29 +98,29 @@ def test_who_goes_on_may_hang_again() -> None:
 
 
 def test_reports_of_other_rounds_and_strangers_are_no_suspicion() -> None:
-    judge = Judge(POLICY)
+    judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [replace(A, round=2), replace(B, node="z")], NOBODY, NOW) is None
     assert not judge.suspected
 
 
 def test_who_was_only_asked_makes_no_suspicion() -> None:
-    judge = Judge(POLICY)
+    judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [replace(A, why=""), replace(B, why="")], NOBODY, NOW) is None
     assert not judge.suspected
 
 
 def test_a_node_that_is_done_is_to_blame_if_the_others_wait_for_it() -> None:
     """Its rank has left the loop too early: it counts as one that has ended, and nobody waits for its report."""
-    found = Judge(POLICY).turn(ROUND, [A], frozenset({"b"}), NOW)
+    found = HangJudge(POLICY).turn(ROUND, [A], frozenset({"b"}), NOW)
     assert found is not None
     assert found.cause == "missed_collective"
     assert found.culprits == (("b", 1, 4),)
 
 
 def test_only_reported() -> None:
-    judge = Judge(replace(POLICY, on_hang="report"))
+    judge = HangJudge(replace(POLICY, on_hang="report"))
     assert judge.turn(ROUND, [A, B], NOBODY, NOW) is None
-    assert [judged.restarts for judged in judge.judged] == [False]
+    assert [judged.restarts for judged in judge.new_verdicts] == [False]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_only_reported() -> None:
 def test_what_plan_hears(
     culprits: tuple[tuple[str, int, int], ...], expected: list[tuple[str, tuple[tuple[int, int], ...]]]
 ) -> None:
-    found = failures(Judged(3, culprits, "blocked", "rank 1 waits", 6.0, True, ()), "a", 40, (3, 20))
+    found = failures(HangVerdict(3, culprits, "blocked", "rank 1 waits", 6.0, True, ()), "a", 40, (3, 20))
     assert [(f.node, f.culprits) for f in found] == expected
     assert {(f.round, f.kind, f.why, f.high_water, f.checkpoint, f.cause) for f in found} == {
         (3, "hung", "rank 1 waits", 40, (3, 20), "blocked")
@@ -145,13 +145,13 @@ def test_who_waits_at_the_same_place_of_the_same_step_again_is_given_longer_each
     """A restart is no cure for a wait that the script means; or else it hangs there again, and a minute is lost."""
     policy = Policy()
 
-    def turn(judge: Judge, number: int, idle_s: float, **more: object) -> Judged | None:
+    def turn(judge: HangJudge, number: int, idle_s: float, **more: object) -> HangVerdict | None:
         reports = [report(node, rank, rank, behind=node == "b", idle_s=idle_s) for rank, node in enumerate("ab")]
         seen = tuple(replace(one.ranks[0], **more) for one in reports)  # type: ignore[arg-type]
         again = [replace(r, round=number, ranks=(one,)) for r, one in zip(reports, seen, strict=True)]
         return judge.turn(replace(ROUND, number=number), again, NOBODY, NOW + 100 * number + idle_s)
 
-    judge = Judge(policy)
+    judge = HangJudge(policy)
     assert turn(judge, 3, 6.0) is not None
     assert turn(judge, 3, 7.0) is not None, "until it has been obeyed"
     assert turn(judge, 4, 59.0) is None
@@ -164,14 +164,14 @@ def test_who_waits_at_the_same_place_of_the_same_step_again_is_given_longer_each
     assert turn(judge, 5, 120.0) is not None, "no pause that is meant costs more than a few restarts"
     assert turn(judge, 6, 6.0, step=31) is not None
     assert turn(judge, 7, 6.0, step=31) is None
-    given = Judge(replace(policy, hang_floor_s=5.0))
+    given = HangJudge(replace(policy, hang_floor_s=5.0))
     assert turn(given, 3, 6.0) is not None
     assert turn(given, 4, 11.9) is None
     assert turn(given, 4, 12.0) is not None, "who gives a floor means it, as far as that goes"
     assert turn(given, 5, 6.0, step=31) is not None, "it is another place"
-    done = Judge(replace(policy, hang_floor_s=5.0))
+    done = HangJudge(replace(policy, hang_floor_s=5.0))
     assert turn(done, 3, 6.0, phase="exit") is not None
     assert turn(done, 4, 11.9, phase="exit") is None, "what comes last is trained for again by nobody's wish"
-    ceiling = Judge(replace(policy, hang_floor_s=5.0, slow_ceiling_s=8.0))
+    ceiling = HangJudge(replace(policy, hang_floor_s=5.0, slow_ceiling_s=8.0))
     assert turn(ceiling, 3, 6.0) is not None
     assert turn(ceiling, 4, 8.0) is not None

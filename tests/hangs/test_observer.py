@@ -13,73 +13,75 @@ from pathlib import Path
 import pytest
 
 from elasticd.heartbeat import record as beat
-from elasticd.heartbeat.record import BeatWriter
-from elasticd_agent.hangs.observer import ATTENTIVE_S, Watch
+from elasticd.heartbeat.record import HeartbeatWriter
+from elasticd_agent.hangs.observer import MAX_LOOK_GAP_S, GroupObserver
 from elasticd_agent.system.procfs import Usage
 from tests.faults.job import until
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> tuple[Watch, BeatWriter]:
+def worker(tmp_path: Path) -> tuple[GroupObserver, HeartbeatWriter]:
     beat.create(tmp_path / "beat")
-    return Watch(1, [(0, 0)], [tmp_path / "beat"], [tmp_path / "notes"]), BeatWriter(tmp_path / "beat")
+    return GroupObserver(1, [(0, 0)], [tmp_path / "beat"], [tmp_path / "notes"]), HeartbeatWriter(tmp_path / "beat")
 
 
 @pytest.fixture
-def writer(worker: tuple[Watch, BeatWriter]) -> BeatWriter:
+def writer(worker: tuple[GroupObserver, HeartbeatWriter]) -> HeartbeatWriter:
     return worker[1]
 
 
 @pytest.fixture
-def watch(worker: tuple[Watch, BeatWriter]) -> Iterator[Watch]:
+def watch(worker: tuple[GroupObserver, HeartbeatWriter]) -> Iterator[GroupObserver]:
     yield worker[0]
     worker[0].close()
 
 
-def test_a_pulse_is_as_old_as_it_has_been_seen_to_stand_still(watch: Watch, writer: BeatWriter) -> None:
+def test_a_pulse_is_as_old_as_it_has_been_seen_to_stand_still(watch: GroupObserver, writer: HeartbeatWriter) -> None:
     def alive_s(now: float) -> float:
-        return watch.look(now).ranks[0].alive_s
+        return watch.observe(now).ranks[0].alive_s
 
     assert alive_s(100.0) == alive_s(100.5) == -1, "there has been none"
-    writer.pulse(3, 0)
+    writer.tick(3, 0)
     assert alive_s(101.0) == 0
     assert alive_s(101.5) == 0.5
-    assert alive_s(500.0) == 0.5 + ATTENTIVE_S, "nobody looked in between"
-    writer.pulse(3, 0)
+    assert alive_s(500.0) == 0.5 + MAX_LOOK_GAP_S, "nobody looked in between"
+    writer.tick(3, 0)
     assert alive_s(500.5) == 0
-    writer.still()
+    writer.thread_stopped()
     assert alive_s(501.0) == alive_s(502.0) == -1, "the thread has ended: nobody holds the GIL against it"
 
 
-def test_what_is_written_as_evidence_is_no_work_of_the_workers(watch: Watch, writer: BeatWriter) -> None:
+def test_what_is_written_as_evidence_is_no_work_of_the_workers(watch: GroupObserver, writer: HeartbeatWriter) -> None:
     """A flight recorder is written in the middle of two samples; the answer comes when it is all there."""
     written = [0, 100, 500_000, 900_000, 900_100, 905_000, 906_000]
     answered = [0, 0, 0, 1, 1, 1, 1]
     watch.usage = lambda pids: dict.fromkeys(pids, Usage(0.0, written[0]))
-    watch.started([42], 0)
+    watch.set_processes([42], 0)
     watch.state = lambda pid: "S"
-    watch.look(100.0)
+    watch.observe(100.0)
     found = []
     for number, answer in enumerate(answered):
         watch.usage = lambda pids, number=number: dict.fromkeys(pids, Usage(0.0, written[number]))
-        writer.dumped = answer
-        found.append(watch.look(101.0 + number / 2).ranks[0].io_bytes)
+        writer.dump_done = answer
+        found.append(watch.observe(101.0 + number / 2).ranks[0].io_bytes)
     assert found == [0, 100, 500_000, 100, 200, 5100, 6100]
 
 
-def test_of_a_worker_that_runs_the_script_as_its_child_the_child_is_looked_at(watch: Watch, tmp_path: Path) -> None:
+def test_of_a_worker_that_runs_the_script_as_its_child_the_child_is_looked_at(
+    watch: GroupObserver, tmp_path: Path
+) -> None:
     """As a shell does that was started with --no-python."""
     beat = f"BeatWriter({str(tmp_path / 'beat')!r})"
     train = f"import time; from elasticd.heartbeat.record import BeatWriter; {beat}; time.sleep(60)"
     shell = subprocess.Popen(["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", train], start_new_session=True)
     try:
-        watch.started([shell.pid], 0)
-        until(lambda: watch.look(time.monotonic()).pids != (shell.pid,), "the child to be found")
-        (child,) = watch.look(time.monotonic()).pids
+        watch.set_processes([shell.pid], 0)
+        until(lambda: watch.observe(time.monotonic()).pids != (shell.pid,), "the child to be found")
+        (child,) = watch.observe(time.monotonic()).pids
         os.kill(child, signal.SIGSTOP)
-        until(lambda: watch.look(time.monotonic()).ranks[0].stopped_s > 0, "the child to be seen stopped")
+        until(lambda: watch.observe(time.monotonic()).ranks[0].stopped_s > 0, "the child to be seen stopped")
         os.kill(child, signal.SIGKILL)
-        until(lambda: watch.look(time.monotonic()).pids == (shell.pid,), "the child to be gone")
+        until(lambda: watch.observe(time.monotonic()).pids == (shell.pid,), "the child to be gone")
     finally:
         os.killpg(shell.pid, signal.SIGKILL)
         shell.wait()

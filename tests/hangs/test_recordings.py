@@ -14,16 +14,16 @@ import pytest
 
 from elasticd_agent.hangs import verdict as hang
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.reports import Report
+from elasticd_agent.model.reports import HangReport
 
 HERE = Path(__file__).parent / "transcripts" / "recorded"
 RECORDINGS = sorted(HERE.glob("*.jsonl"))
 TUNED = {"hang_floor_s": 1.0, "evidence_s": 1.0, "stopped_after_s": 1.0}
 
 
-def replayed(path: Path, policy: Policy) -> list[hang.Verdict]:
+def replayed(path: Path, policy: Policy) -> list[hang.Judgement]:
     """What is judged after each report; the last one of every node counts."""
-    reports = [Report.from_json(line) for line in path.read_text().splitlines()]
+    reports = [HangReport.from_json(line) for line in path.read_text().splitlines()]
     nodes = sorted({report.node for report in reports})
     return [hang.judge(reports[: at + 1], nodes, policy) for at in range(len(reports))]
 
@@ -34,7 +34,7 @@ def test_recording(path: Path) -> None:
     # What looks like work is judged at the slow ceiling, which no recording is long enough for.
     ceiling = {"slow_ceiling_s": 3.0} if expected["cause"] == "spinning" else {}
     verdicts = replayed(path, Policy(**TUNED, **ceiling))
-    hung = [verdict for verdict in verdicts if isinstance(verdict, hang.Hung)]
+    hung = [verdict for verdict in verdicts if isinstance(verdict, hang.Hang)]
     if expected["verdict"] != "hung":
         assert hung == []
         return

@@ -10,22 +10,24 @@ from dataclasses import replace
 import pytest
 
 from elasticd_agent.hangs import verdict as hang
-from elasticd_agent.hangs.verdict import Healthy, Hung, Place, Suspect, judge, suspect
+from elasticd_agent.hangs.verdict import Hang, NoHang, RankLocation, SuspectedHang, judge, reason_to_suspect
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.reports import RankSeen, Report
+from elasticd_agent.model.reports import HangReport, RankReport
 
 POLICY = Policy()
-WAITS = RankSeen(
+WAITS = RankReport(
     0, 0, "step", 117, 4211, 36, idle_s=6, alive_s=0.1, state="S", window_s=2, where="collective", function="all_reduce"
 )
 SLEEPS = replace(WAITS, rank=1, slot=1, collectives=4210, where="elsewhere", function="x.py:1 f")
 
 
-def report(*ranks: RankSeen, node: str = "a", deadline_s: float = 5.0, gathered: bool = True, turn: int = 1) -> Report:
-    return Report(1, node, ranks, deadline_s=deadline_s, gathered=gathered, turn=turn)
+def report(
+    *ranks: RankReport, node: str = "a", deadline_s: float = 5.0, gathered: bool = True, turn: int = 1
+) -> HangReport:
+    return HangReport(1, node, ranks, deadline_s=deadline_s, gathered=gathered, turn=turn)
 
 
-def aged(seconds: float, *ranks: RankSeen) -> tuple[RankSeen, ...]:
+def aged(seconds: float, *ranks: RankReport) -> tuple[RankReport, ...]:
     return tuple(replace(rank, idle_s=seconds) for rank in ranks)
 
 
@@ -37,26 +39,28 @@ def aged(seconds: float, *ranks: RankSeen) -> tuple[RankSeen, ...]:
 )
 def test_a_node_is_suspicious_early_enough_for_its_evidence(deadline_s: float, first: float) -> None:
     def quiet(seconds: float) -> str | None:
-        return suspect(report(*aged(seconds, WAITS, SLEEPS), deadline_s=deadline_s), POLICY)
+        return reason_to_suspect(report(*aged(seconds, WAITS, SLEEPS), deadline_s=deadline_s), POLICY)
 
     assert quiet(first - 0.05) is None
     assert f"for {first + 0.05:.1f} s; it is judged after {deadline_s:.1f} s" in (quiet(first + 0.05) or "")
 
 
 def test_one_rank_that_goes_on_keeps_its_node_from_suspicion() -> None:
-    assert suspect(report(WAITS, replace(SLEEPS, idle_s=0.1)), POLICY) is None
+    assert reason_to_suspect(report(WAITS, replace(SLEEPS, idle_s=0.1)), POLICY) is None
     done = replace(SLEEPS, idle_s=0.1, exited=True)
-    assert suspect(report(WAITS, done), POLICY) is not None, "one that has ended does not go on"
-    assert suspect(report(done), POLICY) is None
+    assert reason_to_suspect(report(WAITS, done), POLICY) is not None, "one that has ended does not go on"
+    assert reason_to_suspect(report(done), POLICY) is None
 
 
 def test_nobody_is_suspected_for_being_quiet_where_no_step_was_ever_seen() -> None:
-    assert suspect(report(*aged(1e6, WAITS, SLEEPS), deadline_s=0), POLICY) is None
+    assert reason_to_suspect(report(*aged(1e6, WAITS, SLEEPS), deadline_s=0), POLICY) is None
 
 
 def test_stopped_processes_are_suspected_before_they_count() -> None:
     def stopped(seconds: float, state: str = "T") -> str | None:
-        return suspect(report(replace(WAITS, idle_s=0.2, state=state, stopped_s=seconds), deadline_s=0), POLICY)
+        return reason_to_suspect(
+            report(replace(WAITS, idle_s=0.2, state=state, stopped_s=seconds), deadline_s=0), POLICY
+        )
 
     assert stopped(1.4) is None
     assert stopped(1.6) == "rank 0 on a (step 117) is stopped (state T) for 1.6 s"
@@ -64,73 +68,75 @@ def test_stopped_processes_are_suspected_before_they_count() -> None:
 
 
 def test_a_zombie_is_suspected_once_it_has_not_been_reaped() -> None:
-    assert suspect(report(replace(WAITS, idle_s=0.2, state="Z")), POLICY) is None
-    assert suspect(report(replace(WAITS, idle_s=1.1, state="Z"), deadline_s=0), POLICY) is not None
-    assert suspect(report(replace(WAITS, idle_s=1.1, state="Z", exited=True)), POLICY) is None
+    assert reason_to_suspect(report(replace(WAITS, idle_s=0.2, state="Z")), POLICY) is None
+    assert reason_to_suspect(report(replace(WAITS, idle_s=1.1, state="Z"), deadline_s=0), POLICY) is not None
+    assert reason_to_suspect(report(replace(WAITS, idle_s=1.1, state="Z", exited=True)), POLICY) is None
 
 
 def test_the_store_is_suspected_like_a_rank() -> None:
     calm = report(replace(WAITS, idle_s=0.1))
-    assert suspect(replace(calm, store_state="T", store_stopped_s=1.4), POLICY) is None
-    assert "round's store on a is stopped" in str(suspect(replace(calm, store_state="T", store_stopped_s=1.6), POLICY))
+    assert reason_to_suspect(replace(calm, store_state="T", store_stopped_s=1.4), POLICY) is None
+    assert "round's store on a is stopped" in str(
+        reason_to_suspect(replace(calm, store_state="T", store_stopped_s=1.6), POLICY)
+    )
 
 
 # ---- the verdict
 
 
 def test_a_hang_is_judged_at_the_deadline_and_names_its_rank() -> None:
-    assert isinstance(judge([report(*aged(4.9, WAITS, SLEEPS))], ["a"], POLICY), Healthy)
+    assert isinstance(judge([report(*aged(4.9, WAITS, SLEEPS))], ["a"], POLICY), NoHang)
     verdict = judge([report(*aged(5.0, WAITS, SLEEPS))], ["a"], POLICY)
-    assert isinstance(verdict, Hung)
-    assert (verdict.culprits, verdict.cause) == ((Place("a", 1, 1),), "blocked")
+    assert isinstance(verdict, Hang)
+    assert (verdict.culprits, verdict.cause) == ((RankLocation("a", 1, 1),), "blocked")
 
 
 def test_no_verdict_before_the_evidence_of_everybody_is_there() -> None:
     here, there = report(WAITS), report(SLEEPS, node="b")
     for reports in ([here], [here, replace(there, gathered=False)], [replace(here, gathered=False), there]):
-        assert isinstance(judge(reports, ["a", "b"], POLICY), Suspect)
-    assert isinstance(judge([here, there], ["a", "b"], POLICY), Hung)
+        assert isinstance(judge(reports, ["a", "b"], POLICY), SuspectedHang)
+    assert isinstance(judge([here, there], ["a", "b"], POLICY), Hang)
 
 
 def test_late_is_late() -> None:
     here, there = report(WAITS), report(SLEEPS, node="b", gathered=False)
-    verdict = judge([here, there], ["a", "b"], POLICY, late=True)
-    assert isinstance(verdict, Hung)
-    assert verdict.culprits == (Place("b", 1, 1),)
+    verdict = judge([here, there], ["a", "b"], POLICY, deadline_passed=True)
+    assert isinstance(verdict, Hang)
+    assert verdict.culprits == (RankLocation("b", 1, 1),)
 
 
 def test_a_node_that_does_not_answer_may_be_slow() -> None:
     waits = report(WAITS)
-    assert isinstance(judge([waits], ["a", "b"], POLICY, late=True), Suspect)
-    verdict = judge([report(*aged(61, WAITS))], ["a", "b"], POLICY, late=True)
-    assert isinstance(verdict, Hung)
+    assert isinstance(judge([waits], ["a", "b"], POLICY, deadline_passed=True), SuspectedHang)
+    verdict = judge([report(*aged(61, WAITS))], ["a", "b"], POLICY, deadline_passed=True)
+    assert isinstance(verdict, Hang)
     assert verdict.why.endswith("b did not answer")
     stopped = report(replace(WAITS, state="T", stopped_s=3))
-    assert isinstance(judge([stopped], ["a", "b"], POLICY, late=True), Hung)
+    assert isinstance(judge([stopped], ["a", "b"], POLICY, deadline_passed=True), Hang)
 
 
 def test_the_longest_deadline_of_any_node_counts() -> None:
     reports = [report(WAITS), report(SLEEPS, node="b", deadline_s=7)]
-    assert isinstance(judge(reports, ["a", "b"], POLICY), Healthy)
+    assert isinstance(judge(reports, ["a", "b"], POLICY), NoHang)
     ended = report(replace(SLEEPS, exited=True), node="b", deadline_s=7)
-    assert isinstance(judge([report(WAITS), ended], ["a", "b"], POLICY), Hung), "but not that of who has ended"
+    assert isinstance(judge([report(WAITS), ended], ["a", "b"], POLICY), Hang), "but not that of who has ended"
 
 
 def test_a_node_that_never_saw_a_step_joins_one_that_did() -> None:
     reports = [report(*aged(601, WAITS), deadline_s=600), report(*aged(601, SLEEPS), node="b", deadline_s=0)]
-    assert isinstance(judge(reports, ["a", "b"], POLICY), Hung)
+    assert isinstance(judge(reports, ["a", "b"], POLICY), Hang)
 
 
 def test_the_newest_report_of_a_node_counts_and_the_newest_round() -> None:
     old, new = report(WAITS, SLEEPS), report(WAITS, replace(SLEEPS, idle_s=0.1), turn=2)
     for reports in ([old, new], [new, old], [new, old, old]):
-        assert isinstance(judge(reports, ["a"], POLICY), Healthy)
-    assert isinstance(judge([old, replace(new, round=2)], ["a"], POLICY), Healthy)
+        assert isinstance(judge(reports, ["a"], POLICY), NoHang)
+    assert isinstance(judge([old, replace(new, round=2)], ["a"], POLICY), NoHang)
 
 
 def test_nothing_is_judged_where_nothing_is_reported() -> None:
-    assert isinstance(judge([], ["a"], POLICY, late=True), Healthy)
-    assert isinstance(judge([report()], ["a"], POLICY, late=True), Healthy)
+    assert isinstance(judge([], ["a"], POLICY, deadline_passed=True), NoHang)
+    assert isinstance(judge([report()], ["a"], POLICY, deadline_passed=True), NoHang)
 
 
 @pytest.mark.parametrize(
@@ -156,56 +162,56 @@ def test_nothing_is_judged_where_nothing_is_reported() -> None:
 )
 def test_who_works_is_slow_until_the_slow_ceiling(changes: dict[str, object], busy: bool) -> None:
     reports = [report(WAITS, replace(SLEEPS, **changes))]  # type: ignore[arg-type]
-    assert isinstance(judge(reports, ["a"], POLICY), Suspect if busy else Hung)
-    assert isinstance(judge(reports, ["a"], Policy(slow_ceiling_s=5.5)), Hung)
+    assert isinstance(judge(reports, ["a"], POLICY), SuspectedHang if busy else Hang)
+    assert isinstance(judge(reports, ["a"], Policy(slow_ceiling_s=5.5)), Hang)
 
 
 def test_the_slow_ceiling_is_the_groups_own_timeout_unless_given() -> None:
     works = replace(SLEEPS, cpu_s=2.0)
 
-    def at(seconds: float, timeout_s: float, policy: Policy = POLICY) -> hang.Verdict:
+    def at(seconds: float, timeout_s: float, policy: Policy = POLICY) -> hang.Judgement:
         ranks = (replace(rank, timeout_s=timeout_s) for rank in aged(seconds, WAITS, works))
         return judge([report(*ranks)], ["a"], policy)
 
-    assert isinstance(at(599, 600), Suspect)
-    assert isinstance(at(601, 600), Hung)
-    assert isinstance(at(1799, 0), Suspect)
-    assert isinstance(at(1801, 0), Hung)
-    assert isinstance(at(31, 600, Policy(slow_ceiling_s=30)), Hung)
+    assert isinstance(at(599, 600), SuspectedHang)
+    assert isinstance(at(601, 600), Hang)
+    assert isinstance(at(1799, 0), SuspectedHang)
+    assert isinstance(at(1801, 0), Hang)
+    assert isinstance(at(31, 600, Policy(slow_ceiling_s=30)), Hang)
 
 
 def test_a_machine_where_no_pulse_comes_is_not_a_gil_that_is_held() -> None:
     ranks = [replace(WAITS, rank=rank, alive_s=6) for rank in range(3)]
     verdict = judge([report(*ranks)], ["a"], POLICY)
-    assert isinstance(verdict, Hung)
+    assert isinstance(verdict, Hang)
     assert (verdict.culprits, verdict.cause) == ((), "network")
     one = judge([report(ranks[0], *(replace(rank, alive_s=0.1) for rank in ranks[1:]))], ["a"], POLICY)
-    assert isinstance(one, Hung)
-    assert (one.culprits, one.cause) == ((Place("a", 0, 0),), "gil")
+    assert isinstance(one, Hang)
+    assert (one.culprits, one.cause) == ((RankLocation("a", 0, 0),), "gil")
 
 
 def test_a_stopped_process_has_its_own_time_however_short_the_floor() -> None:
     """Somebody may stop a rank for 2 s; also inside of a collective, where all stand still with it."""
     stopped = replace(WAITS, rank=1, slot=1, state="T", stopped_s=2.4, alive_s=2.4, idle_s=2.5)
     verdict = judge([report(*aged(2.5, WAITS), stopped, deadline_s=1)], ["a"], POLICY)
-    assert isinstance(verdict, Suspect)
+    assert isinstance(verdict, SuspectedHang)
     assert verdict.why.endswith("is stopped (state T) for 2.4 s; it counts after 2.5 s")
     verdict = judge([report(*aged(2.6, WAITS), replace(stopped, stopped_s=2.5), deadline_s=1)], ["a"], POLICY)
-    assert isinstance(verdict, Hung)
-    assert (verdict.culprits, verdict.cause) == ((Place("a", 1, 1),), "stopped")
+    assert isinstance(verdict, Hang)
+    assert (verdict.culprits, verdict.cause) == ((RankLocation("a", 1, 1),), "stopped")
 
 
 def test_a_debugger_stops_the_pulse_but_holds_no_gil() -> None:
     traced = replace(WAITS, rank=1, slot=1, state="t", alive_s=6.0)
     verdict = judge([report(WAITS, traced)], ["a"], Policy(slow_ceiling_s=5.5))
-    assert isinstance(verdict, Hung)
+    assert isinstance(verdict, Hang)
     assert (verdict.culprits, verdict.cause) == ((), "network")
 
 
 def test_of_several_to_blame_the_worst_names_the_cause() -> None:
     ranks = [WAITS, SLEEPS, replace(SLEEPS, rank=2, slot=2, alive_s=6.0)]
     verdict = judge([report(*ranks)], ["a"], POLICY)
-    assert isinstance(verdict, Hung)
+    assert isinstance(verdict, Hang)
     assert ([place.rank for place in verdict.culprits], verdict.cause) == ([1, 2], "gil")
 
 
@@ -214,7 +220,7 @@ def test_nobody_is_blamed_where_half_of_the_ranks_differ() -> None:
     for odd in ({"collectives": 4210}, {"usual": 35}, {"step": 118}):
         ranks = [replace(WAITS, rank=rank, slot=rank, **(odd if rank > 1 else {})) for rank in range(4)]
         verdict = judge([report(*ranks)], ["a"], POLICY)
-        assert isinstance(verdict, Hung)
+        assert isinstance(verdict, Hang)
         assert (verdict.culprits, verdict.cause) == ((), "network"), odd
 
 
@@ -227,7 +233,7 @@ def test_which_of_two_stopped_stores_is_named_does_not_depend_on_the_order() -> 
 def test_a_verdict_on_many_ranks_stays_one_line() -> None:
     blocked = [replace(SLEEPS, rank=rank, slot=rank) for rank in range(1, 64)]
     verdict = judge([report(WAITS, *blocked)], ["a"], POLICY)
-    assert isinstance(verdict, Hung)
+    assert isinstance(verdict, Hang)
     assert len(verdict.culprits) == 63
     assert len(verdict.why) < 500
     assert "and 60 more" in verdict.why

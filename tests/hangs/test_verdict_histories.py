@@ -9,26 +9,26 @@ from dataclasses import replace
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.hangs.verdict import Healthy, Hung, Place, Suspect, Verdict, judge, suspect
+from elasticd_agent.hangs.verdict import Hang, Judgement, NoHang, RankLocation, SuspectedHang, judge, reason_to_suspect
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.reports import RankSeen, Report
+from elasticd_agent.model.reports import HangReport, RankReport
 
 POLICY = Policy(slow_ceiling_s=100)
 WAITS = ("collective", "device", "init", "barrier")
 FUNCTIONS = {"collective": ("all_reduce", "broadcast"), "device": ("synchronize",)}
 
-Group = list[Report]
+Group = list[HangReport]
 law = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 
 
 @st.composite
-def ranks(draw: st.DrawFn, number: int) -> RankSeen:
+def ranks(draw: st.DrawFn, number: int) -> RankReport:
     where = draw(st.sampled_from(["", "elsewhere", "collective", *WAITS]))
     idle_s = draw(st.sampled_from([0.0, 0.2, 1.4, 4.9, 5.1, 6.0, 30.0, 70.0, 200.0, 4000.0]))
     state = draw(st.sampled_from("SSSSRDTtZ"))
-    return RankSeen(
+    return RankReport(
         number,
         draw(st.integers(0, 7)),
         phase=draw(st.sampled_from(["step", "step", "starting", "barrier", "checkpoint", "eval", "exit"])),
@@ -58,7 +58,7 @@ def groups(draw: st.DrawFn) -> Group:
     for node in ("a", "b", "c")[: draw(st.integers(1, 3))]:
         here = draw(st.integers(1, 3))
         reports.append(
-            Report(
+            HangReport(
                 7,
                 node,
                 tuple(draw(ranks(number + i)) for i in range(here)),
@@ -77,15 +77,15 @@ def nodes(group: Group) -> list[str]:
     return [report.node for report in group]
 
 
-def verdict(group: Group) -> Verdict:
+def verdict(group: Group) -> Judgement:
     return judge(group, nodes(group), POLICY)
 
 
-def live(group: Group) -> list[RankSeen]:
+def live(group: Group) -> list[RankReport]:
     return [rank for report in group for rank in report.ranks if not rank.exited]
 
 
-def with_ranks(report: Report, new: Sequence[RankSeen]) -> Report:
+def with_ranks(report: HangReport, new: Sequence[RankReport]) -> HangReport:
     return replace(report, ranks=tuple(new))
 
 
@@ -100,8 +100,8 @@ def test_every_verdict_has_a_reason_in_one_line_and_blames_ranks_of_the_group(gr
     found = verdict(group)
     assert found.why
     assert "\n" not in found.why
-    if isinstance(found, Hung):
-        places = {Place(report.node, rank.rank, rank.slot) for report in group for rank in report.ranks}
+    if isinstance(found, Hang):
+        places = {RankLocation(report.node, rank.rank, rank.slot) for report in group for rank in report.ranks}
         assert set(found.culprits) <= places
         assert len(set(found.culprits)) == len(found.culprits)
         assert found.cause in {
@@ -132,8 +132,8 @@ def test_more_work_never_makes_a_kill_earlier(group: Group, data: st.DataObject)
         )
         for report in group
     ]
-    if isinstance(verdict(more), Hung):
-        assert isinstance(verdict(group), Hung)
+    if isinstance(verdict(more), Hang):
+        assert isinstance(verdict(group), Hang)
 
 
 @law
@@ -143,8 +143,8 @@ def test_a_group_with_progress_is_never_hung(group: Group) -> None:
     assume(running and at_a_deadline(group))
     longest = max(report.deadline_s for report in group if any(not rank.exited for rank in report.ranks))
     if longest == 0 or min(rank.idle_s for rank in running) < longest:
-        assert isinstance(verdict(group), Healthy)
-        assert isinstance(judge(group, nodes(group), POLICY, late=True), Healthy)
+        assert isinstance(verdict(group), NoHang)
+        assert isinstance(judge(group, nodes(group), POLICY, deadline_passed=True), NoHang)
 
 
 @law
@@ -154,18 +154,18 @@ def test_what_works_outside_a_wait_is_not_hung_before_the_slow_ceiling(group: Gr
     works = replace(live(group)[0], where="elsewhere", phase="step", cpu_s=2.0, window_s=2.0)
     group = [with_ranks(r, [works if rank.rank == works.rank else rank for rank in r.ranks]) for r in group]
     if min(rank.idle_s for rank in live(group)) < 100:
-        assert not isinstance(verdict(group), Hung)
+        assert not isinstance(verdict(group), Hang)
 
 
 @law
 @given(groups(), st.permutations(range(9)))
 def test_other_numbers_for_the_same_ranks_blame_the_same_ranks(group: Group, numbers: list[int]) -> None:
-    def again(report: Report) -> Report:
+    def again(report: HangReport) -> HangReport:
         named = {"a": "y", "b": "z", "c": "x"}[report.node]
         return replace(report, node=named, ranks=tuple(replace(r, rank=numbers[r.rank]) for r in report.ranks[::-1]))
 
-    def blamed(found: Verdict) -> object:
-        if isinstance(found, Hung):
+    def blamed(found: Judgement) -> object:
+        if isinstance(found, Hang):
             return found.cause, {place.rank for place in found.culprits}
         return type(found)
 
@@ -179,7 +179,7 @@ def test_other_numbers_for_the_same_ranks_blame_the_same_ranks(group: Group, num
 @law
 @given(groups(), st.sampled_from([0.5, 3.0, 100.0]))
 def test_time_that_passes_without_progress_takes_no_verdict_back(group: Group, seconds: float) -> None:
-    def later(rank: RankSeen) -> RankSeen:
+    def later(rank: RankReport) -> RankReport:
         return replace(
             rank,
             idle_s=rank.idle_s + seconds,
@@ -192,8 +192,8 @@ def test_time_that_passes_without_progress_takes_no_verdict_back(group: Group, s
         replace(with_ranks(r, [later(rank) for rank in r.ranks]), store_stopped_s=r.store_stopped_s + seconds)
         for r in group
     ]
-    if isinstance(verdict(group), Hung):
-        assert isinstance(verdict(older), Hung)
+    if isinstance(verdict(group), Hang):
+        assert isinstance(verdict(older), Hang)
 
 
 @law
@@ -203,17 +203,17 @@ def test_nothing_is_done_without_the_evidence_of_every_node(group: Group, data: 
     silent, slow = group[:missing] + group[missing + 1 :], list(group)
     slow[missing] = replace(slow[missing], gathered=False)
     for reports in (silent, slow):
-        assert not isinstance(judge(reports, nodes(group), POLICY), Hung)
-    if isinstance(verdict(group), Hung):
-        assert isinstance(judge(slow, nodes(group), POLICY), Suspect)
-        assert isinstance(judge(slow, nodes(group), POLICY, late=True), Hung)
+        assert not isinstance(judge(reports, nodes(group), POLICY), Hang)
+    if isinstance(verdict(group), Hang):
+        assert isinstance(judge(slow, nodes(group), POLICY), SuspectedHang)
+        assert isinstance(judge(slow, nodes(group), POLICY, deadline_passed=True), Hang)
 
 
 @law
 @given(groups())
 def test_who_is_hung_was_suspected_by_its_own_node(group: Group) -> None:
-    if isinstance(verdict(group), Hung):
-        assert any(suspect(report, POLICY) for report in group)
+    if isinstance(verdict(group), Hang):
+        assert any(reason_to_suspect(report, POLICY) for report in group)
 
 
 @law
@@ -221,7 +221,7 @@ def test_who_is_hung_was_suspected_by_its_own_node(group: Group) -> None:
 def test_one_that_stands_still_among_ranks_that_wait_is_the_one(world: int, data: st.DataObject) -> None:
     """Whatever node it is on, wherever it stands, and whether or not its stack or its count are known."""
     odd = data.draw(st.integers(0, world - 1))
-    waits = RankSeen(
+    waits = RankReport(
         0,
         0,
         "step",
@@ -252,8 +252,8 @@ def test_one_that_stands_still_among_ranks_that_wait_is_the_one(world: int, data
         everyone = [replace(rank, collectives=-1, usual=-1) for rank in everyone]
     split = data.draw(st.integers(1, world))
     parts = {"a": everyone[:split], "b": everyone[split:]}
-    group = [Report(1, node, tuple(part), deadline_s=5, gathered=True) for node, part in parts.items() if part]
+    group = [HangReport(1, node, tuple(part), deadline_s=5, gathered=True) for node, part in parts.items() if part]
     found = verdict(group)
-    assert isinstance(found, Hung)
+    assert isinstance(found, Hang)
     assert [place.rank for place in found.culprits] == [odd]
     assert found.cause == "blocked"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd_agent.job.exit_cause import echo, fell, mistake, said, victim
-from elasticd_agent.job.exit_cause import raised as raised_words
-from elasticd_agent.model.messages import ExitStatus, LastWords, WorkerExited
+from elasticd_agent.job.exit_cause import describe_exception as raised_words
+from elasticd_agent.job.exit_cause import describe_exit, describe_peer_loss, is_secondary, may_be_secondary, user_error
+from elasticd_agent.model.messages import ExitStatus, WorkerExited, WorkerExitReport
 
 # As torch 2.13 raised it in a survivor whose gloo peer was killed.
 GLOO = (
@@ -15,12 +15,12 @@ GLOO = (
 )
 
 
-def ended(code: int, words: LastWords | None) -> WorkerExited:
+def ended(code: int, words: WorkerExitReport | None) -> WorkerExited:
     return WorkerExited(1, 0, 0, 0, ExitStatus.of(code), words, 0.0)
 
 
 def raised(type_: str, message: str = "", bases: tuple[str, ...] = ()) -> WorkerExited:
-    return ended(1, LastWords("exception", type_, message, "Traceback …", bases))
+    return ended(1, WorkerExitReport("exception", type_, message, "Traceback …", bases))
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,16 @@ def raised(type_: str, message: str = "", bases: tuple[str, ...] = ()) -> Worker
         (raised("KeyboardInterrupt"), None, True),
         (raised("elasticd.errors.ElasticdError", "on rank 0: OSError: [Errno 20] Not a directory"), None, True),
         (raised("elasticd.errors.ElasticdError", "on rank 1"), "elasticd.errors.ElasticdError", False),
-        (ended(2, LastWords("exit", "SystemExit", "2", "")), "SystemExit", False),
-        (ended(3, LastWords("exit", "SystemExit", "3", "")), None, False),
+        (ended(2, WorkerExitReport("exit", "SystemExit", "2", "")), "SystemExit", False),
+        (ended(3, WorkerExitReport("exit", "SystemExit", "3", "")), None, False),
         (ended(-9, None), None, False),
         (ended(3, None), None, False),
-        (ended(-6, LastWords("exception", "ValueError", "", "")), None, False),
+        (ended(-6, WorkerExitReport("exception", "ValueError", "", "")), None, False),
     ],
 )
 def test_whose_fault(exit: WorkerExited, is_mistake: str | None, is_victim: bool) -> None:
-    assert mistake(exit) == is_mistake
-    assert victim(exit) is is_victim
+    assert user_error(exit) == is_mistake
+    assert is_secondary(exit) is is_victim
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def test_whose_fault(exit: WorkerExited, is_mistake: str | None, is_victim: bool
         (raised("torch.OutOfMemoryError"), False),
         # a script's own
         (raised("ValueError", "Connection closed by peer"), False),
-        (ended(1, LastWords("exit", "SystemExit", "1", "")), False),
+        (ended(1, WorkerExitReport("exit", "SystemExit", "1", "")), False),
         (ended(-9, None), False),
         (ended(3, None), False),
     ],
 )
 def test_who_fell_with_a_peer(exit: WorkerExited, lost_a_peer: bool) -> None:
-    assert echo(exit) is lost_a_peer
+    assert may_be_secondary(exit) is lost_a_peer
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_who_fell_with_a_peer(exit: WorkerExited, lost_a_peer: bool) -> None:
 )
 def test_a_victim_is_said_to_have_lost_only_what_it_has_lost(exit: WorkerExited, why: str) -> None:
     """A rank that was out of memory was told of as one that had lost its peers."""
-    assert victim(exit)
-    assert fell(exit) == why
+    assert is_secondary(exit)
+    assert describe_peer_loss(exit) == why
 
 
 @pytest.mark.parametrize(
@@ -112,21 +112,21 @@ def test_a_victim_is_said_to_have_lost_only_what_it_has_lost(exit: WorkerExited,
         (raised("torch.OutOfMemoryError", "CUDA out of memory"), "raised torch.OutOfMemoryError: CUDA out of memory"),
         (raised("RuntimeError", GLOO), ""),
         (raised("TimeoutError"), ""),
-        (ended(3, LastWords("exit", "SystemExit", "3", "")), ""),
+        (ended(3, WorkerExitReport("exit", "SystemExit", "3", "")), ""),
     ],
 )
 def test_what_a_rank_that_has_not_ended_ends_by(exit: WorkerExited, what: str) -> None:
-    assert exit.last_words is not None
-    assert raised_words(exit.last_words) == what
+    assert exit.exit_report is not None
+    assert raised_words(exit.exit_report) == what
 
 
 def test_an_exit_in_words() -> None:
-    assert said(ended(-9, None)) == "was killed by SIGKILL"
-    assert said(ended(-63, None)) == "was killed by signal 63"
-    assert said(ended(2, LastWords("exit", "SystemExit", "2", ""))) == "exited with code 2"
-    assert said(raised("KeyError", "'x'\nmore")) == "exited with code 1 (KeyError: 'x')"
-    assert said(raised("AssertionError")) == "exited with code 1 (AssertionError)"
-    assert len(said(raised("ValueError", "x" * 1000))) < 200
+    assert describe_exit(ended(-9, None)) == "was killed by SIGKILL"
+    assert describe_exit(ended(-63, None)) == "was killed by signal 63"
+    assert describe_exit(ended(2, WorkerExitReport("exit", "SystemExit", "2", ""))) == "exited with code 2"
+    assert describe_exit(raised("KeyError", "'x'\nmore")) == "exited with code 1 (KeyError: 'x')"
+    assert describe_exit(raised("AssertionError")) == "exited with code 1 (AssertionError)"
+    assert len(describe_exit(raised("ValueError", "x" * 1000))) < 200
     missing = "barrier 'epoch': 3 of 4 ranks are missing: " + "rank 1 (step 17, phase eval, said in the last 1.3 s)" * 3
-    assert missing in said(raised("elasticd.errors.BarrierTimeout", missing))
-    assert len(said(raised("elasticd.errors.BarrierTimeout", "x" * 1000))) < 510
+    assert missing in describe_exit(raised("elasticd.errors.BarrierTimeout", missing))
+    assert len(describe_exit(raised("elasticd.errors.BarrierTimeout", "x" * 1000))) < 510

@@ -19,9 +19,8 @@ from elasticd_agent.model.messages import (
     Event,
     ExitStatus,
     FirstStep,
-    GroupGone,
+    GroupEnded,
     KillGroup,
-    LastWords,
     Phase,
     RoundPublished,
     Running,
@@ -34,13 +33,14 @@ from elasticd_agent.model.messages import (
     StopRequested,
     StoreExited,
     WorkerExited,
+    WorkerExitReport,
 )
 from elasticd_agent.model.records import Round
-from elasticd_agent.rendezvous.plan import Asked
+from elasticd_agent.rendezvous.plan import Requirements
 from tests.rendezvous.world import World
 
-OWN = LastWords("exception", "ValueError", "bad", "Traceback …")
-ECHO = LastWords("exception", "torch.distributed.DistBackendError", "peer", "Traceback …")
+OWN = WorkerExitReport("exception", "ValueError", "bad", "Traceback …")
+ECHO = WorkerExitReport("exception", "torch.distributed.DistBackendError", "peer", "Traceback …")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class History(World):
         for _ in range(1 + (self.luck() % 3 == 1)):
             self.later(RoundPublished(r), self.delay())
 
-    def heard(self, before: Phase, event: Event, actions: list[Action]) -> None:
+    def log_transition(self, before: Phase, event: Event, actions: list[Action]) -> None:
         stale = getattr(event, "number", None)
         if stale is not None and not (
             isinstance(before, Running | Settling | Stopping) and before.round.number == stale
@@ -125,7 +125,7 @@ class History(World):
         if fate.steps or self.luck() % 2:
             self.later(FirstStep(r.number, self.now), fate.after_s / 2)
         self.trained(self.view.high_water + fate.steps)
-        if fate.saves and self.view.high_water > (r.resume or (0, 0))[1]:
+        if fate.saves and self.view.high_water > (r.last_checkpoint or (0, 0))[1]:
             self.saved(r.number, self.view.high_water)
             self.progress[r.number] = True
         self.meet(r, fate)
@@ -152,12 +152,12 @@ class History(World):
             case "store":
                 self.later(StoreExited(n, "was killed by SIGKILL", self.now + late), late)
             case "vanishes":
-                self.later(GroupGone(n), late)
+                self.later(GroupEnded(n), late)
             case "no start":
                 self.later(StartFailed(n, "no memory", self.now), 0.0)
 
-    def exits(self, r: Round, rank: int, code: int, words: LastWords | None, late: float) -> None:
-        slot = next(slot for rk, _, _, slot in r.places() if rk == rank)
+    def exits(self, r: Round, rank: int, code: int, words: WorkerExitReport | None, late: float) -> None:
+        slot = next(slot for rk, _, _, slot in r.assignments() if rk == rank)
         late += self.delay()
         self.later(WorkerExited(r.number, rank, rank, slot, ExitStatus.of(code), words, self.now + late), late)
 
@@ -167,7 +167,7 @@ class History(World):
         for rank in set(range(r.world_size)) - self.dead:
             self.exits(r, rank, -9, None, 0.0)
             self.dead.add(rank)
-        self.later(GroupGone(r.number), self.delay() + 0.001)
+        self.later(GroupEnded(r.number), self.delay() + 0.001)
 
     def deliver(self, event: Event) -> None:
         if isinstance(event, WorkerExited) and event not in self.seen and event.number == self.number:
@@ -177,14 +177,14 @@ class History(World):
             self.dead.add(event.rank)
             r = self.started[-1]
             if len(self.dead) == r.world_size:
-                self.later(GroupGone(r.number), 0.01)
-        if isinstance(event, GroupGone) and event.number == self.number:
+                self.later(GroupEnded(r.number), 0.01)
+        if isinstance(event, GroupEnded) and event.number == self.number:
             self.gone = True
         self.seen.append(event)
         self.feed(event)
         if self.luck() % 5 == 1:
             old = self.seen[self.luck() % len(self.seen)]
-            if old != GroupGone(self.number):  # saying that a living group is gone would be a lie
+            if old != GroupEnded(self.number):  # saying that a living group is gone would be a lie
                 self.later(old, self.delay())
 
     def run(self) -> None:
@@ -204,7 +204,7 @@ class History(World):
 
 def history(policy: Policy, slots: int, fewest: int, fates: list[Fate], tail: Fate, noise: list[int]) -> History:
     h = History(fates=list(fates), tail=tail, noise=list(noise))
-    World.__init__(h, tuple(range(slots)), Asked(min(fewest, slots), slots), policy)
+    World.__init__(h, tuple(range(slots)), Requirements(min(fewest, slots), slots), policy)
     return h
 
 
@@ -217,8 +217,12 @@ def check_budget(h: History, policy: Policy) -> None:
     row = 0
     for old, new in restarts:
         row = 0 if h.progress.get(old.number) else row
-        aside = {b for b in new.benched if b.left_s > 0} - {replace(b, left_s=b.left_s) for b in old.benched}
-        newly = [b for b in aside if b.times > max((o.times for o in old.benched if o.slot == b.slot), default=0)]
+        aside = {b for b in new.quarantined_slots if b.left_s > 0} - {
+            replace(b, left_s=b.left_s) for b in old.quarantined_slots
+        }
+        newly = [
+            b for b in aside if b.times > max((o.times for o in old.quarantined_slots if o.slot == b.slot), default=0)
+        ]
         row += not newly
         assert row <= policy.no_progress_limit, "too many restarts without progress"
     times = [t for t, r in zip(h.published_at, h.rounds, strict=True) if r.restarts and not r.terminal]

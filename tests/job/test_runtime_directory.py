@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.job.run import runtime_directory, sweep
-from elasticd_agent.job.worker_setup import Files
+from elasticd_agent.job.run import remove_stale, runtime_directory
+from elasticd_agent.job.worker_setup import WorkerSetup
 from elasticd_agent.model.job import JobSpec, Mode, Policy
 from elasticd_agent.model.records import Member, Round
-from elasticd_agent.system.nonblocking_writer import Outlet
+from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.workers.logs import JobLogs
 
 HOLD = """
@@ -59,29 +59,29 @@ def test_what_a_killed_agent_left_is_swept_and_what_another_container_uses_is_no
     tmp_path: Path, other: tuple[subprocess.Popen[str], Path]
 ) -> None:
     process, path = other
-    sweep(tmp_path)
+    remove_stale(tmp_path)
     assert (path / "round-1").is_dir(), "an agent that lives lost its directory"
     process.kill()
     process.wait()
-    sweep(tmp_path)
+    remove_stale(tmp_path)
     assert not path.exists()
 
 
 def test_one_that_has_just_been_made_is_not_taken_away_before_it_is_locked(tmp_path: Path, nobody: int) -> None:
     young = Path(tempfile.mkdtemp(prefix=f"elasticd-{os.getuid()}-{nobody}-", dir=tmp_path))
-    sweep(tmp_path)
+    remove_stale(tmp_path)
     assert young.exists()
     (young / "round-1").mkdir()
-    sweep(tmp_path)
+    remove_stale(tmp_path)
     assert not young.exists()
 
 
 def test_what_rounds_left_goes_also_where_the_node_was_not_in_every_round(tmp_path: Path) -> None:
     """A flight recording has 0.9 MB, and this is memory."""
     spec = JobSpec(sys.executable, Mode.SCRIPT, "train.py", (), tmp_path, "j", "r", log_dir=Path(os.devnull))
-    outlet = Outlet(2)
-    files = Files(spec, Policy(), "n1", tmp_path, JobLogs(spec, tmp_path, outlet, outlet, print), gpus=False)
+    outlet = NonBlockingWriter(2)
+    files = WorkerSetup(spec, Policy(), "n1", tmp_path, JobLogs(spec, tmp_path, outlet, outlet, print), gpus=False)
     for number in (1, 4, 7, 8):
-        files.prepare(Round(number, (Member("n1", "i", (0,)),)), "127.0.0.1").watch.close()
+        files.prepare(Round(number, (Member("n1", "i", (0,)),)), "127.0.0.1").observer.close()
     outlet.close()
     assert sorted(path.name for path in tmp_path.glob("round-*")) == ["round-7", "round-8"]

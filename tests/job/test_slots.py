@@ -8,81 +8,81 @@ from elasticd_agent.job.slots import Slots
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
 from elasticd_agent.rendezvous.plan import plan
-from elasticd_agent.rendezvous.view import Asked, Present, View, Wait
-from elasticd_agent.workers.group import Freed, Stuck
+from elasticd_agent.rendezvous.view import PresentNode, Requirements, View, Wait
+from elasticd_agent.workers.group import ProcessReaped, ProcessUnkillable
 
 NOW = 1000.0
 ROUND = Round(3, (Member("a", "i", (0, 1)), Member("b", "i", (0, 1))), restarts=1)
 
 
-def stuck(pid: int, slot: int | None, rank: int | None = 5) -> Stuck:
-    return Stuck(3, pid, rank, slot, "D", "rpc_wait_bit_killable")
+def stuck(pid: int, slot: int | None, rank: int | None = 5) -> ProcessUnkillable:
+    return ProcessUnkillable(3, pid, rank, slot, "D", "rpc_wait_bit_killable")
 
 
 def test_a_slot_is_out_of_use_until_everything_on_it_has_ended() -> None:
-    slots = Slots("b", (0, 1, 2), fewest=1)
-    assert slots.heard(stuck(70, 1)) == (
+    slots = Slots("b", (0, 1, 2), min_workers=1)
+    assert slots.handle(stuck(70, 1)) == (
         "round 3: rank 5's process 70 does not die of SIGKILL (state D in rpc_wait_bit_killable); "
         "going on without it; slot 1 is left out until it has ended"
     )
-    slots.heard(stuck(71, 1))  # a child of the same worker
+    slots.handle(stuck(71, 1))  # a child of the same worker
     assert slots.usable == (0, 2)
-    assert slots.heard(Freed(70)) == "process 70 of round 3 has ended at last", "the child is still there"
+    assert slots.handle(ProcessReaped(70)) == "process 70 of round 3 has ended at last", "the child is still there"
     assert slots.usable == (0, 2)
-    assert slots.heard(Freed(71)) == "process 71 of round 3 has ended at last; slot 1 can be used again"
+    assert slots.handle(ProcessReaped(71)) == "process 71 of round 3 has ended at last; slot 1 can be used again"
     assert (slots.usable, slots.why) == ((0, 1, 2), "")
-    assert slots.heard(Freed(71)) is None, "said once"
+    assert slots.handle(ProcessReaped(71)) is None, "said once"
 
 
 def test_what_is_nobodys_costs_no_slot() -> None:
-    slots = Slots("b", (0, 1), fewest=2)
-    said = slots.heard(replace(stuck(70, None, rank=None), state="Z", wchan=""))
+    slots = Slots("b", (0, 1), min_workers=2)
+    said = slots.handle(replace(stuck(70, None, rank=None), state="Z", wchan=""))
     assert said == "round 3: process 70 does not die of SIGKILL (state Z); going on without it"
     assert (slots.usable, slots.why) == ((0, 1), "")
 
 
 def test_a_node_with_too_few_left_announces_none() -> None:
-    slots = Slots("b", (0, 1, 2), fewest=2)
-    slots.heard(stuck(70, 0))
+    slots = Slots("b", (0, 1, 2), min_workers=2)
+    slots.handle(stuck(70, 0))
     assert slots.usable == (1, 2)
-    slots.heard(stuck(71, 2))
+    slots.handle(stuck(71, 2))
     assert slots.usable == ()
     assert slots.why == (
         "slot 0 of b is held by process 70, which does not die (state D in rpc_wait_bit_killable); "
         "slot 2 of b is held by process 71, which does not die (state D in rpc_wait_bit_killable)"
     )
-    slots.heard(Freed(70))
+    slots.handle(ProcessReaped(70))
     assert slots.usable == (0, 1)
 
 
 def test_a_round_waits_for_its_slot_unless_it_is_over() -> None:
-    slots = Slots("b", (0, 1), fewest=1)
+    slots = Slots("b", (0, 1), min_workers=1)
     assert not slots.blocks(ROUND)
-    slots.heard(stuck(70, 1))
+    slots.handle(stuck(70, 1))
     assert slots.blocks(ROUND)
     assert slots.unblocked() is None
     assert not slots.blocks(replace(ROUND, members=(Member("b", "i", (0,)),)))
     assert slots.blocks(ROUND)
-    slots.heard(Freed(70))
+    slots.handle(ProcessReaped(70))
     assert slots.unblocked() == ROUND
     assert slots.unblocked() is None, "once"
-    slots.heard(stuck(72, 1))
+    slots.handle(stuck(72, 1))
     assert slots.blocks(ROUND)
     slots.forget(ROUND.number)
-    slots.heard(Freed(72))
+    slots.handle(ProcessReaped(72))
     assert slots.unblocked() is None
 
 
 # ---- what the planner makes of it
 
 
-def present(name: str, slots: tuple[int, ...] = (0, 1), **fields: object) -> Present:
-    record = NodeRecord(name, "i", f"{name}:1", slots, seen=3, ready=3)
-    return Present(replace(record, **fields), 0.0)  # type: ignore[arg-type]
+def present(name: str, slots: tuple[int, ...] = (0, 1), **fields: object) -> PresentNode:
+    record = NodeRecord(name, "i", f"{name}:1", slots, seen_round=3, ready_round=3)
+    return PresentNode(replace(record, **fields), 0.0)  # type: ignore[arg-type]
 
 
-def view(*nodes: Present, asked: Asked = Asked(1, 2, 1, 2)) -> View:  # noqa: B008  a frozen value
-    return View(ROUND, nodes, asked, round_at=NOW - 5, advances_by=NOW + 1, store_up_since=NOW - 1000)
+def view(*nodes: PresentNode, asked: Requirements = Requirements(1, 2, 1, 2)) -> View:  # noqa: B008  a frozen value
+    return View(ROUND, nodes, asked, round_at=NOW - 5, next_step_due=NOW + 1, store_up_since=NOW - 1000)
 
 
 def decided(view: View) -> Round:
@@ -102,9 +102,11 @@ def test_a_round_that_needs_what_cannot_be_used_is_followed_by_one_that_does_not
 def test_a_node_without_usable_slots_is_left_out_and_taken_again_when_it_has_some() -> None:
     after = decided(view(present("a"), present("b", (), unusable="slots 0 and 1 of b are held")))
     assert [m.node for m in after.members] == ["a"]
-    here = replace(view(present("a", seen=4, ready=4, stepped=4), present("b", (), seen=4)), current=after)
+    here = replace(
+        view(present("a", seen_round=4, ready_round=4, stepped_round=4), present("b", (), seen_round=4)), current=after
+    )
     assert plan(here, Policy(grow="always"), NOW) == Wait("round 4 runs with 2 workers", None)
-    back = replace(here, nodes=(here.nodes[0], present("b", seen=4)))
+    back = replace(here, nodes=(here.nodes[0], present("b", seen_round=4)))
     assert [m.node for m in decided_growing(back).members] == ["a", "b"]
 
 
@@ -115,11 +117,11 @@ def decided_growing(view: View) -> Round:
 
 
 def test_too_few_nodes_with_usable_slots_are_waited_for_a_bounded_time() -> None:
-    short = view(present("a"), present("b", (), unusable="slot 1 of b is held"), asked=Asked(2, 2, 2, 2))
+    short = view(present("a"), present("b", (), unusable="slot 1 of b is held"), asked=Requirements(2, 2, 2, 2))
     short = replace(short, short_since=NOW)
     waits = plan(short, Policy(), NOW)
     assert waits == Wait(
-        "slot 1 of b is held; 1 of at least 2 nodes here", NOW + Policy().replace_timeout_s, short=True
+        "slot 1 of b is held; 1 of at least 2 nodes here", NOW + Policy().replace_timeout_s, too_few_nodes=True
     )
     end = plan(short, Policy(), NOW + Policy().replace_timeout_s)
     assert isinstance(end, Round)

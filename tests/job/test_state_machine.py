@@ -9,52 +9,54 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd_agent.job import state_machine as core
-from elasticd_agent.job.state_machine import ECHO_WAIT_S, MOVES, SHARED_ECHO_WAIT_S, step
+from elasticd_agent.job.state_machine import ROOT_CAUSE_WAIT_S, SHARED_ROOT_CAUSE_WAIT_S, TRANSITIONS, step
 from elasticd_agent.model.messages import (
     Ended,
     Event,
     ExitStatus,
     FirstStep,
-    GroupGone,
+    GroupEnded,
     Joining,
     KillGroup,
-    LastWords,
     Leave,
+    PendingStop,
     Phase,
     ReportDone,
     ReportFailure,
     ReportLeaving,
     RoundPublished,
-    Rules,
     Running,
+    SetTimer,
     Settling,
     StartFailed,
     StartGroup,
-    Stop,
+    StepRules,
     StopForced,
     StopGroup,
     Stopping,
     StopRequested,
     StoreExited,
-    TimeCame,
-    Wake,
+    TimerExpired,
     WorkerExited,
+    WorkerExitReport,
 )
 from elasticd_agent.model.records import Failure, Member, Round
 
-RULES = Rules("a", user_error_wait_s=0.5, stop_grace_s=30.0)
+RULES = StepRules("a", user_error_wait_s=0.5, stop_grace_s=30.0)
 HERE = (Member("a", "i", (4, 5)),)
 R3 = Round(3, HERE, reason="three")
 R4 = Round(4, HERE, reason="four")
 ELSEWHERE = Round(5, (Member("b", "i", (0,)),), reason="not here")
 STOPPED = Round(6, (), reason="stopped by SIGTERM", outcome="stopped", exit_code=143)
 FAILED = Round(6, (), reason="no restart left", outcome="failed", exit_code=1)
-STOP = Stop("SIGTERM", 143, 40.0)
-MISTAKE = LastWords("exception", "ValueError", "bad", "Traceback: bad")
-ECHO = LastWords("exception", "RuntimeError", "[gloo/transport/tcp/pair.cc:537] Connection reset by peer", "")
+STOP = PendingStop("SIGTERM", 143, 40.0)
+MISTAKE = WorkerExitReport("exception", "ValueError", "bad", "Traceback: bad")
+ECHO = WorkerExitReport("exception", "RuntimeError", "[gloo/transport/tcp/pair.cc:537] Connection reset by peer", "")
 
 
-def exited(rank: int, code: int, words: LastWords | None = None, number: int = 3, at: float = 10.0) -> WorkerExited:
+def exited(
+    rank: int, code: int, words: WorkerExitReport | None = None, number: int = 3, at: float = 10.0
+) -> WorkerExited:
     return WorkerExited(number, rank, rank, 4 + rank, ExitStatus.of(code), words, at)
 
 
@@ -78,7 +80,7 @@ PHASES: list[Phase] = [
 
 def of_round(n: int) -> list[Event]:
     return [
-        exited(1, 0, number=n), exited(1, -9, number=n), StoreExited(n, "died", 9.0), GroupGone(n), FirstStep(n, 9.0),
+        exited(1, 0, number=n), exited(1, -9, number=n), StoreExited(n, "died", 9.0), GroupEnded(n), FirstStep(n, 9.0),
         StartFailed(n, "no memory", 9.0),
     ]  # fmt: skip
 
@@ -101,7 +103,7 @@ events = st.sampled_from([
     *of_round(3), *of_round(4), exited(0, 0), exited(0, 1, MISTAKE), exited(1, 1, MISTAKE),
     exited(1, 2, MISTAKE, at=11.0), exited(0, 1, ECHO), exited(1, 1, ECHO),
     RoundPublished(R3), RoundPublished(R4), RoundPublished(ELSEWHERE), RoundPublished(STOPPED), RoundPublished(FAILED),
-    StopRequested("SIGTERM", 143, 10.0), StopForced("SIGTERM", 143, 10.0), TimeCame(10.4), TimeCame(50.0),
+    StopRequested("SIGTERM", 143, 10.0), StopForced("SIGTERM", 143, 10.0), TimerExpired(10.4), TimerExpired(50.0),
 ])  # fmt: skip
 
 
@@ -111,7 +113,7 @@ def test_no_sequence_of_events_makes_an_illegal_move_or_two_groups(history: list
     alive: int | None = None
     newest = 2
     for event in history:
-        if isinstance(event, GroupGone) and event.number == alive:
+        if isinstance(event, GroupEnded) and event.number == alive:
             alive = None
         phase, actions = step(phase, event, RULES)
         for action in actions:
@@ -124,7 +126,7 @@ def test_no_sequence_of_events_makes_an_illegal_move_or_two_groups(history: list
 
 
 def test_a_move_that_is_not_in_the_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MOVES, Joining, ((), ""))
+    monkeypatch.setitem(TRANSITIONS, Joining, ((), ""))
     with pytest.raises(AssertionError, match="illegal move from Joining"):
         core.step(Joining(), RoundPublished(R3), RULES)
 
@@ -137,9 +139,9 @@ def test_joining_starts_a_newer_round_of_this_node() -> None:
 
 def test_a_stop_while_joining_waits_for_the_end_of_the_job_but_not_for_ever() -> None:
     phase, actions = step(Joining(2), StopRequested("SIGTERM", 143, 10.0), RULES)
-    assert (phase, actions) == (Joining(2, STOP), [Wake(40.0)])
-    assert step(phase, TimeCame(39.9), RULES) == (phase, [])
-    late, actions = step(phase, TimeCame(40.0), RULES)
+    assert (phase, actions) == (Joining(2, STOP), [SetTimer(40.0)])
+    assert step(phase, TimerExpired(39.9), RULES) == (phase, [])
+    late, actions = step(phase, TimerExpired(40.0), RULES)
     assert late == Ended(2, 143)
     assert [type(a) for a in actions] == [Leave]
     assert step(phase, RoundPublished(STOPPED), RULES) == (Ended(6, 143), [Leave(143, "stopped by SIGTERM")])
@@ -157,23 +159,23 @@ def test_the_terminal_round_ends_what_runs_with_grace_only_for_a_stop() -> None:
             Stopping(R3, FAILED),
             [KillGroup(3, "round 6: no restart left")],
         )
-    assert step(Stopping(R3, FAILED), GroupGone(3), RULES) == (Ended(6, 1), [Leave(1, "no restart left")])
+    assert step(Stopping(R3, FAILED), GroupEnded(3), RULES) == (Ended(6, 1), [Leave(1, "no restart left")])
 
 
 def test_a_newer_round_waits_until_the_old_group_is_gone() -> None:
     phase, actions = step(Running(R3), RoundPublished(R4), RULES)
     assert (phase, actions) == (Stopping(R3, R4), [KillGroup(3, "round 4: four")])
-    assert step(phase, GroupGone(3), RULES) == (Running(R4), [StartGroup(R4)])
-    assert step(Stopping(R3), GroupGone(3), RULES) == (Joining(3), [])
+    assert step(phase, GroupEnded(3), RULES) == (Running(R4), [StartGroup(R4)])
+    assert step(Stopping(R3), GroupEnded(3), RULES) == (Joining(3), [])
     assert step(Stopping(R3, R4), RoundPublished(ELSEWHERE), RULES) == (Stopping(R3, ELSEWHERE), [])
-    assert step(Stopping(R3, ELSEWHERE), GroupGone(3), RULES) == (Joining(5), [])
+    assert step(Stopping(R3, ELSEWHERE), GroupEnded(3), RULES) == (Joining(5), [])
 
 
 def test_after_a_stop_only_the_end_of_the_job_is_still_taken_in() -> None:
     stopping = Stopping(R3, None, STOP)
     assert step(stopping, RoundPublished(R4), RULES) == (stopping, [])
     assert step(stopping, RoundPublished(STOPPED), RULES) == (Stopping(R3, STOPPED, STOP), [])
-    assert step(stopping, GroupGone(3), RULES) == (Ended(3, 143), [Leave(143, "stopped by SIGTERM")])
+    assert step(stopping, GroupEnded(3), RULES) == (Ended(3, 143), [Leave(143, "stopped by SIGTERM")])
     for then in (None, R4):
         phase, actions = step(Stopping(R3, then), StopRequested("SIGTERM", 143, 40.0), RULES)
         assert (phase, actions) == (stopping, [])
@@ -201,8 +203,8 @@ def test_who_lost_its_peers_says_which_of_them_had_ended_well() -> None:
 def test_who_lost_a_peer_is_not_the_last_word_while_that_peer_may_still_be_heard(first_step: bool) -> None:
     echo = exited(0, 1, ECHO)
     waiting, actions = step(Running(R3, (), first_step), echo, RULES)
-    assert (waiting, actions) == (Settling(R3, (echo,), 10.0 + ECHO_WAIT_S), [Wake(10.0 + ECHO_WAIT_S)])
-    assert step(waiting, TimeCame(9.9 + ECHO_WAIT_S), RULES) == (waiting, [])
+    assert (waiting, actions) == (Settling(R3, (echo,), 10.0 + ROOT_CAUSE_WAIT_S), [SetTimer(10.0 + ROOT_CAUSE_WAIT_S)])
+    assert step(waiting, TimerExpired(9.9 + ROOT_CAUSE_WAIT_S), RULES) == (waiting, [])
     assert step(waiting, FirstStep(3, 10.1), RULES) == (waiting, [])
     lost = "rank 0 lost its peers: it exited"
     cases: list[tuple[Event, tuple[tuple[int, int], ...], str]] = [
@@ -210,7 +212,7 @@ def test_who_lost_a_peer_is_not_the_last_word_while_that_peer_may_still_be_heard
         (exited(1, -9), ((1, 5),), "rank 1 was killed by SIGKILL"),
         (exited(1, 3), ((1, 5),), "rank 1 exited with code 3"),
         (exited(1, 1, ECHO), (), lost),
-        (TimeCame(10.0 + ECHO_WAIT_S), (), lost),
+        (TimerExpired(10.0 + ROOT_CAUSE_WAIT_S), (), lost),
         (StoreExited(3, "died", 10.1), (), "the workers' store died"),
     ]
     for event, culprits, why in cases:
@@ -225,7 +227,7 @@ def test_a_peer_on_another_node_is_hardly_waited_for() -> None:
     """That node says it, if it can; if it is dead, its loss shall be found soon."""
     both = Round(3, (*HERE, Member("b", "i", (0,))), reason="three")
     _, actions = step(Running(both, (), True), exited(0, 1, ECHO), RULES)
-    assert actions == [Wake(10.0 + SHARED_ECHO_WAIT_S)]
+    assert actions == [SetTimer(10.0 + SHARED_ROOT_CAUSE_WAIT_S)]
 
 
 def test_a_leaving_agent_waits_for_no_peer() -> None:
@@ -243,13 +245,13 @@ def test_an_exception_after_the_first_step_is_a_crash_with_its_traceback() -> No
 
 def test_every_rank_must_make_the_same_mistake_in_time() -> None:
     phase, actions = step(Running(R3), RAISED0, RULES)
-    assert (phase, actions) == (Settling(R3, (RAISED0,), 10.5), [Wake(10.5)])
+    assert (phase, actions) == (Settling(R3, (RAISED0,), 10.5), [SetTimer(10.5)])
     cases: list[tuple[Event, str, tuple[tuple[int, int], ...]]] = [
         (exited(1, 1, MISTAKE), "user_error", ((0, 4),)),
-        (exited(1, 1, LastWords("exception", "OSError", "", "")), "crash", ((0, 4),)),
+        (exited(1, 1, WorkerExitReport("exception", "OSError", "", "")), "crash", ((0, 4),)),
         (exited(1, 0), "crash", ((0, 4),)),
         (exited(1, -11), "crash", ((1, 5),)),
-        (TimeCame(10.5), "crash", ((0, 4),)),
+        (TimerExpired(10.5), "crash", ((0, 4),)),
         (FirstStep(3, 10.1), "crash", ((0, 4),)),
         (StoreExited(3, "died", 10.1), "store_lost", ()),
     ]
@@ -259,7 +261,7 @@ def test_every_rank_must_make_the_same_mistake_in_time() -> None:
         assert isinstance(kill, KillGroup), event
         assert isinstance(report, ReportFailure), event
         assert (report.failure.kind, report.failure.culprits) == (kind, culprits), event
-    assert step(phase, TimeCame(10.49), RULES) == (phase, [])
+    assert step(phase, TimerExpired(10.49), RULES) == (phase, [])
     assert step(phase, RAISED0, RULES) == (phase, [])
 
 
@@ -284,20 +286,20 @@ def test_other_failures_blame_no_rank(event: Event, kind: str, why: str) -> None
 
 
 def test_a_group_that_vanishes_is_a_failure_with_nobody_left_to_kill() -> None:
-    phase, actions = step(Running(R3, (DONE0,)), GroupGone(3), RULES)
+    phase, actions = step(Running(R3, (DONE0,)), GroupEnded(3), RULES)
     assert phase == Joining(3)
     assert [type(a) for a in actions] == [ReportFailure]
 
 
 def test_a_node_leaves_for_what_whoever_asked_had_to_say() -> None:
-    rules = replace(RULES, leaves=True, leave_within_s=60.0)
+    rules = replace(RULES, leave_on_stop=True, leave_grace_s=60.0)
     asked = StopRequested("SIGTERM", 143, 9.0, "drained: a fan")
     leaving, (report, wake) = step(Running(R3), asked, rules)
-    assert (report, wake) == (ReportLeaving("a leaves: drained: a fan", 143), Wake(69.0))
-    _, (kill,) = step(leaving, TimeCame(69.0), rules)
+    assert (report, wake) == (ReportLeaving("a leaves: drained: a fan", 143), SetTimer(69.0))
+    _, (kill,) = step(leaving, TimerExpired(69.0), rules)
     assert kill == KillGroup(3, "drained: a fan: no round without a has come in time")
     ending, _ = step(leaving, RoundPublished(replace(R4, members=())), rules)
-    assert step(ending, GroupGone(3), rules)[1] == [Leave(143, "drained: a fan")]
+    assert step(ending, GroupEnded(3), rules)[1] == [Leave(143, "drained: a fan")]
     assert step(Joining(), asked, rules)[1] == [Leave(143, "drained: a fan")]
 
 
@@ -309,5 +311,5 @@ def test_a_stop_gives_grace_and_a_second_one_does_not() -> None:
     forced, (kill,) = step(stopping, StopForced("SIGINT", 130, 10.0), RULES)
     assert forced == stopping
     assert kill == KillGroup(3, "SIGINT twice: killed without grace")
-    assert step(forced, GroupGone(3), RULES)[0] == Ended(3, 130)
+    assert step(forced, GroupEnded(3), RULES)[0] == Ended(3, 130)
     assert step(Running(R3), StopForced("SIGINT", 130, 9.0), RULES)[1] == [kill]

@@ -42,18 +42,18 @@ class Rank:
     def kill(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def read_beat(self) -> beat.Beat:
-        with beat.BeatReader(self.beat) as reader:
+    def read_beat(self) -> beat.Heartbeat:
+        with beat.HeartbeatReader(self.beat) as reader:
             return reader.read()
 
     def ask(self, word: int) -> None:
         """As the agent does: beat.STOP, beat.HOLD, or 0 to take it back."""
-        with beat.BeatReader(self.beat) as reader:
+        with beat.HeartbeatReader(self.beat) as reader:
             reader.request(word)
 
-    def read_notes(self) -> list[notes.Note]:
+    def read_notes(self) -> list[notes.WorkerEvent]:
         """All but the one that every session with a checkpoint makes."""
-        found, wrong = notes.NoteReader(self.notes).read()
+        found, wrong = notes.WorkerEventReader(self.notes).read()
         assert wrong == []
         return [note for note in found if note.kind not in ("attached", "can_hold")]
 

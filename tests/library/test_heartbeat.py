@@ -17,9 +17,9 @@ import pytest
 
 from elasticd.errors import WireError
 from elasticd.heartbeat import record as beat
-from elasticd.heartbeat.exit_report import LastWords
+from elasticd.heartbeat.exit_report import ExitReport
 from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
-from elasticd.heartbeat.record import BeatReader, BeatWriter, NullBeat, Phase, Source
+from elasticd.heartbeat.record import HeartbeatReader, HeartbeatWriter, NullHeartbeat, Phase, Source
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def read(path: Path) -> beat.Beat:
-    with BeatReader(path) as reader:
+def read(path: Path) -> beat.Heartbeat:
+    with HeartbeatReader(path) as reader:
         return reader.read()
 
 
@@ -39,14 +39,14 @@ def test_a_new_file_is_private_whole_and_says_nothing(path: Path) -> None:
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_size == beat.SIZE
     assert status.st_blocks * 512 >= beat.SIZE, "a hole would be SIGBUS when the disk is full"
-    assert read(path) == beat.Beat()
+    assert read(path) == beat.Heartbeat()
     with pytest.raises(FileExistsError):
         beat.create(path)
 
 
 def test_what_the_worker_writes_the_agent_reads(path: Path) -> None:
     before = time.monotonic_ns()
-    writer = BeatWriter(path)
+    writer = HeartbeatWriter(path)
     started = read(path)
     assert started.phase is Phase.STARTING
     assert before <= started.started_ns <= time.monotonic_ns()
@@ -55,22 +55,22 @@ def test_what_the_worker_writes_the_agent_reads(path: Path) -> None:
     first = read(path)
     assert (first.step, first.phase, first.source) == (42, Phase.STEP, Source.SESSION)
     assert started.started_ns <= first.first_step_ns < first.progress_ns
-    writer.phase(Phase.BARRIER, "äll together")
+    writer.set_phase(Phase.BARRIER, "äll together")
     waiting = read(path)
     assert (waiting.step, waiting.phase, waiting.barrier) == (42, Phase.BARRIER, "äll together")
     assert waiting.progress_ns > first.progress_ns
     assert (waiting.barrier_s, waiting.pid) == (0.0, os.getpid())
-    writer.phase(Phase.BARRIER, "x" * 100, 30.5)
+    writer.set_phase(Phase.BARRIER, "x" * 100, 30.5)
     assert (read(path).barrier, read(path).barrier_s) == ("x" * 64, 30.5)
-    writer.phase(Phase.STEP)
+    writer.set_phase(Phase.STEP)
     assert read(path).barrier_s == 0.0
 
 
 def test_every_field_lies_where_the_docstring_says(path: Path) -> None:
-    writer = BeatWriter(path)
+    writer = HeartbeatWriter(path)
     writer.step(-7, Source.HOOK)
-    writer.phase(Phase.BARRIER, "gate")
-    writer.last_words(LastWords("exit"))
+    writer.set_phase(Phase.BARRIER, "gate")
+    writer.write_exit_report(ExitReport("exit"))
     raw = path.read_bytes()
     assert struct.unpack_from("<8sII", raw) == (b"ELASTICD", 1, 3)
     seen = read(path)
@@ -95,11 +95,11 @@ def overwrite(path: Path, at: int, data: bytes) -> None:
 
 
 def test_what_a_step_usually_issues_is_known_after_two_steps_of_one_group(path: Path) -> None:
-    writer = BeatWriter(path)
+    writer = HeartbeatWriter(path)
 
     def counts() -> tuple[int, int]:
         seen = read(path)
-        return seen.usual, seen.issued_at_step
+        return seen.collectives_per_step, seen.collectives_at_step
 
     writer.step(1)
     assert counts() == (-1, -1), "there is no group"
@@ -122,10 +122,10 @@ HEADER_1_0 = struct.Struct("<8sIIQ40x QqQQQII64s16x qQ48x I")
 
 
 def test_a_1_0_reader_reads_what_a_worker_of_today_writes(path: Path) -> None:
-    writer = BeatWriter(path)
+    writer = HeartbeatWriter(path)
     writer.step(3, issued=10)
     writer.step(4, issued=12)
-    writer.phase(Phase.BARRIER, "gate")
+    writer.set_phase(Phase.BARRIER, "gate")
     seen = read(path)
     fields = HEADER_1_0.unpack_from(path.read_bytes())
     assert fields[3:5] == (0, 6), "no request; written three times"
@@ -139,15 +139,15 @@ def test_a_reader_of_today_takes_what_1_0_never_wrote_as_unknown(tmp_path: Path)
     path.write_bytes(HEADER_1_0.pack(b"ELASTICD", 1, 0, 0, 2, 42, 9, 8, 7, 1, 2, b"", 0, 0, 0).ljust(beat.SIZE, b"\0"))
     seen = read(path)
     assert (seen.step, seen.progress_ns, seen.phase, seen.source) == (42, 9, Phase.STEP, Source.SESSION)
-    assert (seen.collectives, seen.usual, seen.issued_at_step, seen.timeout_s) == (-1, -1, -1, 0.0)
-    writer = BeatWriter(path)  # a worker of today whose agent is of 1.0
+    assert (seen.collectives, seen.collectives_per_step, seen.collectives_at_step, seen.timeout_s) == (-1, -1, -1, 0.0)
+    writer = HeartbeatWriter(path)  # a worker of today whose agent is of 1.0
     writer.step(43, issued=5)
     assert HEADER_1_0.unpack_from(path.read_bytes())[5] == 43
 
 
 def test_what_the_hook_knew_is_forgotten_when_a_session_of_1_0_counts(path: Path) -> None:
     hooks: list[Any] = []
-    install_optimizer_hook(BeatWriter(path), hooks.append)
+    install_optimizer_hook(HeartbeatWriter(path), hooks.append)
     optimizer = object()
     for _ in range(2):
         hooks[0](optimizer, (), {})
@@ -156,19 +156,19 @@ def test_what_the_hook_knew_is_forgotten_when_a_session_of_1_0_counts(path: Path
     overwrite(path, 72, struct.pack("<q", 100))
     overwrite(path, 108, struct.pack("<I", Source.SESSION))
     hooks[0](optimizer, (), {})
-    assert (read(path).step, read(path).usual) == (100, -1)
+    assert (read(path).step, read(path).collectives_per_step) == (100, -1)
 
 
 def test_a_1_0_writer_leaves_the_new_words_unknown(path: Path) -> None:
     overwrite(path, 64, struct.pack("<QqQQ", 2, 42, 9, 8))
     overwrite(path, 104, struct.pack("<II", 1, 2))
-    assert read(path) == beat.Beat(42, 9, 8, 0, Phase.STEP, Source.SESSION)
+    assert read(path) == beat.Heartbeat(42, 9, 8, 0, Phase.STEP, Source.SESSION)
 
 
 def test_the_agents_request_reaches_the_worker(path: Path) -> None:
-    writer = BeatWriter(path)
+    writer = HeartbeatWriter(path)
     assert writer.request == 0
-    with BeatReader(path) as reader:
+    with HeartbeatReader(path) as reader:
         reader.request(beat.STOP)
         assert writer.request == beat.STOP
         assert reader.read().request == beat.STOP
@@ -177,20 +177,20 @@ def test_the_agents_request_reaches_the_worker(path: Path) -> None:
 
 
 def test_two_writers_of_one_process_agree(path: Path) -> None:
-    hook, session = BeatWriter(path), BeatWriter(path)
+    hook, session = HeartbeatWriter(path), HeartbeatWriter(path)
     started = read(path).started_ns
     hook.step(3, Source.HOOK)
     assert read(path).source == Source.HOOK
     session.step(100)
-    hook.hooked(lambda: 0)(4)
+    hook.hook_step(lambda: 0)(4)
     assert (read(path).step, read(path).source, read(path).started_ns) == (100, Source.SESSION, started)
 
 
 def test_an_optimizer_that_steps_before_a_session_has_told_of_one_counts_nothing(path: Path) -> None:
     """A look between the two took the process's first step for one beyond all that the job had made."""
-    hook, session = BeatWriter(path), BeatWriter(path)
-    session.session()
-    count = hook.hooked(lambda: 0)
+    hook, session = HeartbeatWriter(path), HeartbeatWriter(path)
+    session.use_session()
+    count = hook.hook_step(lambda: 0)
     count(1)
     assert (read(path).step, read(path).first_step_ns, read(path).source) == (0, 0, Source.SESSION)
     session.step(110)
@@ -199,39 +199,39 @@ def test_an_optimizer_that_steps_before_a_session_has_told_of_one_counts_nothing
 
 
 def test_a_session_that_is_told_of_no_steps_leaves_them_to_the_optimizer(path: Path) -> None:
-    hook, session = BeatWriter(path), BeatWriter(path)
-    session.session()
-    count = hook.hooked(lambda: 0)
+    hook, session = HeartbeatWriter(path), HeartbeatWriter(path)
+    session.use_session()
+    count = hook.hook_step(lambda: 0)
     for step in range(1, 8):
         count(step)
     assert (read(path).step, read(path).source) == (7, Source.HOOK)
-    BeatWriter(path).session()
+    HeartbeatWriter(path).use_session()
     count(8)
     assert (read(path).step, read(path).source) == (8, Source.HOOK), "it has begun, and goes on"
 
 
 def test_the_worker_keeps_no_descriptor(path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    writer = BeatWriter(path)
+    writer = HeartbeatWriter(path)
     assert set(os.listdir("/proc/self/fd")) == before
     path.unlink()
     writer.step(1)
 
 
 def test_a_forked_child_writes_into_nothing(path: Path) -> None:
-    writer = BeatWriter(path)
+    writer = HeartbeatWriter(path)
     writer.step(5)
     if (pid := os.fork()) == 0:
         writer.step(99)
-        writer.last_words(LastWords("exit"))
+        writer.write_exit_report(ExitReport("exit"))
         os._exit(0)
     os.waitpid(pid, 0)
     assert read(path).step == 5
-    assert read(path).last_words is None
+    assert read(path).exit_report is None
 
 
 def test_the_hook_in_a_forked_child_writes_into_nothing(path: Path) -> None:
-    step = BeatWriter(path).hooked(lambda: 3)
+    step = HeartbeatWriter(path).hook_step(lambda: 3)
     for count in (1, 2):
         step(count)
     if (pid := os.fork()) == 0:
@@ -244,16 +244,16 @@ def test_the_hook_in_a_forked_child_writes_into_nothing(path: Path) -> None:
 def test_the_hook_says_whatever_step_says(path: Path, tmp_path: Path) -> None:
     """Whatever happens between two steps: another phase, another group, one that cannot count."""
     beat.create(tmp_path / "other")
-    issued, one, other = 0, BeatWriter(path), BeatWriter(tmp_path / "other")
-    step = one.hooked(lambda: issued)
+    issued, one, other = 0, HeartbeatWriter(path), HeartbeatWriter(tmp_path / "other")
+    step = one.hook_step(lambda: issued)
     counts = [0, 2, 4, 8, 1, 3, -1, 7, 9]
     for count, issued in enumerate(counts, 1):
         step(count)
         other.step(count, Source.HOOK, issued)
         for writer in (one, other):
             if count in (3, 6):
-                writer.phase(Phase.EVAL)
-            writer.pulse(-1 if count == 4 else issued, 1000)
+                writer.set_phase(Phase.EVAL)
+            writer.tick(-1 if count == 4 else issued, 1000)
         told, expected = read(path), read(tmp_path / "other")
         same = ("step", "phase", "source", "usual", "issued_at_step", "collectives", "waited")
         assert [getattr(told, name) for name in same] == [getattr(expected, name) for name in same], count
@@ -264,10 +264,10 @@ def test_the_hook_says_whatever_step_says(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_null_beat_takes_everything() -> None:
-    null = NullBeat()
+    null = NullHeartbeat()
     null.step(1)
-    null.phase(Phase.BARRIER, "x")
-    null.last_words(LastWords("exit"))
+    null.set_phase(Phase.BARRIER, "x")
+    null.write_exit_report(ExitReport("exit"))
     assert null.request == 0
 
 
@@ -284,9 +284,9 @@ def test_garbage_is_refused_by_both_sides(tmp_path: Path, content: bytes) -> Non
     path = tmp_path / "garbage"
     path.write_bytes(content)
     with pytest.raises(WireError, match="beat file"):
-        BeatReader(path)
+        HeartbeatReader(path)
     with pytest.raises(WireError, match="beat file"):
-        BeatWriter(path)
+        HeartbeatWriter(path)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_garbage_is_refused_by_both_sides(tmp_path: Path, content: bytes) -> Non
     ],
 )
 def test_garbage_written_later_is_a_wire_error(path: Path, at: int, value: bytes) -> None:
-    with BeatReader(path) as reader:
+    with HeartbeatReader(path) as reader:
         overwrite(path, at, value)
         with pytest.raises(WireError, match="beat file"):
             reader.read()
@@ -314,7 +314,7 @@ def test_a_newer_minor_may_know_more_phases(path: Path) -> None:
 
 
 def test_a_truncated_file_does_not_kill_the_reader(path: Path) -> None:
-    with BeatReader(path) as reader:
+    with HeartbeatReader(path) as reader:
         os.truncate(path, 100)
         with pytest.raises(WireError, match="100 bytes"):
             reader.read()
@@ -334,7 +334,7 @@ def test_a_reader_never_sees_half_a_step_and_a_stopped_writer_does_not_hold_it_u
     with subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(path)], env=python_path()) as process:
         try:
             deadline = time.monotonic() + 10
-            with BeatReader(path) as reader:
+            with HeartbeatReader(path) as reader:
                 while reader.read().step == 0:
                     assert time.monotonic() < deadline
                 seen = [reader.read() for _ in range(10_000)]
@@ -351,7 +351,7 @@ def test_a_reader_never_sees_half_a_step_and_a_stopped_writer_does_not_hold_it_u
 
 
 def test_a_step_costs_less_than_a_microsecond(path: Path) -> None:
-    writer = BeatWriter(path)
+    writer = HeartbeatWriter(path)
     best = min(timeit.repeat(lambda: writer.step(7), number=1000, repeat=200)) / 1000
     assert best < 1e-6, f"{best * 1e9:.0f} ns"
 
@@ -363,14 +363,14 @@ def python_path() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
-def die(path: Path, script: str) -> tuple[int, str, LastWords | None]:
+def die(path: Path, script: str) -> tuple[int, str, ExitReport | None]:
     prefix = (
         "from elasticd.heartbeat import exit_report, record\n"
         f"exit_report.install_last_words(record.BeatWriter({str(path)!r}))\n"
     )
     command = [sys.executable, "-c", prefix + script]
     done = subprocess.run(command, env=python_path(), capture_output=True, text=True, timeout=30, check=False)
-    return done.returncode, done.stderr, read(path).last_words
+    return done.returncode, done.stderr, read(path).exit_report
 
 
 def test_an_unhandled_exception_is_told(path: Path) -> None:
@@ -401,7 +401,7 @@ def test_a_syntax_error_and_an_unprintable_one_are_told(path: Path, tmp_path: Pa
 )
 def test_an_orderly_end_is_an_exit_of_unknown_code(path: Path, script: str) -> None:
     _, _, words = die(path, script)
-    assert words == LastWords("exit")
+    assert words == ExitReport("exit")
 
 
 @pytest.mark.parametrize(

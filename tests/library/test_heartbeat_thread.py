@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elasticd.heartbeat import record as beat
-from elasticd.heartbeat.record import BeatReader, Phase
+from elasticd.heartbeat.record import HeartbeatReader, Phase
 
 
 def test_it_counts_what_the_default_group_issues_and_who_waits(start: Any, wait_for: Any) -> None:
@@ -27,10 +27,10 @@ def test_it_counts_what_the_default_group_issues_and_who_waits(start: Any, wait_
         for rank in job.ranks:
             rank.ask(gate)
 
-    def both(condition: Callable[[beat.Beat], bool], what: str) -> None:
+    def both(condition: Callable[[beat.Heartbeat], bool], what: str) -> None:
         wait_for(lambda: all(condition(read()) for read in beats), what)
 
-    both(lambda seen: seen.alive > 1, "a pulse without a group")
+    both(lambda seen: seen.alive_ticks > 1, "a pulse without a group")
     assert {(seen.collectives, seen.usual, seen.timeout_s) for seen in (read() for read in beats)} == {(-1, -1, 0.0)}
     go(1)
     both(lambda seen: seen.collectives == 6 and seen.step == 3, "three steps of two collectives")
@@ -64,9 +64,9 @@ def test_it_counts_what_the_default_group_issues_and_who_waits(start: Any, wait_
 
 def flight_of(rank: Any, wait_for: Any) -> tuple[int, bool]:
     """The last collective that the flight recorder knows, and whether it is over."""
-    with BeatReader(rank.beat) as reader:
-        number = reader.want_dump()
-        wait_for(lambda: reader.read().dumped == number, "a dump")
+    with HeartbeatReader(rank.beat) as reader:
+        number = reader.request_dump()
+        wait_for(lambda: reader.read().dump_done == number, "a dump")
     last = json.loads(Path(f"{rank.beat}.flight").read_text())["entries"][-1]
     assert last["profiling_name"] == "gloo:all_reduce"
     return last["collective_seq_id"], last["retired"]
@@ -109,8 +109,8 @@ def test_no_end_of_a_script_crashes_or_hangs_by_it(scripts: Path, environment: d
     assert json.loads(done.stdout) == [7, 7, 1]
     assert done.stderr.count("RuntimeError: on purpose") == 1
     for number in range(3):
-        with BeatReader(tmp_path / f"beat-{number}") as reader:
-            assert reader.read().alive == 0, "it was ended"
+        with HeartbeatReader(tmp_path / f"beat-{number}") as reader:
+            assert reader.read().alive_ticks == 0, "it was ended"
 
 
 # --- without torch ---
@@ -239,13 +239,13 @@ def test_a_hang_in_an_exit_handler_is_seen_as_one(python: Any, tmp_path: Path, w
         atexit.register(sys.stdin.read)
         pulse.start()
         """) as process,
-        BeatReader(tmp_path / "beat") as reader,
+        HeartbeatReader(tmp_path / "beat") as reader,
     ):
         wait_for(lambda: reader.read().phase is Phase.EXIT, "the script to be over")
-        alive = reader.read().alive
-        wait_for(lambda: reader.read().alive > alive, "a pulse in the exit handler")
+        alive = reader.read().alive_ticks
+        wait_for(lambda: reader.read().alive_ticks > alive, "a pulse in the exit handler")
         ended(process)
-        assert reader.read().alive == 0
+        assert reader.read().alive_ticks == 0
 
 
 def test_what_was_raised_is_told_while_exit_handlers_run(python: Any, tmp_path: Path, wait_for: Any) -> None:
@@ -257,9 +257,9 @@ def test_what_was_raised_is_told_while_exit_handlers_run(python: Any, tmp_path: 
         pulse.start()
         raise ValueError("a fault")
         """) as process,
-        BeatReader(tmp_path / "beat") as reader,
+        HeartbeatReader(tmp_path / "beat") as reader,
     ):
-        words = wait_for(lambda: reader.read().last_words, "its words")
+        words = wait_for(lambda: reader.read().exit_report, "its words")
         assert (words.kind, words.type, words.message) == ("exception", "ValueError", "a fault")
         assert reader.read().phase is Phase.EXIT
         assert process.poll() is None
@@ -278,14 +278,14 @@ def test_threads_that_outlive_the_main_thread_may_train_on(python: Any, tmp_path
         threading.Thread(target=train).start()
         pulse.start()
         """) as process,
-        BeatReader(tmp_path / "beat") as reader,
+        HeartbeatReader(tmp_path / "beat") as reader,
     ):
         wait_for(lambda: reader.read().phase is Phase.EXIT, "the main thread to return")
         process.stdin.write("step\n")
         process.stdin.flush()
         wait_for(lambda: reader.read().phase is Phase.STEP, "a step")
-        alive = reader.read().alive
-        wait_for(lambda: reader.read().alive > alive + 2, "pulses")
+        alive = reader.read().alive_ticks
+        wait_for(lambda: reader.read().alive_ticks > alive + 2, "pulses")
         assert reader.read().phase is Phase.STEP
         ended(process)
 
@@ -297,11 +297,11 @@ def test_without_a_flight_recorder_the_answer_comes_and_no_file(python: Any, tmp
         pulse.start()
         sys.stdin.read()
         """) as process,
-        BeatReader(tmp_path / "beat") as reader,
+        HeartbeatReader(tmp_path / "beat") as reader,
     ):
         for expected in (1, 2):
-            assert reader.want_dump() == expected
-            wait_for(lambda number=expected: reader.read().dumped == number, "an answer")
+            assert reader.request_dump() == expected
+            wait_for(lambda number=expected: reader.read().dump_done == number, "an answer")
         assert not (tmp_path / "beat.flight").exists()
         assert reader.read().request == 0, "the other word is untouched"
         ended(process)

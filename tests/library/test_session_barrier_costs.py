@@ -15,10 +15,10 @@ import pytest
 
 from elasticd.checkpointing import api as checkpoint
 from elasticd.coordination.barrier import Barriers
-from elasticd.coordination.rank_status import Looks, Roll, Standing, another
-from elasticd.coordination.store_channel import Channel
+from elasticd.coordination.rank_status import RankStatus, StatusPublisher, StatusReader, new_connection
+from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import BarrierTimeout
-from elasticd.heartbeat.record import NullBeat
+from elasticd.heartbeat.record import NullHeartbeat
 
 RANKS = 16
 
@@ -45,11 +45,11 @@ class Counting:
 def ranks(store: Counting, count: int = RANKS, timeout_s: float = 20) -> Iterator[list[Barriers]]:
     rolls, found = [], []
     for rank in range(count):
-        channel = Channel(rank, count, store, "a", timeout_s)
-        roll = Roll(channel.another_store, channel.prefix, rank, count, lambda: Standing(7, "eval"))
+        channel = StoreChannel(rank, count, store, "a", timeout_s)
+        roll = StatusPublisher(channel.new_connection, channel.prefix, rank, count, lambda: RankStatus(7, "eval"))
         roll.start(store)
         rolls.append(roll)
-        found.append(Barriers(channel, roll, NullBeat()))
+        found.append(Barriers(channel, roll, NullHeartbeat()))
     try:
         yield found
     finally:
@@ -114,38 +114,38 @@ def test_two_threads_of_a_rank_cannot_wait_at_once() -> None:
 def test_the_age_of_a_word_is_what_the_observers_own_looks_tell() -> None:
     store = Counting()
     with ranks(store, 2):
-        looks = Looks("a/1/")
-        assert looks.told(0) == "not looked at"
-        looks.look(store, [0, 5])
-        assert looks.told(0) == "step 7, phase eval, said at some time before"
-        assert looks.told(5) == "never heard of since the round began"
-        assert not looks.heard(5)
+        looks = StatusReader("a/1/")
+        assert looks.describe(0) == "not looked at"
+        looks.read(store, [0, 5])
+        assert looks.describe(0) == "step 7, phase eval, said at some time before"
+        assert looks.describe(5) == "never heard of since the round began"
+        assert not looks.has_status(5)
         time.sleep(0.2)
-        looks.look(store, [0])
-        assert looks.told(0).startswith("step 7, phase eval, said more than ")
-    looks.look(store, [0])  # it has closed meanwhile, which it said
-    assert re.fullmatch(r"step 7, phase exit, said in the last \d\.\d s", looks.told(0))
+        looks.read(store, [0])
+        assert looks.describe(0).startswith("step 7, phase eval, said more than ")
+    looks.read(store, [0])  # it has closed meanwhile, which it said
+    assert re.fullmatch(r"step 7, phase exit, said in the last \d\.\d s", looks.describe(0))
     time.sleep(0.2)
-    assert re.fullmatch(r"step 7, phase exit, said 0\.\d to \d\.\d s ago", looks.told(0))
+    assert re.fullmatch(r"step 7, phase exit, said 0\.\d to \d\.\d s ago", looks.describe(0))
 
 
 def test_of_many_ranks_the_first_are_named_and_a_word_that_is_none_counts_as_none() -> None:
     store = Counting()
     store.set("a/1/word/0", "no json")
     store.set("a/1/word/1", '{"n": 1}')
-    looks = Looks("a/1/")
+    looks = StatusReader("a/1/")
     before = store.asked
-    looks.look(store, range(100))
+    looks.read(store, range(100))
     assert store.asked - before <= 2 * 16
-    told = looks.named(range(100))
+    told = looks.describe_all(range(100))
     assert told.count("never heard of") == 16
     assert told.endswith("rank 15 (never heard of since the round began) and 84 more")
 
 
 def test_a_rank_says_where_it_waits_and_for_how_long() -> None:
-    assert str(Standing(3, "eval", "", 1.9)) == "step 3, phase eval"
-    assert str(Standing(3, "eval", "", 41.4)) == "step 3, phase eval for 41 s"
-    assert str(Standing(3, "barrier", "epoch", 5)) == "step 3, waits at barrier 'epoch' for 5 s"
+    assert str(RankStatus(3, "eval", "", 1.9)) == "step 3, phase eval"
+    assert str(RankStatus(3, "eval", "", 41.4)) == "step 3, phase eval for 41 s"
+    assert str(RankStatus(3, "barrier", "epoch", 5)) == "step 3, waits at barrier 'epoch' for 5 s"
 
 
 def test_another_connection_to_a_store_of_a_torch_that_cannot_clone() -> None:
@@ -158,11 +158,11 @@ def test_another_connection_to_a_store_of_a_torch_that_cannot_clone() -> None:
             self.underlying_store = inner
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
-    found = another(Old(PrefixStore("a", server)))
+    found = new_connection(Old(PrefixStore("a", server)))
     found.set("key", "value")
     assert server.get("key") == b"value"
     memory = Old(HashStore())
-    assert another(memory) is memory
+    assert new_connection(memory) is memory
 
 
 def test_a_rank_that_does_not_come_to_a_checkpoint_is_named_before_it(start: Any, tmp_path: Path) -> None:

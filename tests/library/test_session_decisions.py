@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.coordination.decisions import COST, LONGEST_S, Action, Decisions, Verdict, next_interval
-from elasticd.coordination.store_channel import Channel
+from elasticd.coordination.decisions import COST_SHARE, LONGEST_S, Action, Decision, DecisionPoints, next_interval
+from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import DecisionTimeout, DirectoryInUse, ElasticdError, WireError
 
 
@@ -22,9 +22,9 @@ def store() -> Any:
     return HashStore()
 
 
-def channels(world_size: int, timeout_s: float = 5) -> list[Channel]:
+def channels(world_size: int, timeout_s: float = 5) -> list[StoreChannel]:
     shared = store()
-    return [Channel(rank, world_size, shared, "elasticd/r1", timeout_s) for rank in range(world_size)]
+    return [StoreChannel(rank, world_size, shared, "elasticd/r1", timeout_s) for rank in range(world_size)]
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -54,7 +54,7 @@ def test_the_interval_keeps_the_cost_down_and_only_doubles(interval: int, step_s
     found = next_interval(interval, step_s, cost_s)
     assert 1 <= found <= 2 * interval
     # Never further than the cost asks for, nor than a stop may wait.
-    assert found == 1 or found * step_s <= min(cost_s / COST, LONGEST_S) * 1.000001
+    assert found == 1 or found * step_s <= min(cost_s / COST_SHARE, LONGEST_S) * 1.000001
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_all_ranks_get_rank_0s_verdict_at_the_same_steps_and_old_ones_are_delete
     def not_asked() -> tuple[Action, str]:
         raise AssertionError("only rank 0 is asked")
 
-    def train(rank: int) -> list[Verdict]:
-        decisions = Decisions(ranks[rank], wish if rank == 0 else not_asked, kept=50)
+    def train(rank: int) -> list[Decision]:
+        decisions = DecisionPoints(ranks[rank], wish if rank == 0 else not_asked, kept=50)
         found = []
         for step in itertools.count(1):
             if verdict := decisions.at(step):
@@ -104,7 +104,7 @@ def test_all_ranks_get_rank_0s_verdict_at_the_same_steps_and_old_ones_are_delete
 
 def test_the_store_does_not_fill_up() -> None:
     shared = store()
-    decisions = Decisions(Channel(0, 2, shared, "a", 5), lambda: ("go", ""), kept=8)
+    decisions = DecisionPoints(StoreChannel(0, 2, shared, "a", 5), lambda: ("go", ""), kept=8)
     for step in range(1, 10_000):
         decisions.at(step)
     assert shared.num_keys() <= 10
@@ -114,7 +114,7 @@ def test_a_verdict_that_is_none_is_refused() -> None:
     first, second = channels(2)
     first.put("verdict/1", b'{"step": 1}')
     with pytest.raises(WireError, match="step 1"):
-        Decisions(second, lambda: ("go", "")).at(1)
+        DecisionPoints(second, lambda: ("go", "")).at(1)
 
 
 def test_a_wait_ends_at_its_deadline_and_names_who_is_missing() -> None:
@@ -123,7 +123,7 @@ def test_a_wait_ends_at_its_deadline_and_names_who_is_missing() -> None:
     with pytest.raises(DecisionTimeout, match=r"rank 0 waited 0\.2 s for ranks 1, 3: random states"):
         ranks[0].collect("random/1", b"0", "random states")
     with pytest.raises(DecisionTimeout, match=r"rank 3 waited 0\.2 s for rank 0: the plan"):
-        ranks[3].together("plan", "the plan", dict)
+        ranks[3].on_rank0("plan", "the plan", dict)
 
 
 def test_what_rank_0_collects_is_in_order_and_leaves_nothing_behind() -> None:
@@ -148,7 +148,7 @@ def test_what_rank_0_raises_every_rank_raises(raised: Exception, on_others: Exce
     def fail() -> dict[str, Any]:
         raise raised
 
-    results = together(lambda: first.together("k", "it", fail), lambda: second.together("k", "it", fail))
+    results = together(lambda: first.on_rank0("k", "it", fail), lambda: second.on_rank0("k", "it", fail))
     assert results[0] is raised
     assert type(results[1]) is type(on_others)
     assert str(results[1]) == str(on_others)
@@ -156,9 +156,9 @@ def test_what_rank_0_raises_every_rank_raises(raised: Exception, on_others: Exce
 
 def test_a_second_session_reads_nothing_of_the_first() -> None:
     shared = store()
-    old = [Channel(rank, 2, shared, "a", 5) for rank in range(2)]
-    old[0].together("k", "it", lambda: {"n": 1})
-    new = [Channel(rank, 2, shared, "a", 0.1) for rank in range(2)]
+    old = [StoreChannel(rank, 2, shared, "a", 5) for rank in range(2)]
+    old[0].on_rank0("k", "it", lambda: {"n": 1})
+    new = [StoreChannel(rank, 2, shared, "a", 0.1) for rank in range(2)]
     with pytest.raises(DecisionTimeout):
-        new[1].together("k", "it", dict)
-    assert old[1].together("k", "it", dict) == {"n": 1}
+        new[1].on_rank0("k", "it", dict)
+    assert old[1].on_rank0("k", "it", dict) == {"n": 1}

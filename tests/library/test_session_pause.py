@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.coordination.decisions import Action, Decisions
-from elasticd.coordination.pause import TIMEOUT_S, Holds, timeout_from_environment
-from elasticd.coordination.store_channel import Channel
+from elasticd.coordination.decisions import Action, DecisionPoints
+from elasticd.coordination.pause import TIMEOUT_S, PauseController, timeout_from_environment
+from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import DecisionTimeout, UsageError
 from elasticd.heartbeat import record as beat
-from elasticd.heartbeat.record import HOLD, STOP, Phase
-from elasticd.heartbeat.worker_events import Note, NoteReader, Notes
+from elasticd.heartbeat.record import PAUSE, STOP, Phase
+from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader, WorkerEventWriter
 
 ENDLESS = {"steps": 10**9, "sleep": 0.002}
 NEVER_DUE = 10**6
@@ -24,8 +24,8 @@ NEVER_DUE = 10**6
 
 def held_at(job: Any, wait_for: Any) -> int:
     """Ask for a hold; the step at which all ranks wait."""
-    job.ranks[0].ask(HOLD)
-    note: Note = wait_for(lambda: noted(job, "holding"), "the hold")[0]
+    job.ranks[0].ask(PAUSE)
+    note: WorkerEvent = wait_for(lambda: noted(job, "holding"), "the hold")[0]
     assert note.step is not None
     for rank in job.ranks:
         wait_for(lambda rank=rank: rank.read_beat().barrier == "hold", "a rank to wait")
@@ -34,7 +34,7 @@ def held_at(job: Any, wait_for: Any) -> int:
     return note.step
 
 
-def noted(job: Any, kind: str) -> list[Note]:
+def noted(job: Any, kind: str) -> list[WorkerEvent]:
     return [note for note in job.ranks[0].read_notes() if note.kind == kind]
 
 
@@ -64,7 +64,7 @@ def test_all_ranks_wait_after_a_checkpoint_and_go_on_when_the_request_is_withdra
     (holding,), (over,) = noted(job, "holding"), noted(job, "hold_over")
     assert (holding.round, holding.reason) == (3, f"holding at step {step} for the next round, up to 30 s")
     assert (over.step, over.reason) == (step, f"the hold at step {step} is over: the agent withdrew its request")
-    assert over.more["seconds"] <= over.mono - holding.mono
+    assert over.extra["seconds"] <= over.mono - holding.mono
     saved = [note for note in noted(job, "checkpoint_saved") if note.step == step]
     assert len(saved) == 1
     assert saved[0].mono <= holding.mono
@@ -79,7 +79,7 @@ def test_ranks_that_are_killed_in_a_hold_resume_at_that_very_step(start: Any, tm
     resumed = start("toy.py", {"directory": str(tmp_path / "broken")}, round=2)
     for first, second in zip(whole.results(), resumed.results(), strict=True):
         assert {**first, "round": 2, "resumed": [1, step, 2]} == second
-    assert [note.kind for note in NoteReader(broken.ranks[0].notes).read()[0]] == [
+    assert [note.kind for note in WorkerEventReader(broken.ranks[0].notes).read()[0]] == [
         *("attached", "can_hold", "checkpoint_saved", "holding"),
     ]
 
@@ -88,12 +88,12 @@ def test_a_hold_that_ran_out_is_not_repeated_before_another_request(start: Any, 
     # Holding needs no checkpoint() where restore() has named the directory.
     options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": None}
     job = start("toy.py", options, ELASTICD_HOLD_TIMEOUT_S="0.25")
-    job.ranks[0].ask(HOLD)
+    job.ranks[0].ask(PAUSE)
     over = wait_for(lambda: noted(job, "hold_over"), "the end of the hold")[0]
     assert over.reason.endswith("is over: no other round came within 0.25 s")
     assert over.more["seconds"] >= 0.25
     wait_for(stepped(job, over.step + 50), "steps after the hold")
-    job.ranks[0].ask(HOLD | 1 << 8)
+    job.ranks[0].ask(PAUSE | 1 << 8)
     wait_for(lambda: len(noted(job, "hold_over")) == 2, "the end of the second hold")
     job.ranks[0].ask(STOP)
     first, second = job.results()
@@ -103,21 +103,21 @@ def test_a_hold_that_ran_out_is_not_repeated_before_another_request(start: Any, 
 
 def test_without_a_checkpoint_directory_a_request_is_answered_and_training_goes_on(start: Any, wait_for: Any) -> None:
     job = start("toy.py", {**ENDLESS, "every": None, "restore": False})
-    job.ranks[0].ask(HOLD)
+    job.ranks[0].ask(PAUSE)
     note = wait_for(lambda: noted(job, "cannot_hold"), "the answer")[0]
     assert note.reason.endswith("nothing is attached, or the script uses no checkpoint directory")
     wait_for(stepped(job, note.step + 50), "steps after it")
     job.ranks[0].ask(STOP)
     first, second = job.results()
     assert first["steps"] == second["steps"]
-    assert [each.kind for each in NoteReader(job.ranks[0].notes).read()[0]] == ["cannot_hold"]
+    assert [each.kind for each in WorkerEventReader(job.ranks[0].notes).read()[0]] == ["cannot_hold"]
 
 
 def test_a_full_disk_means_no_hold(start: Any, tmp_path: Path, wait_for: Any) -> None:
     options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": NEVER_DUE, "full": [2, 10**9]}
     job = start("toy.py", options)
     wait_for(stepped(job, 3), "the full disk")
-    job.ranks[0].ask(HOLD)
+    job.ranks[0].ask(PAUSE)
     note = wait_for(lambda: noted(job, "cannot_hold"), "the answer")[0]
     assert note.reason == f"no hold at step {note.step}: its checkpoint could not be saved"
     wait_for(stepped(job, note.step + 50), "steps after it")
@@ -142,11 +142,13 @@ class Agent:
 
     def __init__(self, folder: Path, timeout_s: float = 5) -> None:
         beat.create(folder / "beat")
-        self.holds = Holds(beat.BeatWriter(folder / "beat"), Notes(folder / "notes"), timeout_s)
-        self._beat, self._notes = folder / "beat", NoteReader(folder / "notes")
+        self.holds = PauseController(
+            beat.HeartbeatWriter(folder / "beat"), WorkerEventWriter(folder / "notes"), timeout_s
+        )
+        self._beat, self._notes = folder / "beat", WorkerEventReader(folder / "notes")
 
     def ask(self, word: int) -> None:
-        with beat.BeatReader(self._beat) as reader:
+        with beat.HeartbeatReader(self._beat) as reader:
             reader.request(word)
 
     def kinds(self) -> list[str]:
@@ -159,45 +161,45 @@ def not_stopped() -> str:
 
 def test_a_request_has_one_answer_and_counts_again_after_another_word(tmp_path: Path) -> None:
     agent = Agent(tmp_path, timeout_s=0)
-    assert not agent.holds.look(1, able=False)
+    assert not agent.holds.should_pause(1, able=False)
     assert agent.kinds() == []
-    agent.ask(HOLD)
-    assert not agent.holds.look(2, able=False)
-    assert not agent.holds.look(3, able=False)
+    agent.ask(PAUSE)
+    assert not agent.holds.should_pause(2, able=False)
+    assert not agent.holds.should_pause(3, able=False)
     assert agent.kinds() == ["cannot_hold"]
-    agent.ask(HOLD | 1 << 8)
-    assert agent.holds.look(4, able=True)
+    agent.ask(PAUSE | 1 << 8)
+    assert agent.holds.should_pause(4, able=True)
     assert agent.holds.wait(4, saved=True, stop=not_stopped)[0] == "go"
-    assert not agent.holds.look(5, able=True)
+    assert not agent.holds.should_pause(5, able=True)
     assert agent.kinds() == ["can_hold", "holding", "hold_over"]
     agent.ask(0)
-    assert not agent.holds.look(6, able=True)
-    agent.ask(HOLD | 1 << 8)
-    assert agent.holds.look(7, able=True)
+    assert not agent.holds.should_pause(6, able=True)
+    agent.ask(PAUSE | 1 << 8)
+    assert agent.holds.should_pause(7, able=True)
     assert agent.holds.wait(7, saved=False, stop=not_stopped)[0] == "go"
-    assert not agent.holds.look(8, able=True)
+    assert not agent.holds.should_pause(8, able=True)
     assert agent.kinds() == ["cannot_hold"]
 
 
 def test_a_hold_that_was_withdrawn_may_be_asked_for_again_at_once(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
-    agent.ask(HOLD)
-    assert agent.holds.look(1, able=True)
+    agent.ask(PAUSE)
+    assert agent.holds.should_pause(1, able=True)
     agent.ask(0)
     assert agent.holds.wait(1, saved=True, stop=not_stopped) == (
         *("go", "the hold at step 1 is over: the agent withdrew its request"),
     )
-    agent.ask(HOLD)
-    assert agent.holds.look(2, able=True)
+    agent.ask(PAUSE)
+    assert agent.holds.should_pause(2, able=True)
 
 
 def test_who_waits_for_the_end_of_a_hold_waits_longer_but_not_for_ever() -> None:
     from torch._C._distributed_c10d import HashStore
 
     shared = HashStore()
-    first, second = (Decisions(Channel(rank, 2, shared, "a", 0.1), lambda: ("go", "")) for rank in range(2))
+    first, second = (DecisionPoints(StoreChannel(rank, 2, shared, "a", 0.1), lambda: ("go", "")) for rank in range(2))
     with pytest.raises(DecisionTimeout, match=r"rank 1 waited 0\.4 s for rank 0: the verdict at step 7"):
-        second.again(7, lambda: ("go", ""), longest_s=0.3)
+        second.decide_again(7, lambda: ("go", ""), longest_s=0.3)
     released, begun = threading.Event(), threading.Event()
 
     def decide() -> tuple[Action, str]:
@@ -205,11 +207,11 @@ def test_who_waits_for_the_end_of_a_hold_waits_longer_but_not_for_ever() -> None
         assert released.wait(20)
         return "stop", "enough"
 
-    thread = threading.Thread(target=lambda: first.again(8, decide, longest_s=0))
+    thread = threading.Thread(target=lambda: first.decide_again(8, decide, longest_s=0))
     thread.start()
     assert begun.wait(20)
     released.set()
-    verdict = second.again(8, decide, longest_s=20)
+    verdict = second.decide_again(8, decide, longest_s=20)
     thread.join(20)
     assert (verdict.step, verdict.action, verdict.reason) == (8, "stop", "enough")
 

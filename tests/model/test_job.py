@@ -60,9 +60,9 @@ def test_a_policy_that_cannot_work_says_what_would(numbers: dict[str, Any], sent
 
 
 def test_without_a_checkpoint_a_wrong_restart_costs_more() -> None:
-    assert (Policy().floor_s(attached=True), Policy().floor_s(attached=False)) == (5, 60)
-    assert Policy(progress_ceiling_s=20).floor_s(attached=False) == 20
-    assert {Policy(hang_floor_s=9).floor_s(attached) for attached in (True, False)} == {9}
+    assert (Policy().effective_hang_floor_s(attached=True), Policy().effective_hang_floor_s(attached=False)) == (5, 60)
+    assert Policy(progress_ceiling_s=20).effective_hang_floor_s(attached=False) == 20
+    assert {Policy(hang_floor_s=9).effective_hang_floor_s(attached) for attached in (True, False)} == {9}
 
 
 def test_a_slot_stays_out_longer_each_time_but_never_more_than_an_hour() -> None:

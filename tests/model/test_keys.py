@@ -8,6 +8,6 @@ from elasticd_agent.model.keys import Keys
 def test_what_every_agent_watches_holds_nothing_that_every_node_writes() -> None:
     """Or a hang of N nodes is N² messages, each with a node's report in it."""
     keys = Keys("job")
-    for watched in (keys.round, keys.planner, keys.master(), keys.hold, keys.suspect):
-        for written in (keys.nodes, keys.failures(), keys.done(), keys.suspects()):
+    for watched in (keys.round, keys.planner, keys.master(), keys.pause, keys.hang_report_request):
+        for written in (keys.nodes, keys.failures(), keys.done(), keys.hang_reports()):
             assert not written.startswith(watched), f"a watch on {watched} hears of {written}"

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document
-from elasticd_agent.model.records import Bench, BudgetState, Failure, Member, NodeRecord, Round
+from elasticd_agent.model.records import BudgetState, Failure, Member, NodeRecord, QuarantinedSlot, Round
 
 ROUND = Round(
     7,
     (Member("a", "i1", (4, 2)), Member("b", "i2", (0,))),
-    resume=(6, 120),
+    last_checkpoint=(6, 120),
     restarts=3,
     budget=BudgetState(3, 1, 41.5, 130),
-    benched=(Bench("a", 3, 2, 1, 12.5),),
+    quarantined_slots=(QuarantinedSlot("a", 3, 2, 1, 12.5),),
     reason="rank 1 was killed by SIGKILL",
 )
 FAILURE = Failure(7, "a", "crash", ((1, 2),), "why", 130, (7, 125), "ValueError", "Traceback\n  …")
@@ -43,7 +43,7 @@ rounds = st.builds(
     resume=st.none() | place,
     restarts=whole,
     budget=st.builds(BudgetState, whole, whole, st.none() | st.floats(0, 60), whole),
-    benched=st.lists(st.builds(Bench, names, whole, whole, whole, st.floats(0, 1e6)), max_size=2).map(tuple),
+    benched=st.lists(st.builds(QuarantinedSlot, names, whole, whole, whole, st.floats(0, 1e6)), max_size=2).map(tuple),
     reason=st.text(st.characters(codec="utf-8")),
 )
 failures = st.builds(
@@ -190,7 +190,7 @@ def test_output_that_is_not_text_can_still_be_reported() -> None:
 
 def test_ranks_run_through_the_members_and_their_slots() -> None:
     assert ROUND.world_size == 3
-    assert list(ROUND.places()) == [(0, "a", 0, 4), (1, "a", 1, 2), (2, "b", 0, 0)]
+    assert list(ROUND.assignments()) == [(0, "a", 0, 4), (1, "a", 1, 2), (2, "b", 0, 0)]
     assert (ROUND.ranks("a"), ROUND.ranks("b"), ROUND.ranks("z")) == (range(2), range(2, 3), range(0))
     assert (ROUND.group_rank("b"), ROUND.member("b"), ROUND.member("z")) == (1, ROUND.members[1], None)
     assert (ROUND.terminal, END.terminal) == (False, True)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from elasticd_agent.system.addresses import joined
+from elasticd_agent.system.addresses import format_endpoint
 from tests.faults.job import PATIENCE_S, REPOSITORY, SCRIPTS, Event, Fault, until
 from tests.multihost.net import Host, Network
 
@@ -44,7 +44,7 @@ class EtcdHost:
     def start(self, *, empty: bool = False) -> None:
         """With its data, or with none; returns once it answers."""
         self._lives += empty
-        url, peers = (f"http://{joined(self.host.address, port)}" for port in (_PORTS["etcd"], 2380))
+        url, peers = (f"http://{format_endpoint(self.host.address, port)}" for port in (_PORTS["etcd"], 2380))
         self._process = self.host.popen(
             [
                 *(_distributed("etcd"), "--name", "store", "--data-dir", f"/dev/shm/etcd-{self._lives}"),
@@ -68,7 +68,7 @@ class EtcdHost:
 
     def ctl(self, *arguments: str) -> str:
         """What etcdctl says."""
-        endpoint = joined(self.host.address, _PORTS["etcd"])
+        endpoint = format_endpoint(self.host.address, _PORTS["etcd"])
         return self.host.run([_distributed("etcdctl"), "--endpoints", endpoint, *arguments], {"ETCDCTL_API": "3"})
 
     def _healthy(self, url: str) -> bool:
@@ -185,7 +185,7 @@ class Cluster:
                 [
                     *(sys.executable, *self.command, "--nnodes", self.nnodes, "--nproc-per-node", "1"),
                     *("--rdzv-backend", self.backend, "--rdzv-id", self.job, "--node-id", node),
-                    *("--rdzv-endpoint", joined(server.address, _PORTS[self.backend])),
+                    *("--rdzv-endpoint", format_endpoint(server.address, _PORTS[self.backend])),
                     *("--event-log", str(directory / "events.jsonl"), *self.flags, str(self.script), *self.args),
                 ],
                 {"PYTHONPATH": path, "WORK": str(self.work), **env},

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from elasticd_agent.rendezvous.probe import Answered, Refused, Silent, knock
+from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused, probe_nodes
 from tests.multihost.conftest import StartNetwork
 from tests.multihost.net import Host
 
@@ -118,22 +118,22 @@ def test_a_cut_machine_is_silent_and_a_dead_agent_refuses(network: StartNetwork)
         assert stdout is not None
         where[address] = (address, int(stdout.readline()))
 
-    def knocked(timeout_s: float) -> set[Answered | Refused | Silent]:
-        return set(a.call(lambda: knock(where, timeout_s)).values())
+    def knocked(timeout_s: float) -> set[ProbeAlive | ProbeRefused | ProbeNoAnswer]:
+        return set(a.call(lambda: probe_nodes(where, timeout_s)).values())
 
     try:
-        assert knocked(DEADLINE_S) == {Answered("b", "i1")}
+        assert knocked(DEADLINE_S) == {ProbeAlive("b", "i1")}
         net.cut(a, b)
-        assert knocked(0.2) == {Silent("no connection within 0.2 s")}
+        assert knocked(0.2) == {ProbeNoAnswer("no connection within 0.2 s")}
         net.heal(a, b)
-        assert knocked(DEADLINE_S) == {Answered("b", "i1")}
+        assert knocked(DEADLINE_S) == {ProbeAlive("b", "i1")}
         b.freeze()
-        assert knocked(0.2) == {Silent("connected, but no answer within 0.2 s")}
+        assert knocked(0.2) == {ProbeNoAnswer("connected, but no answer within 0.2 s")}
         b.thaw()
-        assert knocked(DEADLINE_S) == {Answered("b", "i1")}
+        assert knocked(DEADLINE_S) == {ProbeAlive("b", "i1")}
         b.kill_all()
         begun = time.monotonic()
-        assert knocked(DEADLINE_S) == {Refused()}
+        assert knocked(DEADLINE_S) == {ProbeRefused()}
         assert time.monotonic() - begun < DEADLINE_S / 2
     finally:
         for process in agents:

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from tests.etcd import EtcdServers, etcd_servers
-from tests.node.node import Node
+from tests.node.node import AgentNode
 
-MakeNode = Callable[..., Node]
+MakeNode = Callable[..., AgentNode]
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[MakeNode]:
-    made: list[Node] = []
+    made: list[AgentNode] = []
 
-    def make(name: str = "n1", root: Path | None = None, **settings: Any) -> Node:
+    def make(name: str = "n1", root: Path | None = None, **settings: Any) -> AgentNode:
         mark = f"DAEMON_TEST={uuid.uuid4()}"
-        made.append(Node(root or tmp_path / f"{name}-{len(made)}", name, mark, **settings))
+        made.append(AgentNode(root or tmp_path / f"{name}-{len(made)}", name, mark, **settings))
         return made[-1]
 
     yield make
@@ -40,7 +40,7 @@ def etcd() -> Iterator[EtcdServers]:
 def nodes(node: MakeNode, etcd: EtcdServers) -> MakeNode:
     """Makes a node whose store is etcd."""
 
-    def make(name: str, **settings: Any) -> Node:
+    def make(name: str, **settings: Any) -> AgentNode:
         store = {"backend": "etcd", "endpoints": [f"127.0.0.1:{etcd.port}"]}
         return node(name, store=store, local_addr="127.0.0.1", **settings)
 

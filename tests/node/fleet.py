@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.reconcile import Ended, Over, Plan, Runs, reconcile
-from elasticd_agent.node.records import Cordon, Ending, NodeCard, Placement, Submission
-from elasticd_agent.node.runners.spec import Exit, Order
+from elasticd_agent.node.reconcile import LocalRunner, NodePlan, RunnerEnd, RunOutcomes, reconcile
+from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Submission
+from elasticd_agent.node.runners.spec import RunnerExit, RunnerSpec
 from elasticd_agent.node.scheduler import job_queue as queue
-from elasticd_agent.node.scheduler.policy import View
-from elasticd_agent.node.scheduler.scheduler import Placer
+from elasticd_agent.node.scheduler.policy import ClusterView
+from elasticd_agent.node.scheduler.scheduler import Scheduler
 from elasticd_agent.store import Lease
-from elasticd_agent.store.cache import Copies
+from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.memory import MemoryStore
-from tests.node.stores import Clock, Interrupted
+from tests.node.stores import Clock, InterruptedStore
 
 STEP_S = 0.5
 ADOPT_S = 60.0
@@ -31,17 +31,17 @@ LEAVING_S = 4.0
 
 
 @dataclass(eq=False)
-class Runner:
-    order: Order
+class FleetRunner:
+    spec: RunnerSpec
     since: float
     state: str = "running"
     gone_at: float = float("inf")
-    asked: bool = False
+    stop_requested: bool = False
     alone_since: float | None = None
 
     @property
     def key(self) -> tuple[str, int]:
-        return self.order.job, self.order.number
+        return self.spec.job, self.spec.number
 
     def leave(self, now: float, chance: random.Random) -> None:
         if self.state != "leaving":
@@ -49,27 +49,27 @@ class Runner:
 
 
 @dataclass(eq=False)
-class Daemon:
+class FleetAgent:
     """What dies with the process."""
 
-    store: Interrupted
-    placer: Placer
+    store: InterruptedStore
+    scheduler: Scheduler
     lease: Lease | None = None
     version: int | None = None
     written: bytes = b""
-    ended: Ended = field(default_factory=Ended)
+    outcomes: RunOutcomes = field(default_factory=RunOutcomes)
 
 
 @dataclass(eq=False)
-class Machine:
+class FleetNode:
     node: str
     slots: int
-    runners: list[Runner] = field(default_factory=list)
-    exits: list[Over] = field(default_factory=list)
-    daemon: Daemon | None = None
+    runners: list[FleetRunner] = field(default_factory=list)
+    exits: list[RunnerEnd] = field(default_factory=list)
+    agent: FleetAgent | None = None
     back_at: float = 0.0
     paused_until: float = 0.0
-    cut_until: float = 0.0
+    disconnected_until: float = 0.0
 
 
 class Fleet:
@@ -88,34 +88,34 @@ class Fleet:
         self.chance = random.Random(seed)
         self.clock = clock or Clock()
         self.memory = store or MemoryStore(self.clock)
-        self.machines = [Machine(f"n{i}", self.chance.choice((2, 4, 4, 8))) for i in range(1, nodes + 1)]
+        self.machines = [FleetNode(f"n{i}", self.chance.choice((2, 4, 4, 8))) for i in range(1, nodes + 1)]
         self.refusing: set[tuple[str, str]] = set()
         self.submitted: set[tuple[str, int]] = set()
         self.started = 0
-        self.happened: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.sentences: list[str] = []
-        self._copies = Copies(self.memory, lambda sentence: None)
-        self._read: View | None = None
+        self._copies = StoreCache(self.memory, lambda sentence: None)
+        self._read: ClusterView | None = None
         self.memory.watch("", self._changed)
 
     def _changed(self, key: str) -> None:
-        self._copies.hint(key)
-        if not key.startswith((names.NODES, names.PLACER, names.CLOCK)):
+        self._copies.invalidate(key)
+        if not key.startswith((names.NODES, names.SCHEDULER, names.CLOCK)):
             self._read = None
 
-    def view(self) -> View:
+    def view(self) -> ClusterView:
         """What `queue.view` says, read again only where something has changed: a fleet of months must not take them."""
         if self._read is None:
-            self._read = View(
-                cordons=tuple(self._copies.records(names.CORDONED, Cordon)),
-                submissions=tuple(self._copies.records(names.SUBMITTED, Submission)),
-                placements=tuple(self._copies.records(names.PLACED, Placement)),
-                endings=tuple(self._copies.records(names.ENDED, Ending)),
+            self._read = ClusterView(
+                cordons=tuple(self._copies.records(names.CORDONS, Cordon)),
+                submissions=tuple(self._copies.records(names.SUBMISSIONS, Submission)),
+                placements=tuple(self._copies.records(names.PLACEMENTS, Placement)),
+                results=tuple(self._copies.records(names.RESULTS, JobResult)),
             )
         return self._read
 
-    def _seen(self, machine: Machine) -> View:
-        if self.clock.now < machine.cut_until:
+    def _view_from(self, machine: FleetNode) -> ClusterView:
+        if self.clock.now < machine.disconnected_until:
             raise StoreUnavailable("cut off")
         return self.view()
 
@@ -127,7 +127,13 @@ class Fleet:
         job = self.chance.choice([None, *(f"j{i}" for i in range(6))])
         try:
             made = queue.submit(
-                self.memory, "{}", job=job, nodes=(nodes[0], nodes[1]), slots=(slots[0], slots[1]), by="", at=0.0
+                self.memory,
+                "{}",
+                job=job,
+                nodes=(nodes[0], nodes[1]),
+                slots=(slots[0], slots[1]),
+                submitted_by="",
+                submitted_at=0.0,
             )
         except UsageError:
             return
@@ -136,7 +142,7 @@ class Fleet:
             self.refusing.add((made.job, self.chance.choice(self.machines).node))
 
     def cancel(self) -> None:
-        if unended := self.view().unended():
+        if unended := self.view().unfinished():
             queue.cancel(self.memory, self.chance.choice(unended).job, "", 0.0)
 
     def succeed(self) -> None:
@@ -146,43 +152,43 @@ class Fleet:
             key = self.chance.choice(running).key
             for machine in self.machines:
                 for runner in [r for r in machine.runners if r.key == key and r.state == "running"]:
-                    self._over(machine, runner, Exit(*key, 0, "succeeded", "done"))
+                    self._runner_ended(machine, runner, RunnerExit(*key, 0, "succeeded", "done"))
 
     def crash_runner(self) -> None:
         machine = self.chance.choice(self.machines)
         if machine.runners:
-            self._over(machine, self.chance.choice(machine.runners), None)
+            self._runner_ended(machine, self.chance.choice(machine.runners), None)
 
-    def kill_daemon(self) -> None:
+    def kill_agent(self) -> None:
         machine = self.chance.choice(self.machines[self.steady :])
-        if machine.daemon is not None:
-            self._dies(machine)
+        if machine.agent is not None:
+            self._die(machine)
             machine.back_at = self.clock.now + self.chance.choice((0.0, 1.0, 5.0, 30.0, 59.0, 90.0))
             for runner in machine.runners:
                 runner.alone_since = self.clock.now
 
     def power_loss(self) -> None:
         machine = self.chance.choice(self.machines[self.steady :])
-        self._dies(machine)
+        self._die(machine)
         machine.runners, machine.exits = [], []
         machine.back_at = self.clock.now + self.chance.choice((2.0, 30.0, 100.0))
 
-    def _dies(self, machine: Machine) -> None:
+    def _die(self, machine: FleetNode) -> None:
         """Nothing is said to anybody; but a connection whose client is dead ends, and its watches with it."""
-        if machine.daemon is not None:
-            for watch in (machine.daemon.placer._watch, machine.daemon.placer._key_watch):
+        if machine.agent is not None:
+            for watch in (machine.agent.scheduler._watch, machine.agent.scheduler._key_watch):
                 if watch is not None:
                     watch.close()
-        machine.daemon = None
+        machine.agent = None
 
     def pause(self) -> None:
         """The deciding thread of one daemon stands still; its runners hear nothing of it for a moment."""
         machine = self.chance.choice(self.machines)
         machine.paused_until = self.clock.now + self.chance.choice((1.0, 4.0, 10.0))
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         machine = self.chance.choice(self.machines)
-        machine.cut_until = self.clock.now + self.chance.choice((1.0, 4.0, 20.0, 80.0))
+        machine.disconnected_until = self.clock.now + self.chance.choice((1.0, 4.0, 20.0, 80.0))
 
     def cordon(self) -> None:
         machine = self.chance.choice(self.machines)
@@ -191,27 +197,27 @@ class Fleet:
     def uncordon(self) -> None:
         queue.uncordon(self.memory, self.chance.choice(self.machines).node)
 
-    EVENTS = ("submit",) * 8 + ("succeed",) * 6 + ("cancel", "uncordon", "uncordon", "cordon", "kill_daemon")
-    EVENTS += ("crash_runner", "power_loss", "pause", "cut")
+    EVENTS = ("submit",) * 8 + ("succeed",) * 6 + ("cancel", "uncordon", "uncordon", "cordon", "kill_agent")
+    EVENTS += ("crash_runner", "power_loss", "pause", "disconnect")
 
-    def forget(self) -> None:
+    def empty_store(self) -> None:
         """What only the test remembers."""
         self.submitted.clear()
         self.sentences.clear()
-        self._copies.forget()
+        self._copies.clear()
         for machine in self.machines:
-            if machine.daemon is not None:
-                machine.daemon.store.asked.clear()
+            if machine.agent is not None:
+                machine.agent.store.requests.clear()
 
-    def anything(self) -> None:
+    def random_fault(self) -> None:
         what = self.chance.choice(self.EVENTS)
-        self.happened[what] += 1
+        self.counts[what] += 1
         getattr(self, what)()
 
-    def peace(self) -> None:
+    def heal(self) -> None:
         """Nothing is wrong with any node from now on."""
         for machine in self.machines:
-            machine.back_at = machine.paused_until = machine.cut_until = 0.0
+            machine.back_at = machine.paused_until = machine.disconnected_until = 0.0
             queue.uncordon(self.memory, machine.node)
         self.refusing.clear()
 
@@ -221,76 +227,76 @@ class Fleet:
         self.clock.now += STEP_S
         for machine in self.chance.sample(self.machines, len(self.machines)):
             self._live(machine)
-            if machine.daemon is None and self.clock.now >= machine.back_at:
+            if machine.agent is None and self.clock.now >= machine.back_at:
                 self._start(machine)
-            elif machine.daemon is not None and self.clock.now >= machine.paused_until:
-                self._turn(machine, machine.daemon)
+            elif machine.agent is not None and self.clock.now >= machine.paused_until:
+                self._turn(machine, machine.agent)
         self.check()
 
-    def _live(self, machine: Machine) -> None:
+    def _live(self, machine: FleetNode) -> None:
         for runner in list(machine.runners):
             if runner.alone_since is not None and self.clock.now >= runner.alone_since + ADOPT_S:
                 runner.leave(self.clock.now, self.chance)
             if self.clock.now >= runner.gone_at:
-                self._over(machine, runner, Exit(*runner.key, 143, "left", "asked to leave"))
-            elif runner.state == "running" and (runner.order.job, machine.node) in self.refusing:
-                self._over(machine, runner, Exit(*runner.key, 2, "refused", "no such script"))
+                self._runner_ended(machine, runner, RunnerExit(*runner.key, 143, "left", "asked to leave"))
+            elif runner.state == "running" and (runner.spec.job, machine.node) in self.refusing:
+                self._runner_ended(machine, runner, RunnerExit(*runner.key, 2, "refused", "no such script"))
 
-    def _over(self, machine: Machine, runner: Runner, last: Exit | None) -> None:
+    def _runner_ended(self, machine: FleetNode, runner: FleetRunner, last: RunnerExit | None) -> None:
         machine.runners.remove(runner)
-        machine.exits.append(Over(runner.order, last, runner.asked))
+        machine.exits.append(RunnerEnd(runner.spec, last, runner.stop_requested))
 
-    def _start(self, machine: Machine) -> None:
+    def _start(self, machine: FleetNode) -> None:
         self.started += 1
-        store = Interrupted(self.memory)
+        store = InterruptedStore(self.memory)
 
         def cut(n: int, verb: str, key: str) -> None:
-            if self.clock.now < machine.cut_until:
+            if self.clock.now < machine.disconnected_until:
                 raise StoreUnavailable("cut off")
 
         store.before = cut
         times = {"lease_s": LEASE_S, "adopt_timeout_s": ADOPT_S, "keep_ended_s": self.keep_ended_s}
-        placer = Placer(store, machine.node, f"i{self.started}", **times)
-        machine.daemon = Daemon(store, placer)
+        placer = Scheduler(store, machine.node, f"i{self.started}", **times)
+        machine.agent = FleetAgent(store, placer)
         for runner in machine.runners:
             runner.alone_since = None
-        self._turn(machine, machine.daemon)
+        self._turn(machine, machine.agent)
 
-    def _turn(self, machine: Machine, daemon: Daemon) -> None:
+    def _turn(self, machine: FleetNode, daemon: FleetAgent) -> None:
         for over in machine.exits:
-            daemon.ended.add(over, 0.0, self.clock.now)
+            daemon.outcomes.add(over, 0.0, self.clock.now)
         machine.exits.clear()
         try:
             plan = self._plan(machine, daemon)
             self._announce(machine, daemon, plan)
-            for ending in plan.endings:
-                queue.ended(daemon.store, ending)
-            self.sentences += daemon.placer.turn(self.clock.now)
+            for ending in plan.results:
+                queue.record_result(daemon.store, ending)
+            self.sentences += daemon.scheduler.turn(self.clock.now)
             plan = self._plan(machine, daemon)
-            daemon.ended.settle(self._seen(machine), machine.node)
+            daemon.outcomes.forget_recorded(self._view_from(machine), machine.node)
         except StoreUnavailable:
             return
         for stop in plan.stop:
             for runner in machine.runners:
-                if runner.order is stop.order:
-                    runner.asked = True
+                if runner.spec is stop.spec:
+                    runner.stop_requested = True
                     runner.leave(self.clock.now, self.chance)
         for start in plan.start:
-            wants = start.wants
-            order = Order(wants.job, wants.number, machine.node, start.slots, wants.spec)
-            machine.runners.append(Runner(order, self.clock.now))
+            wants = start.submission
+            order = RunnerSpec(wants.job, wants.number, machine.node, start.slots, wants.spec)
+            machine.runners.append(FleetRunner(order, self.clock.now))
             keys = Keys(wants.job)
             for key in (keys.spec, keys.done(1) + machine.node):  # as a job's own agents leave some behind
                 self.memory.compare_and_swap(key, None, b"{}")
         self._announce(machine, daemon, self._plan(machine, daemon))
 
-    def _plan(self, machine: Machine, daemon: Daemon) -> Plan:
-        runs = [Runs(runner.order, runner.state) for runner in machine.runners]  # type: ignore[arg-type]
-        return reconcile(self._seen(machine), machine.node, runs, daemon.ended, "", self.clock.now)
+    def _plan(self, machine: FleetNode, daemon: FleetAgent) -> NodePlan:
+        runs = [LocalRunner(runner.spec, runner.state) for runner in machine.runners]  # type: ignore[arg-type]
+        return reconcile(self._view_from(machine), machine.node, runs, daemon.outcomes, "", self.clock.now)
 
-    def _announce(self, machine: Machine, daemon: Daemon, plan: Plan) -> None:
+    def _announce(self, machine: FleetNode, daemon: FleetAgent, plan: NodePlan) -> None:
         key = names.NODES + machine.node
-        value = NodeCard(machine.node, "i", machine.slots, running=plan.running).to_json()
+        value = NodeStatus(machine.node, "i", machine.slots, runners=plan.runners).to_json()
         try:
             if daemon.lease is not None and not daemon.lease.renew():
                 daemon.lease = None
@@ -309,18 +315,18 @@ class Fleet:
 
     def check(self) -> None:
         for machine in self.machines:
-            used = [slot for runner in machine.runners for slot in runner.order.slots]
+            used = [slot for runner in machine.runners for slot in runner.spec.slots]
             assert len(used) == len(set(used)), f"{machine.node}: a slot runs two jobs"
             keys = [runner.key for runner in machine.runners]
             assert len(keys) == len(set(keys)), f"{machine.node}: two runners of one job"
             assert not used or max(used) < machine.slots
         view = self.view()
-        numbers = {s.job: s.number for s in view.unended()}
+        numbers = {s.job: s.number for s in view.unfinished()}
         live = [p for p in view.placements if numbers.get(p.job) == p.number]
-        given = [(at.node, slot) for placement in live for at in placement.places for slot in at.slots]
+        given = [(at.node, slot) for placement in live for at in placement.assignments for slot in at.slots]
         assert len(given) == len(set(given)), "a slot is placed twice"
         for placement in live:
-            nodes = [place.node for place in placement.places]
+            nodes = [place.node for place in placement.assignments]
             assert len(nodes) == len(set(nodes))
             wants = next(s for s in view.submissions if s.job == placement.job)
             assert not nodes or wants.min_nodes <= len(nodes) <= wants.max_nodes
@@ -329,12 +335,12 @@ class Fleet:
         """Of the jobs that have not ended, those that do not run on all their places, and why."""
         view = self.view()
         found = {}
-        for wants in view.unended():
+        for wants in view.unfinished():
             placement = next((p for p in view.placements if (p.job, p.number) == (wants.job, wants.number)), None)
             if placement is None:
                 found[wants.job] = ""
                 continue
             on = {m.node for m in self.machines for r in m.runners if r.key == (wants.job, wants.number)}
-            if not placement.places or {place.node for place in placement.places} != on:
+            if not placement.assignments or {place.node for place in placement.assignments} != on:
                 found[wants.job] = placement.reason
         return found

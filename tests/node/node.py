@@ -20,7 +20,7 @@ from typing import Any
 from elasticd_agent.model.job_dir import JobFiles, job_files
 from elasticd_agent.node.runners import liveness as alive
 from elasticd_agent.node.runners import poller as visiting
-from elasticd_agent.node.runners.spec import Exit, read_exit
+from elasticd_agent.node.runners.spec import RunnerExit, read_exit
 from elasticd_agent.system import control_socket as control
 from tests.faults.job import REPOSITORY, SCRIPTS, Event, all_pids, comm_of, descendants, marked, until
 from tests.faults.job import alive as lives
@@ -40,7 +40,7 @@ def toml(value: object) -> str:
     return json.dumps(str(value))
 
 
-class Node:
+class AgentNode:
     """One agent. `work` is the directory that its jobs' scripts share with the test."""
 
     def __init__(self, root: Path, name: str, mark: str, **settings: Any) -> None:
@@ -66,11 +66,11 @@ class Node:
 
     def job(self, name: str, script: str, *args: str, **how: Any) -> dict[str, Any]:
         """Have a job in agent.toml from the next `write` on."""
-        job = self.described(name, script, *args, **how)
+        job = self.job_table(name, script, *args, **how)
         self.jobs.append(job)
         return job
 
-    def described(self, name: str, script: str, *args: str, **how: Any) -> dict[str, Any]:
+    def job_table(self, name: str, script: str, *args: str, **how: Any) -> dict[str, Any]:
         path = SCRIPTS / script if (SCRIPTS / script).exists() else Path(__file__).parent / "scripts" / script
         env = {"WORK": str(self.work), "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'agents'}", **self._marked()}
         return {
@@ -94,7 +94,7 @@ class Node:
 
     # --- its life -------------------------------------------------------------------------------------------------
 
-    def start(self, *flags: str, prefix: Sequence[str] = (), wait: bool = True, **env: str) -> Node:
+    def start(self, *flags: str, prefix: Sequence[str] = (), wait: bool = True, **env: str) -> AgentNode:
         """Start the agent, and wait until it takes part."""
         assert self.process is None or self.process.poll() is not None
         joined = len(self.events("agent_joined"))
@@ -163,7 +163,7 @@ class Node:
         self.until(lambda: self.events(kind, **having), f"{kind} {having}")
         return self.events(kind, **having)[0]
 
-    def said(self, text: str, within: float = 60.0) -> str:
+    def wait_for_log(self, text: str, within: float = 60.0) -> str:
         """The first line of its log that has this text, once it is there."""
         self.until(lambda: text in self.log, f"it to say {text!r}", within)
         return next(line for line in self.log.splitlines() if text in line)
@@ -189,26 +189,26 @@ class Node:
     def runner(self, job: str, number: int = 1) -> int:
         """The pid of the job's runner, once it has one."""
         lock = self.files(job, number).lock
-        found = until(lambda: alive.holder(lock), lambda: f"a runner of {job}\n{self.told()}")
+        found = until(lambda: alive.lock_owner(lock), lambda: f"a runner of {job}\n{self.diagnostics()}")
         return found.pid
 
     def workers(self, job: str, number: int = 1) -> tuple[int, ...]:
         """The pids of the newest group's workers, once it has started."""
         started = until(
-            lambda: self.job_events(job, "group_started", number), lambda: f"workers of {job}\n{self.told()}"
+            lambda: self.job_events(job, "group_started", number), lambda: f"workers of {job}\n{self.diagnostics()}"
         )
         return tuple(started[-1]["pids"])
 
-    def ask(self, job: str, do: str, number: int = 1) -> dict[str, Any]:
-        return control.ask(self.files(job, number).runtime / control.NAME, {"do": do}, 10)
+    def request(self, job: str, do: str, number: int = 1) -> dict[str, Any]:
+        return control.send_request(self.files(job, number).runtime / control.SOCKET_NAME, {"do": do}, 10)
 
-    def exited(self, job: str, number: int = 1, within: float = 60.0) -> Exit:
-        found = until(lambda: read_exit(self.files(job, number)), lambda: f"{job} to end\n{self.told()}", within)
+    def wait_for_exit(self, job: str, number: int = 1, within: float = 60.0) -> RunnerExit:
+        found = until(lambda: read_exit(self.files(job, number)), lambda: f"{job} to end\n{self.diagnostics()}", within)
         return found
 
-    def ask_as_daemon(self, job: str, do: str, number: int = 1) -> dict[str, Any]:
+    def request_as_agent(self, job: str, do: str, number: int = 1) -> dict[str, Any]:
         """As the daemon asks a runner of another user's."""
-        return visiting.ask(self.files(job, number), {"do": do}, 10)
+        return visiting.ask_runner(self.files(job, number), {"do": do}, 10)
 
     def steps(self, rank: int = 0) -> list[tuple[int, int]]:
         """(round, step) of every step that rank finished here."""
@@ -216,12 +216,12 @@ class Node:
         lines = path.read_text().splitlines() if path.exists() else []
         return [(int(round_), int(step)) for round_, step, *_ in (line.split() for line in lines if line)]
 
-    def stepped(self, step: int, rank: int = 0, within: float = 60.0) -> None:
+    def wait_for_step(self, step: int, rank: int = 0, within: float = 60.0) -> None:
         """Wait until that rank has finished that step here."""
         reached = lambda: max((s for _, s in self.steps(rank)), default=0) >= step  # noqa: E731
-        until(reached, lambda: f"step {step} of rank {rank}\n{self.told()}", within)
+        until(reached, lambda: f"step {step} of rank {rank}\n{self.diagnostics()}", within)
 
-    def told(self) -> str:
+    def diagnostics(self) -> str:
         """Everything there is to read, for a test that fails."""
         runners = "".join(
             f"--- {path.parent.name}\n{path.read_text(errors='replace')[-3000:]}"
@@ -235,15 +235,15 @@ class Node:
         """Every process of the agent's and its jobs', wherever it went to: by its environment."""
         return {pid: comm_of(pid) for pid in all_pids() if marked(pid, self.mark)}
 
-    def processes_of(self, job: str, number: int = 1) -> bool:
+    def job_is_running(self, job: str, number: int = 1) -> bool:
         """True while the job's runner, or what it started, is there."""
-        return alive.held(self.files(job, number).lock)
+        return alive.is_locked(self.files(job, number).lock)
 
     def assert_gone(self, within: float = 5.0) -> None:
         """No process is left of it, nor shared memory of its runners."""
         deadline = time.monotonic() + within
         while left := self.processes():
-            assert time.monotonic() < deadline, f"left after {within:g} s: {left}\n{self.told()}"
+            assert time.monotonic() < deadline, f"left after {within:g} s: {left}\n{self.diagnostics()}"
             time.sleep(0.02)
 
     def end(self) -> None:
@@ -274,4 +274,4 @@ def _events(path: Path, kind: str | None, having: Mapping[str, Any]) -> list[Eve
     return [event for event in found if wanted.items() <= event.items()]
 
 
-__all__ = ["COLD", "Node", "comm_of", "descendants", "lives", "toml", "until"]
+__all__ = ["COLD", "AgentNode", "comm_of", "descendants", "lives", "toml", "until"]

@@ -15,18 +15,18 @@ from typing import Any
 from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.api.client import Client, client_context
-from elasticd_agent.node.api.local import Here
+from elasticd_agent.node.api.client import AgentClient, client_context
+from elasticd_agent.node.api.local import LocalJobs
 from elasticd_agent.node.api.peers import Peers
-from elasticd_agent.node.api.routes import Api
-from elasticd_agent.node.api.server import ASKING_S, DaemonServer, Listening, Routes
-from elasticd_agent.node.api.service import Desk
-from elasticd_agent.node.records import NodeCard, Place, Placement, Running
+from elasticd_agent.node.api.routes import ApiRoutes
+from elasticd_agent.node.api.server import REQUEST_TIMEOUT_S, ApiServer, ListenOptions, Routes
+from elasticd_agent.node.api.service import JobService
+from elasticd_agent.node.records import NodeStatus, Placement, RunnerStatus, SlotAssignment
 from elasticd_agent.store import Versioned
 from elasticd_agent.store.memory import MemoryStore
-from elasticd_agent.system.control_socket import Unanswered
-from elasticd_agent.system.http_auth import TokenDoor
-from elasticd_agent.telemetry.metrics_server import Pages, Verdict
+from elasticd_agent.system.control_socket import ControlSocketError
+from elasticd_agent.system.http_auth import TokenAuth
+from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages
 
 TOKEN = "correct-horse-battery-staple"
 JOB = b'command = ["train.py"]\nworkdir = "/tmp"\nworkers = "1:2"\n'
@@ -59,13 +59,13 @@ class Served:
     store: Outage = field(default_factory=Outage)
     node: str = "n1"
     token: str | None = TOKEN
-    connection_s: float = ASKING_S
+    connection_s: float = REQUEST_TIMEOUT_S
     where: dict[str, Any] = field(default_factory=dict)
     said: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    front: Callable[[Api, TokenDoor, bool], Routes] = lambda api, token, tls: api
+    front: Callable[[ApiRoutes, TokenAuth, bool], Routes] = lambda api, token, tls: api
     now: Callable[[], float] = time.time
-    server: DaemonServer = field(init=False)
-    desk: Desk = field(init=False)
+    server: ApiServer = field(init=False)
+    desk: JobService = field(init=False)
 
     def __post_init__(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -73,16 +73,16 @@ class Served:
         if self.token is not None:
             self.token_file.write_text(self.token + "\n")
             self.token_file.chmod(0o600)
-        here = Here(self.node, self.root / "state", self._ask)
+        here = LocalJobs(self.node, self.root / "state", self._ask)
         tls = "tls_cert" in self.where
-        peers = Peers(TokenDoor(token_file).token, tls=tls, ca=self.where.pop("tls_ca", None))
+        peers = Peers(TokenAuth(token_file).token, tls=tls, ca=self.where.pop("tls_ca", None))
         peers = replace(peers, tls_name=self.where.pop("tls_name", None))
-        self.desk = Desk(self.store, here, peers, clock=self.now)
-        pages = Pages(lambda: b"up 1.0\n", lambda: {"node": self.node}, lambda: Verdict(True, "well"),
-                      lambda: Verdict(False, "not in"))  # fmt: skip
-        where = Listening(self.root / "run" / "agent.sock", port=0, token_file=token_file)
-        routes = self.front(Api(self.desk, pages), TokenDoor(token_file), tls)
-        self.server = DaemonServer(replace(where, **self.where), routes, self.connection_s)
+        self.desk = JobService(self.store, here, peers, clock=self.now)
+        well, absent = HealthProbeResult(True, "well"), HealthProbeResult(False, "not in")
+        pages = MonitoringPages(lambda: b"up 1.0\n", lambda: {"node": self.node}, lambda: well, lambda: absent)
+        where = ListenOptions(self.root / "run" / "agent.sock", port=0, token_file=token_file)
+        routes = self.front(ApiRoutes(self.desk, pages), TokenAuth(token_file), tls)
+        self.server = ApiServer(replace(where, **self.where), routes, self.connection_s)
 
     @property
     def token_file(self) -> Path:
@@ -93,19 +93,19 @@ class Served:
         assert self.server.address is not None
         return self.server.address
 
-    def unix(self) -> Client:
-        return Client(self.root / "run" / "agent.sock")
+    def unix(self) -> AgentClient:
+        return AgentClient(self.root / "run" / "agent.sock")
 
-    def tcp(self, token: str | None = TOKEN, ca: Path | None = None) -> Client:
-        return Client(None, *self.address, token, None if ca is None else client_context(ca))
+    def tcp(self, token: str | None = TOKEN, ca: Path | None = None) -> AgentClient:
+        return AgentClient(None, *self.address, token, None if ca is None else client_context(ca))
 
     def connected(self) -> socket.socket:
         return socket.create_connection(self.address, DEADLINE)
 
-    def announce(self, *running: Running, slots: int = 4, **card: Any) -> None:
+    def announce(self, *running: RunnerStatus, slots: int = 4, **card: Any) -> None:
         """This node's card is in the store, as its daemon would keep it."""
         host, port = self.address
-        it = NodeCard(self.node, "i1", slots, f"{host}:{port}", running=running, elasticd="0.1.0", **card)
+        it = NodeStatus(self.node, "i1", slots, f"{host}:{port}", runners=running, elasticd="0.1.0", **card)
         self.store.delete(names.NODES + self.node)
         assert self.store.announce(names.NODES + self.node, it.to_json(), 1e6) is not None
 
@@ -115,14 +115,14 @@ class Served:
         return int(reply.document()["number"])
 
     def place(self, job: str, number: int, *nodes: str, reason: str = "runs", last: tuple[str, ...] = ()) -> None:
-        key = names.PLACED + job
+        key = names.PLACEMENTS + job
         found = self.store.read(key)
-        places = tuple(Place(node, (0, 1)) for node in nodes)
-        record = Placement(job, number, places, reason, last=last).to_json()
+        places = tuple(SlotAssignment(node, (0, 1)) for node in nodes)
+        record = Placement(job, number, places, reason, previous_nodes=last).to_json()
         assert self.store.compare_and_swap(key, None if found is None else found.version, record)
 
     def files(self, job: str = "llama", number: int = 1) -> JobFiles:
-        return self.desk.here.files(job, number)
+        return self.desk.local.files(job, number)
 
     def log(self, round: int, rank: int, stream: str, text: str, job: str = "llama", number: int = 1) -> Path:
         path = self.files(job, number).logs / f"round-{round}" / f"rank-{rank}" / f"{stream}.log"
@@ -143,7 +143,7 @@ class Served:
     def _ask(self, files: JobFiles, request: Mapping[str, Any], within_s: float) -> dict[str, Any]:
         found = self.said.get(str(request["do"]))
         if found is None:
-            raise Unanswered("no runner is there")
+            raise ControlSocketError("no runner is there")
         return dict(found)
 
 

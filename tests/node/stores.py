@@ -19,7 +19,7 @@ class Clock:
         return self.now
 
 
-class Interrupted:
+class InterruptedStore:
     """What one client sees of `memory`. `before[n]` is called before its n-th request, and may raise.
 
     `late` requests are done, and only their answer is lost; a `deaf` client's watches
@@ -31,52 +31,52 @@ class Interrupted:
     ) -> None:
         self.memory, self.before = memory, before
         self.traffic = Traffic()
-        self.asked: list[tuple[str, str]] = []
-        self.late: set[int] = set()
-        self.deaf = False
+        self.requests: list[tuple[str, str]] = []
+        self.lost_answers: set[int] = set()
+        self.watches_silent = False
 
-    def _ask(self, verb: str, key: str) -> None:
-        self.asked.append((verb, key))
-        self.before(len(self.asked), verb, key)
+    def _request(self, verb: str, key: str) -> None:
+        self.requests.append((verb, key))
+        self.before(len(self.requests), verb, key)
 
     def _answer(self) -> None:
-        if len(self.asked) in self.late:
+        if len(self.requests) in self.lost_answers:
             raise StoreUnavailable("etcd at 10.0.0.1:2379 does not answer")
 
     def read(self, key: str) -> Versioned | None:
-        self._ask("read", key)
+        self._request("read", key)
         return self.memory.read(key)
 
     def list(self, prefix: str) -> dict[str, Versioned]:
-        self._ask("list", prefix)
+        self._request("list", prefix)
         return self.memory.list(prefix)
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
     ) -> bool:
-        self._ask("write", key)
+        self._request("write", key)
         done = self.memory.compare_and_swap(key, expected, value, guard)
         self._answer()
         return done
 
     def delete(self, key: str) -> bool:
-        self._ask("delete", key)
+        self._request("delete", key)
         return self.memory.delete(key)
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
-        self._ask("announce", key)
+        self._request("announce", key)
         lease = self.memory.announce(key, value, ttl_s)
         return None if lease is None else InterruptedLease(self, lease)
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        return self.memory.watch(prefix, (lambda key: None) if self.deaf else callback)
+        return self.memory.watch(prefix, (lambda key: None) if self.watches_silent else callback)
 
     def close(self) -> None:
         self.memory.close()
 
 
 class InterruptedLease:
-    def __init__(self, store: Interrupted, lease: Lease) -> None:
+    def __init__(self, store: InterruptedStore, lease: Lease) -> None:
         self._store, self._lease = store, lease
 
     @property
@@ -84,13 +84,13 @@ class InterruptedLease:
         return self._lease.ttl_s
 
     def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
-        self._store._ask("hold", key)
+        self._store._request("hold", key)
         return self._lease.hold(key, value, expected)
 
     def renew(self) -> bool:
-        self._store._ask("renew", "")
+        self._store._request("renew", "")
         return self._lease.renew()
 
     def withdraw(self) -> None:
-        self._store._ask("withdraw", "")
+        self._store._request("withdraw", "")
         self._lease.withdraw()

@@ -6,10 +6,10 @@ import pytest
 
 from tests.faults.job import Event
 from tests.node.conftest import MakeNode
-from tests.node.node import Node, lives, until
+from tests.node.node import AgentNode, lives, until
 
 
-def assert_none_lost(job: str, where: Node, *nodes: Node) -> None:
+def assert_none_lost(job: str, where: AgentNode, *nodes: AgentNode) -> None:
     """Every step was trained once: each round goes on right after the step at which the one before it was held.
 
     `where` is the node whose folder rank 0 writes to. A held group ends inside `step()`: the script cannot write that
@@ -32,15 +32,15 @@ def test_a_job_on_one_node_leaves_with_the_agent_and_goes_on_exactly_where_it_wa
     saved = n1.work / "ck"
     n1.job("one", "resume.py", "--steps", "600", "--every", "1000", workers=2, checkpoint_dir=str(saved))
     n1.start()
-    n1.stepped(50)
+    n1.wait_for_step(50)
     workers = n1.workers("one")
     assert n1.drain() == 0
     assert not any(map(lives, workers))
     n1.assert_gone()
-    left = n1.exited("one")
+    left = n1.wait_for_exit("one")
     assert (left.outcome, left.exit_code, left.step) == ("left", 143, n1.steps()[-1][1])
     n1.start()
-    until(lambda: n1.exited("one").outcome == "succeeded", n1.told)
+    until(lambda: n1.wait_for_exit("one").outcome == "succeeded", n1.diagnostics)
     assert_none_lost("one", n1, n1)
     assert {number for number, _ in n1.steps()} == {1, 2}
     assert n1.drain() == 0
@@ -53,28 +53,28 @@ def test_one_of_two_nodes_leaves_and_no_step_is_lost(nodes: MakeNode) -> None:
     n1.job("both", "resume.py", "--steps", "100000", "--every", "100000", nodes="1:2", workers=1, **shared)
     n2.start()
     n1.start()
-    both = until(lambda: both_in(n1, n2), n1.told)[-1]
-    until(lambda: n1.steps() and n1.steps()[-1][0] >= both["round"], n1.told)
-    n1.stepped(n1.steps()[-1][1] + 30)
+    both = until(lambda: both_in(n1, n2), n1.diagnostics)[-1]
+    until(lambda: n1.steps() and n1.steps()[-1][0] >= both["round"], n1.diagnostics)
+    n1.wait_for_step(n1.steps()[-1][1] + 30)
     leaver = n1 if both["nodes"][0] == "n1" else n2
     stayer = n2 if leaver is n1 else n1
     assert leaver.drain() == 0
     reached = n1.steps()[-1][1]
-    n1.stepped(reached + 30)
+    n1.wait_for_step(reached + 30)
     assert_none_lost("both", n1, n1, n2)
     newest = stayer.job_events("both", "round_published")[-1]
     assert newest["nodes"] == [stayer.name]
     assert newest["cause"] == "resize"
     assert newest["reason"].startswith(f"{leaver.name} leaves: the agent was stopped (SIGTERM); restart ")
     leaver.start()
-    grown = until(lambda: [e for e in both_in(n1, n2) if e["round"] > newest["round"]], stayer.told)[-1]
-    until(lambda: n1.steps()[-1][0] >= grown["round"], n1.told)
+    grown = until(lambda: [e for e in both_in(n1, n2) if e["round"] > newest["round"]], stayer.diagnostics)[-1]
+    until(lambda: n1.steps()[-1][0] >= grown["round"], n1.diagnostics)
     assert stayer.drain() == 0
     assert leaver.drain() == 0
     assert_none_lost("both", n1, n1, n2)
 
 
-def both_in(*nodes: Node) -> list[Event]:
+def both_in(*nodes: AgentNode) -> list[Event]:
     return [e for node in nodes for e in node.job_events("both", "round_published") if len(e["nodes"]) == 2]
 
 
@@ -85,13 +85,13 @@ def test_a_job_that_needs_both_nodes_waits_at_a_checkpoint_while_one_is_away(nod
     n1.job("both", "resume.py", "--steps", "100000", "--every", "100000", nodes=2, workers=1, **shared)
     n2.start()
     n1.start()
-    n1.stepped(30)
+    n1.wait_for_step(30)
     assert n2.drain() == 0
-    until(lambda: not n1.processes_of("both"), n1.told)
+    until(lambda: not n1.job_is_running("both"), n1.diagnostics)
     reached = n1.steps()[-1][1]
     assert "waits: wants 2 nodes" in n1.log
     n2.start()
-    n1.stepped(reached + 30)
+    n1.wait_for_step(reached + 30)
     assert_none_lost("both", n1, n1, n2)
     assert [n1.drain(), n2.drain()] == [0, 0]
     assert_none_lost("both", n1, n1, n2)

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.node.executor import FOLDER_S, Performing
+from elasticd_agent.node.executor import RETRY_S, Executor
 from elasticd_agent.node.metrics import NodeMetrics
-from elasticd_agent.node.reconcile import Ended, Over, Plan, Start
+from elasticd_agent.node.reconcile import NodePlan, RunnerEnd, RunnerStart, RunOutcomes
 from elasticd_agent.node.records import Submission
 from elasticd_agent.node.runners.spawn import NotAllowed
-from elasticd_agent.node.runners.spec import Order, last_word
+from elasticd_agent.node.runners.spec import RunnerSpec, exit_for
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "/state/jobs/llm.1")
 
 
 @dataclass
-class Machine:
+class FakeRunners:
     """Runners and orders of a node on which one thing or another goes wrong."""
 
     account_fails: Exception | None = None
@@ -30,86 +30,89 @@ class Machine:
     did: list[str] = field(default_factory=list)
     settings: Any = field(default_factory=lambda: SimpleNamespace(drain_timeout_s=60.0))
 
-    def order(self, start: Start) -> Order:
-        return Order(start.wants.job, start.wants.number, "n1", start.slots, "{}")
+    def build(self, start: RunnerStart) -> RunnerSpec:
+        return RunnerSpec(start.submission.job, start.submission.number, "n1", start.slots, "{}")
 
-    def account(self, order: Order) -> Any:
+    def account(self, order: RunnerSpec) -> Any:
         if self.account_fails:
             raise self.account_fails
 
     def secrets(self) -> Any: ...
 
-    def start(self, order: Order, account: Any, secrets: Any) -> int:
+    def start(self, order: RunnerSpec, account: Any, secrets: Any) -> int:
         self.did.append("start")
         if self.start_fails:
             raise self.start_fails
         return 4711
 
-    def refuse(self, order: Order, account: Any, why: str) -> Over:
+    def refuse(self, order: RunnerSpec, account: Any, why: str) -> RunnerEnd:
         self.did.append(f"refuse: {why}")
         if self.refuse_fails:
             raise self.refuse_fails
-        return Over(order, last_word(order, 2, why, (), 0), asked=False)
+        return RunnerEnd(order, exit_for(order, 2, why, (), 0), requested=False)
 
 
-class Heard:
+class RecordingJournal:
     def __init__(self) -> None:
         self.sentences: list[str] = []
 
-    def warned(self, sentence: str) -> None:
+    def warn(self, sentence: str) -> None:
         self.sentences.append(sentence)
 
-    def happened(self, kind: Any, sentence: str, **fields: Any) -> None:
+    def event(self, kind: Any, sentence: str, **fields: Any) -> None:
         self.sentences.append(sentence)
 
 
-PLAN = Plan(start=(Start(Submission("llm", 1, "{}", 1, 1, 1, 1), (0,)),))
+PLAN = NodePlan(start=(RunnerStart(Submission("llm", 1, "{}", 1, 1, 1, 1), (0,)),))
 
 
-def on(machine: Machine) -> tuple[Performing, Ended, list[str]]:
-    heard, ended = Heard(), Ended()
+def on(machine: FakeRunners) -> tuple[Executor, RunOutcomes, list[str]]:
+    heard, ended = RecordingJournal(), RunOutcomes()
     it: Any = machine
-    return Performing(it, heard, NodeMetrics("n1", "1"), it, ended), ended, heard.sentences  # type: ignore[arg-type]
+    return Executor(it, heard, NodeMetrics("n1", "1"), it, ended), ended, heard.sentences  # type: ignore[arg-type]
 
 
 def test_a_runner_that_starts() -> None:
-    machine = Machine()
+    machine = FakeRunners()
     performing, _, said = on(machine)
-    performing.perform(PLAN, 100.0)
+    performing.execute(PLAN, 100.0)
     assert said == ["job llm: its runner starts as pid 4711, with slots 0"]
-    assert performing.started(("llm", 1))
-
-
-@pytest.mark.parametrize(
-    "machine",
-    [Machine(account_fails=UsageError("user 'x' does not exist")), Machine(start_fails=NotAllowed("user 'x' may not"))],
-    ids=["no such user", "python out of reach"],
-)
-def test_who_may_not_be_started_is_refused(machine: Machine) -> None:
-    performing, ended, said = on(machine)
-    performing.perform(PLAN, 100.0)
-    assert ended.last[("llm", 1)].outcome == "refused"
-    assert said[0].startswith("job llm is refused by this node: user 'x' ")
-    assert not performing.started(("llm", 1))
+    assert performing.has_started(("llm", 1))
 
 
 @pytest.mark.parametrize(
     "machine",
     [
-        Machine(start_fails=FULL),
-        Machine(account_fails=UsageError("user 'x' does not exist"), refuse_fails=FULL),
-        Machine(start_fails=NotAllowed("user 'x' may not"), refuse_fails=FULL),
+        FakeRunners(account_fails=UsageError("user 'x' does not exist")),
+        FakeRunners(start_fails=NotAllowed("user 'x' may not")),
+    ],
+    ids=["no such user", "python out of reach"],
+)
+def test_who_may_not_be_started_is_refused(machine: FakeRunners) -> None:
+    performing, ended, said = on(machine)
+    performing.execute(PLAN, 100.0)
+    assert ended.exits[("llm", 1)].outcome == "refused"
+    assert said[0].startswith("job llm is refused by this node: user 'x' ")
+    assert not performing.has_started(("llm", 1))
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        FakeRunners(start_fails=FULL),
+        FakeRunners(account_fails=UsageError("user 'x' does not exist"), refuse_fails=FULL),
+        FakeRunners(start_fails=NotAllowed("user 'x' may not"), refuse_fails=FULL),
     ],
     ids=["to start", "to refuse", "to refuse after all"],
 )
-def test_a_full_disk_costs_a_while_and_not_the_daemon(machine: Machine) -> None:
+def test_a_full_disk_costs_a_while_and_not_the_daemon(machine: FakeRunners) -> None:
     performing, ended, said = on(machine)
-    performing.perform(PLAN, 100.0)
+    performing.execute(PLAN, 100.0)
     assert said == ["job llm cannot be started: /state/jobs/llm.1: No space left on device; it is tried again in 10 s"]
     tried = len(machine.did)
-    performing.perform(PLAN, 100.0 + FOLDER_S - 1)
+    performing.execute(PLAN, 100.0 + RETRY_S - 1)
     assert len(machine.did) == tried
     machine.start_fails = machine.account_fails = machine.refuse_fails = None
-    performing.perform(PLAN, 100.0 + FOLDER_S)
-    assert performing.started(("llm", 1))
-    assert not ended.last
+    performing.execute(PLAN, 100.0 + RETRY_S)
+    assert performing.has_started(("llm", 1))
+    assert not ended.exits

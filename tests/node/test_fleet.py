@@ -17,17 +17,17 @@ HAPPENED: Counter[str] = Counter()
 def test_everything_at_once(seed: int, nodes: int) -> None:
     fleet = Fleet(100 * nodes + seed, nodes)
     for _ in range(60):
-        fleet.anything()
+        fleet.random_fault()
         for _ in range(fleet.chance.choice((1, 2, 10, 40))):
             fleet.step()
-    HAPPENED.update(fleet.happened)
-    fleet.peace()
+    HAPPENED.update(fleet.counts)
+    fleet.heal()
     for _ in range(int((ADOPT_S + 4 * LEASE_S) / STEP_S)):
         fleet.step()
     for _ in range(200):  # one after the other ends, until nobody runs
         view = fleet.view()
         running = [r.key for m in fleet.machines for r in m.runners]
-        ended = [key for key in running if view.ending(*key)]
+        ended = [key for key in running if view.result(*key)]
         assert not ended, f"{ended} have ended and run on"
         for job, reason in fleet.waiting().items():
             assert "waits" in reason, f"{job}: {reason or 'nobody has looked at it'}"
@@ -36,13 +36,13 @@ def test_everything_at_once(seed: int, nodes: int) -> None:
         fleet.succeed()
         for _ in range(int(12 / STEP_S)):
             fleet.step()
-    left = fleet.view().unended()
+    left = fleet.view().unfinished()
     for wants in left:
         fit = [m for m in fleet.machines if m.slots >= wants.min_slots]
-        refused = {r.node for p in fleet.view().placements if p.job == wants.job for r in p.refused}
+        refused = {r.node for p in fleet.view().placements if p.job == wants.job for r in p.refusals}
         assert len([m for m in fit if m.node not in refused]) < wants.min_nodes, f"{wants.job} could run"
         assert "it holds up nobody" in fleet.waiting()[wants.job]
-    ended = {(e.job, e.number) for e in fleet.view().endings}
+    ended = {(e.job, e.number) for e in fleet.view().results}
     newest = {job: max(n for j, n in fleet.submitted if j == job) for job, _ in fleet.submitted}
     assert set(newest.items()) <= ended | {(s.job, s.number) for s in left}, "of every id the last run ended or waits"
 
@@ -50,7 +50,7 @@ def test_everything_at_once(seed: int, nodes: int) -> None:
 def test_a_node_that_refused_a_job_is_tried_again_once_somebody_has_cordoned_it() -> None:
     fleet = Fleet(1, 1)
     fleet.refusing.add(("llm", "n1"))
-    queue.submit(fleet.memory, "{}", job="llm", nodes=(1, 1), slots=(1, 1), by="", at=0.0)
+    queue.submit(fleet.memory, "{}", job="llm", nodes=(1, 1), slots=(1, 1), submitted_by="", submitted_at=0.0)
     for _ in range(20):
         fleet.step()
     assert "n1 refused it: no such script" in fleet.waiting()["llm"]

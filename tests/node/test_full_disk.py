@@ -41,18 +41,18 @@ def test_a_full_disk_costs_no_job_and_not_even_how_it_ended(node: MakeNode, smal
     n1.state = small_disk / "state"
     n1.job("one", "plain.py", COLD, "sleep", workers=1)
     n1.start()
-    until(lambda: (n1.work / "ready-0").exists(), n1.told)
+    until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
     workers, runner = n1.workers("one"), n1.runner("one")
     filler = fill(small_disk)
     n1.kill()
     os.truncate(n1.state / "node.json", 5)  # under which name it was here, it cannot even write down anew
     n1.start(wait=False)
-    n1.said(f"its runner (pid {runner}) lives, and goes on")
-    n1.said("node n1 takes part")
+    n1.wait_for_log(f"its runner (pid {runner}) lives, and goes on")
+    n1.wait_for_log("node n1 takes part")
     assert n1.workers("one") == workers
     assert all(map(lives, workers))
     assert n1.drain() == 0
-    assert n1.exited("one").exit_code == 143
+    assert n1.wait_for_exit("one").exit_code == 143
     assert os.statvfs(small_disk).f_bavail < 16, "the test had filled it"
     assert not any(map(lives, workers))
     # A node with a full disk starts, and says what it cannot do; with room again it does it.
@@ -60,9 +60,9 @@ def test_a_full_disk_costs_no_job_and_not_even_how_it_ended(node: MakeNode, smal
     fill(small_disk)
     aways = n1.log.count("goes on without the store")
     n1.start(wait=False)
-    until(lambda: n1.log.count("goes on without the store") > aways, n1.told)
+    until(lambda: n1.log.count("goes on without the store") > aways, n1.diagnostics)
     assert not (n1.work / "ready-0").exists()
     filler.unlink()
-    until(lambda: (n1.work / "ready-0").exists(), n1.told)
+    until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
     assert n1.drain() == 0
     n1.assert_gone()

@@ -19,7 +19,7 @@ import pytest
 
 from elasticd_agent.node import keys as names
 from elasticd_agent.node.scheduler import job_queue as queue
-from elasticd_agent.store.file import SLACK_BYTES, KeptStore
+from elasticd_agent.store.file import COMPACTION_SLACK_BYTES, FileStore
 from elasticd_agent.store.memory import MemoryStore
 from tests.node.fleet import ADOPT_S, STEP_S, Fleet
 from tests.node.stores import Clock
@@ -44,23 +44,23 @@ def store(request: pytest.FixtureRequest) -> Iterator[tuple[MemoryStore, Clock, 
     clock = Clock()
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=f"elasticd-months-{os.getpid()}-") as folder:
         path = Path(folder) / "kept"
-        made = KeptStore(path, clock) if request.param == "kept" else MemoryStore(clock)
+        made = FileStore(path, clock) if request.param == "kept" else MemoryStore(clock)
         yield made, clock, path
         made.close()
 
 
 def quiet(fleet: Fleet, path: Path) -> Footprint:
     """End everything, let it be cleaned away, and look at what is there."""
-    fleet.peace()
-    for wants in fleet.view().unended():
+    fleet.heal()
+    for wants in fleet.view().unfinished():
         queue.cancel(fleet.memory, wants.job, "", 0.0)
     for _ in range(int((ADOPT_S + KEEP_S + 60.0) / STEP_S)):
         fleet.step()
     assert not [runner for machine in fleet.machines for runner in machine.runners]
-    fleet.forget()
+    fleet.empty_store()
     gc.collect()
     files = frozenset(p.name for p in path.parent.iterdir())
-    assert not path.exists() or path.stat().st_size < SLACK_BYTES + 20_000
+    assert not path.exists() or path.stat().st_size < COMPACTION_SLACK_BYTES + 20_000
     return Footprint(
         frozenset(fleet.memory.list("")),
         files,
@@ -77,7 +77,7 @@ def live_through(store: tuple[MemoryStore, Clock, Path], turns: int, chapters: i
     before: list[Footprint] = []
     for chapter in range(chapters):
         while begun < turns * (chapter + 1) / chapters:
-            fleet.anything()
+            fleet.random_fault()
             for _ in range(fleet.chance.choice((1, 2, 4, 20))):
                 fleet.step()
                 begun += NODES
@@ -86,7 +86,7 @@ def live_through(store: tuple[MemoryStore, Clock, Path], turns: int, chapters: i
         before.append(quiet(fleet, path))
     assert placed >= turns / 120, placed
     assert submitted >= turns / 1000, submitted
-    steady = {names.SEQUENCE, names.CLOCK, names.PLACER, *(names.NODES + m.node for m in fleet.machines)}
+    steady = {names.SEQUENCE, names.CLOCK, names.SCHEDULER, *(names.NODES + m.node for m in fleet.machines)}
     first, *others = before
     for later in others:
         assert later.keys <= steady, "keys"

@@ -8,19 +8,19 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticd_agent.node import metrics as gauges
-from elasticd_agent.node.metrics import Facts, NodeMetrics
+from elasticd_agent.node.metrics import NodeFacts, NodeMetrics
 
-FACTS = Facts(
+FACTS = NodeFacts(
     slots=8,
-    used=3,
+    slots_used=3,
     state="draining",
-    joined=True,
-    places=False,
+    registered=True,
+    is_scheduler=False,
     runners={"running": 2, "refused": 1},
-    waiting=4,
+    jobs_waiting=4,
     store_up=True,
-    late_s=0.5,
-    lines_lost=0,
+    loop_lag_s=0.5,
+    event_log_lines_lost=0,
 )
 
 
@@ -36,7 +36,7 @@ def test_what_the_node_says_of_itself() -> None:
     node = NodeMetrics('n"1\\', "1.0")
     node.runner_started()
     node.runner_ended("lost")
-    node.store_away()
+    node.store_lost()
     found = samples(node.render(FACTS))
     assert found["elasticd_node_slots",] == 8
     assert found["elasticd_node_slots_used",] == 3

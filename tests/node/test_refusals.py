@@ -13,20 +13,20 @@ import pytest
 
 from elasticd_agent.node import keys as names
 from elasticd_agent.node.runners import liveness as alive
-from elasticd_agent.node.runners.spec import Order
+from elasticd_agent.node.runners.spec import RunnerSpec
 from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import EtcdServers
 from tests.node.conftest import MakeNode
-from tests.node.node import COLD, Node, lives, until
+from tests.node.node import COLD, AgentNode, lives, until
 
 
-def sleeping(node: Node, name: str = "one", **how: object) -> None:
+def sleeping(node: AgentNode, name: str = "one", **how: object) -> None:
     """A job without torch whose workers wait for nothing."""
     node.job(name, "plain.py", COLD, "sleep", workers=1, **how)
 
 
-def ready(node: Node, job: str = "one") -> tuple[int, ...]:
-    until(lambda: (node.work / "ready-0").exists(), node.told)
+def ready(node: AgentNode, job: str = "one") -> tuple[int, ...]:
+    until(lambda: (node.work / "ready-0").exists(), node.diagnostics)
     return node.workers(job)
 
 
@@ -67,8 +67,8 @@ def test_pids_of_an_earlier_boot_are_nobodys(node: MakeNode) -> None:
         for number, stranger in enumerate(strangers, 1):
             files = n1.files("old", number)
             files.root.mkdir(parents=True)
-            files.order.write_bytes(Order("old", number, "n1", (0,), "{}").to_json())
-            named = alive.Process.of(stranger.pid)
+            files.runner_spec.write_bytes(RunnerSpec("old", number, "n1", (0,), "{}").to_json())
+            named = alive.ProcessIdentity.of(stranger.pid)
             assert named is not None
             boot = "an-earlier-boot" if number == 1 else named.boot
             files.lock.write_text(f"{named.pid} {named.started} {boot}\n")
@@ -90,15 +90,15 @@ def test_a_runner_that_no_daemon_speaks_to_leaves_by_itself(node: MakeNode) -> N
     (worker,) = ready(n1)
     n1.kill()
     killed = time.monotonic()
-    last = n1.exited("one")
+    last = n1.wait_for_exit("one")
     assert 3 < time.monotonic() - killed < 15
     assert (last.outcome, last.exit_code) == ("left", 143)
     assert not lives(worker)
-    assert "no daemon has spoken to this runner for 5 s" in n1.files("one").told.read_text()
-    until(lambda: not n1.processes(), n1.told)
+    assert "no daemon has spoken to this runner for 5 s" in n1.files("one").output.read_text()
+    until(lambda: not n1.processes(), n1.diagnostics)
     n1.start()
     n1.event("runner_started")
-    until(lambda: n1.workers("one") != (worker,), n1.told)
+    until(lambda: n1.workers("one") != (worker,), n1.diagnostics)
     assert n1.drain() == 0
 
 
@@ -111,7 +111,7 @@ def test_a_runner_that_is_stopped_is_not_taken_for_an_orphan_and_does_not_take_i
     os.kill(runner, signal.SIGSTOP)
     time.sleep(7)  # longer than adopt_timeout: nothing else shows that nothing happens
     os.kill(runner, signal.SIGCONT)
-    asked = n1.ask("one", "status")
+    asked = n1.request("one", "status")
     assert asked["phase"] == "running"
     time.sleep(3)
     assert n1.workers("one") == workers
@@ -141,7 +141,7 @@ def test_a_second_sigterm_does_not_wait_for_workers_that_do_not_listen(node: Mak
     (worker,) = ready(n1)
     asked = time.monotonic()
     n1.signal(signal.SIGTERM)
-    n1.said("leaves this node")
+    n1.wait_for_log("leaves this node")
     n1.signal(signal.SIGTERM)
     assert n1.wait() == 0
     assert time.monotonic() - asked < 20
@@ -165,16 +165,16 @@ def test_what_runs_goes_on_while_the_store_is_away_and_in_one_that_came_back_emp
     etcd.restart()
     n1.event("store_back")
     etcd.restart(empty=True)
-    n1.said("it is told again")
+    n1.wait_for_log("it is told again")
     store = EtcdStore(etcd.endpoints)
     try:
-        until(lambda: store.read(f"{names.SUBMITTED}one"), n1.told)
-        placed = until(lambda: store.read(f"{names.PLACED}one"), n1.told)
-        assert [place["node"] for place in json.loads(placed.value)["places"]] == ["n1"]
+        until(lambda: store.read(f"{names.SUBMISSIONS}one"), n1.diagnostics)
+        placed = until(lambda: store.read(f"{names.PLACEMENTS}one"), n1.diagnostics)
+        assert [place["node"] for place in json.loads(placed.value)["assignments"]] == ["n1"]
     finally:
         store.close()
     time.sleep(3)  # what is wrong with the placement would have ended the runner by now
-    assert n1.workers("one") == workers, n1.told()
+    assert n1.workers("one") == workers, n1.diagnostics()
     assert all(map(lives, workers))
     assert len(n1.events("runner_started")) == 1
     assert n1.drain() == 0

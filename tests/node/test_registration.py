@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import NodeCard
-from elasticd_agent.node.registration import Announcement, NameTaken
-from elasticd_agent.node.scheduler.scheduler import Placer
+from elasticd_agent.node.records import NodeStatus
+from elasticd_agent.node.registration import NameTaken, NodeStatusPublisher
+from elasticd_agent.node.scheduler.scheduler import Scheduler
 from elasticd_agent.store.memory import MemoryStore
-from tests.node.stores import Clock, Interrupted
+from tests.node.stores import Clock, InterruptedStore
 
 
-class Daemon:
+class PublishingAgent:
     """As far as it announces and places."""
 
     def __init__(self, memory: MemoryStore, node: str, incarnation: str | None = None) -> None:
-        self.card = NodeCard(node, incarnation or f"i-{node}", 4)
-        self.store = Interrupted(memory)
-        self.announcement = Announcement(self.store, self.card, 3.0, 1.0)
-        self.placer = Placer(self.store, node, self.card.incarnation, announce=self.announcement.beneath)
+        self.card = NodeStatus(node, incarnation or f"i-{node}", 4)
+        self.store = InterruptedStore(memory)
+        self.announcement = NodeStatusPublisher(self.store, self.card, 3.0, 1.0)
+        self.placer = Scheduler(self.store, node, self.card.incarnation, announce=self.announcement.announce_with_node)
 
     def turn(self, clock: Clock) -> list[str]:
         self.announcement.turn(self.card, clock.now)
@@ -40,7 +40,7 @@ def memory(clock: Clock) -> MemoryStore:
     return MemoryStore(clock)
 
 
-def live(clock: Clock, seconds: int, *daemons: Daemon) -> list[str]:
+def live(clock: Clock, seconds: int, *daemons: PublishingAgent) -> list[str]:
     said = []
     for _ in range(seconds):
         clock.now += 1.0
@@ -49,57 +49,57 @@ def live(clock: Clock, seconds: int, *daemons: Daemon) -> list[str]:
 
 
 def test_an_idle_daemon_that_places_asks_for_one_renewal_a_second(clock: Clock, memory: MemoryStore) -> None:
-    one = Daemon(memory, "a")
+    one = PublishingAgent(memory, "a")
     live(clock, 3, one)
-    assert one.placer.places
-    one.store.asked.clear()
+    assert one.placer.is_leader
+    one.store.requests.clear()
     live(clock, 10, one)
-    assert [verb for verb, _ in one.store.asked] == ["renew"] * 10
-    assert memory.read(names.PLACER) is not None
+    assert [verb for verb, _ in one.store.requests] == ["renew"] * 10
+    assert memory.read(names.SCHEDULER) is not None
 
 
 def test_who_is_gone_loses_both_and_who_is_left_places(clock: Clock, memory: MemoryStore) -> None:
-    one, two = Daemon(memory, "a"), Daemon(memory, "b")
+    one, two = PublishingAgent(memory, "a"), PublishingAgent(memory, "b")
     live(clock, 3, one, two)
-    assert (one.placer.places, two.placer.places) == (True, False)
+    assert (one.placer.is_leader, two.placer.is_leader) == (True, False)
     said = live(clock, 5, two)
     assert memory.read(names.NODES + "a") is None
     assert "b places jobs from now on" in said
     # It was only stopped, and comes back: it does not place beside the other.
     live(clock, 3, one, two)
-    assert (one.placer.places, two.placer.places) == (False, True)
+    assert (one.placer.is_leader, two.placer.is_leader) == (False, True)
     assert memory.read(names.NODES + "a") is not None
 
 
 def test_an_orderly_end_lets_the_other_place_at_once_and_one_that_is_replaced_keeps_its_card(
     clock: Clock, memory: MemoryStore
 ) -> None:
-    one, two = Daemon(memory, "a"), Daemon(memory, "b")
+    one, two = PublishingAgent(memory, "a"), PublishingAgent(memory, "b")
     live(clock, 2, one, two)
     one.placer.close()  # as before it replaces itself
-    assert memory.read(names.PLACER) is None
+    assert memory.read(names.SCHEDULER) is None
     assert memory.read(names.NODES + "a") is not None
     assert two.turn(clock) == ["b places jobs from now on"]
     two.close()
-    assert memory.read(names.PLACER) is None
+    assert memory.read(names.SCHEDULER) is None
     assert memory.read(names.NODES + "b") is None
     two.close()  # twice is once
 
 
 def test_the_next_process_of_a_killed_daemon_places_again_within_a_lease(clock: Clock, memory: MemoryStore) -> None:
-    one = Daemon(memory, "a")
+    one = PublishingAgent(memory, "a")
     live(clock, 3, one)
-    again = Daemon(memory, "a", one.card.incarnation)
+    again = PublishingAgent(memory, "a", one.card.incarnation)
     again.turn(clock)  # the card is its own
     said = live(clock, 4, again)
     assert "a places jobs from now on" in said
-    assert again.placer.places
+    assert again.placer.is_leader
 
 
 def test_who_has_no_card_places_nothing(clock: Clock, memory: MemoryStore) -> None:
-    memory.announce(names.NODES + "a", NodeCard("a", "somebody else", 4).to_json(), 60.0)
-    twin = Daemon(memory, "a")
+    memory.announce(names.NODES + "a", NodeStatus("a", "somebody else", 4).to_json(), 60.0)
+    twin = PublishingAgent(memory, "a")
     with pytest.raises(NameTaken):
         twin.turn(clock)
     assert twin.placer.turn(clock.now) == []
-    assert memory.read(names.PLACER) is None
+    assert memory.read(names.SCHEDULER) is None

@@ -16,11 +16,11 @@ def test_a_reload_is_all_or_nothing_and_says_what_waits(node: MakeNode) -> None:
     n1.job("first", "plain.py", COLD, "sleep", workers=1)
     n1.start()
     workers = n1.workers("first")
-    until(lambda: (n1.work / "ready-0").exists(), n1.told)
+    until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
 
     n1.config.write_text(n1.config.read_text() + "worker = 3\n")
     n1.signal(signal.SIGHUP)
-    said = n1.said("nothing was reloaded")
+    said = n1.wait_for_log("nothing was reloaded")
     assert said.endswith(f"{n1.config}: job[0].worker: is not a key; did you mean workers?")
 
     # A job may use the directory of this node's jobs and no other from now on; its slots are another matter.
@@ -29,11 +29,13 @@ def test_a_reload_is_all_or_nothing_and_says_what_waits(node: MakeNode) -> None:
     n1.job("outside", "plain.py", COLD, "sleep", workers=1, checkpoint_dir="/elsewhere")
     n1.write()
     n1.signal(signal.SIGHUP)
-    n1.said(f"{n1.config}: job[2].checkpoint_dir: '/elsewhere' is not below one of this node's [limits] directories")
+    n1.wait_for_log(
+        f"{n1.config}: job[2].checkpoint_dir: '/elsewhere' is not below one of this node's [limits] directories"
+    )
     n1.jobs.pop()
     n1.write()
     n1.signal(signal.SIGHUP)
-    said = n1.said("SIGHUP: slots: 3 instead of 2 counts from the next start")
+    said = n1.wait_for_log("SIGHUP: slots: 3 instead of 2 counts from the next start")
     assert 'limits.directories: ["/' in said
     assert "job: first, second instead of first from now on" in said
     assert lives(n1.workers("second", 2)[0])
@@ -44,7 +46,7 @@ def test_a_reload_is_all_or_nothing_and_says_what_waits(node: MakeNode) -> None:
     n1.jobs.clear()
     n1.write()
     n1.signal(signal.SIGHUP)
-    n1.said("job: none instead of first, second")
+    n1.wait_for_log("job: none instead of first, second")
     assert lives(workers[0])
     assert n1.drain() == 0
     n1.assert_gone()
@@ -61,12 +63,12 @@ def test_an_agent_does_not_replace_itself_by_one_that_would_not_start(node: Make
 
     n1.config.write_text(right + "nonsense = 1\n")
     n1.signal(signal.SIGUSR2)
-    assert "nonsense: is not a key" in n1.said("SIGUSR2: this agent goes on as it is")
+    assert "nonsense: is not a key" in n1.wait_for_log("SIGUSR2: this agent goes on as it is")
     n1.config.write_text(right)
 
     (installed / "elasticd_agent.py").write_text("raise ImportError('half of it')\n")
     n1.signal(signal.SIGUSR2)
-    assert "SIGUSR2: this agent goes on as it is" in n1.said("ImportError: half of it")
+    assert "SIGUSR2: this agent goes on as it is" in n1.wait_for_log("ImportError: half of it")
     (installed / "elasticd_agent.py").unlink()
 
     n1.upgrade()

@@ -11,11 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from elasticd_agent.node import metrics as gauges
 from elasticd_agent.node import scrape as scraping
 from elasticd_agent.node.health import metrics as measured
-from elasticd_agent.node.health.result import good
+from elasticd_agent.node.health.result import passed
 from elasticd_agent.node.metrics import NodeMetrics
-from elasticd_agent.node.scrape import merged, own, scraped
-from elasticd_agent.system.control_socket import Unanswered
-from elasticd_agent.telemetry.metric_table import most_series
+from elasticd_agent.node.scrape import filter_samples, merge_pages, scrape_runners
+from elasticd_agent.system.control_socket import ControlSocketError
+from elasticd_agent.telemetry.metric_table import max_series
 from elasticd_agent.telemetry.metrics import Metrics
 from tests.node.test_metrics import FACTS, samples
 from tests.telemetry.test_metrics import promtool, worst
@@ -28,7 +28,7 @@ def job_page(job: str, step: int, node: str = "n1") -> bytes:
 
 
 def test_pages_of_several_jobs_are_one_page() -> None:
-    page = merged([NodeMetrics("n1", "1.0").render(FACTS), job_page("a", 7), job_page("b", 9)])
+    page = merge_pages([NodeMetrics("n1", "1.0").render(FACTS), job_page("a", 7), job_page("b", 9)])
     heads = [line for line in page.splitlines() if line.startswith(b"# TYPE")]
     assert len(heads) == len(set(heads))
     found = samples(page)
@@ -40,13 +40,16 @@ def test_pages_of_several_jobs_are_one_page() -> None:
 
 def test_a_runner_that_does_not_answer_is_left_out() -> None:
     def ask(job: str, number: int, within_s: float) -> bytes:
-        assert 0 < within_s <= scraping.ASK_S
+        assert 0 < within_s <= scraping.PER_RUNNER_S
         if job == "b":
-            raise Unanswered("it is stopped")
+            raise ControlSocketError("it is stopped")
         return job_page(job, number)
 
-    assert [len(samples(page)) > 5 for page in scraped("n1", [("a", 1), ("b", 1), ("c", 2)], ask)] == [True, True]
-    assert scraped("n1", [("b", 1)], ask) == scraped("n1", [], ask) == []
+    assert [len(samples(page)) > 5 for page in scrape_runners("n1", [("a", 1), ("b", 1), ("c", 2)], ask)] == [
+        True,
+        True,
+    ]
+    assert scrape_runners("n1", [("b", 1)], ask) == scrape_runners("n1", [], ask) == []
 
 
 def test_runners_are_asked_all_at_once() -> None:
@@ -56,19 +59,19 @@ def test_runners_are_asked_all_at_once() -> None:
         together.wait()
         return job_page(job, number)
 
-    assert len(scraped("n1", [("a", 1), ("b", 1), ("c", 1)], ask)) == 3
+    assert len(scrape_runners("n1", [("a", 1), ("b", 1), ("c", 1)], ask)) == 3
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("elasticd-scrape")]
 
 
 def test_what_a_job_says_of_itself_passes_whole() -> None:
     for metrics in (Metrics('a "job"\\', "n1"), worst("a", 8)):
         page = metrics.render()
-        assert samples(own(metrics._node, metrics._job, page)) == samples(page)
+        assert samples(filter_samples(metrics._node, metrics._job, page)) == samples(page)
 
 
 def test_a_runner_of_an_older_version_does_not_name_its_node() -> None:
     page = b'# TYPE elasticd_round gauge\nelasticd_round{job_id="a"} 3.0\n'
-    assert own("n1", "a", page) == page
+    assert filter_samples("n1", "a", page) == page
 
 
 @pytest.mark.parametrize(
@@ -99,11 +102,13 @@ def test_a_runner_of_an_older_version_does_not_name_its_node() -> None:
 )
 def test_nothing_else_passes(line: bytes) -> None:
     head, good_line = b"# TYPE elasticd_round gauge", b'elasticd_round{job_id="a",node="n1"} 2.0'
-    assert own("n1", "a", b"\n".join([head, line, good_line])) == b"\n".join([head, good_line, b""])
+    assert filter_samples("n1", "a", b"\n".join([head, line, good_line])) == b"\n".join([head, good_line, b""])
 
 
 def test_what_is_no_text_is_made_some() -> None:
-    page = own("n1", "a", b'# TYPE elasticd_round gauge\nelasticd_round{job_id="a",node="n1",x="\xff"} 3.0\n')
+    page = filter_samples(
+        "n1", "a", b'# TYPE elasticd_round gauge\nelasticd_round{job_id="a",node="n1",x="\xff"} 3.0\n'
+    )
     assert 'x="\ufffd"' in page.decode()
 
 
@@ -112,7 +117,7 @@ def test_a_runner_that_floods_is_cut() -> None:
         b'elasticd_x{job_id="a",node="n1",x="%d"} 1.0\n' % n for n in range(20_000)
     )
     began = time.monotonic()
-    assert len(samples(own("n1", "a", page))) == scraping.MOST_SERIES >= most_series(8)
+    assert len(samples(filter_samples("n1", "a", page))) == scraping.MAX_SERIES >= max_series(8)
     assert time.monotonic() - began < 1.0
 
 
@@ -120,12 +125,12 @@ def test_a_node_with_8_ranks_and_3_jobs_has_at_most_1000_series_whatever_happens
     pages = {job: worst(job, 8).render() for job in ("a", "b", "c")}
     node = NodeMetrics("n1", "1.0")
     node.lease(3.0, 0.01)
-    readings = [good(f"plugin {number}", "it is well", 0.1) for number in range(gauges.CHECKS)]
-    health = measured.page("n1", "healthy", 0.0, 0, readings)
-    jobs = scraped("node-a", [(job, 1) for job in pages], lambda job, number, within_s: pages[job])
-    page = merged([node.render(FACTS), health, *jobs])
+    readings = [passed(f"plugin {number}", "it is well", 0.1) for number in range(gauges.ASSUMED_CHECKS)]
+    health = measured.render_health("n1", "healthy", 0.0, 0, readings)
+    jobs = scrape_runners("node-a", [(job, 1) for job in pages], lambda job, number, within_s: pages[job])
+    page = merge_pages([node.render(FACTS), health, *jobs])
     series = [line for line in page.splitlines() if not line.startswith(b"#")]
-    assert len(series) == len(set(series)) == 3 * most_series(8) + gauges.most_series(gauges.CHECKS)
+    assert len(series) == len(set(series)) == 3 * max_series(8) + gauges.max_series(gauges.ASSUMED_CHECKS)
     assert len(series) <= 1000
     assert len(list(text_string_to_metric_families(page.decode()))) > 40
     assert promtool(page) == (0, b"")

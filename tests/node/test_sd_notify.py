@@ -14,7 +14,7 @@ import pytest
 from elasticd_agent.node.sd_notify import NullNotifier, SystemdNotifier, open_notifier
 
 
-class Listening:
+class SystemdSocket:
     """The service manager's end."""
 
     def __init__(self, address: str) -> None:
@@ -40,13 +40,13 @@ class Listening:
 
 
 @pytest.fixture(params=["path", "abstract"])
-def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listening]:
-    made = Listening(str(tmp_path / "notify") if request.param == "path" else f"@elasticd-test-{os.getpid()}")
+def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SystemdSocket]:
+    made = SystemdSocket(str(tmp_path / "notify") if request.param == "path" else f"@elasticd-test-{os.getpid()}")
     yield made
     made.close()
 
 
-def test_what_it_says(systemd: Listening) -> None:
+def test_what_it_says(systemd: SystemdSocket) -> None:
     environ = {"NOTIFY_SOCKET": systemd.address, "PATH": "/bin"}
     notifier = open_notifier(environ)
     assert notifier.ready("2 jobs run")
@@ -57,18 +57,18 @@ def test_what_it_says(systemd: Listening) -> None:
     assert systemd.nothing_more()
 
 
-def test_reloading_says_when(systemd: Listening) -> None:
+def test_reloading_says_when(systemd: SystemdSocket) -> None:
     notifier = SystemdNotifier(systemd.address, clock_ns=lambda: 12_345_678)
     assert notifier.reloading()
     assert systemd.heard() == ["RELOADING=1", "MONOTONIC_USEC=12345"]
 
 
-def test_a_newline_makes_no_second_message(systemd: Listening) -> None:
+def test_a_newline_makes_no_second_message(systemd: SystemdSocket) -> None:
     open_notifier({"NOTIFY_SOCKET": systemd.address}).ready("job a\nMAINPID=1\r\n ends")
     assert systemd.heard() == ["READY=1", "STATUS=job a MAINPID=1 ends"]
 
 
-def test_the_watchdog_is_fed_four_times_as_often_as_it_looks(systemd: Listening) -> None:
+def test_the_watchdog_is_fed_four_times_as_often_as_it_looks(systemd: SystemdSocket) -> None:
     now = [0]
     notifier = SystemdNotifier(systemd.address, watchdog_s=2.0, clock_ns=lambda: now[0])
     fed = []
@@ -110,7 +110,7 @@ def test_a_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:
     assert not notifier.feed()
 
 
-def test_a_manager_that_does_not_read_stops_nobody(systemd: Listening) -> None:
+def test_a_manager_that_does_not_read_stops_nobody(systemd: SystemdSocket) -> None:
     now = [0]
     notifier = SystemdNotifier(systemd.address, watchdog_s=0.001, clock_ns=lambda: now[0])
     for now[0] in range(0, 2_000_000_000, 1_000_000):
@@ -122,7 +122,7 @@ def test_a_manager_that_does_not_read_stops_nobody(systemd: Listening) -> None:
     assert notifier.feed(), "what was not said is said at the next turn"
 
 
-def test_children_cannot_speak_for_the_daemon(systemd: Listening) -> None:
+def test_children_cannot_speak_for_the_daemon(systemd: SystemdSocket) -> None:
     environ = {**os.environ, "NOTIFY_SOCKET": systemd.address, "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "7"}
     notifier = open_notifier(environ, pid=7)
     asks = "import os; print([name for name in os.environ if 'NOTIFY' in name or 'WATCHDOG' in name])"

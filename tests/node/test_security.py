@@ -17,12 +17,12 @@ from elasticd.errors import StoreRefused
 from elasticd_agent.model.job import Tls
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.api.client import Client, Unreachable, client_context
+from elasticd_agent.node.api.client import AgentClient, Unreachable, client_context
 from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import Authority, EtcdServers, ServerTls, etcd_servers
 from tests.faults.job import REPOSITORY
 from tests.node.conftest import MakeNode
-from tests.node.node import COLD, Node, until
+from tests.node.node import COLD, AgentNode, until
 
 PAGE = REPOSITORY / "docs" / "security.md"
 PASSWORD, ROOT_PASSWORD, TOKEN = "hush-etcd-5f1e", "root-etcd-77aa", "hush-token-0a4b8c6d"
@@ -84,7 +84,7 @@ def test_the_role_of_the_page_is_enough_and_ends_with_our_keys(guarded: EtcdServ
     nobody = EtcdStore(guarded.endpoints, timeout_s=5)
     try:
         with pytest.raises(StoreRefused):
-            nobody.read(names.PLACER)
+            nobody.read(names.SCHEDULER)
     finally:
         nobody.close()
 
@@ -96,7 +96,7 @@ def test_a_certificate_stands_for_the_user_in_its_name(guarded: EtcdServers, tmp
     guarded.restart()
     store = EtcdStore(guarded.endpoints, tls=authority.client(certified=True, user="elasticd"), timeout_s=5)
     try:
-        assert store.compare_and_swap(names.PLACER, None, b"1")
+        assert store.compare_and_swap(names.SCHEDULER, None, b"1")
         with pytest.raises(StoreRefused):
             store.read("/elasticd/v2/placer")
     finally:
@@ -143,10 +143,10 @@ def test_the_certificates_of_the_page_make_nodes_etcds_user_and_others_nobody(
         store = EtcdStore(certified.endpoints, tls=tls, timeout_s=5)
         try:
             if welcome:
-                assert store.compare_and_swap(f"{names.SUBMITTED}{name}", None, b"1")
+                assert store.compare_and_swap(f"{names.SUBMISSIONS}{name}", None, b"1")
             else:
                 with pytest.raises(StoreRefused):
-                    store.read(names.PLACER)
+                    store.read(names.SCHEDULER)
         finally:
             store.close()
 
@@ -157,7 +157,7 @@ def test_two_nodes_that_only_speak_tls_run_a_job_and_read_each_others_logs(
 ) -> None:
     token = secret_file(tmp_path / "token", TOKEN)
 
-    def made(number: int) -> Node:
+    def made(number: int) -> AgentNode:
         pem, key = issued / f"gpu-{number}.pem", issued / f"gpu-{number}.key"
         store = {"backend": "etcd", "endpoints": [f"https://127.0.0.1:{certified.port}"], "ca": issued / "ca.pem"}
         http = {"bind": f"127.0.0.{number}", "port": 0, "token_file": token}
@@ -171,22 +171,22 @@ def test_two_nodes_that_only_speak_tls_run_a_job_and_read_each_others_logs(
     n1.start()
     for one in (n1, n2):
         one.workers("both")
-    socket = Client(n1.root / "run" / "agent.sock")
+    socket = AgentClient(n1.root / "run" / "agent.sock")
     address = {row["node"]: row["address"] for row in socket.get("/v1/nodes").document()["nodes"]}
     for rank in (0, 1):
-        said = until(lambda rank=rank: socket.get(f"/v1/jobs/both/logs?rank={rank}").body, n1.told)
+        said = until(lambda rank=rank: socket.get(f"/v1/jobs/both/logs?rank={rank}").body, n1.diagnostics)
         assert said
     where = {socket.get(f"/v1/jobs/both/logs?rank={rank}").headers["elasticd-node"] for rank in (0, 1)}
     assert where == {"n1", "n2"}, "one of them came over TLS, with the token"
     trusted = client_context(issued / "ca.pem")
     host, port = address["n2"].split(":")
-    assert Client(None, host, int(port), TOKEN, trusted).get("/v1/jobs").code == 200
-    assert Client(None, host, int(port), None, trusted).get("/v1/jobs").code == 401
-    assert Client(None, host, int(port), None, trusted).get("/healthz").code == 200
+    assert AgentClient(None, host, int(port), TOKEN, trusted).get("/v1/jobs").code == 200
+    assert AgentClient(None, host, int(port), None, trusted).get("/v1/jobs").code == 401
+    assert AgentClient(None, host, int(port), None, trusted).get("/healthz").code == 200
     with pytest.raises(Unreachable, match="certificate cannot be trusted"):
-        Client(None, host, int(port), TOKEN, client_context(None)).get("/healthz")
+        AgentClient(None, host, int(port), TOKEN, client_context(None)).get("/healthz")
     (n1.work / "go").touch()
-    assert {n1.exited("both").outcome, n2.exited("both").outcome} == {"succeeded"}
+    assert {n1.wait_for_exit("both").outcome, n2.wait_for_exit("both").outcome} == {"succeeded"}
     assert {n1.drain(), n2.drain()} == {0}
 
 
@@ -211,7 +211,7 @@ def secret_file(path: Path, secret: str) -> Path:
     return path
 
 
-def shown(node: Node, etcd: EtcdServers) -> dict[str, bytes]:
+def shown(node: AgentNode, etcd: EtcdServers) -> dict[str, bytes]:
     """Everything somebody could look at: where → what is there."""
     found: dict[str, bytes] = {}
     for pid, comm in {**node.processes(), node.pid: "agent"}.items():
@@ -232,7 +232,7 @@ def shown(node: Node, etcd: EtcdServers) -> dict[str, bytes]:
                 if path.is_file():
                     found[str(path)] = path.read_bytes()
     found["etcd"] = etcd.ctl("get", "--prefix", "/", user=f"root:{ROOT_PASSWORD}").encode()
-    client = Client(node.root / "run" / "agent.sock")
+    client = AgentClient(node.root / "run" / "agent.sock")
     pages = [
         "/metrics",
         "/healthz",
@@ -262,7 +262,7 @@ def test_secrets_are_nowhere(node: MakeNode, guarded: EtcdServers, tmp_path: Pat
     one.kill()
     one.start()
     one.upgrade()
-    until(lambda: one.ask("one", "status"), one.told)
+    until(lambda: one.request("one", "status"), one.diagnostics)
 
     looked = shown(one, guarded)
     for where in ("etcd", "/status", "/metrics", "/v1/jobs/one", "dump"):
@@ -272,7 +272,7 @@ def test_secrets_are_nowhere(node: MakeNode, guarded: EtcdServers, tmp_path: Pat
     for secret in (PASSWORD, TOKEN):
         assert [where for where, what in looked.items() if secret.encode() in what] == []
     (one.work / "go").touch()
-    one.exited("one")
+    one.wait_for_exit("one")
     assert one.drain() == 0
     left = [path for path in one.state.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
     assert left == []

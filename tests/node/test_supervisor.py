@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.node.sd_notify import open_notifier
-from elasticd_agent.node.watchdog import Feeding
+from elasticd_agent.node.watchdog import WatchdogMonitor
 from tests.faults.job import REPOSITORY, parent_of
 from tests.node.conftest import MakeNode
 from tests.node.node import COLD, comm_of, lives, until
@@ -27,25 +27,25 @@ def test_the_agent_is_started_again_and_finds_its_runners_and_a_sigterm_drains_i
     n1 = node()
     n1.job("one", "plain.py", COLD, "sleep", workers=1)
     n1.start("--supervised")
-    until(lambda: (n1.work / "ready-0").exists(), n1.told)
+    until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
     (worker,), runner = n1.workers("one"), n1.runner("one")
     agent = n1.events("agent_started")[0]["pid"]
     assert parent_of(agent) == n1.pid
     assert comm_of(n1.pid) == "elasticd-super"
     os.kill(agent, signal.SIGKILL)
-    again = until(lambda: n1.events("agent_started")[1:], n1.told)[0]
+    again = until(lambda: n1.events("agent_started")[1:], n1.diagnostics)[0]
     assert again["pid"] != agent
     assert again["adopted"] == 1
     assert "the agent was killed by SIGKILL and is started again in 0 s" in n1.log
     assert parent_of(runner) == n1.pid, "a subreaper takes the orphan, as process 1 of a container does"
     assert n1.workers("one") == (worker,)
-    until(lambda: len(n1.events("agent_joined")) == 2, n1.told)
+    until(lambda: len(n1.events("agent_joined")) == 2, n1.diagnostics)
     n1.signal(signal.SIGHUP)
     n1.event("agent_reloaded")
     os.kill(runner, signal.SIGKILL)
     n1.event("runner_ended", outcome="lost")
-    until(lambda: runner not in children(n1.pid), lambda: f"the zombie {runner} to be reaped\n{n1.told()}")
-    until(lambda: n1.runner("one") != runner and n1.workers("one") != (worker,), n1.told)
+    until(lambda: runner not in children(n1.pid), lambda: f"the zombie {runner} to be reaped\n{n1.diagnostics()}")
+    until(lambda: n1.runner("one") != runner and n1.workers("one") != (worker,), n1.diagnostics)
     assert n1.drain() == 0
     assert not lives(worker)
     n1.assert_gone()
@@ -65,15 +65,15 @@ def test_as_process_1_of_a_container(node: MakeNode) -> None:
     n1 = node()
     n1.job("one", "plain.py", COLD, "family", workers=1)
     n1.start("--supervised", prefix=["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"])
-    until(lambda: (n1.work / "ready-0").exists(), n1.told)
+    until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
     assert n1.events("agent_started")[0]["pid"] < 50, "it is numbered anew"
     (first,) = children(n1.pid)
-    until(lambda: len((n1.work / "family").read_text().split()) == 3, n1.told)
+    until(lambda: len((n1.work / "family").read_text().split()) == 3, n1.diagnostics)
     agent = next(pid for pid in children(first) if comm_of(pid) != "elasticd-job")
     os.kill(agent, signal.SIGKILL)
-    again = until(lambda: n1.events("agent_started")[1:], n1.told)[0]
+    again = until(lambda: n1.events("agent_started")[1:], n1.diagnostics)[0]
     assert again["adopted"] == 1
-    until(lambda: len(n1.events("agent_joined")) == 2, n1.told)
+    until(lambda: len(n1.events("agent_joined")) == 2, n1.diagnostics)
     os.kill(first, signal.SIGTERM)
     assert n1.wait() == 0
     n1.assert_gone()
@@ -96,25 +96,25 @@ if not hung.exists():
 
 
 def test_who_feeds_is_left_alone_and_who_leaves_is_not_waited_for() -> None:
-    feeding = Feeding(30.0)
+    feeding = WatchdogMonitor(30.0)
     with closing(feeding):
-        environ = dict(feeding.variables)
+        environ = dict(feeding.environment)
         notifier = open_notifier(environ)
         assert notifier.watchdog_s == 30
-        assert not feeding.look(100.0), "it is not ready yet, and may take its time"
+        assert not feeding.expired(100.0), "it is not ready yet, and may take its time"
         notifier.ready("here")
-        assert not feeding.look(200.0)
-        assert not feeding.look(229.0)
+        assert not feeding.expired(200.0)
+        assert not feeding.expired(229.0)
         assert notifier.feed()
-        assert not feeding.look(231.0)
-        assert feeding.look(262.0)
-        feeding.begin()
-        assert not feeding.look(300.0), "another one"
+        assert not feeding.expired(231.0)
+        assert feeding.expired(262.0)
+        feeding.reset()
+        assert not feeding.expired(300.0), "another one"
         notifier.ready()
         notifier.stopping(60)
         assert notifier.ready()
-        assert not feeding.look(301.0)
-        assert not feeding.look(400.0)
+        assert not feeding.expired(301.0)
+        assert not feeding.expired(400.0)
 
 
 def test_an_agent_that_hangs_is_ended_and_started_again(tmp_path: Path) -> None:
@@ -167,10 +167,10 @@ def test_a_stopped_agent_is_started_again_and_its_jobs_do_not_notice(node: MakeN
     (worker,) = n1.workers("one")
     agent = n1.events("agent_started")[0]["pid"]
     os.kill(agent, signal.SIGSTOP)
-    again = until(lambda: n1.events("agent_started")[1:], n1.told)[0]
+    again = until(lambda: n1.events("agent_started")[1:], n1.diagnostics)[0]
     assert again["pid"] != agent
     assert again["adopted"] == 1
     assert n1.workers("one") == (worker,)
     assert lives(worker)
-    until(lambda: len(n1.events("agent_joined")) == 2, n1.told)
+    until(lambda: len(n1.events("agent_joined")) == 2, n1.diagnostics)
     assert n1.drain() == 0

@@ -13,29 +13,29 @@ from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import EtcdServers
 from tests.faults.job import Event
 from tests.node.conftest import MakeNode
-from tests.node.node import COLD, Node, lives, until
+from tests.node.node import COLD, AgentNode, lives, until
 
 
-def together(n1: Node, n2: Node) -> Event:
+def together(n1: AgentNode, n2: AgentNode) -> Event:
     """A job of both that makes steps; its round."""
     shared = {"env": {"WORK": str(n1.work)}, "checkpoint_dir": str(n1.work / "ck")}
     n1.job("both", "resume.py", "--steps", "100000", nodes="1:2", workers=1, **shared)
     n2.start()
     n1.start()
-    both = until(lambda: rounds(2, n1, n2), n1.told)[-1]
-    until(lambda: n1.steps() and n1.steps()[-1][0] >= both["round"], n1.told)
+    both = until(lambda: rounds(2, n1, n2), n1.diagnostics)[-1]
+    until(lambda: n1.steps() and n1.steps()[-1][0] >= both["round"], n1.diagnostics)
     return both
 
 
-def rounds(size: int, *nodes: Node, after: int = 0) -> list[Event]:
+def rounds(size: int, *nodes: AgentNode, after: int = 0) -> list[Event]:
     found = [e for node in nodes for e in node.job_events("both", "round_published")]
     return sorted(
         (e for e in found if len(e["nodes"]) == size and e["round"] > after), key=lambda event: event["round"]
     )
 
 
-def trains_in(n1: Node, number: int) -> None:
-    until(lambda: n1.steps()[-1][0] >= number, n1.told)
+def trains_in(n1: AgentNode, number: int) -> None:
+    until(lambda: n1.steps()[-1][0] >= number, n1.diagnostics)
 
 
 @pytest.mark.system
@@ -45,12 +45,12 @@ def test_a_killed_runner_costs_the_others_one_round_and_is_started_again(nodes: 
     runner, (worker,) = n2.runner("both"), n2.workers("both")
     stays = n1.runner("both")
     os.kill(runner, signal.SIGKILL)
-    until(lambda: not lives(worker), n2.told, 3.0)
+    until(lambda: not lives(worker), n2.diagnostics, 3.0)
     n2.event("runner_ended", name="both", outcome="lost")
-    until(lambda: n2.runner("both") != runner, n2.told)
-    alone = until(lambda: rounds(1, n1, after=both["round"]) or rounds(2, n1, after=both["round"]), n1.told)[0]
+    until(lambda: n2.runner("both") != runner, n2.diagnostics)
+    alone = until(lambda: rounds(1, n1, after=both["round"]) or rounds(2, n1, after=both["round"]), n1.diagnostics)[0]
     trains_in(n1, alone["round"])
-    again = until(lambda: rounds(2, n1, n2, after=both["round"]), n1.told)[-1]
+    again = until(lambda: rounds(2, n1, n2, after=both["round"]), n1.diagnostics)[-1]
     trains_in(n1, again["round"])
     assert n1.runner("both") == stays
     assert {n1.drain(), n2.drain()} == {0}
@@ -71,13 +71,13 @@ def test_an_agent_that_does_not_come_back_loses_its_node_gracefully_and_one_that
     assert not rounds(1, n1, after=both["round"])
     n2.kill()
     gone = time.monotonic()
-    alone = until(lambda: rounds(1, n1, after=both["round"]), n1.told)[-1]
+    alone = until(lambda: rounds(1, n1, after=both["round"]), n1.diagnostics)[-1]
     assert time.monotonic() - gone > 20
     assert alone["nodes"] == ["n1"]
-    assert "no daemon has spoken to this runner" in n2.files("both").told.read_text()
+    assert "no daemon has spoken to this runner" in n2.files("both").output.read_text()
     trains_in(n1, alone["round"])
     assert n1.drain() == 0
-    until(lambda: not n2.processes(), n2.told)
+    until(lambda: not n2.processes(), n2.diagnostics)
 
 
 @pytest.mark.system
@@ -88,21 +88,21 @@ def test_an_agent_that_stood_still_takes_part_again_and_its_job_has_not_noticed(
     n1, n2 = nodes("n1"), nodes("n2")
     n1.job("one", "ticking.py", COLD, workers=2)
     n1.start()
-    n1.said("n1 places jobs from now on")
-    n1.stepped(10)
+    n1.wait_for_log("n1 places jobs from now on")
+    n1.wait_for_step(10)
     workers = n1.workers("one")
     n2.start()
     n1.signal(signal.SIGSTOP)
-    n2.said("n2 places jobs from now on")
+    n2.wait_for_log("n2 places jobs from now on")
     store = EtcdStore(etcd.endpoints)
     try:
-        until(lambda: store.read(f"{names.NODES}n1") is None, n2.told)
+        until(lambda: store.read(f"{names.NODES}n1") is None, n2.diagnostics)
         n1.signal(signal.SIGCONT)
-        until(lambda: store.read(f"{names.NODES}n1") is not None, n1.told)
+        until(lambda: store.read(f"{names.NODES}n1") is not None, n1.diagnostics)
     finally:
         store.close()
     reached = n1.steps()[-1][1]
-    n1.stepped(reached + 200)
+    n1.wait_for_step(reached + 200)
     assert n1.workers("one") == workers
     assert {number for number, _ in n1.steps()} == {1}
     assert n2.drain() == 0

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.messages import Event, ExitStatus, RoundPublished, StoreAbandoned
 from elasticd_agent.model.records import Round
-from elasticd_agent.rendezvous.view import Asked
+from elasticd_agent.rendezvous.view import Requirements
 from tests.scenarios.cluster import Cluster
 from tests.scenarios.node import Node
 
@@ -36,7 +36,7 @@ KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
-class Act:
+class Step:
     kind: Kind
     who: int
     n: int
@@ -44,7 +44,7 @@ class Act:
 
 
 acts = st.builds(
-    Act,
+    Step,
     kind=st.sampled_from(KINDS),
     who=st.integers(0, len(NAMES) - 1),
     n=st.integers(1, 12),
@@ -52,10 +52,10 @@ acts = st.builds(
 )
 
 
-class Judged(Cluster):
+class CheckedCluster(Cluster):
     """A Cluster that looks at every move for a breach."""
 
-    def __init__(self, asked: Asked, policy: Policy, holds: bool) -> None:
+    def __init__(self, asked: Requirements, policy: Policy, holds: bool) -> None:
         super().__init__(asked, policy, 1, holds)
         self.published_at: dict[int, float] = {}
         self.listens_since: dict[str, float] = {}
@@ -92,14 +92,14 @@ class Judged(Cluster):
 
     def _run_due(self) -> None:
         for node in self.nodes.values():
-            if node in self._alive() and self.store_up and not node.away.store:
+            if node in self._alive() and self.store_up and not node.partition.store:
                 self.listens_since.setdefault(node.label, self.now)
             else:
                 self.listens_since.pop(node.label, None)
         super()._run_due()
 
 
-def happen(c: Judged, act: Act) -> None:
+def happen(c: CheckedCluster, act: Step) -> None:
     label = NAMES[act.who]
     node = c.nodes.get(label)
     lives = node is not None and not (node.dead or node.left)
@@ -125,36 +125,36 @@ def happen(c: Judged, act: Act) -> None:
             c.deliveries = () if act.kind == "deaf" else ((0.0,), (0.5,), (2.0, 0.0, 0.3))[act.n % 3]
             c.deaf_until = c.now + MISSED_S if c.deliveries else float("inf")
         case "dies before" | "dies after" | "answer lost" if node is not None and lives:
-            node.way.fates[act.n] = act.kind
+            node.store.fates[act.n] = act.kind
     c.wait(act.wait_s)
 
 
-def _remembers(c: Judged, node: Node) -> bool:
+def _remembers(c: CheckedCluster, node: Node) -> bool:
     """True if the newest Round that runs has a member here that can write it down again."""
     newest = c.rounds.get(max(c.rounds, default=0))
     running = newest is not None and not newest.terminal and node.group == newest
-    return running and node in c._alive() and not node.away.store and not node.way.fates
+    return running and node in c._alive() and not node.partition.store and not node.store.fates
 
 
-def all_is_well(c: Judged) -> None:
+def all_is_well(c: CheckedCluster) -> None:
     c.store_up, c.deliveries = True, (0.0,)
     for node in list(c.nodes.values()):
-        node.way.fates.clear()
+        node.store.fates.clear()
         if not (node.dead or node.left):
             c.heal(node.label)
             c.thaw(node.label)
     c.deaf_until = c.now + MISSED_S
 
 
-def living(c: Judged) -> list[Node]:
+def living(c: CheckedCluster) -> list[Node]:
     return [n for n in c.nodes.values() if not (n.dead or n.left)]
 
 
-def check_rounds(c: Judged) -> None:
+def check_rounds(c: CheckedCluster) -> None:
     rounds = [c.rounds[number] for number in sorted(c.rounds)]
-    resumes = [r.resume or (0, 0) for r in rounds if not r.terminal]
+    resumes = [r.last_checkpoint or (0, 0) for r in rounds if not r.terminal]
     assert resumes == sorted(resumes), "a checkpoint of a lineage that was left is resumed from"
-    assert all(r.resume is None or r.resume[0] < r.number for r in rounds)
+    assert all(r.last_checkpoint is None or r.last_checkpoint[0] < r.number for r in rounds)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -164,12 +164,12 @@ def check_rounds(c: Judged) -> None:
     began=st.integers(1, 3),
     acts=st.lists(acts, max_size=10),
 )
-def test_any_life_of_many_nodes(fewest: int, holds: bool, began: int, acts: list[Act]) -> None:
+def test_any_life_of_many_nodes(fewest: int, holds: bool, began: int, acts: list[Step]) -> None:
     live(fewest, holds, began, acts)
 
 
-def live(fewest: int, holds: bool, began: int, acts: list[Act]) -> Judged:
-    c = Judged(Asked(1, 1, fewest, 3), Policy(max_restarts=50), holds)
+def live(fewest: int, holds: bool, began: int, acts: list[Step]) -> CheckedCluster:
+    c = CheckedCluster(Requirements(1, 1, fewest, 3), Policy(max_restarts=50), holds)
     for label in NAMES[:began]:
         c.start(label)
     c.wait(1.0)
@@ -196,6 +196,6 @@ def live(fewest: int, holds: bool, began: int, acts: list[Act]) -> Judged:
     return c
 
 
-def ended(c: Judged) -> bool:
+def ended(c: CheckedCluster) -> bool:
     newest = c.rounds.get(max(c.rounds, default=0))
     return newest is not None and newest.outcome in ("succeeded", "failed")

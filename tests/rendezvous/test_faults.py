@@ -9,9 +9,9 @@ import pytest
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
-from elasticd_agent.rendezvous.faults import Fault, Faults, faults
-from elasticd_agent.rendezvous.plan import VICTIMS_S
-from elasticd_agent.rendezvous.view import Asked, Present, View
+from elasticd_agent.rendezvous.faults import Fault, FaultLog, find_faults
+from elasticd_agent.rendezvous.plan import ROOT_CAUSE_WAIT_S
+from elasticd_agent.rendezvous.view import PresentNode, Requirements, View
 
 POLICY = Policy()
 NOW = 1000.0
@@ -25,9 +25,10 @@ def running(*failures: Failure, nodes: str = "abc", **more: object) -> View:
     """Round 3 of a, b and c, begun long ago; `nodes` have a record."""
     members = tuple(Member(node, "i", (0,)) for node in "abc")
     records = tuple(
-        Present(NodeRecord(node, "i", f"{node}:1", (0,), seen=3, ready=3, stepped=3), 0.0) for node in nodes
+        PresentNode(NodeRecord(node, "i", f"{node}:1", (0,), seen_round=3, ready_round=3, stepped_round=3), 0.0)
+        for node in nodes
     )
-    view = View(Round(3, members), records, Asked(1, 1, 2, 3), failures=failures, failed_at=NOW - 1.0)
+    view = View(Round(3, members), records, Requirements(1, 1, 2, 3), failures=failures, failed_at=NOW - 1.0)
     return replace(view, store_up_since=0.0, **more)  # type: ignore[arg-type]
 
 
@@ -38,7 +39,7 @@ VICTIM = failed("a")
 @pytest.mark.parametrize(
     ("view", "found"),
     [
-        (View(None, (), Asked(1, 1)), []),
+        (View(None, (), Requirements(1, 1)), []),
         (running(), []),
         (running(CRASH), [Fault("crash", "b")]),
         (running(VICTIM, CRASH), [Fault("crash", "b")]),
@@ -49,35 +50,38 @@ VICTIM = failed("a")
         (running(failed("c", "user_error", (2, 0))), [Fault("crash", "c")]),
         # Nobody is to blame: whoever has lost a peer may only not have heard yet of what befell that one.
         (running(VICTIM), [Fault("crash", "")]),
-        (replace(running(VICTIM), failed_at=NOW - VICTIMS_S / 2), []),
+        (replace(running(VICTIM), failed_at=NOW - ROOT_CAUSE_WAIT_S / 2), []),
         (replace(running(CRASH), failed_at=NOW), [Fault("crash", "b")]),
         # A node that is gone, as its agent's port says or its lease.
-        (running(VICTIM, knocked=(("c", "refused"),)), [Fault("node_lost", "c")]),
-        (running(knocked=(("b", "refused"), ("c", "refused"))), [Fault("node_lost", "b"), Fault("node_lost", "c")]),
-        (running(nodes="ab", absent=(("c", 0.0),)), [Fault("node_lost", "c")]),
-        (running(VICTIM, nodes="ab", absent=(("c", NOW),)), []),
+        (running(VICTIM, probe_results=(("c", "refused"),)), [Fault("node_lost", "c")]),
+        (
+            running(probe_results=(("b", "refused"), ("c", "refused"))),
+            [Fault("node_lost", "b"), Fault("node_lost", "c")],
+        ),
+        (running(nodes="ab", absent_since=(("c", 0.0),)), [Fault("node_lost", "c")]),
+        (running(VICTIM, nodes="ab", absent_since=(("c", NOW),)), []),
         # Who crashed is to blame for what the others lost by it.
-        (running(CRASH, knocked=(("c", "refused"),)), [Fault("crash", "b")]),
+        (running(CRASH, probe_results=(("c", "refused"),)), [Fault("crash", "b")]),
         # No faults: somebody asked for it, or all is done.
         (running(CRASH, stop=StopRequested("SIGTERM", 143, 1.0)), []),
-        (running(knocked=(("c", "refused"),), done=frozenset("abc")), []),
+        (running(probe_results=(("c", "refused"),), done=frozenset("abc")), []),
         (replace(running(CRASH), current=Round(4, (), outcome="failed", exit_code=1)), []),
     ],
 )
 def test_what_broke_the_round(view: View, found: list[Fault]) -> None:
-    assert list(faults(view, POLICY, NOW)) == found
+    assert list(find_faults(view, POLICY, NOW)) == found
 
 
 def test_a_fault_is_told_once_and_what_it_brings_about_is_none() -> None:
-    seen = Faults(POLICY)
+    seen = FaultLog(POLICY)
     told: list[tuple[int, Fault]] = [(3, Fault("crash", "b"))]
     for view in (running(CRASH), running(CRASH), running(failed("a", "crash", (0, 0)), CRASH)):
-        seen.see(view, NOW)
+        seen.observe(view, NOW)
         assert seen.new == told, "whoever fails later fails by it"
-    seen.see(running(knocked=(("b", "refused"), ("c", "refused"))), NOW)
+    seen.observe(running(probe_results=(("b", "refused"), ("c", "refused"))), NOW)
     told.append((3, Fault("node_lost", "c")))
     assert seen.new == told, "but a node that is lost as well is a fault of its own"
     later = running(replace(CRASH, round=4))
     assert later.current is not None
-    seen.see(replace(later, current=replace(later.current, number=4)), NOW)
+    seen.observe(replace(later, current=replace(later.current, number=4)), NOW)
     assert seen.new == [*told, (4, Fault("crash", "b"))]

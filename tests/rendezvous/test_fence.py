@@ -5,15 +5,15 @@ from __future__ import annotations
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import NodeRecord
-from elasticd_agent.rendezvous.member import Coordinator
-from elasticd_agent.rendezvous.plan import Asked
-from elasticd_agent.rendezvous.planner import Facts, Planner
+from elasticd_agent.rendezvous.member import RendezvousMember
+from elasticd_agent.rendezvous.plan import Requirements
+from elasticd_agent.rendezvous.planner import LocalFacts, Planner
 from elasticd_agent.store.memory import MemoryStore
 
 KEYS = Keys("job")
 
 
-class OneKey(MemoryStore):
+class SingleKeyStore(MemoryStore):
     """As c10d is between the look at the guard and the swap: what the guard was worth then counts."""
 
     def compare_and_swap(
@@ -22,17 +22,17 @@ class OneKey(MemoryStore):
         return super().compare_and_swap(key, expected, value)
 
 
-def agent(store: MemoryStore, name: str) -> Coordinator:
-    policy, facts = Policy(), Facts(first_number=1, checkpoint=None)
+def agent(store: MemoryStore, name: str) -> RendezvousMember:
+    policy, facts = Policy(), LocalFacts(first_number=1, checkpoint=None)
     planner = Planner(
-        store, KEYS, policy, Asked(1, 1, 1, 2, 0.0, "0"), facts, lambda nodes: {}, name, lambda said: None
+        store, KEYS, policy, Requirements(1, 1, 1, 2, 0.0, "0"), facts, lambda nodes: {}, name, lambda said: None
     )
     record = NodeRecord(name, f"{name}1", "", (0,), "", 0, warm=1)
-    return Coordinator(store, KEYS, policy, record, planner, b"{}", lambda mine, theirs: None, one_key=True)
+    return RendezvousMember(store, KEYS, policy, record, planner, b"{}", lambda mine, theirs: None, single_key_cas=True)
 
 
 def test_who_takes_the_planners_key_makes_the_rounds_version_another() -> None:
-    store = OneKey()
+    store = SingleKeyStore()
     first, second = agent(store, "a"), agent(store, "b")
     now = 100.0
     while (planned_from := store.read(KEYS.round)) is None:
@@ -42,7 +42,7 @@ def test_who_takes_the_planners_key_makes_the_rounds_version_another() -> None:
     key = store.read(KEYS.planner)
     assert key is not None
     store.delete(KEYS.planner)  # its lease has ended meanwhile
-    while not second.plans:
+    while not second.leads:
         second.turn(now)
         now += 0.1
         assert now < 120

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from elasticd_agent.model.job import Policy
-from elasticd_agent.rendezvous.view import Asked
+from elasticd_agent.rendezvous.view import Requirements
 from tests.scenarios.cluster import Cluster
 
 
 def running(*names: str) -> Cluster:
-    cluster = Cluster(Asked(1, 1, 2, len(names), 5.0), Policy())
+    cluster = Cluster(Requirements(1, 1, 2, len(names), 5.0), Policy())
     for name in names:
         cluster.start(name)
         cluster.wait(0.01)
     cluster.wait(10.0)
     assert max(cluster.rounds) == 1
-    assert cluster.nodes[names[0]].coordinator.plans
+    assert cluster.nodes[names[0]].member.leads
     return cluster
 
 
@@ -25,9 +25,9 @@ def members(cluster: Cluster, number: int) -> list[str]:
 def test_an_agent_that_dies_a_moment_after_its_workers_is_not_in_the_next_round() -> None:
     cluster = running("a", "b", "c")
     doomed = cluster.nodes["c"]
-    doomed.coordinator.failed = lambda failure, now: None  # type: ignore[method-assign]  # has no time for it
+    doomed.member.report_failure = lambda failure, now: None  # type: ignore[method-assign]  # has no time for it
     cluster.kill("c")
-    doomed.dead, doomed.away.store = False, True
+    doomed.dead, doomed.partition.store = False, True
     cluster.wait(0.1)  # the others have lost their peers, and c's agent has answered the planner's knock
     assert max(cluster.rounds) == 1
     doomed.dead = True

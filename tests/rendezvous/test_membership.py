@@ -9,17 +9,17 @@ import pytest
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Exclusion, Failure, Member, NodeRecord, Round
 from elasticd_agent.rendezvous.membership import (
-    BACK_S,
-    FORGIVEN_S,
-    READY_S,
-    STUCK_S,
-    cast,
-    cooling_s,
+    EXCLUSION_EXPIRES_S,
+    RETURN_S,
+    STALLED_S,
+    START_LIMIT_S,
+    cooloff_left_s,
     exclusions,
+    joiners,
     losses,
-    newcomers,
+    select_members,
 )
-from elasticd_agent.rendezvous.view import Asked, Knocked, Present, View, Wait
+from elasticd_agent.rendezvous.view import PresentNode, ProbeResult, Requirements, View, Wait
 
 POLICY = Policy()
 NOW = 1000.0
@@ -27,21 +27,21 @@ VICTIM = Failure(3, "a", "crash", (), "rank 0 lost its peers")
 
 
 def record(name: str, incarnation: str = "i", **fields: object) -> NodeRecord:
-    return replace(NodeRecord(name, incarnation, f"{name}:1", (0,), "d", seen=3, ready=3), **fields)  # type: ignore[arg-type]
+    return replace(NodeRecord(name, incarnation, f"{name}:1", (0,), "d", seen_round=3, ready_round=3), **fields)  # type: ignore[arg-type]
 
 
-def present(name: str, incarnation: str = "i", joined_at: float = 0.0, **fields: object) -> Present:
-    return Present(record(name, incarnation, **fields), joined_at)
+def present(name: str, incarnation: str = "i", joined_at: float = 0.0, **fields: object) -> PresentNode:
+    return PresentNode(record(name, incarnation, **fields), joined_at)
 
 
 ROUND = Round(3, tuple(Member(n, "i", (0,)) for n in "abc"), directory="d")
 VIEW = View(
     ROUND,
     tuple(present(n) for n in "abc"),
-    Asked(1, 1, 1, 4),
+    Requirements(1, 1, 1, 4),
     round_at=NOW - 100,
     failed_at=NOW,
-    advances_by=NOW + 1,
+    next_step_due=NOW + 1,
     store_up_since=NOW - 1000,
 )
 
@@ -56,7 +56,7 @@ def lost(view: View, now: float = NOW) -> dict[str, str]:
 
 def test_nobody_is_lost_while_all_is_well() -> None:
     found = losses(VIEW, ROUND, POLICY, NOW)
-    assert (found.nodes, found.until, found.awaited) == ({}, None, ())
+    assert (found.nodes, found.until, found.returning) == ({}, None, ())
 
 
 def test_a_new_incarnation_is_a_lost_node_at_once() -> None:
@@ -65,30 +65,30 @@ def test_a_new_incarnation_is_a_lost_node_at_once() -> None:
 
 
 def test_refused_is_gone_but_silence_alone_is_not() -> None:
-    assert lost(replace(VIEW, knocked=(("b", "refused"),))) == {
+    assert lost(replace(VIEW, probe_results=(("b", "refused"),))) == {
         "b": "b is lost: nothing of the job listens there any more"
     }
-    assert lost(replace(VIEW, knocked=(("b", "silent"),))) == {}
+    assert lost(replace(VIEW, probe_results=(("b", "silent"),))) == {}
 
 
 def test_who_is_done_cannot_be_lost() -> None:
-    assert lost(replace(without("b"), done=frozenset("b"), knocked=(("b", "refused"),))) == {}
+    assert lost(replace(without("b"), done=frozenset("b"), probe_results=(("b", "refused"),))) == {}
 
 
 def test_a_missing_lease_counts_once_the_workers_here_have_stopped() -> None:
-    view = replace(without("b"), absent=(("b", NOW),))
-    due = NOW + 1 + STUCK_S
+    view = replace(without("b"), absent_since=(("b", NOW),))
+    due = NOW + 1 + STALLED_S
     assert losses(view, ROUND, POLICY, NOW).until == due
     assert lost(view, due) == {"b": "b is lost: its lease has ended"}
-    trains = replace(view, advances_by=NOW + 900)
+    trains = replace(view, next_step_due=NOW + 900)
     assert losses(trains, ROUND, POLICY, due).until == NOW + POLICY.adopt_timeout_s, "not while they train on"
     assert "b" in lost(trains, NOW + POLICY.adopt_timeout_s)
-    outside = replace(view, advances_by=None)
+    outside = replace(view, next_step_due=None)
     assert losses(outside, ROUND, POLICY, due).until == NOW + POLICY.adopt_timeout_s, "who has none cannot tell"
 
 
 def test_a_missing_lease_says_nothing_soon_after_the_store_was_away() -> None:
-    view = replace(without("b"), absent=(("b", NOW),), advances_by=NOW - 5, store_up_since=NOW)
+    view = replace(without("b"), absent_since=(("b", NOW),), next_step_due=NOW - 5, store_up_since=NOW)
     due = NOW + POLICY.lease_s + POLICY.renewal_s
     assert losses(view, ROUND, POLICY, NOW + 1).until == due
     assert "b" in lost(view, due)
@@ -101,79 +101,79 @@ def test_a_missing_lease_says_nothing_soon_after_the_store_was_away() -> None:
         ("refused", "b is lost: nothing of the job listens there any more"),
     ],
 )
-def test_in_a_broken_round_who_has_no_lease_and_does_not_answer_is_gone(answer: Knocked, why: str) -> None:
-    view = replace(without("b"), failures=(VICTIM,), absent=(("b", NOW),), knocked=(("b", answer),))
+def test_in_a_broken_round_who_has_no_lease_and_does_not_answer_is_gone(answer: ProbeResult, why: str) -> None:
+    view = replace(without("b"), failures=(VICTIM,), absent_since=(("b", NOW),), probe_results=(("b", answer),))
     assert lost(view) == {"b": why}
 
 
 def test_in_a_broken_round_who_answers_without_a_lease_is_awaited() -> None:
-    view = replace(without("b"), failures=(VICTIM,), absent=(("b", NOW - 9),), knocked=(("b", "answered"),))
+    view = replace(without("b"), failures=(VICTIM,), absent_since=(("b", NOW - 9),), probe_results=(("b", "answered"),))
     back = replace(view, store_up_since=NOW)
     found = losses(back, ROUND, POLICY, NOW)
-    assert (found.nodes, found.awaited, found.until) == ({}, ("b",), NOW + BACK_S)
-    assert lost(back, NOW + BACK_S) == {"b": "b is lost: its lease has ended"}
+    assert (found.nodes, found.returning, found.until) == ({}, ("b",), NOW + RETURN_S)
+    assert lost(back, NOW + RETURN_S) == {"b": "b is lost: its lease has ended"}
     assert "b" in lost(view), "it has had its time"
 
 
 def test_unseen_rounds() -> None:
-    view = replace(VIEW, nodes=(*without("b").nodes, present("b", seen=2, ready=2)), round_at=NOW)
+    view = replace(VIEW, nodes=(*without("b").nodes, present("b", seen_round=2, ready_round=2)), round_at=NOW)
     due = NOW + POLICY.seen_timeout_s
     assert losses(view, ROUND, POLICY, NOW).until == due
     assert lost(view, due) == {"b": "b has not seen round 3 within 1 s"}
-    assert lost(replace(view, knocked=(("b", "answered"),)), due) == {}, "it is there"
+    assert lost(replace(view, probe_results=(("b", "answered"),)), due) == {}, "it is there"
     failed = Failure(3, "b", "crash", (), "lost")
     assert lost(replace(view, failures=(failed,)), due) == {}, "who reports a failure of it has seen it"
 
 
 def test_rounds_that_are_never_started() -> None:
-    view = replace(VIEW, nodes=(*without("b").nodes, present("b", ready=2)), round_at=NOW)
-    assert losses(view, ROUND, POLICY, NOW + 2).until == NOW + READY_S
-    assert lost(view, NOW + READY_S) == {"b": "b has not started round 3 within 30 s"}
+    view = replace(VIEW, nodes=(*without("b").nodes, present("b", ready_round=2)), round_at=NOW)
+    assert losses(view, ROUND, POLICY, NOW + 2).until == NOW + START_LIMIT_S
+    assert lost(view, NOW + START_LIMIT_S) == {"b": "b has not started round 3 within 30 s"}
 
 
 def test_who_cannot_be_reached_is_lost_only_while_nobody_advances() -> None:
-    stuck = replace(VIEW, advances_by=NOW - STUCK_S, silent=(("b", NOW),))
+    stuck = replace(VIEW, next_step_due=NOW - STALLED_S, silent_since=(("b", NOW),))
     due = NOW + POLICY.lease_s
     assert losses(stuck, ROUND, POLICY, NOW).until == due
     assert lost(stuck, due) == {"b": "b cannot be reached, and no worker has made a step meanwhile"}
-    assert lost(replace(stuck, advances_by=due), due) == {}
-    assert lost(replace(stuck, advances_by=None), due) == {}
+    assert lost(replace(stuck, next_step_due=due), due) == {}
+    assert lost(replace(stuck, next_step_due=None), due) == {}
 
 
 def test_exclusions_are_counted_and_forgiven() -> None:
-    current = replace(ROUND, excluded=(Exclusion("b", 2, 10.0), Exclusion("z", 5, FORGIVEN_S - 100)))
+    current = replace(ROUND, excluded=(Exclusion("b", 2, 10.0), Exclusion("z", 5, EXCLUSION_EXPIRES_S - 100)))
     found = exclusions(replace(VIEW, round_at=NOW - 100), current, {"b": "gone", "c": "gone"}, NOW)
     assert found == (Exclusion("b", 3), Exclusion("c", 1)), "z is forgiven"
 
 
 def test_cooling_off_is_nothing_at_first_and_doubles() -> None:
-    times = [cooling_s("b", (Exclusion("b", n),), POLICY) for n in (1, 2, 3, 4, 99)]
-    assert times == [0.0, 5.0, 10.0, 20.0, FORGIVEN_S]
-    assert cooling_s("b", (Exclusion("b", 3, 4.0),), POLICY) == 6.0
-    assert cooling_s("a", (Exclusion("b", 3),), POLICY) == 0.0
+    times = [cooloff_left_s("b", (Exclusion("b", n),), POLICY) for n in (1, 2, 3, 4, 99)]
+    assert times == [0.0, 5.0, 10.0, 20.0, EXCLUSION_EXPIRES_S]
+    assert cooloff_left_s("b", (Exclusion("b", 3, 4.0),), POLICY) == 6.0
+    assert cooloff_left_s("a", (Exclusion("b", 3),), POLICY) == 0.0
 
 
 def test_newcomers_have_seen_the_round_and_can_be_reached() -> None:
     view = replace(VIEW, nodes=(*VIEW.nodes, present("e", joined_at=2), present("d", joined_at=1)))
-    assert [p.record.id for p in newcomers(view, ROUND, POLICY, NOW)] == ["d", "e"]
+    assert [p.record.id for p in joiners(view, ROUND, POLICY, NOW)] == ["d", "e"]
     for other in (
-        replace(view, nodes=(*VIEW.nodes, present("d", seen=2))),
+        replace(view, nodes=(*VIEW.nodes, present("d", seen_round=2))),
         replace(view, nodes=(*VIEW.nodes, present("d", leaving="d leaves"))),
         replace(view, nodes=(*VIEW.nodes, present("d")), unreachable=frozenset("d")),
     ):
-        assert newcomers(other, ROUND, POLICY, NOW) == []
+        assert joiners(other, ROUND, POLICY, NOW) == []
     cooling = replace(ROUND, excluded=(Exclusion("d", 9),))
-    assert [p.record.id for p in newcomers(view, cooling, POLICY, NOW)] == ["e"]
+    assert [p.record.id for p in joiners(view, cooling, POLICY, NOW)] == ["e"]
 
 
 def test_a_newcomer_is_not_awaited_by_a_running_round_while_it_imports() -> None:
     view = replace(VIEW, nodes=(*VIEW.nodes, present("d", joined_at=NOW - 10, warm=0)))
-    assert newcomers(view, ROUND, POLICY, NOW) == []
-    assert [p.record.id for p in newcomers(view, ROUND, POLICY, NOW + 60)] == ["d"], "but not for ever"
+    assert joiners(view, ROUND, POLICY, NOW) == []
+    assert [p.record.id for p in joiners(view, ROUND, POLICY, NOW + 60)] == ["d"], "but not for ever"
 
 
 def chosen(view: View, lost: dict[str, str] | None = None, excluded: tuple[Exclusion, ...] = ()) -> list[str]:
-    found = cast(view, POLICY, NOW, lost or {}, excluded)
+    found = select_members(view, POLICY, NOW, lost or {}, excluded)
     assert not isinstance(found, Wait), found
     return [r.id for r in found]
 
@@ -185,9 +185,9 @@ def test_survivors_keep_their_places_and_newcomers_follow_by_arrival() -> None:
 
 
 def test_records_of_the_dead_are_nobody() -> None:
-    dead = present("d", seen=2)
+    dead = present("d", seen_round=2)
     assert chosen(replace(VIEW, nodes=(*VIEW.nodes, dead))) == ["a", "b", "c"]
-    late = replace(VIEW, nodes=(present("a", seen=2), present("b"), present("c")))
+    late = replace(VIEW, nodes=(present("a", seen_round=2), present("b"), present("c")))
     assert chosen(late) == ["a", "b", "c"], "a member is judged by losses alone"
 
 
@@ -204,16 +204,16 @@ def test_rank_0_goes_to_who_has_the_checkpoints() -> None:
 def test_better_one_that_keeps_failing_than_none() -> None:
     excluded = (Exclusion("a", 3), Exclusion("b", 3))
     assert chosen(VIEW, excluded=excluded) == ["c"]
-    assert chosen(replace(VIEW, asked=Asked(1, 1, 2, 4)), excluded=excluded) == ["a", "b", "c"]
-    few = cast(replace(VIEW, asked=Asked(1, 1, 4, 4)), POLICY, NOW, {}, ())
-    assert few == Wait("3 of at least 4 nodes here", None, short=True)
+    assert chosen(replace(VIEW, requirements=Requirements(1, 1, 2, 4)), excluded=excluded) == ["a", "b", "c"]
+    few = select_members(replace(VIEW, requirements=Requirements(1, 1, 4, 4)), POLICY, NOW, {}, ())
+    assert few == Wait("3 of at least 4 nodes here", None, too_few_nodes=True)
 
 
 def test_last_call_is_for_strangers_only() -> None:
     strangers = replace(VIEW, current=None, nodes=(present("a", joined_at=NOW - 1), present("b", joined_at=NOW - 3)))
-    found = cast(strangers, POLICY, NOW, {}, ())
+    found = select_members(strangers, POLICY, NOW, {}, ())
     assert isinstance(found, Wait)
     assert found.until == NOW - 1 + 5
-    assert chosen(replace(strangers, asked=Asked(1, 1, 1, 2))) == ["b", "a"], "all who may come are here"
+    assert chosen(replace(strangers, requirements=Requirements(1, 1, 1, 2))) == ["b", "a"], "all who may come are here"
     late = replace(VIEW, nodes=(*without("c").nodes, present("d", joined_at=NOW)))
     assert chosen(late) == ["a", "b", "d"], "a survivor waits for nobody"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from elasticd.errors import StoreUnavailable
-from elasticd_agent.rendezvous.registration import Reports
+from elasticd_agent.rendezvous.registration import Outbox
 from elasticd_agent.store import Versioned
 from elasticd_agent.store.memory import MemoryStore
 
 
-class Counted(MemoryStore):
+class CountingStore(MemoryStore):
     """One that can be away, and counts what it is asked to write."""
 
     away, written = False, 0
@@ -25,13 +25,13 @@ class Counted(MemoryStore):
 
 
 def test_an_outage_of_a_day_leaves_as_little_to_say_as_one_of_a_minute() -> None:
-    store = Counted()
-    reports = Reports(store)
+    store = CountingStore()
+    reports = Outbox(store)
     reports.add(3, "done/3/a", b"done")
     reports.send()
     store.away = True
     for _ in range(8640):  # every 10 s
-        reports.again(3, without="")
+        reports.resend(3, without="")
         with pytest.raises(StoreUnavailable):
             reports.send()
     store.away = False

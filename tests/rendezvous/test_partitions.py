@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Exclusion, Failure, Member, NodeRecord, Round
-from elasticd_agent.rendezvous.membership import cast, losses, newcomers, together
-from elasticd_agent.rendezvous.view import Asked, Present, View
+from elasticd_agent.rendezvous.membership import joiners, largest_connected, losses, select_members
+from elasticd_agent.rendezvous.view import PresentNode, Requirements, View
 
 POLICY, NOW = Policy(), 1000.0
 NAMES = "abcdefgh"
@@ -36,7 +36,7 @@ def test_together_is_the_largest_set_and_of_equal_ones_one_with_the_first(
 ) -> None:
     nodes = NAMES[:count]
     cuts = {pair for pair in cuts if pair <= set(nodes)}
-    kept = together(nodes, cuts)
+    kept = largest_connected(nodes, cuts)
     assert kept == [n for n in nodes if n in kept], "in their order"
     assert not any(pair <= set(kept) for pair in cuts)
     assert len(kept) == largest(nodes, cuts)
@@ -44,7 +44,7 @@ def test_together_is_the_largest_set_and_of_equal_ones_one_with_the_first(
     friends = [n for n in nodes[1:] if frozenset((nodes[0], n)) not in cuts]
     with_first = 1 + (largest("".join(friends), without_first) if friends else 0)
     assert (nodes[0] in kept) == (with_first == len(kept))
-    assert together(nodes, sorted(cuts, key=sorted, reverse=True)) == kept, "whoever is asked says the same"
+    assert largest_connected(nodes, sorted(cuts, key=sorted, reverse=True)) == kept, "whoever is asked says the same"
 
 
 def test_hundreds_of_nodes_with_cuts_everywhere_take_no_time() -> None:
@@ -52,24 +52,27 @@ def test_hundreds_of_nodes_with_cuts_everywhere_take_no_time() -> None:
     halves = {frozenset((a, b)) for a in nodes[:140] for b in nodes[140:]}
     ring = {frozenset((nodes[i], nodes[(i * 7 + d) % 300])) for i in range(300) for d in (1, 5, 11, 60)}
     began = time.process_time()
-    assert together(nodes, halves) == nodes[140:]
-    kept = together(nodes, {pair for pair in ring if len(pair) == 2})
+    assert largest_connected(nodes, halves) == nodes[140:]
+    kept = largest_connected(nodes, {pair for pair in ring if len(pair) == 2})
     assert len(kept) >= 60, "a quarter of them at the least, since nobody has more than eight foes"
     assert time.process_time() - began < 3
 
 
-def record(name: str, *unreached: str, seen: int = 3) -> Present:
-    return Present(NodeRecord(name, "i", f"{name}:1", (0,), "d", seen=seen, ready=seen, unreached=unreached), 0.0)
+def record(name: str, *unreachable: str, seen_round: int = 3) -> PresentNode:
+    told = NodeRecord(
+        name, "i", f"{name}:1", (0,), "d", seen_round=seen_round, ready_round=seen_round, unreachable=unreachable
+    )
+    return PresentNode(told, 0.0)
 
 
 ROUND = Round(3, tuple(Member(n, "i", (0,)) for n in "abcd"), directory="d", excluded=(Exclusion("e", 1, 99.0),))
 STUCK = View(
     ROUND,
     (record("a"), record("b", "c"), record("c"), record("d")),
-    Asked(1, 1, 2, 8),
+    Requirements(1, 1, 2, 8),
     round_at=NOW - 100,
     failed_at=NOW,
-    advances_by=NOW - 9,
+    next_step_due=NOW - 9,
     store_up_since=NOW - 1000,
 )
 
@@ -81,33 +84,33 @@ def lost(view: View) -> dict[str, str]:
 def test_of_two_that_do_not_reach_each_other_the_later_one_is_lost_while_nobody_advances() -> None:
     why = "c and b do not reach each other, and no worker has made a step meanwhile"
     assert lost(STUCK) == {"c": why}
-    assert lost(replace(STUCK, advances_by=NOW + 9)) == {}, "they train"
-    assert "c" in lost(replace(STUCK, advances_by=None, failures=(Failure(3, "a", "crash", (), "lost its peers"),)))
+    assert lost(replace(STUCK, next_step_due=NOW + 9)) == {}, "they train"
+    assert "c" in lost(replace(STUCK, next_step_due=None, failures=(Failure(3, "a", "crash", (), "lost its peers"),)))
     assert lost(replace(STUCK, done=frozenset("c"))) == {}, "who is done needs nobody"
-    old = replace(STUCK, nodes=(record("a"), record("b", "c", seen=2), record("c"), record("d")))
+    old = replace(STUCK, nodes=(record("a"), record("b", "c", seen_round=2), record("c"), record("d")))
     assert lost(replace(old, round_at=NOW)) == {}, "that was another round's"
 
 
 def test_whoever_is_lost_anyway_costs_nobody_else_the_place() -> None:
-    assert set(lost(replace(STUCK, knocked=(("c", "refused"),)))) == {"c"}
-    assert set(lost(replace(STUCK, knocked=(("b", "refused"),)))) == {"b"}
+    assert set(lost(replace(STUCK, probe_results=(("c", "refused"),)))) == {"c"}
+    assert set(lost(replace(STUCK, probe_results=(("b", "refused"),)))) == {"b"}
 
 
 def test_who_was_left_out_is_taken_once_it_reaches_all_members() -> None:
     view = replace(STUCK, nodes=(record("a"), record("b"), record("c"), record("d"), record("e", "b")))
-    assert newcomers(view, ROUND, POLICY, NOW) == []
-    chosen = cast(view, POLICY, NOW, {}, ROUND.excluded)
+    assert joiners(view, ROUND, POLICY, NOW) == []
+    chosen = select_members(view, POLICY, NOW, {}, ROUND.excluded)
     assert isinstance(chosen, list)
     assert [r.id for r in chosen] == list("abcd")
-    without_b = cast(view, POLICY, NOW, {"b": "gone"}, ROUND.excluded)
+    without_b = select_members(view, POLICY, NOW, {"b": "gone"}, ROUND.excluded)
     assert isinstance(without_b, list)
     assert [r.id for r in without_b] == list("acde"), "b it need not reach any more"
     healed = replace(view, nodes=(*view.nodes[:4], record("e")))
-    assert [p.record.id for p in newcomers(healed, ROUND, POLICY, NOW)] == ["e"]
+    assert [p.record.id for p in joiners(healed, ROUND, POLICY, NOW)] == ["e"]
 
 
 def test_of_two_newcomers_that_do_not_reach_each_other_one_is_taken() -> None:
     view = replace(STUCK, nodes=(*(record(n) for n in "abcd"), record("e"), record("f", "e")))
-    chosen = cast(view, POLICY, NOW, {}, ())
+    chosen = select_members(view, POLICY, NOW, {}, ())
     assert isinstance(chosen, list)
     assert [r.id for r in chosen] == list("abcde")

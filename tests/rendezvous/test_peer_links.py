@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticd_agent.rendezvous.peer_links import Lines
-from elasticd_agent.rendezvous.probe import Answered, KnockServer, knock
+from elasticd_agent.rendezvous.peer_links import PeerLinks
+from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeServer, probe_nodes
 
 WITHIN_S = 20.0
 AGENT = """
@@ -32,7 +32,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.nodes: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.lines = Lines(self.nodes.put)
+        self.lines = PeerLinks(self.nodes.put)
 
     def next(self) -> str:
         return self.nodes.get(timeout=WITHIN_S)
@@ -80,7 +80,7 @@ def test_a_killed_process_hangs_up(heard: Heard, agent: tuple[subprocess.Popen[s
 
 def test_a_stopped_one_does_not(heard: Heard, agent: tuple[subprocess.Popen[str], int]) -> None:
     process, port = agent
-    other = KnockServer("127.0.0.1", "b", "i2")
+    other = ProbeServer("127.0.0.1", "b", "i2")
     heard.lines.keep({"a": ("127.0.0.1", port), "b": ("127.0.0.1", other.port)})
     until_kept(port, 1)
     until_kept(other.port, 1)
@@ -91,7 +91,7 @@ def test_a_stopped_one_does_not(heard: Heard, agent: tuple[subprocess.Popen[str]
 
 
 def test_who_is_not_wanted_any_more_is_hung_up_on_and_not_reported(heard: Heard) -> None:
-    first, second = KnockServer("127.0.0.1", "a", "i1"), KnockServer("127.0.0.1", "b", "i2")
+    first, second = ProbeServer("127.0.0.1", "a", "i1"), ProbeServer("127.0.0.1", "b", "i2")
     heard.lines.keep({"a": ("127.0.0.1", first.port), "b": ("127.0.0.1", second.port)})
     until_kept(first.port, 1)
     heard.lines.keep({"b": ("127.0.0.1", second.port)})
@@ -112,17 +112,17 @@ def test_nobody_there_is_a_broken_line_once(heard: Heard) -> None:
 
 
 def test_a_caller_that_stays_costs_knocking_nothing(heard: Heard) -> None:
-    server = KnockServer("127.0.0.1", "a", "i1")
+    server = ProbeServer("127.0.0.1", "a", "i1")
     heard.lines.keep({"a": ("127.0.0.1", server.port)})
     until_kept(server.port, 1)
-    assert knock({"a": ("127.0.0.1", server.port)}, 5.0) == {"a": Answered("a", "i1")}
+    assert probe_nodes({"a": ("127.0.0.1", server.port)}, 5.0) == {"a": ProbeAlive("a", "i1")}
     assert heard.nodes.empty()
     server.close()
     assert heard.next() == "a"
 
 
 def test_whoever_talks_is_hung_up_on() -> None:
-    server = KnockServer("127.0.0.1", "a", "i1")
+    server = ProbeServer("127.0.0.1", "a", "i1")
     with socket.create_connection(("127.0.0.1", server.port), WITHIN_S) as caller:
         assert caller.recv(4096).endswith(b"\n")
         caller.send(b"hello")
@@ -146,7 +146,7 @@ lines.close()
 
 def test_more_nodes_than_file_descriptors_leave_some_to_others() -> None:
     """A thousand lines, of the 1,024 descriptors that a shell gives, would be the planner's end."""
-    server = KnockServer("127.0.0.1", "a", "i1")
+    server = ProbeServer("127.0.0.1", "a", "i1")
     try:
         with subprocess.Popen(
             [sys.executable, "-c", PLANNER, str(server.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.messages import StopRequested
-from elasticd_agent.model.records import Bench, BudgetState, Failure, Member, NodeRecord, Round
-from elasticd_agent.rendezvous.plan import Asked, Present, View, Wait, plan
+from elasticd_agent.model.records import BudgetState, Failure, Member, NodeRecord, QuarantinedSlot, Round
+from elasticd_agent.rendezvous.plan import PresentNode, Requirements, View, Wait, plan
 
 POLICY = Policy()
 STOP = StopRequested("SIGTERM", 143, 5.0)
 
 
-def node(name: str, *, slots: tuple[int, ...] = (0, 1), incarnation: str = "i", joined_at: float = 0.0) -> Present:
-    return Present(NodeRecord(name, incarnation, f"{name}.lan", slots, seen=9, ready=9), joined_at)
+def node(name: str, *, slots: tuple[int, ...] = (0, 1), incarnation: str = "i", joined_at: float = 0.0) -> PresentNode:
+    return PresentNode(NodeRecord(name, incarnation, f"{name}.lan", slots, seen_round=9, ready_round=9), joined_at)
 
 
 def crash(why: str = "rank 1 was killed by SIGKILL", *, node: str = "a", slot: int = 1, step: int = 0) -> Failure:
@@ -25,13 +25,13 @@ def mistake(node: str = "a", error: str = "ValueError") -> Failure:
     return Failure(1, node, "user_error", ((0, 0),), f"all ranks on {node} raised", error=error)
 
 
-def first(*nodes: Present, fewest: int = 2, most: int = 2, at_least: int = 1) -> View:
-    return View(None, _far(nodes, 0), Asked(fewest, most, at_least, max(at_least, len(nodes))))
+def first(*nodes: PresentNode, fewest: int = 2, most: int = 2, at_least: int = 1) -> View:
+    return View(None, _far(nodes, 0), Requirements(fewest, most, at_least, max(at_least, len(nodes))))
 
 
-def _far(nodes: tuple[Present, ...], number: int) -> tuple[Present, ...]:
+def _far(nodes: tuple[PresentNode, ...], number: int) -> tuple[PresentNode, ...]:
     """The nodes, once they have seen and started that round."""
-    return tuple(replace(p, record=replace(p.record, seen=number, ready=number)) for p in nodes)
+    return tuple(replace(p, record=replace(p.record, seen_round=number, ready_round=number)) for p in nodes)
 
 
 def running(view: View) -> View:
@@ -98,7 +98,7 @@ def test_backoff_is_counted_from_the_failure() -> None:
     tired = replace(view.current, budget=BudgetState(counted=2, streak=2))
     view = replace(view, current=tired, failures=(crash(),), failed_at=100.0)
     why = "rank 1 was killed by SIGKILL; restarting 2 s after it (backoff)"
-    assert waiting(view, 100.0) == Wait(why, 102.0, told=True)
+    assert waiting(view, 100.0) == Wait(why, 102.0, notable=True)
     r = decided(view, 102.0)
     assert r.budget == BudgetState(counted=3, streak=3, tokens=59.0)
     assert r.reason == "rank 1 was killed by SIGKILL; restart 1: 2 workers on a, from the beginning"
@@ -120,7 +120,13 @@ def test_a_lost_node_costs_nothing_and_the_survivors_keep_their_order() -> None:
     assert view.current is not None
     assert [m.node for m in view.current.members] == ["c", "a", "b"]
     gone = (("c", -100.0),)  # for longer than anyone may be away
-    view = replace(view, high_water=40, asked=replace(view.asked, min_nodes=1), absent=gone, store_up_since=-100.0)
+    view = replace(
+        view,
+        high_water=40,
+        requirements=replace(view.requirements, min_nodes=1),
+        absent_since=gone,
+        store_up_since=-100.0,
+    )
     left = (node("aa", joined_at=9), node("b", joined_at=3), node("a", joined_at=2, incarnation="new"), node("c"))
     r = decided(replace(view, nodes=left[:3]))
     assert [(m.node, m.incarnation) for m in r.members] == [("b", "i"), ("a", "new"), ("aa", "i")]
@@ -130,11 +136,11 @@ def test_a_lost_node_costs_nothing_and_the_survivors_keep_their_order() -> None:
 
 
 def test_last_call() -> None:
-    view = View(None, _far((node("a", joined_at=1), node("b", joined_at=3)), 0), Asked(2, 2, 1, 3))
+    view = View(None, _far((node("a", joined_at=1), node("b", joined_at=3)), 0), Requirements(2, 2, 1, 3))
     assert waiting(view, 3.0).until == 8.0
     assert len(decided(view, 8.0).members) == 2
     assert len(decided(replace(view, nodes=(*view.nodes, *_far((node("c", joined_at=4),), 0))), 4.0).members) == 3
-    few = replace(view, asked=Asked(2, 2, 3, 3))
+    few = replace(view, requirements=Requirements(2, 2, 3, 3))
     assert waiting(few, 99.0).why == "2 of at least 3 nodes here"
 
 
@@ -146,9 +152,9 @@ def failing(view: View, r: Round, *slots: int, step: int = 0, now: float = 0.0) 
 def test_a_slot_that_keeps_failing_is_set_aside_while_enough_remain() -> None:
     view = first(node("a", slots=(0, 1, 2)), fewest=1, most=3)
     r = failing(view, decided(view), 1)
-    assert r.benched == (Bench("a", 1, strikes=1),)
+    assert r.quarantined_slots == (QuarantinedSlot("a", 1, strikes=1),)
     r = failing(view, r, 1)
-    assert r.benched == (Bench("a", 1, strikes=2, times=1, left_s=60.0),)
+    assert r.quarantined_slots == (QuarantinedSlot("a", 1, strikes=2, times=1, left_s=60.0),)
     assert r.members[0].slots == (0, 2)
     assert r.budget.streak == 1, "what runs next is not what failed"
     assert "; slot 1 of a set aside for 60 s after 2 failures without progress; " in r.reason
@@ -165,13 +171,18 @@ def test_a_slot_comes_back_after_its_cooloff_and_leaves_sooner_and_longer() -> N
     r = failing(view, failing(view, decided(view), 1), 1)
     early = failing(view, r, 0, step=5, now=59.0)
     assert early.members[0].slots == (0, 2)
-    assert early.benched == (Bench("a", 0, strikes=1), Bench("a", 1, strikes=2, times=1, left_s=1.0))
+    assert early.quarantined_slots == (
+        QuarantinedSlot("a", 0, strikes=1),
+        QuarantinedSlot("a", 1, strikes=2, times=1, left_s=1.0),
+    )
     late = failing(view, r, 0, step=5, now=60.0)
     assert late.members[0].slots == (0, 1, 2)
     again = failing(view, late, 1, step=5)
-    assert again.benched[1] == Bench("a", 1, strikes=3, times=2, left_s=120.0)
+    assert again.quarantined_slots[1] == QuarantinedSlot("a", 1, strikes=3, times=2, left_s=120.0)
     proven = failing(view, late, 1, step=9)
-    assert proven.benched == (Bench("a", 1, strikes=1),), "progress with the slot in use wipes its record"
+    assert proven.quarantined_slots == (QuarantinedSlot("a", 1, strikes=1),), (
+        "progress with the slot in use wipes its record"
+    )
 
 
 def test_a_spare_slot_takes_the_place_of_one_set_aside() -> None:
@@ -182,7 +193,9 @@ def test_a_spare_slot_takes_the_place_of_one_set_aside() -> None:
 
 def test_slots_set_aside_come_back_where_too_few_are_left() -> None:
     view = first(node("a", slots=(0, 1, 2)), fewest=2, most=3)
-    r = replace(decided(view), benched=(Bench("a", 0, 2, 1, 50.0), Bench("a", 1, 2, 1, 40.0)))
+    r = replace(
+        decided(view), quarantined_slots=(QuarantinedSlot("a", 0, 2, 1, 50.0), QuarantinedSlot("a", 1, 2, 1, 40.0))
+    )
     assert failing(view, r, 2, step=5).members[0].slots == (0, 1, 2), "those in use had no record to lose"
     idle = replace(r, members=(Member("a", "i", (2,)),))
     assert failing(view, idle, 2, step=5).members[0].slots == (1, 2), "the one nearest its return"

@@ -9,9 +9,9 @@ import pytest
 from elasticd_agent.hangs.judge import failures
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
-from elasticd_agent.model.reports import Judged
+from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.rendezvous.plan import plan
-from elasticd_agent.rendezvous.view import Asked, Present, View
+from elasticd_agent.rendezvous.view import PresentNode, Requirements, View
 
 POLICY = Policy()
 NOW = 1000.0
@@ -23,7 +23,7 @@ class Job:
 
     def __init__(self, nodes: str = "abc", min_nodes: int = 1, min_workers: int = 1) -> None:
         self.nodes, self.now = nodes, NOW
-        self.asked = Asked(min_workers, 2, min_nodes, len(nodes))
+        self.asked = Requirements(min_workers, 2, min_nodes, len(nodes))
         self.round = Round(1, tuple(Member(n, "i", (0, 1)) for n in nodes))
         self.steps = 0
 
@@ -33,14 +33,14 @@ class Job:
     def hang(self, *culprits: tuple[str, int], after_s: float = 10.0) -> str:
         """The planner's judge finds these (node, slot) to blame, and the Round that follows says why it is so."""
         self.steps += 100  # it trains before it hangs: that shows nothing
-        ranks = {(node, slot): rank for rank, node, _, slot in self.round.places()}
+        ranks = {(node, slot): rank for rank, node, _, slot in self.round.assignments()}
         places = tuple((node, ranks[node, slot], slot) for node, slot in culprits)
-        judged = Judged(self.round.number, places, "stopped", "somebody hangs", 5.0, True, ())
+        judged = HangVerdict(self.round.number, places, "stopped", "somebody hangs", 5.0, True, ())
         return self.answer(*failures(judged, "a", self.steps, None), after_s=after_s)
 
     def answer(self, *found: Failure, after_s: float = 10.0) -> str:
         self.now += after_s
-        here = tuple(Present(self.record(n), 0.0) for n in self.nodes)
+        here = tuple(PresentNode(self.record(n), 0.0) for n in self.nodes)
         view = View(self.round, here, self.asked, failures=found, round_at=self.now - after_s, failed_at=self.now - 5)
         verdict = plan(replace(view, high_water=self.steps), POLICY, self.now)
         assert isinstance(verdict, Round), verdict
@@ -49,7 +49,7 @@ class Job:
 
     def record(self, node: str) -> NodeRecord:
         number = self.round.number
-        return NodeRecord(node, "i", f"{node}:1", (0, 1), seen=number, ready=number, stepped=number)
+        return NodeRecord(node, "i", f"{node}:1", (0, 1), seen_round=number, ready_round=number, stepped_round=number)
 
 
 BOTH = (0, 1)
@@ -58,7 +58,7 @@ BOTH = (0, 1)
 def test_a_hang_counts_against_the_culprits_slot_and_not_against_who_found_it() -> None:
     job = Job()
     job.hang(("b", 1))
-    assert [(b.node, b.slot, b.strikes, b.left_s) for b in job.round.benched] == [("b", 1, 1, 0.0)]
+    assert [(b.node, b.slot, b.strikes, b.left_s) for b in job.round.quarantined_slots] == [("b", 1, 1, 0.0)]
     assert job.slots() == {"a": BOTH, "b": BOTH, "c": BOTH}
     assert job.round.cause == "hung"
 
@@ -73,7 +73,7 @@ def test_twice_running_sets_the_slot_aside_with_a_cool_off_that_grows() -> None:
     job.hang(("a", 0), after_s=first_s + 1)
     assert job.slots()["b"] == BOTH, "tried again at the next restart after its cool-off"
     job.hang(("b", 1))
-    (bench,) = (b for b in job.round.benched if (b.node, b.slot) == ("b", 1))
+    (bench,) = (b for b in job.round.quarantined_slots if (b.node, b.slot) == ("b", 1))
     assert (bench.times, bench.left_s) == (2, POLICY.cooloff_s(2))
     assert POLICY.cooloff_s(2) > first_s
 
@@ -83,7 +83,7 @@ def test_a_node_whose_every_slot_is_set_aside_is_left_out() -> None:
     for slot in (1, 1, 0, 0):
         job.hang(("b", slot))
     assert job.slots() == {"a": BOTH, "c": BOTH}
-    assert {(b.node, b.slot) for b in job.round.benched if b.left_s} == {("b", 0), ("b", 1)}
+    assert {(b.node, b.slot) for b in job.round.quarantined_slots if b.left_s} == {("b", 0), ("b", 1)}
     job.hang(("a", 0), after_s=POLICY.cooloff_s(1) + 1)
     assert job.slots() == {"a": BOTH, "b": BOTH, "c": BOTH}, "after its cool-off it is one like any other"
 
@@ -115,7 +115,7 @@ def test_a_hang_that_is_nobodys_fault_is_held_against_nobody(times: int) -> None
     job = Job()
     for _ in range(times):
         job.hang()
-    assert job.round.benched == ()
+    assert job.round.quarantined_slots == ()
     assert job.slots() == {"a": BOTH, "b": BOTH, "c": BOTH}
 
 

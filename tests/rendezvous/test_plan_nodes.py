@@ -9,33 +9,33 @@ import pytest
 
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
-from elasticd_agent.rendezvous.membership import BACK_S
-from elasticd_agent.rendezvous.plan import VICTIMS_S, plan
-from elasticd_agent.rendezvous.view import Asked, Hold, Present, View, Wait
+from elasticd_agent.rendezvous.membership import RETURN_S
+from elasticd_agent.rendezvous.plan import ROOT_CAUSE_WAIT_S, plan
+from elasticd_agent.rendezvous.view import Pause, PresentNode, Requirements, View, Wait
 
 POLICY = Policy()
 NOW = 1000.0
 ROUND = Round(3, tuple(Member(n, "i", (0,)) for n in "abc"), directory="d", restarts=1)
 
 
-def present(name: str, joined_at: float = 0.0, **fields: object) -> Present:
-    record = NodeRecord(name, "i", f"{name}:1", (0,), "d", seen=3, ready=3 if name in "abc" else 0)
-    return Present(replace(record, **fields), joined_at)  # type: ignore[arg-type]
+def present(name: str, joined_at: float = 0.0, **fields: object) -> PresentNode:
+    record = NodeRecord(name, "i", f"{name}:1", (0,), "d", seen_round=3, ready_round=3 if name in "abc" else 0)
+    return PresentNode(replace(record, **fields), joined_at)  # type: ignore[arg-type]
 
 
-FIRST = present("a", stepped=3, can_hold=3)
+FIRST = present("a", stepped_round=3, can_pause=3)
 VIEW = View(
     ROUND,
     (FIRST, present("b"), present("c")),
-    Asked(1, 1, 2, 4),
+    Requirements(1, 1, 2, 4),
     round_at=NOW - 100,
     failed_at=NOW,
-    advances_by=NOW + 1,
+    next_step_due=NOW + 1,
     store_up_since=NOW - 1000,
 )
 
 
-def with_(*nodes: Present, view: View = VIEW) -> View:
+def with_(*nodes: PresentNode, view: View = VIEW) -> View:
     names = {p.record.id for p in nodes}
     return replace(view, nodes=(*nodes, *(p for p in view.nodes if p.record.id not in names)))
 
@@ -53,8 +53,8 @@ def nodes(round: Round) -> str:
 def test_growing_waits_whether_more_come_and_then_holds() -> None:
     view = with_(present("d", NOW))
     assert plan(view, POLICY, NOW) == Wait("d joined; waiting whether more come", NOW + POLICY.grow_debounce_s)
-    assert plan(view, POLICY, NOW + 1) == Hold(3, "d joined")
-    held = with_(present("a", stepped=3, can_hold=3, held=3), view=view)
+    assert plan(view, POLICY, NOW + 1) == Pause(3, "d joined")
+    held = with_(present("a", stepped_round=3, can_pause=3, paused=3), view=view)
     grown = decided(held, NOW + 1)
     assert nodes(grown) == "abcd"
     assert grown.reason == "d joined; restart 2: 4 workers on 4 nodes, from the beginning"
@@ -64,9 +64,9 @@ def test_growing_waits_whether_more_come_and_then_holds() -> None:
     "view",
     [
         with_(present("d"), view=replace(VIEW, done=frozenset("b"))),
-        with_(present("a", can_hold=3), present("d")),
-        with_(present("d"), view=replace(VIEW, asked=Asked(1, 1, 2, 3))),
-        with_(present("d", seen=2)),
+        with_(present("a", can_pause=3), present("d")),
+        with_(present("d"), view=replace(VIEW, requirements=Requirements(1, 1, 2, 3))),
+        with_(present("d", seen_round=2)),
     ],
     ids=["one is done", "before the first step", "no room", "a dead one's record"],
 )
@@ -75,10 +75,10 @@ def test_no_growing(view: View) -> None:
 
 
 def test_growing_is_the_scripts_and_the_policys_choice() -> None:
-    plain = with_(present("a", stepped=3), present("d"))
+    plain = with_(present("a", stepped_round=3), present("d"))
     waits = plan(plain, POLICY, NOW)
     assert isinstance(waits, Wait)
-    assert waits.told
+    assert waits.notable
     assert waits.why == "d joined; the script cannot be held at a checkpoint, so that waits for the next restart"
     assert nodes(decided(plain, policy=Policy(grow="always"))) == "abcd"
     assert plan(with_(present("d")), Policy(grow="never"), NOW) == Wait("round 3 runs with 3 workers", None)
@@ -86,42 +86,42 @@ def test_growing_is_the_scripts_and_the_policys_choice() -> None:
 
 def test_who_leaves_is_let_go_from_a_checkpoint() -> None:
     leaving = with_(present("b", leaving="b leaves: SIGTERM"))
-    assert plan(leaving, POLICY, NOW) == Hold(3, "b leaves: SIGTERM")
-    held = with_(present("a", stepped=3, can_hold=3, held=3), view=leaving)
+    assert plan(leaving, POLICY, NOW) == Pause(3, "b leaves: SIGTERM")
+    held = with_(present("a", stepped_round=3, can_pause=3, paused=3), view=leaving)
     assert nodes(decided(held)) == "ac"
-    plain = with_(present("a", stepped=3), view=leaving)
+    plain = with_(present("a", stepped_round=3), view=leaving)
     assert decided(plain).reason.startswith("b leaves: SIGTERM; restart 2: 2 workers on 2 nodes")
-    taken_over = with_(present("d"), view=replace(held, asked=Asked(1, 1, 3, 3)))
+    taken_over = with_(present("d"), view=replace(held, requirements=Requirements(1, 1, 3, 3)))
     assert nodes(decided(taken_over)) == "acd"
 
 
 def test_who_leaves_at_the_start_of_a_round_lets_it_hold_at_its_first_step_as_an_earlier_one_could() -> None:
     b = present("b", leaving="b leaves")
     for young in (
-        with_(present("a", can_hold=2), b),
-        with_(present("a"), present("b", leaving="b leaves", can_hold=1)),
+        with_(present("a", can_pause=2), b),
+        with_(present("a"), present("b", leaving="b leaves", can_pause=1)),
     ):
-        assert plan(young, POLICY, NOW) == Hold(3, "b leaves")
-        held = with_(present("a", can_hold=3, held=3), view=young)
+        assert plan(young, POLICY, NOW) == Pause(3, "b leaves")
+        held = with_(present("a", can_pause=3, paused=3), view=young)
         assert nodes(decided(held)) == "ac"
     assert nodes(decided(with_(present("a"), b))) == "ac", "nothing is known of holding: nobody waits"
-    cannot = with_(present("a", stepped=3), present("b", leaving="b leaves", can_hold=2))
+    cannot = with_(present("a", stepped_round=3), present("b", leaving="b leaves", can_pause=2))
     assert nodes(decided(cannot)) == "ac", "it steps, and has not said that it can be held"
-    came = with_(present("a", can_hold=2), present("d"))
+    came = with_(present("a", can_pause=2), present("d"))
     assert plan(came, POLICY, NOW) == Wait("round 3 runs with 3 workers", None)
 
 
 def test_leaving_too_few_behind_waits_for_a_replacement() -> None:
     gone = [present(n, leaving=f"{n} leaves") for n in "bc"]
     waits = plan(with_(*gone), POLICY, NOW)
-    assert waits == Wait("b leaves; c leaves; too few nodes would be left", None, told=True)
-    assert plan(with_(*gone, present("d")), POLICY, NOW) == Hold(3, "b leaves; c leaves; d joined")
+    assert waits == Wait("b leaves; c leaves; too few nodes would be left", None, notable=True)
+    assert plan(with_(*gone, present("d")), POLICY, NOW) == Pause(3, "b leaves; c leaves; d joined")
 
 
 def test_when_all_leave_the_job_is_stopped_and_may_be_begun_again() -> None:
-    gone = with_(*(present(n, leaving=f"{n} leaves", stepped=3, can_hold=3) for n in "abc"))
-    assert plan(gone, POLICY, NOW) == Hold(3, "a leaves; b leaves; c leaves")
-    held = with_(present("a", leaving="a leaves", can_hold=3, held=3), view=gone)
+    gone = with_(*(present(n, leaving=f"{n} leaves", stepped_round=3, can_pause=3) for n in "abc"))
+    assert plan(gone, POLICY, NOW) == Pause(3, "a leaves; b leaves; c leaves")
+    held = with_(present("a", leaving="a leaves", can_pause=3, paused=3), view=gone)
     end = decided(held)
     assert (end.outcome, end.exit_code, end.reason) == ("stopped", 143, "a leaves; b leaves; c leaves")
     for codes, code in (((130, 130, 130), 130), ((130, 0, 130), 130), ((130, 143, 130), 143), ((1, 130, 129), 143)):
@@ -129,29 +129,29 @@ def test_when_all_leave_the_job_is_stopped_and_may_be_begun_again() -> None:
         assert decided(replace(held, nodes=tuple(asked))).exit_code == code
     other = with_(present("d"), view=held)
     assert not isinstance(plan(other, POLICY, NOW), Round), "d could still become one of many"
-    again = replace(VIEW, current=end, asked=Asked(1, 1, 2, 3))
+    again = replace(VIEW, current=end, requirements=Requirements(1, 1, 2, 3))
     assert (decided(again).number, nodes(decided(again))) == (5, "abc")
     for outcome in ("succeeded", "failed"):
         assert isinstance(plan(replace(again, current=replace(end, outcome=outcome)), POLICY, NOW), Wait)
 
 
 def test_two_rounds_of_one_number_end_with_the_next_one() -> None:
-    stranger = present("x", ready=3)
+    stranger = present("x", ready_round=3)
     grown = decided(with_(stranger))
     assert (grown.number, nodes(grown)) == (4, "abcx")
     assert grown.reason.startswith("x ran another round 3, which an empty store did not know; x joined; restart 2")
-    full = decided(replace(with_(stranger), asked=Asked(1, 1, 2, 3)))
+    full = decided(replace(with_(stranger), requirements=Requirements(1, 1, 2, 3)))
     assert (full.number, nodes(full)) == (4, "abc"), "where there is no room its round ends, too"
-    before = present("x", ready=2)
+    before = present("x", ready_round=2)
     assert not isinstance(plan(with_(before), POLICY, NOW), Round), "that is over"
 
 
 def test_strangers_wait_for_a_round_that_somebody_runs_and_number_theirs_above() -> None:
-    runs, stranger = present("a", joined_at=NOW, highest=1), present("x", joined_at=NOW, seen=0)
-    view = replace(VIEW, current=None, nodes=(runs, stranger), asked=Asked(1, 1, 2, 2))
+    runs, stranger = present("a", joined_at=NOW, highest_round=1), present("x", joined_at=NOW, seen_round=0)
+    view = replace(VIEW, current=None, nodes=(runs, stranger), requirements=Requirements(1, 1, 2, 2))
     why = "a came from a round that the store does not know, and will write it down"
-    assert plan(view, POLICY, NOW) == Wait(why, NOW + BACK_S)
-    assert decided(view, NOW + BACK_S).number == 4
+    assert plan(view, POLICY, NOW) == Wait(why, NOW + RETURN_S)
+    assert decided(view, NOW + RETURN_S).number == 4
 
 
 def victim(node: str) -> Failure:
@@ -161,14 +161,14 @@ def victim(node: str) -> Failure:
 def test_victims_wait_for_who_failed_first() -> None:
     view = replace(VIEW, failures=(victim("a"),))
     assert plan(view, POLICY, NOW) == Wait(
-        "a lost its peers; waiting for word of what it lost them by", NOW + VICTIMS_S
+        "a lost its peers; waiting for word of what it lost them by", NOW + ROOT_CAUSE_WAIT_S
     )
     culprit = Failure(3, "b", "crash", ((1, 0),), "rank 1 was killed by SIGKILL")
     named = decided(replace(view, failures=(victim("a"), culprit)))
     assert named.reason.startswith("rank 1 was killed by SIGKILL; ")
     assert named.budget.counted == 1
     assert decided(replace(view, failures=tuple(victim(n) for n in "abc"))).budget.counted == 1, "nobody is missing"
-    assert decided(view, NOW + VICTIMS_S).budget.counted == 1
+    assert decided(view, NOW + ROOT_CAUSE_WAIT_S).budget.counted == 1
 
 
 def test_who_raised_and_has_not_ended_yet_explains_its_victims() -> None:
@@ -178,21 +178,21 @@ def test_who_raised_and_has_not_ended_yet_explains_its_victims() -> None:
         there = [replace(p, record=replace(p.record, **more)) if p.record.id == node else p for p in VIEW.nodes]
         return replace(VIEW, nodes=tuple(there), failures=(victim("a"),))
 
-    view = says("b", raised="rank 1 raised ValueError: a fault")
-    assert decided(view, NOW + VICTIMS_S).reason.startswith(
+    view = says("b", pending_exception="rank 1 raised ValueError: a fault")
+    assert decided(view, NOW + ROOT_CAUSE_WAIT_S).reason.startswith(
         "rank 1 raised ValueError: a fault, and then a lost its peers; "
     )
     ended = Failure(3, "b", "crash", (), "rank 1 exited with code 1 (MemoryError: a fault)")
-    itself = replace(says("b", raised="rank 1 raised MemoryError: a fault"), failures=(ended,))
-    assert decided(itself, NOW + VICTIMS_S).reason.startswith(f"{ended.why}; "), "once is enough"
+    itself = replace(says("b", pending_exception="rank 1 raised MemoryError: a fault"), failures=(ended,))
+    assert decided(itself, NOW + ROOT_CAUSE_WAIT_S).reason.startswith(f"{ended.why}; "), "once is enough"
     culprit = Failure(3, "c", "crash", ((2, 0),), "rank 2 was killed by SIGKILL")
     assert decided(replace(view, failures=(victim("a"), culprit))).reason.startswith("rank 2 was killed")
-    old = says("b", raised="rank 1 raised ValueError: a fault", ready=2)
-    assert "ValueError" not in decided(old, NOW + VICTIMS_S).reason, "that was in the round before"
+    old = says("b", pending_exception="rank 1 raised ValueError: a fault", ready_round=2)
+    assert "ValueError" not in decided(old, NOW + ROOT_CAUSE_WAIT_S).reason, "that was in the round before"
 
 
 def test_a_lost_node_explains_its_victims_and_costs_nothing() -> None:
-    view = replace(VIEW, failures=(victim("a"), victim("c")), knocked=(("b", "refused"),))
+    view = replace(VIEW, failures=(victim("a"), victim("c")), probe_results=(("b", "refused"),))
     after = decided(view)
     assert (nodes(after), after.budget.counted) == ("ac", 0)
     assert after.reason.startswith("b is lost: nothing of the job listens there any more; restart 2")
@@ -200,22 +200,26 @@ def test_a_lost_node_explains_its_victims_and_costs_nothing() -> None:
 
 def test_a_broken_round_waits_for_who_is_only_away_from_the_store() -> None:
     view = replace(
-        VIEW, nodes=VIEW.nodes[:2], failures=(victim("a"),), absent=(("c", NOW),), knocked=(("c", "answered"),)
+        VIEW,
+        nodes=VIEW.nodes[:2],
+        failures=(victim("a"),),
+        absent_since=(("c", NOW),),
+        probe_results=(("c", "answered"),),
     )
-    assert plan(view, POLICY, NOW) == Wait("a lost its peers; waiting for c to be back in the store", NOW + BACK_S)
-    assert nodes(decided(view, NOW + BACK_S)) == "ab"
+    assert plan(view, POLICY, NOW) == Wait("a lost its peers; waiting for c to be back in the store", NOW + RETURN_S)
+    assert nodes(decided(view, NOW + RETURN_S)) == "ab"
 
 
 def test_too_few_nodes_are_waited_for_a_while() -> None:
-    lost = replace(VIEW, nodes=(FIRST,), knocked=(("b", "refused"), ("c", "refused")), short_since=NOW)
+    lost = replace(VIEW, nodes=(FIRST,), probe_results=(("b", "refused"), ("c", "refused")), short_since=NOW)
     waits = plan(lost, POLICY, NOW)
     assert isinstance(waits, Wait)
-    assert waits.short
+    assert waits.too_few_nodes
     assert waits.until == NOW + POLICY.replace_timeout_s
     end = decided(lost, NOW + POLICY.replace_timeout_s)
     assert (end.outcome, end.exit_code) == ("failed", 1)
     assert end.reason.endswith("1 of at least 2 nodes here, and no more came within 600 s (--replace-timeout)")
-    never = View(None, (FIRST,), Asked(1, 1, 2, 2), short_since=NOW)
+    never = View(None, (FIRST,), Requirements(1, 1, 2, 2), short_since=NOW)
     waits = plan(never, Policy(join_timeout_s=60), NOW)
     assert waits.until == NOW + 60
     assert decided(never, NOW + 60, Policy(join_timeout_s=60)).outcome == "failed"

@@ -21,7 +21,14 @@ import pytest
 
 from elasticd.errors import UsageError
 from elasticd_agent.rendezvous import probe as knocking
-from elasticd_agent.rendezvous.probe import AGAIN_S, Answered, KnockServer, Refused, Silent, knock
+from elasticd_agent.rendezvous.probe import (
+    REFUSAL_CONFIRM_S,
+    ProbeAlive,
+    ProbeNoAnswer,
+    ProbeRefused,
+    ProbeServer,
+    probe_nodes,
+)
 
 DEADLINE = 20.0
 LONG = 10.0  # a knock's timeout where an answer is expected: only a failure ever takes it
@@ -37,8 +44,8 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def serving(address: str = "127.0.0.1", node: str = "a", **given: object) -> Iterator[KnockServer]:
-    server = KnockServer(address, node, "i1", **given)  # type: ignore[arg-type]
+def serving(address: str = "127.0.0.1", node: str = "a", **given: object) -> Iterator[ProbeServer]:
+    server = ProbeServer(address, node, "i1", **given)  # type: ignore[arg-type]
     try:
         yield server
     finally:
@@ -102,19 +109,19 @@ def free_port(address: str = "127.0.0.1") -> int:
     raise AssertionError("no port is free")
 
 
-def one(address: str, port: int, timeout_s: float = LONG) -> Answered | Refused | Silent:
-    return knock({"a": (address, port)}, timeout_s)["a"]
+def one(address: str, port: int, timeout_s: float = LONG) -> ProbeAlive | ProbeRefused | ProbeNoAnswer:
+    return probe_nodes({"a": (address, port)}, timeout_s)["a"]
 
 
-def why(result: Answered | Refused | Silent) -> str:
-    assert isinstance(result, Silent), result
+def why(result: ProbeAlive | ProbeRefused | ProbeNoAnswer) -> str:
+    assert isinstance(result, ProbeNoAnswer), result
     return result.why
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.77", "::1"])
 def test_an_agent_says_who_it_is(address: str) -> None:
     with serving(address) as server:
-        assert one(address, server.port) == Answered("a", "i1")
+        assert one(address, server.port) == ProbeAlive("a", "i1")
 
 
 def test_the_answer_is_one_line_of_json() -> None:
@@ -128,60 +135,60 @@ def test_the_answer_is_one_line_of_json() -> None:
 
 
 def test_nobody_asked() -> None:
-    assert knock({}, LONG) == {}
+    assert probe_nodes({}, LONG) == {}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_a_port_nobody_listens_on_has_refused_twice(address: str) -> None:
     begun = time.monotonic()
-    assert one(address, free_port(address)) == Refused()
-    assert AGAIN_S <= time.monotonic() - begun < LONG, "not before the second knock, and not at the timeout"
+    assert one(address, free_port(address)) == ProbeRefused()
+    assert REFUSAL_CONFIRM_S <= time.monotonic() - begun < LONG, "not before the second knock, and not at the timeout"
 
 
 def test_refused_is_said_even_if_the_timeout_is_shorter_than_the_pause() -> None:
-    assert one("127.0.0.1", free_port(), timeout_s=AGAIN_S / 2) == Refused()
+    assert one("127.0.0.1", free_port(), timeout_s=REFUSAL_CONFIRM_S / 2) == ProbeRefused()
 
 
 def test_a_closed_server_refuses_and_closing_again_is_nothing() -> None:
     with serving() as server:
-        assert isinstance(one("127.0.0.1", server.port), Answered)
+        assert isinstance(one("127.0.0.1", server.port), ProbeAlive)
         server.close()
-        assert one("127.0.0.1", server.port) == Refused()
+        assert one("127.0.0.1", server.port) == ProbeRefused()
 
 
 def test_a_port_that_is_back_within_the_pause_is_not_refused() -> None:
     deadline = time.monotonic() + DEADLINE
-    result: Answered | Refused | Silent = Refused()
+    result: ProbeAlive | ProbeRefused | ProbeNoAnswer = ProbeRefused()
     # Whether the port is back in time is a race against the pause, so it is run until it is won once.
-    while result == Refused() and time.monotonic() < deadline:
-        port, back = free_port(), list[KnockServer]()
+    while result == ProbeRefused() and time.monotonic() < deadline:
+        port, back = free_port(), list[ProbeServer]()
 
-        def come_back(port: int = port, back: list[KnockServer] = back) -> bool:
+        def come_back(port: int = port, back: list[ProbeServer] = back) -> bool:
             # The second node is dialled after the first: when it is, the first has been refused.
             if not back:
-                back.append(KnockServer("127.0.0.1", "a", "i2", port))
+                back.append(ProbeServer("127.0.0.1", "a", "i2", port))
             return True
 
         with serving(node="b", answering=come_back) as b:
-            results = knock({"a": ("127.0.0.1", port), "b": ("127.0.0.1", b.port)}, LONG)
+            results = probe_nodes({"a": ("127.0.0.1", port), "b": ("127.0.0.1", b.port)}, LONG)
         for server in back:
             server.close()
-        assert results["b"] == Answered("b", "i1")
+        assert results["b"] == ProbeAlive("b", "i1")
         result = results["a"]
-    assert result == Answered("a", "i2")
+    assert result == ProbeAlive("a", "i2")
 
 
 def test_a_stopped_agent_is_silent_a_killed_one_refuses() -> None:
     with agent() as (process, port):
-        assert one("127.0.0.1", port) == Answered("a", "i1")
+        assert one("127.0.0.1", port) == ProbeAlive("a", "i1")
         process.send_signal(signal.SIGSTOP)
         assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
         assert why(one("127.0.0.1", port, SHORT)) == "connected, but no answer within 0.3 s"
         process.send_signal(signal.SIGCONT)
-        assert one("127.0.0.1", port) == Answered("a", "i1")
+        assert one("127.0.0.1", port) == ProbeAlive("a", "i1")
         process.kill()
         process.wait(DEADLINE)
-        assert one("127.0.0.1", port) == Refused()
+        assert one("127.0.0.1", port) == ProbeRefused()
 
 
 def test_an_agent_whose_main_thread_ended_without_closing_ends_too() -> None:
@@ -195,13 +202,13 @@ def test_a_stuck_agent_is_silent_and_answers_when_it_no_longer_is() -> None:
     with serving(answering=lambda: not stuck.is_set()) as server:
         assert why(one("127.0.0.1", server.port, SHORT)).startswith("connected, but no answer")
         stuck.clear()
-        assert one("127.0.0.1", server.port) == Answered("a", "i1")
+        assert one("127.0.0.1", server.port) == ProbeAlive("a", "i1")
 
 
 def test_an_answer_that_comes_late_but_in_time_counts() -> None:
     verdicts = iter([False, False, False])
     with serving(answering=lambda: next(verdicts, True)) as server:
-        assert one("127.0.0.1", server.port) == Answered("a", "i1")
+        assert one("127.0.0.1", server.port) == ProbeAlive("a", "i1")
 
 
 def test_a_stuck_server_closes_at_once_and_resets_whoever_waits() -> None:
@@ -232,7 +239,7 @@ def test_an_agent_that_dies_while_it_is_asked_refuses(accepted: bool) -> None:
 
         thread = threading.Thread(target=die)
         thread.start()
-        assert one("127.0.0.1", port) == Refused()
+        assert one("127.0.0.1", port) == ProbeRefused()
         thread.join(DEADLINE)
 
 
@@ -273,12 +280,12 @@ def test_a_reset_before_an_answer_is_silence_if_somebody_still_listens() -> None
 def test_half_an_answer_is_forgotten_when_it_is_asked_again() -> None:
     whole = b'{"node":"a","incarnation":"i1","version":"1.0"}\n'
     with saying(whole[:20], then=whole) as port:
-        assert one("127.0.0.1", port) == Answered("a", "i1")
+        assert one("127.0.0.1", port) == ProbeAlive("a", "i1")
 
 
 def test_an_agent_one_minor_version_newer_is_understood() -> None:
     with saying(b'{"node":"a","incarnation":"i9","mood":3,"version":"1.7"}\n') as port:
-        assert one("127.0.0.1", port) == Answered("a", "i9")
+        assert one("127.0.0.1", port) == ProbeAlive("a", "i9")
 
 
 @pytest.mark.parametrize(
@@ -308,9 +315,9 @@ def test_a_socket_that_connects_with_itself_is_seen() -> None:
         sock.bind(("127.0.0.1", free_port()))
         where = sock.getsockname()
         sock.connect(where)
-        assert knocking._is_itself(sock, where)
+        assert knocking._connected_to_itself(sock, where)
     with serving() as server, socket.create_connection(("127.0.0.1", server.port), DEADLINE) as sock:
-        assert not knocking._is_itself(sock, ("127.0.0.1", server.port))
+        assert not knocking._connected_to_itself(sock, ("127.0.0.1", server.port))
 
 
 def test_three_hundred_at_once_take_one_timeout() -> None:
@@ -321,22 +328,22 @@ def test_three_hundred_at_once_take_one_timeout() -> None:
         refuse = {f"r{i}": (f"127.0.2.{i}", gone) for i in range(100)}
         silent = {f"s{i}": mute.getsockname() for i in range(100)}
         begun = time.monotonic()
-        results = knock({**silent, **refuse, **answer}, 1.0)
+        results = probe_nodes({**silent, **refuse, **answer}, 1.0)
         took = time.monotonic() - begun
         begun = time.monotonic()
-        quick = knock({**refuse, **answer}, LONG)
+        quick = probe_nodes({**refuse, **answer}, LONG)
         assert time.monotonic() - begun < LONG / 2, "nobody waits for a timeout where all speak"
     assert 1.0 <= took < 5.0
-    assert all(results[node] == quick[node] == Answered("a", "i1") for node in answer)
-    assert all(results[node] == quick[node] == Refused() for node in refuse)
-    assert all(isinstance(results[node], Silent) for node in silent)
+    assert all(results[node] == quick[node] == ProbeAlive("a", "i1") for node in answer)
+    assert all(results[node] == quick[node] == ProbeRefused() for node in refuse)
+    assert all(isinstance(results[node], ProbeNoAnswer) for node in silent)
     assert len(results) == 300
 
 
 def test_a_thousand_callers_at_once_are_all_answered() -> None:
     with serving() as server:
-        results = knock({str(i): ("127.0.0.1", server.port) for i in range(1000)}, LONG)
-    assert set(results.values()) == {Answered("a", "i1")}
+        results = probe_nodes({str(i): ("127.0.0.1", server.port) for i in range(1000)}, LONG)
+    assert set(results.values()) == {ProbeAlive("a", "i1")}
     assert len(results) == 1000
 
 
@@ -350,7 +357,7 @@ def test_hostile_callers_hold_nobody_up() -> None:
             elif turn % 3 == 1:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 sock.close()
-        assert one("127.0.0.1", server.port) == Answered("a", "i1")
+        assert one("127.0.0.1", server.port) == ProbeAlive("a", "i1")
 
 
 CRAMPED = """
@@ -385,22 +392,22 @@ def test_with_few_file_descriptors_all_are_asked_and_with_none_nobody_is_taken_f
             assert process.stdout is not None
             few, none, fewer, connected, left = process.stdout.read().splitlines()
             assert process.wait(DEADLINE) == 0
-    assert few == fewer == str({str(Answered("a", "i1"))})
-    assert none == str({str(Silent("could not be asked: too many open files"))})
+    assert few == fewer == str({str(ProbeAlive("a", "i1"))})
+    assert none == str({str(ProbeNoAnswer("could not be asked: too many open files"))})
     assert (connected, left) == ("32", "68"), "half of them are the rest of the agent's"
 
 
 def test_a_port_or_address_that_cannot_be_had_is_one_clear_line() -> None:
     with serving() as server, pytest.raises(UsageError, match=rf"127\.0\.0\.1 port {server.port}: .*in use"):
-        KnockServer("127.0.0.1", "a", "i1", server.port)
+        ProbeServer("127.0.0.1", "a", "i1", server.port)
     for address, port in (("203.0.113.7", 0), ("localhost", 0), ("", 0), ("127.0.0.1", 70000)):
         with pytest.raises(UsageError, match="cannot listen for other agents on"):
-            KnockServer(address, "a", "i1", port)
+            ProbeServer(address, "a", "i1", port)
 
 
 def test_a_restarted_agent_has_its_port_again_at_once() -> None:
     with serving() as server:
-        assert isinstance(one("127.0.0.1", server.port), Answered)
+        assert isinstance(one("127.0.0.1", server.port), ProbeAlive)
         port = server.port
     with serving(port=port, node="b"):
-        assert one("127.0.0.1", port) == Answered("b", "i1")
+        assert one("127.0.0.1", port) == ProbeAlive("b", "i1")

@@ -7,8 +7,13 @@ from collections.abc import Mapping
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import Exclusion, Member, NodeRecord, Round
-from elasticd_agent.rendezvous.probe import Answered, Refused, Silent
-from elasticd_agent.rendezvous.reachability import OUTSIDE_S, SLOWEST_S, SPREAD_S, Reach
+from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
+from elasticd_agent.rendezvous.reachability import (
+    EXCLUDED_INTERVAL_S,
+    INTRODUCTION_SPREAD_S,
+    MAX_INTERVAL_S,
+    ReachabilityMonitor,
+)
 from elasticd_agent.store.memory import MemoryStore
 
 POLICY = Policy()
@@ -26,15 +31,15 @@ class Network:
         for port, name in enumerate("abcd", 1):
             record = NodeRecord(name, "i", f"{name}:{port}", (0,))
             assert store.compare_and_swap(KEYS.node(name), None, record.to_json())
-        self.reach = Reach(store, KEYS, POLICY, ("b", "i"), self._knock, set())
+        self.reach = ReachabilityMonitor(store, KEYS, POLICY, ("b", "i"), self._knock, set())
         self.round = Round(1, tuple(Member(name, "i", (0,)) for name in "abcd"))
         self.stepped = 0
         self.advances_by: float | None = self.now
 
-    def _knock(self, them: Mapping[str, tuple[str, int]]) -> dict[str, Answered | Refused | Silent]:
+    def _knock(self, them: Mapping[str, tuple[str, int]]) -> dict[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
         self.asked.append((self.now, "".join(sorted(them))))
-        kinds = {"silent": Silent("no answer"), "refuses": Refused()}
-        return {name: kinds.get(self.answers[name], Answered(name, "i")) for name in them}
+        kinds = {"silent": ProbeNoAnswer("no answer"), "refuses": ProbeRefused()}
+        return {name: kinds.get(self.answers[name], ProbeAlive(name, "i")) for name in them}
 
     def wait(self, seconds: float) -> tuple[str, ...]:
         """As a coordinator does: turns when it is asked to, and ten times a second."""
@@ -42,14 +47,14 @@ class Network:
         while self.now < until:
             due = self.reach.turn(self.round, self.stepped, self.advances_by, self.now)
             self.now = min(until, self.now + 0.1, max(due or until, self.now + 1e-3))
-        return self.reach.unreached
+        return self.reach.unreachable
 
     def train(self, seconds: float) -> tuple[str, ...]:
         self.stepped = self.round.number
         for _ in range(int(seconds)):
             self.advances_by = self.now + 1.5
             self.wait(1)
-        return self.reach.unreached
+        return self.reach.unreachable
 
 
 def test_while_all_is_well_everybody_is_asked_once() -> None:
@@ -57,7 +62,7 @@ def test_while_all_is_well_everybody_is_asked_once() -> None:
     net.train(60)
     (at, whom), *more = net.asked
     assert (whom, more) == ("acd", [])
-    assert at <= 1000 + SPREAD_S + 1
+    assert at <= 1000 + INTRODUCTION_SPREAD_S + 1
 
 
 def test_who_stands_still_for_a_lease_asks_ever_less_often_while_all_answer() -> None:
@@ -67,7 +72,7 @@ def test_who_stands_still_for_a_lease_asks_ever_less_often_while_all_answer() ->
     assert net.wait(200) == ()
     pauses = [b - a for (a, _), (b, _) in zip(net.asked, net.asked[1:], strict=False)]
     assert net.asked[0][0] >= 1010 + POLICY.lease_s
-    assert [round(pause) for pause in pauses[:6]] == [1, 2, 4, 8, 16, SLOWEST_S]
+    assert [round(pause) for pause in pauses[:6]] == [1, 2, 4, 8, 16, MAX_INTERVAL_S]
 
 
 def test_a_silence_as_long_as_a_lease_is_missed_and_forgotten_with_an_answer_or_a_step() -> None:
@@ -79,7 +84,7 @@ def test_a_silence_as_long_as_a_lease_is_missed_and_forgotten_with_an_answer_or_
     net.answers["c"] = "answers"
     assert net.wait(2) == ()
     net.answers["c"] = "silent"
-    assert net.wait(2 * SLOWEST_S) == ("c",)
+    assert net.wait(2 * MAX_INTERVAL_S) == ("c",)
     assert net.train(1) == (), "they train: so it is there"
 
 
@@ -103,9 +108,9 @@ def test_who_was_left_out_goes_on_asking_and_says_whom_it_misses() -> None:
     net.advances_by = None
     net.asked.clear()
     assert net.wait(20) == ("c",)
-    assert len(net.asked) == 20 / OUTSIDE_S
+    assert len(net.asked) == 20 / EXCLUDED_INTERVAL_S
     net.answers["c"] = "answers"
-    assert net.wait(OUTSIDE_S) == ()
+    assert net.wait(EXCLUDED_INTERVAL_S) == ()
     net.answers["c"] = "silent"
     net.round = Round(3, tuple(Member(name, "i", (0,)) for name in "abcd"))
     net.advances_by = net.now

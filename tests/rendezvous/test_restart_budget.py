@@ -7,12 +7,12 @@ import pytest
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import BudgetState, Failure, Member, Round
 from elasticd_agent.rendezvous import restart_budget as budget
-from elasticd_agent.rendezvous.restart_budget import Granted, Refused, carry, progressed, spend
+from elasticd_agent.rendezvous.restart_budget import RestartGranted, RestartRefused, carry_over, round_progressed, spend
 
 
-def take(state: BudgetState, policy: Policy, *, progress: bool = False, elapsed_s: float = 0.0) -> Granted:
+def take(state: BudgetState, policy: Policy, *, progress: bool = False, elapsed_s: float = 0.0) -> RestartGranted:
     granted = spend(state, policy, progress=progress, high_water=state.high_water, elapsed_s=elapsed_s)
-    assert isinstance(granted, Granted), granted
+    assert isinstance(granted, RestartGranted), granted
     return granted
 
 
@@ -45,7 +45,7 @@ def test_backoff_grows_without_progress_and_starts_again_with_it() -> None:
     ],
 )
 def test_refused(state: BudgetState, policy: Policy, why: str) -> None:
-    assert spend(state, policy, progress=False, high_water=0, elapsed_s=0.0) == Refused(why)
+    assert spend(state, policy, progress=False, high_water=0, elapsed_s=0.0) == RestartRefused(why)
 
 
 def test_max_restarts_is_the_only_limit_where_it_is_given() -> None:
@@ -66,26 +66,26 @@ def test_max_restarts_is_the_only_limit_where_it_is_given() -> None:
     ],
 )
 def test_what_is_left_is_what_would_be_granted(state: BudgetState, policy: Policy, left: int) -> None:
-    assert budget.left(state, policy, progress=False, elapsed_s=0.0) == left
+    assert budget.restarts_left(state, policy, progress=False, elapsed_s=0.0) == left
     for _ in range(left):
         state = take(state, policy).state
-    assert isinstance(spend(state, policy, progress=False, high_water=0, elapsed_s=0.0), Refused)
+    assert isinstance(spend(state, policy, progress=False, high_water=0, elapsed_s=0.0), RestartRefused)
 
 
 def test_progress_gives_a_row_back_and_time_what_the_hour_has() -> None:
     state = BudgetState(streak=3, tokens=0.0)
-    assert budget.left(state, Policy(), progress=True, elapsed_s=59.0) == 0
-    assert budget.left(state, Policy(), progress=True, elapsed_s=61.0) == 1
-    assert budget.left(state, Policy(), progress=True, elapsed_s=3600.0) == 3
-    assert budget.left(state, Policy(), progress=False, elapsed_s=3600.0) == 0
+    assert budget.restarts_left(state, Policy(), progress=True, elapsed_s=59.0) == 0
+    assert budget.restarts_left(state, Policy(), progress=True, elapsed_s=61.0) == 1
+    assert budget.restarts_left(state, Policy(), progress=True, elapsed_s=3600.0) == 3
+    assert budget.restarts_left(state, Policy(), progress=False, elapsed_s=3600.0) == 0
     given = Policy(max_restarts=3)
-    assert budget.left(BudgetState(counted=3), given, progress=True, elapsed_s=1e9) == 0, "a total is a total"
+    assert budget.restarts_left(BudgetState(counted=3), given, progress=True, elapsed_s=1e9) == 0, "a total is a total"
 
 
 def test_progress_ends_the_row_but_does_not_fill_the_hour() -> None:
     state = take(BudgetState(streak=3, tokens=1.0), Policy(), progress=True).state
     assert (state.streak, state.tokens) == (1, 0.0)
-    assert isinstance(spend(state, Policy(), progress=True, high_water=1, elapsed_s=59.0), Refused)
+    assert isinstance(spend(state, Policy(), progress=True, high_water=1, elapsed_s=59.0), RestartRefused)
     assert take(state, Policy(), progress=True, elapsed_s=60.0).state.tokens == 0.0  # 60 an hour: one a minute
 
 
@@ -96,29 +96,29 @@ def test_the_bucket_never_holds_more_than_an_hour() -> None:
 
 def test_a_forgiven_failure_counts_but_not_in_the_row() -> None:
     granted = spend(BudgetState(streak=3), Policy(), progress=False, high_water=0, elapsed_s=0.0, forgiven=True)
-    assert granted == Granted(BudgetState(counted=1, streak=3, tokens=59.0), 4)
+    assert granted == RestartGranted(BudgetState(counted=1, streak=3, tokens=59.0), 4)
     hard = spend(
         BudgetState(counted=1), Policy(max_restarts=1), progress=False, high_water=0, elapsed_s=0, forgiven=True
     )
-    assert isinstance(hard, Refused)
+    assert isinstance(hard, RestartRefused)
 
 
 def test_what_progress_is() -> None:
     fresh = Round(2, (Member("a", "i", (0,)),), budget=BudgetState(high_water=10))
-    resumed = Round(2, fresh.members, resume=(1, 10), budget=BudgetState(high_water=15))
+    resumed = Round(2, fresh.members, last_checkpoint=(1, 10), budget=BudgetState(high_water=15))
 
     def saved(step: int, number: int = 2) -> tuple[Failure, ...]:
         return (Failure(2, "a", "crash", (), "why", checkpoint=(number, step)),)
 
-    assert not progressed(fresh, (), 10)
-    assert progressed(fresh, (), 11)
-    assert progressed(fresh, saved(1), 10)
-    assert not progressed(resumed, saved(10), 15), "the copy of the parent is no progress"
-    assert progressed(resumed, saved(11), 15)
-    assert not progressed(resumed, saved(11, number=1), 15), "an older round's is no progress of this one"
+    assert not round_progressed(fresh, (), 10)
+    assert round_progressed(fresh, (), 11)
+    assert round_progressed(fresh, saved(1), 10)
+    assert not round_progressed(resumed, saved(10), 15), "the copy of the parent is no progress"
+    assert round_progressed(resumed, saved(11), 15)
+    assert not round_progressed(resumed, saved(11, number=1), 15), "an older round's is no progress of this one"
 
 
 def test_a_restart_that_does_not_count_still_remembers_what_was_reached() -> None:
     state = BudgetState(counted=2, streak=2, high_water=5)
-    assert carry(state, progress=True, high_water=9) == BudgetState(counted=2, streak=0, high_water=9)
-    assert carry(state, progress=False, high_water=5) == state
+    assert carry_over(state, progress=True, high_water=9) == BudgetState(counted=2, streak=0, high_water=9)
+    assert carry_over(state, progress=False, high_water=5) == state

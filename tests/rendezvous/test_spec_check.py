@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elasticd_agent.config.run_options import parse_run
-from elasticd_agent.rendezvous.spec_check import differences, spec_document, unlike
+from elasticd_agent.rendezvous.spec_check import differences, mismatch, spec_document
 
 MEET = "--nnodes 2:4 --rdzv-id j --rdzv-backend etcd --rdzv-endpoint h"
 
@@ -27,7 +27,7 @@ def heard(mine: dict[str, Any], theirs: object) -> tuple[str | None, list[str]]:
     """Why a node may not take part, and what was remarked."""
     said: list[str] = []
     raw = theirs if isinstance(theirs, bytes) else json.dumps(theirs).encode()
-    return unlike(json.dumps(mine).encode(), raw, said.append), said
+    return mismatch(json.dumps(mine).encode(), raw, said.append), said
 
 
 def test_what_is_a_machines_own_affair_does_not_count() -> None:

@@ -13,7 +13,7 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.messages import (
     Action,
     Event,
-    GroupGone,
+    GroupEnded,
     Joining,
     KillGroup,
     Leave,
@@ -21,16 +21,16 @@ from elasticd_agent.model.messages import (
     ReportDone,
     ReportFailure,
     RoundPublished,
-    Rules,
+    SetTimer,
     StartGroup,
+    StepRules,
     StopForced,
     StopGroup,
     StopRequested,
-    TimeCame,
-    Wake,
+    TimerExpired,
 )
 from elasticd_agent.model.records import Failure, NodeRecord, Round
-from elasticd_agent.rendezvous.plan import Asked, Hold, Present, View, Wait, plan
+from elasticd_agent.rendezvous.plan import Pause, PresentNode, Requirements, View, Wait, plan
 
 NODE = "a"
 
@@ -39,14 +39,14 @@ class World:
     """One agent, one planner, one node. `alive` is the round whose group still has processes."""
 
     def __init__(
-        self, slots: tuple[int, ...], asked: Asked, policy: Policy, first_number: int = 1, now: float = 1000.0
+        self, slots: tuple[int, ...], asked: Requirements, policy: Policy, first_number: int = 1, now: float = 1000.0
     ) -> None:
         self.now = now
         self.policy = policy
-        self.rules = Rules(NODE, policy.user_error_wait_s, policy.stop_grace_s)
+        self.rules = StepRules(NODE, policy.user_error_wait_s, policy.stop_grace_s)
         self.phase: Phase = Joining()
         node = NodeRecord(NODE, "i1", "127.0.0.1", slots)
-        self.view = View(None, (Present(node, now),), asked, first_number=first_number)
+        self.view = View(None, (PresentNode(node, now),), asked, first_number=first_number)
         self.alive: int | None = None
         self.ending = False
         self.started: list[Round] = []
@@ -61,14 +61,14 @@ class World:
 
     def feed(self, event: Event) -> None:
         """Something happened."""
-        if isinstance(event, GroupGone) and event.number == self.alive:
+        if isinstance(event, GroupEnded) and event.number == self.alive:
             self.alive = None
             self.ending = False
         if isinstance(event, StopRequested | StopForced):
             self.view = replace(self.view, stop=self.view.stop or event)
         before = self.phase
         self.phase, actions = step(before, event, self.rules)
-        self.heard(before, event, actions)
+        self.log_transition(before, event, actions)
         for action in actions:
             self._perform(action)
         self.look()
@@ -76,7 +76,7 @@ class World:
     def hung(self, rank: int, why: str) -> None:
         """All agents' reports have shown that the group hangs, by this rank."""
         assert self.view.current is not None
-        slot = next(slot for r, _, _, slot in self.view.current.places() if r == rank)
+        slot = next(slot for r, _, _, slot in self.view.current.assignments() if r == rank)
         failure = Failure(self.view.current.number, NODE, "hung", ((rank, slot),), why, cause="blocked")
         if not self.view.failures:
             self.view = replace(self.view, failures=(failure,), failed_at=self.now)
@@ -85,7 +85,7 @@ class World:
     def look(self) -> None:
         """The planner looks at the job and publishes what it decides."""
         verdict = plan(self.view, self.policy, self.now)
-        assert not isinstance(verdict, Hold), "one node has nobody to wait for"
+        assert not isinstance(verdict, Pause), "one node has nobody to wait for"
         assert plan(self.view, self.policy, self.now) == verdict
         if isinstance(verdict, Wait):
             assert verdict.until is None or verdict.until > self.now, verdict
@@ -101,7 +101,8 @@ class World:
         self.rounds.append(verdict)
         self.lines.append(f"round {verdict.number}{_outcome(verdict)}: {verdict.reason}")
         here = tuple(
-            replace(p, record=replace(p.record, seen=verdict.number, ready=verdict.number)) for p in self.view.nodes
+            replace(p, record=replace(p.record, seen_round=verdict.number, ready_round=verdict.number))
+            for p in self.view.nodes
         )
         self.view = replace(self.view, current=verdict, nodes=here, failures=(), done=frozenset(), round_at=self.now)
         self.publish(verdict)
@@ -112,7 +113,7 @@ class World:
             self.now = max(self.now, min(due))
             if self.wakes and min(self.wakes) <= self.now:
                 self.wakes.remove(min(self.wakes))
-                self.feed(TimeCame(self.now))
+                self.feed(TimerExpired(self.now))
             else:
                 self.look()
         self.now = until
@@ -129,7 +130,7 @@ class World:
     def publish(self, r: Round) -> None:
         self.feed(RoundPublished(r))
 
-    def heard(self, before: Phase, event: Event, actions: list[Action]) -> None:
+    def log_transition(self, before: Phase, event: Event, actions: list[Action]) -> None:
         """After each event, before its actions are performed."""
 
     def ends(self, action: KillGroup | StopGroup) -> None:
@@ -159,7 +160,7 @@ class World:
                 assert self.view.current is not None
                 if number == self.view.current.number:
                     self.view = replace(self.view, done=frozenset({NODE}))
-            case Wake(at):
+            case SetTimer(at):
                 assert at >= self.now
                 self.wakes.append(at)
             case Leave():

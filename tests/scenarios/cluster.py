@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from elasticd_agent.hangs.detector import Suspicion
-from elasticd_agent.hangs.evidence import Target
+from elasticd_agent.hangs.detector import HangDetector
+from elasticd_agent.hangs.evidence import EvidenceTarget
 from elasticd_agent.job import state_machine as core
 from elasticd_agent.job.slots import Slots
 from elasticd_agent.model.codec import VERSION
@@ -28,47 +28,47 @@ from elasticd_agent.model.messages import (
     Event,
     ExitStatus,
     FirstStep,
-    GroupGone,
+    GroupEnded,
     Joining,
     KillGroup,
-    LastWords,
     Leave,
     ReportDone,
     ReportFailure,
     ReportLeaving,
     RoundPublished,
-    Rules,
     Running,
+    SetTimer,
     StartGroup,
+    StepRules,
     StopGroup,
     StopRequested,
-    TimeCame,
-    Wake,
+    TimerExpired,
     WorkerExited,
+    WorkerExitReport,
 )
 from elasticd_agent.model.notices import (
-    Awaited,
-    FaultSeen,
-    HoldAsked,
+    FaultDetected,
+    HangReportRequested,
+    LeaderNotice,
     MasterKnown,
-    News,
-    Planning,
+    Notice,
+    PauseRequested,
     Rejected,
-    ReportAsked,
-    StoreSeen,
+    StoreAvailability,
+    WaitingFor,
 )
 from elasticd_agent.model.records import NodeRecord, Round
-from elasticd_agent.model.reports import Judged
-from elasticd_agent.rendezvous.member import Coordinator
-from elasticd_agent.rendezvous.planner import Facts, Planner
-from elasticd_agent.rendezvous.probe import Answered, Refused, Silent
-from elasticd_agent.rendezvous.spec_check import unlike
-from elasticd_agent.rendezvous.view import Asked
+from elasticd_agent.model.reports import HangVerdict
+from elasticd_agent.rendezvous.member import RendezvousMember
+from elasticd_agent.rendezvous.planner import LocalFacts, Planner
+from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
+from elasticd_agent.rendezvous.spec_check import mismatch
+from elasticd_agent.rendezvous.view import Requirements
 from elasticd_agent.store.memory import MemoryStore
-from elasticd_agent.workers.group import Freed, Stuck
-from tests.scenarios.hanging import MadeUpEvidence, look
-from tests.scenarios.node import Away, Node
-from tests.scenarios.waystore import Killed, WayStore
+from elasticd_agent.workers.group import ProcessReaped, ProcessUnkillable
+from tests.scenarios.hanging import FakeEvidence, observation
+from tests.scenarios.node import Node, Partition
+from tests.scenarios.waystore import Killed, NodeStore
 
 STEP_S = 0.1
 STUCK_S = 5.0
@@ -77,21 +77,21 @@ LOOK_S = 0.25
 DEADLINE_S = 5.0
 LOST_PEER_S = 0.03
 START_S = 0.1
-SILENT = Silent("no answer")
+SILENT = ProbeNoAnswer("no answer")
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Quiet:
+class _HangListener:
     """Tells of suspicions."""
 
     cluster: Cluster
     label: str
 
-    def suspected(self, number: int, why: str) -> None:
+    def hang_suspected(self, number: int, why: str) -> None:
         self.cluster.tell(self.label, f"suspects: {why}")
 
-    def suspicion_over(self, number: int, seconds: float) -> None:
+    def hang_cleared(self, number: int, seconds: float) -> None:
         self.cluster.tell(self.label, f"suspected it for {seconds:.1f} s, and it goes on")
 
 
@@ -101,9 +101,9 @@ class Cluster:
     `hints` is given every hint of a watch with its delivery, and may do with it what a bad network does.
     """
 
-    def __init__(self, asked: Asked, policy: Policy, slots: int = 1, holds: bool = False) -> None:
+    def __init__(self, asked: Requirements, policy: Policy, slots: int = 1, holds: bool = False) -> None:
         self.now = 1000.0
-        self.asked, self.policy, self.slots, self.holds = asked, policy, slots, holds
+        self.asked, self.policy, self.slots, self.can_pause = asked, policy, slots, holds
         self.store = MemoryStore(lambda: self.now)
         self.store_up = True
         self.deaf = False
@@ -130,8 +130,8 @@ class Cluster:
         port = len(self.agents) + 1
         incarnation = f"{name}{port}"
         highest = self.highest.get(name, 0)
-        facts, away = Facts(first_number=1 + highest, checkpoint=self.saved), Away()
-        way = WayStore(
+        facts, away = LocalFacts(first_number=1 + highest, checkpoint=self.saved), Partition()
+        way = NodeStore(
             self.store, lambda: self.store_up and not away.store, lambda deliver: self.hints(deliver), version
         )
         planner = Planner(
@@ -149,13 +149,17 @@ class Cluster:
         asked["run"] = self.asked.run
         agreed = way.written(json.dumps({"version": VERSION, **asked}).encode())
         say = planner.say
-        coordinator = Coordinator(way, self.keys, self.policy, record, planner, agreed, lambda a, b: unlike(a, b, say))
-        rules = Rules(name, incarnation=incarnation, shared=True, leaves=True)
+        coordinator = RendezvousMember(
+            way, self.keys, self.policy, record, planner, agreed, lambda a, b: mismatch(a, b, say)
+        )
+        rules = StepRules(name, incarnation=incarnation, multi_node=True, leave_on_stop=True)
         slots = Slots(name, record.slots, self.asked.min_workers)
         node = Node(label, name, incarnation, rules, facts, coordinator, way, away, slots, due=self.now)
         coordinator.on_hint(lambda: self._hinted(node))
-        evidence = MadeUpEvidence(node, self._at, lambda: self.now)
-        node.suspicion = Suspicion(name, self.policy, evidence, coordinator.report, _Quiet(self, label), local=False)
+        evidence = FakeEvidence(node, self._at, lambda: self.now)
+        node.suspicion = HangDetector(
+            name, self.policy, evidence, coordinator.report_hang, _HangListener(self, label), report_every_look=False
+        )
         self.nodes[label] = self.agents[incarnation] = node
         return node
 
@@ -168,7 +172,7 @@ class Cluster:
 
     def vanish(self, label: str) -> None:
         """The machine is gone: nothing resets a connection."""
-        self.nodes[label].dead = self.nodes[label].away.network = True
+        self.nodes[label].dead = self.nodes[label].partition.network = True
 
     def freeze(self, label: str) -> None:
         """Every process of the node is stopped; its kernel still takes connections."""
@@ -188,33 +192,33 @@ class Cluster:
 
     def cling(self, label: str, slot: int) -> None:
         """The worker in this slot will not die of SIGKILL."""
-        self.nodes[label].undying.add(slot)
+        self.nodes[label].unkillable.add(slot)
 
     def let_go(self, label: str) -> None:
         """What clung to the node's slots has ended at last."""
         node = self.nodes[label]
-        freed, node.undying = sorted(node.undying), set()
+        freed, node.unkillable = sorted(node.unkillable), set()
         for slot in freed:
-            self._slot(node, Freed(100 + slot))
+            self._slot(node, ProcessReaped(100 + slot))
 
     def cut(self, label: str, *, store: bool = False, peers: bool = False, peer: str | None = None) -> None:
-        away = self.nodes[label].away
+        away = self.nodes[label].partition
         away.store, away.network = away.store or store, away.network or peers
         if peer is not None:
             away.peers.add(peer)
 
     def heal(self, label: str) -> None:
-        away = self.nodes[label].away
+        away = self.nodes[label].partition
         away.store, away.network, away.peers = False, False, set()
         for node in self.nodes.values():
-            node.away.peers.discard(label)
+            node.partition.peers.discard(label)
         self._see_peers()
 
-    def exit(self, label: str, local_rank: int, status: ExitStatus, words: LastWords | None = None) -> None:
+    def exit(self, label: str, local_rank: int, status: ExitStatus, words: WorkerExitReport | None = None) -> None:
         node = self.nodes[label]
         assert node.group is not None, f"{label} has no group"
         rank = node.group.ranks(node.name)[local_rank]
-        slot = list(node.group.places())[rank][3]
+        slot = list(node.group.assignments())[rank][3]
         self._feed(node, WorkerExited(node.group.number, rank, local_rank, slot, status, words, self.now))
         if not status.ok:
             self._lose_peers(node.group, node)
@@ -269,7 +273,7 @@ class Cluster:
         for node in self._alive():
             if any(at <= self.now for at in node.wakes):
                 node.wakes = [at for at in node.wakes if at > self.now]
-                self._feed(node, TimeCame(self.now))
+                self._feed(node, TimerExpired(self.now))
             if node.look_at and node.look_at <= self.now and node.group is not None:
                 self._look(node, node.group)
             if node.due is not None and node.due <= self.now and node.left is None:
@@ -279,9 +283,9 @@ class Cluster:
         """Only once somebody has hung: a job that never does need not be looked at."""
         assert node.suspicion is not None
         stuck = any(member.stuck for member in self._members(round))
-        node.look_at = self.now + LOOK_S if stuck or node.suspicion.open else 0.0
+        node.look_at = self.now + LOOK_S if stuck or node.suspicion.suspected else 0.0
         idle_s = self.now - self.trained[round.number] if round.number in self.trained else 0.0
-        node.suspicion.look(look(node, round, self.step, idle_s, stuck), DEADLINE_S, self.now)
+        node.suspicion.update(observation(node, round, self.step, idle_s, stuck), DEADLINE_S, self.now)
         node.due = self.now
 
     def _hinted(self, node: Node) -> None:
@@ -289,7 +293,7 @@ class Cluster:
 
     def _turn(self, node: Node) -> None:
         node.due = None
-        news, until = self._guarded(node, lambda: node.coordinator.turn(self.now)) or ([], None)
+        news, until = self._guarded(node, lambda: node.member.turn(self.now)) or ([], None)
         if until is not None:  # a hint that came during the turn keeps its own time
             node.due = until if node.due is None else min(node.due, until)
             node.due = max(node.due, self.now + 1e-4)
@@ -303,29 +307,29 @@ class Cluster:
             self.tell(node.label, "is killed in the middle of a turn")
             return self.kill(node.label)
 
-    def _hear(self, node: Node, said: News) -> None:
+    def _hear(self, node: Node, said: Notice) -> None:
         match said:
             case MasterKnown(number):
                 node.master = number
                 self._join(node)
-            case HoldAsked(number, on):
-                node.hold = number if on else 0
-                if on and self.holds:
+            case PauseRequested(number, on):
+                node.pause_round = number if on else 0
+                if on and self.can_pause:
                     self._at(STEP_S, lambda: self._hold(node, number))
-            case ReportAsked(number, on):
+            case HangReportRequested(number, on):
                 assert node.suspicion is not None
-                node.suspicion.asked(number, on)
+                node.suspicion.report_requested(number, on)
                 node.look_at = self.now
-            case Judged(_, _, cause, why):
+            case HangVerdict(_, _, cause, why):
                 self.tell(node.label, f"finds the group hung ({cause}): {why}")
-            case StoreSeen(away, _, seconds):
+            case StoreAvailability(away, _, seconds):
                 self.tell(node.label, "the store is away" if away else f"the store is back after {seconds:.1f} s")
-            case Awaited(why, _):
+            case WaitingFor(why, _):
                 self.tell(node.label, f"waits: {why}")
-            case FaultSeen(number, cause, culprit):
+            case FaultDetected(number, cause, culprit):
                 whose = f", the fault of {culprit}" if culprit else ""
                 self.tell(node.label, f"counts round {number} as ended by {cause}{whose}")
-            case Planning():
+            case LeaderNotice():
                 pass
             case Rejected(why):
                 joining = isinstance(node.phase, Joining)
@@ -366,14 +370,14 @@ class Cluster:
                 node.group, node.joined = round, False
                 self.highest[node.name] = round.number
                 assert node.suspicion is not None
-                targets = [Target(rank, 1) for rank in round.ranks(node.name)]
+                targets = [EvidenceTarget(rank, 1) for rank in round.ranks(node.name)]
                 node.suspicion.begin(round.number, targets, Path("evidence"))
                 node.stuck = ""
-                node.facts.advances_by = self.now
-                node.coordinator.update(ready=round.number)
+                node.facts.next_step_due = self.now
+                node.member.update_record(ready_round=round.number)
                 if round.group_rank(node.name) == 0:
                     node.master = round.number
-                    node.coordinator.master(round.number, node.label, 1)
+                    node.member.report_master(round.number, node.label, 1)
                 self._join(node)
             case KillGroup(number) | StopGroup(number) if node.blocked == number:
                 self._at(0.0, lambda: self._unblock(node, number))
@@ -382,19 +386,19 @@ class Cluster:
             case ReportFailure(failure):
                 self.tell(node.label, f"reports {failure.kind}: {failure.why}")
                 failure = replace(failure, high_water=self.step, checkpoint=node.facts.checkpoint)
-                node.coordinator.failed(failure, self.now)
+                node.member.report_failure(failure, self.now)
             case ReportDone(number):
                 self.tell(node.label, "is done")
-                node.coordinator.done(number)
+                node.member.report_done(number)
                 self._at(0.01, lambda: self._gone(node, number))
             case ReportLeaving(why, code):
-                node.coordinator.update(leaving=why, leaving_code=code)
-            case Wake(at):
+                node.member.update_record(leaving=why, leaving_code=code)
+            case SetTimer(at):
                 node.wakes.append(at)
             case Leave(exit_code, why):
                 node.left = action
                 self.tell(node.label, f"leaves with {exit_code}: {why}")
-                self._guarded(node, node.coordinator.close)
+                self._guarded(node, node.member.close)
         node.due = self.now
 
     def _join(self, node: Node) -> None:
@@ -423,8 +427,8 @@ class Cluster:
 
     @staticmethod
     def _reaches(one: Node, other: Node) -> bool:
-        cut = one.away.network or other.away.network
-        return not (cut or other.label in one.away.peers or one.label in other.away.peers)
+        cut = one.partition.network or other.partition.network
+        return not (cut or other.label in one.partition.peers or one.label in other.partition.peers)
 
     def _train(self, round: Round) -> None:
         if not self._trains(round):
@@ -437,10 +441,10 @@ class Cluster:
         self.trained[round.number] = self.now
         for node in self._members(round):
             node.facts.high_water = self.step
-            node.facts.advances_by = self.now + 2 * STEP_S
+            node.facts.next_step_due = self.now + 2 * STEP_S
             if node.stepping != round.number:
                 node.stepping = round.number
-                node.coordinator.update(stepped=round.number, can_hold=round.number if self.holds else 0)
+                node.member.update_record(stepped_round=round.number, can_pause=round.number if self.can_pause else 0)
                 node.due = self.now
                 self._feed(node, FirstStep(round.number, self.now))
         self._at(STEP_S, lambda: self._train(round))
@@ -457,11 +461,11 @@ class Cluster:
                     self._lose_peers(round, gone)
 
     def _hold(self, node: Node, number: int) -> None:
-        if node.group is not None and node.group.number == number == node.hold and not node.dead:
-            node.hold = 0
+        if node.group is not None and node.group.number == number == node.pause_round and not node.dead:
+            node.pause_round = 0
             node.facts.checkpoint = self.saved = (number, self.step)
             self.tell(node.label, f"holds round {number} at a checkpoint of its step {self.step}")
-            node.coordinator.update(held=number, checkpoint=(number, self.step), high_water=self.step)
+            node.member.update_record(paused=number, checkpoint=(number, self.step), high_water=self.step)
             node.due = self.now
 
     def _gone(self, node: Node, number: int) -> None:
@@ -470,32 +474,32 @@ class Cluster:
         if node.frozen:  # a stopped process does not hear of its children's end
             return self._at(0.01, lambda: self._gone(node, number))
         for rank, slot in self._clinging(node):
-            self._slot(node, Stuck(number, 100 + slot, rank, slot, "D", "rpc_wait"))
+            self._slot(node, ProcessUnkillable(number, 100 + slot, rank, slot, "D", "rpc_wait"))
         round, node.group = node.group, None
         if node.suspicion is not None:
             node.suspicion.end()
-        node.facts.advances_by = None
-        self._feed(node, GroupGone(number))
+        node.facts.next_step_due = None
+        self._feed(node, GroupEnded(number))
         self._lose_peers(round, node)
 
     @staticmethod
     def _clinging(node: Node) -> list[tuple[int, int]]:
         """(rank, slot) of the group's workers that will not die."""
-        places = node.group.places() if node.group is not None else ()
-        return [(rank, slot) for rank, name, _, slot in places if name == node.name and slot in node.undying]
+        places = node.group.assignments() if node.group is not None else ()
+        return [(rank, slot) for rank, name, _, slot in places if name == node.name and slot in node.unkillable]
 
-    def _slot(self, node: Node, news: Stuck | Freed) -> None:
-        self.tell(node.label, node.slots.heard(news) or "")
+    def _slot(self, node: Node, news: ProcessUnkillable | ProcessReaped) -> None:
+        self.tell(node.label, node.slots.handle(news) or "")
         if (round := node.slots.unblocked()) is not None:
             node.blocked = 0
             self._perform(node, StartGroup(round))
-        node.coordinator.update(slots=node.slots.usable, unusable=node.slots.why)
+        node.member.update_record(slots=node.slots.usable, unusable=node.slots.why)
         node.due = self.now
 
     def _unblock(self, node: Node, number: int) -> None:
         node.blocked = 0
         node.slots.forget(number)
-        self._feed(node, GroupGone(number))
+        self._feed(node, GroupEnded(number))
 
     def _lose_peers(self, round: Round, gone: Node) -> None:
         """Connections to a dead process are reset, where there is a machine that resets them."""
@@ -505,7 +509,7 @@ class Cluster:
         def lose(node: Node) -> None:
             waits = isinstance(node.phase, Running) and node.done != round.number
             if self._lives(node, round) and waits and self._reaches(node, gone):
-                words = LastWords("exception", "RuntimeError", "Connection reset by peer", "")
+                words = WorkerExitReport("exception", "RuntimeError", "Connection reset by peer", "")
                 for local_rank in range(_workers(node)):
                     if isinstance(node.phase, Running):
                         self.exit(node.label, local_rank, ExitStatus(1), words)
@@ -519,14 +523,16 @@ class Cluster:
 
     # ---- knocking, and words
 
-    def _knock(self, who: Node, them: Mapping[str, tuple[str, int]]) -> dict[str, Answered | Refused | Silent]:
+    def _knock(
+        self, who: Node, them: Mapping[str, tuple[str, int]]
+    ) -> dict[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
         agents = list(self.agents.values())
         return {name: self._answer(who, agents[port - 1]) for name, (_, port) in them.items()}
 
-    def _answer(self, who: Node, whom: Node) -> Answered | Refused | Silent:
+    def _answer(self, who: Node, whom: Node) -> ProbeAlive | ProbeRefused | ProbeNoAnswer:
         if not self._reaches(who, whom) or whom.frozen or self.deaf:
             return SILENT
-        return Refused() if whom.dead or whom.left else Answered(whom.name, whom.incarnation)
+        return ProbeRefused() if whom.dead or whom.left else ProbeAlive(whom.name, whom.incarnation)
 
     def tell(self, who: str, what: str) -> None:
         self.lines.append((self.now, who, what))

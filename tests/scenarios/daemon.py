@@ -17,24 +17,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from elasticd_agent.node.records import Cordon, Ending, NodeCard, Placement, Running, Submission
-from elasticd_agent.node.scheduler.policy import View, ahead, place, spoken
+from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, RunnerStatus, Submission
+from elasticd_agent.node.scheduler.policy import ClusterView, describe, head_of_queue, schedule
 
 
 @dataclass
 class Fleet:
-    cards: dict[str, NodeCard] = field(default_factory=dict)
-    away: dict[str, NodeCard] = field(default_factory=dict)
+    cards: dict[str, NodeStatus] = field(default_factory=dict)
+    away: dict[str, NodeStatus] = field(default_factory=dict)
     cordons: dict[str, Cordon] = field(default_factory=dict)
     submissions: dict[str, Submission] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
-    endings: dict[str, Ending] = field(default_factory=dict)
+    endings: dict[str, JobResult] = field(default_factory=dict)
     lost: set[tuple[str, str]] = field(default_factory=set)
     refusals: dict[tuple[str, str], str] = field(default_factory=dict)
     slow: set[str] = field(default_factory=set)
 
-    def view(self) -> View:
-        return View(
+    def view(self) -> ClusterView:
+        return ClusterView(
             tuple(self.cards.values()),
             tuple(self.cordons.values()),
             tuple(self.submissions.values()),
@@ -49,7 +49,7 @@ class Fleet:
         said = " ".join(words)
         match what:
             case "node":
-                self.cards[name] = NodeCard(name, "i", int(options["slots"]))
+                self.cards[name] = NodeStatus(name, "i", int(options["slots"]))
                 self.away.pop(name, None)
             case "shrink":
                 self.cards[name] = replace(self.cards[name], slots=int(options["slots"]))
@@ -59,7 +59,7 @@ class Fleet:
                 self.submissions[name] = Submission(name, number, "{}", *nodes, *slots)
             case "end" | "cancel":
                 outcome = "succeeded" if what == "end" else "cancelled"
-                self.endings[name] = Ending(name, self.submissions[name].number, outcome, 0, "")  # type: ignore[arg-type]
+                self.endings[name] = JobResult(name, self.submissions[name].number, outcome, 0, "")  # type: ignore[arg-type]
             case "cordon" | "drain":
                 self.cordons[name] = Cordon(name, what == "drain", said)
             case "uncordon":
@@ -92,37 +92,39 @@ class Fleet:
         """Let the placer and the nodes answer each other until nothing changes; the sentences."""
         said = []
         for _ in range(20):
-            written = place(self.view())
+            written = schedule(self.view())
             for placement in written:
                 self.placements[placement.job] = placement
-                said.append(f"{placement.job} ({placement.number}) {spoken(placement.reason, ahead(self.view()))}")
+                said.append(
+                    f"{placement.job} ({placement.number}) {describe(placement.reason, head_of_queue(self.view()))}"
+                )
             before = dict(self.cards)
             self.cards = {name: self._runners(card) for name, card in self.cards.items()}
             if not written and self.cards == before:
                 return said
         raise AssertionError(f"it does not settle: {said[-6:]}")
 
-    def _runners(self, card: NodeCard) -> NodeCard:
+    def _runners(self, card: NodeStatus) -> NodeStatus:
         running = []
         for placement in self.placements.values():
             ending = self.endings.get(placement.job)
-            seat = placement.place(card.node)
+            seat = placement.assignment(card.node)
             if seat is None or (ending is not None and ending.number >= placement.number):
                 continue
             why = self.refusals.get((placement.job, card.node))
             state = "running" if why is None else "refused"
-            running.append(Running(placement.job, placement.number, seat.slots, state, why or ""))  # type: ignore[arg-type]
+            running.append(RunnerStatus(placement.job, placement.number, seat.slots, state, why or ""))  # type: ignore[arg-type]
         here = {(r.job, r.number) for r in running}
         if card.node in self.slow:
-            left = [r for r in card.running if (r.job, r.number) not in here]
+            left = [r for r in card.runners if (r.job, r.number) not in here]
             running += [replace(r, state="leaving") for r in left]
-        return replace(card, running=tuple(running))
+        return replace(card, runners=tuple(running))
 
     def slots(self) -> list[str]:
         """Who has which slot: `n1: llm llm - -`."""
         lines = []
         for name, card in sorted({**self.away, **self.cards}.items()):
-            used = {s: r.job + ("…" if r.state == "leaving" else "") for r in card.running for s in r.slots}
+            used = {s: r.job + ("…" if r.state == "leaving" else "") for r in card.runners for s in r.slots}
             words = [used.get(slot, "-") for slot in range(card.slots)]
             lines.append(f"  {name}: {' '.join(words)}" + (" (away)" if name in self.away else ""))
         return lines

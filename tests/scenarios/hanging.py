@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd_agent.hangs.evidence import Gathered, RankEvidence, Target
-from elasticd_agent.hangs.observer import Seen
+from elasticd_agent.hangs.evidence import EvidenceTarget, GatheredEvidence, RankEvidence
+from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.model.records import Round
-from elasticd_agent.model.reports import RankSeen, Where
+from elasticd_agent.model.reports import RankReport, Where
 from tests.scenarios.node import Node
 
 GATHER_S = 0.3
@@ -18,7 +18,7 @@ COLLECTIVES = 3
 
 
 @dataclass(slots=True)
-class MadeUpEvidence:
+class FakeEvidence:
     """Says where each rank is, a little later."""
 
     node: Node
@@ -26,20 +26,20 @@ class MadeUpEvidence:
     now: Callable[[], float]
     gathered: int = 0
 
-    def gather(self, number: int, targets: Sequence[Target], final: Path, why: str) -> bool:
+    def gather(self, number: int, targets: Sequence[EvidenceTarget], final: Path, why: str) -> bool:
         self.gathered += 1
         where: Where = "collective" if self.node.stuck in ("", "collective") else "elsewhere"
         at = "all_reduce (ddp.py:12)" if where == "collective" else "next_batch (data.py:88)"
         ranks = tuple(RankEvidence(t.rank, where, at, stack=at, state="S", wchan="", source="py-spy") for t in targets)
-        found = Gathered(number, ranks, final, GATHER_S)
+        found = GatheredEvidence(number, ranks, final, GATHER_S)
         self.later(GATHER_S, lambda: self._found(found))
         return True
 
-    def _found(self, found: Gathered) -> None:
+    def _found(self, found: GatheredEvidence) -> None:
         if self.node.suspicion is not None and not (self.node.dead or self.node.frozen):
-            self.node.suspicion.gathered(found, self.now())
+            self.node.suspicion.evidence_gathered(found, self.now())
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         pass
 
     def write(self, number: int, name: str, text: str, final: Path) -> None:
@@ -49,12 +49,12 @@ class MadeUpEvidence:
         pass
 
 
-def look(node: Node, round: Round, step: int, idle_s: float, stuck: bool) -> Seen:
+def observation(node: Node, round: Round, step: int, idle_s: float, stuck: bool) -> Observation:
     """One look at the node's ranks. `stuck`: somebody of the round is."""
     behind = node.stuck in ("sleeps", "burns", "stopped")
     issued = step * COLLECTIVES + (1 if stuck and not behind else 0)
     ranks = tuple(
-        RankSeen(
+        RankReport(
             rank,
             slot,
             phase="step",
@@ -69,7 +69,7 @@ def look(node: Node, round: Round, step: int, idle_s: float, stuck: bool) -> See
             cpu_s=min(idle_s, 3.0) if node.stuck == "burns" else 0.0,
             window_s=min(idle_s, 3.0),
         )
-        for rank, name, _, slot in round.places()
+        for rank, name, _, slot in round.assignments()
         if name == node.name
     )
-    return Seen(round.number, (), (), idle_s, ranks, attentive_s=idle_s)
+    return Observation(round.number, (), (), idle_s, ranks, observed_s=idle_s)

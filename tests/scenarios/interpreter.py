@@ -24,16 +24,16 @@ from elasticd_agent.model.messages import (
     Event,
     ExitStatus,
     FirstStep,
-    GroupGone,
+    GroupEnded,
     Joining,
     KillGroup,
-    LastWords,
     Leave,
     Phase,
     ReportDone,
     ReportFailure,
     RoundPublished,
     Running,
+    SetTimer,
     Settling,
     StartFailed,
     StartGroup,
@@ -42,18 +42,18 @@ from elasticd_agent.model.messages import (
     Stopping,
     StopRequested,
     StoreExited,
-    Wake,
     WorkerExited,
+    WorkerExitReport,
 )
 from elasticd_agent.model.records import Round
-from elasticd_agent.rendezvous.plan import Asked
+from elasticd_agent.rendezvous.plan import Requirements
 from tests.rendezvous.world import NODE, World
 
 
-class Told(World):
+class ScriptedWorld(World):
     """A World that writes down every move."""
 
-    def heard(self, before: Phase, event: Event, actions: list[Action]) -> None:
+    def log_transition(self, before: Phase, event: Event, actions: list[Action]) -> None:
         was, now = _phase(before), _phase(self.phase)
         self.lines.append(was if was == now else f"{was} -> {now}")
         self.lines.extend(f"  {_action(a, self.now)}" for a in actions)
@@ -61,7 +61,7 @@ class Told(World):
 
 def rerun(text: str) -> str:
     """The scenario as it should read: its inputs and comments, and what they lead to now."""
-    world: Told | None = None
+    world: ScriptedWorld | None = None
     out: list[str] = []
     for line in text.splitlines():
         if not line.startswith(">"):
@@ -81,20 +81,20 @@ def rerun(text: str) -> str:
     return "\n".join(out) + "\n"
 
 
-def _job(words: list[str]) -> Told:
+def _job(words: list[str]) -> ScriptedWorld:
     options = dict(w.split("=") for w in words)
     first, _, last = options["slots"].partition("-")
     fewest, _, most = options["workers"].partition(":")
     restarts = options.get("max-restarts")
-    return Told(
+    return ScriptedWorld(
         tuple(range(int(first), int(last or first) + 1)),
-        Asked(int(fewest), int(most or fewest)),
+        Requirements(int(fewest), int(most or fewest)),
         Policy(max_restarts=None if restarts is None else int(restarts)),
         first_number=int(options.get("first", 1)),
     )
 
 
-def _happen(world: Told, verb: str, words: list[str]) -> None:
+def _happen(world: ScriptedWorld, verb: str, words: list[str]) -> None:
     options = dict(w.split("=") for w in words if w.startswith(("round=", "rank=", "code=")))
     rest = [w for w in words if not w.startswith(("round=", "rank=", "code="))]
     number = int(options.get("round", world.alive or 0))
@@ -113,13 +113,13 @@ def _happen(world: Told, verb: str, words: list[str]) -> None:
         world.feed(_event(world, verb, number, options, rest))
 
 
-def _event(world: Told, verb: str, number: int, options: dict[str, str], rest: list[str]) -> Event:
+def _event(world: ScriptedWorld, verb: str, number: int, options: dict[str, str], rest: list[str]) -> Event:
     why = " ".join(rest)
     match verb:
         case "exit":
             return _exit(world, number, int(options["rank"]), options.get("code"), why)
         case "gone":
-            return GroupGone(number)
+            return GroupEnded(number)
         case "store":
             return StoreExited(number, why, world.now)
         case "start-failed":
@@ -132,9 +132,9 @@ def _event(world: Told, verb: str, number: int, options: dict[str, str], rest: l
     raise ValueError(f"no such input: {verb}")
 
 
-def _exit(world: Told, number: int, rank: int, code: str | None, words: str) -> WorkerExited:
+def _exit(world: ScriptedWorld, number: int, rank: int, code: str | None, words: str) -> WorkerExited:
     place = next(
-        (p for r in world.rounds if r.number == number for p in r.places() if p[0] == rank), (0, NODE, rank, 0)
+        (p for r in world.rounds if r.number == number for p in r.assignments() if p[0] == rank), (0, NODE, rank, 0)
     )
     last_words = None
     if code is None:
@@ -142,10 +142,10 @@ def _exit(world: Told, number: int, rank: int, code: str | None, words: str) -> 
     else:
         status = ExitStatus(int(code))
         if words == "exit":
-            last_words = LastWords("exit", "SystemExit", code, "")
+            last_words = WorkerExitReport("exit", "SystemExit", code, "")
         elif words:
             kind, _, message = words.partition(": ")
-            last_words = LastWords("exception", kind, message, f"Traceback …\n{words}")
+            last_words = WorkerExitReport("exception", kind, message, f"Traceback …\n{words}")
     return WorkerExited(number, rank, place[2], place[3], status, last_words, world.now)
 
 
@@ -174,7 +174,7 @@ def _then(then: Round | None) -> str:
 def _action(action: Action, now: float) -> str:
     match action:
         case StartGroup(r):
-            where = " ".join(f"{rank}@{slot}" for rank, _, _, slot in r.places())
+            where = " ".join(f"{rank}@{slot}" for rank, _, _, slot in r.assignments())
             return f"StartGroup {r.number}: rank@slot {where}"
         case KillGroup(number, why):
             return f"KillGroup {number}: {why}"
@@ -185,7 +185,7 @@ def _action(action: Action, now: float) -> str:
             return f"ReportFailure {f.kind} by {culprits}: {f.why}"
         case ReportDone(number):
             return f"ReportDone {number}"
-        case Wake(at):
+        case SetTimer(at):
             return f"Wake in {at - now:g} s"
         case Leave(exit_code, why):
             return f"Leave with {exit_code}: {why}"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elasticd_agent.hangs.detector import Suspicion
+from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.job.slots import Slots
-from elasticd_agent.model.messages import Joining, Leave, Phase, Rules
+from elasticd_agent.model.messages import Joining, Leave, Phase, StepRules
 from elasticd_agent.model.records import Round
-from elasticd_agent.rendezvous.member import Coordinator
-from elasticd_agent.rendezvous.planner import Facts
-from tests.scenarios.waystore import WayStore
+from elasticd_agent.rendezvous.member import RendezvousMember
+from elasticd_agent.rendezvous.planner import LocalFacts
+from tests.scenarios.waystore import NodeStore
 
 
 @dataclass(slots=True)
-class Away:
+class Partition:
     """What a node cannot reach now: the store, and which of its peers, by label."""
 
     store: bool = False
@@ -34,11 +34,11 @@ class Node:
     label: str
     name: str
     incarnation: str
-    rules: Rules
-    facts: Facts
-    coordinator: Coordinator
-    way: WayStore
-    away: Away
+    rules: StepRules
+    facts: LocalFacts
+    member: RendezvousMember
+    store: NodeStore
+    partition: Partition
     slots: Slots
     phase: Phase = field(default_factory=Joining)
     group: Round | None = None
@@ -46,14 +46,14 @@ class Node:
     done: int = 0
     stepping: int = 0
     master: int = 0
-    hold: int = 0
+    pause_round: int = 0
     due: float | None = 0.0
     wakes: list[float] = field(default_factory=list)
     frozen: bool = False
     dead: bool = False
     left: Leave | None = None
     stuck: str = ""
-    undying: set[int] = field(default_factory=set)
+    unkillable: set[int] = field(default_factory=set)
     blocked: int = 0
-    suspicion: Suspicion | None = None
+    suspicion: HangDetector | None = None
     look_at: float = 0.0

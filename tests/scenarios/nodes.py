@@ -35,17 +35,17 @@ from dataclasses import fields, replace
 
 from elasticd_agent.model.codec import VERSION
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.messages import ExitStatus, LastWords
+from elasticd_agent.model.messages import ExitStatus, WorkerExitReport
 from elasticd_agent.model.records import Round
-from elasticd_agent.rendezvous.view import Asked
-from elasticd_agent.workers.environment import among_its_role
+from elasticd_agent.rendezvous.view import Requirements
+from elasticd_agent.workers.environment import role_rank_and_size
 from tests.scenarios.cluster import Cluster
 
 TOGETHER_S = 0.05
 """What comes so close together is one moment to a reader."""
 
 
-class Told:
+class ScriptedCluster:
     """A Cluster driven by words, and when the last of them were said."""
 
     def __init__(self, words: list[str]) -> None:
@@ -56,7 +56,7 @@ class Told:
         kinds = {f.name: f.type for f in fields(Policy)}
         numbers = {name: _number(kinds[name], text) for name, text in options.items()}
         policy = replace(Policy(), **numbers)
-        asked = Asked(1, slots, int(fewest), int(most or fewest), policy.last_call_s, run)
+        asked = Requirements(1, slots, int(fewest), int(most or fewest), policy.last_call_s, run)
         self.cluster = Cluster(asked, policy, slots, holds)
         self.at = self.shown_at = self.cluster.now
         self._requests: dict[str, int] = {}
@@ -146,13 +146,13 @@ class Told:
         c, out = self.cluster, []
         elapsed_s, self.shown_at = c.now - self.shown_at, c.now
         for label, node in sorted(c.nodes.items()):
-            asked = node.way.traffic.requests
+            asked = node.store.traffic.requests
             rate = (asked - self._requests.get(label, 0)) / elapsed_s if elapsed_s else 0.0
             self._requests[label] = asked
             if node.dead or node.left:
                 continue
             runs = f"in round {node.group.number}{_as(node.group, node.name)}" if node.group else "runs nothing"
-            plans = ", plans" if node.coordinator.plans else ""
+            plans = ", plans" if node.member.leads else ""
             out.append(f"  {label}: {runs}{plans}" + (f", {rate:.1f} requests/s" if requests else ""))
         trains = [n for n, at in c.trained.items() if at > c.now - 0.25]
         return [*out, f"  trains: {', '.join(f'round {n}' for n in trains) or 'nothing'}"]
@@ -160,7 +160,7 @@ class Told:
 
 def rerun(text: str) -> str:
     """The scenario as it should read: its inputs and comments, and what they lead to now."""
-    told: Told | None = None
+    told: ScriptedCluster | None = None
     out: list[str] = []
     for line in text.splitlines():
         if not line.startswith(">"):
@@ -171,7 +171,7 @@ def rerun(text: str) -> str:
         out.append(line)
         if told is None:
             assert verb == "job", "a scenario begins with > job"
-            told = Told(words)
+            told = ScriptedCluster(words)
         else:
             out += told.happen(verb, words)
     return "\n".join(out) + "\n"
@@ -198,7 +198,7 @@ def _as(round: Round, node: str) -> str:
     member = round.member(node)
     if member is None or len({m.role for m in round.members}) == 1:
         return ""
-    first, world = among_its_role(round, node, member.role)
+    first, world = role_rank_and_size(round, node, member.role)
     return f" as {member.role}, ROLE_RANK {first} of {world}"
 
 
@@ -208,11 +208,11 @@ def _number(kind: object, text: str) -> int | float | str:
     return float(text) if kind == "float" else text
 
 
-def _end(words: list[str]) -> tuple[ExitStatus, LastWords | None]:
+def _end(words: list[str]) -> tuple[ExitStatus, WorkerExitReport | None]:
     if not words[0].startswith("code="):
         return ExitStatus(None, signal.Signals[words[0]]), None
     status = ExitStatus(int(words[0].removeprefix("code=")))
     if not words[1:]:
         return status, None
     kind, _, message = " ".join(words[1:]).partition(": ")
-    return status, LastWords("exception", kind, message, f"Traceback …\n{kind}: {message}")
+    return status, WorkerExitReport("exception", kind, message, f"Traceback …\n{kind}: {message}")

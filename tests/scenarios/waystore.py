@@ -24,7 +24,7 @@ class Killed(BaseException):
     """The agent has died in the middle of a turn. No handler in the agent's code may see it."""
 
 
-class WayStore:
+class NodeStore:
     """A Store. `fates`: what becomes of the n-th request from now on, counted from 1; each happens once.
 
     `hints(deliver)` is given every hint and delivers it when, as often and if it likes. `version`: what its agent's
@@ -82,7 +82,7 @@ class WayStore:
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         lease = self.ask(lambda: self._store.announce(key, self.written(value), ttl_s))
-        return None if lease is None else WayLease(self, lease)
+        return None if lease is None else NodeLease(self, lease)
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
         def changed(key: str) -> None:
@@ -96,10 +96,10 @@ class WayStore:
 
 
 @dataclass(slots=True)
-class WayLease:
+class NodeLease:
     """A lease that can be reached as its store can."""
 
-    way: WayStore
+    way: NodeStore
     lease: Lease
 
     @property

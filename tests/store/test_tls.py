@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.store.tls import trusting
+from elasticd_agent.store.tls import tls_context
 
 PLAIN = """
 openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=ca -keyout ca.key -out ca.pem
@@ -57,13 +57,13 @@ def shake_hands(client: ssl.SSLContext, pki: Path, name: str) -> None:
 
 
 def test_an_authority_without_a_key_usage_is_trusted(pki: Path) -> None:
-    shake_hands(trusting(pki / "ca.pem"), pki, "node")
+    shake_hands(tls_context(pki / "ca.pem"), pki, "node")
     with pytest.raises(ssl.SSLCertVerificationError):
         shake_hands(ssl.create_default_context(cafile=pki / "ca.pem"), pki, "node")
 
 
 def test_names_and_authorities_still_count(pki: Path) -> None:
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
-        shake_hands(trusting(pki / "ca.pem"), pki, "other")
+        shake_hands(tls_context(pki / "ca.pem"), pki, "other")
     with pytest.raises(ssl.SSLCertVerificationError, match=r"self-signed|unable to get"):
-        shake_hands(trusting(None), pki, "node")
+        shake_hands(tls_context(None), pki, "node")

@@ -7,18 +7,18 @@ import queue
 import threading
 from pathlib import Path
 
-from elasticd_agent.hangs.explain.phrases import ASKED_FOR
-from elasticd_agent.system.control_socket import NAME, ControlServer, DumpAsked
+from elasticd_agent.hangs.explain.phrases import DUMP_REASON
+from elasticd_agent.system.control_socket import SOCKET_NAME, ControlServer, DumpRequested
 
 
 class Answering:
     """An agent's deciding thread: answers what comes into its inbox, with evidence in `directory`."""
 
     def __init__(self, runtime: Path, directory: Path, answer: str = "") -> None:
-        self.inbox: queue.SimpleQueue[DumpAsked | None] = queue.SimpleQueue()
-        self.asked: list[DumpAsked] = []
+        self.inbox: queue.SimpleQueue[DumpRequested | None] = queue.SimpleQueue()
+        self.asked: list[DumpRequested] = []
         self._directory, self._answer = directory, answer
-        self.server = ControlServer(runtime / NAME, self.inbox.put, {"job": "llama", "node": "here"})
+        self.server = ControlServer(runtime / SOCKET_NAME, self.inbox.put, {"job": "llama", "node": "here"})
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -29,7 +29,7 @@ class Answering:
 
     def _take(self, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
-        facts = {"why": ASKED_FOR, "pid": 7, "state": "S", "phase": "step", "step": 41}
+        facts = {"why": DUMP_REASON, "pid": 7, "state": "S", "phase": "step", "step": 41}
         (directory / "rank-0.json").write_text(json.dumps(facts))
         return directory
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.system.addresses import is_own, joined, local_address, split
+from elasticd_agent.system.addresses import format_endpoint, is_local, local_address, parse_endpoint
 
 FOREIGN = "203.0.113.9"  # set aside for documentation (RFC 5737): no machine has it
 UNKNOWN = "no-such-host.invalid"  # nor this name (RFC 2606)
@@ -103,20 +103,20 @@ def test_it_is_cheap_enough_for_every_round() -> None:
     "host", ["localhost", "LOCALHOST.", "127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1", "ip6-localhost"]
 )
 def test_loopback_is_this_machine(host: str) -> None:
-    assert is_own(host)
+    assert is_local(host)
 
 
 def test_the_host_name_is_this_machine() -> None:
     name = socket.gethostname()
-    assert is_own(name)
-    assert is_own(name.upper() + ".")
+    assert is_local(name)
+    assert is_local(name.upper() + ".")
 
 
 @pytest.mark.parametrize(
     "host", [FOREIGN, "2001:db8::9", UNKNOWN, "", "a" * 300, "a b", "0.0.0.0", "::", "224.0.0.1", "fe80::1"]
 )
 def test_what_is_not_this_machine(host: str) -> None:
-    assert not is_own(host)
+    assert not is_local(host)
 
 
 ENDPOINTS = [
@@ -130,8 +130,8 @@ ENDPOINTS = [
 
 @pytest.mark.parametrize(("text", "expected"), ENDPOINTS)
 def test_host_and_port_are_split_and_joined(text: str, expected: tuple[str, int]) -> None:
-    assert split(text) == split(f" {text}\n") == expected
-    assert joined(*expected) == text
+    assert parse_endpoint(text) == parse_endpoint(f" {text}\n") == expected
+    assert format_endpoint(*expected) == text
 
 
 @pytest.mark.parametrize(
@@ -157,4 +157,4 @@ def test_host_and_port_are_split_and_joined(text: str, expected: tuple[str, int]
 )
 def test_what_is_not_host_and_port_says_how_it_is_written(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        split(text)
+        parse_endpoint(text)

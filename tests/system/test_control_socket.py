@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.system.control_socket import (
-    MOST_CALLERS,
-    NAME,
+    MAX_CALLERS,
+    SOCKET_NAME,
     ControlServer,
-    DumpAsked,
-    NullControl,
-    Unanswered,
-    ask,
+    ControlSocketError,
+    DumpRequested,
+    NullControlServer,
     open_control,
+    send_request,
 )
 from tests.system.control_server import Answering
 
@@ -49,20 +49,22 @@ def connected(path: Path) -> socket.socket:
 
 def test_what_is_asked_reaches_the_inbox_and_its_answer_the_caller(stack: ExitStack, tmp_path: Path) -> None:
     one = agent(stack, tmp_path, tmp_path / "evidence")
-    assert ask(tmp_path / NAME, {"do": "dump"}) == {"path": str(tmp_path / "evidence")}
-    assert ask(tmp_path / NAME, {"do": "dump", "out": str(tmp_path / "out")}) == {"path": str(tmp_path / "out")}
+    assert send_request(tmp_path / SOCKET_NAME, {"do": "dump"}) == {"path": str(tmp_path / "evidence")}
+    assert send_request(tmp_path / SOCKET_NAME, {"do": "dump", "out": str(tmp_path / "out")}) == {
+        "path": str(tmp_path / "out")
+    }
     assert [message.out for message in one.asked] == [None, tmp_path / "out"]
 
 
 def test_a_sentence_instead_of_evidence_is_an_error(stack: ExitStack, tmp_path: Path) -> None:
     agent(stack, tmp_path, tmp_path, "no workers are running")
-    assert ask(tmp_path / NAME, {"do": "dump"}) == {"error": "no workers are running"}
+    assert send_request(tmp_path / SOCKET_NAME, {"do": "dump"}) == {"error": "no workers are running"}
 
 
 def test_who_is_there_is_answered_without_the_deciding_thread(stack: ExitStack, tmp_path: Path) -> None:
-    server = ControlServer(tmp_path / NAME, lambda _: None, {"job": "llama"})
+    server = ControlServer(tmp_path / SOCKET_NAME, lambda _: None, {"job": "llama"})
     stack.callback(server.close)
-    assert ask(tmp_path / NAME, {"do": "about"}) == {"job": "llama", "pid": os.getpid()}
+    assert send_request(tmp_path / SOCKET_NAME, {"do": "about"}) == {"job": "llama", "pid": os.getpid()}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_what_makes_no_sense_is_answered_with_a_sentence(
     stack: ExitStack, tmp_path: Path, line: bytes, error: str
 ) -> None:
     one = agent(stack, tmp_path, tmp_path)
-    with connected(tmp_path / NAME) as sock:
+    with connected(tmp_path / SOCKET_NAME) as sock:
         sock.sendall(line)
         assert json.loads(sock.makefile().readline()) == {"error": error}
     assert not one.asked
@@ -89,74 +91,74 @@ def test_what_makes_no_sense_is_answered_with_a_sentence(
 def test_callers_that_stall_go_away_or_talk_for_ever_hold_nobody_up(stack: ExitStack, tmp_path: Path) -> None:
     agent(stack, tmp_path, tmp_path / "evidence")
     with ExitStack() as callers:
-        for _ in range(MOST_CALLERS - 2):  # room is left for one that talks and one that asks
-            callers.enter_context(connected(tmp_path / NAME)).sendall(b'{"do": ')
-        with connected(tmp_path / NAME) as gone:
+        for _ in range(MAX_CALLERS - 2):  # room is left for one that talks and one that asks
+            callers.enter_context(connected(tmp_path / SOCKET_NAME)).sendall(b'{"do": ')
+        with connected(tmp_path / SOCKET_NAME) as gone:
             gone.sendall(b'{"do": "dump"}\n')
-        with connected(tmp_path / NAME) as flood, pytest.raises((BrokenPipeError, ConnectionResetError)):
+        with connected(tmp_path / SOCKET_NAME) as flood, pytest.raises((BrokenPipeError, ConnectionResetError)):
             flood.sendall(b"x" * (64 << 20))
-        assert "path" in ask(tmp_path / NAME, {"do": "dump"}, WAIT_S)
+        assert "path" in send_request(tmp_path / SOCKET_NAME, {"do": "dump"}, WAIT_S)
 
 
 def test_too_many_callers_are_turned_away_and_the_next_one_is_served(stack: ExitStack, tmp_path: Path) -> None:
     agent(stack, tmp_path, tmp_path / "evidence")
     with ExitStack() as callers:
-        for _ in range(MOST_CALLERS):
-            callers.enter_context(connected(tmp_path / NAME))
-        with pytest.raises(Unanswered):
-            ask(tmp_path / NAME, {"do": "dump"}, WAIT_S)
+        for _ in range(MAX_CALLERS):
+            callers.enter_context(connected(tmp_path / SOCKET_NAME))
+        with pytest.raises(ControlSocketError):
+            send_request(tmp_path / SOCKET_NAME, {"do": "dump"}, WAIT_S)
     until = time.monotonic() + WAIT_S
     while time.monotonic() < until:
         try:
-            assert "path" in ask(tmp_path / NAME, {"do": "dump"}, WAIT_S)
+            assert "path" in send_request(tmp_path / SOCKET_NAME, {"do": "dump"}, WAIT_S)
             return
-        except Unanswered:  # it has not yet noticed that they went
+        except ControlSocketError:  # it has not yet noticed that they went
             continue
     pytest.fail("nobody was served any more")
 
 
 def test_an_agent_that_is_stuck_is_given_up_on_time(stack: ExitStack, tmp_path: Path) -> None:
-    server = ControlServer(tmp_path / NAME, lambda _: None)
+    server = ControlServer(tmp_path / SOCKET_NAME, lambda _: None)
     stack.callback(server.close)
-    with pytest.raises(Unanswered, match="no answer within"):
-        ask(tmp_path / NAME, {"do": "dump"}, 0.2)
+    with pytest.raises(ControlSocketError, match="no answer within"):
+        send_request(tmp_path / SOCKET_NAME, {"do": "dump"}, 0.2)
 
 
 def test_a_reply_after_the_caller_or_the_server_has_gone_goes_nowhere(tmp_path: Path) -> None:
-    inbox: queue.SimpleQueue[DumpAsked] = queue.SimpleQueue()
-    server = ControlServer(tmp_path / NAME, inbox.put)
-    with connected(tmp_path / NAME) as sock:
+    inbox: queue.SimpleQueue[DumpRequested] = queue.SimpleQueue()
+    server = ControlServer(tmp_path / SOCKET_NAME, inbox.put)
+    with connected(tmp_path / SOCKET_NAME) as sock:
         sock.sendall(b'{"do": "dump"}\n')
         asked = inbox.get(timeout=WAIT_S)
     asked.reply("nobody hears this")
-    with connected(tmp_path / NAME) as sock:
+    with connected(tmp_path / SOCKET_NAME) as sock:
         sock.sendall(b'{"do": "dump"}\n')
         asked = inbox.get(timeout=WAIT_S)
         server.close()
         asked.reply(tmp_path)
         assert sock.recv(1) == b""
-    assert not (tmp_path / NAME).exists()
-    with pytest.raises(Unanswered, match="No such file"):
-        ask(tmp_path / NAME, {"do": "about"})
+    assert not (tmp_path / SOCKET_NAME).exists()
+    with pytest.raises(ControlSocketError, match="No such file"):
+        send_request(tmp_path / SOCKET_NAME, {"do": "about"})
 
 
 def test_a_directory_may_lie_deeper_than_a_sockets_name_may_be_long(stack: ExitStack, tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
-    server = ControlServer(deep / NAME, lambda _: None)
+    server = ControlServer(deep / SOCKET_NAME, lambda _: None)
     stack.callback(server.close)
-    assert ask(deep / NAME, {"do": "about"}) == {"pid": os.getpid()}
+    assert send_request(deep / SOCKET_NAME, {"do": "about"}) == {"pid": os.getpid()}
 
 
 def test_a_job_runs_without_a_socket_too(tmp_path: Path) -> None:
     said: list[str] = []
-    assert isinstance(open_control(tmp_path / "gone" / NAME, lambda _: None, {}, said.append), NullControl)
+    assert isinstance(open_control(tmp_path / "gone" / SOCKET_NAME, lambda _: None, {}, said.append), NullControlServer)
     assert said == [f"elasticd dump will not reach this agent: {tmp_path}/gone/control: No such file or directory"]
 
 
 def test_only_this_user_and_root_may_ask(stack: ExitStack, tmp_path: Path) -> None:
-    server = ControlServer(tmp_path / NAME, lambda _: None, users=[os.geteuid() + 1])
+    server = ControlServer(tmp_path / SOCKET_NAME, lambda _: None, users=[os.geteuid() + 1])
     stack.callback(server.close)
-    with pytest.raises(Unanswered):
-        ask(tmp_path / NAME, {"do": "about"})
-    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ControlSocketError):
+        send_request(tmp_path / SOCKET_NAME, {"do": "about"})
+    assert (tmp_path / SOCKET_NAME).stat().st_mode & 0o777 == 0o600

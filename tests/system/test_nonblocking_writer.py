@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.system.nonblocking_writer import Outlet
+from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 
 DEADLINE = 10.0
 
@@ -36,7 +36,7 @@ def drain(fd: int, size: int) -> bytes:
 
 
 def test_everything_accepted_arrives_in_order(pipe: tuple[int, int]) -> None:
-    outlet = Outlet(pipe[1])
+    outlet = NonBlockingWriter(pipe[1])
     pieces = [b"line %d\n" % i * (i % 50) for i in range(500)]
     assert all(outlet.put(piece) for piece in pieces)
     whole = b"".join(pieces)
@@ -45,7 +45,7 @@ def test_everything_accepted_arrives_in_order(pipe: tuple[int, int]) -> None:
 
 
 def test_a_reader_that_stopped_costs_no_time_and_no_memory(pipe: tuple[int, int]) -> None:
-    outlet = Outlet(pipe[1], capacity=100_000)
+    outlet = NonBlockingWriter(pipe[1], capacity=100_000)
     begun = time.monotonic()
     accepted = sum(outlet.put(b"x" * 999 + b"\n") for _ in range(1000))
     assert time.monotonic() - begun < 1
@@ -57,7 +57,7 @@ def test_a_reader_that_stopped_costs_no_time_and_no_memory(pipe: tuple[int, int]
 
 
 def test_room_that_comes_back_is_told(pipe: tuple[int, int]) -> None:
-    outlet, told = Outlet(pipe[1], capacity=100_000), threading.Event()
+    outlet, told = NonBlockingWriter(pipe[1], capacity=100_000), threading.Event()
     outlet.when_drained(told.set)
     assert outlet.put(b"x" * 100_000)
     assert not outlet.put(b"y")
@@ -68,7 +68,7 @@ def test_room_that_comes_back_is_told(pipe: tuple[int, int]) -> None:
 
 
 def test_a_reader_that_went_away_is_noticed_and_forgotten(pipe: tuple[int, int]) -> None:
-    outlet = Outlet(pipe[1])
+    outlet = NonBlockingWriter(pipe[1])
     os.close(pipe[0])
     until = time.monotonic() + DEADLINE
     while not outlet.broken and time.monotonic() < until:
@@ -80,7 +80,7 @@ def test_a_reader_that_went_away_is_noticed_and_forgotten(pipe: tuple[int, int])
 
 def test_a_disk_that_was_full_costs_what_it_did_not_take_and_no_line_after_that(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full, open(tmp_path / "log", "a+b") as log:
-        outlet = Outlet(full.fileno())
+        outlet = NonBlockingWriter(full.fileno())
         for _ in range(2):
             assert outlet.put(b"lost\n")
             assert outlet.flush(DEADLINE)
@@ -93,7 +93,7 @@ def test_a_disk_that_was_full_costs_what_it_did_not_take_and_no_line_after_that(
 
 def test_a_descriptor_somebody_made_non_blocking(pipe: tuple[int, int]) -> None:
     os.set_blocking(pipe[1], False)
-    outlet = Outlet(pipe[1])
+    outlet = NonBlockingWriter(pipe[1])
     assert outlet.put(b"x" * 500_000)
     assert outlet.put(b"y")
     assert drain(pipe[0], 500_001) == b"x" * 500_000 + b"y"
@@ -101,7 +101,7 @@ def test_a_descriptor_somebody_made_non_blocking(pipe: tuple[int, int]) -> None:
 
 
 def test_a_closed_descriptor_is_broken_from_the_start() -> None:
-    outlet = Outlet(12345)
+    outlet = NonBlockingWriter(12345)
     assert outlet.broken
     assert outlet.put(b"x")
     assert outlet.close()
@@ -109,7 +109,7 @@ def test_a_closed_descriptor_is_broken_from_the_start() -> None:
 
 def test_it_leaves_the_shared_flags_alone(pipe: tuple[int, int]) -> None:
     before = fcntl.fcntl(pipe[1], fcntl.F_GETFL)
-    outlet = Outlet(pipe[1])
+    outlet = NonBlockingWriter(pipe[1])
     outlet.put(b"x")
     assert outlet.close()
     assert outlet.close()

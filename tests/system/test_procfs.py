@@ -144,17 +144,17 @@ def test_a_childs_work_counts_even_if_its_parent_has_ended(until: Until, tmp_pat
 
 def test_looking_again_sees_what_has_come_since(until: Until, tmp_path: Path) -> None:
     """Also whom it took for somebody else's before it was asked about him."""
-    usages = procfs.Usages()
+    usages = procfs.UsageReader()
     with running(IDLE) as first, running(FORKS) as second:
-        assert set(usages.of([first.pid])) == {first.pid}
-        before = usages.of([first.pid, second.pid])[second.pid].cpu_s
+        assert set(usages.read([first.pid])) == {first.pid}
+        before = usages.read([first.pid, second.pid])[second.pid].cpu_s
         assert second.stdin is not None
         second.stdin.write("go on\n")
         second.stdin.flush()
-        until(lambda: usages.of([first.pid, second.pid])[second.pid].cpu_s > before + 0.1, 20)
-        usages.of([first.pid, second.pid])
-        assert usages.of([first.pid, second.pid])[first.pid].cpu_s < 1
-    assert usages.of([first.pid, second.pid]) == {}
+        until(lambda: usages.read([first.pid, second.pid])[second.pid].cpu_s > before + 0.1, 20)
+        usages.read([first.pid, second.pid])
+        assert usages.read([first.pid, second.pid])[first.pid].cpu_s < 1
+    assert usages.read([first.pid, second.pid]) == {}
 
 
 def test_who_is_gone_is_left_out() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.systemd.machine import Machine
+from tests.systemd.machine import Nspawn
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _HERE = Path(__file__).resolve().parent
@@ -35,11 +35,11 @@ def rootfs() -> Path:
 
 
 @pytest.fixture(scope="module")
-def machine(rootfs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+def machine(rootfs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nspawn]:
     """One that all tests of a module share. This interpreter, with all that is installed for it, runs there as well."""
     layer = tmp_path_factory.mktemp("machine")
     shows = [Path(sys.base_prefix), REPOSITORY]
-    with Machine(rootfs, layer, shows=[path for path in shows if not path.is_relative_to("/usr")]) as made:
+    with Nspawn(rootfs, layer, shows=[path for path in shows if not path.is_relative_to("/usr")]) as made:
         # A home may be closed to others, and an interpreter below it with it.
         for folder in {parent for path in shows for parent in path.parents if parent != Path("/")}:
             made.run("chmod", "o+x", str(folder))

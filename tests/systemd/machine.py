@@ -24,13 +24,13 @@ _OFF_S = 120.0
 UP = ("running", "degraded")
 
 
-class Machine:
+class Nspawn:
     def __init__(self, tree: Path, layer: Path, *, shows: Sequence[Path] = ()):
         """`shows`: folders of this machine that are seen there."""
         self._tree, self._layer, self._shows = tree, layer, shows
         self._leader = 0
 
-    def __enter__(self) -> Machine:
+    def __enter__(self) -> Nspawn:
         for name in ("up", "work", "root"):
             (self._layer / name).mkdir(parents=True)
         root = str(self._layer / "root")
@@ -124,12 +124,12 @@ class Machine:
         )
         return done
 
-    def says(self, *command: str, **more: float) -> str:
+    def output_of(self, *command: str, **more: float) -> str:
         return self.run(*command, **more).stdout.strip()  # type: ignore[arg-type]
 
-    def shows(self, unit: str, *names: str) -> dict[str, str]:
+    def properties(self, unit: str, *names: str) -> dict[str, str]:
         """systemctl show."""
-        lines = self.says("systemctl", "show", unit, *(f"--property={name}" for name in names)).splitlines()
+        lines = self.output_of("systemctl", "show", unit, *(f"--property={name}" for name in names)).splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
     def journal(self, unit: str = "") -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.systemd.conftest import REPOSITORY
-from tests.systemd.machine import Machine
+from tests.systemd.machine import Nspawn
 
 Until = Callable[[Callable[[], object], float], object]
 
@@ -45,32 +45,32 @@ EVERY = 20
 """Steps between the checkpoints of train.py."""
 
 
-class Step(NamedTuple):
+class TrainedStep(NamedTuple):
     number: int
     worker: int
     at: float
 
 
 @dataclass
-class Service:
-    machine: Machine
+class AgentService:
+    machine: Nspawn
     until: Until
 
     @property
     def agent(self) -> int:
-        return int(self.machine.shows(UNIT, "MainPID")["MainPID"])
+        return int(self.machine.properties(UNIT, "MainPID")["MainPID"])
 
     @property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[TrainedStep]:
         path = self.machine.file(f"{WORK}/steps")
         whole = path.read_text().splitlines(keepends=True) if path.exists() else []
         fields = [line.split() for line in whole if line.endswith("\n")]
-        return [Step(int(number), int(pid), float(at)) for number, pid, at in fields]
+        return [TrainedStep(int(number), int(pid), float(at)) for number, pid, at in fields]
 
     @property
     def workers(self) -> set[str]:
         """All processes of the job that are not its agent's: pid, start time and command."""
-        listed = self.machine.says(
+        listed = self.machine.output_of(
             "sh", "-c", 'for p in /proc/[0-9]*; do read -r s 2>/dev/null <$p/stat && echo "$s"; done'
         )
         found = set()
@@ -83,24 +83,26 @@ class Service:
                 found.add(f"{pid} {fields.split()[19]} {name}")
         return found
 
-    def trains(self, further: int = 5, within: float = 60) -> None:
+    def wait_for_steps(self, further: int = 5, within: float = 60) -> None:
         """So many steps from now on."""
         before = len(self.steps)
         try:
             self.until(lambda: len(self.steps) >= before + further, within)
         except AssertionError:
-            pytest.fail(f"it does not train: {self.steps[-3:]}\n{self.machine.journal(UNIT)[-5000:]}\n{self.told()}")
+            pytest.fail(
+                f"it does not train: {self.steps[-3:]}\n{self.machine.journal(UNIT)[-5000:]}\n{self.diagnostics()}"
+            )
 
-    def told(self) -> str:
+    def diagnostics(self) -> str:
         """What its runners said."""
         return self.machine.run("sh", "-c", "tail -n 40 /var/lib/elasticd/jobs/*/runner.log", check=False).stdout
 
-    def replaced(self, agent: int) -> None:
+    def wait_for_replacement(self, agent: int) -> None:
         self.until(lambda: self.agent not in (0, agent) and self.state == "active", 60)
 
     @property
     def state(self) -> str:
-        return self.machine.shows(UNIT, "ActiveState")["ActiveState"]
+        return self.machine.properties(UNIT, "ActiveState")["ActiveState"]
 
     def signal(self, number: signal.Signals) -> None:
         self.machine.run("sh", "-c", f"kill -{number.value} {self.agent}")
@@ -133,7 +135,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def install(machine: Machine, wheel: Path, *more: str) -> str:
+def install(machine: Nspawn, wheel: Path, *more: str) -> str:
     """As an operator without a network does: what it depends on is there already."""
     there = f"/root/{wheel.name}"
     machine.file(there).write_bytes(wheel.read_bytes())
@@ -142,7 +144,7 @@ def install(machine: Machine, wheel: Path, *more: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def installed(machine: Machine, wheels: dict[str, Path]) -> Machine:
+def installed(machine: Nspawn, wheels: dict[str, Path]) -> Nspawn:
     # Its virtual environment finds torch and the rest where this test's interpreter has them.
     machine.file("/usr/local/bin").joinpath("python3").symlink_to(sys.executable)
     machine.run("python3", "-m", "venv", "/opt/elasticd/venv", env=["HOME=/root"])
@@ -154,116 +156,116 @@ def installed(machine: Machine, wheels: dict[str, Path]) -> Machine:
 
 
 @pytest.fixture
-def service(installed: Machine, wheels: dict[str, Path], until: Until) -> Iterator[Service]:
+def service(installed: Nspawn, wheels: dict[str, Path], until: Until) -> Iterator[AgentService]:
     """Started, with a job that trains and has saved a checkpoint."""
     installed.run("install", "-d", "-o", "elasticd", "-g", "elasticd", WORK)
     installed.write("/etc/elasticd/agent.toml", CONFIG, 0o640)
     installed.run("chown", "root:elasticd", "/etc/elasticd/agent.toml")
     installed.run("systemctl", "start", UNIT)
-    made = Service(installed, until)
-    made.trains(EVERY + 5, within=120)
+    made = AgentService(installed, until)
+    made.wait_for_steps(EVERY + 5, within=120)
     yield made
     installed.run("systemctl", "stop", UNIT, check=False, timeout=120)
-    result = installed.shows(UNIT, "Result")
+    result = installed.properties(UNIT, "Result")
     installed.run("systemctl", "reset-failed", UNIT, check=False)
     installed.run("sh", "-c", f"rm -rf {WORK} /var/lib/elasticd/* /etc/systemd/system/{UNIT}.d")
     installed.run("systemctl", "daemon-reload")
     assert result == {"Result": "success"}, f"after all this it did not drain:\n{installed.journal(UNIT)[-6000:]}"
 
 
-def slowest(steps: list[Step]) -> float:
+def slowest(steps: list[TrainedStep]) -> float:
     return max(after.at - before.at for before, after in itertools.pairwise(steps))
 
 
-def undisturbed(steps: list[Step], since: int) -> bool:
+def undisturbed(steps: list[TrainedStep], since: int) -> bool:
     """No step took twice as long as the slowest before. One of 50 ms may take half a second on a machine that works."""
     return slowest(steps[since - 5 :]) <= max(0.5, 2 * slowest(steps[5:since]))
 
 
-def lost(steps: list[Step]) -> list[tuple[int, int]]:
+def lost(steps: list[TrainedStep]) -> list[tuple[int, int]]:
     """Where the numbers do not follow each other: steps that were trained twice, or not at all."""
     return [(a.number, b.number) for a, b in itertools.pairwise(steps) if b.number != a.number + 1]
 
 
-def test_installed(service: Service) -> None:
+def test_installed(service: AgentService) -> None:
     machine = service.machine
-    version = int(machine.says("systemctl", "--version").split()[1])
-    assert machine.shows(UNIT, "User", "Type", "UnitFileState", "SubState") == {
+    version = int(machine.output_of("systemctl", "--version").split()[1])
+    assert machine.properties(UNIT, "User", "Type", "UnitFileState", "SubState") == {
         "User": "elasticd",
         "Type": "notify" if version < 253 else "notify-reload",
         "UnitFileState": "enabled",
         "SubState": "running",
     }
-    modes = machine.says("stat", "-c", "%n %U:%G %a", "/etc/elasticd", "/var/lib/elasticd", "/run/elasticd")
+    modes = machine.output_of("stat", "-c", "%n %U:%G %a", "/etc/elasticd", "/var/lib/elasticd", "/run/elasticd")
     assert modes.splitlines() == [
         "/etc/elasticd root:elasticd 750",
         "/var/lib/elasticd elasticd:elasticd 700",
         "/run/elasticd elasticd:elasticd 755",
     ]
-    owners = machine.says("find", f"{WORK}/checkpoints", "-mindepth", "1", "-printf", "%u %m\\n").splitlines()
+    owners = machine.output_of("find", f"{WORK}/checkpoints", "-mindepth", "1", "-printf", "%u %m\\n").splitlines()
     assert owners
     assert {owner.split()[0] for owner in owners} == {"elasticd"}
-    assert machine.shows(UNIT, "StatusText") == {"StatusText": "node machine"}
+    assert machine.properties(UNIT, "StatusText") == {"StatusText": "node machine"}
     assert f"elasticd {OLD}" in machine.journal(UNIT)
     # What systemd may do there depends on the machine below; what it was told to do does not.
-    assert machine.shows(UNIT, "OOMScoreAdjust") == {"OOMScoreAdjust": "-500"}
-    assert machine.says("cat", f"/proc/{service.steps[-1].worker}/oom_score_adj") == "0"
+    assert machine.properties(UNIT, "OOMScoreAdjust") == {"OOMScoreAdjust": "-500"}
+    assert machine.output_of("cat", f"/proc/{service.steps[-1].worker}/oom_score_adj") == "0"
 
 
-def test_kill_9(service: Service) -> None:
+def test_kill_9(service: AgentService) -> None:
     agent, before, since = service.agent, service.workers, len(service.steps)
     assert before
     service.signal(signal.SIGKILL)
-    service.replaced(agent)
-    service.trains(40)
+    service.wait_for_replacement(agent)
+    service.wait_for_steps(40)
     assert service.workers == before
     assert lost(service.steps) == []
     assert undisturbed(service.steps, since)
 
 
-def test_the_agent_is_stopped_and_systemd_sees_it(service: Service) -> None:
+def test_the_agent_is_stopped_and_systemd_sees_it(service: AgentService) -> None:
     service.machine.write(f"/etc/systemd/system/{UNIT}.d/quick.conf", "[Service]\nWatchdogSec=3s\n")
     service.machine.run("systemctl", "daemon-reload")
     service.machine.run("systemctl", "kill", "--kill-who=main", "--signal=KILL", UNIT)
     service.until(lambda: service.state == "active", 30)
     agent, before = service.agent, service.workers
-    service.trains(100)
+    service.wait_for_steps(100)
     assert service.agent == agent, "a healthy agent feeds its watchdog"
     service.signal(signal.SIGSTOP)
-    service.replaced(agent)
-    service.trains(20)
+    service.wait_for_replacement(agent)
+    service.wait_for_steps(20)
     assert "Watchdog timeout" in service.machine.journal(UNIT)
     assert "Fatal Python error: Aborted" in service.machine.journal(UNIT), "its stacks say what it hung in"
     assert service.workers == before
     assert lost(service.steps) == []
 
 
-def test_upgrade(service: Service, wheels: dict[str, Path]) -> None:
+def test_upgrade(service: AgentService, wheels: dict[str, Path]) -> None:
     agent, before, since = service.agent, service.workers, len(service.steps)
-    restarts = service.machine.shows(UNIT, "NRestarts")
+    restarts = service.machine.properties(UNIT, "NRestarts")
     said = install(service.machine, wheels[NEW])
     assert f"elasticd {NEW}" in said
     service.until(lambda: f"elasticd {NEW}, pid {agent}: " in service.machine.journal(UNIT), 60)
-    service.trains(40)
+    service.wait_for_steps(40)
     assert service.agent == agent
-    assert service.machine.shows(UNIT, "NRestarts") == restarts
+    assert service.machine.properties(UNIT, "NRestarts") == restarts
     assert service.workers == before
     assert lost(service.steps) == []
     assert undisturbed(service.steps, since)
     # What is started from now on is the new one, too.
     service.machine.run("systemctl", "restart", UNIT, timeout=120)
-    service.trains()
+    service.wait_for_steps()
     assert lost(service.steps) == []
     install(service.machine, wheels[OLD])
 
 
-def test_jobs_are_handed_in_at_the_socket(service: Service) -> None:
+def test_jobs_are_handed_in_at_the_socket(service: AgentService) -> None:
     machine = service.machine
     job = CONFIG[CONFIG.index("[[job]]") :].replace("[[job]]\n", "").replace('"train"', '"second"')
     machine.write("/root/second.toml", job)
     elasticd = "/opt/elasticd/venv/bin/elasticd"
-    assert machine.says(elasticd, "submit", "/root/second.toml") == "second"
-    jobs = {one["job"]: one for one in json.loads(machine.says(elasticd, "jobs", "--json"))["jobs"]}
+    assert machine.output_of(elasticd, "submit", "/root/second.toml") == "second"
+    jobs = {one["job"]: one for one in json.loads(machine.output_of(elasticd, "jobs", "--json"))["jobs"]}
     assert (jobs["train"]["state"], jobs["second"]["state"]) == ("running", "waiting")
     stranger = machine.run(
         "setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups", elasticd, "jobs", check=False
@@ -273,11 +275,11 @@ def test_jobs_are_handed_in_at_the_socket(service: Service) -> None:
     before = len(service.steps)
     machine.run(elasticd, "cancel", "train")
     runs = "second"
-    service.until(lambda: "running" in machine.says(elasticd, "status", runs), 60)
+    service.until(lambda: "running" in machine.output_of(elasticd, "status", runs), 60)
     service.until(lambda: len(service.steps) > before + 5, 60)
 
 
-def test_reload(service: Service) -> None:
+def test_reload(service: AgentService) -> None:
     before = service.workers
     service.machine.write(
         "/etc/elasticd/agent.toml", 'drain_timeout = "20s"\n' + CONFIG.replace('drain_timeout = "30s"\n', "")
@@ -287,11 +289,11 @@ def test_reload(service: Service) -> None:
     service.machine.write("/etc/elasticd/agent.toml", "slot = 2\n")
     service.machine.run("systemctl", "reload", UNIT)
     service.until(lambda: "nothing was reloaded" in service.machine.journal(UNIT), 20)
-    service.trains()
+    service.wait_for_steps()
     assert service.workers == before
 
 
-def test_an_agent_of_root_runs_jobs_as_their_users(service: Service) -> None:
+def test_an_agent_of_root_runs_jobs_as_their_users(service: AgentService) -> None:
     """With the two lines that docs/systemd.md gives."""
     machine = service.machine
     machine.run("systemctl", "stop", UNIT, timeout=120)
@@ -301,48 +303,48 @@ def test_an_agent_of_root_runs_jobs_as_their_users(service: Service) -> None:
     machine.write(f"/etc/systemd/system/{UNIT}.d/root.conf", "[Service]\nUser=\nCapabilityBoundingSet=~\n")
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "start", UNIT)
-    service.trains(within=120)
+    service.wait_for_steps(within=120)
     status = dict(
         line.split(":\t", 1)
-        for line in machine.says("cat", f"/proc/{service.steps[-1].worker}/status").splitlines()
+        for line in machine.output_of("cat", f"/proc/{service.steps[-1].worker}/status").splitlines()
         if ":\t" in line
     )
-    assert set(status["Uid"].split()) == {machine.says("id", "-u", "alice")}
+    assert set(status["Uid"].split()) == {machine.output_of("id", "-u", "alice")}
     assert int(status["CapEff"], 16) == 0
     assert status["NoNewPrivs"] == "1"
-    owners = machine.says("stat", "-c", "%U %a", "/var/lib/elasticd").split()
+    owners = machine.output_of("stat", "-c", "%U %a", "/var/lib/elasticd").split()
     assert owners[0] == "root"
 
 
-def test_a_stop_drains(service: Service) -> None:
+def test_a_stop_drains(service: AgentService) -> None:
     service.machine.run("systemctl", "stop", UNIT, timeout=100)
     assert service.state == "inactive"
     assert service.workers == set()
     assert "ends what is left" not in service.machine.journal(UNIT)
     service.machine.run("systemctl", "start", UNIT)
-    service.trains()
+    service.wait_for_steps()
     assert lost(service.steps) == [], "a drain loses nothing"
     assert len({step.worker for step in service.steps}) == 2
 
 
-def test_a_reboot_drains_and_goes_on(service: Service) -> None:
+def test_a_reboot_drains_and_goes_on(service: AgentService) -> None:
     service.machine.reboot()
-    service.trains()
+    service.wait_for_steps()
     assert lost(service.steps) == []
 
 
-def test_a_power_cut_costs_what_came_after_the_checkpoint(service: Service) -> None:
+def test_a_power_cut_costs_what_came_after_the_checkpoint(service: AgentService) -> None:
     service.machine.lose_power()
     service.machine.boot()
     last = service.steps[-1].number
-    service.trains()
+    service.wait_for_steps()
     ((before, after),) = lost(service.steps)
     assert before == last
     assert after % EVERY == 1
     assert before - after < 2 * EVERY
 
 
-def test_uninstalled(service: Service, wheels: dict[str, Path]) -> None:
+def test_uninstalled(service: AgentService, wheels: dict[str, Path]) -> None:
     machine = service.machine
     machine.run(UNINSTALL)
     assert service.workers == set()

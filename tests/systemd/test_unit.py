@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.systemd.conftest import REPOSITORY
-from tests.systemd.machine import Machine
+from tests.systemd.machine import Nspawn
 
 Until = Callable[[Callable[[], object], float], object]
 
@@ -34,48 +34,48 @@ RestartSec=200ms
 
 
 @dataclass
-class Service:
-    machine: Machine
+class UnitService:
+    machine: Nspawn
     until: Until
 
-    def tell(self, name: str) -> None:
+    def command(self, name: str) -> None:
         self.machine.write(f"{STATE}/{name}", "")
 
     @property
     def agent(self) -> int:
-        return int(self.machine.shows(UNIT, "MainPID")["MainPID"])
+        return int(self.machine.properties(UNIT, "MainPID")["MainPID"])
 
     @property
     def runner(self) -> int:
         return int(self.machine.file(f"{STATE}/runner").read_text())
 
     @property
-    def heard(self) -> list[str]:
+    def received(self) -> list[str]:
         path = self.machine.file(f"{STATE}/heard")
         return path.read_text().split() if path.exists() else []
 
-    def lives(self, pid: int) -> bool:
+    def is_alive(self, pid: int) -> bool:
         return (
             self.machine.file(f"/proc/{pid}").exists() and "Z" not in self.machine.file(f"/proc/{pid}/stat").read_text()
         )
 
     def active(self) -> str:
-        return self.machine.shows(UNIT, "ActiveState")["ActiveState"]
+        return self.machine.properties(UNIT, "ActiveState")["ActiveState"]
 
     def signal(self, number: signal.Signals) -> None:
         self.machine.run("sh", "-c", f"kill -{number.value} {self.agent}")
 
-    def replaced(self, agent: int) -> object:
+    def wait_for_replacement(self, agent: int) -> object:
         return self.until(lambda: self.agent not in (0, agent) and self.active() == "active", 20)
 
 
 @pytest.fixture(scope="module")
-def installed(machine: Machine) -> Machine:
+def installed(machine: Nspawn) -> Nspawn:
     """For an interpreter that has elasticd already, and where somebody wants it."""
     install = str(REPOSITORY / "deploy" / "systemd" / "install.sh")
     for _ in range(2):
         machine.run(install, "--python", sys.executable, "--prefix", "/srv/elasticd", "--no-start")
-    unit = machine.says("cat", f"/etc/systemd/system/{UNIT}")
+    unit = machine.output_of("cat", f"/etc/systemd/system/{UNIT}")
     assert f"ExecStart={sys.executable} -m elasticd_agent agent" in unit
     assert "/opt/elasticd" not in unit
     machine.write(f"/etc/systemd/system/{UNIT}.d/standin.conf", DROP_IN)
@@ -84,10 +84,10 @@ def installed(machine: Machine) -> Machine:
 
 
 @pytest.fixture
-def service(installed: Machine, until: Until) -> Iterator[Service]:
+def service(installed: Nspawn, until: Until) -> Iterator[UnitService]:
     installed.run("systemctl", "start", UNIT)
-    made = Service(installed, until)
-    assert made.lives(made.runner)
+    made = UnitService(installed, until)
+    assert made.is_alive(made.runner)
     yield made
     installed.run("systemctl", "kill", "--kill-who=all", "--signal=KILL", UNIT, check=False)
     installed.run("systemctl", "stop", UNIT, check=False)
@@ -95,92 +95,92 @@ def service(installed: Machine, until: Until) -> Iterator[Service]:
     installed.run("sh", "-c", f"rm -rf {STATE}/*")
 
 
-def test_a_killed_agent_is_back_and_its_runner_never_noticed(service: Service) -> None:
+def test_a_killed_agent_is_back_and_its_runner_never_noticed(service: UnitService) -> None:
     agent, runner = service.agent, service.runner
     for _ in range(3):
         agent = service.agent
         service.signal(signal.SIGKILL)
-        service.replaced(agent)
+        service.wait_for_replacement(agent)
     assert service.runner == runner
-    assert service.lives(runner)
-    assert service.heard == []
+    assert service.is_alive(runner)
+    assert service.received == []
 
 
-def test_an_agent_that_does_not_decide_any_more_is_replaced(service: Service) -> None:
+def test_an_agent_that_does_not_decide_any_more_is_replaced(service: UnitService) -> None:
     agent, runner = service.agent, service.runner
     service.signal(signal.SIGSTOP)
-    service.replaced(agent)
+    service.wait_for_replacement(agent)
     assert "Watchdog timeout" in service.machine.journal(UNIT)
     assert service.runner == runner
-    assert service.lives(runner)
-    assert service.heard == [], "the watchdog's signal is none that would drain"
+    assert service.is_alive(runner)
+    assert service.received == [], "the watchdog's signal is none that would drain"
 
 
-def test_a_stop_leaves_nothing(service: Service) -> None:
+def test_a_stop_leaves_nothing(service: UnitService) -> None:
     runner = service.runner
     service.machine.run("systemctl", "stop", UNIT)
     assert service.active() == "inactive"
-    assert service.heard == ["SIGTERM"]
-    assert not service.lives(runner)
+    assert service.received == ["SIGTERM"]
+    assert not service.is_alive(runner)
 
 
-def test_a_stop_leaves_nothing_when_the_agent_takes_too_long(service: Service) -> None:
+def test_a_stop_leaves_nothing_when_the_agent_takes_too_long(service: UnitService) -> None:
     runner = service.runner
-    service.tell("stubborn")
+    service.command("stubborn")
     service.machine.run("systemctl", "stop", UNIT)
-    assert service.heard == ["SIGTERM"]
-    assert not service.lives(runner)
+    assert service.received == ["SIGTERM"]
+    assert not service.is_alive(runner)
     assert "ends what is left after the stop (timeout): python" in service.machine.journal(UNIT)
 
 
-def test_a_stop_leaves_nothing_when_the_agent_dies_over_it(service: Service) -> None:
+def test_a_stop_leaves_nothing_when_the_agent_dies_over_it(service: UnitService) -> None:
     agent, runner = service.agent, service.runner
-    service.tell("stubborn")
+    service.command("stubborn")
     service.machine.run("systemctl", "--no-block", "stop", UNIT)
-    service.until(lambda: service.heard, 10)
+    service.until(lambda: service.received, 10)
     service.machine.run("sh", "-c", f"kill -9 {agent}")
     service.until(lambda: service.active() in ("inactive", "failed"), 10)
-    assert not service.lives(runner)
+    assert not service.is_alive(runner)
 
 
-def test_a_restart_leaves_nothing_either(service: Service) -> None:
+def test_a_restart_leaves_nothing_either(service: UnitService) -> None:
     agent, runner = service.agent, service.runner
-    service.tell("stubborn")
+    service.command("stubborn")
     service.machine.run("systemctl", "restart", UNIT)
-    service.replaced(agent)
-    assert not service.lives(runner)
-    assert service.lives(service.runner)
+    service.wait_for_replacement(agent)
+    assert not service.is_alive(runner)
+    assert service.is_alive(service.runner)
 
 
-def test_an_agent_that_does_not_come_up_costs_no_runner(service: Service) -> None:
+def test_an_agent_that_does_not_come_up_costs_no_runner(service: UnitService) -> None:
     runner = service.runner
-    service.tell("mute")
+    service.command("mute")
     service.signal(signal.SIGKILL)
     service.until(lambda: "start operation timed out" in service.machine.journal(UNIT), 20)
-    assert service.lives(runner)
-    assert service.heard == [], "SIGTERM would have drained"
+    assert service.is_alive(runner)
+    assert service.received == [], "SIGTERM would have drained"
 
 
-def test_a_wrong_configuration_is_not_tried_again(service: Service) -> None:
+def test_a_wrong_configuration_is_not_tried_again(service: UnitService) -> None:
     runner = service.runner
-    service.tell("refuses")
+    service.command("refuses")
     service.signal(signal.SIGKILL)
     service.until(lambda: service.active() == "failed", 20)
-    assert service.machine.shows(UNIT, "ExecMainStatus") == {"ExecMainStatus": "2"}
-    assert service.lives(runner), "it leaves by itself when nobody speaks to it for adopt_timeout"
+    assert service.machine.properties(UNIT, "ExecMainStatus") == {"ExecMainStatus": "2"}
+    assert service.is_alive(runner), "it leaves by itself when nobody speaks to it for adopt_timeout"
 
 
-def test_an_upgrade_is_no_restart(service: Service) -> None:
+def test_an_upgrade_is_no_restart(service: UnitService) -> None:
     agent, runner = service.agent, service.runner
-    started = service.machine.shows(UNIT, "NRestarts", "ExecMainStartTimestampMonotonic")
+    started = service.machine.properties(UNIT, "NRestarts", "ExecMainStartTimestampMonotonic")
     service.signal(signal.SIGUSR2)
-    service.until(lambda: service.heard == ["SIGUSR2"], 10)
+    service.until(lambda: service.received == ["SIGUSR2"], 10)
     service.signal(signal.SIGHUP)
-    service.until(lambda: service.heard == ["SIGUSR2", "SIGHUP"], 10)
+    service.until(lambda: service.received == ["SIGUSR2", "SIGHUP"], 10)
     # Longer than the watchdog's time: the successor feeds it.
-    deadline = float(service.machine.says("cut", "-d ", "-f1", "/proc/uptime")) + 3
-    service.until(lambda: float(service.machine.says("cut", "-d ", "-f1", "/proc/uptime")) > deadline, 10)
+    deadline = float(service.machine.output_of("cut", "-d ", "-f1", "/proc/uptime")) + 3
+    service.until(lambda: float(service.machine.output_of("cut", "-d ", "-f1", "/proc/uptime")) > deadline, 10)
     assert service.agent == agent
     assert service.runner == runner
-    assert service.lives(runner)
-    assert service.machine.shows(UNIT, "NRestarts", "ExecMainStartTimestampMonotonic") == started
+    assert service.is_alive(runner)
+    assert service.machine.properties(UNIT, "NRestarts", "ExecMainStartTimestampMonotonic") == started

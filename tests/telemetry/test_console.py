@@ -20,13 +20,13 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.system.nonblocking_writer import Outlet
+from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.telemetry.console import (
     PLAIN_PROGRESS_S,
+    ConsoleLogHandler,
     LiveConsole,
     PlainConsole,
     ProgressView,
-    SaidHandler,
     describe,
     open_console,
 )
@@ -156,7 +156,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 @contextlib.contextmanager
 def live(terminal: Terminal) -> Iterator[LiveConsole]:
-    outlet = Outlet(terminal.slave)
+    outlet = NonBlockingWriter(terminal.slave)
     console = LiveConsole(outlet, terminal.slave, "job-1", refresh_s=0.02)
     try:
         yield console
@@ -168,14 +168,14 @@ def live(terminal: Terminal) -> Iterator[LiveConsole]:
 def test_lines_scroll_above_the_live_line_and_the_last_row_is_given_back(terminal: Terminal) -> None:
     os.write(terminal.slave, b"$ elasticd run train.py\n" * 12)
     with live(terminal) as console:
-        console.said("round 3: 4 workers start")
+        console.log("round 3: 4 workers start")
         console.progress(VIEW)
         assert terminal.shows(lambda text: "round 3 · 4 workers · step 1,204" in text[-1])
         # A worker writes straight to the terminal, as it does without --log-dir.
         scripts = [f"for i in 1 2 3 4 5 6 7 8 9; do echo w{n}-$i; done" for n in range(2)]
         workers = [subprocess.Popen(["sh", "-c", script], stdout=terminal.slave) for script in scripts]
         assert [worker.wait(DEADLINE) for worker in workers] == [0, 0]
-        console.said("rank 1 was killed by SIGKILL; round 4 goes on", "warning")
+        console.log("rank 1 was killed by SIGKILL; round 4 goes on", "warning")
         assert terminal.shows(lambda text: any("round 4 goes on" in line for line in text[:-1]))
         screen = terminal.screen()
         assert "elasticd" in screen.text()[-1]
@@ -206,7 +206,7 @@ def test_it_is_refreshed_and_ages_by_itself(terminal: Terminal) -> None:
 
 def test_a_job_without_progress_never_touches_the_last_row(terminal: Terminal) -> None:
     with live(terminal) as console:
-        console.said("error in train.py")
+        console.log("error in train.py")
         console.close()
     assert terminal.shows(lambda text: "error in train.py" in text[0])
     assert "\x1b" not in terminal.got()
@@ -241,11 +241,11 @@ def test_a_stopped_terminal_never_stops_the_agent(terminal: Terminal) -> None:
         console.progress(VIEW)
         begun = time.monotonic()
         for i in range(3000):
-            console.said(f"sentence {i} " + "x" * 1000)
+            console.log(f"sentence {i} " + "x" * 1000)
         assert time.monotonic() - begun < 2
         termios.tcflow(terminal.slave, termios.TCOON)
         assert console._outlet.flush(DEADLINE)
-        console.said("and now again")
+        console.log("and now again")
         assert eventually(lambda: bool(re.search(r"lines are missing here.*\n.*and now again", terminal.got())))
 
 
@@ -253,13 +253,13 @@ def test_a_terminal_that_went_away_never_stops_the_agent(monkeypatch: pytest.Mon
     monkeypatch.setenv("TERM", "xterm")
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 100, 0, 0))
-    outlet = Outlet(slave)
+    outlet = NonBlockingWriter(slave)
     console = LiveConsole(outlet, slave, "j", refresh_s=0.01)
     os.close(master)
     console.progress(VIEW)
     until = time.monotonic() + DEADLINE
     while not outlet.broken and time.monotonic() < until:
-        console.said("is anybody there?")
+        console.log("is anybody there?")
     assert outlet.broken
     console.close()
     assert outlet.close()
@@ -268,7 +268,7 @@ def test_a_terminal_that_went_away_never_stops_the_agent(monkeypatch: pytest.Mon
 
 def plain(write: Callable[[PlainConsole], None], clock: Callable[[], float] = time.monotonic) -> list[str]:
     reader, writer = os.pipe()
-    outlet = Outlet(writer)
+    outlet = NonBlockingWriter(writer)
     os.close(writer)
     write(PlainConsole(outlet, "job-1", clock))
     assert outlet.close()
@@ -278,9 +278,9 @@ def plain(write: Callable[[PlainConsole], None], clock: Callable[[], float] = ti
 
 def test_plain_lines_carry_time_job_and_level() -> None:
     def write(console: PlainConsole) -> None:
-        console.said("round 1: a start")
-        console.said("rank 1 was killed by SIGKILL", "warning")
-        console.said("no more restarts", "error")
+        console.log("round 1: a start")
+        console.log("rank 1 was killed by SIGKILL", "warning")
+        console.log("no more restarts", "error")
 
     lines = plain(write)
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d elasticd\[job-1\] ", line) for line in lines)
@@ -308,7 +308,7 @@ def test_plain_progress_comes_now_and_then_and_only_when_there_was_some() -> Non
 
 
 def test_nothing_that_is_said_can_steer_the_terminal() -> None:
-    lines = plain(lambda console: console.said("ValueError: \x1b[2J\x07\r\x9b31m ü\udcff\n  line two"))
+    lines = plain(lambda console: console.log("ValueError: \x1b[2J\x07\r\x9b31m ü\udcff\n  line two"))
     assert lines[0].endswith(r"ValueError: \x1b[2J\x07\r\x9b31m ü\udcff")
     assert lines[1] == "  line two"
 
@@ -335,7 +335,7 @@ def test_live_only_where_a_live_line_works(
 ) -> None:
     monkeypatch.setenv("TERM", term)
     terminal.resize(*size)
-    outlet = Outlet(terminal.slave)
+    outlet = NonBlockingWriter(terminal.slave)
     console = open_console(outlet, terminal.slave, "j")
     assert type(console) is kind
     console.close()
@@ -344,7 +344,7 @@ def test_live_only_where_a_live_line_works(
 
 def test_a_file_gets_plain_lines(tmp_path: Path) -> None:
     with open(tmp_path / "log", "wb") as file:
-        outlet = Outlet(file.fileno())
+        outlet = NonBlockingWriter(file.fileno())
         assert type(open_console(outlet, file.fileno(), "j")) is PlainConsole
         outlet.close()
 
@@ -357,7 +357,7 @@ def test_rich_is_imported_only_for_a_live_line() -> None:
 
 def test_what_modules_log_is_said() -> None:
     def write(console: PlainConsole) -> None:
-        handler, logger = SaidHandler(console), logging.getLogger("elasticd.test_console")
+        handler, logger = ConsoleLogHandler(console), logging.getLogger("elasticd.test_console")
         logger.propagate = False
         logger.addHandler(handler)
         logger.warning("event log %s", "full")

@@ -21,15 +21,21 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.telemetry.event_log import MAX_LINE, EventLog, NullEventLog, open_event_log
-from elasticd_agent.telemetry.events import RECORDS, CheckpointSaved, JobEnded, RoundPublished, document
+from elasticd_agent.telemetry.event_log import MAX_LINE_BYTES, EventLog, NullEventLog, open_event_log
+from elasticd_agent.telemetry.events import (
+    EVENT_TYPES,
+    CheckpointSavedEvent,
+    JobEndedEvent,
+    RoundPublishedEvent,
+    document,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def ended(reason: str = "all workers are done", **values: Any) -> JobEnded:
+def ended(reason: str = "all workers are done", **values: Any) -> JobEndedEvent:
     given: dict[str, Any] = {"round": 3, "mono": time.monotonic(), "outcome": "succeeded", "exit_code": 0}
-    return JobEnded(reason=reason, restarts=2, **(given | values))
+    return JobEndedEvent(reason=reason, restarts=2, **(given | values))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -41,7 +47,9 @@ def test_a_line_carries_the_common_fields_and_its_own(tmp_path: Path) -> None:
     before = time.time()
     mono = time.monotonic()
     nodes = ("node-a",)
-    log.write(RoundPublished(round=1, mono=mono, reason="began", world_size=2, nodes=nodes, restarts=0, cause="start"))
+    log.write(
+        RoundPublishedEvent(round=1, mono=mono, reason="began", world_size=2, nodes=nodes, restarts=0, cause="start")
+    )
     log.close()
     (line,) = lines(tmp_path / "events")
     assert abs(line.pop("wall") - before) < 1
@@ -169,17 +177,19 @@ def test_a_line_is_bounded_and_says_that_it_was_cut(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events", "j" * 100_000, "n")
     log.write(ended("ü" * 1_000_000))
     many = tuple("node-with-a-long-name" * 100 for _ in range(5000))
-    log.write(RoundPublished(round=1, mono=0.0, reason="r", world_size=2, nodes=many, restarts=0, cause="start"))
+    log.write(RoundPublishedEvent(round=1, mono=0.0, reason="r", world_size=2, nodes=many, restarts=0, cause="start"))
     log.close()
     for raw, line in zip((tmp_path / "events").read_bytes().splitlines(), lines(tmp_path / "events"), strict=True):
-        assert len(raw) < MAX_LINE
+        assert len(raw) < MAX_LINE_BYTES
         assert line["cut"] is True
 
 
 def test_odd_values_still_make_json(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events", "j", "n")
     odd = os.fsdecode(b"/data/\xff\xfe\n")
-    log.write(CheckpointSaved(round=1, mono=time.monotonic(), reason="r", step=1, path=odd, bytes=1, seconds=math.nan))
+    log.write(
+        CheckpointSavedEvent(round=1, mono=time.monotonic(), reason="r", step=1, path=odd, bytes=1, seconds=math.nan)
+    )
     log.close()
     (line,) = lines(tmp_path / "events")
     assert line["seconds"] is None
@@ -188,7 +198,7 @@ def test_odd_values_still_make_json(tmp_path: Path) -> None:
 
 def test_kinds_are_the_promised_ones() -> None:
     """Adding a kind is fine, so add it here; renaming or removing one breaks readers."""
-    assert [kind.kind for kind in RECORDS] == [
+    assert [kind.kind for kind in EVENT_TYPES] == [
         "round_published", "group_started", "first_step", "caught_up", "worker_exited", "checkpoint_saved",
         "checkpoint_skipped", "checkpoint_failed", "resumed", "holding", "hold_over",
     "store_away",
@@ -203,4 +213,4 @@ def test_kinds_are_the_promised_ones() -> None:
 def test_the_page_is_the_one_the_code_generates() -> None:
     page = (ROOT / "docs" / "events.md").read_text()
     assert page == document(), "run: python -m elasticd_agent.telemetry.events > docs/events.md"
-    assert re.findall(r"^### (\w+)$", page, re.M) == [kind.kind for kind in RECORDS]
+    assert re.findall(r"^### (\w+)$", page, re.M) == [kind.kind for kind in EVENT_TYPES]

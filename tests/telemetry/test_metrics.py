@@ -11,22 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.model.reports import CAUSES as HANGS
-from elasticd_agent.telemetry.goodput import Times
+from elasticd_agent.model.reports import HANG_CAUSES as HANGS
+from elasticd_agent.telemetry.goodput import TimeSplit
 from elasticd_agent.telemetry.metric_table import (
-    CAUSES,
     EXIT_KINDS,
-    FAULTS,
+    FAULT_CAUSES,
+    MAX_CULPRITS,
+    MAX_REASON_CHARS,
     METRICS,
-    MOST_BLAMED,
-    OTHERS,
-    PARTS,
+    OTHER_CULPRITS,
     PHASES,
-    REASON,
-    SPENT,
-    Spec,
+    RECOVERY_PARTS,
+    RESTART_CAUSES,
+    TIME_STATES,
+    MetricSpec,
     document,
-    most_series,
+    max_series,
 )
 from elasticd_agent.telemetry.metrics import Metrics, NullMetrics
 
@@ -50,15 +50,15 @@ def lived() -> Metrics:
     """A job that started, lost a worker, came back smaller, saved a checkpoint and went on."""
     metrics = Metrics("j", "node-a", "0.1.0")
     metrics.round_published(1, 2, 2, [0, 1])
-    metrics.restarts_left(lambda: 3)
+    metrics.set_budget_source(lambda: 3)
     metrics.group_started(2, warm=True)
     metrics.first_step(2.5, None)
     metrics.progress({0: 10, 1: 9}, 100.5, 1700000000.0)
     metrics.checkpoint_saved(10, 1700000001.0, 4096, 0.25)
     metrics.worker_exited("signal")
-    metrics.group_gone()
+    metrics.group_ended()
     metrics.round_published(2, 1, 2, [0], restart_cause="crash")
-    metrics.restarts_left(lambda: 2)
+    metrics.set_budget_source(lambda: 2)
     metrics.group_started(1, warm=False)
     metrics.first_step(0.1, 0.12)
     metrics.progress({0: 11}, None, 1700000002.0)
@@ -104,7 +104,7 @@ def test_nothing_is_claimed_before_it_is_known() -> None:
     found = samples(Metrics("j"))
     assert "elasticd_last_progress_timestamp_seconds" not in found, "an alert on its age would fire at once"
     assert "elasticd_restart_budget_remaining" not in found
-    for cause in CAUSES:
+    for cause in RESTART_CAUSES:
         assert found[f'elasticd_restarts_total{{cause="{cause}"}}'] == 0, "increase() needs the zero"
     for kind in EXIT_KINDS:
         assert found[f'elasticd_worker_exits_total{{kind="{kind}"}}'] == 0
@@ -145,7 +145,7 @@ OTHER_UNITS = re.compile(
 
 
 @pytest.mark.parametrize("spec", METRICS, ids=lambda spec: spec.name)
-def test_names_keep_the_rules_promtool_checks_and_ours(spec: Spec) -> None:
+def test_names_keep_the_rules_promtool_checks_and_ours(spec: MetricSpec) -> None:
     assert re.fullmatch(r"elasticd_[a-z][a-z0-9]*(_[a-z0-9]+)*", spec.name)
     assert not OTHER_UNITS.search(spec.name), "base units, spelled out"
     assert not re.search(r"_(gauge|counter|histogram|summary)(_|$)", spec.name), "the type is no part of the name"
@@ -193,15 +193,15 @@ def test_the_page_is_the_one_the_code_generates() -> None:
 def test_processes_that_do_not_die_are_counted_while_they_are_there() -> None:
     metrics = Metrics("j", "node-a", "0.1.0")
     for there in (2, 1, 0):
-        metrics.stuck(there)
+        metrics.unkillable_processes(there)
         assert samples(metrics)["elasticd_stuck_processes"] == there
 
 
 def test_a_hang_is_counted_by_cause_and_its_recovery_by_part() -> None:
     metrics = Metrics("j")
-    metrics.suspected()
-    metrics.suspected()
-    metrics.hung("blocked", 5.2)
+    metrics.hang_suspected()
+    metrics.hang_suspected()
+    metrics.hang_detected("blocked", 5.2)
     metrics.recovered({"detect": 4.0, "evidence": 1.2, "first_step": 0.1})
     found = samples(metrics)
     assert found["elasticd_suspicions_total"] == 2
@@ -213,16 +213,16 @@ def test_a_hang_is_counted_by_cause_and_its_recovery_by_part() -> None:
     assert found['elasticd_recovery_part_seconds_sum{part="detect"}'] == 4.0
     assert found['elasticd_recovery_part_seconds_count{part="stop"}'] == 0
     with pytest.raises(KeyError):
-        metrics.hung("gremlins", 1.0)
+        metrics.hang_detected("gremlins", 1.0)
 
 
 def test_only_slow_ranks_have_a_series() -> None:
     metrics = Metrics("j")
-    metrics.slowness({3: 1.8, 5: 2.0})
-    metrics.slowness({3: 1.9})
+    metrics.stragglers({3: 1.8, 5: 2.0})
+    metrics.stragglers({3: 1.9})
     found = {name: value for name, value in samples(metrics).items() if "slowness" in name}
     assert found == {'elasticd_rank_slowness_ratio{rank="3"}': 1.9}
-    metrics.slowness({})
+    metrics.stragglers({})
     assert not any("slowness" in name for name in samples(metrics))
 
 
@@ -230,25 +230,25 @@ def test_the_store_s_outages_are_counted() -> None:
     metrics = Metrics("j")
     assert "elasticd_store_up" not in samples(metrics), "nobody has met yet"
     for up in (False, True, False, True):
-        metrics.store(up)
+        metrics.store_available(up)
     found = samples(metrics)
     assert (found["elasticd_store_up"], found["elasticd_store_outages_total"]) == (1, 2)
 
 
 def test_of_what_only_the_planner_tells_nothing_is_left_when_another_one_plans() -> None:
     metrics = Metrics("j", "node-a")
-    metrics.round_told(1, "start", "first round", 1700000000.0)
+    metrics.round_info(1, "start", "first round", 1700000000.0)
     found = samples(metrics)
     assert found["elasticd_round_start_timestamp_seconds"] == 1700000000.0
     assert not any("round_info" in name for name in found), "it does not plan"
-    metrics.plans(True)
-    metrics.slowness({3: 1.8})
-    metrics.round_told(2, "crash", "rank 1 was killed; " + "x" * 300, 1700000001.0)
+    metrics.leading(True)
+    metrics.stragglers({3: 1.8})
+    metrics.round_info(2, "crash", "rank 1 was killed; " + "x" * 300, 1700000001.0)
     (info,) = (name for name in samples(metrics) if "round_info" in name)
     assert 'cause="crash"' in info and 'round="2"' in info
     reason = re.search(r'reason="([^"]*)"', info)
-    assert reason and len(reason[1]) == REASON and reason[1].endswith("x…")
-    metrics.plans(False)
+    assert reason and len(reason[1]) == MAX_REASON_CHARS and reason[1].endswith("x…")
+    metrics.leading(False)
     assert not any("round_info" in name or "slowness" in name for name in samples(metrics))
 
 
@@ -274,9 +274,9 @@ def test_a_fault_is_counted_by_cause_and_culprit_and_a_large_job_has_no_series_f
     assert found['elasticd_faults_total{cause="hung",culprit=""}'] == 0, "or no rate could be taken"
     for number in range(100):
         metrics.fault("node_lost", f"node-{number}")
-        metrics.hung("stopped", 2.5, f"node-{number}")
+        metrics.hang_detected("stopped", 2.5, f"node-{number}")
     found = samples(metrics)
-    assert found[f'elasticd_faults_total{{cause="node_lost",culprit="{OTHERS}"}}'] == 100 - (MOST_BLAMED - 1)
+    assert found[f'elasticd_faults_total{{cause="node_lost",culprit="{OTHER_CULPRITS}"}}'] == 100 - (MAX_CULPRITS - 1)
     assert found['elasticd_faults_total{cause="node_lost",culprit="node-0"}'] == 1
     metrics.fault("node_lost", "node-0")
     assert samples(metrics)['elasticd_faults_total{cause="node_lost",culprit="node-0"}'] == 2
@@ -287,17 +287,17 @@ def test_a_fault_is_counted_by_cause_and_culprit_and_a_large_job_has_no_series_f
 
 def test_time_is_counted_as_far_as_counters_may_go() -> None:
     metrics = Metrics("j")
-    spent = [Times(useful=10, idle=5)]
-    metrics.spends(lambda: spent[0])
+    spent = [TimeSplit(useful=10, idle=5)]
+    metrics.set_time_source(lambda: spent[0])
 
     def told() -> tuple[float, ...]:
         found = samples(metrics)
-        return tuple(found[f'elasticd_time_seconds_total{{state="{state}"}}'] for state in SPENT)
+        return tuple(found[f'elasticd_time_seconds_total{{state="{state}"}}'] for state in TIME_STATES)
 
     assert told() == (10, 0, 5)
-    spent[0] = Times(useful=8, lost=4, idle=5)
+    spent[0] = TimeSplit(useful=8, lost=4, idle=5)
     assert told() == (10, 2, 5)
-    spent[0] = Times(useful=20, lost=4, idle=5)
+    spent[0] = TimeSplit(useful=20, lost=4, idle=5)
     assert told() == (20, 4, 5)
 
 
@@ -328,28 +328,28 @@ def test_a_checkpoint_s_interval_and_failure() -> None:
 def worst(job: str, ranks: int) -> Metrics:
     """Everything has happened to this job, in every way and to every node of many, and it plans."""
     metrics = Metrics(job, "node-a", "0.1.0")
-    metrics.plans(True)
+    metrics.leading(True)
     for number in range(1, 200):
         metrics.round_published(number, 8 * ranks, 8 * ranks, range(number, number + ranks), restart_cause="crash")
-        metrics.round_told(number, "crash", f"reason {number}", 1.0)
+        metrics.round_info(number, "crash", f"reason {number}", 1.0)
         metrics.progress(dict.fromkeys(range(number, number + ranks), 5), 5.0, 1.0)
-        metrics.slowness({rank: 1.5 + rank for rank in range(number)})
-        for cause in FAULTS:
+        metrics.stragglers({rank: 1.5 + rank for rank in range(number)})
+        for cause in FAULT_CAUSES:
             metrics.fault(cause, f"node-{number}")
         for cause in HANGS:
-            metrics.hung(cause, 1.0, f"node-{number}")
-            metrics.hung(cause, 1.0)
+            metrics.hang_detected(cause, 1.0, f"node-{number}")
+            metrics.hang_detected(cause, 1.0)
     for phase in PHASES:
         metrics.phase(phase)
-    metrics.restarts_left(lambda: 3)
+    metrics.set_budget_source(lambda: 3)
     metrics.group_started(ranks, warm=True)
     metrics.first_step(1.0, 1.0)
-    metrics.recovered(dict.fromkeys(PARTS, 1.0))
+    metrics.recovered(dict.fromkeys(RECOVERY_PARTS, 1.0))
     metrics.checkpoint_saved(1, 1.0, 1, 1.0)
     metrics.checkpoint_failed()
     metrics.checkpoint_interval(60.0)
-    metrics.stuck(1)
-    metrics.store(up=True)
+    metrics.unkillable_processes(1)
+    metrics.store_available(up=True)
     metrics.lease(3.0, 0.01)
     return metrics
 
@@ -363,4 +363,4 @@ def test_a_job_has_no_more_series_than_the_table_says_whatever_happens_to_it() -
             family = family if family in NAMES else line.partition("{")[0]
             by_name[family] = by_name.get(family, 0) + 1
     assert by_name == {spec.name: spec.series(8) for spec in METRICS}, "the worst there is, and the table says so"
-    assert sum(by_name.values()) == most_series(8)
+    assert sum(by_name.values()) == max_series(8)

@@ -17,34 +17,41 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.job.reporting import taking_part
+from elasticd_agent.job.reporting import readiness
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.telemetry.metrics import Metrics
-from elasticd_agent.telemetry.metrics_server import MAX_CONNECTIONS, HttpServer, NullServer, Pages, Verdict, open_server
+from elasticd_agent.telemetry.metrics_server import (
+    MAX_CONNECTIONS,
+    HealthProbeResult,
+    MetricsServer,
+    MonitoringPages,
+    NullMetricsServer,
+    open_metrics_server,
+)
 
 DEADLINE = 10.0
 
 
-def pages(**given: Any) -> Pages:
+def pages(**given: Any) -> MonitoringPages:
     defaults: dict[str, Any] = {
         "metrics": Metrics("j").render,
         "status": lambda: {"round": 3, "phase": "running", "members": ["a"], "steps": {"0": 7}},
-        "healthy": lambda: Verdict(True, "the loop turns"),
-        "ready": lambda: Verdict(False, "no group runs yet"),
+        "healthy": lambda: HealthProbeResult(True, "the loop turns"),
+        "ready": lambda: HealthProbeResult(False, "no group runs yet"),
     }
-    return Pages(**(defaults | given))
+    return MonitoringPages(**(defaults | given))
 
 
 @pytest.fixture
-def server() -> Iterator[HttpServer]:
+def server() -> Iterator[MetricsServer]:
     before = threading.active_count()
-    made = HttpServer("127.0.0.1", 0, pages())
+    made = MetricsServer("127.0.0.1", 0, pages())
     yield made
     assert made.close()
     assert threading.active_count() == before
 
 
-def ask(server: HttpServer, path: str, method: str = "GET", **more: Any) -> tuple[int, str, dict[str, str]]:
+def ask(server: MetricsServer, path: str, method: str = "GET", **more: Any) -> tuple[int, str, dict[str, str]]:
     assert server.address is not None
     connection = http.client.HTTPConnection(*server.address, timeout=DEADLINE)
     try:
@@ -55,7 +62,7 @@ def ask(server: HttpServer, path: str, method: str = "GET", **more: Any) -> tupl
         connection.close()
 
 
-def connected(server: HttpServer) -> socket.socket:
+def connected(server: MetricsServer) -> socket.socket:
     assert server.address is not None
     return socket.create_connection(server.address, timeout=DEADLINE)
 
@@ -81,7 +88,7 @@ def eventually(true: Callable[[], bool]) -> bool:
     return True
 
 
-def test_the_four_pages(server: HttpServer) -> None:
+def test_the_four_pages(server: MetricsServer) -> None:
     code, body, headers = ask(server, "/metrics?x=1")
     assert (code, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
     assert 'elasticd_agent_up{job_id="j",node=""} 1.0' in body
@@ -92,7 +99,7 @@ def test_the_four_pages(server: HttpServer) -> None:
     assert json.loads(body) == {"round": 3, "phase": "running", "members": ["a"], "steps": {"0": 7}}
 
 
-def test_what_is_refused(server: HttpServer) -> None:
+def test_what_is_refused(server: MetricsServer) -> None:
     assert ask(server, "/")[0] == 404
     assert ask(server, "/../etc/passwd")[0] == 404
     assert ask(server, "/status", "POST", body=b"x" * 100)[0] == 405
@@ -102,41 +109,41 @@ def test_what_is_refused(server: HttpServer) -> None:
     assert int(headers["Content-Length"]) > 10
 
 
-def test_only_loopback_unless_told(server: HttpServer) -> None:
-    made = open_server(None, 0, pages())
+def test_only_loopback_unless_told(server: MetricsServer) -> None:
+    made = open_metrics_server(None, 0, pages())
     assert made.address is not None
     assert made.address[0] == "127.0.0.1"
     assert made.close()
-    everywhere = open_server("0.0.0.0", 0, pages())
+    everywhere = open_metrics_server("0.0.0.0", 0, pages())
     assert everywhere.address is not None
     assert everywhere.address[0] == "0.0.0.0"
     assert everywhere.close()
 
 
 def test_without_a_port_there_is_nothing() -> None:
-    made = open_server(None, None, pages())
-    assert isinstance(made, NullServer)
+    made = open_metrics_server(None, None, pages())
+    assert isinstance(made, NullMetricsServer)
     assert made.address is None
     assert made.close()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_a_port_in_use_is_a_usage_error_of_one_line(server: HttpServer, address: str) -> None:
+def test_a_port_in_use_is_a_usage_error_of_one_line(server: MetricsServer, address: str) -> None:
     assert server.address is not None
     port = server.address[1]
     with pytest.raises(UsageError, match=rf"--metrics-port {port}: .*in use.*choose another one") as raised:
-        HttpServer(address, port, pages())
+        MetricsServer(address, port, pages())
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("address", "port"), [("203.0.113.7", 0), ("127.0.0.1", 70000), ("no.such.host.invalid", 0)])
 def test_an_address_that_cannot_be_had_is_a_usage_error(address: str, port: int) -> None:
     with pytest.raises(UsageError, match="--metrics-port"):
-        HttpServer(address, port, pages())
+        MetricsServer(address, port, pages())
 
 
 def test_ipv6() -> None:
-    made = HttpServer("::1", 0, pages())
+    made = MetricsServer("::1", 0, pages())
     assert ask(made, "/healthz")[0] == 200
     assert made.address
     assert made.url == f"http://[::1]:{made.address[1]}", "as a browser, or curl, takes it"
@@ -147,14 +154,14 @@ def test_a_page_with_a_defect_is_a_500_and_the_rest_goes_on() -> None:
     def broken() -> dict[str, Any]:
         raise ZeroDivisionError
 
-    made = HttpServer("127.0.0.1", 0, pages(status=broken))
+    made = MetricsServer("127.0.0.1", 0, pages(status=broken))
     assert ask(made, "/status")[0] == 500
     assert ask(made, "/healthz")[0] == 200
     assert made.close()
 
 
 def test_silent_and_trickling_clients_are_cut_and_keep_nobody_else_out() -> None:
-    server = HttpServer("127.0.0.1", 0, pages(), connection_s=0.5)
+    server = MetricsServer("127.0.0.1", 0, pages(), connection_s=0.5)
     held = [connected(server) for _ in range(MAX_CONNECTIONS)]
     assert eventually(lambda: len(server._listener.threads()) == len(held))
     begun = time.monotonic()
@@ -173,7 +180,7 @@ def test_silent_and_trickling_clients_are_cut_and_keep_nobody_else_out() -> None
 
 
 def test_who_opens_more_and_more_connections_closes_only_those_of_his_own() -> None:
-    server = HttpServer("127.0.0.1", 0, pages(), connection_s=DEADLINE)
+    server = MetricsServer("127.0.0.1", 0, pages(), connection_s=DEADLINE)
     with contextlib.ExitStack() as stack:
         assert server.address is not None
         prober = stack.enter_context(socket.create_connection(server.address, DEADLINE, ("127.0.0.2", 0)))
@@ -186,7 +193,7 @@ def test_who_opens_more_and_more_connections_closes_only_those_of_his_own() -> N
 
 
 def test_a_client_that_stops_reading_does_not_keep_the_port_open() -> None:
-    server = HttpServer("127.0.0.1", 0, pages(metrics=lambda: b"x" * 50_000_000))
+    server = MetricsServer("127.0.0.1", 0, pages(metrics=lambda: b"x" * 50_000_000))
     with connected(server) as sock:
         sock.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert sock.recv(1) == b"H"
@@ -202,7 +209,7 @@ def test_a_page_that_hangs_cannot_hold_up_the_end() -> None:
         release.wait(DEADLINE)
         return {}
 
-    server = HttpServer("127.0.0.1", 0, pages(status=hangs))
+    server = MetricsServer("127.0.0.1", 0, pages(status=hangs))
     with connected(server) as sock:
         sock.sendall(b"GET /status HTTP/1.0\r\n\r\n")
         assert eventually(lambda: len(server._listener.threads()) == 1)
@@ -217,7 +224,7 @@ def test_a_page_that_hangs_cannot_hold_up_the_end() -> None:
 
 def test_out_of_file_descriptors_the_port_waits_and_then_answers() -> None:
     """The pending connection must neither end the server nor make it spin."""
-    server = HttpServer("127.0.0.1", 0, pages())
+    server = MetricsServer("127.0.0.1", 0, pages())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     sock = socket.socket()
     lowest_free = os.dup(0)
@@ -240,7 +247,7 @@ def test_out_of_file_descriptors_the_port_waits_and_then_answers() -> None:
 
 def test_nothing_is_left_open() -> None:
     before = set(os.listdir("/proc/self/fd"))
-    server = HttpServer("127.0.0.1", 0, pages())
+    server = MetricsServer("127.0.0.1", 0, pages())
     for _ in range(30):
         ask(server, "/status")
     with connected(server) as sock:
@@ -264,4 +271,4 @@ def test_an_agent_is_ready_once_it_knows_of_a_round_and_says_whether_it_is_in_it
     round: Round | None, ready: bool, said: str
 ) -> None:
     loop: Any = SimpleNamespace(node="a", round=round)
-    assert taking_part(loop) == (ready, said)
+    assert readiness(loop) == (ready, said)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from elasticd_agent.telemetry.step_rate import WINDOW_S, Rate
+from elasticd_agent.telemetry.step_rate import WINDOW_S, StepRate
 
 
 def test_a_group_that_resumes_at_step_1000_has_not_made_1000_steps() -> None:
-    rate = Rate()
-    assert rate.look(0, 0.0, stepped=False) is None
-    assert rate.look(1000, 1.0, stepped=False) is None, "resumed, and has not stepped yet"
-    assert rate.look(1001, 1.5, stepped=True) is None
-    assert rate.look(1006, 2.5, stepped=True) == 5.0
+    rate = StepRate()
+    assert rate.observe(0, 0.0, stepped=False) is None
+    assert rate.observe(1000, 1.0, stepped=False) is None, "resumed, and has not stepped yet"
+    assert rate.observe(1001, 1.5, stepped=True) is None
+    assert rate.observe(1006, 2.5, stepped=True) == 5.0
 
 
 def test_only_the_last_seconds_count() -> None:
-    rate = Rate()
+    rate = StepRate()
     for second in range(30):
-        last = rate.look(100 * second if second < 15 else 1400 + second, float(second), stepped=True)
+        last = rate.observe(100 * second if second < 15 else 1400 + second, float(second), stepped=True)
     assert last == 1.0
-    assert rate.look(1429, 29 + WINDOW_S + 1, stepped=True) is None, "nothing is left to compare with"
-    rate.begin()
-    assert rate.look(1430, 42.0, stepped=True) is None
+    assert rate.observe(1429, 29 + WINDOW_S + 1, stepped=True) is None, "nothing is left to compare with"
+    rate.reset()
+    assert rate.observe(1430, 42.0, stepped=True) is None

@@ -25,19 +25,19 @@ from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.store import Lease, Traffic, Versioned, Watch
 from elasticd_agent.store.memory import MemoryStore
-from elasticd_agent.torchrun_plugin.handler import Handler, make
-from elasticd_agent.torchrun_plugin.options import Conf, read
+from elasticd_agent.torchrun_plugin.handler import TorchrunHandler, make_handler
+from elasticd_agent.torchrun_plugin.options import PluginOptions, parse_options
 from elasticd_agent.torchrun_plugin.plan import (
-    STOP_S,
-    Asked,
+    STOP_TIMEOUT_S,
     Candidate,
-    Present,
-    Seat,
+    LiveCandidate,
+    NoRoundYet,
+    TorchrunMember,
+    TorchrunRequirements,
     TorchrunRound,
-    View,
-    Wait,
+    TorchrunView,
+    membership_change,
     next_round,
-    unrest,
 )
 from tests.etcd import etcd_servers
 
@@ -119,25 +119,25 @@ class Job:
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.store = MemoryStore()
-        self.lines: dict[Handler, Line] = {}
+        self.lines: dict[TorchrunHandler, Line] = {}
         self._pool = pool
 
-    def node(self, nodes: str, *, last_call_s: float = 60.0, **changes: Any) -> Handler:
+    def node(self, nodes: str, *, last_call_s: float = 60.0, **changes: Any) -> TorchrunHandler:
         low, high = map(int, nodes.split(":"))
-        asked = Asked(low, high, last_call_s, debounce_s=0.1)
-        conf = Conf("job", Rendezvous(), asked, LEASE_S, LEASE_S / 5, LEASE_S / 5, join_timeout_s=60.0)
+        asked = TorchrunRequirements(low, high, last_call_s, debounce_s=0.1)
+        conf = PluginOptions("job", Rendezvous(), asked, LEASE_S, LEASE_S / 5, LEASE_S / 5, join_timeout_s=60.0)
         line = Line(self.store)
-        handler = make(replace(conf, **changes), line, lambda: "127.0.0.1")
+        handler = make_handler(replace(conf, **changes), line, lambda: "127.0.0.1")
         self.lines[handler] = line
         return handler
 
-    def join(self, *nodes: Handler) -> list[Future[Any]]:
+    def join(self, *nodes: TorchrunHandler) -> list[Future[Any]]:
         return [self._pool.submit(node.next_rendezvous) for node in nodes]
 
-    def joined(self, *nodes: Handler) -> list[Any]:
+    def joined(self, *nodes: TorchrunHandler) -> list[Any]:
         return [future.result(SOON_S) for future in self.join(*nodes)]
 
-    def kill(self, node: Handler) -> None:
+    def kill(self, node: TorchrunHandler) -> None:
         """As SIGKILL would: nothing is withdrawn, and its TCPStore is gone."""
         self.lines[node].cut = True
         assert node.shutdown() is False
@@ -323,7 +323,7 @@ def test_a_node_that_dies_before_the_first_use_of_a_round_costs_another_round(
     job: Job, until: Until, rank: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # It was announced, is taken into round 1, and never serves the round's store, or never comes to it.
-    gone = Candidate(Seat("gone", "127.0.0.1", 9), 0).to_json()
+    gone = Candidate(TorchrunMember("gone", "127.0.0.1", 9), 0).to_json()
     if rank == 0:
         assert job.store.announce(f"{ROOT}nodes/gone.1", gone, LEASE_S)
     (coming,) = job.join(job.node("1:2"))
@@ -383,19 +383,19 @@ def test_torchrun_finds_the_handler_by_its_entry_point() -> None:
 
 def test_options_mean_what_they_mean_to_elasticd_run() -> None:
     given = {"lease": "6", "renewal": "2", "join_timeout": "40", "last_call_timeout": "4", "timeout": 900}
-    conf = read("job", "https://a:1,https://b:2", 2, 4, "10.0.0.1", given)
+    conf = parse_options("job", "https://a:1,https://b:2", 2, 4, "10.0.0.1", given)
     assert conf.rendezvous.endpoints == (("a", 1), ("b", 2))
     assert conf.rendezvous.tls is not None
     assert conf.rendezvous.local_addr == "10.0.0.1"
     assert (conf.lease_s, conf.renewal_s, conf.join_timeout_s) == (6, 2, 40)
-    assert (conf.asked.min_nodes, conf.asked.max_nodes, conf.asked.last_call_s) == (2, 4, 4)
-    assert read("job", "a", 1, 1, None, {"local_addr": "10.0.0.2"}).rendezvous.local_addr == "10.0.0.2"
+    assert (conf.requirements.min_nodes, conf.requirements.max_nodes, conf.requirements.last_call_s) == (2, 4, 4)
+    assert parse_options("job", "a", 1, 1, None, {"local_addr": "10.0.0.2"}).rendezvous.local_addr == "10.0.0.2"
     with pytest.raises(UsageError, match="did you mean join_timeout"):
-        read("job", "a", 1, 1, None, {"join_timout": "1"})
+        parse_options("job", "a", 1, 1, None, {"join_timout": "1"})
     with pytest.raises(UsageError, match="lease"):
-        read("job", "a", 1, 1, None, {"lease": "1", "renewal": "2"})
+        parse_options("job", "a", 1, 1, None, {"lease": "1", "renewal": "2"})
     with pytest.raises(UsageError, match="rdzv-id"):
-        read("a/b", "a", 1, 1, None, {})
+        parse_options("a/b", "a", 1, 1, None, {})
 
 
 def test_torchrun_itself_restarts_when_a_node_is_killed(tmp_path: Path, until: Until) -> None:
@@ -435,20 +435,22 @@ def test_torchrun_itself_restarts_when_a_node_is_killed(tmp_path: Path, until: U
 # ---- the rules, without a clock
 
 
-def _view(current: TorchrunRound | None, *here: tuple[str, int, float], closed: str | None = None) -> View:
+def _view(current: TorchrunRound | None, *here: tuple[str, int, float], closed: str | None = None) -> TorchrunView:
     """`here` are (node, past, since)."""
-    return View(current, tuple(Present(Candidate(_seat(n), past), since) for n, past, since in here), closed)
+    return TorchrunView(
+        current, tuple(LiveCandidate(Candidate(_seat(n), past), since) for n, past, since in here), closed
+    )
 
 
-def _seat(node: str) -> Seat:
-    return Seat(node, "127.0.0.1", 1)
+def _seat(node: str) -> TorchrunMember:
+    return TorchrunMember(node, "127.0.0.1", 1)
 
 
 def _round(number: int, *nodes: str) -> TorchrunRound:
     return TorchrunRound(number, tuple(map(_seat, nodes)))
 
 
-ASKED = Asked(min_nodes=1, max_nodes=3, last_call_s=5.0, debounce_s=1.0)
+ASKED = TorchrunRequirements(min_nodes=1, max_nodes=3, last_call_s=5.0, debounce_s=1.0)
 AB = _round(4, "a", "b")
 
 
@@ -460,20 +462,24 @@ AB = _round(4, "a", "b")
         pytest.param(_view(None, ("b", 0, 2), ("a", 0, 2), ("c", 0, 2)), 2.0, True, "abc", id="all of max"),
         pytest.param(_view(AB, ("b", 4, 9), ("a", 4, 9)), 9.0, True, "ab", id="all survivors, in their old order"),
         pytest.param(_view(AB, ("b", 4, 9)), 9.0, True, "b", id="the only survivor"),
-        pytest.param(_view(AB, ("b", 4, 9)), 9.0, False, 9.0 + STOP_S, id="the other may live: the store was away"),
-        pytest.param(_view(AB, ("a", 0, 1), ("b", 4, 9)), 9.0, True, 9.0 + STOP_S, id="the other has yet to stop"),
-        pytest.param(_view(AB, ("a", 0, 1), ("b", 4, 9)), 9.0 + STOP_S, True, "b", id="it never stopped"),
+        pytest.param(
+            _view(AB, ("b", 4, 9)), 9.0, False, 9.0 + STOP_TIMEOUT_S, id="the other may live: the store was away"
+        ),
+        pytest.param(
+            _view(AB, ("a", 0, 1), ("b", 4, 9)), 9.0, True, 9.0 + STOP_TIMEOUT_S, id="the other has yet to stop"
+        ),
+        pytest.param(_view(AB, ("a", 0, 1), ("b", 4, 9)), 9.0 + STOP_TIMEOUT_S, True, "b", id="it never stopped"),
         pytest.param(_view(AB, ("a", 0, 1), ("c", 0, 1)), 999.0, True, None, id="nobody left a round that runs"),
         pytest.param(_view(AB, ("c", 0, 8), ("b", 4, 9), ("a", 4, 9)), 9.0, True, "abc", id="newcomers come last"),
         pytest.param(_view(AB, ("c", 0, 3)), 4.0, True, 8.0, id="nobody survived: as a first round"),
     ],
 )
-def test_who_forms_the_next_round(view: View, now: float, settled: bool, expected: str | float | None) -> None:
+def test_who_forms_the_next_round(view: TorchrunView, now: float, settled: bool, expected: str | float | None) -> None:
     verdict = next_round(view, ASKED, now, settled=settled)
     if isinstance(expected, str):
         assert verdict == _round(1 + (4 if view.current else 0), *expected)
     else:
-        assert isinstance(verdict, Wait)
+        assert isinstance(verdict, NoRoundYet)
         assert verdict.until == expected
 
 
@@ -493,5 +499,5 @@ def test_who_forms_the_next_round(view: View, now: float, settled: bool, expecte
         pytest.param(_view(None, ("a", 0, 0)), True, 0, id="the store has forgotten the round"),
     ],
 )
-def test_what_calls_for_a_new_round(view: View, settled: bool, expected: int) -> None:
-    assert unrest(view, AB, ASKED, 10.0, settled=settled).nodes == expected
+def test_what_calls_for_a_new_round(view: TorchrunView, settled: bool, expected: int) -> None:
+    assert membership_change(view, AB, ASKED, 10.0, settled=settled).nodes == expected

@@ -16,13 +16,13 @@ import pytest
 
 from elasticd.heartbeat import record as beat
 from elasticd_agent.model.job import JobSpec, Mode
-from elasticd_agent.model.messages import GroupGone
+from elasticd_agent.model.messages import GroupEnded
 from elasticd_agent.model.records import Member, Round
-from elasticd_agent.workers.gpu_memory import DeviceMemory, MemoryChecked, NoDevices, NvmlMemory, open_memory
-from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerSaid
+from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked, NoGpuMemory, NvmlGpuMemory, open_gpu_memory
+from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.preload import Preload
-from elasticd_agent.workers.launcher.requests import Worker
-from elasticd_agent.workers.manager import Heard, Started, Workers
+from elasticd_agent.workers.launcher.requests import WorkerSpec
+from elasticd_agent.workers.manager import GroupStarted, OwnerEvent, WorkerManager
 
 PATIENCE_S = 30.0
 
@@ -33,12 +33,12 @@ class Nvml:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def says(self, *gpus: list[int] | None, broken: str = "") -> None:
+    def set_memory(self, *gpus: list[int] | None, broken: str = "") -> None:
         new = self.directory / "new"
         new.write_text(json.dumps({"gpus": gpus, "broken": broken}))
         new.rename(self.directory / "gpus.json")
 
-    def looks(self) -> int:
+    def queries(self) -> int:
         path = self.directory / "looks"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -48,11 +48,11 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvml:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "system" / "nvml"))
     monkeypatch.setenv("FAKE_NVML", str(tmp_path))
     nvml = Nvml(tmp_path)
-    nvml.says([])
+    nvml.set_memory([])
     return nvml
 
 
-Inbox = queue.SimpleQueue[OwnerSaid | OwnerLost | MemoryChecked]
+Inbox = queue.SimpleQueue[OwnerMessage | OwnerLost | MemoryChecked]
 
 
 @pytest.fixture
@@ -61,15 +61,15 @@ def inbox() -> Inbox:
 
 
 class Open(Protocol):
-    def __call__(self, within_s: float, answer_s: float = PATIENCE_S) -> DeviceMemory: ...
+    def __call__(self, within_s: float, answer_s: float = PATIENCE_S) -> GpuMemory: ...
 
 
 @pytest.fixture
 def opened(nvml: Nvml, inbox: Inbox) -> Iterator[Open]:
-    memories: list[DeviceMemory] = []
+    memories: list[GpuMemory] = []
 
-    def start(within_s: float, answer_s: float = PATIENCE_S) -> DeviceMemory:
-        memories.append(NvmlMemory(inbox.put, within_s, answer_s))
+    def start(within_s: float, answer_s: float = PATIENCE_S) -> GpuMemory:
+        memories.append(NvmlGpuMemory(inbox.put, within_s, answer_s))
         return memories[-1]
 
     yield start
@@ -91,41 +91,41 @@ def checked(inbox: Inbox) -> MemoryChecked:
 
 
 def test_without_gpus_or_without_nvml_nobody_is_asked(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_gpus = open_memory(False, inbox.put)
+    without_gpus = open_gpu_memory(False, inbox.put)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    for memory in (without_gpus, open_memory(True, inbox.put)):
-        memory.used_by([1])
-        assert not memory.ask(but_for=())
+    for memory in (without_gpus, open_gpu_memory(True, inbox.put)):
+        memory.track([1])
+        assert not memory.check(except_pids=())
         memory.close()
-        assert isinstance(memory, NoDevices)
+        assert isinstance(memory, NoGpuMemory)
 
 
 def test_with_both_it_is_waited_until_nobody_holds_any(nvml: Nvml, inbox: Inbox) -> None:
-    nvml.says([70], [71, 72])
-    memory = open_memory(True, inbox.put)
-    memory.used_by([70, 71])
-    assert memory.ask(but_for=())
-    until(lambda: nvml.looks() > 6, "look at the GPUs")
-    nvml.says([], [71, 72])
-    looks = nvml.looks() + 6
-    until(lambda: nvml.looks() > looks, "look at the GPUs")
+    nvml.set_memory([70], [71, 72])
+    memory = open_gpu_memory(True, inbox.put)
+    memory.track([70, 71])
+    assert memory.check(except_pids=())
+    until(lambda: nvml.queries() > 6, "look at the GPUs")
+    nvml.set_memory([], [71, 72])
+    looks = nvml.queries() + 6
+    until(lambda: nvml.queries() > looks, "look at the GPUs")
     assert inbox.empty()
-    nvml.says([], [72])  # somebody else's
+    nvml.set_memory([], [72])  # somebody else's
     answer = checked(inbox)
-    assert (answer.held, answer.trouble) == ((), "")
+    assert (answer.holders, answer.trouble) == ((), "")
     memory.close()
 
 
 def test_it_is_waited_for_a_bounded_time_and_said_who_it_is(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
-    nvml.says([5], None, [71, 70])  # the second one has fallen off the bus
+    nvml.set_memory([5], None, [71, 70])  # the second one has fallen off the bus
     memory = opened(0.3)
-    memory.used_by([70, 71])
-    memory.used_by([72])
-    assert memory.ask(but_for=(71,))
+    memory.track([70, 71])
+    memory.track([72])
+    assert memory.check(except_pids=(71,))
     answer = checked(inbox)
-    assert (answer.held, answer.trouble) == (((70, 2),), "")
+    assert (answer.holders, answer.trouble) == (((70, 2),), "")
     assert answer.seconds >= 0.3
-    assert not memory.ask(but_for=()), "nobody is waited for twice"
+    assert not memory.check(except_pids=()), "nobody is waited for twice"
 
 
 def test_where_no_process_can_be_started_that_is_said_at_once_and_tried_again(
@@ -135,41 +135,41 @@ def test_where_no_process_can_be_started_that_is_said_at_once_and_tried_again(
     with monkeypatch.context() as gone:
         gone.setattr(sys, "executable", "/no/such/python")
         memory = opened(0.1)
-        memory.used_by([70])
-        assert memory.ask(but_for=())
+        memory.track([70])
+        assert memory.check(except_pids=())
         assert "No such file" in checked(inbox).trouble
-    memory.used_by([70])
-    assert memory.ask(but_for=())
+    memory.track([70])
+    assert memory.check(except_pids=())
     assert checked(inbox).trouble == ""
 
 
 def test_a_driver_that_does_not_answer_holds_nobody_up(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
-    nvml.says([], broken="hangs")
+    nvml.set_memory([], broken="hangs")
     memory = opened(0.1, 0.1)
-    memory.used_by([70])
-    memory.ask(but_for=())
+    memory.track([70])
+    memory.check(except_pids=())
     assert checked(inbox).trouble == "NVML does not answer"
 
 
 def test_who_asks_the_driver_may_die_of_it_and_another_one_asks_next_time(
     nvml: Nvml, inbox: Inbox, opened: Open
 ) -> None:
-    nvml.says([], broken="dies")
+    nvml.set_memory([], broken="dies")
     memory = opened(PATIENCE_S)
-    memory.used_by([70])
-    memory.ask(but_for=())
+    memory.track([70])
+    memory.check(except_pids=())
     assert checked(inbox).trouble == "the process that asks NVML has ended"
-    nvml.says([])
-    memory.used_by([71])
-    memory.ask(but_for=())
+    nvml.set_memory([])
+    memory.track([71])
+    memory.check(except_pids=())
     assert checked(inbox).trouble == ""
 
 
 def test_a_driver_that_is_not_there_neither(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
-    nvml.says([], broken="init")
+    nvml.set_memory([], broken="init")
     memory = opened(5.0)
-    memory.used_by([70])
-    memory.ask(but_for=())
+    memory.track([70])
+    memory.check(except_pids=())
     answer = checked(inbox)
     assert answer.trouble.startswith("the process that asks NVML")
     assert answer.seconds < 5.0
@@ -181,48 +181,48 @@ def test_a_driver_that_is_not_there_neither(nvml: Nvml, inbox: Inbox, opened: Op
 class Node:
     """Workers without Python, started by a real owner."""
 
-    def __init__(self, directory: Path, inbox: Inbox, memory: DeviceMemory) -> None:
+    def __init__(self, directory: Path, inbox: Inbox, memory: GpuMemory) -> None:
         self.directory, self.inbox = directory, inbox
         (directory / "runtime").mkdir()
         spec = JobSpec(sys.executable, Mode.EXEC, "sleep", ("600",), directory, job_id="job", run="1")
         owner = OwnerClient(directory / "runtime", inbox.put)
-        self.workers = Workers(spec, "a", dict(os.environ), Preload(cold="no Python"), owner, memory=memory)
+        self.workers = WorkerManager(spec, "a", dict(os.environ), Preload(cold="no Python"), owner, memory=memory)
         self.sentences: list[str] = []
-        self.workers.tell(self)
+        self.workers.set_listener(self)
 
-    def said(self, sentence: str) -> None:
+    def log(self, sentence: str) -> None:
         self.sentences.append(sentence)
 
-    def launcher(self, mode: str, reason: str, seconds: float | None) -> None:
+    def launcher_ready(self, mode: str, reason: str, seconds: float | None) -> None:
         pass
 
     def start(self, number: int) -> None:
         path = self.directory / f"beat-{number}"
         beat.create(str(path))
         round = Round(number, (Member("a", "i", (0,)),))
-        self.workers.start(round, (Worker({}, None, None, str(path)),), ("127.0.0.1", 1))
+        self.workers.start(round, (WorkerSpec({}, None, None, str(path)),), ("127.0.0.1", 1))
 
-    def heard(self) -> list[Heard | MemoryChecked]:
+    def receive(self) -> list[OwnerEvent | MemoryChecked]:
         message = self.inbox.get(timeout=PATIENCE_S)
         if isinstance(message, MemoryChecked):
-            self.workers.checked(message)
+            self.workers.memory_checked(message)
             return [message]
-        assert isinstance(message, OwnerSaid)
-        return [*self.workers.heard(message)]
+        assert isinstance(message, OwnerMessage)
+        return [*self.workers.handle(message)]
 
     def started(self, number: int) -> tuple[int, bool]:
         """The pid of the group that is started next, which is this one, and whether memory was checked before it."""
         was_checked = False
         while True:
-            for heard in self.heard():
+            for heard in self.receive():
                 was_checked = was_checked or isinstance(heard, MemoryChecked)
-                if isinstance(heard, Started):
+                if isinstance(heard, GroupStarted):
                     assert heard.number == number
                     return heard.pids[0], was_checked
 
     def end(self, number: int) -> None:
         assert self.workers.signal(number, signal.SIGKILL) == []
-        while GroupGone(number) not in self.heard():
+        while GroupEnded(number) not in self.receive():
             pass
 
 
@@ -238,11 +238,11 @@ def test_a_group_starts_when_the_last_one_has_given_its_memory_back(node: Node, 
     first, was_checked = node.started(1)
     assert not was_checked, "nobody was there before"
     node.end(1)
-    nvml.says([first])
+    nvml.set_memory([first])
     node.start(2)
-    until(lambda: nvml.looks() > 3, "look at the GPUs")
+    until(lambda: nvml.queries() > 3, "look at the GPUs")
     assert node.inbox.empty()
-    nvml.says([])
+    nvml.set_memory([])
     second, was_checked = node.started(2)
     assert was_checked
     assert second != first
@@ -253,21 +253,21 @@ def test_a_start_that_is_taken_back_stays_so_and_the_next_one_waits_all_the_same
     node.start(1)
     first, _ = node.started(1)
     node.end(1)
-    nvml.says([first])
+    nvml.set_memory([first])
     node.start(2)
-    until(lambda: nvml.looks() > 3, "look at the GPUs")
-    assert node.workers.signal(2, signal.SIGKILL) == [GroupGone(2)]
+    until(lambda: nvml.queries() > 3, "look at the GPUs")
+    assert node.workers.signal(2, signal.SIGKILL) == [GroupEnded(2)]
     node.start(3)
     assert node.inbox.empty()
-    nvml.says([])
+    nvml.set_memory([])
     third, was_checked = node.started(3)
     assert was_checked
     node.end(3)
-    nvml.says([third])
+    nvml.set_memory([third])
     node.start(4)
     node.workers.signal(4, signal.SIGKILL)
-    nvml.says([])
-    assert isinstance(node.heard()[0], MemoryChecked)
+    nvml.set_memory([])
+    assert isinstance(node.receive()[0], MemoryChecked)
     node.start(5)
     assert not node.started(5)[1], "who held it has been asked about"
 
@@ -277,7 +277,7 @@ def test_who_never_gives_it_back_is_named_and_the_group_starts(node: Node, nvml:
     node.started(1)
     node.end(1)
     node.start(2)
-    node.workers.checked(MemoryChecked(((70, 0), (70, 1)), 10.04))
+    node.workers.memory_checked(MemoryChecked(((70, 0), (70, 1)), 10.04))
     node.started(2)
     assert node.sentences == [
         "round 2: GPU memory is still held by the dead (process 70 on GPU 0, process 70 on GPU 1); "
@@ -289,7 +289,7 @@ def test_an_answer_that_never_comes_is_not_waited_for_for_ever(node: Node, nvml:
     node.start(1)
     first, _ = node.started(1)
     node.end(1)
-    nvml.says([first])
+    nvml.set_memory([first])
     node.start(2)
     due = node.workers.tick(time.monotonic())
     assert due is not None

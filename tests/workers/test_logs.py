@@ -19,9 +19,9 @@ import pytest
 
 from elasticd.errors import UsageError
 from elasticd_agent.model.job import JobSpec, Mode, Streams
-from elasticd_agent.system.nonblocking_writer import Outlet
+from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.workers.log_dir import LogDirectory, highest_round
-from elasticd_agent.workers.log_tail import Filter, Followed, Tail
+from elasticd_agent.workers.log_tail import LineFilter, LogTailer, TailedFile
 from elasticd_agent.workers.logs import JobLogs, WorkerFiles
 
 DEADLINE = 20.0
@@ -49,7 +49,7 @@ class Sink:
 
     def __init__(self) -> None:
         reader, self.fd = os.pipe()
-        self.outlet = Outlet(self.fd)
+        self.outlet = NonBlockingWriter(self.fd)
         self.data = bytearray()
         self.reading = threading.Event()
         self.reading.set()
@@ -102,7 +102,7 @@ def test_files_by_round_and_rank_private_and_shown_as_usual(tmp_path: Path, out:
     logs = JobLogs(spec(log_dir=base), tmp_path, out.outlet, err.outlet, print)
     files = logs.worker(7, 1, 3)
     assert run(files, r"echo hello; printf 'caf\351 \377'; echo oops >&2") == 0
-    logs.group_gone(7)
+    logs.group_ended(7)
     logs.close()
     rank_dir = base / "round-7" / "rank-3"
     assert (rank_dir / "stdout.log").read_bytes() == b"hello\ncaf\xe9 \xff"
@@ -122,7 +122,7 @@ def test_tee_prefixes_lines_as_torchrun_does(tmp_path: Path, out: Sink, err: Sin
         files = logs.worker(1, local_rank, local_rank)
         assert files.stderr is None, "not asked for: inherited"
         assert run(files, r"echo a; echo; printf '\377\r\n'; printf ' 0%%\r50%%\rno end'") == 0
-    logs.group_gone(1)
+    logs.group_ended(1)
     logs.close()
     lines = (b"a", b"", b"\xff", b" 0%", b"50%", b"no end")
     expected = {prefix + line for prefix in (b"[default0]:", b"[default1]:") for line in lines}
@@ -148,7 +148,7 @@ def test_filters_pick_lines_into_a_file_of_their_own(tmp_path: Path, out: Sink, 
     logs = JobLogs(wanted, tmp_path, out.outlet, err.outlet, print)
     assert run(logs.worker(1, 0, 0), "echo an apple; echo a pear; echo ürange") == 0
     assert run(logs.worker(1, 1, 1), "echo apples") == 0
-    logs.group_gone(1)
+    logs.group_ended(1)
     logs.close()
     picked = (tmp_path / "round-1" / "filtered_stdout.log").read_text().splitlines()
     assert sorted(picked) == ["[default0]:an apple", "[default0]:ürange", "[default1]:apples"]
@@ -173,7 +173,7 @@ def test_old_rounds_go_beyond_the_number_kept(tmp_path: Path, out: Sink, err: Si
     logs = JobLogs(spec(log_dir=tmp_path), tmp_path, out.outlet, err.outlet, print, keep_rounds=3)
     for number in range(1, 13):
         logs.worker(number, 0, 0)
-        logs.group_gone(number)
+        logs.group_ended(number)
     logs.close()
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".elasticd.lock") == [
         "notes.txt", "round-10", "round-11", "round-12",
@@ -194,7 +194,7 @@ def test_100_mb_are_shown_and_kept_bounded(tmp_path: Path, out: Sink, err: Sink)
     while worker.poll() is None:
         largest = max(largest, sum(path.stat().st_size for path in rank_dir.iterdir()))
         time.sleep(0.005)
-    logs.group_gone(1)
+    logs.group_ended(1)
     assert worker.returncode == 0
     logs.close(DEADLINE)
     assert time.monotonic() - begun < DEADLINE
@@ -224,7 +224,7 @@ def test_a_stopped_console_costs_no_lines_below_the_limit_and_blocks_nobody(
             file.write(b"y" * limit + b"\n")
             assert eventually(lambda: path.stat().st_size < 2 * limit)
     out.reading.set()
-    logs.group_gone(1)
+    logs.group_ended(1)
     logs.close(DEADLINE)
     assert out.outlet.flush(DEADLINE)
     assert eventually(lambda: out.data.endswith(b"y\n"))
@@ -235,12 +235,12 @@ def test_a_stopped_console_costs_no_lines_below_the_limit_and_blocks_nobody(
 def test_a_console_that_went_away_changes_nothing_for_the_files(tmp_path: Path, err: Sink) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    outlet = Outlet(writer)
+    outlet = NonBlockingWriter(writer)
     os.close(writer)
     logs = JobLogs(spec(log_dir=tmp_path, tee=OUT), tmp_path, outlet, err.outlet, print)
     files = logs.worker(1, 0, 0)
     assert run(files, "seq 1 200000") == 0
-    logs.group_gone(1)
+    logs.group_ended(1)
     logs.close()
     assert Path(files.stdout or "").read_bytes().endswith(b"\n200000\n")
     assert outlet.broken
@@ -248,11 +248,11 @@ def test_a_console_that_went_away_changes_nothing_for_the_files(tmp_path: Path, 
 
 
 def test_the_last_round_is_shown_before_the_next(tmp_path: Path, out: Sink) -> None:
-    tail = Tail([out.outlet], interval_s=0.01)
+    tail = LogTailer([out.outlet], interval_s=0.01)
     out.reading.clear()
     for number in (1, 2):
         path = tmp_path / str(number)
-        tail.follow(Followed(path, number, "x", out.outlet, b"%d:" % number))
+        tail.follow(TailedFile(path, number, "x", out.outlet, b"%d:" % number))
         path.write_bytes(b"line\n" * 400_000)
         tail.finish(number, within=DEADLINE)
     out.reading.set()
@@ -264,11 +264,11 @@ def test_the_last_round_is_shown_before_the_next(tmp_path: Path, out: Sink) -> N
 
 def test_a_file_that_outgrows_its_old_size_right_after_a_truncation_is_shown_whole(tmp_path: Path, out: Sink) -> None:
     path = tmp_path / "log"
-    followed = Followed(path, 1, "x", out.outlet, limit=10_000)
+    followed = TailedFile(path, 1, "x", out.outlet, limit=10_000)
     for letter in (b"a", b"b", b"c"):
         with open(path, "ab") as file:
             file.write(letter * 30_000 + b"\n")
-        assert eventually(lambda: not followed.turn(show=True) and followed.done() and path.stat().st_size == 0)
+        assert eventually(lambda: not followed.poll(show=True) and followed.done() and path.stat().st_size == 0)
     followed.close()
     assert eventually(lambda: len(out.data) == 3 * 30_001)
 
@@ -276,15 +276,15 @@ def test_a_file_that_outgrows_its_old_size_right_after_a_truncation_is_shown_who
 def test_a_disk_that_is_full_keeps_the_bound_not_the_copy(tmp_path: Path, out: Sink) -> None:
     """RLIMIT_FSIZE makes writing the copy fail as a full disk does."""
     path = tmp_path / "log"
-    followed = Followed(path, 1, "x", out.outlet, limit=10_000)
+    followed = TailedFile(path, 1, "x", out.outlet, limit=10_000)
     path.write_bytes(b"x\n" * 10_000)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-        while followed.turn(show=True) or not followed.done():
+        while followed.poll(show=True) or not followed.done():
             pass
-        followed.turn(show=True)
+        followed.poll(show=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, old)
@@ -294,13 +294,13 @@ def test_a_disk_that_is_full_keeps_the_bound_not_the_copy(tmp_path: Path, out: S
 
 
 def test_a_filtered_file_is_bounded_too(tmp_path: Path, out: Sink) -> None:
-    picked = Filter(tmp_path / "filtered", (b"x",))
-    followed = Followed(tmp_path / "log", 1, "x", out.outlet, b"p:", picked, limit=100_000)
+    picked = LineFilter(tmp_path / "filtered", (b"x",))
+    followed = TailedFile(tmp_path / "log", 1, "x", out.outlet, b"p:", picked, limit=100_000)
     for _ in range(20):
         with open(tmp_path / "log", "ab") as file:
             file.write(b"x" * 9 + b"\n" + b"y\n" * 5000)
             file.write((b"x" * 9 + b"\n") * 5000)
-        assert eventually(lambda: not followed.turn(show=True) and followed.done())
+        assert eventually(lambda: not followed.poll(show=True) and followed.done())
     followed.close()
     assert picked.path.stat().st_size <= 300_000
     assert picked.path.with_name("filtered.1").stat().st_size <= 300_000
@@ -321,7 +321,7 @@ def test_without_files_only_the_error_file_is_set(tmp_path: Path, out: Sink, err
     logs = JobLogs(spec(), tmp_path, out.outlet, err.outlet, print)
     assert logs.worker(1, 0, 0) == WorkerFiles(None, None, str(tmp_path / "round-1" / "error-0.json"))
     assert logs.highest_round() == 0
-    logs.group_gone(1)
+    logs.group_ended(1)
     logs.close()
 
 

@@ -17,13 +17,13 @@ import pytest
 
 from elasticd.heartbeat import record as beat
 from elasticd_agent.model.job import JobSpec, Mode
-from elasticd_agent.model.messages import GroupGone, StartFailed, StoreExited, WorkerExited
+from elasticd_agent.model.messages import GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
-from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerSaid
+from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.preload import Preload, plan_preload, worker_base_environment
-from elasticd_agent.workers.launcher.requests import Worker
-from elasticd_agent.workers.manager import Heard, Started, StoreReady, Workers
+from elasticd_agent.workers.launcher.requests import WorkerSpec
+from elasticd_agent.workers.manager import GroupStarted, OwnerEvent, StoreReady, WorkerManager
 
 SCRIPT = Path(__file__).parent / "scripts" / "sum.py"
 PATIENCE_S = 60.0
@@ -39,41 +39,43 @@ class Node:
         self.name, self.directory = name, directory
         runtime = directory / "runtime"
         runtime.mkdir(parents=True)
-        self.inbox: queue.SimpleQueue[OwnerSaid | OwnerLost] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[OwnerMessage | OwnerLost] = queue.SimpleQueue()
         self.owner = OwnerClient(runtime, self.inbox.put)
-        self.workers = Workers(spec, name, worker_base_environment(os.environ, 2), preload, self.owner, host)
-        self.heard: list[Heard] = []
-        self.said: list[dict[str, Any]] = []
+        self.workers = WorkerManager(spec, name, worker_base_environment(os.environ, 2), preload, self.owner, host)
+        self.received: list[OwnerEvent] = []
+        self.messages: list[dict[str, Any]] = []
 
     def until(self, kind: type[T], within: float = PATIENCE_S) -> T:
         """The first such thing, once it was heard."""
-        return self.wait(lambda: next((h for h in self.heard if isinstance(h, kind)), None), kind.__name__, within)
+        return self.wait(lambda: next((h for h in self.received if isinstance(h, kind)), None), kind.__name__, within)
 
-    def told(self, what: str) -> dict[str, Any]:
+    def owner_message(self, what: str) -> dict[str, Any]:
         """The owner's first such message."""
-        return self.wait(lambda: next((m for m in self.said if m["is"] == what), None), what)
+        return self.wait(lambda: next((m for m in self.messages if m["is"] == what), None), what)
 
     def wait(self, condition: Callable[[], T | None], what: str, within: float = PATIENCE_S) -> T:
         deadline = time.monotonic() + within
         while (found := condition()) is None:
-            assert time.monotonic() < deadline, f"no {what} on {self.name}: {self.heard} {self.said} {self.output()}"
+            assert time.monotonic() < deadline, (
+                f"no {what} on {self.name}: {self.received} {self.messages} {self.output()}"
+            )
             self.workers.tick(time.monotonic())
             try:
                 message = self.inbox.get(timeout=0.05)
             except queue.Empty:
                 continue
-            assert isinstance(message, OwnerSaid)
-            self.said.append(message.message)
-            self.heard += self.workers.heard(message)
+            assert isinstance(message, OwnerMessage)
+            self.messages.append(message.message)
+            self.received += self.workers.handle(message)
         return found
 
-    def group(self, round: Round, master_addr: str = "127.0.0.1") -> tuple[Worker, ...]:
+    def group(self, round: Round, master_addr: str = "127.0.0.1") -> tuple[WorkerSpec, ...]:
         workers = []
         for local_rank in range(len(round.ranks(self.name))):
             directory = self.directory / f"{round.number}-{local_rank}"
             directory.mkdir()
             paths = WorkerPaths(str(directory / "beat"), str(directory / "notes"), str(directory / "error"))
-            beat.create(paths.beat)
+            beat.create(paths.heartbeat)
             env = worker_environment(
                 round,
                 self.name,
@@ -86,12 +88,12 @@ class Node:
                 master_addr=master_addr,
                 checkpoint_dir=None,
             )
-            workers.append(Worker(env, str(directory / "out"), str(directory / "out"), paths.beat))
+            workers.append(WorkerSpec(env, str(directory / "out"), str(directory / "out"), paths.heartbeat))
         return tuple(workers)
 
     def start(self, round: Round, master: tuple[str, int] | None = None, master_addr: str = "127.0.0.1") -> None:
-        self.heard.clear()
-        self.said.clear()
+        self.received.clear()
+        self.messages.clear()
         self.workers.start(round, self.group(round, master_addr), master)
 
     def output(self) -> str:
@@ -140,10 +142,10 @@ def seen(tmp_path: Path, round: int, rank: int) -> dict[str, Any]:
 
 def finished(node: Node) -> None:
     """Wait for the group's end. It ended well, and its store is no event."""
-    node.until(GroupGone)
-    ends = [heard.status.text for heard in node.heard if isinstance(heard, WorkerExited)]
+    node.until(GroupEnded)
+    ends = [heard.status.text for heard in node.received if isinstance(heard, WorkerExited)]
     assert ends and set(ends) == {"exited with code 0"}, node.output()
-    assert not any(isinstance(heard, StoreExited) for heard in node.heard)
+    assert not any(isinstance(heard, StoreExited) for heard in node.received)
 
 
 def until(condition: Callable[[], T], what: str) -> T:
@@ -170,7 +172,7 @@ def running(name: str) -> int:
 def test_one_nodes_store_serves_all_of_them_until_the_last_has_ended(node: StartNode, tmp_path: Path) -> None:
     a, b = node("a", host="0.0.0.0"), node("b", host="::")
     b.workers.park(1, with_store=False)  # before it can be: it is done as soon as the template is there
-    assert len(b.told("parked")["pids"]) == 1
+    assert len(b.owner_message("parked")["pids"]) == 1
     first = a_round(1, a=2, b=1)
     a.start(first)
     port = a.until(StoreReady).port
@@ -179,10 +181,10 @@ def test_one_nodes_store_serves_all_of_them_until_the_last_has_ended(node: Start
     assert running("elasticd-store") == 1  # the other node's worker still needs it
     (tmp_path / "alone-1").touch()
     finished(b)
-    assert [type(heard) for heard in a.heard][:2] == [StoreReady, Started]
-    assert not any(isinstance(heard, StoreReady) for heard in b.heard)
-    assert a.until(Started).store_pid > 0 == b.until(Started).store_pid
-    assert not any(message["is"] == "parked" for message in b.said)  # what was parked is what ran
+    assert [type(heard) for heard in a.received][:2] == [StoreReady, GroupStarted]
+    assert not any(isinstance(heard, StoreReady) for heard in b.received)
+    assert a.until(GroupStarted).store_pid > 0 == b.until(GroupStarted).store_pid
+    assert not any(message["is"] == "parked" for message in b.messages)  # what was parked is what ran
     for rank, local_rank, group, size in ((0, 0, 0, 2), (1, 1, 0, 2), (2, 0, 1, 1)):
         told = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": group, "ROLE_RANK": rank, "WORLD_SIZE": 3}
         told |= {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -194,14 +196,14 @@ def rank_0_moves(a: Node, b: Node, before: int, tmp_path: Path) -> None:
     """Rank 0 is on the other node now. What is parked is of the wrong kind on both: too much here, too little there."""
     a.workers.park(2, with_store=True)
     b.workers.park(1, with_store=False)
-    b.said.clear()
-    assert len(a.told("parked")["pids"]) == 3 and len(b.told("parked")["pids"]) == 1
+    b.messages.clear()
+    assert len(a.owner_message("parked")["pids"]) == 3 and len(b.owner_message("parked")["pids"]) == 1
     second = a_round(2, b=1, a=1)
     b.start(second, master_addr="::1")
     port = b.until(StoreReady).port
     assert port != before
     a.start(second, ("::1", port))
-    assert a.until(Started).store_pid == 0
+    assert a.until(GroupStarted).store_pid == 0
     until(lambda: running("elasticd-store") == 1, "the end of the first round's store and the parked one")
     (tmp_path / "alone-2").touch()
     finished(a)
@@ -222,39 +224,39 @@ def test_cold_groups_share_a_store_whose_end_is_only_its_own_nodes_matter(node: 
     with socket.create_connection(("127.0.0.1", port), timeout=20):
         pass  # it waits in the backlog until the store has loaded torch
     b.start(both, ("127.0.0.1", port))
-    assert b.until(Started).store_pid == 0
+    assert b.until(GroupStarted).store_pid == 0
     for each in (a, b):
         assert until(each.output, "output") == f"127.0.0.1 {port}\n"
-    os.kill(a.until(Started).store_pid, signal.SIGKILL)
+    os.kill(a.until(GroupStarted).store_pid, signal.SIGKILL)
     assert a.until(StoreExited).why == "was killed by SIGKILL"
     for each in (a, b):
         assert each.workers.signal(1, signal.SIGKILL) == []
-        each.until(GroupGone)
-        ends = [heard.status.text for heard in each.heard if isinstance(heard, WorkerExited)]
+        each.until(GroupEnded)
+        ends = [heard.status.text for heard in each.received if isinstance(heard, WorkerExited)]
         assert ends == ["was killed by SIGKILL"]
-    assert not any(isinstance(heard, StoreExited) for heard in b.heard)
+    assert not any(isinstance(heard, StoreExited) for heard in b.received)
 
 
 def test_a_request_reaches_the_rank_it_is_meant_for_and_a_stop_stands(node: StartNode) -> None:
     nodes = [node(name, "-c", "exec sleep 600", mode=Mode.EXEC, entrypoint="/bin/sh") for name in "ab"]
     for each in nodes:
         each.start(a_round(1, a=2, b=1), ("127.0.0.1", 1))  # nobody asks who listens there
-        each.until(Started)
+        each.until(GroupStarted)
 
     def asked(word: int, only: int | None = None, round: int = 1) -> list[int]:
         for each in nodes:
             each.workers.request(round, word, only)
         return [request(path) for each in nodes for path in sorted(each.directory.glob("1-*/beat"))]
 
-    assert asked(beat.HOLD, only=0) == [beat.HOLD, 0, 0]
+    assert asked(beat.PAUSE, only=0) == [beat.PAUSE, 0, 0]
     assert asked(0, only=0) == [0, 0, 0]
     assert asked(beat.STOP, round=2) == [0, 0, 0]
     assert asked(beat.STOP) == [beat.STOP] * 3
-    assert asked(0) == asked(beat.HOLD) == [beat.STOP] * 3
+    assert asked(0) == asked(beat.PAUSE) == [beat.STOP] * 3
 
 
 def request(path: Path) -> int:
-    with beat.BeatReader(path) as reader:
+    with beat.HeartbeatReader(path) as reader:
         return reader.read().request
 
 
@@ -263,13 +265,15 @@ def test_a_store_that_cannot_listen_is_a_failed_start_that_leaves_nothing(node: 
         a = node("a", port=taken.getsockname()[1], preload=Preload())
         a.start(a_round(1, a=1, b=1))
         assert "Address already in use" in a.until(StartFailed).why
-    a.until(GroupGone)
-    assert a.told("parked") and a.told("refused")["group"] == 1  # first what was parked, then a cold start
-    assert not any(isinstance(heard, StoreReady) for heard in a.heard)
+    a.until(GroupEnded)
+    assert (
+        a.owner_message("parked") and a.owner_message("refused")["group"] == 1
+    )  # first what was parked, then a cold start
+    assert not any(isinstance(heard, StoreReady) for heard in a.received)
     until(lambda: running("elasticd-store") == 0 and running("elasticd-templ") == 1, "the end of what was parked")
 
 
 def test_what_only_a_newer_launcher_says_is_no_news(node: StartNode) -> None:
     workers = node("a", preload=Preload(cold=COLD)).workers
     for message in ({"is": "thawed", "group": 1}, {"is": "gone", "group": 99, "undying": [], "why": "since 1.1"}):
-        assert workers.heard(OwnerSaid(message)) == []
+        assert workers.handle(OwnerMessage(message)) == []

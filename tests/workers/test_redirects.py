@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elasticd_agent.model.job import JobSpec, Mode, Streams
-from elasticd_agent.workers.redirects import NAMES, Stream, keeps_files, line_prefix, plan_stream
+from elasticd_agent.workers.redirects import STREAM_NAMES, OutputTarget, keeps_files, line_prefix, plan_stream
 
 WORKERS = 2
 CHOICES: list[Mapping[int, Streams]] = [
@@ -54,23 +54,23 @@ def test_the_same_as_torchrun(tmp_path: Path, ranks: frozenset[int] | None) -> N
         ):
             planned = plan_stream(ours, which, tmp_path / "dir", rank, b"p:")
             expected = {"": None, os.devnull: Path(os.devnull)}.get(
-                paths[rank], tmp_path / "dir" / f"{NAMES[which]}.log"
+                paths[rank], tmp_path / "dir" / f"{STREAM_NAMES[which]}.log"
             )
-            assert (planned.path, planned.shown) == (expected, rank in teed), (redirects, tee, ranks, rank, which)
+            assert (planned.path, planned.tailed) == (expected, rank in teed), (redirects, tee, ranks, rank, which)
             assert planned.prefix == (b"p:" if rank in teed else b"")
 
 
 def test_a_log_dir_alone_keeps_a_copy_of_everything_and_shows_it_as_usual(tmp_path: Path) -> None:
     ours = spec(log_dir=tmp_path, local_ranks_filter=frozenset({1}))
-    assert plan_stream(ours, Streams.ERR, tmp_path, 1, b"p:") == Stream(tmp_path / "stderr.log", shown=True)
-    assert plan_stream(ours, Streams.ERR, tmp_path, 0, b"p:") == Stream(tmp_path / "stderr.log")
+    assert plan_stream(ours, Streams.ERR, tmp_path, 1, b"p:") == OutputTarget(tmp_path / "stderr.log", tailed=True)
+    assert plan_stream(ours, Streams.ERR, tmp_path, 0, b"p:") == OutputTarget(tmp_path / "stderr.log")
 
 
 def test_without_a_log_dir_nothing_is_kept_and_a_filter_still_silences() -> None:
-    assert plan_stream(spec(), Streams.OUT, Path("x"), 0, b"p:") == Stream()
+    assert plan_stream(spec(), Streams.OUT, Path("x"), 0, b"p:") == OutputTarget()
     filtered = spec(local_ranks_filter=frozenset({1}))
-    assert plan_stream(filtered, Streams.OUT, Path("x"), 0, b"p:") == Stream(Path(os.devnull))
-    assert plan_stream(filtered, Streams.OUT, Path("x"), 1, b"p:") == Stream()
+    assert plan_stream(filtered, Streams.OUT, Path("x"), 0, b"p:") == OutputTarget(Path(os.devnull))
+    assert plan_stream(filtered, Streams.OUT, Path("x"), 1, b"p:") == OutputTarget()
 
 
 def test_when_files_are_kept(tmp_path: Path) -> None:

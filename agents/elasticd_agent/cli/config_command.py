@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.agent_settings import DEFAULT_FILE, LARGEST, Settings, load
-from elasticd_agent.config.decode import written
-from elasticd_agent.config.documents import Kind, kind_of, parse
-from elasticd_agent.config.env_variables import from_variables, keys
-from elasticd_agent.config.job_file import JobFile, policy_of, read_job
+from elasticd_agent.config.agent_settings import DEFAULT_FILE, MAX_BYTES, NodeSettings, load
+from elasticd_agent.config.decode import to_toml
+from elasticd_agent.config.documents import FileFormat, format_of, parse
+from elasticd_agent.config.env_variables import config_keys, read_overrides
+from elasticd_agent.config.job_file import JobFile, job_policy, read_job
 from elasticd_agent.config.quantities import Seconds
 from elasticd_agent.model.job import Policy
 
@@ -58,42 +58,42 @@ def config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int
         print(template("job" if "--job" in options else "agent"), end="")
         return 0
     given = "job" if "--job" in options else "agent" if "--agent" in options else None
-    print(_checked(Path(files[0]) if files else DEFAULT_FILE, given, "--json" in options, environ), end="")
+    print(_check(Path(files[0]) if files else DEFAULT_FILE, given, "--json" in options, environ), end="")
     return 0
 
 
-def _checked(file: Path, given: str | None, as_json: bool, environ: Mapping[str, str]) -> str:
-    kind = kind_of(file.name)
+def _check(file: Path, given: str | None, as_json: bool, environ: Mapping[str, str]) -> str:
+    kind = format_of(file.name)
     data = _read(file)
-    table = parse(data, kind, str(file), LARGEST)
+    table = parse(data, kind, str(file), MAX_BYTES)
     what = given or ("job" if "command" in table and "job" not in table else "agent")
     if what == "job":
         values = job_values(_job(data, kind, file))
         sources = dict.fromkeys(table, "file")
     else:
         values = settings_values(load(file, environ))
-        sources = {key: "file" for key, _ in keys(Settings) if _has(table, key)}
-        sources |= {key: found.name for key, found in from_variables(Settings, environ, {}).items()}
+        sources = {key: "file" for key, _ in config_keys(NodeSettings) if _has(table, key)}
+        sources |= {key: found.name for key, found in read_overrides(NodeSettings, environ, {}).items()}
     if as_json:
         return json.dumps({"file": str(file), "kind": what, "values": values, "sources": sources}, indent=2) + "\n"
-    lines = [f"# {file}: nothing is wrong with it; {_WHAT[what]}. What would count:", *_toml(values, sources)]
+    lines = [f"# {file}: nothing is wrong with it; {_FILE_KINDS[what]}. What would count:", *_toml(values, sources)]
     return "\n".join(lines) + "\n"
 
 
-_WHAT = {"job": "it is a job file", "agent": "it is an agent's configuration"}
+_FILE_KINDS = {"job": "it is a job file", "agent": "it is an agent's configuration"}
 
 
 def _read(file: Path) -> bytes:
     try:
         with file.open("rb") as opened:
-            return opened.read(LARGEST + 1)
+            return opened.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {os.strerror(error.errno or 0)}") from None
     except ValueError:
         raise UsageError(f"{str(file)!r} cannot be the name of a file") from None
 
 
-def _job(data: bytes, kind: Kind, file: Path) -> JobFile:
+def _job(data: bytes, kind: FileFormat, file: Path) -> JobFile:
     return read_job(data, kind, str(file))
 
 
@@ -105,7 +105,7 @@ def _has(table: Mapping[str, Any], key: str) -> bool:
 # ---- the values that count
 
 
-def settings_values(settings: Settings) -> dict[str, Any]:
+def settings_values(settings: NodeSettings) -> dict[str, Any]:
     """By key, as a file would have them, tables inside; None where nothing is given."""
     return {
         field.encode_name: [job_values(job) for job in value]
@@ -130,15 +130,15 @@ _POLICY = {"shutdown_timeout": "stop_grace_s", "last_call_timeout": "last_call_s
 
 def job_values(job: JobFile) -> dict[str, Any]:
     """By key; what the file does not give is what `elasticd run` would take. Values of variables are not shown."""
-    policy, values = policy_of(job), {}
+    policy, values = job_policy(job), {}
     for field, value in _fields(job):
         name = field.encode_name
-        values[name] = _plain(_ruled(policy, name) if value is None else value)
+        values[name] = _plain(_policy_value(policy, name) if value is None else value)
     values["env"] = dict.fromkeys(job.env, _HIDDEN)
     return values
 
 
-def _ruled(policy: Policy, name: str) -> Any:
+def _policy_value(policy: Policy, name: str) -> Any:
     for field in (_POLICY.get(name, ""), f"{name}_s", name):
         value = getattr(policy, field, None)
         if value is not None:
@@ -148,7 +148,7 @@ def _ruled(policy: Policy, name: str) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (Path, Seconds)):
-        return written(value).strip('"')
+        return to_toml(value).strip('"')
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
@@ -163,5 +163,5 @@ def _toml(values: Mapping[str, Any], sources: Mapping[str, str], outer: str = ""
                 tables += ["", "[[job]]", *_toml(job, dict.fromkeys(job, "file"), "")]
         else:
             source = "" if sources.get(key) in (None, "file") else f"  # {sources[key]}"
-            lines.append(f"#{name}: not given" if value is None else f"{name} = {written(value)}{source}")
+            lines.append(f"#{name}: not given" if value is None else f"{name} = {to_toml(value)}{source}")
     return [*lines, *tables]

@@ -9,17 +9,17 @@ import os
 from collections.abc import Mapping, Sequence
 
 DEFAULT_SOCKET = "/run/elasticd/agent.sock"
-AGENT = "ELASTICD_AGENT"
-_DAEMONS = ("--agent", "--token-file", "--ca", "--node")
-_OTHERS = ("--list", "--event-log", "--pid", "--job", "--out", "-h", "--help")
+AGENT_VARIABLE = "ELASTICD_AGENT"
+_AGENT_FLAGS = ("--agent", "--token-file", "--ca", "--node")
+_LOCAL_FLAGS = ("--list", "--event-log", "--pid", "--job", "--out", "-h", "--help")
 
 
-def job_is_meant(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+def refers_to_job(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     """`dump JOB` is a daemon's. `explain WORD` is, unless the word has a slash or exists here, if there is a daemon."""
     flags = {word.partition("=")[0] for word in argv if word.startswith("-")}
-    if flags & set(_DAEMONS):
+    if flags & set(_AGENT_FLAGS):
         return True
-    if flags & set(_OTHERS):
+    if flags & set(_LOCAL_FLAGS):
         return False
     words = [word for before, word in zip(["", *argv], argv, strict=False) if before != "--round" and word[:1] != "-"]
     if len(words) != 1:
@@ -28,4 +28,4 @@ def job_is_meant(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> 
         return True
     if "/" in words[0] or os.path.lexists(words[0]):
         return False
-    return bool(environ.get(AGENT)) or os.path.exists(DEFAULT_SOCKET)
+    return bool(environ.get(AGENT_VARIABLE)) or os.path.exists(DEFAULT_SOCKET)

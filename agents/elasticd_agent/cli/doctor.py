@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import NoReturn
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.agent_settings import Settings, load
+from elasticd_agent.config.agent_settings import NodeSettings, load
 from elasticd_agent.node.health import all_reduce as reducing
-from elasticd_agent.node.health.checks import Checks
-from elasticd_agent.node.health.result import Reading, skipped
-from elasticd_agent.node.health.setup import most_gpus, places
+from elasticd_agent.node.health.checks import NodeChecks
+from elasticd_agent.node.health.result import CheckResult, skipped
+from elasticd_agent.node.health.setup import check_targets, max_gpus_seen
 
-CONFIG = Path("/etc/elasticd/agent.toml")
+DEFAULT_CONFIG = Path("/etc/elasticd/agent.toml")
 _HELP = f"""\
 usage: elasticd doctor [--config FILE] [--json] [--all-reduce]
 
 Looks at this node as the agent does before it joins: GPUs, directories, memory, and the operator's own checks.
 The exit code is 0 when nothing is wrong, 1 when something is, 2 when it was called wrongly.
 
-  --config FILE   the agent's configuration; default: {CONFIG} if it is there
+  --config FILE   the agent's configuration; default: {DEFAULT_CONFIG} if it is there
   --all-reduce    let the slots add up numbers with torch, too: it takes a moment, and GPUs that are in use may be too
                   full for it
   --json          {{"healthy": BOOL, "readings": [{{"check", "outcome", "why", "seconds"}}, ...]}}
@@ -41,8 +41,8 @@ def doctor(argv: Sequence[str]) -> int:
     if told.help:
         print(_HELP, end="")
         return 0
-    config = told.config or (CONFIG if CONFIG.exists() else None)
-    readings = examine(load(config, os.environ), os.environ, told.all_reduce)
+    config = told.config or (DEFAULT_CONFIG if DEFAULT_CONFIG.exists() else None)
+    readings = run_checks(load(config, os.environ), os.environ, told.all_reduce)
     healthy = all(reading.outcome != "bad" for reading in readings)
     if told.json:
         print(json.dumps({"healthy": healthy, "readings": [asdict(reading) for reading in readings]}))
@@ -51,11 +51,11 @@ def doctor(argv: Sequence[str]) -> int:
     return 0 if healthy else 1
 
 
-def examine(settings: Settings, environ: Mapping[str, str], all_reduce: bool) -> list[Reading]:
+def run_checks(settings: NodeSettings, environ: Mapping[str, str], all_reduce: bool) -> list[CheckResult]:
     """A reading for each check there is. Bounded, whatever hangs."""
-    checks = Checks(places(settings, environ), environ, lambda: None)
+    checks = NodeChecks(check_targets(settings, environ), environ, lambda: None)
     try:
-        readings = checks.look(True, most_gpus(settings))
+        readings = checks.run(True, max_gpus_seen(settings))
         if all_reduce:
             readings.append(checks.all_reduce())
         else:
@@ -65,7 +65,7 @@ def examine(settings: Settings, environ: Mapping[str, str], all_reduce: bool) ->
     return readings
 
 
-def _print(readings: Sequence[Reading]) -> None:
+def _print(readings: Sequence[CheckResult]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

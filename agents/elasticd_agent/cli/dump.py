@@ -23,11 +23,11 @@ from elasticd_agent.hangs.explain import locate as finding
 from elasticd_agent.system import bounded_io as files
 from elasticd_agent.system import control_socket as control
 
-ABOUT_S = 5.0
+ABOUT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
+class LocalRun:
     """An agent that answers."""
 
     pid: int
@@ -43,7 +43,7 @@ def dump(argv: Sequence[str]) -> int:
     """Returns 0 when evidence was taken, 1 when not; raises UsageError."""
     asked = _parser().parse_args(argv)
     out = _checked(asked.out)
-    agents, silent = running(asked.pid)
+    agents, silent = find_runs(asked.pid)
     wanted = [one for one in agents if asked.job in (None, one.job)]
     if not wanted:
         for why in silent:
@@ -60,7 +60,7 @@ def dump(argv: Sequence[str]) -> int:
     return _dumped(wanted[0], out, as_json=asked.json)
 
 
-def running(only: int | None = None) -> tuple[list[Agent], list[str]]:
+def find_runs(only: int | None = None) -> tuple[list[LocalRun], list[str]]:
     """This user's agents on this machine, or `only` that one, by pid; and a sentence for each that is silent."""
     found, silent = [], []
     for path in sorted(_sockets()):
@@ -68,36 +68,36 @@ def running(only: int | None = None) -> tuple[list[Agent], list[str]]:
         if not pid.isdecimal() or not Path(f"/proc/{pid}").exists() or only not in (None, int(pid)):
             continue  # a directory may be left behind by an agent that was killed
         try:
-            about = control.ask(path, {"do": "about"}, ABOUT_S)
-        except control.Unanswered as error:
+            about = control.send_request(path, {"do": "about"}, ABOUT_TIMEOUT_S)
+        except control.ControlSocketError as error:
             silent.append(f"the agent with pid {pid} does not answer: {error}")
             continue
-        found.append(Agent(int(pid), str(about.get("job", "?")), str(about.get("node", "?")), path))
+        found.append(LocalRun(int(pid), str(about.get("job", "?")), str(about.get("node", "?")), path))
     return sorted(found, key=lambda agent: agent.pid), silent
 
 
 def _sockets() -> set[Path]:
     """Where run.runtime_directory puts them."""
     bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
-    return {path for base in bases for path in base.glob(f"elasticd-{os.getuid()}-*-*/{control.NAME}")}
+    return {path for base in bases for path in base.glob(f"elasticd-{os.getuid()}-*-*/{control.SOCKET_NAME}")}
 
 
-def _dumped(agent: Agent, out: Path | None, *, as_json: bool) -> int:
+def _dumped(agent: LocalRun, out: Path | None, *, as_json: bool) -> int:
     try:
-        answer = control.ask(agent.socket, {"do": "dump", "out": None if out is None else str(out)})
-    except control.Unanswered as error:
+        answer = control.send_request(agent.socket, {"do": "dump", "out": None if out is None else str(out)})
+    except control.ControlSocketError as error:
         return _failed(f"{agent}: {error}")
     path = answer.get("path")
     if not isinstance(path, str):
         return _failed(f"{agent}: {answer.get('error', 'it did not say where the evidence is')}")
     try:
-        return files.within(READ_S, lambda: _shown(Path(path), agent.node, as_json=as_json))
-    except files.Silent:
+        return files.run_within(READ_S, lambda: _shown(Path(path), agent.node, as_json=as_json))
+    except files.DeadlineExceeded:
         return _failed(f"the evidence is in {path}, which does not answer")
 
 
 def _shown(path: Path, node: str, *, as_json: bool) -> int:
-    place = finding.best(finding.places(path))
+    place = finding.choose_folder(finding.find_folders(path))
     if place is None:
         return _failed(f"the agent says that the evidence is in {path}, and there is none")
     show(reading.explain(place, here=node), as_json=as_json)

@@ -35,8 +35,8 @@ def explain(argv: Sequence[str]) -> int:
     asked = _parser().parse_args(argv)
     directory = Path(asked.logdir)
     try:
-        return files.within(READ_S, lambda: _answer(asked, directory))
-    except files.Silent:
+        return files.run_within(READ_S, lambda: _answer(asked, directory))
+    except files.DeadlineExceeded:
         print(f"elasticd explain: {directory} does not answer: is it on a file system that is gone?", file=sys.stderr)
         return 1
 
@@ -47,12 +47,12 @@ def _answer(asked: argparse.Namespace, directory: Path) -> int:
         raise UsageError(
             f"{directory} {what}; give the job's --log-dir, a round's folder in it, or a folder of evidence"
         )
-    found = finding.places(directory)
+    found = finding.find_folders(directory)
     if asked.list:
         return _list(found, directory)
-    place = finding.best(found)
+    place = finding.choose_folder(found)
     if asked.round is not None:
-        place = finding.best([one for one in found if one.round == asked.round])
+        place = finding.choose_folder([one for one in found if one.round == asked.round])
         if place is None and found:
             rounds = ", ".join(str(number) for number in sorted({one.round for one in found}))
             return _nothing(f"no evidence of round {asked.round} in {directory}; there is some of: {rounds}")
@@ -76,13 +76,13 @@ def show(explained: Explanation, *, as_json: bool) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _list(found: Sequence[finding.Place], directory: Path) -> int:
+def _list(found: Sequence[finding.EvidenceFolder], directory: Path) -> int:
     if not found:
         return _nothing(f"no evidence in {directory}")
     for place in found:
-        what = "hung" if place.judged else "dumped" if place.dumped else "suspected"
+        what = "hung" if place.has_verdict else "dumped" if place.is_dump else "suspected"
         cause = ""
-        if place.judged and (verdict := files.read_json(place.path / finding.VERDICT)[0]) is not None:
+        if place.has_verdict and (verdict := files.read_json(place.path / finding.VERDICT)[0]) is not None:
             cause = f" ({str(verdict.get('cause', '?'))[:40]})"
         print(f"round {place.round or '?'}  {what}{cause}  {len(place.ranks)} ranks' files  {place.path}")
     return 0
@@ -95,9 +95,11 @@ def _nothing(why: str) -> int:
 
 def _why_none() -> str:
     other = Path(tempfile.gettempdir()) / f"elasticd-evidence-{os.getuid()}"  # as evidence.py has it
-    jobs = [other / name for name in files.names(other) if finding.places(other / name)]
+    jobs = [other / name for name in files.entry_names(other) if finding.find_folders(other / name)]
     if jobs:
-        newest = sorted(jobs, key=lambda job: max(_age(place.path) for place in finding.places(job)), reverse=True)
+        newest = sorted(
+            jobs, key=lambda job: max(_age(place.path) for place in finding.find_folders(job)), reverse=True
+        )
         shown = ", ".join(map(str, newest[:4]))
         return f"where a log directory cannot be written it is kept elsewhere, the newest first: {shown}"
     return "no hang was suspected by an agent that has its log directory there"
@@ -110,7 +112,7 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def _event_log(place: finding.Place, directory: Path) -> Path | None:
+def _event_log(place: finding.EvidenceFolder, directory: Path) -> Path | None:
     """The event log, where one of its usual names is in the log directory."""
     for folder in dict.fromkeys([place.logs or directory, directory]):
         for name in EVENT_LOG_NAMES:

@@ -20,33 +20,33 @@ from urllib.parse import quote
 
 from elasticd.errors import UsageError
 from elasticd_agent.cli import tables
-from elasticd_agent.cli.dispatch import AGENT
-from elasticd_agent.node.api.client import Client, Reply, Unreachable, open_client
+from elasticd_agent.cli.dispatch import AGENT_VARIABLE
+from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable, open_client
 
 TOKEN_FILE, CA = "ELASTICD_TOKEN_FILE", "ELASTICD_CA"
-EVIDENCE_S = 75.0
-WAIT_S = 3600.0
+EVIDENCE_TIMEOUT_S = 75.0
+DRAIN_TIMEOUT_S = 3600.0
 POLL_S = 0.5
-_LARGEST_FILE = 64 * 1024
-_TYPES = {"toml": "application/toml", "yaml": "application/yaml", "json": "application/json"}
+_MAX_FILE_BYTES = 64 * 1024
+_CONTENT_TYPES = {"toml": "application/toml", "yaml": "application/yaml", "json": "application/json"}
 _SUBMIT_TRIES = 3
 
 
-class _Refused(Exception):
+class _RequestFailed(Exception):
     """The daemon said no; the text is its sentence."""
 
 
-def verb(name: str, argv: Sequence[str]) -> int:
+def run_command(name: str, argv: Sequence[str]) -> int:
     """Returns the exit code; raises UsageError."""
     asked = _parser(name).parse_args(argv)
     client = open_client(
-        asked.agent or os.environ.get(AGENT),
+        asked.agent or os.environ.get(AGENT_VARIABLE),
         asked.token_file or _path(os.environ.get(TOKEN_FILE)),
         asked.ca or _path(os.environ.get(CA)),
     )
     try:
-        return _VERBS[name](client, asked)
-    except (_Refused, Unreachable) as error:
+        return _COMMANDS[name](client, asked)
+    except (_RequestFailed, Unreachable) as error:
         print(f"elasticd {name}: {tables.visible(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:
@@ -61,16 +61,16 @@ def verb(name: str, argv: Sequence[str]) -> int:
 # ---- one function for each
 
 
-def _submit(client: Client, asked: argparse.Namespace) -> int:
+def _submit(client: AgentClient, asked: argparse.Namespace) -> int:
     path: Path = asked.file
-    data = sys.stdin.buffer.read(_LARGEST_FILE + 1) if str(path) == "-" else _content(path)
+    data = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1) if str(path) == "-" else _content(path)
     if not data.strip():
         raise UsageError(f"{path} is empty; `elasticd config example --job` prints a job file to start from")
-    if len(data) > _LARGEST_FILE:
-        raise UsageError(f"{path} has more than {_LARGEST_FILE} bytes; a job file is a page")
-    from elasticd_agent.config.documents import kind_of
+    if len(data) > _MAX_FILE_BYTES:
+        raise UsageError(f"{path} has more than {_MAX_FILE_BYTES} bytes; a job file is a page")
+    from elasticd_agent.config.documents import format_of
 
-    kind = _TYPES[asked.kind or kind_of(path.name)]
+    kind = _CONTENT_TYPES[asked.kind or format_of(path.name)]
     # The same word at every try: a job that was handed in although the answer got lost is found again, not run twice.
     query = {"id": asked.id, "token": secrets.token_hex(16)}
     reply = client.post("/v1/jobs", data, kind, query=query)
@@ -80,83 +80,83 @@ def _submit(client: Client, asked: argparse.Namespace) -> int:
             reply = client.post("/v1/jobs", data, kind, query=query)
     if reply.code == 400:
         raise UsageError(reply.why.replace("the job: ", f"{path}: ", 1))
-    return _show(asked, _good(reply), lambda made: f"{made['job']}\n")
+    return _show(asked, _document(reply), lambda made: f"{made['job']}\n")
 
 
-def _jobs(client: Client, asked: argparse.Namespace) -> int:
-    found = _good(client.get("/v1/jobs"))
-    _troubles(found)
+def _jobs(client: AgentClient, asked: argparse.Namespace) -> int:
+    found = _document(client.get("/v1/jobs"))
+    _print_problems(found)
     return _show(asked, found, lambda it: tables.jobs(it["jobs"]))
 
 
-def _status(client: Client, asked: argparse.Namespace) -> int:
+def _status(client: AgentClient, asked: argparse.Namespace) -> int:
     if asked.watch:
-        from elasticd_agent.cli.status_watch import Refused, watch
+        from elasticd_agent.cli.status_watch import WatchFailed, watch
 
         try:
             return watch(client, asked.job, asked.every, as_json=asked.json)
-        except Refused as error:
-            raise _Refused(str(error)) from None
+        except WatchFailed as error:
+            raise _RequestFailed(str(error)) from None
     if asked.job is None:
-        both = {**_good(client.get("/v1/jobs")), "nodes": _good(client.get("/v1/nodes"))["nodes"]}
-        _troubles(both)
+        both = {**_document(client.get("/v1/jobs")), "nodes": _document(client.get("/v1/nodes"))["nodes"]}
+        _print_problems(both)
         return _show(asked, both, tables.overview)
-    return _show(asked, _good(client.get(_job(asked.job))), tables.status)
+    return _show(asked, _document(client.get(_job(asked.job))), tables.status)
 
 
-def _logs(client: Client, asked: argparse.Namespace) -> int:
-    from elasticd_agent.cli.log_follower import Follower, Gone, Wanted
+def _logs(client: AgentClient, asked: argparse.Namespace) -> int:
+    from elasticd_agent.cli.log_follower import LogFollower, LogQuery, LogUnavailable
 
     streams = ("stdout", "stderr") if asked.stream == "both" else (asked.stream,)
-    wanted = Wanted(
+    wanted = LogQuery(
         asked.job, asked.rank, streams, asked.node, asked.round, asked.tail, follow=asked.follow, as_json=asked.json
     )
     say = lambda sentence: print(f"elasticd logs: {tables.visible(sentence)}", file=sys.stderr)  # noqa: E731
     try:
-        Follower(client, wanted, sys.stdout.buffer, sys.stderr.buffer, say).run()
-    except Gone as error:
-        raise _Refused(str(error)) from None
+        LogFollower(client, wanted, sys.stdout.buffer, sys.stderr.buffer, say).run()
+    except LogUnavailable as error:
+        raise _RequestFailed(str(error)) from None
     return 0
 
 
-def _cancel(client: Client, asked: argparse.Namespace) -> int:
-    found = _good(client.post(f"{_job(asked.job)}/cancel"))
+def _cancel(client: AgentClient, asked: argparse.Namespace) -> int:
+    found = _document(client.post(f"{_job(asked.job)}/cancel"))
     return _show(asked, found, tables.cancelled)
 
 
-def _nodes(client: Client, asked: argparse.Namespace) -> int:
-    found = _good(client.get("/v1/nodes"))
-    _troubles(found)
+def _nodes(client: AgentClient, asked: argparse.Namespace) -> int:
+    found = _document(client.get("/v1/nodes"))
+    _print_problems(found)
     return _show(asked, found, lambda it: tables.nodes(it["nodes"]))
 
 
-def _cordon(client: Client, asked: argparse.Namespace, what: str = "cordon") -> int:
+def _cordon(client: AgentClient, asked: argparse.Namespace, what: str = "cordon") -> int:
     body = json.dumps({"reason": asked.reason or ""}).encode()
-    row = _good(client.post(f"/v1/nodes/{quote(asked.name, safe='')}/{what}", body))
+    row = _document(client.post(f"/v1/nodes/{quote(asked.name, safe='')}/{what}", body))
     if getattr(asked, "wait", False):
-        row = _left(client, asked.name, asked.timeout)
+        row = _wait_until_drained(client, asked.name, asked.timeout)
     return _show(asked, row, lambda it: tables.nodes([it]))
 
 
-def _drain(client: Client, asked: argparse.Namespace) -> int:
+def _drain(client: AgentClient, asked: argparse.Namespace) -> int:
     return _cordon(client, asked, "drain")
 
 
-def _uncordon(client: Client, asked: argparse.Namespace) -> int:
-    found = _good(client.post(f"/v1/nodes/{quote(asked.name, safe='')}/uncordon"))
+def _uncordon(client: AgentClient, asked: argparse.Namespace) -> int:
+    found = _document(client.post(f"/v1/nodes/{quote(asked.name, safe='')}/uncordon"))
     return _show(asked, found, lambda it: f"{it['node']} takes work again\n")
 
 
-def _dump(client: Client, asked: argparse.Namespace) -> int:
-    return _evidence(asked, _good(client.post(f"{_job(asked.job)}/dump", within_s=EVIDENCE_S)))
+def _dump(client: AgentClient, asked: argparse.Namespace) -> int:
+    return _evidence(asked, _document(client.post(f"{_job(asked.job)}/dump", within_s=EVIDENCE_TIMEOUT_S)))
 
 
-def _explain(client: Client, asked: argparse.Namespace) -> int:
+def _explain(client: AgentClient, asked: argparse.Namespace) -> int:
     query = {"round": asked.round}
-    return _evidence(asked, _good(client.get(f"{_job(asked.job)}/explain", query, EVIDENCE_S)))
+    return _evidence(asked, _document(client.get(f"{_job(asked.job)}/explain", query, EVIDENCE_TIMEOUT_S)))
 
 
-_VERBS: dict[str, Callable[[Client, argparse.Namespace], int]] = {
+_COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
     "submit": _submit,
     "jobs": _jobs,
     "status": _status,
@@ -169,20 +169,22 @@ _VERBS: dict[str, Callable[[Client, argparse.Namespace], int]] = {
     "dump": _dump,
     "explain": _explain,
 }
-NAMES = tuple(name for name in _VERBS if name not in ("dump", "explain"))
+AGENT_COMMANDS = tuple(name for name in _COMMANDS if name not in ("dump", "explain"))
 """Those that ask a daemon whatever they are given."""
 
 
 # ---- asking and showing
 
 
-def _good(reply: Reply) -> dict[str, Any]:
+def _document(reply: Reply) -> dict[str, Any]:
     if reply.code == 400:
         raise UsageError(reply.why)
     if reply.code == 401 and "a token is needed" in reply.why:
-        raise _Refused("a token is needed: --token-file FILE names a file with that of the daemon's http.token_file")
+        raise _RequestFailed(
+            "a token is needed: --token-file FILE names a file with that of the daemon's http.token_file"
+        )
     if not 200 <= reply.code < 300:
-        raise _Refused(reply.why)
+        raise _RequestFailed(reply.why)
     return reply.document()
 
 
@@ -190,14 +192,14 @@ def _show(asked: argparse.Namespace, found: dict[str, Any], page: Callable[[dict
     try:
         text = json.dumps(found, indent=2, ensure_ascii=False) + "\n" if asked.json else page(found)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _Refused(
+        raise _RequestFailed(
             f"the daemon answered something that makes no sense ({error!r}); is it another version?"
         ) from None
     print(text, end="", flush=True)
     return 0
 
 
-def _troubles(found: dict[str, Any]) -> None:
+def _print_problems(found: dict[str, Any]) -> None:
     for sentence in found.get("troubles") or []:
         print(f"elasticd: {tables.visible(str(sentence))}", file=sys.stderr)
 
@@ -222,14 +224,14 @@ def _evidence(asked: argparse.Namespace, found: dict[str, Any]) -> int:
     return 0 if told else 1
 
 
-def _left(client: Client, node: str, within_s: float) -> dict[str, Any]:
+def _wait_until_drained(client: AgentClient, node: str, within_s: float) -> dict[str, Any]:
     """Wait until nothing runs on the node any more. Raises _Refused when that takes too long."""
     until = time.monotonic() + within_s
     while True:
         try:
-            rows = {row["node"]: row for row in _good(client.get("/v1/nodes"))["nodes"]}
+            rows = {row["node"]: row for row in _document(client.get("/v1/nodes"))["nodes"]}
             why = ""
-        except (Unreachable, _Refused) as error:  # a daemon that is restarted meanwhile is no reason to give up
+        except (Unreachable, _RequestFailed) as error:  # a daemon that is restarted meanwhile is no reason to give up
             rows, why = {}, str(error)
         row = rows.get(node)
         if row is not None and not row["jobs"]:
@@ -239,7 +241,7 @@ def _left(client: Client, node: str, within_s: float) -> dict[str, Any]:
             if row is not None:
                 why = f"{', '.join(row['jobs'])} {'is' if len(row['jobs']) == 1 else 'are'} still there"
         if time.monotonic() >= until:
-            raise _Refused(f"{node} is being drained, but {why} after {within_s:g} s")
+            raise _RequestFailed(f"{node} is being drained, but {why} after {within_s:g} s")
         time.sleep(POLL_S)
 
 
@@ -250,7 +252,7 @@ def _job(name: str) -> str:
 def _content(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(_LARGEST_FILE + 1)
+            return file.read(_MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{path}: cannot be read: {(isinstance(error, OSError) and error.strerror) or error}"
@@ -276,7 +278,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-_WHAT = {
+_DESCRIPTIONS = {
     "submit": "Hands a job in and prints its id. FILE is TOML, YAML or JSON, by its name; - is standard input.",
     "jobs": "Lists the jobs: those that wait or run in the order in which they were handed in, then those that ended.",
     "status": "Says what one job does and why: its nodes, step, steps/s, last checkpoint, goodput, ranks and rounds.",
@@ -292,17 +294,19 @@ _WHAT = {
     "that exists here, is a directory instead: see elasticd explain --help.",
 }
 _ENVIRONMENT = (
-    f"--agent, --token-file and --ca may be in {AGENT}, {TOKEN_FILE} and {CA}. "
+    f"--agent, --token-file and --ca may be in {AGENT_VARIABLE}, {TOKEN_FILE} and {CA}. "
     "Exit codes: 0 done, 1 the daemon says no or does not answer, 2 usage. More: docs/cli.md."
 )
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"elasticd {name}", description=_WHAT[name], epilog=_ENVIRONMENT, allow_abbrev=False)
+    parser = _Parser(prog=f"elasticd {name}", description=_DESCRIPTIONS[name], epilog=_ENVIRONMENT, allow_abbrev=False)
     if name == "submit":
         parser.add_argument("file", type=Path, metavar="FILE", help="the job file")
         parser.add_argument("--id", metavar="JOB", help="the job's id; otherwise the file's, or job-NUMBER")
-        parser.add_argument("--kind", choices=tuple(_TYPES), help="what FILE is, where its name does not say so")
+        parser.add_argument(
+            "--kind", choices=tuple(_CONTENT_TYPES), help="what FILE is, where its name does not say so"
+        )
     if name == "status":
         parser.add_argument("job", metavar="JOB", nargs="?", help="its id; without one, all jobs and nodes")
         parser.add_argument("--watch", action="store_true", help="again and again, until the job has ended or Ctrl-C")
@@ -315,9 +319,11 @@ def _parser(name: str) -> argparse.ArgumentParser:
         parser.add_argument("--reason", metavar="TEXT", help="why: others see it in elasticd nodes")
     if name == "drain":
         parser.add_argument("--wait", action="store_true", help="until nothing runs there any more")
-        parser.add_argument("--timeout", type=float, default=WAIT_S, metavar="S", help="for at most that long (3600 s)")
+        parser.add_argument(
+            "--timeout", type=float, default=DRAIN_TIMEOUT_S, metavar="S", help="for at most that long (3600 s)"
+        )
     if name == "logs":
-        _of_logs(parser)
+        _add_log_options(parser)
     if name in ("dump", "explain"):
         parser.add_argument("--node", metavar="NODE", help="only what this node has")
     if name == "explain":
@@ -331,7 +337,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _of_logs(parser: argparse.ArgumentParser) -> None:
+def _add_log_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-f", "--follow", action="store_true", help="go on, through all rounds, until the job has ended"
     )

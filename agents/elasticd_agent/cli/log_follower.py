@@ -15,21 +15,21 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 from urllib.parse import quote, unquote
 
-from elasticd_agent.node.api.client import Client, Reply, Unreachable
+from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable
 
 POLL_S = 0.5
-PATIENCE_S = 120.0
+RETRY_S = 120.0
 """For so long -f waits for a daemon that is being restarted or upgraded, or for its store."""
-_LONGEST_LINE = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 20
 
 
-class Gone(Exception):
+class LogUnavailable(Exception):
     """There is no such log, or nobody can tell; the text is the daemon's sentence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LogQuery:
     job: str
     rank: int
     streams: tuple[str, ...]
@@ -48,43 +48,43 @@ class _Stream:
     out: BinaryIO
     offset: int = 0
     ended: bool = False
-    over: bool = False
-    begun: bool = False
-    enough: int | None = None
-    rest: bytes = field(default=b"", repr=False)
+    is_final: bool = False
+    started: bool = False
+    stop_at: int | None = None
+    partial_line: bytes = field(default=b"", repr=False)
 
 
-class Follower:
+class LogFollower:
     """`say` tells the person what is being waited for. `sleep` and `clock` are time's."""
 
     def __init__(
         self,
-        client: Client,
-        wanted: Wanted,
+        client: AgentClient,
+        wanted: LogQuery,
         out: BinaryIO,
         err: BinaryIO,
         say: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client, self._wanted, self._say, self._sleep, self._clock = client, wanted, say, sleep, clock
+        self._client, self._query, self._say, self._sleep, self._clock = client, wanted, say, sleep, clock
         self._streams = [_Stream(name, err if name == "stderr" else out) for name in wanted.streams]
         self._round, self._node = wanted.round, wanted.node
         self._newest = 0
-        self._said = ""
+        self._last_error = ""
 
     def run(self) -> None:
         """Until everything is shown, or, with follow, until nothing more will come. Raises Gone, Unreachable."""
-        if self._wanted.follow:
+        if self._query.follow:
             self._await_start()
         while True:
             newest = self._newest
-            moved = [self._piece(stream) for stream in self._streams]
+            moved = [self._read_piece(stream) for stream in self._streams]
             if any(moved):
                 continue
-            if not any(stream.begun for stream in self._streams) and not self._wanted.follow:
-                raise Gone(self._said)
-            if not self._wanted.follow:
+            if not any(stream.started for stream in self._streams) and not self._query.follow:
+                raise LogUnavailable(self._last_error)
+            if not self._query.follow:
                 break
             # Only if it was there before we looked: then nothing is added to this one any more.
             if self._next_round(newest):
@@ -99,9 +99,9 @@ class Follower:
         """Raises Gone for a job that does not exist."""
         waiting = ""
         while True:
-            job = self._asked(lambda: self._client.get(_path(self._wanted.job)))
+            job = self._retry(lambda: self._client.get(_path(self._query.job)))
             if job.code != 200:
-                raise Gone(job.why)
+                raise LogUnavailable(job.why)
             found = job.document()
             if found.get("ended_at") is not None or found.get("progress"):
                 return
@@ -110,50 +110,50 @@ class Follower:
                 self._say(f"{found.get('state')}: {waiting}")
             self._sleep(2 * POLL_S)
 
-    def _piece(self, stream: _Stream) -> bool:
+    def _read_piece(self, stream: _Stream) -> bool:
         """Show what there is more of this stream; True if there was something."""
-        if stream.enough is not None and stream.offset >= stream.enough:
+        if stream.stop_at is not None and stream.offset >= stream.stop_at:
             return False
-        tail = self._wanted.tail is not None and not stream.begun
+        tail = self._query.tail is not None and not stream.started
         query = {
-            "rank": self._wanted.rank,
+            "rank": self._query.rank,
             "stream": stream.name,
             "round": self._round,
             "node": self._node,
             "offset": -_TAIL_BYTES if tail else stream.offset,
         }
-        reply = self._asked(lambda: self._client.get(_path(self._wanted.job) + "/logs", query))
+        reply = self._retry(lambda: self._client.get(_path(self._query.job) + "/logs", query))
         if reply.code == 404:
-            self._said, stream.ended = reply.why, True
-            if stream.begun:  # of this round there is nothing of it
-                stream.over = self._has_ended()
+            self._last_error, stream.ended = reply.why, True
+            if stream.started:  # of this round there is nothing of it
+                stream.is_final = self._has_ended()
             return False
         if reply.code != 200:
-            raise Gone(reply.why)
+            raise LogUnavailable(reply.why)
         number = _number(reply, "round")
         if self._round is None and number:
             self._round = number
-        if stream.begun is False or self._node is None:
+        if stream.started is False or self._node is None:
             self._node = unquote(reply.headers.get("elasticd-node", "")) or self._node
-        data, first = reply.body, not stream.begun
-        if first and not self._wanted.follow:
-            stream.enough = _number(reply, "size")  # what is added faster than we read is not waited for
-        stream.begun = True
+        data, first = reply.body, not stream.started
+        if first and not self._query.follow:
+            stream.stop_at = _number(reply, "size")  # what is added faster than we read is not waited for
+        stream.started = True
         stream.offset = _number(reply, "next")
         stream.ended = stream.offset >= _number(reply, "size")
         self._newest = max(self._newest, _number(reply, "newest"))
-        stream.over = reply.headers.get("elasticd-over") == "1"
+        stream.is_final = reply.headers.get("elasticd-over") == "1"
         if tail and first:
-            data = _last_lines(data, self._wanted.tail or 0)
+            data = _last_lines(data, self._query.tail or 0)
         self._put(stream, data)
         return bool(reply.body)
 
     def _next_round(self, newest: int) -> bool:
         """Go on with the next round once this one has no more to say; True if there is one."""
-        if self._wanted.round is not None or self._round is None or newest <= self._round:
+        if self._query.round is not None or self._round is None or newest <= self._round:
             return False
         self._round += 1
-        self._node = self._wanted.node
+        self._node = self._query.node
         for stream in self._streams:
             self._put(stream, b"", last=True)
             stream.offset, stream.ended = 0, False
@@ -161,51 +161,51 @@ class Follower:
 
     def _is_over(self) -> bool:
         """Nothing will be added any more, as each log has said with its end, or, where there is none, the job."""
-        begun = [stream for stream in self._streams if stream.begun]
+        begun = [stream for stream in self._streams if stream.started]
         if begun:
-            return all(stream.ended and stream.over for stream in begun)
+            return all(stream.ended and stream.is_final for stream in begun)
         return self._has_ended()
 
     def _has_ended(self) -> bool:
-        job = self._asked(lambda: self._client.get(_path(self._wanted.job)))
+        job = self._retry(lambda: self._client.get(_path(self._query.job)))
         found = job.document() if job.code == 200 else {}
         return job.code != 200 or (found.get("ended_at") is not None and not found.get("leaving"))
 
-    def _asked(self, ask: Callable[[], Reply]) -> Reply:
+    def _retry(self, ask: Callable[[], Reply]) -> Reply:
         """The answer; with follow an outage is waited out. Raises Unreachable."""
-        until, said = self._clock() + PATIENCE_S, False
+        until, said = self._clock() + RETRY_S, False
         while True:
             try:
                 reply = ask()
-                if reply.code < 500 or not self._wanted.follow:
+                if reply.code < 500 or not self._query.follow:
                     return reply
                 why = reply.why
             except Unreachable as error:
-                if not self._wanted.follow:
+                if not self._query.follow:
                     raise
                 why = str(error)
             if self._clock() >= until:
-                raise Unreachable(f"{why}; given up after {PATIENCE_S:.0f} s")
+                raise Unreachable(f"{why}; given up after {RETRY_S:.0f} s")
             if not said:
-                self._say(f"{why}; trying again for {PATIENCE_S:.0f} s")
+                self._say(f"{why}; trying again for {RETRY_S:.0f} s")
                 said = True
             self._sleep(POLL_S)
 
     def _put(self, stream: _Stream, data: bytes, *, last: bool = False) -> None:
-        if not self._wanted.as_json:
+        if not self._query.as_json:
             if data:
                 stream.out.write(data)
                 stream.out.flush()
             return
-        *lines, stream.rest = (stream.rest + data).split(b"\n")
-        if stream.rest and (last or len(stream.rest) > _LONGEST_LINE):
-            lines, stream.rest = [*lines, stream.rest], b""
+        *lines, stream.partial_line = (stream.partial_line + data).split(b"\n")
+        if stream.partial_line and (last or len(stream.partial_line) > _MAX_LINE_BYTES):
+            lines, stream.partial_line = [*lines, stream.partial_line], b""
         for line in lines:
             said: dict[str, Any] = {
-                "job": self._wanted.job,
+                "job": self._query.job,
                 "node": self._node,
                 "round": self._round,
-                "rank": None if stream.name == "elasticd" else self._wanted.rank,
+                "rank": None if stream.name == "elasticd" else self._query.rank,
                 "stream": stream.name,
                 "line": line.decode("utf-8", "replace"),
             }

@@ -36,7 +36,7 @@ directory; `elasticd dump` takes the same evidence of a job that runs on this ma
 The others ask an `elasticd agent`, this node's unless --agent names another one: docs/cli.md.
 """
 _COMMANDS = ("run", "agent", "store", "explain", "dump", "doctor", "config")
-_ASKING = ("submit", "jobs", "status", "logs", "cancel", "nodes", "cordon", "uncordon", "drain")
+_AGENT_COMMANDS = ("submit", "jobs", "status", "logs", "cancel", "nodes", "cordon", "uncordon", "drain")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _job(rest)
     if command == "config":
         return _config(rest)
-    if command in _ASKING:
-        return _ask(command, rest)
+    if command in _AGENT_COMMANDS:
+        return _agent_command(command, rest)
     if command in ("-h", "--help"):
         print(_HELP, end="")
         return 0
@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"elasticd {version()}")
         return 0
     wrong = f"unknown command {command!r}" if command else "a command is missing"
-    return _refuse("elasticd", f"{wrong}; there are {', '.join((*_COMMANDS, *_ASKING))}, as in: elasticd run train.py")
+    return _usage_error(
+        "elasticd", f"{wrong}; there are {', '.join((*_COMMANDS, *_AGENT_COMMANDS))}, as in: elasticd run train.py"
+    )
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -86,33 +88,33 @@ def _run(argv: Sequence[str]) -> int:
 
         return run_job(spec, policy, settings)
     except UsageError as error:
-        return _refuse("elasticd run", str(error))
+        return _usage_error("elasticd run", str(error))
 
 
 def _explain(argv: Sequence[str]) -> int:
-    from elasticd_agent.cli.dispatch import job_is_meant
+    from elasticd_agent.cli.dispatch import refers_to_job
 
-    if job_is_meant("explain", argv, os.environ):
-        return _ask("explain", argv)
+    if refers_to_job("explain", argv, os.environ):
+        return _agent_command("explain", argv)
     from elasticd_agent.cli.explain import explain
 
     try:
         return explain(argv)
     except UsageError as error:
-        return _refuse("elasticd explain", str(error))
+        return _usage_error("elasticd explain", str(error))
 
 
 def _dump(argv: Sequence[str]) -> int:
-    from elasticd_agent.cli.dispatch import job_is_meant
+    from elasticd_agent.cli.dispatch import refers_to_job
 
-    if job_is_meant("dump", argv, os.environ):
-        return _ask("dump", argv)
+    if refers_to_job("dump", argv, os.environ):
+        return _agent_command("dump", argv)
     from elasticd_agent.cli.dump import dump
 
     try:
         return dump(argv)
     except UsageError as error:
-        return _refuse("elasticd dump", str(error))
+        return _usage_error("elasticd dump", str(error))
 
 
 def _agent(argv: Sequence[str]) -> int:
@@ -121,7 +123,7 @@ def _agent(argv: Sequence[str]) -> int:
     try:
         return agent(argv)
     except UsageError as error:
-        return _refuse("elasticd agent", str(error))
+        return _usage_error("elasticd agent", str(error))
 
 
 def _store(argv: Sequence[str]) -> int:
@@ -130,7 +132,7 @@ def _store(argv: Sequence[str]) -> int:
     try:
         return store(argv)
     except UsageError as error:
-        return _refuse("elasticd store", str(error))
+        return _usage_error("elasticd store", str(error))
 
 
 def _job(argv: Sequence[str]) -> int:
@@ -140,7 +142,7 @@ def _job(argv: Sequence[str]) -> int:
     try:
         return job(argv)
     except UsageError as error:
-        return _refuse("elasticd job", str(error))
+        return _usage_error("elasticd job", str(error))
 
 
 def _doctor(argv: Sequence[str]) -> int:
@@ -149,7 +151,7 @@ def _doctor(argv: Sequence[str]) -> int:
     try:
         return doctor(argv)
     except UsageError as error:
-        return _refuse("elasticd doctor", str(error))
+        return _usage_error("elasticd doctor", str(error))
 
 
 def _config(argv: Sequence[str]) -> int:
@@ -158,16 +160,16 @@ def _config(argv: Sequence[str]) -> int:
     try:
         return config(argv)
     except UsageError as error:
-        return _refuse("elasticd config", str(error))
+        return _usage_error("elasticd config", str(error))
 
 
-def _ask(name: str, argv: Sequence[str]) -> int:
-    from elasticd_agent.cli.job_commands import verb
+def _agent_command(name: str, argv: Sequence[str]) -> int:
+    from elasticd_agent.cli.job_commands import run_command
 
     try:
-        return verb(name, argv)
+        return run_command(name, argv)
     except UsageError as error:
-        return _refuse(f"elasticd {name}", str(error))
+        return _usage_error(f"elasticd {name}", str(error))
 
 
 def _here() -> Path:
@@ -177,7 +179,7 @@ def _here() -> Path:
         raise UsageError("the current directory does not exist any more; change to one that does") from None
 
 
-def _refuse(who: str, message: str) -> int:
+def _usage_error(who: str, message: str) -> int:
     # One line whatever was typed: a newline in a file name must not break it up.
     print(f"{who}: error: {message}".replace("\n", "\\n").replace("\r", "\\r"), file=sys.stderr)
     return 2

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from elasticd_agent.cli import tables
-from elasticd_agent.node.api.client import Client, Reply, Unreachable
+from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable
 from elasticd_agent.node.dashboard import chart
 from elasticd_agent.node.dashboard import decode as facts
 from elasticd_agent.node.dashboard import status as standing
@@ -36,7 +36,7 @@ class Screen(Protocol):
     def __exit__(self, *error: Any) -> None: ...
 
 
-class Plain:
+class PlainScreen:
     """One page after another, each after the time of day."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
@@ -45,14 +45,14 @@ class Plain:
     def show(self, page: str) -> None:
         self._write(f"--- {time.strftime('%H:%M:%S')}\n{page}\n")
 
-    def __enter__(self) -> Plain:
+    def __enter__(self) -> PlainScreen:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
 
-class Terminal:
+class TerminalScreen:
     """The whole of a terminal, given back as it was; what was shown last is left on it."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Terminal:
         self._last = page
         self._live.update(text, refresh=True)
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self) -> TerminalScreen:
         self._live.__enter__()
         return self
 
@@ -80,9 +80,9 @@ class Terminal:
         print(self._last, end="", flush=True)
 
 
-def watch(client: Client, job: str | None, every_s: float, *, as_json: bool) -> int:
+def watch(client: AgentClient, job: str | None, every_s: float, *, as_json: bool) -> int:
     """Returns the exit code. Raises Unreachable, Refused."""
-    screen: Screen = Terminal() if sys.stdout.isatty() and not as_json else Plain(_printed)
+    screen: Screen = TerminalScreen() if sys.stdout.isatty() and not as_json else PlainScreen(_print)
     try:
         with screen:
             return follow(client, job, every_s, screen.show, as_json=as_json)
@@ -91,7 +91,7 @@ def watch(client: Client, job: str | None, every_s: float, *, as_json: bool) -> 
 
 
 def follow(
-    client: Client,
+    client: AgentClient,
     job: str | None,
     every_s: float,
     show: Callable[[str], None],
@@ -105,10 +105,10 @@ def follow(
     while True:
         ended = False
         try:
-            said = _asked(client, job)
+            said = _fetch(client, job)
             if as_json:
-                _printed(json.dumps(said, ensure_ascii=False) + "\n")
-            page, heard = pictured(said) if job is not None else tables.overview(said), clock()
+                _print(json.dumps(said, ensure_ascii=False) + "\n")
+            page, heard = render(said) if job is not None else tables.overview(said), clock()
             ended = job is not None and said.get("ended_at") is not None and not said.get("leaving")
             if not as_json:
                 show(page)
@@ -122,10 +122,10 @@ def follow(
         sleep(every_s)
 
 
-def pictured(said: Mapping[str, Any]) -> str:
+def render(said: Mapping[str, Any]) -> str:
     """One job's page: what is wrong, how fast it went in the last minutes, then as `elasticd status` prints it."""
-    job = facts.job(said)
-    wrong = standing.trouble(job)
+    job = facts.job_status(said)
+    wrong = standing.problem(job)
     head = f"elasticd: {wrong[0]}: {tables.visible(wrong[1])}\n" if wrong else ""
     submitted, age = said.get("submitted_at"), said.get("age_seconds")
     if isinstance(submitted, (int, float)) and isinstance(age, (int, float)):
@@ -143,25 +143,25 @@ def sparks(found: list[float | None]) -> str:
     return "".join("·" if one is None else SPARKS[round(one / most * (len(SPARKS) - 1))] for one in found)
 
 
-class Refused(Exception):
+class WatchFailed(Exception):
     """The daemon said no; the text is its sentence."""
 
 
-def _asked(client: Client, job: str | None) -> dict[str, Any]:
+def _fetch(client: AgentClient, job: str | None) -> dict[str, Any]:
     """Raises Refused; Unreachable also where only its store, or another node, does not answer it."""
     if job is not None:
-        return _good(client.get(f"/v1/jobs/{quote(job, safe='')}"))
-    return {**_good(client.get("/v1/jobs")), "nodes": _good(client.get("/v1/nodes"))["nodes"]}
+        return _document(client.get(f"/v1/jobs/{quote(job, safe='')}"))
+    return {**_document(client.get("/v1/jobs")), "nodes": _document(client.get("/v1/nodes"))["nodes"]}
 
 
-def _good(reply: Reply) -> dict[str, Any]:
+def _document(reply: Reply) -> dict[str, Any]:
     if reply.code >= 500:
         raise Unreachable(reply.why)
     if reply.code != 200:
-        raise Refused(reply.why)
+        raise WatchFailed(reply.why)
     return reply.document()
 
 
-def _printed(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -18,20 +18,22 @@ from elasticd.errors import StoreRefused, StoreUnavailable, UsageError
 from elasticd_agent.config.rendezvous_options import DEFAULT_PORTS
 from elasticd_agent.store.c10d.store import C10dStore
 
-START_S = 120.0
+START_TIMEOUT_S = 120.0
 """torch from a cold image; longer, and whoever started this had better start it again."""
-LOOK_S = 5.0
-AWAY_S = 60.0
+CHECK_S = 5.0
+UNAVAILABLE_S = 60.0
 """The store is mended by itself; where that does not help for so long, ending does."""
-_ENDS = (signal.SIGTERM, signal.SIGINT)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def store(argv: Sequence[str]) -> int:
     """Serve until a signal asks for the end: 0. 1: it could not go on. Raises UsageError."""
     port = _parser().parse_args(argv).port
     # Waited for, not handled; blocked before there is a thread that could get one.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
-    made = C10dStore("127.0.0.1", port, serve=True, apart=True, timeout_s=LOOK_S, start_timeout_s=START_S, say=_say)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    made = C10dStore(
+        "127.0.0.1", port, serve=True, standalone=True, timeout_s=CHECK_S, start_timeout_s=START_TIMEOUT_S, log=_say
+    )
     try:
         return _serve(made)
     except StoreRefused as refused:
@@ -47,13 +49,13 @@ def _serve(made: C10dStore) -> int:
         f"jobs can meet at port {made.port}: --rdzv-backend c10d --rdzv-endpoint HOST:{made.port} --rdzv-conf is_host=0"
     )
     answered = time.monotonic()
-    while (got := signal.sigtimedwait(_ENDS, LOOK_S)) is None:
+    while (got := signal.sigtimedwait(_STOP_SIGNALS, CHECK_S)) is None:
         try:
             made.read("ready")
             answered = time.monotonic()
         except StoreUnavailable as error:
-            if time.monotonic() - answered >= AWAY_S:
-                _say(f"it ends, as there has been no answer for {AWAY_S:g} s: {error}")
+            if time.monotonic() - answered >= UNAVAILABLE_S:
+                _say(f"it ends, as there has been no answer for {UNAVAILABLE_S:g} s: {error}")
                 return 1
     _say(f"it ends, as {signal.Signals(got.si_signo).name} asks")
     return 0

@@ -17,28 +17,28 @@ import msgspec
 from msgspec import Meta
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.decode import KeyWrong, Words, decode
-from elasticd_agent.config.documents import kind_of, parse
-from elasticd_agent.config.env_variables import from_variables
-from elasticd_agent.config.job_file import NOT_KEYS as NOT_A_JOBS
+from elasticd_agent.config.decode import ConfigError, KeyHints, decode
+from elasticd_agent.config.documents import format_of, parse
+from elasticd_agent.config.env_variables import read_overrides
+from elasticd_agent.config.job_file import JOB_KEY_HINTS as NOT_A_JOBS
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.config.quantities import Seconds, Size
 from elasticd_agent.config.validate import check_settings
 from elasticd_agent.system.devices import cpu_count, visible_gpus
 
 DEFAULT_FILE = Path("/etc/elasticd/agent.toml")
-LARGEST = 1 << 20
+MAX_BYTES = 1 << 20
 """Bytes of agent.toml: room for many jobs."""
-RELOADED = {"reload": True}
+RELOADABLE = {"reload": True}
 """Of keys whose new value counts after SIGHUP."""
 
 
-def _in_files(name: str) -> str:
+def _file_key(name: str) -> str:
     """Times are called drain_timeout in files, where they carry their unit, and drain_timeout_s in code."""
     return "job" if name == "jobs" else name.removesuffix("_s").removesuffix("_bytes")
 
 
-class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_in_files):
+class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
     backend: Annotated[
         Literal["local", "etcd"],
         Meta(
@@ -81,7 +81,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
 
 
-class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_in_files):
+class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
     bind: Annotated[
         str,
         Meta(
@@ -146,13 +146,13 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = ()
 
 
-class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_in_files):
-    every_s: Annotated[Seconds, Meta(description="How often the node is examined.", extra=RELOADED)] = Seconds(60)
+class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
+    every_s: Annotated[Seconds, Meta(description="How often the node is examined.", extra=RELOADABLE)] = Seconds(60)
     disk_free_min_bytes: Annotated[
         Size,
         Meta(
             description="The node is not well when less is free where directories, state_dir and log_dir are.",
-            extra=RELOADED,
+            extra=RELOADABLE,
         ),
     ] = Size(1 << 30)
     directories: Annotated[
@@ -160,7 +160,7 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             description="More directories that must be writable and have room: where checkpoints go, say.",
             examples=['["/checkpoints"]'],
-            extra=RELOADED,
+            extra=RELOADABLE,
         ),
     ] = ()
     gpus: Annotated[
@@ -168,7 +168,7 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             description="How many GPUs there should be. Not given: as many as were ever seen here.",
             examples=["8"],
-            extra=RELOADED,
+            extra=RELOADABLE,
         ),
     ] = None
     plugins_dir: Annotated[
@@ -176,25 +176,25 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             description="Executables in it are run at each look: exit code 0 is well, the first line says what is "
             "wrong. It need not exist.",
-            extra=RELOADED,
+            extra=RELOADABLE,
         ),
     ] = Path("/etc/elasticd/health.d")
     plugin_timeout_s: Annotated[
-        Seconds, Meta(description="A plugin that takes longer is a finding itself.", extra=RELOADED)
+        Seconds, Meta(description="A plugin that takes longer is a finding itself.", extra=RELOADABLE)
     ] = Seconds(10)
     all_reduce: Annotated[
-        bool, Meta(description="Try a quick all-reduce among the slots before joining.", extra=RELOADED)
+        bool, Meta(description="Try a quick all-reduce among the slots before joining.", extra=RELOADABLE)
     ] = True
     strikes: Annotated[
-        int, Meta(description="The node is set aside when it is to blame so many times in a row.", extra=RELOADED)
+        int, Meta(description="The node is set aside when it is to blame so many times in a row.", extra=RELOADABLE)
     ] = 2
     cooloff_s: Annotated[
-        Seconds, Meta(description="For how long, the first time; it doubles each time.", extra=RELOADED)
+        Seconds, Meta(description="For how long, the first time; it doubles each time.", extra=RELOADABLE)
     ] = Seconds(60)
-    cooloff_max_s: Annotated[Seconds, Meta(description="For how long at most.", extra=RELOADED)] = Seconds(3600)
+    cooloff_max_s: Annotated[Seconds, Meta(description="For how long at most.", extra=RELOADABLE)] = Seconds(3600)
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_in_files):
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
     """What jobs may be; None means anything."""
 
     commands: Annotated[
@@ -203,12 +203,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="Scripts and programs that jobs may start: absolute paths; one that ends in / stands for "
             "everything below it. Not given: any.",
             examples=['["/srv/train/"]'],
-            extra=RELOADED,
+            extra=RELOADABLE,
         ),
     ] = None
     users: Annotated[
         tuple[str, ...] | None,
-        Meta(description="Users that jobs may run as. Not given: any.", examples=['["trainer"]'], extra=RELOADED),
+        Meta(description="Users that jobs may run as. Not given: any.", examples=['["trainer"]'], extra=RELOADABLE),
     ] = None
     directories: Annotated[
         tuple[Path, ...] | None,
@@ -216,12 +216,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="Where a job's workdir and checkpoint_dir may be: these directories and what is below them. "
             "Not given: anywhere.",
             examples=['["/home", "/checkpoints"]'],
-            extra=RELOADED,
+            extra=RELOADABLE,
         ),
     ] = None
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_in_files):
+class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
     """One node's settings, all of them."""
 
     node: Annotated[
@@ -236,7 +236,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(
             description="What else there is to say of the node, shown by elasticd nodes.",
             examples=['["rack=7", "a100"]'],
-            extra=RELOADED,
+            extra=RELOADABLE,
         ),
     ] = ()
     user: Annotated[
@@ -267,18 +267,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(
             description="How long jobs have to leave this node (hold, checkpoint, end) when the daemon is stopped or "
             "the node drained, before they are killed.",
-            extra=RELOADED,
+            extra=RELOADABLE,
         ),
     ] = Seconds(60)
     adopt_timeout_s: Annotated[
         Seconds,
         Meta(
             description="How long jobs on this node go on without a daemon before they leave by themselves.",
-            extra=RELOADED,
+            extra=RELOADABLE,
         ),
     ] = Seconds(60)
     keep_ended_s: Annotated[
-        Seconds, Meta(description="How long records and logs of ended jobs are kept.", extra=RELOADED)
+        Seconds, Meta(description="How long records and logs of ended jobs are kept.", extra=RELOADABLE)
     ] = Seconds(7 * 86400)
     lease_s: Annotated[Seconds, Meta(description="A node is lost when it has not renewed its lease for so long.")] = (
         Seconds(3)
@@ -290,11 +290,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     limits: Limits = Limits()
     jobs: Annotated[
         tuple[JobFile, ...],
-        Meta(description="Jobs this node hands in by itself, [[job]], written as job files are.", extra=RELOADED),
+        Meta(description="Jobs this node hands in by itself, [[job]], written as job files are.", extra=RELOADABLE),
     ] = ()
 
     @property
-    def socket(self) -> Path:
+    def socket_path(self) -> Path:
         """Where the daemon is asked on this machine."""
         return self.http.socket or self.run_dir / "agent.sock"
 
@@ -312,28 +312,28 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.slots if isinstance(self.slots, int) else len(visible_gpus(environ)) or cpu_count()
 
 
-_IN_FILES = "secrets are in files of their own; write"
-_TABLES = "tables are [store], [http], [health], [limits] and [[job]]"
-NOT_KEYS: Words = {
+_SECRETS = "secrets are in files of their own; write"
+_TABLE_NAMES = "tables are [store], [http], [health], [limits] and [[job]]"
+KEY_HINTS: KeyHints = {
     JobFile: NOT_A_JOBS,
     StoreSettings: {
-        "password": f"{_IN_FILES} password_file",
-        "token": f"{_IN_FILES} password_file",
+        "password": f"{_SECRETS} password_file",
+        "token": f"{_SECRETS} password_file",
         "endpoint": 'write endpoints = ["HOST:PORT"]',
         "cacert": "write ca",
         "tls_ca": "write ca",
         "tls_cert": "write cert",
         "tls_key": "write key",
     },
-    HttpSettings: {"token": f"{_IN_FILES} token_file", "host": "write bind", "address": "write bind"},
-    Settings: {
+    HttpSettings: {"token": f"{_SECRETS} token_file", "host": "write bind", "address": "write bind"},
+    NodeSettings: {
         **dict.fromkeys(
             (field.encode_name for field in msgspec.structs.fields(JobFile)), "it is a job's; write it below [[job]]"
         ),
-        **dict.fromkeys(("agent", "elasticd"), f"this file is all about the agent; {_TABLES}"),
+        **dict.fromkeys(("agent", "elasticd"), f"this file is all about the agent; {_TABLE_NAMES}"),
         "jobs": "write [[job]], once per job",
         "etcd": 'write [store] with backend = "etcd"',
-        "token": f"{_IN_FILES} token_file below [http]",
+        "token": f"{_SECRETS} token_file below [http]",
         "token_file": "write it below [http]",
         "port": "write it below [http]",
         "bind": "write it below [http]",
@@ -345,31 +345,31 @@ NOT_KEYS: Words = {
 """What to say of keys that are not keys, but that people may well try."""
 
 
-def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str] | None = None) -> Settings:
+def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str] | None = None) -> NodeSettings:
     """What `path` (None: nothing but defaults), the ELASTICD_ variables and `flags` say; the later count more.
 
     Raises UsageError in one line, FILE: KEY: what is wrong; what would be right; or VARIABLE: …, or FLAG: ….
     """
     where = str(path) if path is not None else "the environment"
-    table = {} if path is None else parse(_read(path), kind_of(path.name), where, LARGEST)
-    given = from_variables(Settings, environ, flags or {})
+    table = {} if path is None else parse(_read(path), format_of(path.name), where, MAX_BYTES)
+    overrides = read_overrides(NodeSettings, environ, flags or {})
     try:
-        merged = _merged(table, given)
+        merged = _merge(table, overrides)
         if isinstance(store := merged.get("store"), dict) and store.get("backend") == "c10d":
-            raise KeyWrong(
+            raise ConfigError(
                 "store.backend",
                 "c10d has no password, so that whoever reaches it could run programs here, and forgets all jobs when "
                 "its host ends; write etcd, or local for a node that works alone",
             )
-        settings = decode(merged, Settings, NOT_KEYS)
+        settings = decode(merged, NodeSettings, KEY_HINTS)
         check_settings(settings, environ)
-    except KeyWrong as error:
-        variable = given.get(error.key.partition("[")[0])
-        raise UsageError(f"{variable.name}: {error.says}" if variable else f"{where}: {error}") from None
+    except ConfigError as error:
+        variable = overrides.get(error.key.partition("[")[0])
+        raise UsageError(f"{variable.name}: {error.problem}" if variable else f"{where}: {error}") from None
     return settings
 
 
-def _merged(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {"node": socket.gethostname(), **table}
     for key, variable in given.items():
         outer, dot, name = key.partition(".")
@@ -385,7 +385,7 @@ def _read(path: Path) -> bytes:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_mode & 0o002:
                 raise UsageError(f"{path}: anybody can write it, and so have this node run anything; chmod o-w {path}")
-            return file.read(LARGEST + 1)
+            return file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from None
     except ValueError:

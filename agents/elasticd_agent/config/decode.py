@@ -14,56 +14,56 @@ from typing import Any, TypeVar
 import msgspec
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.quantities import Seconds, Size, decoded, spoken_seconds, spoken_size
+from elasticd_agent.config.quantities import Seconds, Size, decode_quantity, format_seconds, format_size
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class KeyWrong(UsageError):
+class ConfigError(UsageError):
     """`says` of `key`; whoever knows the file puts its name in front."""
 
     def __init__(self, key: str, says: str) -> None:
-        self.key, self.says = printable(key), printable(says)
-        super().__init__(f"{self.key}: {self.says}" if key else self.says)
+        self.key, self.problem = printable(key), printable(says)
+        super().__init__(f"{self.key}: {self.problem}" if key else self.problem)
 
-    def inside(self, outer: str) -> KeyWrong:
-        return KeyWrong(f"{outer}.{self.key}" if self.key else outer, self.says)
+    def nested_in(self, outer: str) -> ConfigError:
+        return ConfigError(f"{outer}.{self.key}" if self.key else outer, self.problem)
 
 
-Words = Mapping[type, Mapping[str, str]]
+KeyHints = Mapping[type, Mapping[str, str]]
 """By struct: what to say of keys that are not its keys, but that people may well try."""
 
 
-def decode(table: Mapping[str, Any], kind: type[S], words: Words) -> S:
+def decode(table: Mapping[str, Any], kind: type[S], hints: KeyHints) -> S:
     """Raises KeyWrong."""
     try:
-        return msgspec.convert(table, kind, dec_hook=decoded)
+        return msgspec.convert(table, kind, dec_hook=decode_quantity)
     except msgspec.ValidationError as error:
-        raise _rewritten(str(error), table, kind, words) from None
+        raise _translate(str(error), table, kind, hints) from None
     except RecursionError:
-        raise KeyWrong("", "tables and lists are nested too deep") from None
+        raise ConfigError("", "tables and lists are nested too deep") from None
 
 
-def _rewritten(text: str, table: Mapping[str, Any], kind: type, words: Words) -> KeyWrong:
+def _translate(text: str, table: Mapping[str, Any], kind: type, words: KeyHints) -> ConfigError:
     found = re.fullmatch(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?", text, re.DOTALL)
     what, path = (found["what"], (found["path"] or "").lstrip(".")) if found else (text, "")
     if found and found["key"]:
-        return KeyWrong(path, "every key must be text")
+        return ConfigError(path, "every key must be text")
     unknown = re.match(r"Object contains unknown field `(.*)`", what, re.DOTALL)
     missing = re.match(r"Object missing required field `(.*)`", what)
     field = unknown or missing
     if field:
         struct = _struct_at(kind, path)
         key = f"{path}.{field[1]}" if path else field[1]
-        return KeyWrong(key, _unknown(field[1], struct, words) if unknown else _missing(field[1], struct))
+        return ConfigError(key, _unknown_key(field[1], struct, words) if unknown else _missing_key(field[1], struct))
     if path.endswith("[...]"):  # msgspec does not say of which key
-        path, value = _culprit(table, path.removesuffix("[...]"))
+        path, value = _bad_entry(table, path.removesuffix("[...]"))
     else:
         value = _value_at(table, path)
-    return KeyWrong(path, _said(what, path, value, _field_at(kind, path)))
+    return ConfigError(path, _type_problem(what, path, value, _field_at(kind, path)))
 
 
-def _unknown(name: str, struct: type | None, words: Words) -> str:
+def _unknown_key(name: str, struct: type | None, words: KeyHints) -> str:
     from difflib import get_close_matches  # only this mistake needs it
 
     spelled, known = name.replace("-", "_"), words.get(struct, {}) if struct else {}
@@ -75,13 +75,13 @@ def _unknown(name: str, struct: type | None, words: Words) -> str:
     return f"is not a key; did you mean {near[0]}?" if near else f"is not a key; {listed}"
 
 
-def _missing(name: str, struct: type | None) -> str:
+def _missing_key(name: str, struct: type | None) -> str:
     meta = meta_of(_field(struct, name)) if struct else None
     example = f"; write it, as in {name} = {meta.examples[0]}" if meta and meta.examples else ""
     return f"is missing{example}"
 
 
-_WORDS = {
+_TYPE_NAMES = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
@@ -92,7 +92,7 @@ _WORDS = {
 }
 
 
-def _said(what: str, path: str, value: Any, field: msgspec.structs.FieldInfo | None) -> str:
+def _type_problem(what: str, path: str, value: Any, field: msgspec.structs.FieldInfo | None) -> str:
     hidden = is_secret(path) or isinstance(value, bool) or not isinstance(value, (str, int, float))
     said = "" if hidden else f" {_cut(repr(value))}"
     types = re.match(r"Expected `([^`]*)`(?:, got `([^`]*)`)?", what)
@@ -100,21 +100,21 @@ def _said(what: str, path: str, value: Any, field: msgspec.structs.FieldInfo | N
         wanted = (
             _choices(field)
             if field and "[" not in path and _has_literal(field.type)
-            else [_WORDS.get(word, word) for word in types[1].split(" | ") if word != "null"]
+            else [_TYPE_NAMES.get(word, word) for word in types[1].split(" | ") if word != "null"]
         )
-        got = _WORDS.get(types[2] or "", "something else")
+        got = _TYPE_NAMES.get(types[2] or "", "something else")
         got = str(value).lower() if isinstance(value, bool) and not is_secret(path) else got
-        return f"must be {one_of(wanted)}, not {got}{said}{_right(path, value, types[1], field)}"
+        return f"must be {one_of(wanted)}, not {got}{said}{_correction(path, value, types[1], field)}"
     if what.startswith("Invalid enum value"):
         names = _choices(field)
         return f"must be {one_of(names)}, not{said or ' this'}" if names else what
     return what
 
 
-def _right(path: str, value: Any, wanted: str, field: msgspec.structs.FieldInfo | None) -> str:
+def _correction(path: str, value: Any, wanted: str, field: msgspec.structs.FieldInfo | None) -> str:
     name = path.rpartition(".")[2]
     if wanted == "str" and isinstance(value, (int, float)) and not is_secret(path):
-        text = written(str(value).lower() if isinstance(value, bool) else str(value))
+        text = to_toml(str(value).lower() if isinstance(value, bool) else str(value))
         return f"; write {text}" if name.endswith("]") else f"; write {name} = {text}"
     if wanted == "object" or _struct_in(field.type if field else None) is not None:
         table = f"[[{name}]]" if wanted == "array" else f"[{name}]" if field and _struct_in(field.type) else ""
@@ -126,7 +126,7 @@ def _right(path: str, value: Any, wanted: str, field: msgspec.structs.FieldInfo 
     if wanted.startswith("array") and isinstance(value, str) and not is_secret(path):
         return f'; write {name} = ["{value}"]' if len(value) <= 60 else f'; write {name} = ["…"]'
     meta = meta_of(field)
-    example = meta.examples[0] if meta and meta.examples else written_default(field)
+    example = meta.examples[0] if meta and meta.examples else default_toml(field)
     return f"; write it as in {name} = {example}" if example else ""
 
 
@@ -139,39 +139,39 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
-def written_default(field: msgspec.structs.FieldInfo | None) -> str:
+def default_toml(field: msgspec.structs.FieldInfo | None) -> str:
     """The default as TOML writes it; "" where there is none."""
     default = None if field is None else field.default
     if default is None or default is msgspec.NODEFAULT or isinstance(default, msgspec.Struct):
         return ""
-    return written(default)
+    return to_toml(default)
 
 
-def written(value: Any) -> str:
+def to_toml(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Seconds):
-        return f'"{spoken_seconds(value)}"'
+        return f'"{format_seconds(value)}"'
     if isinstance(value, Size):
-        return f'"{spoken_size(value)}"'
+        return f'"{format_size(value)}"'
     if isinstance(value, (int, float)):
         return f"{value:g}" if isinstance(value, float) else str(value)
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(written, value))}]"
+        return f"[{', '.join(map(to_toml, value))}]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f" {_bare(k)} = {written(v)}" for k, v in value.items()) + (" }" if value else "}")
+        return "{" + ", ".join(f" {_toml_key(k)} = {to_toml(v)}" for k, v in value.items()) + (" }" if value else "}")
     text = str(value).replace("\\", "\\\\").replace('"', '\\"')
     return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04X}" for c in text) + '"'
 
 
-def _bare(key: str) -> str:
-    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else written(key)
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else to_toml(key)
 
 
-def shown(value: Any) -> str:
+def short_toml(value: Any) -> str:
     """A value in a sentence: as TOML writes it, not too much of it."""
-    return _cut(written(value))
+    return _cut(to_toml(value))
 
 
 def is_secret(path: str) -> bool:
@@ -199,7 +199,7 @@ def _value_at(table: Any, path: str) -> Any:
     return table
 
 
-def _culprit(table: Mapping[str, Any], path: str) -> tuple[str, Any]:
+def _bad_entry(table: Mapping[str, Any], path: str) -> tuple[str, Any]:
     values = _value_at(table, path)
     for key, value in values.items() if isinstance(values, dict) else ():
         if not isinstance(value, str):

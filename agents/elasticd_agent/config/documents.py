@@ -19,11 +19,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Kind = Literal["toml", "yaml", "json"]
+FileFormat = Literal["toml", "yaml", "json"]
 
-LARGEST = 64 * 1024
+MAX_JOB_FILE_BYTES = 64 * 1024
 """Bytes. A job file is a page; it is kept in the store for as long as the job is remembered."""
-DEEPEST = 16
+MAX_DEPTH = 16
 """Tables and lists inside each other: far above what any key needs, far below Python's recursion limit."""
 
 _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -31,37 +31,37 @@ _NULLS = ("", "~", "null", "Null", "NULL")
 _INT, _FLOAT = re.compile(r"[-+]?[0-9]{1,18}"), re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?")
 
 
-class _Wrong(ValueError):
+class _DocumentError(ValueError):
     """What is wrong with the text, as the end of a sentence."""
 
 
-def parse(data: bytes, kind: Kind, where: str, largest: int = LARGEST) -> dict[str, Any]:
+def parse(data: bytes, kind: FileFormat, where: str, largest: int = MAX_JOB_FILE_BYTES) -> dict[str, Any]:
     """The table `data` holds. `where` is what the sentence begins with. Raises UsageError, and nothing else."""
     if len(data) > largest:
         raise UsageError(f"{where}: is longer than the {largest} bytes that are read; it is another file than meant")
     try:
         text = data.decode("utf-8-sig")
         table = _PARSERS[kind](text)
-        _bounded(table, 0)
+        _check_depth(table, 0)
     except UnicodeDecodeError as error:
         raise UsageError(f"{where}: is not text: byte {error.start} is not UTF-8") from None
     except RecursionError:
-        raise UsageError(f"{where}: tables and lists are nested too deep; {DEEPEST} levels are understood") from None
-    except _Wrong as error:
+        raise UsageError(f"{where}: tables and lists are nested too deep; {MAX_DEPTH} levels are understood") from None
+    except _DocumentError as error:
         raise UsageError(f"{where}: {error}") from None
     except ValueError as error:  # the parsers' own
-        raise UsageError(f"{where}: is not {kind.upper()}: {_said(error)}") from None
+        raise UsageError(f"{where}: is not {kind.upper()}: {_describe(error)}") from None
     if not isinstance(table, dict):
-        raise UsageError(f"{where}: must be a table of keys and values, not {_named(table)}")
+        raise UsageError(f"{where}: must be a table of keys and values, not {_type_name(table)}")
     return table
 
 
-def kind_of(name: str) -> Kind:
+def format_of(name: str) -> FileFormat:
     """What a file's name says it holds; TOML if nothing."""
     return "yaml" if name.endswith((".yaml", ".yml")) else "json" if name.endswith(".json") else "toml"
 
 
-def _said(error: ValueError) -> str:
+def _describe(error: ValueError) -> str:
     said = _one_line(error)
     if said.startswith("Cannot overwrite"):  # tomllib of a key, as of a table, that is there already
         return f"a key is given twice{said[said.find(' (') :] if ' (' in said else ''}; keep one"
@@ -73,51 +73,51 @@ def _one_line(error: object) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _named(value: object) -> str:
+def _type_name(value: object) -> str:
     return "a list" if isinstance(value, list) else "nothing" if value is None else "a single value"
 
 
-def _bounded(value: Any, depth: int) -> None:
-    if depth > DEEPEST:
-        raise _Wrong(f"tables and lists are nested too deep; {DEEPEST} levels are understood")
+def _check_depth(value: Any, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise _DocumentError(f"tables and lists are nested too deep; {MAX_DEPTH} levels are understood")
     if isinstance(value, dict):
         for key, inner in value.items():
-            _clean(key)
-            _bounded(inner, depth + 1)
+            _check_text(key)
+            _check_depth(inner, depth + 1)
     elif isinstance(value, list):
         for inner in value:
-            _bounded(inner, depth + 1)
+            _check_depth(inner, depth + 1)
     elif isinstance(value, str):
-        _clean(value)
+        _check_text(value)
 
 
-def _clean(text: str) -> None:
+def _check_text(text: str) -> None:
     if "\0" in text:
-        raise _Wrong(f"{text[:40]!r} holds a zero byte, which no file name, argument or variable can")
+        raise _DocumentError(f"{text[:40]!r} holds a zero byte, which no file name, argument or variable can")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _Wrong(f"{text[:40]!r} holds half a character (a lone surrogate)") from None
+        raise _DocumentError(f"{text[:40]!r} holds half a character (a lone surrogate)") from None
 
 
 # ---- each language
 
 
 def _json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:
-            raise _Wrong(f"{_one_line(key)}: is given twice; keep one")
+            raise _DocumentError(f"{_one_line(key)}: is given twice; keep one")
         table[key] = value
     return table
 
 
 def _no_constant(name: str) -> Any:
-    raise _Wrong(f"{name} is not a number JSON knows")
+    raise _DocumentError(f"{name} is not a number JSON knows")
 
 
 def _toml(text: str) -> Any:
@@ -136,28 +136,28 @@ def _yaml(text: str) -> Any:
         raise ValueError(f"{at}{error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ValueError(_one_line(error)) from None
-    return None if node is None else _plain(node, set())
+    return None if node is None else _to_plain(node, set())
 
 
-def _plain(node: Any, seen: set[int]) -> Any:
+def _to_plain(node: Any, seen: set[int]) -> Any:
     """`node` as plain values. The same node twice is an alias: a few of them can stand for gigabytes."""
     line = f"line {node.start_mark.line + 1}"
     if id(node) in seen:
-        raise _Wrong(f"{line}: YAML aliases (*name) are not understood; write the value out")
+        raise _DocumentError(f"{line}: YAML aliases (*name) are not understood; write the value out")
     seen.add(id(node))
     if node.tag != f"tag:yaml.org,2002:{_TAGS[node.id]}":
-        raise _Wrong(f"{line}: YAML tags ({node.tag[:40]}) are not understood; write the plain value")
+        raise _DocumentError(f"{line}: YAML tags ({node.tag[:40]}) are not understood; write the plain value")
     if node.id == "sequence":
-        return [_plain(item, seen) for item in node.value]
+        return [_to_plain(item, seen) for item in node.value]
     if node.id == "scalar":
         return _scalar(node.value) if node.style is None else node.value
     table: dict[str, Any] = {}
     for key, value in node.value:
         if key.id != "scalar":
-            raise _Wrong(f"{line}: a key must be text, not a list or a table")
+            raise _DocumentError(f"{line}: a key must be text, not a list or a table")
         if key.value in table:
-            raise _Wrong(f"line {key.start_mark.line + 1}: {_one_line(key.value)}: is given twice; keep one")
-        table[key.value] = _plain(value, seen)
+            raise _DocumentError(f"line {key.start_mark.line + 1}: {_one_line(key.value)}: is given twice; keep one")
+        table[key.value] = _to_plain(value, seen)
     return table
 
 

@@ -5,19 +5,19 @@ It exists so that the parser, --help and docs/torchrun.md read the same words. N
 
 from __future__ import annotations
 
-from elasticd_agent.config.flag import Flag, Kind
+from elasticd_agent.config.flag import Flag, ValueType
 
-OWN: tuple[Flag, ...] = (
+ELASTICD_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--checkpoint-dir",),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Where session.checkpoint() writes; the workers find it in ELASTICD_CHECKPOINT_DIR.",
         metavar="DIR",
         env=False,
     ),
     Flag(
         ("--preload",),
-        Kind.LIST,
+        ValueType.LIST,
         "Modules imported once, before the workers are forked; may be repeated.",
         default=(),
         metavar="MOD,…",
@@ -26,21 +26,21 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--event-log",),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Appends one JSON object per event to FILE (docs/events.md).",
         metavar="FILE",
         env=False,
     ),
     Flag(
         ("--metrics-port",),
-        Kind.INT,
+        ValueType.INT,
         "Serves Prometheus metrics on this port; 0 for a free one.",
         metavar="PORT",
         env=False,
     ),
     Flag(
         ("--metrics-addr",),
-        Kind.TEXT,
+        ValueType.TEXT,
         "The address metrics are served on.",
         default="127.0.0.1",
         metavar="ADDR",
@@ -48,16 +48,16 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--max-restarts-per-hour",),
-        Kind.INT,
+        ValueType.INT,
         "Restarts within one hour before the job is given up; without effect when --max-restarts is given.",
         default=60,
         metavar="N",
         env=False,
     ),
-    Flag(("--no-live",), Kind.SWITCH, "Plain log lines, also on a terminal.", default=False, env=False),
+    Flag(("--no-live",), ValueType.SWITCH, "Plain log lines, also on a terminal.", default=False, env=False),
     Flag(
         ("--run",),
-        Kind.TEXT,
+        ValueType.TEXT,
         "A token that tells this run of the job from others: only the same run may share a checkpoint directory. "
         "Default: a random one; for several nodes, which must agree on it, SLURM_RESTART_COUNT, else 0.",
         metavar="TOKEN",
@@ -65,21 +65,21 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--node-id",),
-        Kind.TEXT,
+        ValueType.TEXT,
         "This node's name among the job's nodes, unlike any other's. Default: the host name.",
         metavar="NAME",
         env=False,
     ),
     Flag(
         ("--replace-timeout",),
-        Kind.DURATION,
+        ValueType.DURATION,
         "How long a job with fewer than MIN nodes left waits for others before it is given up; 10m if not given.",
         metavar="TIME",
         env=False,
     ),
     Flag(
         ("--hold-timeout",),
-        Kind.DURATION,
+        ValueType.DURATION,
         "How long the workers wait, right after a checkpoint, for the round that takes newcomers in, before they go on "
         "as they are; 30s if not given.",
         metavar="TIME",
@@ -87,7 +87,7 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--grow",),
-        Kind.TEXT,
+        ValueType.TEXT,
         "When newcomers are taken in. auto: at once where a checkpoint is attached, so that no step is lost, else at "
         "the next restart; always: at once, even if that loses steps; never: only at a restart.",
         default="auto",
@@ -97,7 +97,7 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--hang-floor",),
-        Kind.DURATION,
+        ValueType.DURATION,
         "Nobody is taken for hung for making no progress before this time is over, however short the steps; stopped "
         "processes have --stopped-after. Not given: 5s with an attached checkpoint, else 60s, as a wrong restart costs "
         "more there.",
@@ -106,7 +106,7 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--hang-factor",),
-        Kind.FLOAT,
+        ValueType.FLOAT,
         "The group is suspected when no rank makes progress for so many times its longest step of late.",
         default=5.0,
         metavar="F",
@@ -114,7 +114,7 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--stopped-after",),
-        Kind.DURATION,
+        ValueType.DURATION,
         "A worker that has been stopped (state T, as by SIGSTOP; not by a debugger) for this time is hung.",
         default="2.5s",
         metavar="TIME",
@@ -122,7 +122,7 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--slow-ceiling",),
-        Kind.DURATION,
+        ValueType.DURATION,
         "A rank that others wait for but that uses its CPU or disk is slow, not hung, until this time has passed "
         "without progress. Not given: the process group's own timeout, 30m where that is unknown.",
         metavar="TIME",
@@ -130,7 +130,7 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--slow-factor",),
-        Kind.FLOAT,
+        ValueType.FLOAT,
         "A rank whose own work takes more than so many times what its peers' takes is reported as slow by "
         "a log line, an event and a metric; nothing is done about it.",
         default=1.5,
@@ -139,7 +139,7 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--evidence-timeout",),
-        Kind.DURATION,
+        ValueType.DURATION,
         "How long stacks and logs of a hung group may take to gather before it is ended. They are waited for no longer "
         "than they take.",
         default="3s",
@@ -148,7 +148,7 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--on-hang",),
-        Kind.TEXT,
+        ValueType.TEXT,
         "What is done about a hung group: restart it, or only report it (a log line, an event, the evidence).",
         default="restart",
         choices=("restart", "report"),
@@ -157,7 +157,7 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--startup-ceiling",),
-        Kind.DURATION,
+        ValueType.DURATION,
         "A script that elasticd.init() or an earlier round has shown to train may be quiet for so long before it makes "
         "its optimizer: imports, loading, init_process_group.",
         default="10m",
@@ -166,7 +166,7 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--first-step-ceiling",),
-        Kind.DURATION,
+        ValueType.DURATION,
         "Such a script may be quiet for so long before its first step: a compile, a first epoch's data.",
         default="30m",
         metavar="TIME",
@@ -174,7 +174,7 @@ OWN: tuple[Flag, ...] = (
     ),
     Flag(
         ("--progress-ceiling",),
-        Kind.DURATION,
+        ValueType.DURATION,
         "A group may be quiet for so long while there is nothing to learn from: after its first steps, and in its "
         "first evaluation and its first checkpoint.",
         default="30m",

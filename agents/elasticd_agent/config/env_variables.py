@@ -18,60 +18,60 @@ import msgspec
 from elasticd.errors import UsageError
 
 PREFIX = "ELASTICD_"
-FLAGS: Mapping[str, str] = {"--bind": "http.bind", "--port": "http.port", "--drain-timeout": "drain_timeout"}
+AGENT_FLAGS: Mapping[str, str] = {"--bind": "http.bind", "--port": "http.port", "--drain-timeout": "drain_timeout"}
 """The options of `elasticd agent` that stand in for a key, and that count more than its variable."""
 
 
 @dataclass(frozen=True, slots=True)
-class Variable:
+class Override:
     """One that was set: what it is called, and its value as a file would have it."""
 
     name: str
     value: Any
 
 
-def keys(kind: type[msgspec.Struct], outer: str = "") -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
+def config_keys(kind: type[msgspec.Struct], outer: str = "") -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
     """Every key that is a value, "http.port", with its field; lists of tables are not."""
     for field in msgspec.structs.fields(kind):
-        inner = _struct(field.type)
+        inner = _struct_type(field.type)
         if inner is not None:
-            yield from keys(inner, f"{outer}{field.encode_name}.")
-        elif not _holds_structs(field.type):
+            yield from config_keys(inner, f"{outer}{field.encode_name}.")
+        elif not _contains_struct(field.type):
             yield f"{outer}{field.encode_name}", field
 
 
-def variable(key: str) -> str:
+def variable_name(key: str) -> str:
     """The name of the variable that stands in for `key`."""
     return PREFIX + key.upper().replace(".", "_")
 
 
-def from_variables(
+def read_overrides(
     kind: type[msgspec.Struct], environ: Mapping[str, str], flags: Mapping[str, str]
-) -> dict[str, Variable]:
+) -> dict[str, Override]:
     """The variables that are set, and what `flags` say instead, by key. An empty variable is as if not set.
 
     Raises UsageError: VARIABLE: …
     """
-    known = {variable(key): (key, field) for key, field in keys(kind)}
+    known = {variable_name(key): (key, field) for key, field in config_keys(kind)}
     given = {}
     for name in sorted(environ):
         text = environ[name]
         if name in known and text.strip():
             key, field = known[name]
-            given[key] = Variable(name, _value(text.strip(), field.type))
+            given[key] = Override(name, _to_plain(text.strip(), field.type))
         elif name not in known and name.startswith(PREFIX):
-            _known_to_others(name, known, kind)
+            _reject_misspelled(name, known, kind)
     fields = dict(known.values())
     for flag, text in flags.items():
-        given[FLAGS[flag]] = Variable(flag, _value(text.strip(), fields[FLAGS[flag]].type))
+        given[AGENT_FLAGS[flag]] = Override(flag, _to_plain(text.strip(), fields[AGENT_FLAGS[flag]].type))
     return given
 
 
-def _known_to_others(name: str, known: Mapping[str, object], kind: type[msgspec.Struct]) -> None:
+def _reject_misspelled(name: str, known: Mapping[str, object], kind: type[msgspec.Struct]) -> None:
     """A variable that is no key may be anybody's, unless it was surely meant for us."""
     from difflib import get_close_matches  # only this mistake needs it
 
-    tables = tuple(variable(f.encode_name) + "_" for f in msgspec.structs.fields(kind) if _struct(f.type))
+    tables = tuple(variable_name(f.encode_name) + "_" for f in msgspec.structs.fields(kind) if _struct_type(f.type))
     near = get_close_matches(name, known, n=1, cutoff=0.6 if name.startswith(tables) else 0.9)
     if near or name.startswith(tables):
         raise UsageError(
@@ -83,9 +83,9 @@ _HINT = "elasticd config example lists the keys"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def _value(text: str, kind: Any) -> Any:
+def _to_plain(text: str, kind: Any) -> Any:
     """`text` as a file would have it; what cannot be is left as it is, for the decoder to refuse."""
-    kinds = set(_inside(kind))
+    kinds = set(_member_types(kind))
     if tuple in kinds:
         return [item for item in (part.strip() for part in text.split(",")) if item]
     if bool in kinds:
@@ -95,26 +95,26 @@ def _value(text: str, kind: Any) -> Any:
     return text
 
 
-def _inside(kind: Any) -> Iterator[Any]:
+def _member_types(kind: Any) -> Iterator[Any]:
     origin = typing.get_origin(kind)
     if origin is tuple:
         yield tuple
     elif origin in (typing.Union, types.UnionType, typing.Annotated):
         for part in typing.get_args(kind):
-            yield from _inside(part)
+            yield from _member_types(part)
     else:
         yield kind
 
 
-def _struct(kind: Any) -> type[msgspec.Struct] | None:
-    return next((k for k in _inside(kind) if isinstance(k, type) and issubclass(k, msgspec.Struct)), None)
+def _struct_type(kind: Any) -> type[msgspec.Struct] | None:
+    return next((k for k in _member_types(kind) if isinstance(k, type) and issubclass(k, msgspec.Struct)), None)
 
 
-def _holds_structs(kind: Any) -> bool:
-    return any(isinstance(part, type) and issubclass(part, msgspec.Struct) for part in _parts(kind))
+def _contains_struct(kind: Any) -> bool:
+    return any(isinstance(part, type) and issubclass(part, msgspec.Struct) for part in _nested_types(kind))
 
 
-def _parts(kind: Any) -> Iterator[Any]:
+def _nested_types(kind: Any) -> Iterator[Any]:
     yield kind
     for part in typing.get_args(kind):
-        yield from _parts(part)
+        yield from _nested_types(part)

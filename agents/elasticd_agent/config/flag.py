@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
+class ValueType(Enum):
     """What follows the option on the command line."""
 
     TEXT = "text"
@@ -33,14 +33,14 @@ class Flag:
     """One option. `default` is torchrun's, unless `differs` says why ours is another (and `default` is ours)."""
 
     names: tuple[str, ...]
-    kind: Kind
-    says: str
+    value_type: ValueType
+    help: str
     default: str | int | float | tuple[str, ...] | bool | None = None
     treatment: Treatment = Treatment.HONORED
     choices: tuple[str, ...] | None = None
     metavar: str | None = None
     env: bool = True
-    differs: str | None = None
+    default_reason: str | None = None
     repeatable: bool = False
 
     @property

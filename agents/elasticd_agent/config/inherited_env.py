@@ -16,7 +16,7 @@ SET_BY_ELASTICD = re.compile(
     "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ELASTICD_.*|PYTHON_EXEC|PET_.*"
 )
 """What every worker is given, and what `elasticd run` is told by variables: never a job's own."""
-_DAEMONS_OWN = re.compile(
+_SET_FOR_THE_DAEMON = re.compile(
     "PYTHON.*|VIRTUAL_ENV.*|CONDA_.*|NOTIFY_SOCKET|WATCHDOG_.*|LISTEN_.*|INVOCATION_ID|JOURNAL_STREAM|MAINPID|MANAGERPID"
     "|SYSTEMD_.*|MEMORY_PRESSURE_.*|(CREDENTIALS|RUNTIME|STATE|CACHE|LOGS|CONFIGURATION)_DIRECTORY|SUDO_.*|SSH_.*"
     "|XDG_.*|TERM|PWD|OLDPWD|SHLVL|_"
@@ -24,15 +24,15 @@ _DAEMONS_OWN = re.compile(
 """Of its interpreter, of systemd's services, of whoever started it."""
 
 
-def job_environment(daemons: Mapping[str, str], jobs: Mapping[str, str], user: str | None) -> dict[str, str]:
+def job_environment(daemon_env: Mapping[str, str], job_env: Mapping[str, str], user: str | None) -> dict[str, str]:
     """What all processes of a job start from: the machine's settings, then the user's home, then the job's own.
 
     Raises UsageError when there is no such user.
     """
     env = {
         name: value
-        for name, value in daemons.items()
-        if not SET_BY_ELASTICD.fullmatch(name) and not _DAEMONS_OWN.fullmatch(name)
+        for name, value in daemon_env.items()
+        if not SET_BY_ELASTICD.fullmatch(name) and not _SET_FOR_THE_DAEMON.fullmatch(name)
     }
     if user is not None:
         try:
@@ -40,4 +40,4 @@ def job_environment(daemons: Mapping[str, str], jobs: Mapping[str, str], user: s
         except KeyError:
             raise UsageError(f"user: {user!r} does not exist on this machine; create it, or name another") from None
         env |= {"HOME": entry.pw_dir, "USER": user, "LOGNAME": user, "SHELL": entry.pw_shell or "/bin/sh"}
-    return {**env, **jobs}
+    return {**env, **job_env}

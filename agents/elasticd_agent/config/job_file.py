@@ -21,10 +21,10 @@ from msgspec import Meta
 
 from elasticd.errors import UsageError
 from elasticd_agent.config import run_options as arguments
-from elasticd_agent.config.decode import KeyWrong, decode
-from elasticd_agent.config.documents import LARGEST, Kind, parse
+from elasticd_agent.config.decode import ConfigError, decode
+from elasticd_agent.config.documents import MAX_JOB_FILE_BYTES, FileFormat, parse
 from elasticd_agent.config.inherited_env import SET_BY_ELASTICD, job_environment
-from elasticd_agent.config.quantities import Seconds, count_range, encoded
+from elasticd_agent.config.quantities import Seconds, encode_quantity, parse_count_range
 from elasticd_agent.model.job import AgentSettings, JobSpec, Policy, Rendezvous, Streams
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.system.devices import visible_gpus
@@ -77,14 +77,14 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     node_cooloff: Seconds | None = None
 
     @property
-    def nodes_wanted(self) -> tuple[int, int]:
+    def node_range(self) -> tuple[int, int]:
         """(MIN, MAX) nodes."""
-        return count_range(self.nodes)
+        return parse_count_range(self.nodes)
 
     @property
-    def slots_wanted(self) -> tuple[int, int]:
+    def slot_range(self) -> tuple[int, int]:
         """(MIN, MAX) slots, which are workers, on each node."""
-        return count_range(self.workers)
+        return parse_count_range(self.workers)
 
 
 FLAGS = (
@@ -107,7 +107,7 @@ FLAGS = (
 )
 """Keys that are flags of `elasticd run` with a value of their own."""
 SWITCHES = ("module", "no_python", "virtual_local_rank")
-CONF = (
+RENDEZVOUS_KEYS = (
     "join_timeout",
     "last_call_timeout",
     "lease",
@@ -122,29 +122,29 @@ CONF = (
 """Keys that are --rdzv-conf's."""
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
-_SEES_TO_LOGS = "the daemon keeps every worker's output; elasticd logs JOB --rank K shows it"
-_SEES_TO_MEETING = "the daemons know where their nodes meet"
-NOT_KEYS: Mapping[str, str] = {
+_LOGS_BY_DAEMON = "the daemon keeps every worker's output; elasticd logs JOB --rank K shows it"
+_RENDEZVOUS_BY_DAEMON = "the daemons know where their nodes meet"
+JOB_KEY_HINTS: Mapping[str, str] = {
     "nnodes": 'write nodes, as in nodes = "2:8"',
     "nproc_per_node": 'write workers, as in workers = "1:8"',
     "rdzv_id": "write id",
-    "rdzv_backend": _SEES_TO_MEETING,
-    "rdzv_endpoint": _SEES_TO_MEETING,
+    "rdzv_backend": _RENDEZVOUS_BY_DAEMON,
+    "rdzv_endpoint": _RENDEZVOUS_BY_DAEMON,
     "rdzv_conf": "its times are keys by themselves, as in join_timeout and lease",
-    "standalone": _SEES_TO_MEETING,
+    "standalone": _RENDEZVOUS_BY_DAEMON,
     "monitor_interval": "the end of a worker is seen when it happens",
     "start_method": "it has no effect under torchrun either",
     "event_log_handler": "the daemon keeps every job's events",
     "run_path": "command is a script unless module or no_python say otherwise",
-    "log_dir": _SEES_TO_LOGS,
-    "redirects": _SEES_TO_LOGS,
-    "tee": _SEES_TO_LOGS,
-    "local_ranks_filter": _SEES_TO_LOGS,
+    "log_dir": _LOGS_BY_DAEMON,
+    "redirects": _LOGS_BY_DAEMON,
+    "tee": _LOGS_BY_DAEMON,
+    "local_ranks_filter": _LOGS_BY_DAEMON,
     "node_rank": "nodes find their ranks by themselves",
-    "master_addr": _SEES_TO_MEETING,
-    "master_port": _SEES_TO_MEETING,
+    "master_addr": _RENDEZVOUS_BY_DAEMON,
+    "master_port": _RENDEZVOUS_BY_DAEMON,
     "local_addr": "it is a key of the node's agent.toml",
-    "logs_specs": _SEES_TO_LOGS,
+    "logs_specs": _LOGS_BY_DAEMON,
     "numa_binding": "call os.sched_setaffinity in the script",
     "signals_to_handle": "elasticd cancel and drain stop a job",
     "event_log": "the daemon keeps every job's events",
@@ -162,36 +162,36 @@ NOT_KEYS: Mapping[str, str] = {
 """What `elasticd run` is told and a job file is not, and other words people try; why, or what to write."""
 
 
-def read_job(data: bytes, kind: Kind, where: str) -> JobFile:
+def read_job(data: bytes, kind: FileFormat, where: str) -> JobFile:
     """The job `data` describes, checked as far as can be without a node. Raises UsageError: one line, WHERE: KEY: …"""
     table = parse(data, kind, where)
     try:
-        return job_of(table)
-    except KeyWrong as error:
+        return decode_job(table)
+    except ConfigError as error:
         raise UsageError(f"{where}: {error}") from None
 
 
 def from_json(text: str) -> JobFile:
     """A job as `to_json` wrote it, perhaps another version's. Raises UsageError."""
-    table = parse(text.encode("utf-8", "surrogatepass"), "json", "the job's description", 2 * LARGEST)
+    table = parse(text.encode("utf-8", "surrogatepass"), "json", "the job's description", 2 * MAX_JOB_FILE_BYTES)
     try:
-        return job_of(table)
-    except KeyWrong as error:
+        return decode_job(table)
+    except ConfigError as error:
         raise UsageError(f"the job's description: {error}") from None
 
 
 def to_json(job: JobFile) -> str:
-    return msgspec.json.encode(job, enc_hook=encoded).decode()
+    return msgspec.json.encode(job, enc_hook=encode_quantity).decode()
 
 
-def job_of(table: Mapping[str, Any]) -> JobFile:
+def decode_job(table: Mapping[str, Any]) -> JobFile:
     """Raises KeyWrong."""
-    job = decode(table, JobFile, {JobFile: NOT_KEYS})
-    check(job)
+    job = decode(table, JobFile, {JobFile: JOB_KEY_HINTS})
+    check_job(job)
     return job
 
 
-def choices(
+def run_model(
     job: JobFile,
     *,
     job_id: str,
@@ -210,11 +210,11 @@ def choices(
     them. `rendezvous` is where and as whom to meet; its numbers of nodes are the job's. `user` is who a job that names
     none runs as; None: whoever the daemon is. Raises UsageError.
     """
-    low, high = job.slots_wanted
+    low, high = job.slot_range
     if not low <= len(slots) <= high:
         raise UsageError(f"workers: {job.workers}, but there are {len(slots)} slot(s) for the job on node {node}")
     spec, policy, settings = _run(job, f"{low}:{len(slots)}")
-    fewest, most = job.nodes_wanted
+    fewest, most = job.node_range
     if rendezvous.backend == "memory":
         if fewest > 1:
             raise UsageError(f"nodes: {job.nodes}, but a local store is one node's; the job needs store.backend etcd")
@@ -236,7 +236,7 @@ def choices(
     return spec, policy, settings
 
 
-def policy_of(job: JobFile) -> Policy:
+def job_policy(job: JobFile) -> Policy:
     """The rules the job will be run by. Raises UsageError."""
     return _run(job, "1")[1]
 
@@ -245,7 +245,7 @@ def _run(job: JobFile, workers: str) -> tuple[JobSpec, Policy, AgentSettings]:
     """Through the command line's own checks; what only the command line could misread is put in afterwards."""
     argv = [f"--{name.replace('_', '-')}" for name in SWITCHES if getattr(job, name)]
     argv += [f"--{name.replace('_', '-')}={_text(getattr(job, name))}" for name in FLAGS if _given(job, name)]
-    conf = [f"{name}={_text(getattr(job, name))}" for name in CONF if _given(job, name)]
+    conf = [f"{name}={_text(getattr(job, name))}" for name in RENDEZVOUS_KEYS if _given(job, name)]
     argv += [f"--rdzv-conf={','.join(conf)}"] if conf else []
     argv += [f"--preload={','.join(job.preload)}"] if job.preload else []
     argv += [f"--nproc-per-node={workers}", "script"]
@@ -275,44 +275,50 @@ def _text(value: object) -> str:
 # ---- checks
 
 
-def check(job: JobFile) -> None:
+def check_job(job: JobFile) -> None:
     """Raises KeyWrong for what no node could run."""
     if not job.command or not job.command[0]:
-        raise KeyWrong("command", 'is empty; write the script and its arguments, as in ["train.py", "--epochs", "3"]')
+        raise ConfigError(
+            "command", 'is empty; write the script and its arguments, as in ["train.py", "--epochs", "3"]'
+        )
     if job.command[0].startswith("-"):
-        raise KeyWrong("command", f"begins with {job.command[0]!r}: the script's name comes first")
+        raise ConfigError("command", f"begins with {job.command[0]!r}: the script's name comes first")
     for key, text in (("id", job.id), ("python", job.python), ("user", job.user), ("role", job.role)):
         if text is not None and not text.strip():
-            raise KeyWrong(key, "is empty; leave it out, or name it")
+            raise ConfigError(key, "is empty; leave it out, or name it")
         if text is not None and not text.isprintable():
-            raise KeyWrong(key, f"{text[:60]!r} holds a character that cannot be printed")
+            raise ConfigError(key, f"{text[:60]!r} holds a character that cannot be printed")
     if job.id is not None and job.id.startswith("-"):
-        raise KeyWrong("id", f"{job.id[:60]!r} begins with '-': commands would take it for an option")
+        raise ConfigError("id", f"{job.id[:60]!r} begins with '-': commands would take it for an option")
     if job.python is not None and "/" in job.python and not job.python.startswith("/"):
-        raise KeyWrong("python", f"{job.python!r} is neither an absolute path nor a name on PATH; begin it with /")
+        raise ConfigError("python", f"{job.python!r} is neither an absolute path nor a name on PATH; begin it with /")
     if job.module and job.no_python:
-        raise KeyWrong("no_python", "and module contradict each other: a module needs Python to run it")
+        raise ConfigError("no_python", "and module contradict each other: a module needs Python to run it")
     for key in ("nodes", "workers"):
         try:
-            count_range(getattr(job, key))
+            parse_count_range(getattr(job, key))
         except ValueError as error:
-            raise KeyWrong(key, str(error)) from None
+            raise ConfigError(key, str(error)) from None
     for name in job.env:
         if not name or "=" in name:
-            raise KeyWrong("env", f"{name!r} cannot be the name of a variable")
+            raise ConfigError("env", f"{name!r} cannot be the name of a variable")
         if SET_BY_ELASTICD.fullmatch(name):
-            raise KeyWrong(f"env.{name}", "is set by elasticd itself, for every worker; leave it out")
+            raise ConfigError(f"env.{name}", "is set by elasticd itself, for every worker; leave it out")
     if job.env.get(_GPUS):
-        raise KeyWrong(f"env.{_GPUS}", "is set by the slots that the job gets; leave it out, or empty to hide all GPUs")
-    if (size := len(to_json(job).encode())) > LARGEST:
-        raise KeyWrong("env" if job.env else "command", f"makes a job of {size} bytes; at most {LARGEST} are kept")
+        raise ConfigError(
+            f"env.{_GPUS}", "is set by the slots that the job gets; leave it out, or empty to hide all GPUs"
+        )
+    if (size := len(to_json(job).encode())) > MAX_JOB_FILE_BYTES:
+        raise ConfigError(
+            "env" if job.env else "command", f"makes a job of {size} bytes; at most {MAX_JOB_FILE_BYTES} are kept"
+        )
     if job.hang_factor is not None and math.isnan(job.hang_factor):
-        raise KeyWrong("hang_factor", "must be a number")
+        raise ConfigError("hang_factor", "must be a number")
     try:
-        spec, _, _ = _run(job, f"{job.slots_wanted[0]}:{job.slots_wanted[1]}")
+        spec, _, _ = _run(job, f"{job.slot_range[0]}:{job.slot_range[1]}")
         if job.id is not None:
             replace(spec, job_id=job.id)
-    except KeyWrong:
+    except ConfigError:
         raise
     except UsageError as error:
         raise in_keys(str(error)) from None
@@ -321,17 +327,17 @@ def check(job: JobFile) -> None:
 _KEYS = {field.encode_name for field in msgspec.structs.fields(JobFile)}
 
 
-def in_keys(sentence: str) -> KeyWrong:
+def in_keys(sentence: str) -> ConfigError:
     """A sentence of the command line's, in the words of a job file: its flags are keys here."""
     said = re.sub(r"--rdzv-conf:? (?=[a-z_]+\b)|\bargument (?=-)| \(PYTHON_EXEC\)", "", sentence)
     said = re.sub(r"--nproc-per-node", "workers", said)
     said = re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), said)
     said = re.sub(r"\b([a-z_]+)_s\b(?= [0-9])", r"\1", said)
     if said.startswith("job id "):
-        return KeyWrong("id", said.removeprefix("job id "))
+        return ConfigError("id", said.removeprefix("job id "))
     first = re.match(r"([a-z_]+)(?:[:=]\s*|\s+)(.*)", said, re.DOTALL)
     if first and first[1] in _KEYS:
-        return KeyWrong(first[1], first[2])
+        return ConfigError(first[1], first[2])
     for beginning, key in (
         ("the Python interpreter", "python"),
         ("the script", "command"),
@@ -340,6 +346,6 @@ def in_keys(sentence: str) -> KeyWrong:
         ("-m ", "command"),
     ):
         if said.startswith(beginning):
-            return KeyWrong(key, said)
+            return ConfigError(key, said)
     words = re.findall("[a-z_]+", re.sub("'[^']*'", "", said))
-    return KeyWrong(next((word for word in words if word in _KEYS - {"user", "env", "id"}), ""), said)
+    return ConfigError(next((word for word in words if word in _KEYS - {"user", "env", "id"}), ""), said)

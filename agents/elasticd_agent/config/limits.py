@@ -14,14 +14,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elasticd_agent.config.decode import KeyWrong
+from elasticd_agent.config.decode import ConfigError
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.workers.launcher.preload import script_of
 
 if TYPE_CHECKING:
     from elasticd_agent.config.agent_settings import Limits
 
-_RUNS_OTHER_CODE = re.compile(
+_CODE_VARIABLES = re.compile(
     "LD_.*|PYTHON.*|PATH|BASH_ENV|ENV|GCONV_PATH|TORCH.*LIB.*|TMPDIR|HOME"
     "|OPENSSL_.*|NCCL_.*PLUGIN.*|.*_INJECTION64_PATH|UCX_MODULE_DIR|FI_PROVIDER_PATH"  # libraries that are loaded
     "|CC|CXX|TRITON_.*|TORCHINDUCTOR_.*|TORCH_EXTENSIONS_DIR"  # what torch.compile runs, and finds compiled
@@ -29,7 +29,7 @@ _RUNS_OTHER_CODE = re.compile(
 """Variables by which an allowed command can be made to run something else."""
 
 
-def refusal(limits: Limits, job: JobFile, user: str | None) -> KeyWrong | None:
+def refusal(limits: Limits, job: JobFile, user: str | None) -> ConfigError | None:
     """Why the job may not run here, or None. `user` is who jobs that name none run as, None the daemon's own user."""
     for wrong in (_user(limits, job, user), _directories(limits, job), _command(limits, job)):
         if wrong is not None:
@@ -37,60 +37,66 @@ def refusal(limits: Limits, job: JobFile, user: str | None) -> KeyWrong | None:
     return None
 
 
-def _user(limits: Limits, job: JobFile, user: str | None) -> KeyWrong | None:
-    runs_as = job.user or user or _own_name()
+def _user(limits: Limits, job: JobFile, user: str | None) -> ConfigError | None:
+    runs_as = job.user or user or _daemon_user()
     if limits.users is None or runs_as in limits.users:
         return None
     whom = repr(runs_as) if job.user else f"is not given, and {runs_as!r}, who the job would run as,"
-    return KeyWrong("user", f"{whom} is not one of this node's [limits] users: {_list(limits.users)}")
+    return ConfigError("user", f"{whom} is not one of this node's [limits] users: {_listed(limits.users)}")
 
 
-def _directories(limits: Limits, job: JobFile) -> KeyWrong | None:
+def _directories(limits: Limits, job: JobFile) -> ConfigError | None:
     if limits.directories is None:
         return None
     allowed = tuple(os.path.realpath(directory) for directory in limits.directories)
     for key, path in (("workdir", job.workdir), ("checkpoint_dir", job.checkpoint_dir)):
-        if path is not None and not any(_below(os.path.realpath(path), directory) for directory in allowed):
-            return KeyWrong(key, f"{_led(path)} is not below one of this node's [limits] directories: {_list(allowed)}")
+        if path is not None and not any(_is_below(os.path.realpath(path), directory) for directory in allowed):
+            return ConfigError(
+                key, f"{_with_target(path)} is not below one of this node's [limits] directories: {_listed(allowed)}"
+            )
     return None
 
 
-def _command(limits: Limits, job: JobFile) -> KeyWrong | None:
+def _command(limits: Limits, job: JobFile) -> ConfigError | None:
     if limits.commands is None:
         return None
     allowed = tuple(os.path.realpath(entry) + ("/" if entry.endswith("/") else "") for entry in limits.commands)
 
     def may(path: str) -> bool:
         real = os.path.realpath(path)
-        return any(_below(real, entry.rstrip("/")) if entry.endswith("/") else real == entry for entry in allowed)
+        return any(_is_below(real, entry.rstrip("/")) if entry.endswith("/") else real == entry for entry in allowed)
 
-    listed = f"this node's [limits] commands: {_list(allowed)}"
+    listed = f"this node's [limits] commands: {_listed(allowed)}"
     name, workdir = job.command[0], os.path.realpath(job.workdir)
     if job.no_python:
         found = name if name.startswith("/") else os.path.join(workdir, name) if "/" in name else shutil.which(name)
         if found is None or not may(found):
-            return KeyWrong("command", f"{_led(Path(found)) if found else repr(name)} is not one of {listed}")
+            return ConfigError(
+                "command", f"{_with_target(Path(found)) if found else repr(name)} is not one of {listed}"
+            )
     else:
         script = script_of(job.module, name, Path(workdir))
         if script is None:
-            return KeyWrong("command", f"-m {name} is not below workdir, so it cannot be seen to be one of {listed}")
-        if job.module and not _below(os.path.realpath(script), workdir):
-            return KeyWrong("command", f"-m {name} leads out of workdir by a link; name the directory it is in")
+            return ConfigError("command", f"-m {name} is not below workdir, so it cannot be seen to be one of {listed}")
+        if job.module and not _is_below(os.path.realpath(script), workdir):
+            return ConfigError("command", f"-m {name} leads out of workdir by a link; name the directory it is in")
         if not may(str(script)):
-            return KeyWrong("command", f"{_led(script)} is not one of {listed}")
-        if job.python is not None and not _same(job.python, sys.executable) and not may(_which(job.python)):
-            return KeyWrong("python", f"{_led(Path(_which(job.python)))} is not one of {listed}")
+            return ConfigError("command", f"{_with_target(script)} is not one of {listed}")
+        if job.python is not None and not _same_program(job.python, sys.executable) and not may(_which(job.python)):
+            return ConfigError("python", f"{_with_target(Path(_which(job.python)))} is not one of {listed}")
     if job.preload:
-        return KeyWrong("preload", "runs other modules than the command; it cannot be given where commands are limited")
-    other = next((variable for variable in job.env if _RUNS_OTHER_CODE.fullmatch(variable)), None)
+        return ConfigError(
+            "preload", "runs other modules than the command; it cannot be given where commands are limited"
+        )
+    other = next((variable for variable in job.env if _CODE_VARIABLES.fullmatch(variable)), None)
     if other is not None:
-        return KeyWrong(
+        return ConfigError(
             f"env.{other}", "can make a command run other code; it cannot be given where commands are limited"
         )
     return None
 
 
-def _own_name() -> str:
+def _daemon_user() -> str:
     import pwd
 
     try:
@@ -99,11 +105,11 @@ def _own_name() -> str:
         return str(os.geteuid())
 
 
-def _below(path: str, directory: str) -> bool:
+def _is_below(path: str, directory: str) -> bool:
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
-def _same(one: str, other: str) -> bool:
+def _same_program(one: str, other: str) -> bool:
     # Not resolved: a virtual environment's interpreter is a link to one that has other modules.
     return os.path.normpath(_which(one)) == os.path.normpath(other)
 
@@ -112,11 +118,11 @@ def _which(python: str) -> str:
     return python if "/" in python else shutil.which(python) or python
 
 
-def _led(path: Path) -> str:
+def _with_target(path: Path) -> str:
     """The path, and where it leads if that is elsewhere."""
     real = os.path.realpath(path)
     return repr(str(path)) if real == str(path) else f"{str(path)!r} (which is {real!r})"
 
 
-def _list(names: tuple[str, ...]) -> str:
+def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(names) or "none"

@@ -11,12 +11,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from elasticd_agent.model.job import LONGEST_S
+from elasticd_agent.model.job import MAX_WAIT_S
 
 _TIMES = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)}}
 _SIZES |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
-MOST = 100_000
+MAX_COUNT = 100_000
 """Nodes, or slots of one: more is a slip of the pen."""
 
 
@@ -28,25 +28,25 @@ class Size(int):
     """Bytes. In files: a number, or text with its unit, "500MB", "10GiB"."""
 
 
-def decoded(kind: type, value: Any) -> Any:
+def decode_quantity(kind: type, value: Any) -> Any:
     """msgspec's hook for the types it does not know. Raises ValueError, the end of a sentence."""
     if kind is Seconds:
-        return seconds(value)
+        return parse_seconds(value)
     if kind is Size:
-        return size(value)
+        return parse_size(value)
     if kind is Path:
-        return path(value)
+        return parse_path(value)
     raise NotImplementedError(kind)
 
 
-def encoded(value: Any) -> Any:
+def encode_quantity(value: Any) -> Any:
     """The way back, as JSON can carry it."""
     if isinstance(value, Path):
         return str(value)
     return float(value) if isinstance(value, float) else int(value)
 
 
-def seconds(value: Any) -> Seconds:
+def parse_seconds(value: Any) -> Seconds:
     found: float | None = None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         found = float(value)
@@ -54,15 +54,15 @@ def seconds(value: Any) -> Seconds:
         parts = re.fullmatch(r"\s*(-?[0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(ms|s|m|h|d|)\s*", value)
         found = float(parts[1]) * _TIMES[parts[2] or "s"] if parts else None
     if found is None or math.isnan(found):
-        raise ValueError(f"{_shown(value)} is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d")
+        raise ValueError(f"{_quoted(value)} is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d")
     if found < 0:
-        raise ValueError(f"{_shown(value)}: a time cannot be negative")
-    if found > LONGEST_S:
-        raise ValueError(f"{_shown(value)} is longer than a year; at most 365d")
+        raise ValueError(f"{_quoted(value)}: a time cannot be negative")
+    if found > MAX_WAIT_S:
+        raise ValueError(f"{_quoted(value)} is longer than a year; at most 365d")
     return Seconds(found)
 
 
-def size(value: Any) -> Size:
+def parse_size(value: Any) -> Size:
     found: float | None = None
     if isinstance(value, int) and not isinstance(value, bool):
         found = value
@@ -70,29 +70,29 @@ def size(value: Any) -> Size:
         parts = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kMGTK]?i?B?)\s*", value)
         found = float(parts[1]) * _SIZES[parts[2]] if parts and parts[2] in _SIZES else None
     if found is None or not 0 <= found < 2**63:
-        raise ValueError(f"{_shown(value)} is not a size; write bytes or a unit, as in 500MB or 10GiB")
+        raise ValueError(f"{_quoted(value)} is not a size; write bytes or a unit, as in 500MB or 10GiB")
     return Size(found)
 
 
-def path(value: Any) -> Path:
+def parse_path(value: Any) -> Path:
     """An absolute path: a daemon's current directory is nobody's."""
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{_shown(value)} is not a path; write it as text, as in /srv/data")
+        raise ValueError(f"{_quoted(value)} is not a path; write it as text, as in /srv/data")
     if not value.startswith("/"):
         right = "write the home directory out" if value.startswith("~") else "begin it with /"
-        raise ValueError(f"{_shown(value)} is not an absolute path; {right}")
+        raise ValueError(f"{_quoted(value)} is not an absolute path; {right}")
     return Path(value)
 
 
-def count_range(value: int | str) -> tuple[int, int]:
+def parse_count_range(value: int | str) -> tuple[int, int]:
     """(MIN, MAX) of 4, "4" or "2:8". Raises ValueError."""
     parts = re.fullmatch(r"\s*(-?[0-9]{1,40})\s*(?::\s*([0-9]{1,40})\s*)?", str(value))
     if not parts or isinstance(value, bool):
-        raise ValueError(f"{_shown(value)} is neither a number nor MIN:MAX, as in 4 or 2:8")
+        raise ValueError(f"{_quoted(value)} is neither a number nor MIN:MAX, as in 4 or 2:8")
     low = int(parts[1])
     high = low if parts[2] is None else int(parts[2])
-    if max(low, high) > MOST:
-        raise ValueError(f"{_shown(value)}: at most {MOST} are possible")
+    if max(low, high) > MAX_COUNT:
+        raise ValueError(f"{_quoted(value)}: at most {MAX_COUNT} are possible")
     if low < 1:
         raise ValueError(f"{value}: at least 1 is needed")
     if low > high:
@@ -100,7 +100,7 @@ def count_range(value: int | str) -> tuple[int, int]:
     return low, high
 
 
-def spoken_seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """A time as a file would say it, in the largest unit that leaves a whole number."""
     for unit in ("d", "h", "m"):
         times = value / _TIMES[unit]
@@ -109,14 +109,14 @@ def spoken_seconds(value: float) -> str:
     return f"{value:g}s"
 
 
-def spoken_size(value: int) -> str:
+def format_size(value: int) -> str:
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if value >= _SIZES[unit] and value % _SIZES[unit] == 0:
             return f"{value // _SIZES[unit]}{unit}"
     return str(value)
 
 
-def _shown(value: object) -> str:
+def _quoted(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "nothing" if value is None else str(value).lower()
     text = repr(value) if isinstance(value, (str, int, float)) else "a list or a table"

@@ -17,16 +17,16 @@ from typing import Literal
 
 import msgspec
 
-from elasticd_agent.config.agent_settings import Settings
-from elasticd_agent.config.decode import meta_of, written_default
-from elasticd_agent.config.elasticd_flags import OWN
-from elasticd_agent.config.env_variables import keys, variable
+from elasticd_agent.config.agent_settings import NodeSettings
+from elasticd_agent.config.decode import default_toml, meta_of
+from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
+from elasticd_agent.config.env_variables import config_keys, variable_name
 from elasticd_agent.config.flag import Flag
-from elasticd_agent.config.job_file import CONF, JobFile
-from elasticd_agent.config.reference_text import AGENT, JOBS
-from elasticd_agent.config.torchrun_flags import TORCHRUN
+from elasticd_agent.config.job_file import RENDEZVOUS_KEYS, JobFile
+from elasticd_agent.config.reference_text import AGENT_PAGE, JOBS_PAGE
+from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 
-JOB_SAYS: Mapping[str, tuple[str, str]] = {
+JOB_KEY_HELP: Mapping[str, tuple[str, str]] = {
     "id": (
         "The job's name, unlike that of any other that has not ended. Not given: elasticd submit makes one up; a "
         "[[job]] in agent.toml needs one.",
@@ -89,41 +89,43 @@ JOB_SAYS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class KeyDoc:
     """One key. `example` is what a file could say; `default` "" where leaving it out means something else."""
 
     key: str
-    says: str
+    help: str
     default: str
     example: str
-    reloaded: bool = False
+    reloadable: bool = False
 
 
-def agent_rows() -> Iterator[Row]:
-    for key, field in keys(Settings):
+def agent_keys() -> Iterator[KeyDoc]:
+    for key, field in config_keys(NodeSettings):
         meta = meta_of(field)
-        default = written_default(field)
+        default = default_toml(field)
         example = str(meta.examples[0]) if meta and meta.examples else default
         reloaded = bool(meta and meta.extra and meta.extra.get("reload"))
-        yield Row(key, meta.description or "" if meta else "", "" if default == "[]" else default, example, reloaded)
+        yield KeyDoc(key, meta.description or "" if meta else "", "" if default == "[]" else default, example, reloaded)
 
 
-def job_rows() -> Iterator[Row]:
-    flags = {flag.dest: flag for flag in (*TORCHRUN, *OWN)}
+def job_keys() -> Iterator[KeyDoc]:
+    flags = {flag.dest: flag for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS)}
     for field in msgspec.structs.fields(JobFile):
         name = field.encode_name
-        default = written_default(field)
-        if name in JOB_SAYS:
-            says, example = JOB_SAYS[name]
-            if name in (*CONF, "shutdown_timeout"):
+        default = default_toml(field)
+        if name in JOB_KEY_HELP:
+            says, example = JOB_KEY_HELP[name]
+            if name in (*RENDEZVOUS_KEYS, "shutdown_timeout"):
                 default = example
-            yield Row(name, says, "" if default in ("[]", "{}") else default, example)
+            yield KeyDoc(name, says, "" if default in ("[]", "{}") else default, example)
         else:
             flag = flags[name]
-            yield Row(name, _in_keys(f"{flag.says} {flag.differs or ''}".strip()), _default(flag), _example(flag))
+            yield KeyDoc(
+                name, _flags_to_keys(f"{flag.help} {flag.default_reason or ''}".strip()), _default(flag), _example(flag)
+            )
 
 
-def _in_keys(text: str) -> str:
+def _flags_to_keys(text: str) -> str:
     return re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), text)
 
 
@@ -142,29 +144,29 @@ def _example(flag: Flag) -> str:
 
 def page(which: Literal["agent", "jobs"]) -> str:
     if which == "agent":
-        return AGENT.replace("@KEYS@", "\n".join(_agent_tables()))
-    rows = [f"| `{r.key}` | {_cell(r.default)} | {_escaped(r.says)} |" for r in job_rows()]
-    return JOBS.replace("@KEYS@", "\n".join(["| key | default | what it does |", "|---|---|---|", *rows]))
+        return AGENT_PAGE.replace("@KEYS@", "\n".join(_agent_tables()))
+    rows = [f"| `{r.key}` | {_cell(r.default)} | {_escape_cell(r.help)} |" for r in job_keys()]
+    return JOBS_PAGE.replace("@KEYS@", "\n".join(["| key | default | what it does |", "|---|---|---|", *rows]))
 
 
 def _agent_tables() -> Iterator[str]:
     table = None
-    for row in agent_rows():
+    for row in agent_keys():
         outer, dot, name = row.key.rpartition(".")
         if table != outer:
             table = outer
             yield f"\n### [{outer}]\n" if dot else "### At the top\n"
             yield "| key | variable | default | SIGHUP | what it does |"
             yield "|---|---|---|---|---|"
-        reload = "reloads" if row.reloaded else "restart"
-        yield f"| `{name}` | `{variable(row.key)}` | {_cell(row.default)} | {reload} | {_escaped(row.says)} |"
+        reload = "reloads" if row.reloadable else "restart"
+        yield f"| `{name}` | `{variable_name(row.key)}` | {_cell(row.default)} | {reload} | {_escape_cell(row.help)} |"
 
 
 def _cell(text: str) -> str:
     return f"`{text}`" if text else "–"
 
 
-def _escaped(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
@@ -180,23 +182,23 @@ def _agent_template() -> Iterator[str]:
     yield "# agent.toml, for `elasticd agent --config FILE`. Every key may be left out; docs/agent.md says more.\n"
     yield "# Values shown are the defaults, or an example where there is none.\n"
     table = ""
-    for row in agent_rows():
+    for row in agent_keys():
         outer, _, name = row.key.rpartition(".")
         if outer != table:
             table = outer
             yield f"\n[{outer}]\n"
-        yield f"\n{_comment(row.says)}#{name} = {row.example}\n"
+        yield f"\n{_comment(row.help)}#{name} = {row.example}\n"
     yield "\n# Jobs that this node hands in by itself; docs/jobs.md has the keys.\n#[[job]]\n"
     for name in ("id", "command", "workdir"):
-        yield f"#{name} = {JOB_SAYS[name][1]}\n"
+        yield f"#{name} = {JOB_KEY_HELP[name][1]}\n"
 
 
 def _job_template() -> Iterator[str]:
     yield "# A job file, for `elasticd submit FILE`. command and workdir must be there; docs/jobs.md says more.\n"
     yield "# Values shown are the defaults, or an example where there is none.\n"
-    for row in job_rows():
+    for row in job_keys():
         mark = "" if row.key in ("command", "workdir") else "#"
-        yield f"\n{_comment(row.says)}{mark}{row.key} = {row.example}\n"
+        yield f"\n{_comment(row.help)}{mark}{row.key} = {row.example}\n"
 
 
 def _comment(text: str) -> str:

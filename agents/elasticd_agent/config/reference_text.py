@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-AGENT = """\
+AGENT_PAGE = """\
 # agent.toml
 
 <!-- Written by `make docs` from agents/elasticd_agent/daemon/; a test keeps it in step. -->
@@ -75,7 +75,7 @@ elsewhere. All paths are resolved first, so that neither `..` nor a symbolic lin
 It is looked at right before the job starts: whoever may change links and files below an allowed directory is trusted.
 """
 
-JOBS = """\
+JOBS_PAGE = """\
 # Job files
 
 <!-- Written by `make docs` from agents/elasticd_agent/daemon/; a test keeps it in step. -->

@@ -10,29 +10,29 @@ from typing import Any
 
 import msgspec
 
-from elasticd_agent.config.agent_settings import Settings
-from elasticd_agent.config.decode import meta_of, shown
+from elasticd_agent.config.agent_settings import NodeSettings
+from elasticd_agent.config.decode import meta_of, short_toml
 
-_LATER = "counts from the next start (SIGUSR2, which disturbs no job, or systemctl restart, which drains)"
+_AFTER_RESTART = "counts from the next start (SIGUSR2, which disturbs no job, or systemctl restart, which drains)"
 
 
-def merged(old: Settings, new: Settings) -> tuple[Settings, list[str]]:
+def merge_reloaded(old: NodeSettings, new: NodeSettings) -> tuple[NodeSettings, list[str]]:
     """The settings that count from now on, and a sentence for each key that differs."""
     differ = _differences(old, new, "")
     said = [
-        f"{key}: {now} instead of {before} {'from now on' if at_once else _LATER}"
+        f"{key}: {now} instead of {before} {'from now on' if at_once else _AFTER_RESTART}"
         for key, before, now, at_once in differ
     ]
-    return _mixed(old, new), said
+    return _merge(old, new), said
 
 
-def _mixed(old: Any, new: Any) -> Any:
+def _merge(old: Any, new: Any) -> Any:
     kept: dict[str, Any] = {}
     for field in msgspec.structs.fields(type(old)):
         before, now = getattr(old, field.name), getattr(new, field.name)
         if isinstance(before, msgspec.Struct):
-            kept[field.name] = _mixed(before, now)
-        elif not reloads(field):
+            kept[field.name] = _merge(before, now)
+        elif not is_reloadable(field):
             kept[field.name] = before
     return msgspec.structs.replace(new, **kept)
 
@@ -44,17 +44,17 @@ def _differences(old: msgspec.Struct, new: msgspec.Struct, outer: str) -> list[t
         if isinstance(before, msgspec.Struct):
             found += _differences(before, now, f"{key}.")
         elif before != now:
-            found.append((key, _said(key, before), _said(key, now), reloads(field)))
+            found.append((key, _value_text(key, before), _value_text(key, now), is_reloadable(field)))
     return found
 
 
-def reloads(field: msgspec.structs.FieldInfo) -> bool:
+def is_reloadable(field: msgspec.structs.FieldInfo) -> bool:
     """Does a new value of this key count without a restart?"""
     meta = meta_of(field)
     return bool(meta and meta.extra and meta.extra.get("reload"))
 
 
-def _said(key: str, value: Any) -> str:
+def _value_text(key: str, value: Any) -> str:
     if key == "job":
         return ", ".join(str(job.id) for job in value) or "none"
-    return "nothing" if value is None else shown(value)
+    return "nothing" if value is None else short_toml(value)

@@ -52,32 +52,34 @@ _FILES: Mapping[str, str] = {
 }
 _ETCD = (*_FILES, "protocol", "user", "password", "password_file")
 _C10D = ("is_host", "store_type")
-_IDLE = ("close_timeout", "heartbeat_timeout", "read_timeout", "use_libuv", "rank")
+_IGNORED = ("close_timeout", "heartbeat_timeout", "read_timeout", "use_libuv", "rank")
 """Of torchrun's rendezvous, without a counterpart here: what they limit is limited by store_timeout and lease."""
-KEYS = (*_SECONDS, "keep_alive_max_attempt", *_C10D, *_ETCD, *_IDLE)
+KEYS = (*_SECONDS, "keep_alive_max_attempt", *_C10D, *_ETCD, *_IGNORED)
 
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")  # as torchrun reads them
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class RendezvousOptions:
     """What the options say. `numbers` are Policy's keyword arguments; `job_id` None: a random one will do."""
 
     rendezvous: Rendezvous
-    numbers: Mapping[str, Any]
+    policy_fields: Mapping[str, Any]
     job_id: str | None
     run: str | None
 
 
-def read(parsed: Namespace, environ: Mapping[str, str], cwd: Path) -> Meeting:
+def read_rendezvous(parsed: Namespace, environ: Mapping[str, str], cwd: Path) -> RendezvousOptions:
     """Raises UsageError."""
     low, high = _nodes(parsed.nnodes)
     conf = _conf(parsed.rdzv_conf)
-    numbers = _numbers(conf, parsed)
+    numbers = _policy_fields(conf, parsed)
     backend = _backend(parsed, high)
     job_id = None if parsed.standalone or parsed.rdzv_id in ("none", "") else str(parsed.rdzv_id)
     if backend == "memory":
-        return Meeting(Rendezvous(local_addr=parsed.local_addr, node=parsed.node_id), numbers, job_id, parsed.run)
+        return RendezvousOptions(
+            Rendezvous(local_addr=parsed.local_addr, node=parsed.node_id), numbers, job_id, parsed.run
+        )
     run = parsed.run
     if high > 1:
         job_id = job_id or environ.get("SLURM_JOB_ID") or None
@@ -88,10 +90,10 @@ def read(parsed: Namespace, environ: Mapping[str, str], cwd: Path) -> Meeting:
             )
         # It tells two runs of a job apart and must be the same on all nodes, too: Slurm counts its requeues.
         run = parsed.run if parsed.run is not None else environ.get("SLURM_RESTART_COUNT") or "0"
-    _belongs(conf, backend)
+    _check_keys_of_backend(conf, backend)
     endpoints, secure = _endpoints(parsed.rdzv_endpoint, backend)
     user, password = _credentials(conf, environ, cwd) if backend == "etcd" else (None, None)
-    return Meeting(
+    return RendezvousOptions(
         Rendezvous(
             backend=backend,
             endpoints=endpoints,
@@ -232,7 +234,7 @@ def _conf(text: str) -> dict[str, str]:
     return conf
 
 
-def _belongs(conf: Mapping[str, str], backend: str) -> None:
+def _check_keys_of_backend(conf: Mapping[str, str], backend: str) -> None:
     for key in conf:
         if key in (_ETCD if backend == "c10d" else _C10D):
             raise UsageError(f"--rdzv-conf: {key} is for {'etcd' if key in _ETCD else 'c10d'}, not for {backend}")
@@ -240,7 +242,7 @@ def _belongs(conf: Mapping[str, str], backend: str) -> None:
         raise UsageError(f"--rdzv-conf: store_type={conf['store_type']} is not supported; nodes meet over tcp")
 
 
-def _numbers(conf: Mapping[str, str], parsed: Namespace) -> dict[str, float]:
+def _policy_fields(conf: Mapping[str, str], parsed: Namespace) -> dict[str, float]:
     """Policy's fields. A time that only follows from another is shortened with it, so that one key is enough."""
     numbers: dict[str, float] = {}
     said: dict[str, str] = {}

@@ -18,14 +18,14 @@ from typing import Any, NoReturn
 
 from elasticd.errors import UsageError
 from elasticd_agent.config import rendezvous_options as rendezvous
-from elasticd_agent.config.elasticd_flags import OWN
-from elasticd_agent.config.flag import Flag, Kind, Treatment
-from elasticd_agent.config.rendezvous_options import Meeting
-from elasticd_agent.config.torchrun_flags import TORCHRUN
+from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
+from elasticd_agent.config.flag import Flag, Treatment, ValueType
+from elasticd_agent.config.rendezvous_options import RendezvousOptions
+from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy, Streams
 from elasticd_agent.system.devices import cpu_count, visible_gpus
 
-Choices = tuple[JobSpec, Policy, AgentSettings]
+ParsedRun = tuple[JobSpec, Policy, AgentSettings]
 
 _HEAD = """\
 usage: elasticd run [options] SCRIPT [script's arguments]
@@ -53,22 +53,22 @@ class RunParser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         # --max-r must go on meaning --max-restarts: argparse only asks here for what is not spelled out.
-        own = {flag.dest for flag in OWN}
+        own = {flag.dest for flag in ELASTICD_FLAGS}
         return [match for match in super()._get_option_tuples(option_string) if match[0].dest not in own]
 
 
 def build_parser(environ: Mapping[str, str]) -> RunParser:
     """The parser; PET_ variables in `environ` are its defaults. Raises UsageError when one of them makes no sense."""
     parser = RunParser(prog="elasticd run")
-    for flag in (*TORCHRUN, *OWN):
+    for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS):
         default = _default(flag, environ)
-        if flag.kind is Kind.SWITCH:
+        if flag.value_type is ValueType.SWITCH:
             parser.add_argument(*flag.names, action="store_true", default=default)
         else:
             parser.add_argument(
                 *flag.names,
                 action="append" if flag.repeatable else "store",
-                type=_TYPES[flag.kind],
+                type=_TYPES[flag.value_type],
                 default=None if flag.repeatable else default,
                 choices=flag.choices,
             )
@@ -77,23 +77,23 @@ def build_parser(environ: Mapping[str, str]) -> RunParser:
     return parser
 
 
-def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Choices:
+def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> ParsedRun:
     """What `elasticd run argv…` asks for. Raises UsageError; --help prints and raises SystemExit(0)."""
     parsed, unknown = build_parser(environ).parse_known_args(list(argv))
     if unknown:
         raise UsageError(_unknown(unknown[0]))
-    for flag in TORCHRUN:
+    for flag in TORCHRUN_FLAGS:
         if flag.treatment is Treatment.REFUSED and getattr(parsed, flag.dest) != flag.default:
-            raise UsageError(f"{flag.spellings[-1]} is not supported: {flag.says}")
-    meeting = rendezvous.read(parsed, environ, cwd)
+            raise UsageError(f"{flag.spellings[-1]} is not supported: {flag.help}")
+    meeting = rendezvous.read_rendezvous(parsed, environ, cwd)
     shutdown = _shutdown_timeout(parsed, environ)
     policy = Policy(
         max_restarts=parsed.max_restarts,
         max_restarts_per_hour=parsed.max_restarts_per_hour,
         stop_grace_s=float(shutdown),
         grow=parsed.grow,
-        **_hangs(parsed),
-        **meeting.numbers,
+        **_hang_fields(parsed),
+        **meeting.policy_fields,
     )
     settings = AgentSettings(
         event_log=_path(parsed.event_log, cwd),
@@ -101,7 +101,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cho
         metrics_addr=parsed.metrics_addr,
         live=not parsed.no_live,
     )
-    return _job(parsed, meeting, environ, cwd), policy, settings
+    return _job_spec(parsed, meeting, environ, cwd), policy, settings
 
 
 def help_text() -> str:
@@ -110,7 +110,7 @@ def help_text() -> str:
 
     def entry(flag: Flag) -> str:
         names = ", ".join(flag.spellings) + (f" {flag.metavar}" if flag.metavar else "")
-        says = flag.says
+        says = flag.help
         if flag.default not in (None, "", (), False) and flag.treatment is Treatment.HONORED:
             says += f" Default: {flag.default}."
         return f"  {names}\n" + fill(says, 108, initial_indent=" " * 8, subsequent_indent=" " * 8)
@@ -118,13 +118,13 @@ def help_text() -> str:
     def section(title: str, flags: Sequence[Flag]) -> str:
         return "\n".join([f"\n{title}:", *(entry(flag) for flag in flags)])
 
-    honored = [flag for flag in TORCHRUN if flag.treatment is Treatment.HONORED]
-    idle = ", ".join(flag.spellings[-1] for flag in TORCHRUN if flag.treatment is Treatment.NO_EFFECT)
-    refused = ", ".join(flag.spellings[-1] for flag in TORCHRUN if flag.treatment is Treatment.REFUSED)
+    honored = [flag for flag in TORCHRUN_FLAGS if flag.treatment is Treatment.HONORED]
+    idle = ", ".join(flag.spellings[-1] for flag in TORCHRUN_FLAGS if flag.treatment is Treatment.NO_EFFECT)
+    refused = ", ".join(flag.spellings[-1] for flag in TORCHRUN_FLAGS if flag.treatment is Treatment.REFUSED)
     return "\n".join(
         [
             _HEAD.rstrip("\n"),
-            section("elasticd's own options", OWN),
+            section("elasticd's own options", ELASTICD_FLAGS),
             section("torchrun's options (or their PET_ variables)", honored),
             f"\nAccepted, without effect: {idle}.\nRefused, each with its reason: {refused}.\n",
         ]
@@ -152,12 +152,12 @@ def _seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time as in 500ms, 5s, 2m or 1.5h") from None
 
 
-_TYPES: Mapping[Kind, Any] = {
-    Kind.TEXT: str,
-    Kind.INT: int,
-    Kind.FLOAT: float,
-    Kind.DURATION: _seconds,
-    Kind.LIST: _comma_separated,
+_TYPES: Mapping[ValueType, Any] = {
+    ValueType.TEXT: str,
+    ValueType.INT: int,
+    ValueType.FLOAT: float,
+    ValueType.DURATION: _seconds,
+    ValueType.LIST: _comma_separated,
 }
 
 
@@ -166,9 +166,9 @@ def _default(flag: Flag, environ: Mapping[str, str]) -> Any:
     if text is None:
         return flag.default
     try:
-        value = bool(int(text)) if flag.kind is Kind.SWITCH else _TYPES[flag.kind](text)
+        value = bool(int(text)) if flag.value_type is ValueType.SWITCH else _TYPES[flag.value_type](text)
     except ValueError:
-        wanted = "1 or 0" if flag.kind is Kind.SWITCH else f"a valid {flag.kind.value}"
+        wanted = "1 or 0" if flag.value_type is ValueType.SWITCH else f"a valid {flag.value_type.value}"
         raise UsageError(f"{flag.variable}={text!r} must be {wanted}") from None
     if flag.choices and value not in flag.choices:
         raise UsageError(f"{flag.variable}={text!r} must be one of {', '.join(flag.choices)}")
@@ -179,7 +179,9 @@ def _unknown(option: str) -> str:
     from difflib import get_close_matches  # only this mistake needs it
 
     spelled = option.split("=", 1)[0]
-    near = get_close_matches(spelled, [name for flag in (*TORCHRUN, *OWN) for name in flag.spellings], n=1)
+    near = get_close_matches(
+        spelled, [name for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS) for name in flag.spellings], n=1
+    )
     return f"unknown option {spelled}" + (f"; did you mean {near[0]}?" if near else "; elasticd run --help lists them")
 
 
@@ -190,7 +192,7 @@ def _path(text: str | None, cwd: Path) -> Path | None:
 # ---- what it means
 
 
-def _job(parsed: argparse.Namespace, meeting: Meeting, environ: Mapping[str, str], cwd: Path) -> JobSpec:
+def _job_spec(parsed: argparse.Namespace, meeting: RendezvousOptions, environ: Mapping[str, str], cwd: Path) -> JobSpec:
     low, high = _workers(parsed.nproc_per_node, environ)
     # torchrun leaves every GPU visible to every worker; we do, too, unless slots can be set aside or have one GPU each.
     gpus = visible_gpus(environ) if low < high or parsed.virtual_local_rank else ()
@@ -308,7 +310,7 @@ def _modules(given: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _hangs(parsed: argparse.Namespace) -> dict[str, Any]:
+def _hang_fields(parsed: argparse.Namespace) -> dict[str, Any]:
     """Policy's fields on hangs."""
     return {
         "hang_floor_s": parsed.hang_floor,

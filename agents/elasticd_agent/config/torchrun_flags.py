@@ -9,13 +9,13 @@ parses.
 
 from __future__ import annotations
 
-from elasticd_agent.config.elasticd_flags import OWN
-from elasticd_agent.config.flag import Flag, Kind, Treatment, both_spellings
+from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
+from elasticd_agent.config.flag import Flag, Treatment, ValueType, both_spellings
 
-TORCHRUN: tuple[Flag, ...] = (
+TORCHRUN_FLAGS: tuple[Flag, ...] = (
     Flag(
         both_spellings("--nnodes"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Nodes of the job, N or MIN:MAX. More than one meet by --rdzv-backend c10d or etcd, with --rdzv-endpoint and "
         "--rdzv-id; the job goes on while MIN are left and grows up to MAX.",
         default="1:1",
@@ -23,7 +23,7 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         both_spellings("--nproc-per-node"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Workers on this node: a number, gpu, cpu, auto, or MIN:MAX (ours): start with MAX, and while a slot keeps "
         "failing go on with fewer, down to MIN. gpu and auto count NVIDIA GPUs, minding CUDA_VISIBLE_DEVICES; xpu and "
         "other accelerators are refused: give the number.",
@@ -32,7 +32,7 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         both_spellings("--rdzv-backend"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Where nodes meet: c10d (torch's TCPStore, served by one of the agents) or etcd (v3, by its address). static "
         "is one node; with more it is refused, as its nodes could not be replaced. etcd-v2 and plug-ins are refused.",
         default="static",
@@ -40,7 +40,7 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         both_spellings("--rdzv-endpoint"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "c10d: HOST[:PORT] of the node that serves the store, port 29400 if none is given; one node without an "
         "endpoint, or with port 0, meets nobody. etcd: HOST[:PORT][,…], port 2379 if none is given; https:// in front "
         "means TLS. IPv6 in brackets. static: where the workers' store listens, as --master-addr and --master-port.",
@@ -49,7 +49,7 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         both_spellings("--rdzv-id"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "The job's id, TORCHELASTIC_RUN_ID for the workers; none means a random one. (torchrun replaces it by a "
         "random one unless a backend or port is given.) Several nodes must be given the same one, or SLURM_JOB_ID.",
         default="none",
@@ -57,7 +57,7 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         both_spellings("--rdzv-conf"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Times in seconds: join_timeout (or timeout), last_call_timeout, keep_alive_interval and "
         "keep_alive_max_attempt (their product is the lease); ours: lease, renewal, store_timeout, seen_timeout, "
         "replace_timeout, hold_timeout, adopt_timeout, store_away, grow_debounce, node_cooloff. c10d: is_host. etcd: "
@@ -68,21 +68,21 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         both_spellings("--standalone"),
-        Kind.SWITCH,
+        ValueType.SWITCH,
         "One node, a free port, a random job id; --rdzv-backend, --rdzv-endpoint and --rdzv-id are ignored.",
         default=False,
     ),
     Flag(
         both_spellings("--max-restarts"),
-        Kind.INT,
+        ValueType.INT,
         "Given: a hard total of restarts, as in torchrun. Not given: 3 in a row without progress (no new highest step, "
         "no new checkpoint) and --max-restarts-per-hour.",
-        differs="torchrun's default is 0, no restarts at all; a supervisor that gives up at once would be of no use.",
+        default_reason="torchrun's default is 0, no restarts at all; a supervisor that never restarts is of no use.",
         metavar="N",
     ),
     Flag(
         both_spellings("--monitor-interval"),
-        Kind.FLOAT,
+        ValueType.FLOAT,
         "The end of a worker is seen when it happens; nothing is polled.",
         default=0.1,
         treatment=Treatment.NO_EFFECT,
@@ -90,7 +90,7 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         both_spellings("--start-method"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Concerns Python functions, which torchrun's command line never starts either.",
         default="spawn",
         treatment=Treatment.NO_EFFECT,
@@ -99,7 +99,7 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         both_spellings("--event-log-handler"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "torch's event handlers run inside torchrun's process; use --event-log FILE for one JSON object per event.",
         default="null",
         treatment=Treatment.REFUSED,
@@ -107,38 +107,38 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         both_spellings("--role"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "The workers' role, ROLE_NAME in their environment.",
         default="default",
         metavar="NAME",
     ),
     Flag(
         both_spellings("--module", "-m"),
-        Kind.SWITCH,
+        ValueType.SWITCH,
         "The script is a module's name, run as python -m does.",
         default=False,
     ),
     Flag(
         both_spellings("--no-python"),
-        Kind.SWITCH,
+        ValueType.SWITCH,
         "The script is a program, started as it is; not with -m.",
         default=False,
     ),
     Flag(
         both_spellings("--run-path"),
-        Kind.SWITCH,
+        ValueType.SWITCH,
         "Runs the script as a script: that is what runpy.run_path imitates. Overrides --no-python and -m.",
         default=False,
     ),
     Flag(
         both_spellings("--log-dir"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Where worker logs go, in a directory per job, round and local rank; /dev/null keeps none.",
         metavar="DIR",
     ),
     Flag(
         both_spellings("--redirects", "-r"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Which streams go to log files instead of the console: 0 none, 1 stdout, 2 stderr, 3 both; or per "
         "local rank, 0:3,1:1.",
         default="0",
@@ -146,35 +146,35 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         both_spellings("--tee", "-t"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Which streams go to log files and to the console; written as --redirects.",
         default="0",
         metavar="STREAMS",
     ),
     Flag(
         both_spellings("--local-ranks-filter"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Local ranks whose output reaches the console, 0,1,2; the log files keep everything.",
         default="",
         metavar="RANKS",
     ),
     Flag(
         both_spellings("--duplicate-stdout-filters"),
-        Kind.LIST,
+        ValueType.LIST,
         "Stdout lines that contain one of these words go to filtered_stdout.log as well; ',,' is a comma in a word.",
         default=(),
         metavar="WORDS",
     ),
     Flag(
         both_spellings("--duplicate-stderr-filters"),
-        Kind.LIST,
+        ValueType.LIST,
         "Stderr lines that contain one of these words go to filtered_stderr.log as well; ',,' is a comma in a word.",
         default=(),
         metavar="WORDS",
     ),
     Flag(
         both_spellings("--node-rank"),
-        Kind.INT,
+        ValueType.INT,
         "Static backend: the only node's rank is 0, another is refused. Otherwise, as in torchrun, nodes find their "
         "ranks by themselves.",
         default=0,
@@ -182,27 +182,27 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         both_spellings("--master-addr"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "With --master-port and the static backend: the address of this machine where the workers' store listens.",
         default="127.0.0.1",
         metavar="ADDR",
     ),
     Flag(
         both_spellings("--master-port"),
-        Kind.INT,
+        ValueType.INT,
         "Static backend: the port of the workers' store, 0 for a free one; in use, it is an error. Not given: any.",
         metavar="PORT",
     ),
     Flag(
         both_spellings("--local-addr"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Which of this machine's addresses other nodes shall use, a name or a literal; else the one of the interface "
         "that reaches the store. Without effect where there are no others.",
         metavar="ADDR",
     ),
     Flag(
         both_spellings("--logs-specs"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "torch's log plug-ins run inside torchrun's process; --log-dir, --redirects and --tee say where logs go.",
         treatment=Treatment.REFUSED,
         metavar="NAME",
@@ -210,7 +210,7 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         both_spellings("--numa-binding"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Workers are forked from one warm process, so no numactl can be put in front of each; bind the whole job "
         "(numactl … elasticd run …), or call os.sched_setaffinity in the script.",
         treatment=Treatment.REFUSED,
@@ -220,21 +220,21 @@ TORCHRUN: tuple[Flag, ...] = (
     ),
     Flag(
         both_spellings("--signals-to-handle"),
-        Kind.TEXT,
+        ValueType.TEXT,
         "Signals that stop the job when sent to elasticd; they are passed on to the workers.",
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         metavar="NAMES",
     ),
     Flag(
         both_spellings("--shutdown-timeout"),
-        Kind.INT,
+        ValueType.INT,
         "Seconds a stopped worker has before SIGKILL; else TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30. The survivors of a "
         "broken group get none: they can only wait for the dead.",
         metavar="S",
     ),
     Flag(
         both_spellings("--virtual-local-rank"),
-        Kind.SWITCH,
+        ValueType.SWITCH,
         "Every worker sees LOCAL_RANK=0 and its own GPU as device 0.",
         default=False,
     ),
@@ -260,7 +260,7 @@ def page() -> str:
         "",
         "| option | variable | default | | what it does here |",
         "|---|---|---|---|---|",
-        *(_row(flag, torchrun=True) for flag in TORCHRUN),
+        *(_row(flag, torchrun=True) for flag in TORCHRUN_FLAGS),
         "",
         "## elasticd's own",
         "",
@@ -270,7 +270,7 @@ def page() -> str:
         "",
         "| option | default | what it does |",
         "|---|---|---|",
-        *(_row(flag, torchrun=False) for flag in OWN),
+        *(_row(flag, torchrun=False) for flag in ELASTICD_FLAGS),
         "",
     ]
     return "\n".join(lines)
@@ -278,8 +278,10 @@ def page() -> str:
 
 def _row(flag: Flag, *, torchrun: bool) -> str:
     names = ", ".join(f"`{name}`" for name in flag.spellings)
-    default = "off" if flag.kind is Kind.SWITCH else "–" if flag.default in (None, "", ()) else f"`{flag.default}`"
-    says = " ".join(filter(None, (flag.says, flag.differs))).replace("|", "\\|")
+    default = (
+        "off" if flag.value_type is ValueType.SWITCH else "–" if flag.default in (None, "", ()) else f"`{flag.default}`"
+    )
+    says = " ".join(filter(None, (flag.help, flag.default_reason))).replace("|", "\\|")
     if not torchrun:
         return f"| {names} | {default} | {says} |"
     variable = f"`{flag.variable}`" if flag.variable else "–"

@@ -15,195 +15,205 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.decode import KeyWrong
-from elasticd_agent.config.job_file import JobFile, check, policy_of
+from elasticd_agent.config.decode import ConfigError
+from elasticd_agent.config.job_file import JobFile, check_job, job_policy
 from elasticd_agent.config.limits import refusal
-from elasticd_agent.config.quantities import spoken_seconds
-from elasticd_agent.config.store_options import meets, times
+from elasticd_agent.config.quantities import format_seconds
+from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import Rendezvous, Tls
 from elasticd_agent.store import tls as certificate_files
 from elasticd_agent.system.devices import cpu_count, visible_gpus
-from elasticd_agent.system.http_auth import PeerDoor, read_token
-from elasticd_agent.system.secret_files import trouble
+from elasticd_agent.system.http_auth import PeerCredentialAuth, read_token
+from elasticd_agent.system.secret_files import find_problem
 
 if TYPE_CHECKING:
-    from elasticd_agent.config.agent_settings import HealthSettings, HttpSettings, Settings, StoreSettings
+    from elasticd_agent.config.agent_settings import HealthSettings, HttpSettings, NodeSettings, StoreSettings
 
-LONGEST_SOCKET = 107
+MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path, by the kernel's sockaddr_un."""
-SLOTS_PER_CPU, SLOTS_ANYWHERE = 16, 64
+SLOTS_PER_CPU, MIN_SLOT_LIMIT = 16, 64
 """More workers than this on a machine without GPUs are a slip of the keyboard."""
 
 
-def check_settings(settings: Settings, environ: Mapping[str, str]) -> None:
+def check_settings(settings: NodeSettings, environ: Mapping[str, str]) -> None:
     """Raises KeyWrong for the first thing that cannot be meant."""
-    _node(settings, environ)
-    _places(settings)
-    times(settings)
+    _check_node(settings, environ)
+    _check_directories(settings)
+    store_policy(settings)
     _at_least(1, {"health.strikes": settings.health.strikes})
-    _store(settings.store)
-    meets(settings)
-    _http(settings.http)
-    _health(settings.health)
+    _check_store(settings.store)
+    store_rendezvous(settings)
+    _check_http(settings.http)
+    _check_health(settings.health)
     for key, entries in (("commands", settings.limits.commands), ("users", settings.limits.users)):
         for entry in entries or ():
             if not entry.strip():
-                raise KeyWrong(f"limits.{key}", "holds an empty entry; leave it out")
+                raise ConfigError(f"limits.{key}", "holds an empty entry; leave it out")
             if key == "commands" and not entry.startswith("/"):
-                raise KeyWrong("limits.commands", f"{entry!r} is not an absolute path; begin it with /")
+                raise ConfigError("limits.commands", f"{entry!r} is not an absolute path; begin it with /")
     ids: dict[str, int] = {}
     for number, job in enumerate(settings.jobs):
         try:
-            _job(job, settings, environ)
-        except KeyWrong as error:
-            raise error.inside(f"job[{number}]") from None
+            _check_configured_job(job, settings, environ)
+        except ConfigError as error:
+            raise error.nested_in(f"job[{number}]") from None
         other = ids.setdefault(str(job.id), number)
         if other != number:
-            raise KeyWrong(f"job[{number}].id", f"{job.id!r} is job[{other}]'s, too; two jobs need two ids")
+            raise ConfigError(f"job[{number}].id", f"{job.id!r} is job[{other}]'s, too; two jobs need two ids")
 
 
 # ---- one by one
 
 
-def _node(settings: Settings, environ: Mapping[str, str]) -> None:
+def _check_node(settings: NodeSettings, environ: Mapping[str, str]) -> None:
     try:
         Rendezvous(node=settings.node)
     except UsageError as error:
-        raise KeyWrong("node", str(error).removeprefix("node id ")) from None
+        raise ConfigError("node", str(error).removeprefix("node id ")) from None
     for label in settings.labels:
         if not re.fullmatch("[!-~]{1,128}", label) or "," in label:
-            raise KeyWrong("labels", f"{label!r} must be printable ASCII without spaces or commas, as in rack=7")
-    _user("user", settings.user)
+            raise ConfigError("labels", f"{label!r} must be printable ASCII without spaces or commas, as in rack=7")
+    _check_user("user", settings.user)
     slots = settings.slots
     if slots == "auto":
         return
     _at_least(1, {"slots": slots})
     gpus, cpus = len(visible_gpus(environ)), cpu_count()
     if gpus and slots > gpus:
-        raise KeyWrong("slots", f"{slots}, but this machine has {gpus} GPU(s); write {gpus}, or auto")
-    most = max(SLOTS_ANYWHERE, SLOTS_PER_CPU * cpus)
+        raise ConfigError("slots", f"{slots}, but this machine has {gpus} GPU(s); write {gpus}, or auto")
+    most = max(MIN_SLOT_LIMIT, SLOTS_PER_CPU * cpus)
     if slots > most:
-        raise KeyWrong("slots", f"{slots}, but this machine has {cpus} CPU(s) and no GPU; write auto, at most {most}")
+        raise ConfigError(
+            "slots", f"{slots}, but this machine has {cpus} CPU(s) and no GPU; write auto, at most {most}"
+        )
 
 
-def _user(key: str, name: str | None) -> None:
+def _check_user(key: str, name: str | None) -> None:
     if name is None:
         return
     try:
         uid = pwd.getpwnam(name).pw_uid
     except KeyError:
-        raise KeyWrong(key, f"{name!r} does not exist on this machine; create it, or name another") from None
+        raise ConfigError(key, f"{name!r} does not exist on this machine; create it, or name another") from None
     if os.geteuid() not in (0, uid):
-        raise KeyWrong(key, f"{name!r} is somebody else, and only a daemon that runs as root can run jobs as others")
+        raise ConfigError(key, f"{name!r} is somebody else, and only a daemon that runs as root can run jobs as others")
 
 
-def _places(settings: Settings) -> None:
+def _check_directories(settings: NodeSettings) -> None:
     for key, path in (("state_dir", settings.state_dir), ("run_dir", settings.run_dir), ("log_dir", settings.log_dir)):
         for place in (path, *path.parents) if path is not None else ():
             if place.exists() and not place.is_dir():
-                raise KeyWrong(key, f"{str(place)!r} is a file, not a directory")
+                raise ConfigError(key, f"{str(place)!r} is a file, not a directory")
     if settings.state_dir == settings.run_dir:
-        raise KeyWrong("run_dir", "is state_dir, too; what must not outlive a reboot needs a directory of its own")
+        raise ConfigError("run_dir", "is state_dir, too; what must not outlive a reboot needs a directory of its own")
     key = "http.socket" if settings.http.socket else "run_dir"
-    size = len(os.fsencode(settings.socket))
-    if size > LONGEST_SOCKET:
-        raise KeyWrong(
+    size = len(os.fsencode(settings.socket_path))
+    if size > MAX_SOCKET_PATH:
+        raise ConfigError(
             key,
-            f"{str(settings.socket)!r} has {size} bytes, but a socket's path at most {LONGEST_SOCKET}; shorten it by "
-            f"{size - LONGEST_SOCKET}",
+            f"{str(settings.socket_path)!r} has {size} bytes, but a socket's path at most {MAX_SOCKET_PATH}; "
+            f"shorten it by {size - MAX_SOCKET_PATH}",
         )
-    if settings.socket.is_dir():
-        raise KeyWrong(key, f"{str(settings.socket)!r} is a directory, not a socket")
+    if settings.socket_path.is_dir():
+        raise ConfigError(key, f"{str(settings.socket_path)!r} is a directory, not a socket")
 
 
-def _store(store: StoreSettings) -> None:
+def _check_store(store: StoreSettings) -> None:
     if store.backend == "local":
         for name in ("endpoints", "user", "password_file", "ca", "cert", "key"):
             if getattr(store, name):
-                raise KeyWrong(f"store.{name}", 'is etcd\'s, but store.backend is local; write backend = "etcd"')
+                raise ConfigError(f"store.{name}", 'is etcd\'s, but store.backend is local; write backend = "etcd"')
         return
     if not store.endpoints:
-        raise KeyWrong("store.endpoints", 'is missing; where etcd is, as in endpoints = ["https://10.0.0.1:2379"]')
+        raise ConfigError("store.endpoints", 'is missing; where etcd is, as in endpoints = ["https://10.0.0.1:2379"]')
     for one, other in (("user", "password_file"), ("password_file", "user"), ("cert", "key"), ("key", "cert")):
         if getattr(store, one) is not None and getattr(store, other) is None:
-            raise KeyWrong(f"store.{other}", f"is missing, but store.{one} is given; they come together")
-    _files("store", {"ca": store.ca, "cert": store.cert})
-    _secrets({"store.password_file": store.password_file, "store.key": store.key})
-    _certificates("store.", Tls(store.ca, store.cert, store.key))
+            raise ConfigError(f"store.{other}", f"is missing, but store.{one} is given; they come together")
+    _check_files("store", {"ca": store.ca, "cert": store.cert})
+    _check_secrets({"store.password_file": store.password_file, "store.key": store.key})
+    _check_certificates("store.", Tls(store.ca, store.cert, store.key))
 
 
-def _http(http: HttpSettings) -> None:
+def _check_http(http: HttpSettings) -> None:
     if not http.bind.strip() or not re.fullmatch(r"[\w.:%\[\]-]{1,255}", http.bind):
-        raise KeyWrong("http.bind", f"{http.bind[:60]!r} is no address to listen on, as in 127.0.0.1, 0.0.0.0 or ::")
+        raise ConfigError("http.bind", f"{http.bind[:60]!r} is no address to listen on, as in 127.0.0.1, 0.0.0.0 or ::")
     if re.fullmatch(r"\[.*\]|.*\]:\d+|[^:]*:\d+", http.bind):
-        raise KeyWrong("http.bind", f"{http.bind!r} must be an address alone, without brackets; the port is http.port")
+        raise ConfigError(
+            "http.bind", f"{http.bind!r} must be an address alone, without brackets; the port is http.port"
+        )
     if not 0 <= http.port <= 65535:
-        raise KeyWrong("http.port", f"{http.port} is out of range; ports go from 1 to 65535, 0 is a free one")
+        raise ConfigError("http.port", f"{http.port} is out of range; ports go from 1 to 65535, 0 is a free one")
     for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if getattr(http, one) is not None and getattr(http, other) is None:
-            raise KeyWrong(f"http.{other}", f"is missing, but http.{one} is given; HTTPS needs both")
+            raise ConfigError(f"http.{other}", f"is missing, but http.{one} is given; HTTPS needs both")
     if http.tls_name is not None:
         if http.tls_cert is None:
-            raise KeyWrong("http.tls_name", "is given, but http.tls_cert is not: without it nobody speaks HTTPS here")
+            raise ConfigError(
+                "http.tls_name", "is given, but http.tls_cert is not: without it nobody speaks HTTPS here"
+            )
         if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", http.tls_name):
-            raise KeyWrong("http.tls_name", f"{http.tls_name[:60]!r} is no name that a certificate can be for")
-    _files("http", {"tls_cert": http.tls_cert, "tls_ca": http.tls_ca})
-    _secrets({"http.token_file": http.token_file, "http.tls_key": http.tls_key})
-    _certificates("http.tls_", Tls(http.tls_ca, http.tls_cert, http.tls_key))
+            raise ConfigError("http.tls_name", f"{http.tls_name[:60]!r} is no name that a certificate can be for")
+    _check_files("http", {"tls_cert": http.tls_cert, "tls_ca": http.tls_ca})
+    _check_secrets({"http.token_file": http.token_file, "http.tls_key": http.tls_key})
+    _check_certificates("http.tls_", Tls(http.tls_ca, http.tls_cert, http.tls_key))
     try:
-        PeerDoor.open_to(http.users, http.groups)
+        PeerCredentialAuth.from_names(http.users, http.groups)
     except UsageError as error:
         key, _, says = str(error).partition(": ")
-        raise KeyWrong(key, says) from None
+        raise ConfigError(key, says) from None
     if http.token_file is not None:
         try:
             read_token(http.token_file, "")
         except UsageError as error:
-            raise KeyWrong("http.token_file", str(error).removeprefix(": ")) from None
+            raise ConfigError("http.token_file", str(error).removeprefix(": ")) from None
 
 
-def _health(health: HealthSettings) -> None:
+def _check_health(health: HealthSettings) -> None:
     for name in ("every_s", "plugin_timeout_s", "cooloff_s"):
         if not getattr(health, name) > 0:
-            raise KeyWrong(f"health.{name.removesuffix('_s')}", "0s must be more than 0 seconds")
+            raise ConfigError(f"health.{name.removesuffix('_s')}", "0s must be more than 0 seconds")
     _exceeds(
         "health.every",
         health.every_s,
         health.plugin_timeout_s,
-        f"plugin_timeout {spoken_seconds(health.plugin_timeout_s)}",
+        f"plugin_timeout {format_seconds(health.plugin_timeout_s)}",
         "one look is over before the next begins",
     )
     if health.gpus is not None:
         _at_least(0, {"health.gpus": health.gpus})
     if health.cooloff_max_s < health.cooloff_s:
-        raise KeyWrong(
+        raise ConfigError(
             "health.cooloff_max",
-            f"{spoken_seconds(health.cooloff_max_s)} must not be less than cooloff {spoken_seconds(health.cooloff_s)}; "
+            f"{format_seconds(health.cooloff_max_s)} must not be less than cooloff {format_seconds(health.cooloff_s)}; "
             f"raise it by {health.cooloff_s - health.cooloff_max_s:.6g} s",
         )
     if health.plugins_dir.exists() and not health.plugins_dir.is_dir():
-        raise KeyWrong("health.plugins_dir", f"{str(health.plugins_dir)!r} is a file, not a directory")
+        raise ConfigError("health.plugins_dir", f"{str(health.plugins_dir)!r} is a file, not a directory")
 
 
-def _job(job: JobFile, settings: Settings, environ: Mapping[str, str]) -> None:
-    check(job)
+def _check_configured_job(job: JobFile, settings: NodeSettings, environ: Mapping[str, str]) -> None:
+    check_job(job)
     if job.id is None:
-        raise KeyWrong("id", "is missing; a job that a node hands in by itself needs one, so that it does so only once")
-    low, _ = job.slots_wanted
+        raise ConfigError(
+            "id", "is missing; a job that a node hands in by itself needs one, so that it does so only once"
+        )
+    low, _ = job.slot_range
     slots, local = settings.slot_count(environ), settings.store.backend == "local"
     if local and low > slots:
-        raise KeyWrong("workers", f"{job.workers}, but this node has {slots} slot(s) and a local store knows no other")
-    if local and job.nodes_wanted[0] > 1:
-        raise KeyWrong("nodes", f"{job.nodes}, but a local store is one node's; set store.backend to etcd")
-    _user("user", job.user)
+        raise ConfigError(
+            "workers", f"{job.workers}, but this node has {slots} slot(s) and a local store knows no other"
+        )
+    if local and job.node_range[0] > 1:
+        raise ConfigError("nodes", f"{job.nodes}, but a local store is one node's; set store.backend to etcd")
+    _check_user("user", job.user)
     why = refusal(settings.limits, job, settings.user)
     if why is not None:
         raise why
-    grace = policy_of(job).stop_grace_s
+    grace = job_policy(job).stop_grace_s
     if job.shutdown_timeout is not None and not settings.drain_timeout_s > grace:
-        raise KeyWrong(
+        raise ConfigError(
             "shutdown_timeout",
-            f"{spoken_seconds(grace)} must be less than drain_timeout {spoken_seconds(settings.drain_timeout_s)}, so "
+            f"{format_seconds(grace)} must be less than drain_timeout {format_seconds(settings.drain_timeout_s)}, so "
             f"that the job can end by itself when the node is drained; raise drain_timeout by more than "
             f"{grace - settings.drain_timeout_s:.6g} s, or lower shutdown_timeout",
         )
@@ -212,36 +222,38 @@ def _job(job: JobFile, settings: Settings, environ: Mapping[str, str]) -> None:
 def _at_least(least: int, values: Mapping[str, int]) -> None:
     for key, value in values.items():
         if value < least:
-            raise KeyWrong(key, f"{value} must be at least {least}")
+            raise ConfigError(key, f"{value} must be at least {least}")
 
 
 def _exceeds(key: str, value: float, least: float, named: str, so_that: str) -> None:
     if not value > least:
-        raise KeyWrong(
+        raise ConfigError(
             key,
-            f"{spoken_seconds(value)} must exceed {named}, so that {so_that}; raise it by more than "
+            f"{format_seconds(value)} must exceed {named}, so that {so_that}; raise it by more than "
             f"{least - value:.6g} s",
         )
 
 
-def _files(table: str, files: Mapping[str, Path | None]) -> None:
+def _check_files(table: str, files: Mapping[str, Path | None]) -> None:
     for key, path in files.items():
         if path is None:
             continue
         if not path.is_file():
-            raise KeyWrong(f"{table}.{key}", f"{str(path)!r} {'is not a file' if path.exists() else 'does not exist'}")
+            raise ConfigError(
+                f"{table}.{key}", f"{str(path)!r} {'is not a file' if path.exists() else 'does not exist'}"
+            )
         if not os.access(path, os.R_OK):
-            raise KeyWrong(f"{table}.{key}", f"{str(path)!r} cannot be read: permission denied")
+            raise ConfigError(f"{table}.{key}", f"{str(path)!r} cannot be read: permission denied")
 
 
-def _certificates(keys: str, tls: Tls) -> None:
-    if (tls.ca or tls.cert) and (found := certificate_files.wrong(tls)) is not None:
+def _check_certificates(keys: str, tls: Tls) -> None:
+    if (tls.ca or tls.cert) and (found := certificate_files.find_problem(tls)) is not None:
         which, why = found
-        raise KeyWrong(f"{keys}{which}", why)
+        raise ConfigError(f"{keys}{which}", why)
 
 
-def _secrets(files: Mapping[str, Path | None]) -> None:
+def _check_secrets(files: Mapping[str, Path | None]) -> None:
     for key, path in files.items():
-        wrong = trouble(path) if path is not None else None
+        wrong = find_problem(path) if path is not None else None
         if wrong is not None:
-            raise KeyWrong(key, wrong)
+            raise ConfigError(key, wrong)

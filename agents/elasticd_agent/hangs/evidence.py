@@ -27,16 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import elasticd
-from elasticd_agent.hangs.collector.request import Asked, Keep, Request
-from elasticd_agent.hangs.tools import find_nvml, find_spy
+from elasticd_agent.hangs.collector.request import CollectRequest, PublishRequest, WorkerRequest
+from elasticd_agent.hangs.tools import find_nvml, find_py_spy
 from elasticd_agent.model.reports import Where
 from elasticd_agent.system import procfs
 
 GATHER_PART, KILL_PART = 0.6, 0.7
 """Of the budget: how long a helper gathers, and when it is killed. The rest is for the way to the log directory."""
-KEEP_S = 1.0
+PUBLISH_S = 1.0
 """That way has at least so much: a directory is not dead because a busy machine took the whole budget to gather."""
-KEPT_S = 2.0
+FALLBACK_S = 2.0
 """For the copy outside of the log directory, if that does not answer: by then nobody waits for it."""
 WRITE_S = 5.0
 """For what was decided: nobody waits for it, and on a busy machine a helper needs seconds to start."""
@@ -50,7 +50,7 @@ _log = logging.getLogger("elasticd.evidence")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class EvidenceTarget:
     """One worker, and where its files are.
 
     `logs` are what it prints to; `stacks` is what its faulthandler appends to, `flight` what its background thread
@@ -60,7 +60,7 @@ class Target:
     rank: int
     pid: int
     logs: tuple[Path, ...] = ()
-    beat: Path | None = None
+    heartbeat: Path | None = None
     stacks: Path | None = None
     flight: Path | None = None
     pipe: Path | None = None
@@ -86,10 +86,10 @@ class RankEvidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatheredEvidence:
     """Evidence of round `number` is at `path`, after `seconds`. `trouble`: what is missing or elsewhere, and why."""
 
-    number: int
+    round: int
     ranks: tuple[RankEvidence, ...]
     path: Path
     seconds: float
@@ -98,8 +98,8 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    number: int
-    targets: tuple[Target, ...]
+    round: int
+    targets: tuple[EvidenceTarget, ...]
     final: Path
     why: str
     began: float
@@ -107,19 +107,19 @@ class _Gather:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    number: int
+    round: int
     name: str
     text: str
     final: Path
 
 
-class Evidence:
+class EvidenceCollector:
     """Takes it, one gathering at a time, in a thread that ends with `close`."""
 
     def __init__(
         self,
         scratch: Path,
-        post: Callable[[Gathered], None],
+        post: Callable[[GatheredEvidence], None],
         budget_s: float,
         keep: int = 8,
         job: str = "",
@@ -133,19 +133,19 @@ class Evidence:
         answer. `spy` is py-spy, "" for none; None: it is looked for. `nvml` is the directory that has pynvml; None: if
         this machine has GPUs, it is looked for.
         """
-        self._scratch, self._post, self._budget_s, self._keep = scratch, post, budget_s, keep
+        self._scratch, self._post, self._budget_s, self._kept_rounds = scratch, post, budget_s, keep
         self._spy, self._nvml = spy, nvml
         temporary = temporary or Path(tempfile.gettempdir())
-        self._aside = temporary / f"elasticd-evidence-{os.getuid()}" / (job or scratch.name)
-        self._asked: queue.SimpleQueue[_Gather | _Write | None] = queue.SimpleQueue()
+        self._fallback_dir = temporary / f"elasticd-evidence-{os.getuid()}" / (job or scratch.name)
+        self._requests: queue.SimpleQueue[_Gather | _Write | None] = queue.SimpleQueue()
         self._next: deque[_Gather | _Write | None] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._helper: subprocess.Popen[bytes] | None = None
-        self._busy = self._taking = self._keeping = self._dropped = self._closing = self._said = False
-        self._elsewhere: dict[Path, Path] = {}
+        self._busy = self._taking = self._publishing = self._dropped = self._closing = self._warned = False
+        self._redirected: dict[Path, Path] = {}
 
-    def gather(self, number: int, targets: Sequence[Target], final: Path, why: str) -> bool:
+    def gather(self, number: int, targets: Sequence[EvidenceTarget], final: Path, why: str) -> bool:
         """Begin; a Gathered is posted within the budget, or KEEP_S after it where gathering took all of it.
 
         False: nothing begins; another one is still going on, or there can be no thread.
@@ -154,7 +154,7 @@ class Evidence:
             if self._busy or self._closing:
                 return False
             self._busy = True
-        if not self._ask(_Gather(number, tuple(targets), final, why, time.monotonic())):
+        if not self._enqueue(_Gather(number, tuple(targets), final, why, time.monotonic())):
             self._busy = False
             return False
         return True
@@ -162,16 +162,16 @@ class Evidence:
     def write(self, number: int, name: str, text: str, final: Path) -> None:
         """Put a small file beside the evidence of round `number`, soon."""
         if not self._closing:
-            self._ask(_Write(number, name, text, final))
+            self._enqueue(_Write(number, name, text, final))
 
-    def place(self, final: Path) -> Path:
+    def directory_for(self, final: Path) -> Path:
         """Where what belongs into `final` is put: elsewhere, since `final` was found not to answer."""
-        return self._elsewhere.get(final, final)
+        return self._redirected.get(final, final)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """The processes are about to be ended: what is being taken of them is dropped, what was taken before stays."""
         with self._lock:
-            if self._busy and not self._keeping:
+            if self._busy and not self._publishing:
                 self._dropped = True
                 if self._helper is not None:
                     _kill(self._helper)
@@ -183,24 +183,24 @@ class Evidence:
             if self._taking and self._helper is not None:
                 _kill(self._helper)
         if self._thread is not None:
-            self._asked.put(None)
+            self._requests.put(None)
             self._thread.join(CLOSE_S)
             with self._lock:
                 if self._helper is not None:
                     _kill(self._helper)
             self._thread.join(2 * REAP_S)
 
-    def _ask(self, what: _Gather | _Write) -> bool:
-        self._asked.put(what)
+    def _enqueue(self, what: _Gather | _Write) -> bool:
+        self._requests.put(what)
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="elasticd-evidence", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # no room for another one: the job goes on, and it is tried again
-                if not self._said:  # a suspicious loop asks at every look
-                    _log.warning("evidence of round %d: %s", what.number, error)
-                self._said = True
-                self._asked.get_nowait()
+                if not self._warned:  # a suspicious loop asks at every look
+                    _log.warning("evidence of round %d: %s", what.round, error)
+                self._warned = True
+                self._requests.get_nowait()
                 return False
             self._thread = thread
         return True
@@ -208,7 +208,7 @@ class Evidence:
     # --- in the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (what := self._next.popleft() if self._next else self._asked.get()) is not None:
+        while (what := self._next.popleft() if self._next else self._requests.get()) is not None:
             if isinstance(what, _Write):
                 self._write(self._same_place(what))
             elif not self._closing:
@@ -219,7 +219,7 @@ class Evidence:
         batch = [first]
         with suppress(queue.Empty):
             while True:
-                what = self._asked.get_nowait()
+                what = self._requests.get_nowait()
                 if not isinstance(what, _Write) or what.final != first.final:
                     self._next.append(what)
                     break
@@ -229,15 +229,17 @@ class Evidence:
     def _write(self, batch: list[_Write]) -> None:
         first = batch[0]
         files = tuple((one.name, one.text) for one in batch)
-        place = self.place(first.final)
-        trouble = self._put(Keep(str(place), files=files), time.monotonic() + WRITE_S)
+        place = self.directory_for(first.final)
+        trouble = self._publish(PublishRequest(str(place), files=files), time.monotonic() + WRITE_S)
         if trouble:
-            kept = self._kept(first.number, first.final)
+            kept = self._redirect(first.round, first.final)
             _log.warning("%s cannot be written: %s; %s is in %s", place, trouble, ", ".join(n for n, _ in files), kept)
-            self._put(Keep(str(kept), files=files, rounds=self._keep), time.monotonic() + KEPT_S)
+            self._publish(
+                PublishRequest(str(kept), files=files, rounds=self._kept_rounds), time.monotonic() + FALLBACK_S
+            )
 
     def _take(self, asked: _Gather) -> None:
-        local = self._scratch / "evidence" / f"{asked.number}-{asked.final.name}"
+        local = self._scratch / "evidence" / f"{asked.round}-{asked.final.name}"
         heard: dict[int, dict[str, Any]] = {}
         self._taking, kept = True, asked.final
         try:
@@ -245,13 +247,15 @@ class Evidence:
         except Exception as error:  # noqa: BLE001 whoever waits for evidence must hear that there is none
             troubles = [f"no evidence: {type(error).__name__}: {error}"]
         if troubles:
-            _log.warning("evidence of round %d: %s", asked.number, "; ".join(troubles))
+            _log.warning("evidence of round %d: %s", asked.round, "; ".join(troubles))
         ranks = tuple(_of(target, heard.get(target.rank, {})) for target in asked.targets)
         with self._lock:
-            self._busy = self._taking = self._keeping = self._dropped = False
-        self._post(Gathered(asked.number, ranks, kept, time.monotonic() - asked.began, "; ".join(troubles)))
+            self._busy = self._taking = self._publishing = self._dropped = False
+        self._post(GatheredEvidence(asked.round, ranks, kept, time.monotonic() - asked.began, "; ".join(troubles)))
         if kept != asked.final and local.exists():
-            lost = self._put(Keep(str(kept), str(local), rounds=self._keep), time.monotonic() + KEPT_S)
+            lost = self._publish(
+                PublishRequest(str(kept), str(local), rounds=self._kept_rounds), time.monotonic() + FALLBACK_S
+            )
             if lost:
                 _log.warning("%s cannot be written either: %s", kept, lost)
         shutil.rmtree(local, ignore_errors=True)
@@ -273,45 +277,45 @@ class Evidence:
         with self._lock:
             if self._dropped or self._closing:
                 return asked.final, []
-            self._keeping = True
+            self._publishing = True
         troubles += [trouble] if trouble else []
-        place = self.place(asked.final)
+        place = self.directory_for(asked.final)
         if place == asked.final:
-            until = max(asked.began + self._budget_s, time.monotonic() + KEEP_S)
-            lost = self._put(Keep(str(place), str(local), rounds=self._keep), until)
+            until = max(asked.began + self._budget_s, time.monotonic() + PUBLISH_S)
+            lost = self._publish(PublishRequest(str(place), str(local), rounds=self._kept_rounds), until)
             if lost:
-                place = self._kept(asked.number, asked.final)
+                place = self._redirect(asked.round, asked.final)
                 troubles.append(f"{asked.final} cannot be written ({lost}): the evidence is in {place}")
         return place, troubles
 
-    def _request(self, asked: _Gather, local: Path) -> Request:
+    def _request(self, asked: _Gather, local: Path) -> CollectRequest:
         ranks = tuple(
-            Asked(
+            WorkerRequest(
                 target.rank,
                 target.pid,
                 tuple(str(log) for log in target.logs),
                 *(
                     str(path) if path is not None else ""
-                    for path in (target.beat, target.stacks, target.flight, target.pipe, target.dump)
+                    for path in (target.heartbeat, target.stacks, target.flight, target.pipe, target.dump)
                 ),
             )
             for target in asked.targets
             if target.pid > 0
         )
-        spy = find_spy() if self._spy is None else self._spy
+        spy = find_py_spy() if self._spy is None else self._spy
         nvml = find_nvml() if self._nvml is None else self._nvml
         left_s = asked.began + GATHER_PART * self._budget_s - time.monotonic()
-        return Request(str(local), max(0.1, left_s), ranks, asked.why, spy, nvml)
+        return CollectRequest(str(local), max(0.1, left_s), ranks, asked.why, spy, nvml)
 
-    def _put(self, keep: Keep, until: float) -> str:
+    def _publish(self, keep: PublishRequest, until: float) -> str:
         """Have a helper do it. "" or what went wrong."""
         said: list[str] = []
         trouble = self._help("keep", keep.to_dict(), until, lambda line: said.append(line.get("trouble", "")))
         return next((one for one in said if one), trouble)
 
-    def _kept(self, number: int, final: Path) -> Path:
+    def _redirect(self, number: int, final: Path) -> Path:
         """Where evidence goes whose directory does not answer, from now on."""
-        return self._elsewhere.setdefault(final, self._aside / f"round-{number}" / final.name)
+        return self._redirected.setdefault(final, self._fallback_dir / f"round-{number}" / final.name)
 
     def _help(self, what: str, request: dict[str, Any], until: float, hear: Callable[[dict[str, Any]], object]) -> str:
         """Run a helper until it ends, or until its time is over. "" or what went wrong."""
@@ -350,7 +354,7 @@ class Evidence:
             _end(helper)
 
 
-def _of(target: Target, line: dict[str, Any]) -> RankEvidence:
+def _of(target: EvidenceTarget, line: dict[str, Any]) -> RankEvidence:
     return RankEvidence(
         target.rank,
         line.get("where", ""),

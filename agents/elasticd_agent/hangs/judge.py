@@ -13,78 +13,78 @@ from dataclasses import dataclass, field
 from elasticd_agent.hangs import verdict as hang
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Failure, Round
-from elasticd_agent.model.reports import Judged, RankSeen, Report
+from elasticd_agent.model.reports import HangReport, HangVerdict, RankReport
 
-AGAIN_S = 0.25
+JUDGE_INTERVAL_S = 0.25
 """How often reports are judged while there are some: as often as the ranks are looked at."""
 
 
 @dataclass(slots=True)
-class Judge:
+class HangJudge:
     """One job's. Times are the planner's monotonic seconds."""
 
     policy: Policy
     suspected: bool = False
-    judged: list[Judged] = field(default_factory=list)
-    _number: int = 0
+    new_verdicts: list[HangVerdict] = field(default_factory=list)
+    _round: int = 0
     _since: float | None = None
-    _said: tuple[object, ...] = ()
-    _reported: set[str] = field(default_factory=set)
-    _hung: tuple[int, hang.Before] = (0, hang.Before())
+    _last_verdict: tuple[object, ...] = ()
+    _reporting_nodes: set[str] = field(default_factory=set)
+    _last_hang: tuple[int, hang.PreviousHang] = (0, hang.PreviousHang())
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Somebody else planned, or the store was away: who answers from now on, and how soon, is seen anew."""
-        self._since, self._said = None, ()
-        self._reported.clear()
+        self._since, self._last_verdict = None, ()
+        self._reporting_nodes.clear()
 
-    def turn(self, round: Round, reports: Iterable[Report], done: frozenset[str], now: float) -> Judged | None:
+    def turn(self, round: Round, reports: Iterable[HangReport], done: frozenset[str], now: float) -> HangVerdict | None:
         """The verdict that ends the group, until it has; `judged` gets it once.
 
         `done`: nodes whose workers have all ended with code 0.
         """
-        if round.number != self._number:
-            self._number = round.number
-            self.forget()
+        if round.number != self._round:
+            self._round = round.number
+            self.reset()
         told = {report.node: report for report in reports if report.round == round.number and round.member(report.node)}
         self.suspected = any(report.why for report in told.values())
         if not self.suspected:
-            self.forget()
+            self.reset()
             return None
-        self._reported |= told.keys()
-        if self._reported - told.keys():
+        self._reporting_nodes |= told.keys()
+        if self._reporting_nodes - told.keys():
             return None  # who takes back what it said sees progress, or is lost: either way this is no hang any more
         self._since = now if self._since is None else self._since
         waited_s = now - self._since
         late = waited_s >= self.policy.evidence_s + self.policy.seen_timeout_s + self.policy.renewal_s
-        heard = [*told.values(), *(_ended(round, node) for node in sorted(done - told.keys()))]
-        last, before = self._hung
-        before = before if last < round.number else hang.Before()
+        heard = [*told.values(), *(_exited_report(round, node) for node in sorted(done - told.keys()))]
+        last, before = self._last_hang
+        before = before if last < round.number else hang.PreviousHang()
         nodes = [member.node for member in round.members]
-        verdict = hang.judge(heard, nodes, self.policy, late=late, before=before)
-        if not isinstance(verdict, hang.Hung):
+        verdict = hang.judge(heard, nodes, self.policy, deadline_passed=late, previous=before)
+        if not isinstance(verdict, hang.Hang):
             return None
         restarts = self.policy.on_hang == "restart"
-        judged = Judged(
+        judged = HangVerdict(
             round.number,
             tuple((place.node, place.rank, place.slot) for place in verdict.culprits),
             verdict.cause,
             verdict.why,
-            _hung_s(heard, verdict),
+            _idle_s(heard, verdict),
             restarts,
             tuple(heard),
         )
-        if (judged.cause, judged.culprits) != self._said:
-            self._said = judged.cause, judged.culprits
-            self.judged.append(judged)
-            self._hung = round.number, hang.remembered(heard)
+        if (judged.cause, judged.culprits) != self._last_verdict:
+            self._last_verdict = judged.cause, judged.culprits
+            self.new_verdicts.append(judged)
+            self._last_hang = round.number, hang.previous_hang(heard)
         return judged if restarts else None  # again and again: the store may not have taken it
 
-    def until(self, now: float) -> float:
+    def next_turn_at(self, now: float) -> float:
         """When to judge again, if nothing new is heard."""
-        return now + AGAIN_S
+        return now + JUDGE_INTERVAL_S
 
 
-def failures(judged: Judged, node: str, high_water: int, checkpoint: tuple[int, int] | None) -> list[Failure]:
+def failures(judged: HangVerdict, node: str, high_water: int, checkpoint: tuple[int, int] | None) -> list[Failure]:
     """The verdict as `plan` takes it: a Failure for every node that is to blame, else one of `node`, the planner's."""
     blamed: dict[str, list[tuple[int, int]]] = {}
     for culprit, rank, slot in judged.culprits:
@@ -104,7 +104,7 @@ def failures(judged: Judged, node: str, high_water: int, checkpoint: tuple[int, 
     ]
 
 
-def _hung_s(reports: Iterable[Report], verdict: hang.Hung) -> float:
+def _idle_s(reports: Iterable[HangReport], verdict: hang.Hang) -> float:
     """For how long nobody had made progress, or for how long those who are to blame had not, if that is longer."""
     culprits = {place.rank for place in verdict.culprits}
     live = [rank for report in reports for rank in report.ranks if not rank.exited]
@@ -112,6 +112,6 @@ def _hung_s(reports: Iterable[Report], verdict: hang.Hung) -> float:
     return max([quiet_s, *(max(rank.idle_s, rank.stopped_s) for rank in live if rank.rank in culprits)])
 
 
-def _ended(round: Round, node: str) -> Report:
-    ranks = tuple(RankSeen(rank, slot, exited=True) for rank, at, _, slot in round.places() if at == node)
-    return Report(round.number, node, ranks, gathered=True)
+def _exited_report(round: Round, node: str) -> HangReport:
+    ranks = tuple(RankReport(rank, slot, exited=True) for rank, at, _, slot in round.assignments() if at == node)
+    return HangReport(round.number, node, ranks, gathered=True)

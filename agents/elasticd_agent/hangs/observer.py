@@ -14,23 +14,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elasticd.errors import WireError
-from elasticd.heartbeat.record import Beat, BeatReader, Phase, Source
-from elasticd.heartbeat.worker_events import Note, NoteReader
-from elasticd_agent.model.reports import RankSeen
+from elasticd.heartbeat.record import Heartbeat, HeartbeatReader, Phase, Source
+from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader
+from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import procfs
 
-ATTENTIVE_S = 1.0
+MAX_LOOK_GAP_S = 1.0
 """A gap between two looks counts as at most this much."""
-IDLE_S = 0.5
+USAGE_AFTER_IDLE_S = 0.5
 """A group that has made no progress for so long is worth counting its processes' time."""
-SAMPLE_S = 0.2
+USAGE_INTERVAL_S = 0.2
 """Not oftener, however often the group is looked at: it takes a scan of /proc."""
-WINDOW_S = 3.0
+USAGE_WINDOW_S = 3.0
 """What a rank uses of the machine is told of the last seconds: what it did before it stood still says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observation:
     """One look at the group. `first_step_at` and `progress_at` are CLOCK_MONOTONIC seconds, None if there is none.
 
     `idle_s`: for how long no rank here has made progress. `store_state` is the /proc state of the round's store, ""
@@ -38,33 +38,33 @@ class Seen:
     rank, none before they have been started.
     """
 
-    number: int
-    beats: tuple[Beat, ...]
-    notes: tuple[Note, ...]
+    round: int
+    heartbeats: tuple[Heartbeat, ...]
+    worker_events: tuple[WorkerEvent, ...]
     idle_s: float
-    ranks: tuple[RankSeen, ...] = ()
+    ranks: tuple[RankReport, ...] = ()
     store_state: str = ""
     store_stopped_s: float = 0.0
-    attentive_s: float = 0.0
+    observed_s: float = 0.0
     pids: tuple[int, ...] = ()
 
     @property
     def step(self) -> int:
-        return max((beat.step for beat in self.beats), default=0)
+        return max((beat.step for beat in self.heartbeats), default=0)
 
     @property
     def first_step_at(self) -> float | None:
-        times = [beat.first_step_ns for beat in self.beats if beat.first_step_ns]
+        times = [beat.first_step_ns for beat in self.heartbeats if beat.first_step_ns]
         return min(times) / 1e9 if times else None
 
     @property
     def progress_at(self) -> float | None:
-        times = [beat.progress_ns for beat in self.beats if beat.progress_ns]
+        times = [beat.progress_ns for beat in self.heartbeats if beat.progress_ns]
         return max(times) / 1e9 if times else None
 
     @property
     def has_session(self) -> bool:
-        return any(beat.source == Source.SESSION for beat in self.beats)
+        return any(beat.source == Source.SESSION for beat in self.heartbeats)
 
 
 @dataclass(slots=True)
@@ -79,28 +79,28 @@ class _Ages:
     moved_s: float = -1.0
     stopped_s: float = 0.0
 
-    def of_beat(self, beat: Beat, passed_s: float, now: float) -> None:
+    def on_heartbeat(self, beat: Heartbeat, passed_s: float, now: float) -> None:
         progress = beat.step, beat.progress_ns, beat.phase, beat.barrier, beat.collectives
         if progress == self.progress:
             self.idle_s += passed_s
         else:  # since the beat if that is what moved, else since some time after the last look
             self.idle_s = min(passed_s, max(0.0, now - beat.progress_ns / 1e9))
         self.progress = progress
-        if beat.alive != self.alive:  # 0: the thread has ended, as it does last at the exit
-            self.alive, self.alive_s = beat.alive, 0.0 if beat.alive else -1.0
+        if beat.alive_ticks != self.alive:  # 0: the thread has ended, as it does last at the exit
+            self.alive, self.alive_s = beat.alive_ticks, 0.0 if beat.alive_ticks else -1.0
         elif self.alive_s >= 0:
             self.alive_s += passed_s
-        if beat.moved != self.moved:
-            self.moved, self.moved_s = beat.moved, 0.0
+        if beat.moved_ticks != self.moved:
+            self.moved, self.moved_s = beat.moved_ticks, 0.0
         elif self.moved_s >= 0:
             self.moved_s += passed_s
 
-    def of_state(self, state: str, passed_s: float) -> None:
+    def on_state(self, state: str, passed_s: float) -> None:
         self.stopped_s = self.stopped_s + passed_s if state == "T" else 0.0
 
 
 @dataclass(slots=True)
-class _Bytes:
+class _OwnBytes:
     """What a worker reads and writes without what it writes because we ask: a flight recorder of 0.9 MB is no work.
 
     The answer to `want_dump` comes when all of it is written, perhaps after a sample in the middle: what was counted
@@ -111,7 +111,7 @@ class _Bytes:
     ours: int = 0
     last_two: tuple[int, int] | None = None
 
-    def of_its_own(self, io_bytes: int, answered: int) -> int:
+    def own(self, io_bytes: int, answered: int) -> int:
         if answered != self.answered and self.last_two is not None:
             self.ours = io_bytes - self.last_two[0]
         self.answered = answered
@@ -121,38 +121,40 @@ class _Bytes:
 
 
 @dataclass(slots=True)
-class Watch:
+class GroupObserver:
     """Reads the beats and notes of one round's workers on this node. `places` are their (rank, slot), by local rank."""
 
-    number: int
-    places: Sequence[tuple[int, int]]
-    beats: Sequence[Path]
-    notes: Sequence[Path]
+    round: int
+    rank_slots: Sequence[tuple[int, int]]
+    heartbeat_files: Sequence[Path]
+    worker_event_files: Sequence[Path]
     state: Callable[[int], str] = procfs.condition
-    usage: Callable[[Sequence[int]], Mapping[int, procfs.Usage]] = field(default_factory=lambda: procfs.Usages().of)
+    usage: Callable[[Sequence[int]], Mapping[int, procfs.Usage]] = field(
+        default_factory=lambda: procfs.UsageReader().read
+    )
     _pids: tuple[int, ...] = ()
     _store_pid: int = 0
-    _readers: list[BeatReader] = field(default_factory=list)
-    _note_readers: list[NoteReader] = field(default_factory=list)
+    _heartbeat_readers: list[HeartbeatReader] = field(default_factory=list)
+    _worker_event_readers: list[WorkerEventReader] = field(default_factory=list)
     _ages: list[_Ages] = field(default_factory=list)
-    _bytes: list[_Bytes] = field(default_factory=list)
+    _bytes: list[_OwnBytes] = field(default_factory=list)
     _store: _Ages = field(default_factory=_Ages)
     _last_look: float | None = None
-    _attentive_s: float = 0.0
-    _used: deque[tuple[float, Mapping[int, procfs.Usage]]] = field(default_factory=deque)
+    _observed_s: float = 0.0
+    _usage_samples: deque[tuple[float, Mapping[int, procfs.Usage]]] = field(default_factory=deque)
     _exited: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._readers = [BeatReader(path) for path in self.beats]
-        self._note_readers = [NoteReader(path) for path in self.notes]
-        self._ages = [_Ages() for _ in self.beats]
-        self._bytes = [_Bytes() for _ in self.beats]
+        self._heartbeat_readers = [HeartbeatReader(path) for path in self.heartbeat_files]
+        self._worker_event_readers = [WorkerEventReader(path) for path in self.worker_event_files]
+        self._ages = [_Ages() for _ in self.heartbeat_files]
+        self._bytes = [_OwnBytes() for _ in self.heartbeat_files]
 
-    def started(self, pids: Sequence[int], store_pid: int) -> None:
+    def set_processes(self, pids: Sequence[int], store_pid: int) -> None:
         """The processes of this group: the workers' by local rank, and the round's store, 0 if it is not here."""
         self._pids, self._store_pid = tuple(pids), store_pid
 
-    def exited(self, rank: int) -> None:
+    def worker_exited(self, rank: int) -> None:
         """The worker has ended with code 0."""
         self._exited.add(rank)
 
@@ -161,65 +163,67 @@ class Watch:
         """The workers' processes by local rank, as far as they have been started."""
         return self._pids
 
-    def look(self, now: float) -> Seen:
+    def observe(self, now: float) -> Observation:
         """Read everything once. A beat that makes no sense counts as one that says nothing."""
-        passed_s = 0.0 if self._last_look is None else min(now - self._last_look, ATTENTIVE_S)
+        passed_s = 0.0 if self._last_look is None else min(now - self._last_look, MAX_LOOK_GAP_S)
         self._last_look = now
-        self._attentive_s += passed_s
-        beats = tuple(read_beat(reader) for reader in self._readers)
-        notes: list[Note] = []
-        for note_reader in self._note_readers:
+        self._observed_s += passed_s
+        beats = tuple(read_heartbeat(reader) for reader in self._heartbeat_readers)
+        notes: list[WorkerEvent] = []
+        for note_reader in self._worker_event_readers:
             with suppress(OSError):  # no file descriptor is left, say: they are there at the next look
                 notes += note_reader.read()[0]
         for ages, beat in zip(self._ages, beats, strict=True):
-            ages.of_beat(beat, passed_s, now)
+            ages.on_heartbeat(beat, passed_s, now)
         idle_s = min((ages.idle_s for ages in self._ages), default=0.0)
-        pids = tuple(_trains(beat, pid) for beat, pid in zip(beats, self._pids, strict=True)) if self._pids else ()
+        pids = (
+            tuple(_training_pid(beat, pid) for beat, pid in zip(beats, self._pids, strict=True)) if self._pids else ()
+        )
         states = [self.state(pid) for pid in pids] or [""] * len(beats)
         for ages, state in zip(self._ages, states, strict=True):
-            ages.of_state(state, passed_s)
+            ages.on_state(state, passed_s)
         store_state = self.state(self._store_pid) if self._store_pid else ""
-        self._store.of_state(store_state, passed_s)
+        self._store.on_state(store_state, passed_s)
         self._count_usage(idle_s, beats)
-        return Seen(
-            self.number,
+        return Observation(
+            self.round,
             beats,
             tuple(sorted(notes, key=lambda note: note.mono)),
             idle_s,
             tuple(self._rank(i, beat, states[i]) for i, beat in enumerate(beats)),
             store_state,
             self._store.stopped_s,
-            self._attentive_s,
+            self._observed_s,
             pids,
         )
 
-    def _count_usage(self, idle_s: float, beats: Sequence[Beat]) -> None:
-        if not self._pids or (idle_s < IDLE_S and not any(ages.stopped_s for ages in self._ages)):
-            self._used.clear()
+    def _count_usage(self, idle_s: float, beats: Sequence[Heartbeat]) -> None:
+        if not self._pids or (idle_s < USAGE_AFTER_IDLE_S and not any(ages.stopped_s for ages in self._ages)):
+            self._usage_samples.clear()
             return
-        if self._used and self._attentive_s < self._used[-1][0] + SAMPLE_S:
+        if self._usage_samples and self._observed_s < self._usage_samples[-1][0] + USAGE_INTERVAL_S:
             return
         used = dict(self.usage(self._pids))
         for pid, bytes_, beat in zip(self._pids, self._bytes, beats, strict=True):
             if pid in used:
-                own = bytes_.of_its_own(used[pid].io_bytes, beat.dumped)
+                own = bytes_.own(used[pid].io_bytes, beat.dump_done)
                 used[pid] = replace(used[pid], io_bytes=own)
-        self._used.append((self._attentive_s, used))
-        while len(self._used) > 2 and self._used[1][0] <= self._attentive_s - WINDOW_S:
-            self._used.popleft()
+        self._usage_samples.append((self._observed_s, used))
+        while len(self._usage_samples) > 2 and self._usage_samples[1][0] <= self._observed_s - USAGE_WINDOW_S:
+            self._usage_samples.popleft()
 
-    def _rank(self, index: int, beat: Beat, state: str) -> RankSeen:
-        rank, slot = self.places[index]
+    def _rank(self, index: int, beat: Heartbeat, state: str) -> RankReport:
+        rank, slot = self.rank_slots[index]
         ages = self._ages[index]
         waits = beat.phase == Phase.BARRIER or (beat.phase == Phase.STARTING and beat.collectives < 0)
-        seen = RankSeen(
+        seen = RankReport(
             rank,
             slot,
             phase=beat.phase.name.lower(),
             step=beat.step,
             # The thread that counts them may have been stopped first, or be kept from it.
-            collectives=max(beat.collectives, beat.issued_at_step),
-            usual=beat.usual,
+            collectives=max(beat.collectives, beat.collectives_at_step),
+            usual=beat.collectives_per_step,
             barrier=beat.barrier if waits else "",
             barrier_s=beat.barrier_s if beat.phase == Phase.BARRIER else 0.0,
             timeout_s=beat.timeout_s,
@@ -230,10 +234,10 @@ class Watch:
             stopped_s=ages.stopped_s,
             exited=rank in self._exited,
         )
-        if not self._used:
+        if not self._usage_samples:
             return seen
         pid = self._pids[index]
-        (began, before), (ended, after) = self._used[0], self._used[-1]
+        (began, before), (ended, after) = self._usage_samples[0], self._usage_samples[-1]
         if pid not in before or pid not in after:
             return seen
         return replace(
@@ -244,11 +248,11 @@ class Watch:
         )
 
     def close(self) -> None:
-        for reader in self._readers:
+        for reader in self._heartbeat_readers:
             reader.close()
 
 
-def _trains(beat: Beat, pid: int) -> int:
+def _training_pid(beat: Heartbeat, pid: int) -> int:
     """The process that trains where worker `pid` only runs it, as a script for a shell does: it is in its session."""
     if beat.pid in (0, pid):
         return pid
@@ -256,8 +260,8 @@ def _trains(beat: Beat, pid: int) -> int:
     return beat.pid if found is not None and found.session == pid else pid
 
 
-def read_beat(reader: BeatReader) -> Beat:
+def read_heartbeat(reader: HeartbeatReader) -> Heartbeat:
     try:
         return reader.read()
     except (OSError, WireError):
-        return Beat()
+        return Heartbeat()

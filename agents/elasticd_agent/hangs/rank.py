@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from elasticd.heartbeat.record import JOINING
-from elasticd_agent.model.reports import RankSeen
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP
+from elasticd_agent.model.reports import RankReport
 
 BUSY_CORES = 0.1
 """A process tree that uses more of a core than this works. What only waits, its pulse included, uses under 0.02."""
@@ -23,7 +23,7 @@ GIL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankLocation:
     """Where a rank runs."""
 
     node: str
@@ -32,90 +32,92 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankState:
     """What `node`'s agent sees of one of its ranks."""
 
     node: str
-    seen: RankSeen
+    report: RankReport
 
     @property
-    def place(self) -> Place:
-        return Place(self.node, self.seen.rank, self.seen.slot)
+    def location(self) -> RankLocation:
+        return RankLocation(self.node, self.report.rank, self.report.slot)
 
     @property
-    def inside(self) -> bool:
+    def waits(self) -> bool:
         """True if its main thread waits for other ranks, or for its device."""
-        return self.seen.where in ("collective", "device") or self.at_barrier or self.joins
+        return self.report.where in ("collective", "device") or self.at_barrier or self.is_joining
 
     @property
-    def joins(self) -> bool:
+    def is_joining(self) -> bool:
         """True if it makes a process group, which it says itself where no stack could be taken."""
-        seen = self.seen
-        return seen.where == "init" or (not seen.where and seen.phase == "starting" and seen.barrier == JOINING)
+        seen = self.report
+        return seen.where == "init" or (
+            not seen.where and seen.phase == "starting" and seen.barrier == INIT_PROCESS_GROUP
+        )
 
     @property
     def at_barrier(self) -> bool:
         """True if it waits for others out of band: at a barrier of its session, for a decision, for the next round."""
-        return self.seen.where == "barrier" or self.seen.phase == "barrier"
+        return self.report.where == "barrier" or self.report.phase == "barrier"
 
     @property
-    def held(self) -> bool:
+    def is_paused(self) -> bool:
         """True if it was asked to wait for the next round."""
-        return self.seen.phase == "barrier" and self.seen.barrier == "hold"
+        return self.report.phase == "barrier" and self.report.barrier == "hold"
 
     @property
     def holds_gil(self) -> bool:
         """True if its background thread has not run for about as long as it was quiet, though it could."""
-        seen = self.seen
+        seen = self.report
         return seen.state not in ("t", "X") and seen.alive_s >= max(GIL_S, seen.idle_s / 2)
 
     @property
-    def goes_on(self) -> bool:
+    def is_moving(self) -> bool:
         """True if its Python was seen to move for half the time at least that it has made no progress.
 
         It evaluates on its device, or in collectives of a group that nobody counts. Barriers of ours are left out: they
         look again and again.
         """
-        seen = self.seen
+        seen = self.report
         return seen.where in ("collective", "device") and not self.at_barrier and 0 <= seen.moved_s < seen.idle_s / 2
 
     @property
     def cores(self) -> float:
-        return self.seen.cpu_s / self.seen.window_s if self.seen.window_s > 0 else 0.0
+        return self.report.cpu_s / self.report.window_s if self.report.window_s > 0 else 0.0
 
     @property
     def bytes_per_s(self) -> float:
-        return self.seen.io_bytes / self.seen.window_s if self.seen.window_s > 0 else 0.0
+        return self.report.io_bytes / self.report.window_s if self.report.window_s > 0 else 0.0
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """True if it works outside of any wait: then it is slow, not hung, for as long as a rank may be slow.
 
         One that could run but got no CPU, one that a debugger holds, and one that is ending count as busy. So does one
         that is seen in a wait, but not in the same one all the time.
         """
-        if self.seen.state in ("t", "X"):
+        if self.report.state in ("t", "X"):
             return True
-        if self.inside and not self.holds_gil:
-            return self.goes_on
-        return self.seen.state == "R" or self.cores > BUSY_CORES or self.bytes_per_s > BUSY_BYTES_PER_S
+        if self.waits and not self.holds_gil:
+            return self.is_moving
+        return self.report.state == "R" or self.cores > BUSY_CORES or self.bytes_per_s > BUSY_BYTES_PER_S
 
     @property
-    def standing(self) -> str:
+    def likely_cause(self) -> str:
         """What this rank by itself looks like, as a cause."""
-        if self.seen.state in ("T", "Z"):
-            return "stopped" if self.seen.state == "T" else "zombie"
+        if self.report.state in ("T", "Z"):
+            return "stopped" if self.report.state == "T" else "zombie"
         if self.holds_gil:
             return "gil"
-        return "spinning" if self.busy else "blocked"
+        return "spinning" if self.is_busy else "blocked"
 
-    def named(self, *, step: bool = True) -> str:
-        at = f" (step {self.seen.step})" if step and self.seen.step else ""
-        return f"rank {self.seen.rank} on {self.node}{at}"
+    def label(self, *, step: bool = True) -> str:
+        at = f" (step {self.report.step})" if step and self.report.step else ""
+        return f"rank {self.report.rank} on {self.node}{at}"
 
-    def doing(self) -> str:
+    def activity(self) -> str:
         """ "waits in x.py:88 next_batch, without using CPU, for 5.2 s" """
-        seen = self.seen
+        seen = self.report
         where = f" in {seen.function}" if seen.function else ""
         phase = f", in phase {seen.phase}" if seen.phase in ("eval", "checkpoint", "exit") else ""
         idle = f"for {seen.idle_s:.1f} s"
@@ -131,11 +133,11 @@ class Rank:
             return f"is held by a debugger{where}{phase}, {idle}"
         if self.holds_gil:
             return f"holds the GIL{where}{phase}, using {self.cores:.0%} of a core, for {seen.alive_s:.1f} s"
-        if self.goes_on:
+        if self.is_moving:
             return f"goes on without a step, at the moment in {_wait(seen)}{phase}, {idle}"
-        if self.inside:
+        if self.waits:
             return f"waits in {_wait(seen)}{phase} {idle}"
-        if self.busy:
+        if self.is_busy:
             disk = f" and {self.bytes_per_s / 1e6:.1f} MB/s" if self.bytes_per_s > BUSY_BYTES_PER_S else ""
             return f"works{where}{phase}, using {self.cores:.0%} of a core{disk}, {idle}"
         if seen.state == "D":
@@ -145,28 +147,28 @@ class Rank:
         return f"waits{where}{phase}, without using CPU, {idle}"
 
 
-def names(ranks: Sequence[Rank], *, step: bool = True) -> str:
+def labels(ranks: Sequence[RankState], *, step: bool = True) -> str:
     """ "rank 1 on a (step 5)", "rank 1 on a (step 5) and 3 more": one sentence stays one line."""
-    shown = [rank.named(step=step) for rank in ranks[:3]]
+    shown = [rank.label(step=step) for rank in ranks[:3]]
     if len(ranks) > len(shown):
         shown.append(f"{len(ranks) - len(shown)} more")
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def waiting(ranks: Iterable[Rank]) -> str:
+def describe_waits(ranks: Iterable[RankState]) -> str:
     """ "3 ranks wait in all_reduce, 1 in barrier 'epoch'": what those do who are not to blame; "" if nobody does."""
     places: dict[str, int] = {}
     for rank in ranks:
-        if rank.inside:
-            places[_wait(rank.seen)] = places.get(_wait(rank.seen), 0) + 1
+        if rank.waits:
+            places[_wait(rank.report)] = places.get(_wait(rank.report), 0) + 1
     (first, n), *others = sorted(places.items(), key=lambda item: (-item[1], item[0])) or [("", 0)]
     if not n:
         return ""
     return ", ".join([f"{n} rank{'s wait' if n > 1 else ' waits'} in {first}", *(f"{m} in {w}" for w, m in others)])
 
 
-def _wait(seen: RankSeen) -> str:
+def _wait(seen: RankReport) -> str:
     if seen.barrier and seen.phase == "barrier":
         return f"barrier {seen.barrier!r}"
     named = {"collective": "a collective", "device": "a device synchronisation"}
-    return seen.function or named.get(seen.where) or (JOINING if seen.phase == "starting" else "a barrier")
+    return seen.function or named.get(seen.where) or (INIT_PROCESS_GROUP if seen.phase == "starting" else "a barrier")

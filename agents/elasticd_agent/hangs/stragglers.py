@@ -14,34 +14,34 @@ from statistics import median
 
 from elasticd_agent.model.job import Policy
 
-LEAST_PULSES = 100
+MIN_TICKS = 100
 """Ten seconds. Of fewer, chance alone makes some rank look half again as slow."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RankWaitCounts:
     """How often a rank's background thread counted in some window, and how often it found the rank waiting."""
 
     rank: int
-    alive: int
-    waited: int
+    ticks: int
+    waiting_ticks: int
 
     @property
-    def working(self) -> float:
+    def working_share(self) -> float:
         """The part of the time it did not wait; a pulse's worth at least."""
-        return max(self.alive - self.waited, 1) / self.alive
+        return max(self.ticks - self.waiting_ticks, 1) / self.ticks
 
 
-def slow(ranks: Sequence[Pace], policy: Policy) -> tuple[tuple[int, float], ...]:
+def find_stragglers(ranks: Sequence[RankWaitCounts], policy: Policy) -> tuple[tuple[int, float], ...]:
     """(rank, factor), the slowest first: whose own work takes more than `slow_factor` times what its peers' takes.
 
     Steps take all ranks the same time, so that the parts of it that are their own work can be compared. The peers' is
     their median: of three ranks, a second slow one is found, too.
     """
-    counted = [rank for rank in ranks if rank.alive >= LEAST_PULSES]
+    counted = [rank for rank in ranks if rank.ticks >= MIN_TICKS]
     found = []
     for rank in counted:
-        peers = [peer.working for peer in counted if peer.rank != rank.rank]
-        if peers and (factor := rank.working / median(peers)) > policy.slow_factor:
+        peers = [peer.working_share for peer in counted if peer.rank != rank.rank]
+        if peers and (factor := rank.working_share / median(peers)) > policy.slow_factor:
             found.append((rank.rank, factor))
     return tuple(sorted(found, key=lambda one: (-one[1], one[0])))

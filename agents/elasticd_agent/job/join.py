@@ -18,56 +18,56 @@ from pathlib import Path
 from elasticd.errors import UsageError
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.keys import Keys
-from elasticd_agent.model.notices import Knocked, News
+from elasticd_agent.model.notices import Notice, Probed
 from elasticd_agent.model.records import NodeRecord
-from elasticd_agent.rendezvous.driver import Broken, LocalMeeting, RemoteMeeting
-from elasticd_agent.rendezvous.member import Coordinator
-from elasticd_agent.rendezvous.peer_links import Lines
-from elasticd_agent.rendezvous.plan import Asked
-from elasticd_agent.rendezvous.planner import Facts, Planner
-from elasticd_agent.rendezvous.probe import KnockServer, knock
-from elasticd_agent.rendezvous.registration import Renewed
-from elasticd_agent.rendezvous.spec_check import spec_document, unlike
-from elasticd_agent.store.open import open_store, others_plan
-from elasticd_agent.system.addresses import joined, local_address
-from elasticd_agent.system.bounded_io import Silent, within
+from elasticd_agent.rendezvous.driver import DriverFailed, InlineDriver, ThreadedDriver
+from elasticd_agent.rendezvous.member import RendezvousMember
+from elasticd_agent.rendezvous.peer_links import PeerLinks
+from elasticd_agent.rendezvous.plan import Requirements
+from elasticd_agent.rendezvous.planner import LocalFacts, Planner
+from elasticd_agent.rendezvous.probe import ProbeServer, probe_nodes
+from elasticd_agent.rendezvous.registration import RenewalListener
+from elasticd_agent.rendezvous.spec_check import mismatch, spec_document
+from elasticd_agent.store.open import any_agent_may_lead, open_store
+from elasticd_agent.system.addresses import format_endpoint, local_address
+from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 
-ALWAYS_S = 1e7
-NAMED_S = 1.0
+NEVER_S = 1e7
+DIRECTORY_ID_S = 1.0
 """Whoever makes a checkpoint directory's name writes it within that; an empty one is left by somebody who died."""
 ADDRESS_S = 1.0
-KNOCK_S = 0.2
+PROBE_S = 0.2
 """An agent answers a knock within a millisecond; one that does not in this time is silent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class JobMembership:
     """What the loop needs of it. `start` begins to meet, once somebody listens."""
 
     node: str
     incarnation: str
     shared: bool
-    meeting: LocalMeeting | RemoteMeeting
+    rendezvous: InlineDriver | ThreadedDriver
     address: OwnAddress
 
     def start(self) -> None:
-        if isinstance(self.meeting, RemoteMeeting):
-            self.meeting.start()
+        if isinstance(self.rendezvous, ThreadedDriver):
+            self.rendezvous.start()
 
 
-def take_seat(
+def join_job(
     spec: JobSpec,
     policy: Policy,
     node: str,
     *,
-    found: tuple[int, tuple[int, int] | None],
+    found_on_disk: tuple[int, tuple[int, int] | None],
     warm: bool,
     attentive: Callable[[], bool],
-    post: Callable[[News | Broken], None],
-    say: Callable[[str], None],
-    renewed: Renewed,
+    post: Callable[[Notice | DriverFailed], None],
+    log: Callable[[str], None],
+    renewed: RenewalListener,
     stack: contextlib.ExitStack,
-) -> Seat:
+) -> JobMembership:
     """`found`: the highest round number that left anything here, and the checkpoint to propose. `warm`: workers would
     start at once. `renewed` hears of this agent's lease, if there is a store to lose it in. `stack` takes back what is
     opened. Raises UsageError for a store that cannot be used.
@@ -77,56 +77,56 @@ def take_seat(
     incarnation = secrets.token_hex(8)
     own, address = OwnAddress(lambda: workers_address(spec)), ""
     if shared:
-        knocked = KnockServer(own.known, node, incarnation, answered=lambda: post(Knocked()))
+        knocked = ProbeServer(own.known, node, incarnation, answered=lambda: post(Probed()))
         stack.callback(knocked.close)
-        address = joined(own.known, knocked.port)
-    highest, resume = found
+        address = format_endpoint(own.known, knocked.port)
+    highest, resume = found_on_disk
     record = NodeRecord(
         node,
         incarnation,
         address,
         tuple(range(spec.max_workers)),
         directory=directory_id(spec.checkpoint_dir) if shared else "",
-        highest=highest,
+        highest_round=highest,
         warm=int(not shared or warm),
         role=spec.role,
     )
-    store, hosts = open_store(meets, spec.python, policy, say)
+    store, hosts = open_store(meets, spec.python, policy, log)
     stack.callback(store.close)
-    keys, times = Keys(spec.job_id), policy if shared else _alone(policy)
+    keys, times = Keys(spec.job_id), policy if shared else _without_renewal(policy)
     last_call_s = policy.last_call_s if shared else 0.0
-    asked = Asked(spec.min_workers, spec.max_workers, meets.min_nodes, meets.max_nodes, last_call_s, spec.run)
-    facts = Facts(first_number=1 + highest, checkpoint=resume)
-    planner = Planner(store, keys, times, asked, facts, lambda nodes: knock(nodes, KNOCK_S), node, say)
-    lines = Lines(lambda node: coordinator.hung_up(node))
+    asked = Requirements(spec.min_workers, spec.max_workers, meets.min_nodes, meets.max_nodes, last_call_s, spec.run)
+    facts = LocalFacts(first_number=1 + highest, checkpoint=resume)
+    planner = Planner(store, keys, times, asked, facts, lambda nodes: probe_nodes(nodes, PROBE_S), node, log)
+    lines = PeerLinks(lambda node: coordinator.peer_disconnected(node))
     stack.callback(lines.close)
-    coordinator = Coordinator(
+    coordinator = RendezvousMember(
         store,
         keys,
         times,
         record,
         planner,
         json.dumps(spec_document(spec, policy), sort_keys=True).encode(),
-        lambda mine, theirs: unlike(mine, theirs, say),
-        may_plan=lambda: hosts or others_plan(meets.backend, store),
-        others_plan=lambda: others_plan(meets.backend, store),
-        one_key=meets.backend == "c10d",
+        lambda mine, theirs: mismatch(mine, theirs, log),
+        may_lead=lambda: hosts or any_agent_may_lead(meets.backend, store),
+        others_may_lead=lambda: any_agent_may_lead(meets.backend, store),
+        single_key_cas=meets.backend == "c10d",
         attentive=attentive,
-        keep_lines=lines.keep,
+        keep_links=lines.keep,
         renewed=renewed if shared else lambda lives_s, renewal_s: None,
     )
     if not shared:
-        return Seat(node, incarnation, shared, LocalMeeting(coordinator, facts), own)
-    meeting = RemoteMeeting(coordinator, facts, post, hosts)
+        return JobMembership(node, incarnation, shared, InlineDriver(coordinator, facts), own)
+    meeting = ThreadedDriver(coordinator, facts, post, hosts)
     coordinator.on_hint(meeting.wake)
     stack.callback(meeting.close)
-    return Seat(node, incarnation, shared, meeting, own)
+    return JobMembership(node, incarnation, shared, meeting, own)
 
 
-def _alone(policy: Policy) -> Policy:
+def _without_renewal(policy: Policy) -> Policy:
     """In this process's own memory nobody can be lost, so nothing has to be renewed."""
     return replace(
-        policy, lease_s=ALWAYS_S, renewal_s=ALWAYS_S / 4, adopt_timeout_s=2 * ALWAYS_S, store_away_s=2 * ALWAYS_S
+        policy, lease_s=NEVER_S, renewal_s=NEVER_S / 4, adopt_timeout_s=2 * NEVER_S, store_away_s=2 * NEVER_S
     )
 
 
@@ -137,13 +137,13 @@ class OwnAddress:
     never the node: what was known before counts then.
     """
 
-    def __init__(self, ask: Callable[[], str]) -> None:
+    def __init__(self, resolve: Callable[[], str]) -> None:
         """Raises what `ask` raises."""
-        self._ask, self.known = ask, ask()
+        self._resolve, self.known = resolve, resolve()
 
     def __call__(self) -> str:
-        with contextlib.suppress(UsageError, Silent):
-            self.known = within(ADDRESS_S, self._ask)
+        with contextlib.suppress(UsageError, DeadlineExceeded):
+            self.known = run_within(ADDRESS_S, self._resolve)
         return self.known
 
 
@@ -172,7 +172,7 @@ def directory_id(directory: Path | None) -> str:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(fd, "w") as file:
                 file.write(mine)
-        until = time.monotonic() + NAMED_S
+        until = time.monotonic() + DIRECTORY_ID_S
         while not (name := path.read_text()) and time.monotonic() < until:
             time.sleep(0.01)  # all nodes start at once: another one has made it, and has not written it yet
         if not name:

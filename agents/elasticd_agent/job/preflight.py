@@ -142,7 +142,7 @@ def _tls(tls: Tls) -> None:
     for name, path in (("cacert", tls.ca), ("cert", tls.cert), ("key", tls.key)):
         if path is not None:
             _readable(f"--rdzv-conf {name}", path)
-    if (found := certificate_files.wrong(tls)) is not None:
+    if (found := certificate_files.find_problem(tls)) is not None:
         which, why = found
         raise UsageError(f"--rdzv-conf {'cacert' if which == 'ca' else which} {why}")
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from elasticd_agent.job.loop import Loop, Message
-from elasticd_agent.job.story import JobStory
+from elasticd_agent.job.loop import JobLoop, Message
+from elasticd_agent.job.story import JobReporter
 from elasticd_agent.model.job import AgentSettings, JobSpec, Policy
-from elasticd_agent.system.control_socket import NAME, Verb, open_control
-from elasticd_agent.system.nonblocking_writer import open_outlets
+from elasticd_agent.system.control_socket import SOCKET_NAME, Verb, open_control
+from elasticd_agent.system.nonblocking_writer import open_std_writers
 from elasticd_agent.telemetry import event_log as eventlog
 from elasticd_agent.telemetry import metrics
-from elasticd_agent.telemetry.console import PlainConsole, SaidHandler, open_console
+from elasticd_agent.telemetry.console import ConsoleLogHandler, PlainConsole, open_console
 from elasticd_agent.workers.logs import PREFIX_VARIABLE, JobLogs
 
 STDERR = 2
@@ -27,33 +27,33 @@ HEALTHY_TURN_S = 30.0
 """A deciding thread that has not turned for this long is stuck; its own timers are far shorter."""
 
 
-class Outputs(contextlib.ExitStack):
+class Reporting(contextlib.ExitStack):
     """Everything told, closed in the reverse order."""
 
     def __init__(self, spec: JobSpec, policy: Policy, settings: AgentSettings, node: str, runtime: Path) -> None:
         super().__init__()
-        self._settings, self._socket = settings, runtime / NAME
+        self._settings, self._socket = settings, runtime / SOCKET_NAME
         self._about: dict[str, Any] = {"job": spec.job_id, "node": node}
         self.events = self.open_events(spec.job_id, node)
         self.callback(self.events.close)
         self.metrics = self.open_metrics(spec.job_id, node)
-        out, err = open_outlets()
+        out, err = open_std_writers()
         for outlet in {out, err}:
             self.callback(outlet.close)
         console = open_console(err, STDERR, spec.job_id) if settings.live else PlainConsole(err, spec.job_id)
         self.callback(console.close)
-        handler = SaidHandler(console)
+        handler = ConsoleLogHandler(console)
         logging.getLogger("elasticd").addHandler(handler)
         self.callback(logging.getLogger("elasticd").removeHandler, handler)
-        self.logs = JobLogs(spec, runtime, out, err, console.said, os.environ.get(PREFIX_VARIABLE))
+        self.logs = JobLogs(spec, runtime, out, err, console.log, os.environ.get(PREFIX_VARIABLE))
         self.callback(self.logs.close)
-        self.story = JobStory(spec, policy, node, self.events, self.metrics, console, self.logs.group_gone)
+        self.story = JobReporter(spec, policy, node, self.events, self.metrics, console, self.logs.group_ended)
 
-    def open_events(self, job: str, node: str) -> eventlog.Events:
+    def open_events(self, job: str, node: str) -> eventlog.EventSink:
         """Raises UsageError."""
         return eventlog.open_event_log(self._settings.event_log, job, node)
 
-    def open_metrics(self, job: str, node: str) -> metrics.Measures:
+    def open_metrics(self, job: str, node: str) -> metrics.MetricsRecorder:
         if self._settings.metrics_port is None:
             return metrics.NullMetrics()
         from elasticd_agent.model.version import version
@@ -64,27 +64,27 @@ class Outputs(contextlib.ExitStack):
         """What the control socket answers to besides about and dump."""
         return {}
 
-    def serve(self, status: Callable[[], dict[str, Any]], loop: Loop, post: Callable[[Message], None]) -> None:
+    def serve(self, status: Callable[[], dict[str, Any]], loop: JobLoop, post: Callable[[Message], None]) -> None:
         """Open the control socket, and the metrics port if one was asked for."""
         verbs = self.verbs(status, post)
-        self.callback(open_control(self._socket, post, self._about, self.story.said, verbs).close)
+        self.callback(open_control(self._socket, post, self._about, self.story.log, verbs).close)
         if self._settings.metrics_port is None:
             return
-        from elasticd_agent.telemetry.metrics_server import Pages, Verdict, open_server
+        from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages, open_metrics_server
 
-        pages = Pages(
+        pages = MonitoringPages(
             metrics=self.metrics.render,
             status=status,
-            healthy=lambda: Verdict(*turning(loop)),
-            ready=lambda: Verdict(*taking_part(loop)),
+            healthy=lambda: HealthProbeResult(*liveness(loop)),
+            ready=lambda: HealthProbeResult(*readiness(loop)),
         )
-        server = open_server(self._settings.metrics_addr, self._settings.metrics_port, pages)
+        server = open_metrics_server(self._settings.metrics_addr, self._settings.metrics_port, pages)
         self.callback(server.close)
         if server.url:
-            self.story.said(f"metrics at {server.url}/metrics")
+            self.story.log(f"metrics at {server.url}/metrics")
 
 
-def taking_part(loop: Loop) -> tuple[bool, str]:
+def readiness(loop: JobLoop) -> tuple[bool, str]:
     """Whether this agent has met the others, if there are any; and what came of it."""
     round = loop.round
     if round is None:
@@ -95,7 +95,7 @@ def taking_part(loop: Loop) -> tuple[bool, str]:
     return True, f"in round {round.number}" if here else f"round {round.number} runs without this node"
 
 
-def turning(loop: Loop) -> tuple[bool, str]:
+def liveness(loop: JobLoop) -> tuple[bool, str]:
     """Healthy while the deciding thread turns, whatever training does; and why."""
     late = loop.overdue_s()
     return late < HEALTHY_TURN_S, f"the deciding thread is {late:.0f} s late" if late > 1 else "the agent is deciding"

@@ -22,29 +22,29 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import DirectoryInUse, UsageError
-from elasticd_agent.hangs.detector import Suspicion
-from elasticd_agent.hangs.evidence import Evidence
-from elasticd_agent.hangs.step_history import History
-from elasticd_agent.job.join import listening_address, take_seat
-from elasticd_agent.job.loop import Loop, Message
-from elasticd_agent.job.monitor import Looking
+from elasticd_agent.hangs.detector import HangDetector
+from elasticd_agent.hangs.evidence import EvidenceCollector
+from elasticd_agent.hangs.step_history import StepHistory
+from elasticd_agent.job.join import join_job, listening_address
+from elasticd_agent.job.loop import JobLoop, Message
+from elasticd_agent.job.monitor import GroupMonitor
 from elasticd_agent.job.slots import Slots
-from elasticd_agent.job.worker_setup import Files
+from elasticd_agent.job.worker_setup import WorkerSetup
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy
-from elasticd_agent.model.messages import Rules, StopForced, StopRequested
-from elasticd_agent.model.reports import RankSeen
+from elasticd_agent.model.messages import StepRules, StopForced, StopRequested
+from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system.devices import visible_gpus
-from elasticd_agent.workers.gpu_memory import open_memory
+from elasticd_agent.workers.gpu_memory import open_gpu_memory
 from elasticd_agent.workers.launcher.client import OwnerClient
 from elasticd_agent.workers.launcher.preload import Preload, plan_preload, script_of, worker_base_environment
-from elasticd_agent.workers.manager import Workers
+from elasticd_agent.workers.manager import WorkerManager
 
 if TYPE_CHECKING:
-    from elasticd_agent.job.reporting import Outputs
+    from elasticd_agent.job.reporting import Reporting
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class RunContext:
     """What differs where something else than a person's command runs the job.
 
     `outputs` builds what is told to whom. `keep` are file descriptors that stay open for as long as a process of the
@@ -53,81 +53,83 @@ class Host:
     the policy's grace. `made` hears of the runtime directory. `why`: what whoever sends the first signal has to say.
     """
 
-    outputs: Callable[[JobSpec, Policy, AgentSettings, str, Path], Outputs] | None = None
-    keep: tuple[int, ...] = ()
-    holds: bool = False
+    reporting: Callable[[JobSpec, Policy, AgentSettings, str, Path], Reporting] | None = None
+    kept_fds: tuple[int, ...] = ()
+    pauses_before_stop: bool = False
     leave_within_s: float | None = None
-    made: Callable[[Path], None] = lambda path: None
-    why: Callable[[], str] = lambda: ""
+    on_runtime_dir: Callable[[Path], None] = lambda path: None
+    stop_reason: Callable[[], str] = lambda: ""
 
 
-def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host | None = None) -> int:
+def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContext | None = None) -> int:
     """Run the job to its end. Returns the exit code; raises UsageError for what cannot work on this machine."""
     with contextlib.ExitStack() as stack:
-        return _run(spec, policy, settings, host or Host(), stack)
+        return _run(spec, policy, settings, host or RunContext(), stack)
 
 
-def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host, stack: contextlib.ExitStack) -> int:
+def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContext, stack: contextlib.ExitStack) -> int:
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    stack.enter_context(handled_signals(spec.signals, inbox, host.why))
+    stack.enter_context(handled_signals(spec.signals, inbox, host.stop_reason))
     if spec.checkpoint_dir is not None:
-        stack.enter_context(held(spec))
+        stack.enter_context(locked_checkpoint_dir(spec))
     runtime = stack.enter_context(runtime_directory(settings.runtime_dir))
-    host.made(runtime)
+    host.on_runtime_dir(runtime)
     node = spec.rendezvous.node or socket.gethostname()
-    inherited = spec.inherited(os.environ)
+    inherited = spec.base_environment(os.environ)
     base_env = worker_base_environment(inherited, spec.max_workers)
     gpus = bool(visible_gpus(inherited))
-    preload = plan(spec)
+    preload = preload_for(spec)
 
-    memory = open_memory(gpus, inbox.put)
+    memory = open_gpu_memory(gpus, inbox.put)
     stack.callback(memory.close)
 
-    def make_workers() -> Workers:
-        owner = OwnerClient(runtime, inbox.put, host.keep)
-        return Workers(spec, node, base_env, preload, owner, listening_address(spec), memory)
+    def make_workers() -> WorkerManager:
+        owner = OwnerClient(runtime, inbox.put, host.kept_fds)
+        return WorkerManager(spec, node, base_env, preload, owner, listening_address(spec), memory)
 
     running = [make_workers()]
     stack.callback(lambda: running[0].close())
 
-    outputs = stack.enter_context(_outputs(spec, policy, settings, host, node, runtime))
-    used, resume = found_in(spec.checkpoint_dir)
-    loops: list[Loop] = []
-    seat = take_seat(
+    outputs = stack.enter_context(_reporting(spec, policy, settings, host, node, runtime))
+    used, resume = find_on_disk(spec.checkpoint_dir)
+    loops: list[JobLoop] = []
+    seat = join_job(
         spec,
         policy,
         node,
-        found=(max(used, outputs.logs.highest_round()), resume),
+        found_on_disk=(max(used, outputs.logs.highest_round()), resume),
         warm=running[0].settled,
         attentive=lambda: not loops or loops[0].overdue_s() < policy.lease_s,
         post=inbox.put,
-        say=outputs.story.said,
+        log=outputs.story.log,
         renewed=outputs.metrics.lease,
         stack=stack,
     )
-    evidence = Evidence(runtime, inbox.put, policy.evidence_s, job=spec.job_id)
+    evidence = EvidenceCollector(runtime, inbox.put, policy.evidence_s, job=spec.job_id)
     stack.callback(evidence.close)
-    suspicion = Suspicion(node, policy, evidence, seat.meeting.report, outputs.story, local=not seat.shared)
-    loop = Loop(
+    suspicion = HangDetector(
+        node, policy, evidence, seat.rendezvous.report_hang, outputs.story, report_every_look=not seat.shared
+    )
+    loop = JobLoop(
         node=node,
-        rules=Rules(
+        rules=StepRules(
             node,
             policy.user_error_wait_s,
             policy.stop_grace_s,
             seat.incarnation,
-            shared=seat.shared,
-            leave_within_s=host.leave_within_s,
-            leaves=seat.shared or host.holds,
+            multi_node=seat.shared,
+            leave_grace_s=host.leave_within_s,
+            leave_on_stop=seat.shared or host.pauses_before_stop,
         ),
-        meeting=seat.meeting,
+        rendezvous=seat.rendezvous,
         address=seat.address,
-        looking=Looking(seat.meeting, History(policy), suspicion, outputs.story, shared=seat.shared),
+        monitor=GroupMonitor(seat.rendezvous, StepHistory(policy), suspicion, outputs.story, shared=seat.shared),
         workers=running[0],
         make_workers=make_workers,
-        prepare=Files(spec, policy, node, runtime, outputs.logs, gpus=gpus).prepare,
-        story=outputs.story,
+        prepare=WorkerSetup(spec, policy, node, runtime, outputs.logs, gpus=gpus).prepare,
+        listener=outputs.story,
         inbox=inbox,
-        most_workers=spec.max_workers,
+        max_workers=spec.max_workers,
         slots=Slots(node, range(spec.max_workers), spec.min_workers),
     )
     loops.append(loop)
@@ -139,15 +141,17 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host, sta
         running[0] = loop.workers
 
 
-def _outputs(spec: JobSpec, policy: Policy, settings: AgentSettings, host: Host, node: str, runtime: Path) -> Outputs:
-    if host.outputs is not None:
-        return host.outputs(spec, policy, settings, node, runtime)
-    from elasticd_agent.job.reporting import Outputs
+def _reporting(
+    spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContext, node: str, runtime: Path
+) -> Reporting:
+    if host.reporting is not None:
+        return host.reporting(spec, policy, settings, node, runtime)
+    from elasticd_agent.job.reporting import Reporting
 
-    return Outputs(spec, policy, settings, node, runtime)
+    return Reporting(spec, policy, settings, node, runtime)
 
 
-def found_in(directory: Path | None) -> tuple[int, tuple[int, int] | None]:
+def find_on_disk(directory: Path | None) -> tuple[int, tuple[int, int] | None]:
     """The highest round that ever wrote there, and the checkpoint to propose."""
     if directory is None:
         return 0, None
@@ -158,15 +162,15 @@ def found_in(directory: Path | None) -> tuple[int, tuple[int, int] | None]:
     return checkpoint.highest_round(directory), (newest.round, newest.step) if newest is not None else None
 
 
-def plan(spec: JobSpec) -> Preload:
+def preload_for(spec: JobSpec) -> Preload:
     if spec.mode is Mode.EXEC:
         return Preload(cold="--no-python: there is no interpreter to keep warm")
     return plan_preload(script_of(spec.mode is Mode.MODULE, spec.entrypoint, spec.cwd), spec.args, spec.preload)
 
 
-def status(spec: JobSpec, loop: Loop) -> dict[str, Any]:
+def status(spec: JobSpec, loop: JobLoop) -> dict[str, Any]:
     """What /status shows."""
-    round, seen = loop.round, loop.seen
+    round, seen = loop.round, loop.observation
     return {
         "job": spec.job_id,
         "phase": type(loop.phase).__name__.lower(),
@@ -175,13 +179,15 @@ def status(spec: JobSpec, loop: Loop) -> dict[str, Any]:
         "restarts": round.restarts if round is not None else 0,
         "reason": round.reason if round is not None else "",
         "members": [{"node": m.node, "slots": list(m.slots)} for m in round.members] if round is not None else [],
-        "benched": [{"node": b.node, "slot": b.slot, "times": b.times} for b in round.benched] if round else [],
+        "benched": [{"node": b.node, "slot": b.slot, "times": b.times} for b in round.quarantined_slots]
+        if round
+        else [],
         "step": loop.high_water,
         "ranks": [rank_row(rank) for rank in seen.ranks] if seen is not None else [],
     }
 
 
-def rank_row(seen: RankSeen) -> dict[str, Any]:
+def rank_row(seen: RankReport) -> dict[str, Any]:
     """One of this node's ranks. `state` is its process's, as /proc says; `idle_seconds`: since anything of it moved."""
     return {
         "rank": seen.rank,
@@ -197,7 +203,7 @@ def rank_row(seen: RankSeen) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def handled_signals(
-    names: tuple[str, ...], inbox: queue.SimpleQueue[Message], why: Callable[[], str]
+    names: tuple[str, ...], inbox: queue.SimpleQueue[Message], stop_reason: Callable[[], str]
 ) -> Iterator[None]:
     """The first of these signals asks the job to stop, the second does not wait. Restores what was there before."""
     received: list[int] = []
@@ -206,7 +212,7 @@ def handled_signals(
         forced = bool(received)
         received.append(signum)
         name, code, now = signal.Signals(signum).name, 128 + signum, time.monotonic()
-        inbox.put(StopForced(name, code, now) if forced else StopRequested(name, code, now, why()))
+        inbox.put(StopForced(name, code, now) if forced else StopRequested(name, code, now, stop_reason()))
 
     before = {}
     for name in names:
@@ -221,14 +227,14 @@ def handled_signals(
 
 
 @contextlib.contextmanager
-def runtime_directory(wanted: Path | None) -> Iterator[Path]:
+def runtime_directory(parent: Path | None) -> Iterator[Path]:
     """A private directory in memory for beats; those of agents that were killed together with their owner go too."""
-    if wanted is not None:
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = Path(tempfile.mkdtemp(prefix="run-", dir=wanted))
+    if parent is not None:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
     else:
         base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-        sweep(base)
+        remove_stale(base)
         path = Path(tempfile.mkdtemp(prefix=f"elasticd-{os.getuid()}-{os.getpid()}-", dir=base))
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -239,7 +245,7 @@ def runtime_directory(wanted: Path | None) -> Iterator[Path]:
         os.close(lock)
 
 
-def sweep(base: Path) -> None:
+def remove_stale(base: Path) -> None:
     """A pid that nobody has here may be somebody's in another container that shares this memory: the lock decides."""
     for path in base.glob(f"elasticd-{os.getuid()}-*-*"):
         pid = path.name.split("-")[2]
@@ -262,7 +268,7 @@ def _locked(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def held(spec: JobSpec) -> Iterator[None]:
+def locked_checkpoint_dir(spec: JobSpec) -> Iterator[None]:
     """The checkpoint directory's lock, for as long as the job runs."""
     from elasticd.checkpointing import api as checkpoint
 

@@ -10,25 +10,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticd_agent.model.records import Round
-from elasticd_agent.workers.group import Freed, Stuck
+from elasticd_agent.workers.group import ProcessReaped, ProcessUnkillable
 
 
 class Slots:
     """One node's, for one job. `fewest`: with fewer workers than that this node does not take part."""
 
-    def __init__(self, node: str, slots: Sequence[int], fewest: int) -> None:
-        self._node, self._all, self._fewest = node, tuple(slots), fewest
-        self._stuck: dict[int, Stuck] = {}
+    def __init__(self, node: str, slots: Sequence[int], min_workers: int) -> None:
+        self._node, self._all, self._min_workers = node, tuple(slots), min_workers
+        self._unkillable: dict[int, ProcessUnkillable] = {}
         self._waiting: Round | None = None
 
-    def heard(self, news: Stuck | Freed) -> str | None:
+    def handle(self, news: ProcessUnkillable | ProcessReaped) -> str | None:
         """Mind it. Returns the sentence for a person, None if nothing was known of what has been freed."""
-        if isinstance(news, Stuck):
-            self._stuck[news.pid] = news
+        if isinstance(news, ProcessUnkillable):
+            self._unkillable[news.pid] = news
             whose = f"rank {news.rank}'s process {news.pid}" if news.rank is not None else f"process {news.pid}"
             left_out = f"; slot {news.slot} is left out until it has ended" if news.slot is not None else ""
-            return f"round {news.number}: {whose} does not die of SIGKILL{_where(news)}; going on without it{left_out}"
-        freed = self._stuck.pop(news.pid, None)
+            state = _kernel_state(news)
+            return f"round {news.number}: {whose} does not die of SIGKILL{state}; going on without it{left_out}"
+        freed = self._unkillable.pop(news.pid, None)
         if freed is None:
             return None
         back = f"; slot {freed.slot} can be used again" if freed.slot is not None and freed.slot in self.usable else ""
@@ -37,22 +38,22 @@ class Slots:
     @property
     def usable(self) -> tuple[int, ...]:
         """What the node announces: none if there are fewer than it is to take part with."""
-        out = self._out()
+        out = self._unusable()
         left = tuple(slot for slot in self._all if slot not in out)
-        return left if len(left) >= self._fewest else ()
+        return left if len(left) >= self._min_workers else ()
 
     @property
     def why(self) -> str:
         """Why not all of them can be used; "" if they can."""
         return "; ".join(
-            f"slot {slot} of {self._node} is held by process {stuck.pid}, which does not die{_where(stuck)}"
-            for slot, stuck in sorted(self._out().items())
+            f"slot {slot} of {self._node} is held by process {stuck.pid}, which does not die{_kernel_state(stuck)}"
+            for slot, stuck in sorted(self._unusable().items())
         )
 
     def blocks(self, round: Round) -> bool:
         """True if this node's group of `round` cannot be started yet; it is remembered until it can or is over."""
         member = round.member(self._node)
-        blocked = member is not None and not self._out().keys().isdisjoint(member.slots)
+        blocked = member is not None and not self._unusable().keys().isdisjoint(member.slots)
         self._waiting = round if blocked else None
         return blocked
 
@@ -66,11 +67,11 @@ class Slots:
         round = self._waiting
         return round if round is not None and not self.blocks(round) else None
 
-    def _out(self) -> dict[int, Stuck]:
-        return {stuck.slot: stuck for stuck in self._stuck.values() if stuck.slot is not None}
+    def _unusable(self) -> dict[int, ProcessUnkillable]:
+        return {stuck.slot: stuck for stuck in self._unkillable.values() if stuck.slot is not None}
 
 
-def _where(stuck: Stuck) -> str:
+def _kernel_state(stuck: ProcessUnkillable) -> str:
     """ " (state D in nfs_wait_bit_killable)", as far as it is known."""
     if not stuck.state:
         return ""

@@ -9,52 +9,52 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticd_agent.job.exit_cause import echo, fell, mistake, said, victim
+from elasticd_agent.job.exit_cause import describe_exit, describe_peer_loss, is_secondary, may_be_secondary, user_error
 from elasticd_agent.model.messages import (
     Action,
     Ended,
     Event,
     FirstStep,
-    GroupGone,
+    GroupEnded,
     Joining,
     KillGroup,
     Leave,
+    PendingStop,
     Phase,
     ReportDone,
     ReportFailure,
     ReportLeaving,
     RoundPublished,
-    Rules,
     Running,
+    SetTimer,
     Settling,
     StartFailed,
     StartGroup,
-    Stop,
+    StepRules,
     StopForced,
     StopGroup,
     Stopping,
     StopRequested,
     StoreAbandoned,
     StoreExited,
-    TimeCame,
-    Wake,
+    TimerExpired,
     WorkerExited,
 )
 from elasticd_agent.model.records import Failure, Round
 
-Move = tuple[Phase, list[Action]]
+Transition = tuple[Phase, list[Action]]
 
-REQUEUE = 75
+EXIT_REQUEUE = 75
 """EX_TEMPFAIL of sysexits.h: nothing is wrong with the job, whoever scheduled it should start it again."""
 
-ECHO_WAIT_S = 3.0
+ROOT_CAUSE_WAIT_S = 3.0
 """Who lost a peer may be heard so long before that peer: its connections are closed before it is gone, and a Python
 that raised takes its time to end on a busy machine, or has a last file to write."""
-SHARED_ECHO_WAIT_S = 0.15
+SHARED_ROOT_CAUSE_WAIT_S = 0.15
 """The same where the peer may have been another node's: that one says it, or is dead, which is found out only then."""
 
 # From each phase, the phases it may turn into, and what must arrive for it to end. docs/states.md is made from this.
-MOVES: dict[type[Phase], tuple[tuple[type[Phase], ...], str]] = {
+TRANSITIONS: dict[type[Phase], tuple[tuple[type[Phase], ...], str]] = {
     Joining: ((Running, Ended), "a Round numbered above the last one; after a stop, its deadline"),
     Running: (
         (Settling, Stopping, Joining),
@@ -66,18 +66,18 @@ MOVES: dict[type[Phase], tuple[tuple[type[Phase], ...], str]] = {
 }
 
 
-def step(phase: Phase, event: Event, rules: Rules) -> Move:
+def step(phase: Phase, event: Event, rules: StepRules) -> Transition:
     """Where the agent is after `event`, and what to do now, in this order.
 
     Raises AssertionError for a move that MOVES does not allow: a defect of this module, never of the input.
     """
     after, actions = _step(phase, event, rules)
-    if type(after) is not type(phase) and type(after) not in MOVES[type(phase)][0]:
+    if type(after) is not type(phase) and type(after) not in TRANSITIONS[type(phase)][0]:
         raise AssertionError(f"illegal move from {phase} to {after} on {event}")
     return after, actions
 
 
-def _step(phase: Phase, event: Event, rules: Rules) -> Move:
+def _step(phase: Phase, event: Event, rules: StepRules) -> Transition:
     match phase:
         case Joining():
             return _joining(phase, event, rules)
@@ -94,35 +94,35 @@ def _step(phase: Phase, event: Event, rules: Rules) -> Move:
             return phase, []
 
 
-def _joining(phase: Joining, event: Event, rules: Rules) -> Move:
+def _joining(phase: Joining, event: Event, rules: StepRules) -> Transition:
     match event:
         case RoundPublished(r) if r.number > phase.past and r.terminal:
             return _leave(r)
         case RoundPublished(r) if r.number > phase.past and phase.stop is None:
             return _enter(r, rules)
         case StoreAbandoned(why):
-            return Ended(phase.past, REQUEUE), [Leave(REQUEUE, why)]
-        case StopRequested(_, code) if rules.leaves:
-            return Ended(phase.past, code), [Leave(code, _stopped(event))]
+            return Ended(phase.past, EXIT_REQUEUE), [Leave(EXIT_REQUEUE, why)]
+        case StopRequested(_, code) if rules.leave_on_stop:
+            return Ended(phase.past, code), [Leave(code, _stop_reason(event))]
         case StopRequested(signal, code, at, why) if phase.stop is None:
             # The planner answers with the terminal Round; if it cannot, we leave all the same.
             until = at + rules.stop_grace_s
-            return Joining(phase.past, Stop(signal, code, until, why)), [Wake(until)]
+            return Joining(phase.past, PendingStop(signal, code, until, why)), [SetTimer(until)]
         case StopForced(signal, code):
             return Ended(phase.past, code), [Leave(code, f"{signal} twice: leaving at once")]
-        case TimeCame(at) if phase.stop is not None and at >= phase.stop.until:
+        case TimerExpired(at) if phase.stop is not None and at >= phase.stop.until:
             code = phase.stop.exit_code
             return Ended(phase.past, code), [Leave(code, f"{phase.stop.signal}: leaving, nobody has ended the job")]
         case _:
             return phase, []
 
 
-def _running(phase: Running, event: Event, rules: Rules) -> Move:
+def _running(phase: Running, event: Event, rules: StepRules) -> Transition:
     round_ = phase.round
     match event:
         case RoundPublished(r) if r.number > round_.number:
             return _superseded(round_, r, rules, phase.stop)
-        case WorkerExited(number) if number == round_.number and not _known(phase.exits, event):
+        case WorkerExited(number) if number == round_.number and not _already_exited(phase.exits, event):
             return _worker_exited(phase, event, rules)
         case StoreExited(number, why) if number == round_.number:
             return _fail(round_, rules, "store_lost", (), f"the workers' store {why}")
@@ -130,11 +130,11 @@ def _running(phase: Running, event: Event, rules: Rules) -> Move:
             return _fail(round_, rules, "start_failed", (), f"the group could not be started: {why}")
         case FirstStep(number) if number == round_.number:
             return replace(phase, first_step=True), []
-        case GroupGone(number) if number == round_.number:
-            return _vanished(round_, phase.exits, rules)
-        case StopRequested() if rules.leaves:
-            return _ask_to_leave(phase, event, rules)
-        case TimeCame(at) if phase.stop is not None and at >= phase.stop.until:
+        case GroupEnded(number) if number == round_.number:
+            return _group_lost(round_, phase.exits, rules)
+        case StopRequested() if rules.leave_on_stop:
+            return _request_leave(phase, event, rules)
+        case TimerExpired(at) if phase.stop is not None and at >= phase.stop.until:
             asked = phase.stop.why or phase.stop.signal
             kill = KillGroup(round_.number, f"{asked}: no round without {rules.node} has come in time")
             return Stopping(round_, stop=phase.stop), [kill]
@@ -144,124 +144,124 @@ def _running(phase: Running, event: Event, rules: Rules) -> Move:
             return phase, []
 
 
-def _ask_to_leave(phase: Running, event: StopRequested, rules: Rules) -> Move:
+def _request_leave(phase: Running, event: StopRequested, rules: StepRules) -> Transition:
     """The other nodes go on without this one, from a checkpoint where they can be held at one."""
     if phase.stop is not None:
         return phase, []
-    stop = Stop(event.signal, event.exit_code, event.at + rules.stop_s, event.why)
+    stop = PendingStop(event.signal, event.exit_code, event.at + rules.stop_limit_s, event.why)
     return replace(phase, stop=stop), [
         ReportLeaving(f"{rules.node} leaves: {event.why or event.signal}", event.exit_code),
-        Wake(stop.until),
+        SetTimer(stop.until),
     ]
 
 
-def _worker_exited(phase: Running, exit: WorkerExited, rules: Rules) -> Move:
+def _worker_exited(phase: Running, exit: WorkerExited, rules: StepRules) -> Transition:
     round_, exits = phase.round, (*phase.exits, exit)
-    if echo(exit) and phase.stop is None:
-        wait_s = SHARED_ECHO_WAIT_S if len(round_.members) > 1 else ECHO_WAIT_S
+    if may_be_secondary(exit) and phase.stop is None:
+        wait_s = SHARED_ROOT_CAUSE_WAIT_S if len(round_.members) > 1 else ROOT_CAUSE_WAIT_S
         until = exit.at + wait_s
-        return _echoed(Settling(round_, exits, until), rules, [Wake(until)])
+        return _await_root_cause(Settling(round_, exits, until), rules, [SetTimer(until)])
     if not exit.status.ok:
-        if phase.first_step or phase.exits or phase.stop or mistake(exit) is None:
+        if phase.first_step or phase.exits or phase.stop or user_error(exit) is None:
             return _crash(round_, exit, rules, ended=phase.exits)
         until = exit.at + rules.user_error_wait_s
-        return _settled(Settling(round_, exits, until), rules, [Wake(until)])
+        return _await_user_errors(Settling(round_, exits, until), rules, [SetTimer(until)])
     if len(exits) < _workers(round_, rules):
         return replace(phase, exits=exits), []
     return Stopping(round_), [ReportDone(round_.number)]
 
 
-def _settling(phase: Settling, event: Event, rules: Rules) -> Move:
+def _settling(phase: Settling, event: Event, rules: StepRules) -> Transition:
     round_, first = phase.round, next(e for e in phase.exits if not e.status.ok)
     match event:
         case RoundPublished(r) if r.number > round_.number:
             return _superseded(round_, r, rules)
-        case WorkerExited(number) if number == round_.number and not _known(phase.exits, event):
+        case WorkerExited(number) if number == round_.number and not _already_exited(phase.exits, event):
             after = Settling(round_, (*phase.exits, event), phase.until)
-            if echo(first):
-                return _echoed(after, rules, [])
-            if mistake(event) != mistake(first):
-                return _crash(round_, _to_blame(first, event), rules)
-            return _settled(after, rules, [])
-        case TimeCame(at) if at >= phase.until:
+            if may_be_secondary(first):
+                return _await_root_cause(after, rules, [])
+            if user_error(event) != user_error(first):
+                return _crash(round_, _root_cause(first, event), rules)
+            return _await_user_errors(after, rules, [])
+        case TimerExpired(at) if at >= phase.until:
             return _crash(round_, first, rules, phase.exits)
-        case FirstStep(number) if number == round_.number and not echo(first):
+        case FirstStep(number) if number == round_.number and not may_be_secondary(first):
             return _crash(round_, first, rules)  # another rank trains: it is not the script as such
         case StoreExited(number, why) if number == round_.number:
             return _fail(round_, rules, "store_lost", (), f"the workers' store {why}")
-        case GroupGone(number) if number == round_.number:
-            return _vanished(round_, phase.exits, rules)
+        case GroupEnded(number) if number == round_.number:
+            return _group_lost(round_, phase.exits, rules)
         case StopRequested() | StopForced():
             return _stop(round_, event, rules)
         case _:
             return phase, []
 
 
-def _settled(phase: Settling, rules: Rules, actions: list[Action]) -> Move:
+def _await_user_errors(phase: Settling, rules: StepRules, actions: list[Action]) -> Transition:
     """A user error once every worker of this node has made the same mistake; until then go on waiting."""
     workers = _workers(phase.round, rules)
     if len(phase.exits) < workers:
         return phase, actions
     first = phase.exits[0]
     who = f"rank {first.rank}" if workers == 1 else f"all {workers} ranks on {rules.node}"
-    why = f"{who} failed by themselves before the first step: rank {first.rank} {said(first)}"
+    why = f"{who} failed by themselves before the first step: rank {first.rank} {describe_exit(first)}"
     return _fail(phase.round, rules, "user_error", (first,), why.replace("themselves", "itself", workers == 1))
 
 
-def _echoed(phase: Settling, rules: Rules, actions: list[Action]) -> Move:
+def _await_root_cause(phase: Settling, rules: StepRules, actions: list[Action]) -> Transition:
     """Some have lost a peer: its own exit names the cause. Until that has come, or nobody is left, go on waiting."""
     failed = [exit for exit in phase.exits if not exit.status.ok]
-    cause = next((exit for exit in failed if not echo(exit)), None)
+    cause = next((exit for exit in failed if not may_be_secondary(exit)), None)
     if cause is None and len(phase.exits) < _workers(phase.round, rules):
         return phase, actions
     return _crash(phase.round, cause or failed[0], rules, phase.exits)
 
 
-def _stopping(phase: Stopping, event: Event, rules: Rules) -> Move:
+def _stopping(phase: Stopping, event: Event, rules: StepRules) -> Transition:
     match event:
         case RoundPublished(r) if r.number > (phase.then or phase.round).number:
             if phase.stop is not None and not r.terminal:
                 return phase, []
             return Stopping(phase.round, r, phase.stop), []
-        case GroupGone(number) if number == phase.round.number:
-            return _after(phase, rules)
+        case GroupEnded(number) if number == phase.round.number:
+            return _after_group_ended(phase, rules)
         case StopRequested(signal, code, at, why) if phase.stop is None:
-            return Stopping(phase.round, _terminal(phase.then), Stop(signal, code, at, why)), []
+            return Stopping(phase.round, _terminal(phase.then), PendingStop(signal, code, at, why)), []
         case StopForced(signal, code, at):
-            stop = phase.stop or Stop(signal, code, at)
+            stop = phase.stop or PendingStop(signal, code, at)
             kill = KillGroup(phase.round.number, f"{signal} twice: killed without grace")
             return Stopping(phase.round, _terminal(phase.then), stop), [kill]
         case _:
             return phase, []
 
 
-def _after(phase: Stopping, rules: Rules) -> Move:
+def _after_group_ended(phase: Stopping, rules: StepRules) -> Transition:
     """The group is gone: on to what was waiting for that."""
     if phase.then is not None:
         return _leave(phase.then) if phase.then.terminal else _enter(phase.then, rules)
     if phase.stop is not None:
         code = phase.stop.exit_code
-        return Ended(phase.round.number, code), [Leave(code, _stopped(phase.stop))]
+        return Ended(phase.round.number, code), [Leave(code, _stop_reason(phase.stop))]
     return Joining(phase.round.number), []
 
 
-def _enter(r: Round, rules: Rules) -> Move:
+def _enter(r: Round, rules: StepRules) -> Transition:
     member = r.member(rules.node)
     if member is None or rules.incarnation not in (None, member.incarnation):
         return Joining(r.number), []  # not our round, or that of an agent that was here before us
     return Running(r), [StartGroup(r)]
 
 
-def _leave(r: Round) -> Move:
+def _leave(r: Round) -> Transition:
     assert r.exit_code is not None
     return Ended(r.number, r.exit_code), [Leave(r.exit_code, r.reason)]
 
 
-def _stopped(stop: Stop | StopRequested) -> str:
+def _stop_reason(stop: PendingStop | StopRequested) -> str:
     return stop.why or f"stopped by {stop.signal}"
 
 
-def _superseded(old: Round, new: Round, rules: Rules, stop: Stop | None = None) -> Move:
+def _superseded(old: Round, new: Round, rules: StepRules, stop: PendingStop | None = None) -> Transition:
     """Only a stop gives the old group time: the survivors of a broken one have nothing to say."""
     why = f"round {new.number}: {new.reason}"
     if stop is not None and not new.terminal:
@@ -271,39 +271,43 @@ def _superseded(old: Round, new: Round, rules: Rules, stop: Stop | None = None) 
     return Stopping(old, new), [KillGroup(old.number, why)]
 
 
-def _stop(round_: Round, event: StopRequested | StopForced, rules: Rules) -> Move:
+def _stop(round_: Round, event: StopRequested | StopForced, rules: StepRules) -> Transition:
     if isinstance(event, StopForced):
-        stop = Stop(event.signal, event.exit_code, event.at)
+        stop = PendingStop(event.signal, event.exit_code, event.at)
         return Stopping(round_, stop=stop), [KillGroup(round_.number, f"{event.signal} twice: killed without grace")]
-    stop = Stop(event.signal, event.exit_code, event.at, event.why)
+    stop = PendingStop(event.signal, event.exit_code, event.at, event.why)
     grace = rules.stop_grace_s
     why = f"{event.why or event.signal}: workers have {grace:g} s to stop"
     return Stopping(round_, stop=stop), [StopGroup(round_.number, why, grace, event.signal)]
 
 
-def _crash(round_: Round, exit: WorkerExited, rules: Rules, ended: tuple[WorkerExited, ...] = ()) -> Move:
+def _crash(round_: Round, exit: WorkerExited, rules: StepRules, ended: tuple[WorkerExited, ...] = ()) -> Transition:
     """`ended`: who has ended, too; those with code 0 may be whom it lost."""
-    if victim(exit):
+    if is_secondary(exit):
         ranks = sorted(e.rank for e in ended if e.status.ok)
         left = (
             f" after rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))} had ended with code 0" if ranks else ""
         )
-        how = fell(exit)
-        why = f"rank {exit.rank} {how}{left}: it {said(exit)}" if how else f"rank {exit.rank} {said(exit)}"
+        how = describe_peer_loss(exit)
+        why = (
+            f"rank {exit.rank} {how}{left}: it {describe_exit(exit)}"
+            if how
+            else f"rank {exit.rank} {describe_exit(exit)}"
+        )
         return _fail(round_, rules, "crash", (), why, exit)
-    return _fail(round_, rules, "crash", (exit,), f"rank {exit.rank} {said(exit)}")
+    return _fail(round_, rules, "crash", (exit,), f"rank {exit.rank} {describe_exit(exit)}")
 
 
 def _fail(
     round_: Round,
-    rules: Rules,
+    rules: StepRules,
     kind: str,
     culprits: tuple[WorkerExited, ...],
     why: str,
     witness: WorkerExited | None = None,
-) -> Move:
+) -> Transition:
     """Kill what is left and report. `witness` is the exit whose traceback to show where there is no culprit."""
-    words = next((e.last_words for e in (*culprits, witness) if e is not None), None)
+    words = next((e.exit_report for e in (*culprits, witness) if e is not None), None)
     failure = Failure(
         round=round_.number,
         node=rules.node,
@@ -316,7 +320,7 @@ def _fail(
     return Stopping(round_), [KillGroup(round_.number, why), ReportFailure(failure)]
 
 
-def _vanished(round_: Round, exits: tuple[WorkerExited, ...], rules: Rules) -> Move:
+def _group_lost(round_: Round, exits: tuple[WorkerExited, ...], rules: StepRules) -> Transition:
     """The group went away under us: whoever owns the processes lost it. No process is left to kill."""
     lost = _workers(round_, rules) - len(exits)
     why = f"the group is gone and {lost} of its workers never said how they ended"
@@ -324,17 +328,17 @@ def _vanished(round_: Round, exits: tuple[WorkerExited, ...], rules: Rules) -> M
     return Joining(round_.number), [a for a in actions if isinstance(a, ReportFailure)]
 
 
-def _to_blame(first: WorkerExited, last: WorkerExited) -> WorkerExited:
+def _root_cause(first: WorkerExited, last: WorkerExited) -> WorkerExited:
     """The first that failed, unless what `last` did shows that it only fell with the last.
 
     Ranks that raise the same error are reaped before the one whose death made them raise, now and then: a death
     without last words is nobody's echo, an exception may be.
     """
-    died = not last.status.ok and last.last_words is None
+    died = not last.status.ok and last.exit_report is None
     return last if died else first
 
 
-def _known(exits: tuple[WorkerExited, ...], exit: WorkerExited) -> bool:
+def _already_exited(exits: tuple[WorkerExited, ...], exit: WorkerExited) -> bool:
     return any(e.rank == exit.rank for e in exits)
 
 
@@ -342,5 +346,5 @@ def _terminal(r: Round | None) -> Round | None:
     return r if r is not None and r.terminal else None
 
 
-def _workers(round_: Round, rules: Rules) -> int:
+def _workers(round_: Round, rules: StepRules) -> int:
     return len(round_.ranks(rules.node))

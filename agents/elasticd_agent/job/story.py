@@ -10,137 +10,144 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elasticd.heartbeat.worker_events import Note
-from elasticd_agent.hangs.observer import Seen
+from elasticd.heartbeat.worker_events import WorkerEvent
+from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.messages import (
     Event,
     FirstStep,
-    GroupGone,
-    Rules,
+    GroupEnded,
+    StepRules,
     StopForced,
     StopRequested,
     StoreExited,
     WorkerExited,
 )
-from elasticd_agent.model.notices import Awaited, FaultSeen, Planning, Plans, SlowSeen, StoreSeen
+from elasticd_agent.model.notices import (
+    FaultDetected,
+    LeaderNotice,
+    LeadershipChanged,
+    StoreAvailability,
+    StragglersFound,
+    WaitingFor,
+)
 from elasticd_agent.model.records import Failure, Round
-from elasticd_agent.model.reports import Judged
+from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.rendezvous import restart_budget as budget
 from elasticd_agent.telemetry import events as happened
 from elasticd_agent.telemetry import worker_notes as noted
 from elasticd_agent.telemetry.console import Console, ProgressView
-from elasticd_agent.telemetry.event_log import Events
-from elasticd_agent.telemetry.goodput import Spent, Times
-from elasticd_agent.telemetry.goodput_tracker import Spending, fault_in, lost_in
-from elasticd_agent.telemetry.lasting_conditions import Lasting
-from elasticd_agent.telemetry.metrics import Measures
-from elasticd_agent.telemetry.recovery_time import Recovery
-from elasticd_agent.telemetry.step_rate import Rate
-from elasticd_agent.workers.manager import STORE, Freed, Started, Stuck
+from elasticd_agent.telemetry.event_log import EventSink
+from elasticd_agent.telemetry.goodput import GoodputLedger, TimeSplit
+from elasticd_agent.telemetry.goodput_tracker import GoodputTracker, follows_fault, lost_nodes
+from elasticd_agent.telemetry.lasting_conditions import ConditionLog
+from elasticd_agent.telemetry.metrics import MetricsRecorder
+from elasticd_agent.telemetry.recovery_time import RecoveryTimer
+from elasticd_agent.telemetry.step_rate import StepRate
+from elasticd_agent.workers.manager import STORE_RANK, GroupStarted, ProcessReaped, ProcessUnkillable
 
 
 @dataclass(slots=True)
-class JobStory:
+class JobReporter:
     """Tells one job's story on one node. All `now` and `at` are monotonic seconds."""
 
     spec: JobSpec
     policy: Policy
     node: str
-    events: Events
-    metrics: Measures
+    events: EventSink
+    metrics: MetricsRecorder
     console: Console
-    logs_end: Callable[[int], None]
+    on_group_ended: Callable[[int], None]
     round: Round | None = None
     step: int | None = None
     first_step_seen: bool = False
-    _seen: Seen | None = None
+    _observation: Observation | None = None
     _pids: dict[int, int] = field(default_factory=dict)  # local rank -> pid, of the group that runs
     _started_at: float = 0.0
-    _recovery: Recovery = field(default_factory=Recovery)
+    _recovery: RecoveryTimer = field(default_factory=RecoveryTimer)
     _failure: Failure | None = None
     _suspected_at: float | None = None
-    _asked: set[int] = field(default_factory=set)
+    _end_requested: set[int] = field(default_factory=set)
     _ending_since: float | None = None
-    _granted: tuple[Round, float] | None = None  # the newest round, and when it was heard of
+    _running_round: tuple[Round, float] | None = None  # the newest round, and when it was heard of
     _saved: tuple[int, int] | None = None  # the newest checkpoint of this node's: round, step
     _checkpoint_at: float | None = None
     _checkpoint_step: int = -1
-    _rate: Rate = field(default_factory=Rate)
-    _lasting: Lasting = field(init=False)
-    _spending: Spending = field(init=False)
+    _rate: StepRate = field(default_factory=StepRate)
+    _lasting: ConditionLog = field(init=False)
+    _goodput: GoodputTracker = field(init=False)
 
     def __post_init__(self) -> None:
-        self._lasting = Lasting(self.events, self.metrics, self.console)
-        self._spending = Spending(self.node, Spent(time.monotonic()), self.policy.backoff_s)
-        self.metrics.spends(self.spent)
-        self.metrics.restarts_left(self.restarts_left)
+        self._lasting = ConditionLog(self.events, self.metrics, self.console)
+        self._goodput = GoodputTracker(self.node, GoodputLedger(time.monotonic()), self.policy.backoff_s)
+        self.metrics.set_time_source(self.spent)
+        self.metrics.set_budget_source(self.restarts_left)
         self.metrics.phase("joining")
 
-    def spent(self) -> Times:
+    def spent(self) -> TimeSplit:
         """What became of this node's time so far. Safe from any thread."""
-        return self._spending.until(time.monotonic())
+        return self._goodput.totals_at(time.monotonic())
 
     def restarts_left(self) -> int | None:
         """Before the job is given up, should nothing get further; None before the first round. Safe from any thread."""
-        if self._granted is None:
+        if self._running_round is None:
             return None
-        round, at = self._granted
-        progress = budget.beyond(round, self._saved, self._spending.spent.high_water)
-        return budget.left(round.budget, self.policy, progress=progress, elapsed_s=time.monotonic() - at)
+        round, at = self._running_round
+        progress = budget.is_progress(round, self._saved, self._goodput.ledger.high_water)
+        return budget.restarts_left(round.budget, self.policy, progress=progress, elapsed_s=time.monotonic() - at)
 
     def phase(self, name: str) -> None:
         self.metrics.phase(name)
 
-    def planning(self, news: Planning, now: float) -> None:
+    def planning(self, news: LeaderNotice, now: float) -> None:
         """What the planner knows, where it is this node's agent."""
         match news:
-            case Plans(on):
-                self.metrics.plans(on)
-            case FaultSeen(number, cause, culprit):
+            case LeadershipChanged(on):
+                self.metrics.leading(on)
+            case FaultDetected(number, cause, culprit):
                 self.metrics.fault(cause, culprit)
-                self._spending.broke(number, now)
-            case Awaited(why, nodes):
-                self.console.said(why)
+                self._goodput.on_fault(number, now)
+            case WaitingFor(why, nodes):
+                self.console.log(why)
                 number = self.round.number if self.round is not None else 0
-                self.events.write(happened.Waiting(round=number, mono=now, reason=why, nodes=nodes))
+                self.events.write(happened.WaitingEvent(round=number, mono=now, reason=why, nodes=nodes))
                 if nodes:
-                    self._spending.waits(now)
+                    self._goodput.on_waiting(now)
 
-    def said(self, sentence: str) -> None:
-        self.console.said(sentence)
+    def log(self, sentence: str) -> None:
+        self.console.log(sentence)
 
-    def launcher(self, mode: str, reason: str, seconds: float | None) -> None:
+    def launcher_ready(self, mode: str, reason: str, seconds: float | None) -> None:
         """How workers start from now on: warm, or cold and why."""
         number = self.round.number if self.round is not None else 0
         self.events.write(
-            happened.Launcher(round=number, mono=time.monotonic(), reason=reason, mode=mode, seconds=seconds)
+            happened.LauncherReadyEvent(round=number, mono=time.monotonic(), reason=reason, mode=mode, seconds=seconds)
         )
         if mode == "cold":
-            self.console.said(reason, "warning")
+            self.console.log(reason, "warning")
 
     def round_published(self, round: Round, now: float) -> None:
-        self._spending.published(round, now)
-        self.metrics.round_told(round.number, round.outcome or round.cause, round.reason, time.time())
+        self._goodput.on_round(round, now)
+        self.metrics.round_info(round.number, round.outcome or round.cause, round.reason, time.time())
         if round.terminal:
             self.round = round
             return
         cause = round.cause or "resize"
-        if fault_in(round) and self._seen is not None:
-            self._recovery.fault(now - self._seen.idle_s)  # where this node has not seen it by itself
-        self._recovery.passed("agree", now)
+        if follows_fault(round) and self._observation is not None:
+            self._recovery.start(now - self._observation.idle_s)  # where this node has not seen it by itself
+        self._recovery.mark("agree", now)
         ranks = round.ranks(self.node)
         self.metrics.round_published(
             round.number,
             round.world_size,
-            self._most_workers(round),
+            self._max_workers(round),
             ranks,
             None if self.round is None else cause,
         )
-        self._granted = round, now
-        self.metrics.store(up=True)  # it has just told us
+        self._running_round = round, now
+        self.metrics.store_available(up=True)  # it has just told us
         self.events.write(
-            happened.RoundPublished(
+            happened.RoundPublishedEvent(
                 round=round.number,
                 mono=now,
                 reason=round.reason,
@@ -148,36 +155,36 @@ class JobStory:
                 nodes=tuple(member.node for member in round.members),
                 restarts=round.restarts,
                 cause=cause,
-                lost=lost_in(round),
+                lost=lost_nodes(round),
             )
         )
-        self.console.said(f"round {round.number}: {round.reason}")
+        self.console.log(f"round {round.number}: {round.reason}")
         self.round, self._failure = round, None
 
-    def _most_workers(self, round: Round) -> int:
+    def _max_workers(self, round: Round) -> int:
         """What the job may have on as many nodes as it may have; other nodes can have more slots than this one."""
         return max(self.spec.max_workers * self.spec.rendezvous.max_nodes, round.world_size)
 
-    def store_seen(self, seen: StoreSeen, now: float) -> None:
+    def store_seen(self, seen: StoreAvailability, now: float) -> None:
         """The store went away, or came back; to the person the store has said so itself."""
         number = self.round.number if self.round is not None else 0
-        self.metrics.store(up=not seen.away)
-        if seen.away:
-            self.events.write(happened.StoreAway(round=number, mono=now, reason=seen.why))
+        self.metrics.store_available(up=not seen.unavailable)
+        if seen.unavailable:
+            self.events.write(happened.StoreUnavailableEvent(round=number, mono=now, reason=seen.why))
         else:
             reason = f"the store answers again after {seen.seconds:.1f} s"
-            self.events.write(happened.StoreBack(round=number, mono=now, reason=reason, seconds=seen.seconds))
+            self.events.write(happened.StoreAvailableEvent(round=number, mono=now, reason=reason, seconds=seen.seconds))
 
-    def started(self, started: Started, now: float) -> None:
+    def started(self, started: GroupStarted, now: float) -> None:
         assert self.round is not None
-        self._pids = {STORE: started.store_pid, **dict(enumerate(started.pids))}
+        self._pids = {STORE_RANK: started.store_pid, **dict(enumerate(started.pids))}
         self._started_at, self._ending_since, self.first_step_seen = now, None, False
-        self._recovery.passed("start", now)
-        self._rate.begin()
+        self._recovery.mark("start", now)
+        self._rate.reset()
         self.metrics.group_started(len(started.pids), started.warm)
         how = "forked from the warm launcher" if started.warm else "started cold"
         self.events.write(
-            happened.GroupStarted(
+            happened.GroupStartedEvent(
                 round=started.number,
                 mono=now,
                 reason=f"{len(started.pids)} workers {how}",
@@ -188,8 +195,8 @@ class JobStory:
         )
 
     def asked_to_end(self, number: int) -> None:
-        self._asked.add(number)
-        self._spending.ending(number)
+        self._end_requested.add(number)
+        self._goodput.on_group_ending(number)
         if self._ending_since is None:
             self._ending_since = time.monotonic()
 
@@ -197,44 +204,44 @@ class JobStory:
         match event:
             case WorkerExited():
                 self._worker_exited(event)
-            case StoreExited(number) if number not in self._asked and self._unhurt and self._pids:
+            case StoreExited(number) if number not in self._end_requested and self._no_fault and self._pids:
                 self._store_exited(event)
             case FirstStep(number, at):
                 self._first_step(number, at)
-            case GroupGone(number):
+            case GroupEnded(number):
                 self._group_gone(number)
 
-    def asked_to_stop(self, event: StopRequested | StopForced, rules: Rules) -> None:
+    def asked_to_stop(self, event: StopRequested | StopForced, rules: StepRules) -> None:
         """Where others may go on, only this node leaves; they, or the checkpoint, have the time that it may take."""
-        name, grace = event.signal, rules.stop_s
+        name, grace = event.signal, rules.stop_limit_s
         if isinstance(event, StopForced):
             reason, grace = f"{name} again: what runs is killed", 0.0
-        elif rules.leaves:
+        elif rules.leave_on_stop:
             reason = f"{self.node} leaves within {grace:g} s: {event.why or f'{name} received'}"
         else:
             reason = f"{name} received: workers have {grace:g} s to stop"
         number = self.round.number if self.round is not None else 0
         self.events.write(
-            happened.StopRequested(round=number, mono=event.at, reason=reason, by=name, grace_seconds=grace)
+            happened.StopRequestedEvent(round=number, mono=event.at, reason=reason, by=name, grace_seconds=grace)
         )
 
     @property
-    def _unhurt(self) -> bool:
+    def _no_fault(self) -> bool:
         return self._recovery.fault_at is None
 
     def _worker_exited(self, event: WorkerExited) -> None:
-        asked = event.number in self._asked
+        asked = event.number in self._end_requested
         status = event.status
         if status.ok:
-            self._spending.exited(event.at)
+            self._goodput.on_exit(event.at)
         elif not asked:
-            self._recovery.fault(event.at)
-            self._spending.broke(event.number, event.at)
+            self._recovery.start(event.at)
+            self._goodput.on_fault(event.number, event.at)
         kind = "asked" if asked else "success" if status.ok else "signal" if status.signal else "exit_code"
         self.metrics.worker_exited(kind)
         pid = self._pids.pop(event.local_rank, 0)
         self.events.write(
-            happened.WorkerExited(
+            happened.WorkerExitedEvent(
                 round=event.number,
                 mono=event.at,
                 reason=f"rank {event.rank} (pid {pid}) {status.text}",
@@ -249,30 +256,30 @@ class JobStory:
         )
 
     def _store_exited(self, event: StoreExited) -> None:
-        if all(local_rank == STORE for local_rank in self._pids):
+        if all(local_rank == STORE_RANK for local_rank in self._pids):
             return  # every worker is done: its end is ours
-        self._recovery.fault(event.at)
-        self._spending.broke(event.number, event.at)
+        self._recovery.start(event.at)
+        self._goodput.on_fault(event.number, event.at)
         self.events.write(
-            happened.StoreExited(
+            happened.StoreExitedEvent(
                 round=event.number,
                 mono=event.at,
                 reason=f"the workers' store {event.why}",
-                pid=self._pids.get(STORE, 0),
+                pid=self._pids.get(STORE_RANK, 0),
                 exit_code=event.status.code if event.status is not None else None,
                 signal=event.status.signal if event.status is not None else None,
             )
         )
 
     def _step_of(self, local_rank: int) -> int | None:
-        beats = self._seen.beats if self._seen is not None else ()
+        beats = self._observation.heartbeats if self._observation is not None else ()
         return beats[local_rank].step or None if local_rank < len(beats) else None
 
     def _first_step(self, number: int, at: float) -> None:
         self.first_step_seen = True
-        recovered = self._recovery.over(at)
+        recovered = self._recovery.finish(at)
         recovery, parts = recovered if recovered is not None else (None, {})
-        beats = self._seen.beats if self._seen is not None else ()
+        beats = self._observation.heartbeats if self._observation is not None else ()
         first = min(range(len(beats)), key=lambda i: beats[i].first_step_ns or 1 << 63, default=0)
         start = at - self._started_at
         self.metrics.first_step(start, recovery)
@@ -280,11 +287,11 @@ class JobStory:
         reason = f"first step {start:.2f} s after the start"
         if recovery is not None:
             reason = f"training again {recovery:.2f} s after the fault"
-        self.console.said(f"round {number}: {reason}")
+        self.console.log(f"round {number}: {reason}")
         assert self.round is not None
         ranks = self.round.ranks(self.node)
         self.events.write(
-            happened.FirstStep(
+            happened.FirstStepEvent(
                 round=number,
                 mono=at,
                 reason=reason,
@@ -298,16 +305,16 @@ class JobStory:
     def _group_gone(self, number: int) -> None:
         now = time.monotonic()
         seconds = now - self._ending_since if self._ending_since is not None else 0.0
-        if any(local_rank != STORE for local_rank in self._pids):
-            self._recovery.fault(now)  # the workers went without a word, as when their owner is killed
-            self._spending.broke(number, now)
-        self._spending.gone(number, now)
-        self._recovery.passed("stop", now)
-        survivors = self._lasting.survivors(number)
-        self.metrics.group_gone()
-        self.logs_end(number)
+        if any(local_rank != STORE_RANK for local_rank in self._pids):
+            self._recovery.start(now)  # the workers went without a word, as when their owner is killed
+            self._goodput.on_fault(number, now)
+        self._goodput.on_group_ended(number, now)
+        self._recovery.mark("stop", now)
+        survivors = self._lasting.unkillable(number)
+        self.metrics.group_ended()
+        self.on_group_ended(number)
         self.events.write(
-            happened.GroupGone(
+            happened.GroupEndedEvent(
                 round=number,
                 mono=now,
                 reason=f"nothing is left of round {number}" + (" but what does not die" if survivors else ""),
@@ -317,39 +324,41 @@ class JobStory:
         )
         self._pids.clear()
 
-    def stuck(self, heard: Stuck | Freed, sentence: str, now: float) -> None:
+    def stuck(self, heard: ProcessUnkillable | ProcessReaped, sentence: str, now: float) -> None:
         """A process does not die of SIGKILL, or has died of it at last."""
-        self._lasting.stuck(heard, sentence, now, self.round.number if self.round is not None else 0)
+        self._lasting.on_unkillable(heard, sentence, now, self.round.number if self.round is not None else 0)
 
     def failed(self, failure: Failure) -> None:
         self._failure = failure
-        self.console.said(f"round {failure.round}: {failure.why}", "warning")
+        self.console.log(f"round {failure.round}: {failure.why}", "warning")
 
-    def suspected(self, number: int, why: str) -> None:
+    def hang_suspected(self, number: int, why: str) -> None:
         """This node suspects a hang. Only the log hears of it: most go on by themselves."""
         now = time.monotonic()
         self._suspected_at = now
-        self.metrics.suspected()
-        self.events.write(happened.Suspected(round=number, mono=now, reason=why))
+        self.metrics.hang_suspected()
+        self.events.write(happened.HangSuspectedEvent(round=number, mono=now, reason=why))
 
-    def suspicion_over(self, number: int, seconds: float) -> None:
+    def hang_cleared(self, number: int, seconds: float) -> None:
         reason = f"the workers go on; they had been suspected of hanging for {seconds:.1f} s"
         self._suspected_at = None
-        self.events.write(happened.SuspicionOver(round=number, mono=time.monotonic(), reason=reason, seconds=seconds))
+        self.events.write(
+            happened.HangClearedEvent(round=number, mono=time.monotonic(), reason=reason, seconds=seconds)
+        )
 
-    def judged(self, judged: Judged) -> None:
+    def judged(self, judged: HangVerdict) -> None:
         """The group is hung, by what all nodes see; this node's agent has judged."""
         now = time.monotonic()
         places = judged.culprits
-        self.metrics.hung(judged.cause, judged.hung_s, places[0][0] if places else "")
-        self._spending.broke(judged.round, now, ends=judged.restarts)
+        self.metrics.hang_detected(judged.cause, judged.hung_s, places[0][0] if places else "")
+        self._goodput.on_fault(judged.round, now, ends=judged.restarts)
         if judged.restarts:
-            self._recovery.fault(now - judged.hung_s)
+            self._recovery.start(now - judged.hung_s)
             if self._suspected_at is not None:
-                self._recovery.passed("detect", self._suspected_at)
-            self._recovery.passed("evidence", now)
+                self._recovery.mark("detect", self._suspected_at)
+            self._recovery.mark("evidence", now)
         self.events.write(
-            happened.Hung(
+            happened.HangDetectedEvent(
                 round=judged.round,
                 mono=now,
                 reason=judged.why,
@@ -362,34 +371,34 @@ class JobStory:
             )
         )
         what = "" if judged.restarts else " (only reported: --on-hang report)"
-        self.console.said(f"round {judged.round} hangs{what}: {judged.why}", "warning")
+        self.console.log(f"round {judged.round} hangs{what}: {judged.why}", "warning")
 
-    def slow(self, seen: SlowSeen) -> None:
+    def slow(self, seen: StragglersFound) -> None:
         """The ranks the others wait for."""
-        self._lasting.slow(seen)
+        self._lasting.on_stragglers(seen)
 
-    def seen(self, seen: Seen, now: float) -> None:
+    def observed(self, seen: Observation, now: float) -> None:
         """One look at the workers: numbers for the metrics, the live line, and what they noted."""
-        self._goes_on(seen)  # a hold begins after the step it is noted at
-        for note in seen.notes:
-            self._noted(note)
-        before, self._seen = self._seen, seen
-        if self._granted is None or seen.number != self._granted[0].number:
+        self._work_recovered(seen)  # a hold begins after the step it is noted at
+        for note in seen.worker_events:
+            self._worker_event(note)
+        before, self._observation = self._observation, seen
+        if self._running_round is None or seen.round != self._running_round[0].number:
             return
-        round = self._granted[0]  # the newest that was no end: until it is gone, its workers may make steps
+        round = self._running_round[0]  # the newest that was no end: until it is gone, its workers may make steps
         if seen.first_step_at is not None:
             self.step = seen.step
-        rate = self._rate.look(seen.step, now, stepped=seen.first_step_at is not None)
-        moved = before is None or before.number != seen.number or seen.progress_at != before.progress_at
+        rate = self._rate.observe(seen.step, now, stepped=seen.first_step_at is not None)
+        moved = before is None or before.round != seen.round or seen.progress_at != before.progress_at
         if moved and seen.progress_at is not None:
-            steps = dict(zip(round.ranks(self.node), (beat.step for beat in seen.beats), strict=False))
+            steps = dict(zip(round.ranks(self.node), (beat.step for beat in seen.heartbeats), strict=False))
             self.metrics.progress(steps, rate, time.time() - (now - seen.progress_at))
         self.metrics.event_lines_lost(self.events.lost)
         self.console.progress(
             ProgressView(
                 round.number,
                 round.world_size,
-                target=self._most_workers(round),
+                target=self._max_workers(round),
                 step=self.step,
                 steps_per_second=rate,
                 checkpoint_at=self._checkpoint_at,
@@ -397,38 +406,40 @@ class JobStory:
             )
         )
 
-    def _goes_on(self, seen: Seen) -> None:
-        cost_s = self._spending.seen(seen)
+    def _work_recovered(self, seen: Observation) -> None:
+        cost_s = self._goodput.on_observation(seen)
         if cost_s is not None and seen.progress_at is not None:
-            step = self._spending.spent.high_water
+            step = self._goodput.ledger.high_water
             what = f"the fault before has cost {cost_s:.2f} s" if cost_s else "nothing was lost"
             reason = f"step {step} is beyond all before: {what}"
             self.events.write(
-                happened.CaughtUp(round=seen.number, mono=seen.progress_at, reason=reason, step=step, seconds=cost_s)
+                happened.WorkRecoveredEvent(
+                    round=seen.round, mono=seen.progress_at, reason=reason, step=step, seconds=cost_s
+                )
             )
 
-    def _noted(self, note: Note) -> None:
+    def _worker_event(self, note: WorkerEvent) -> None:
         """What a worker said: into the log as it was said, to the person where it matters."""
-        if note.kind == "attached" and isinstance(seconds := note.more.get("every_seconds"), (int, float)):
+        if note.kind == "attached" and isinstance(seconds := note.extra.get("every_seconds"), (int, float)):
             self.metrics.checkpoint_interval(float(seconds))
-        event = noted.event(note)
+        event = noted.log_event(note)
         if event is not None:
             self.events.write(event)
         match event:
-            case happened.Resumed(step=step) if step > self._checkpoint_step:
+            case happened.ResumedEvent(step=step) if step > self._checkpoint_step:
                 self._checkpoint_step = step
                 self.metrics.checkpoint_resumed(step, note.wall)
-            case happened.CheckpointSaved(step=step, bytes=size, seconds=seconds):
+            case happened.CheckpointSavedEvent(step=step, bytes=size, seconds=seconds):
                 self._checkpoint_at, self._checkpoint_step, self._saved = note.mono, step, (note.round, step)
                 self.metrics.checkpoint_saved(step, note.wall, size, seconds)
-            case happened.Holding():
-                self._spending.holding(note.mono)
-            case happened.CheckpointFailed():
+            case happened.PausedEvent():
+                self._goodput.on_pause(note.mono)
+            case happened.CheckpointFailedEvent():
                 self.metrics.checkpoint_failed()
-            case happened.CheckpointSkipped():
+            case happened.CheckpointSkippedEvent():
                 self.metrics.checkpoint_skipped()
-        if note.kind not in noted.QUIET:
-            self.console.said(note.reason, "warning" if note.kind in noted.TROUBLE else "info")
+        if note.kind not in noted.QUIET_KINDS:
+            self.console.log(note.reason, "warning" if note.kind in noted.WARNING_KINDS else "info")
 
     def ended(self, exit_code: int, why: str, round: Round | None) -> None:
         """The last words: how the job ended, and the traceback where a script's own mistake ended it."""
@@ -438,15 +449,15 @@ class JobStory:
         elif self.spec.rendezvous.max_nodes > 1:
             outcome = "left"  # nobody has ended it: the others may go on, or it goes on when its nodes are back
         if self._failure is not None and self._failure.detail:
-            self.console.said(f"the traceback of the rank that failed first:\n{self._failure.detail.rstrip()}", "error")
+            self.console.log(f"the traceback of the rank that failed first:\n{self._failure.detail.rstrip()}", "error")
         what = (
             f"{self.node} has left job {self.spec.job_id}"
             if outcome == "left"
             else f"job {self.spec.job_id} has {outcome}"
         )
-        self.console.said(f"{what}: {why}", "info" if exit_code == 0 else "error")
+        self.console.log(f"{what}: {why}", "info" if exit_code == 0 else "error")
         self.events.write(
-            happened.JobEnded(
+            happened.JobEndedEvent(
                 round=round.number if round is not None else 0,
                 mono=time.monotonic(),
                 reason=why,

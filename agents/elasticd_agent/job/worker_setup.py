@@ -11,9 +11,9 @@ import shutil
 from pathlib import Path
 
 from elasticd.heartbeat import record as beat
-from elasticd_agent.hangs.evidence import Target
-from elasticd_agent.hangs.observer import Watch
-from elasticd_agent.job.monitor import Prepared
+from elasticd_agent.hangs.evidence import EvidenceTarget
+from elasticd_agent.hangs.observer import GroupObserver
+from elasticd_agent.job.monitor import PreparedGroup
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.records import Round
 from elasticd_agent.system.interfaces import gloo_environment
@@ -24,11 +24,11 @@ from elasticd_agent.workers.environment import (
     visible_devices,
     worker_environment,
 )
-from elasticd_agent.workers.launcher.requests import Worker
+from elasticd_agent.workers.launcher.requests import WorkerSpec
 from elasticd_agent.workers.logs import JobLogs
 
 
-class Files:
+class WorkerSetup:
     """Makes the files a group's workers need, and the environment that names them."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Files:
         self._spec, self._policy, self._node, self._runtime, self._logs = spec, policy, node, runtime, logs
         self._gpus = gpus
 
-    def prepare(self, round: Round, address: str) -> Prepared:
+    def prepare(self, round: Round, address: str) -> PreparedGroup:
         """The workers of `round` on this node, and how to watch them. `address`: how others reach this machine."""
         spec = self._spec
         directory = self._runtime / f"round-{round.number}"
@@ -56,11 +56,11 @@ class Files:
         member = round.member(self._node)
         assert member is not None
         workers, targets, restarts = [], [], self._policy.max_restarts
-        inherited = spec.inherited(os.environ)
+        inherited = spec.base_environment(os.environ)
         for local_rank, rank in enumerate(round.ranks(self._node)):
             files = self._logs.worker(round.number, local_rank, rank)
             paths = WorkerPaths(str(directory / f"beat-{rank}"), str(directory / f"notes-{rank}.jsonl"), files.error)
-            beat.create(paths.beat)
+            beat.create(paths.heartbeat)
             env = worker_environment(
                 round,
                 self._node,
@@ -82,24 +82,24 @@ class Files:
                 only = local_rank if spec.virtual_local_rank else None
                 env["CUDA_VISIBLE_DEVICES"] = visible_devices(member.slots, spec.devices, only)
             pipe, dump = flight_recorder({**inherited, **env}, rank) or (None, None)
-            target = Target(
+            target = EvidenceTarget(
                 rank,
                 0,
                 tuple(Path(log) for log in (files.stdout, files.stderr) if log not in (None, os.devnull)),
-                beat=Path(paths.beat),
+                heartbeat=Path(paths.heartbeat),
                 stacks=directory / f"stacks-{rank}",
                 flight=directory / f"flight-{rank}.json",
                 pipe=pipe,
                 dump=dump,
             )
             env |= {"ELASTICD_STACKS": str(target.stacks), "ELASTICD_FLIGHT": str(target.flight)}
-            workers.append(Worker(env, files.stdout, files.stderr, paths.beat))
+            workers.append(WorkerSpec(env, files.stdout, files.stderr, paths.heartbeat))
             targets.append(target)
         ranks = round.ranks(self._node)
-        watch = Watch(
+        watch = GroupObserver(
             round.number,
             list(zip(ranks, member.slots, strict=True)),
             [directory / f"beat-{rank}" for rank in ranks],
             [directory / f"notes-{rank}.jsonl" for rank in ranks],
         )
-        return Prepared(tuple(workers), watch, tuple(targets), self._logs.evidence_dir(round.number))
+        return PreparedGroup(tuple(workers), watch, tuple(targets), self._logs.evidence_dir(round.number))

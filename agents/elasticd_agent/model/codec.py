@@ -38,7 +38,7 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; unknown fields are beside the known ones."""
-        known = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "unknown"}
+        known = {f.name: _json_value(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "unknown"}
         return {**self.unknown, **known}
 
 
@@ -56,70 +56,72 @@ class Document(Record):
     @classmethod
     def from_json(cls: type[_R], text: bytes | str) -> _R:
         """The record `text` holds. Raises WireError, naming the field, for anything else."""
-        return _document(cls, text)
+        return _decode_document(cls, text)
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, Record):
         return value.to_dict()
     if isinstance(value, tuple):
-        return [_plain(v) for v in value]
+        return [_json_value(v) for v in value]
     return value
 
 
-def _document(cls: type[_R], text: bytes | str) -> _R:
+def _decode_document(cls: type[_R], text: bytes | str) -> _R:
     name = cls.__name__
     try:
-        raw = json.loads(text, object_pairs_hook=_no_twins, parse_constant=_no_constant, parse_float=_finite)
+        raw = json.loads(
+            text, object_pairs_hook=_unique_fields, parse_constant=_reject_constant, parse_float=_finite_float
+        )
         _check_depth(raw)
     except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise WireError(f"{name}: not JSON: {e}") from None
     if not isinstance(raw, dict):
-        raise WireError(f"{name}: expected an object, got {_kind(raw)}")
+        raise WireError(f"{name}: expected an object, got {_json_type(raw)}")
     version = raw.get("version")
     major, dot, minor = version.partition(".") if isinstance(version, str) else ("", "", "")
     if not (dot and _is_number(major) and _is_number(minor)):
-        raise WireError(f"{name}.version: expected 'major.minor', got {_short(version)}")
+        raise WireError(f"{name}.version: expected 'major.minor', got {_shortened(version)}")
     if major != VERSION.partition(".")[0]:
         raise WireError(
             f"{name}: version {version} cannot be read by this elasticd, which speaks {VERSION}; "
             "run the same major version everywhere"
         )
     try:
-        return _reading(cls)(raw)  # type: ignore[no-any-return, arg-type]  # mypy: class taken for instance
-    except _Misfit as misfit:
+        return _record_decoder(cls)(raw)  # type: ignore[no-any-return, arg-type]  # mypy: class taken for instance
+    except _Mismatch as misfit:
         raise WireError(f"{name}{misfit.where}: {misfit.why}") from None
 
 
-class _Misfit(Exception):
+class _Mismatch(Exception):
     """A value is not what its place promises. Each level adds its part of `where` on the way up: a Round of 256 members
     is read by 256 agents at once, and nobody asks any of its thousand values where it was, unless one is wrong."""
 
     def __init__(self, why: str) -> None:
         self.where, self.why = "", why
 
-    def within(self, place: str) -> _Misfit:
+    def prefixed(self, place: str) -> _Mismatch:
         self.where = place + self.where
         return self
 
 
-_Reader = Callable[[Any], Any]
+_Decoder = Callable[[Any], Any]
 """Turns a JSON value into what a field promises. Raises _Misfit; WireError where a record's own `check` does."""
 
 
 @functools.cache  # keyed by the handful of classes above
-def _reading(cls: type[Record]) -> _Reader:
+def _record_decoder(cls: type[Record]) -> _Decoder:
     hints = typing.get_type_hints(cls)
     no = dataclasses.MISSING
     fields = [
-        (f.name, _reader(hints[f.name]), f.default is no and f.default_factory is no)
+        (f.name, _decoder(hints[f.name]), f.default is no and f.default_factory is no)
         for f in dataclasses.fields(cls)
         if f.name != "unknown"
     ]
 
     def read(raw: Any) -> Record:
         if not isinstance(raw, dict):
-            raise _Misfit(f"expected an object, got {_kind(raw)}")
+            raise _Mismatch(f"expected an object, got {_json_type(raw)}")
         known: dict[str, Any] = {}
         name = ""
         try:
@@ -127,9 +129,9 @@ def _reading(cls: type[Record]) -> _Reader:
                 if name in raw:
                     known[name] = read_field(raw[name])
                 elif required:
-                    raise _Misfit("missing")
-        except _Misfit as misfit:
-            raise misfit.within(f".{name}") from None
+                    raise _Mismatch("missing")
+        except _Mismatch as misfit:
+            raise misfit.prefixed(f".{name}") from None
         unknown = {k: v for k, v in raw.items() if k not in known} if len(known) < len(raw) else {}
         record = cls(**known, unknown=unknown)
         record.check()
@@ -138,96 +140,96 @@ def _reading(cls: type[Record]) -> _Reader:
     return read
 
 
-def _reader(hint: Any) -> _Reader:
+def _decoder(hint: Any) -> _Decoder:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         (inner,) = (a for a in args if a is not type(None))
-        read = _reader(inner)
+        read = _decoder(inner)
         return lambda v: None if v is None else read(v)
     if origin is Literal:
-        return functools.partial(_choice, args)
+        return functools.partial(_decode_choice, args)
     if origin is tuple and args[-1] is Ellipsis:
-        return functools.partial(_list, _reader(args[0]))
+        return functools.partial(_decode_list, _decoder(args[0]))
     if origin is tuple:
-        return functools.partial(_fixed, [_reader(a) for a in args])
+        return functools.partial(_decode_tuple, [_decoder(a) for a in args])
     if isinstance(hint, type) and issubclass(hint, Record):
-        return _reading(hint)  # type: ignore[arg-type]
-    return {str: _text, int: _int, float: _float, bool: _bool}[hint]
+        return _record_decoder(hint)  # type: ignore[arg-type]
+    return {str: _decode_str, int: _decode_int, float: _decode_float, bool: _decode_bool}[hint]
 
 
-def _list(read: _Reader, value: Any) -> tuple[Any, ...]:
+def _decode_list(read: _Decoder, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise _Misfit(f"expected a list, got {_kind(value)}")
+        raise _Mismatch(f"expected a list, got {_json_type(value)}")
     found: list[Any] = []
     try:
         for item in value:
             found.append(read(item))
-    except _Misfit as misfit:
-        raise misfit.within(f"[{len(found)}]") from None
+    except _Mismatch as misfit:
+        raise misfit.prefixed(f"[{len(found)}]") from None
     return tuple(found)
 
 
-def _fixed(readers: list[_Reader], value: Any) -> tuple[Any, ...]:
+def _decode_tuple(readers: list[_Decoder], value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list) or len(value) != len(readers):
-        raise _Misfit(f"expected a list of {len(readers)}, got {_short(value)}")
+        raise _Mismatch(f"expected a list of {len(readers)}, got {_shortened(value)}")
     found: list[Any] = []
     try:
         for read, item in zip(readers, value, strict=True):
             found.append(read(item))
-    except _Misfit as misfit:
-        raise misfit.within(f"[{len(found)}]") from None
+    except _Mismatch as misfit:
+        raise misfit.prefixed(f"[{len(found)}]") from None
     return tuple(found)
 
 
-def _choice(allowed: tuple[Any, ...], value: Any) -> Any:
+def _decode_choice(allowed: tuple[Any, ...], value: Any) -> Any:
     if not isinstance(value, str) or value not in allowed:
-        raise _Misfit(f"expected one of {', '.join(allowed)}, got {_short(value)}")
+        raise _Mismatch(f"expected one of {', '.join(allowed)}, got {_shortened(value)}")
     return value
 
 
-def _text(value: Any) -> str:
+def _decode_str(value: Any) -> str:
     if not isinstance(value, str):
-        raise _Misfit(f"expected a string, got {_kind(value)}")
+        raise _Mismatch(f"expected a string, got {_json_type(value)}")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise _Misfit("a string with half a surrogate pair cannot be written anywhere") from None
+            raise _Mismatch("a string with half a surrogate pair cannot be written anywhere") from None
     return value
 
 
-def _int(value: Any) -> int:
+def _decode_int(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _Misfit(f"expected a whole number, got {_kind(value)}")
+        raise _Mismatch(f"expected a whole number, got {_json_type(value)}")
     if not -(2**63) <= value < 2**63:
-        raise _Misfit("a number that does not fit 64 bits")
+        raise _Mismatch("a number that does not fit 64 bits")
     return value
 
 
-def _float(value: Any) -> float:
+def _decode_float(value: Any) -> float:
     if isinstance(value, float):
         return value
-    return float(_int(value))
+    return float(_decode_int(value))
 
 
-def _bool(value: Any) -> bool:
+def _decode_bool(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _Misfit(f"expected true or false, got {_kind(value)}")
+        raise _Mismatch(f"expected true or false, got {_json_type(value)}")
     return value
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     known = dict(pairs)
     if len(known) != len(pairs):
         raise ValueError("an object names a field twice")
     return known
 
 
-def _no_constant(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _finite(text: str) -> float:
+def _finite_float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is too large")
@@ -248,11 +250,11 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit()
 
 
-def _kind(value: Any) -> str:
+def _json_type(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -87,13 +87,13 @@ class Rendezvous:
         if self.backend == "c10d" and len(self.endpoints) != 1:
             raise UsageError(f"c10d has one endpoint, not {len(self.endpoints)}; several are etcd's")
         for host, port in self.endpoints:
-            _port(f"the store on {host}", port, lowest=1)
+            _check_port(f"the store on {host}", port, lowest=1)
         if (self.user is None) != (self.password is None):
             raise UsageError(
                 f"the store's user {self.user!r} needs a password" if self.user else "the store's password needs a user"
             )
         if self.node is not None:
-            identifier("node id", self.node)
+            check_identifier("node id", self.node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,22 +140,22 @@ class JobSpec:
                 f"at least {self.min_workers} workers but at most {self.max_workers} is impossible; "
                 f"write {self.max_workers}:{self.min_workers}"
             )
-        identifier("job id", self.job_id)
-        identifier("run token", self.run)
+        check_identifier("job id", self.job_id)
+        check_identifier("run token", self.run)
         for name, streams in (("redirects", self.redirects), ("tee", self.tee)):
-            self._some_rank_exists(name, streams)
+            self._check_ranks_exist(name, streams)
         if self.local_ranks_filter is not None:
-            self._some_rank_exists("the local ranks filter", dict.fromkeys(self.local_ranks_filter))
+            self._check_ranks_exist("the local ranks filter", dict.fromkeys(self.local_ranks_filter))
         if self.master_port is not None:
-            _port("the workers' store", self.master_port, lowest=1)
+            _check_port("the workers' store", self.master_port, lowest=1)
         for name in self.signals:
-            _catchable(name)
+            _check_catchable(name)
 
-    def inherited(self, own: Mapping[str, str]) -> Mapping[str, str]:
+    def base_environment(self, own: Mapping[str, str]) -> Mapping[str, str]:
         """The environment of the job's processes before anything is added; `own` is the agent's."""
         return own if self.environment is None else self.environment
 
-    def _some_rank_exists(self, what: str, ranks: Mapping[int, object]) -> None:
+    def _check_ranks_exist(self, what: str, ranks: Mapping[int, object]) -> None:
         # Naming more ranks than there are is how people share one command between machines; naming none is a slip.
         if ranks and min(ranks) >= self.max_workers:
             named = ", ".join(map(str, sorted(ranks)))
@@ -231,73 +231,73 @@ class Policy:
                 f"startup_ceiling_s {self.startup_ceiling_s:g} s must exceed user_error_wait_s "
                 f"{self.user_error_wait_s:g} s, a part of it; raise it by more than {short:g} s"
             )
-        for name in _SHARED_TIMES:
+        for name in _RENDEZVOUS_TIMES:
             value = getattr(self, name)
-            if name in _MAY_BE_0 and not value >= 0:
-                raise UsageError(f"{_spoken(name)} {value:g} s cannot be negative")
-            if name not in _MAY_BE_0 and not value > 0:
-                raise UsageError(f"{_spoken(name)} {value:g} s must be more than 0 seconds")
-            if value > LONGEST_S:
-                raise UsageError(f"{_spoken(name)} {value:g} s is longer than a year")
-        self._times_fit()
-        self._hangs_fit()
+            if name in _ZERO_ALLOWED and not value >= 0:
+                raise UsageError(f"{_option_name(name)} {value:g} s cannot be negative")
+            if name not in _ZERO_ALLOWED and not value > 0:
+                raise UsageError(f"{_option_name(name)} {value:g} s must be more than 0 seconds")
+            if value > MAX_WAIT_S:
+                raise UsageError(f"{_option_name(name)} {value:g} s is longer than a year")
+        self._check_times()
+        self._check_hang_times()
 
-    def floor_s(self, attached: bool) -> float:
+    def effective_hang_floor_s(self, attached: bool) -> float:
         """How long a group may be quiet however short its steps; longer where a wrong restart costs more."""
         if self.hang_floor_s is not None:
             return self.hang_floor_s
-        return ATTACHED_FLOOR_S if attached else min(FLOOR_S, self.progress_ceiling_s)
+        return ATTACHED_HANG_FLOOR_S if attached else min(HANG_FLOOR_S, self.progress_ceiling_s)
 
-    def _times_fit(self) -> None:
+    def _check_times(self) -> None:
         """Every wait leaves room for what it waits for. The rules are DESIGN's, the store's time limits included."""
-        self._exceeds(
+        self._require_exceeds(
             "lease_s",
             self.renewal_s + 2 * self.store_timeout_s,
             f"renewal {self.renewal_s:g} s + 2 × store_timeout {self.store_timeout_s:g} s",
             "a renewal that fails can be tried once more",
         )
-        self._exceeds(
+        self._require_exceeds(
             "lease_s",
             3 * self.store_timeout_s,
             f"3 × store_timeout {self.store_timeout_s:g} s",
             "an unanswered request costs less than a third of it",
         )
-        self._exceeds(
+        self._require_exceeds(
             "seen_timeout_s",
             self.store_timeout_s,
             f"store_timeout {self.store_timeout_s:g} s",
             "a node that only waits for the store is not taken for dead",
         )
-        self._exceeds(
+        self._require_exceeds(
             "join_timeout_s",
             self.last_call_s,
             f"last_call_timeout {self.last_call_s:g} s, a part of it",
             "a job that has enough nodes begins",
         )
-        self._exceeds(
+        self._require_exceeds(
             "hold_timeout_s",
             self.grow_debounce_s + self.seen_timeout_s,
             f"grow_debounce {self.grow_debounce_s:g} s + seen_timeout {self.seen_timeout_s:g} s",
             "the round that a group holds for can come",
         )
         for name in ("adopt_timeout_s", "store_away_s"):
-            self._exceeds(
+            self._require_exceeds(
                 name,
                 self.lease_s + self.renewal_s,
                 f"lease {self.lease_s:g} s + renewal {self.renewal_s:g} s",
                 "leases are judged again before anybody is given up",
             )
 
-    def _hangs_fit(self) -> None:
+    def _check_hang_times(self) -> None:
         """A hang is judged on more than one look, and not before there was time for its evidence."""
-        floor = ATTACHED_FLOOR_S if self.hang_floor_s is None else self.hang_floor_s
+        floor = ATTACHED_HANG_FLOOR_S if self.hang_floor_s is None else self.hang_floor_s
         least = f"hang_floor {floor:g} s" if self.hang_floor_s is not None else f"the least hang floor, {floor:g} s"
         for name in ("hang_floor_s", "stopped_after_s"):
             value = getattr(self, name)
-            if value is not None and not LOOKS_S <= value <= LONGEST_S:
+            if value is not None and not TWO_OBSERVATIONS_S <= value <= MAX_WAIT_S:
                 raise UsageError(
-                    f"{_spoken(name)} {value:g} s must be at least {LOOKS_S:g} s, two looks at the workers, and at "
-                    f"most a year"
+                    f"{_option_name(name)} {value:g} s must be at least {TWO_OBSERVATIONS_S:g} s, "
+                    f"two looks at the workers, and at most a year"
                 )
         for name in ("hang_factor", "slow_factor"):
             value = getattr(self, name)
@@ -310,7 +310,7 @@ class Policy:
                 f"over soon after it is seen; lower it by {max(0.0, self.evidence_s - most):.6g} s"
             )
         if self.slow_ceiling_s is not None:
-            self._exceeds("slow_ceiling_s", floor, least, "slow ranks have more time than idle ones")
+            self._require_exceeds("slow_ceiling_s", floor, least, "slow ranks have more time than idle ones")
         if self.hang_floor_s is not None and self.progress_ceiling_s < floor:
             raise UsageError(
                 f"progress_ceiling {self.progress_ceiling_s:g} s must not be less than {least}: it is the most a group "
@@ -319,11 +319,11 @@ class Policy:
         if self.on_hang not in ("restart", "report"):
             raise UsageError(f"on_hang {self.on_hang!r} must be restart or report")
 
-    def _exceeds(self, name: str, least: float, sum_of: str, so_that: str) -> None:
+    def _require_exceeds(self, name: str, least: float, sum_of: str, so_that: str) -> None:
         value = getattr(self, name)
         if not value > least:
             raise UsageError(
-                f"{_spoken(name)} {value:g} s must exceed {sum_of}, so that {so_that}; "
+                f"{_option_name(name)} {value:g} s must exceed {sum_of}, so that {so_that}; "
                 f"raise it by more than {least - value:.6g} s"
             )
 
@@ -347,16 +347,16 @@ class AgentSettings:
 
     def __post_init__(self) -> None:
         if self.metrics_port is not None:
-            _port("metrics", self.metrics_port, lowest=0)
+            _check_port("metrics", self.metrics_port, lowest=0)
 
 
-FLOOR_S, ATTACHED_FLOOR_S = 60.0, 5.0
+HANG_FLOOR_S, ATTACHED_HANG_FLOOR_S = 60.0, 5.0
 """The hang floor where none is given. With an attached checkpoint a wrong restart loses a step, without one hours."""
-LOOKS_S = 0.5
+TWO_OBSERVATIONS_S = 0.5
 """The workers are looked at four times a second."""
-LONGEST_S = 365 * 86400.0
+MAX_WAIT_S = 365 * 86400.0
 """No wait is longer: "for ever" is not a deadline, and the system's own timers overflow at a few centuries."""
-_SHARED_TIMES = (
+_RENDEZVOUS_TIMES = (
     "lease_s",
     "renewal_s",
     "store_timeout_s",
@@ -370,20 +370,20 @@ _SHARED_TIMES = (
     "grow_debounce_s",
     "node_cooloff_s",
 )
-_MAY_BE_0 = frozenset({"last_call_s", "replace_timeout_s", "grow_debounce_s", "node_cooloff_s"})
+_ZERO_ALLOWED = frozenset({"last_call_s", "replace_timeout_s", "grow_debounce_s", "node_cooloff_s"})
 
 
-def _spoken(name: str) -> str:
+def _option_name(name: str) -> str:
     """How --rdzv-conf, or the flag, calls it."""
     return {"last_call_s": "last_call_timeout"}.get(name, name.removesuffix("_s"))
 
 
-def _port(what: str, port: int, *, lowest: int) -> None:
+def _check_port(what: str, port: int, *, lowest: int) -> None:
     if not lowest <= port <= 65535:
         raise UsageError(f"port {port} for {what} is out of range; ports go from {lowest} to 65535")
 
 
-def identifier(what: str, text: str) -> None:
+def check_identifier(what: str, text: str) -> None:
     """Raises UsageError if `text` cannot name a job, a run or a node; `what` says which of them it is."""
     # It becomes part of file names (at most 255 bytes with what is added to them) and of keys in a store.
     if not text or text != text.strip() or not text.isprintable() or "/" in text or text.startswith("."):
@@ -393,7 +393,7 @@ def identifier(what: str, text: str) -> None:
         raise UsageError(f"{what} {text[:16]!r}… has {size} bytes; at most 128 fit")
 
 
-def _catchable(name: str) -> None:
+def _check_catchable(name: str) -> None:
     if name in ("SIGKILL", "SIGSTOP"):
         raise UsageError(f"{name} cannot be handled by any process; leave it out of --signals-to-handle")
     if not name.startswith("SIG") or name.startswith("SIG_") or name not in signal.Signals.__members__:

@@ -13,7 +13,7 @@ class JobFiles:
     root: Path
 
     @property
-    def order(self) -> Path:
+    def runner_spec(self) -> Path:
         """What the runner is to do (runner.Order as JSON). Secrets may be in it: never in argv or the environment."""
         return self.root / "order.json"
 
@@ -36,17 +36,17 @@ class JobFiles:
         return self.root / "events.jsonl"
 
     @property
-    def told(self) -> Path:
+    def output(self) -> Path:
         """The runner's own output, what `elasticd run` would print."""
         return self.root / "runner.log"
 
     @property
-    def leave(self) -> Path:
+    def leave_reason(self) -> Path:
         """Why the daemon has the runner leave: one line, there before the SIGTERM is."""
         return self.root / "leave"
 
     @property
-    def exit(self) -> Path:
+    def runner_exit(self) -> Path:
         """How the runner ended (runner.Exit as JSON), written last."""
         return self.root / "exit.json"
 

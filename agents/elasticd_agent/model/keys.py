@@ -15,7 +15,7 @@ from elasticd_agent.model.codec import Document
 D = TypeVar("D", bound=Document)
 
 
-def understood(kind: type[D], key: str, value: bytes) -> D:
+def decode_record(kind: type[D], key: str, value: bytes) -> D:
     """The record under `key`. Raises WireError in a whole sentence, which says where it is."""
     try:
         return kind.from_json(value)
@@ -23,7 +23,7 @@ def understood(kind: type[D], key: str, value: bytes) -> D:
         raise WireError(f"{key} in the store cannot be understood and is left alone: {error}") from None
 
 
-def address(key: str, value: bytes) -> tuple[str, int]:
+def decode_address(key: str, value: bytes) -> tuple[str, int]:
     """What `master` keeps, where the workers' store of a round is: [address, port]. Raises WireError, too."""
     try:
         where, port = json.loads(value)
@@ -61,7 +61,7 @@ class Keys:
         return f"{self._root}/ended"
 
     @property
-    def hold(self) -> str:
+    def pause(self) -> str:
         return f"{self._root}/hold"
 
     @property
@@ -81,8 +81,8 @@ class Keys:
         return f"{self._root}/done/" + ("" if number is None else f"{number}/")
 
     @property
-    def suspect(self) -> str:
+    def hang_report_request(self) -> str:
         return f"{self._root}/suspicion"  # no beginning of `suspects`: who watches the one must not hear the others
 
-    def suspects(self, number: int | None = None) -> str:
+    def hang_reports(self, number: int | None = None) -> str:
         return f"{self._root}/suspects/" + ("" if number is None else f"{number}/")

@@ -14,24 +14,24 @@ from elasticd_agent.model.records import Failure, Round
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class StepRules:
     """What `core.step` must know that never changes: which node it runs on, and the policy's numbers it uses."""
 
     node: str
     user_error_wait_s: float = 0.5
     stop_grace_s: float = 30.0
     incarnation: str | None = None
-    shared: bool = False
+    multi_node: bool = False
     """True when other nodes may take part, so that much must be told to them."""
-    leave_within_s: float | None = None
+    leave_grace_s: float | None = None
     """How long it may take until the others' next round, or the checkpoint; None: `stop_grace_s`."""
-    leaves: bool = False
+    leave_on_stop: bool = False
     """True where a stop is this node's leaving: the planner hears of it, and can hold the group at a checkpoint."""
 
     @property
-    def stop_s(self) -> float:
+    def stop_limit_s(self) -> float:
         """From being asked to stop until what is left is killed, at the latest."""
-        return self.stop_grace_s if self.leave_within_s is None or not self.leaves else self.leave_within_s
+        return self.stop_grace_s if self.leave_grace_s is None or not self.leave_on_stop else self.leave_grace_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ExitStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class LastWords:
+class WorkerExitReport:
     """What a Python worker left behind when it ended by itself: an uncaught exception, or sys.exit.
 
     `type` is the class's qualified name without "builtins."; `bases` are those of its base classes, if known.
@@ -94,7 +94,7 @@ class WorkerExited:
     local_rank: int
     slot: int
     status: ExitStatus
-    last_words: LastWords | None
+    exit_report: WorkerExitReport | None
     at: float
 
 
@@ -118,7 +118,7 @@ class StartFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupGone:
+class GroupEnded:
     """Every process of round `number`'s group has been reaped; so has its store, unless other nodes may need it."""
 
     number: int
@@ -163,7 +163,7 @@ class StopForced:
 
 
 @dataclass(frozen=True, slots=True)
-class TimeCame:
+class TimerExpired:
     """A time asked for by Wake has come; `at` is the time now, never before the time asked for."""
 
     at: float
@@ -174,12 +174,12 @@ Event = (
     | WorkerExited
     | StoreExited
     | StartFailed
-    | GroupGone
+    | GroupEnded
     | FirstStep
     | StoreAbandoned
     | StopRequested
     | StopForced
-    | TimeCame
+    | TimerExpired
 )
 
 
@@ -187,7 +187,7 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class PendingStop:
     """A stop someone asked for; rides in the phases until the agent leaves."""
 
     signal: str
@@ -201,7 +201,7 @@ class Joining:
     """No group runs here; waits for a Round numbered above `past`."""
 
     past: int = 0
-    stop: Stop | None = None
+    stop: PendingStop | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class Running:
     round: Round
     exits: tuple[WorkerExited, ...] = ()
     first_step: bool = False
-    stop: Stop | None = None
+    stop: PendingStop | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ class Stopping:
 
     round: Round
     then: Round | None = None
-    stop: Stop | None = None
+    stop: PendingStop | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class ReportLeaving:
 
 
 @dataclass(frozen=True, slots=True)
-class Wake:
+class SetTimer:
     """Put TimeCame into the inbox at monotonic time `at` or soon after."""
 
     at: float
@@ -314,4 +314,4 @@ class Leave:
     why: str
 
 
-Action = StartGroup | KillGroup | StopGroup | ReportFailure | ReportDone | ReportLeaving | Wake | Leave
+Action = StartGroup | KillGroup | StopGroup | ReportFailure | ReportDone | ReportLeaving | SetTimer | Leave

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticd_agent.model.messages import Event
-from elasticd_agent.model.reports import Judged
+from elasticd_agent.model.reports import HangVerdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class MasterKnown:
 
 
 @dataclass(frozen=True, slots=True)
-class HoldAsked:
+class PauseRequested:
     """The planner wants round `number` held at a checkpoint (`on`), or wants that no more."""
 
     number: int
@@ -26,7 +26,7 @@ class HoldAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportAsked:
+class HangReportRequested:
     """The planner wants to hear what every node sees of its ranks of round `number` (`on`), or has heard enough."""
 
     number: int
@@ -34,7 +34,7 @@ class ReportAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class SlowSeen:
+class StragglersFound:
     """The ranks of round `number` the others wait for, and how many times as long as theirs its own work takes."""
 
     number: int
@@ -42,19 +42,19 @@ class SlowSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Planning:
+class LeaderNotice:
     """What only an agent that plans knows, or no longer does."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plans(Planning):
+class LeadershipChanged(LeaderNotice):
     """This agent plans for the job from now on (`on`), or does not any more."""
 
     on: bool
 
 
 @dataclass(frozen=True, slots=True)
-class FaultSeen(Planning):
+class FaultDetected(LeaderNotice):
     """A fault has broken round `number`: `cause` in a word, `culprit` the node at fault, "" where no single one is."""
 
     number: int
@@ -63,20 +63,20 @@ class FaultSeen(Planning):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreSeen:
+class StoreAvailability:
     """The store has gone away (`away`), or has come back after `seconds`."""
 
-    away: bool
+    unavailable: bool
     why: str
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited(Planning):
+class WaitingFor(LeaderNotice):
     """What the job waits for, as a rule while nothing runs; `why` is for the person. `nodes`: for more of them."""
 
     why: str
-    nodes: bool
+    more_nodes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,19 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Knocked:
+class Probed:
     """Another agent has asked whether this one is here, as it does when it sees any sign of trouble."""
 
 
-News = Event | Knocked | MasterKnown | HoldAsked | ReportAsked | Judged | SlowSeen | StoreSeen | Planning | Rejected
+Notice = (
+    Event
+    | Probed
+    | MasterKnown
+    | PauseRequested
+    | HangReportRequested
+    | HangVerdict
+    | StragglersFound
+    | StoreAvailability
+    | LeaderNotice
+    | Rejected
+)

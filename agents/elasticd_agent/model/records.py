@@ -34,7 +34,7 @@ class Member(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Bench(Record):
+class QuarantinedSlot(Record):
     """What is held against a slot: `strikes` failures without progress between them, `times` set aside so far,
     `left_s` seconds of cool-off left when this Round was published (0: it may be used). `hung`: the last one was a hang
     of its, which progress does not forgive."""
@@ -95,10 +95,10 @@ class Round(Document):
 
     number: int
     members: tuple[Member, ...]
-    resume: tuple[int, int] | None = None
+    last_checkpoint: tuple[int, int] | None = None
     restarts: int = 0
     budget: BudgetState = BudgetState()
-    benched: tuple[Bench, ...] = ()
+    quarantined_slots: tuple[QuarantinedSlot, ...] = ()
     excluded: tuple[Exclusion, ...] = ()
     directory: str = ""
     run: str = ""
@@ -147,7 +147,7 @@ class Round(Document):
             first += len(m.slots)
         return range(0)
 
-    def places(self) -> Iterator[tuple[int, str, int, int]]:
+    def assignments(self) -> Iterator[tuple[int, str, int, int]]:
         """(rank, node, local rank, slot) of every worker, by rank."""
         rank = 0
         for m in self.members:
@@ -177,22 +177,22 @@ class NodeRecord(Document):
     address: str
     slots: tuple[int, ...]
     directory: str = ""
-    highest: int = 0
-    seen: int = 0
-    ready: int = 0
-    stepped: int = 0
-    can_hold: int = 0
-    held: int = 0
+    highest_round: int = 0
+    seen_round: int = 0
+    ready_round: int = 0
+    stepped_round: int = 0
+    can_pause: int = 0
+    paused: int = 0
     checkpoint: tuple[int, int] | None = None
     high_water: int = 0
     leaving: str = ""
     warm: int = 1
-    pace: tuple[tuple[int, int, int], ...] = ()
+    wait_counts: tuple[tuple[int, int, int], ...] = ()
     role: str = ""
     unusable: str = ""
     leaving_code: int = 0
-    unreached: tuple[str, ...] = ()
-    raised: str = ""
+    unreachable: tuple[str, ...] = ()
+    pending_exception: str = ""
 
     def check(self) -> None:
         if not self.id:

@@ -16,7 +16,7 @@ Where = Literal["", "collective", "device", "init", "barrier", "elsewhere"]
 """Where a rank's main thread was when its stack was taken: in (or waiting for) a collective, in a device
 synchronisation, making the process group, in `session.barrier`, somewhere else. "": no stack has been taken."""
 
-CAUSES = (
+HANG_CAUSES = (
     "stopped", "zombie", "blocked", "spinning", "gil", "missed_collective", "mismatched_collectives", "network",
     "never_joined", "exiting", "store", "everyone",
 )  # fmt: skip
@@ -24,7 +24,7 @@ CAUSES = (
 
 
 @dataclass(frozen=True, slots=True)
-class RankSeen(Record):
+class RankReport(Record):
     """One rank, as its node's agent sees it.
 
     From its beat: `phase`, `step`, `collectives` issued by the default process group (-1: nobody could count them),
@@ -62,7 +62,7 @@ class RankSeen(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Report(Document):
+class HangReport(Document):
     """What one node's agent says of its ranks of `round` while it, or another, suspects a hang.
 
     `why`: its own suspicion, "" if it has none and was only asked. `deadline_s`: after how long without progress it
@@ -72,7 +72,7 @@ class Report(Document):
 
     round: int
     node: str
-    ranks: tuple[RankSeen, ...]
+    ranks: tuple[RankReport, ...]
     why: str = ""
     deadline_s: float = 0.0
     gathered: bool = False
@@ -82,7 +82,7 @@ class Report(Document):
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class HangVerdict:
     """A group was found hung: what the planner's agent knew, and what is done about it.
 
     `culprits` are (node, rank, slot), perhaps none; `cause` is one of verdict.py's; `hung_s` is for how long nobody had
@@ -95,4 +95,4 @@ class Judged:
     why: str
     hung_s: float
     restarts: bool
-    reports: tuple[Report, ...]
+    reports: tuple[HangReport, ...]

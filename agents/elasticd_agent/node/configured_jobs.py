@@ -15,59 +15,61 @@ from elasticd.errors import UsageError
 from elasticd_agent.config import job_file as jobfile
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.node.runners.spec import replace_file
-from elasticd_agent.node.runners.spec_builder import wanted
+from elasticd_agent.node.runners.spec_builder import required_id
 from elasticd_agent.node.scheduler import job_queue as queue
-from elasticd_agent.node.scheduler.policy import View
+from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Store
 
-FILE = "handed-in.json"
+STATE_FILE = "handed-in.json"
 
 
-class HandedIn:
+class ConfiguredJobs:
     """`state` is the state directory. Belongs to one thread."""
 
     def __init__(self, state: Path) -> None:
-        self._path = state / FILE
-        self._known: dict[str, str] = {}
-        self._said: set[str] = set()
+        self._path = state / STATE_FILE
+        self._submitted: dict[str, str] = {}
+        self._reported_errors: set[str] = set()
         try:
             found = json.loads(self._path.read_bytes())
-            self._known = {str(job): str(digest) for job, digest in found.items()}
+            self._submitted = {str(job): str(digest) for job, digest in found.items()}
         except (OSError, ValueError, AttributeError):
             pass  # the store knows, too
 
-    def turn(self, store: Store, jobs: tuple[JobFile, ...], view: View, node: str, at: float) -> Iterator[str]:
+    def submit_new(
+        self, store: Store, jobs: tuple[JobFile, ...], view: ClusterView, node: str, now: float
+    ) -> Iterator[str]:
         """Hand in what is new; says so. Raises StoreUnavailable."""
         for job in jobs:
             try:
-                name = wanted(job)
+                name = required_id(job)
                 spec = jobfile.to_json(job)
                 digest = hashlib.sha256(spec.encode()).hexdigest()
-                if self._known.get(name) == digest:
+                if self._submitted.get(name) == digest:
                     continue
                 if any(s.job == name and s.spec == spec for s in view.submissions):
-                    self._remember(name, digest)
+                    self._mark_submitted(name, digest)
                     continue
                 made = queue.submit(
                     store,
                     spec,
                     job=name,
-                    nodes=job.nodes_wanted,
-                    slots=job.slots_wanted,
-                    by=f"agent {node}",
-                    at=at,
+                    nodes=job.node_range,
+                    slots=job.slot_range,
+                    submitted_by=f"agent {node}",
+                    submitted_at=now,
                     grow=job.grow != "never",
                 )
-                self._remember(name, digest)
+                self._mark_submitted(name, digest)
                 yield f"job {name} of this node's agent.toml was handed in as number {made.number}"
             except UsageError as error:
-                if str(error) not in self._said:
-                    self._said.add(str(error))
+                if str(error) not in self._reported_errors:
+                    self._reported_errors.add(str(error))
                     yield f"[[job]] {job.id or ''}: {error}"
 
-    def _remember(self, name: str, digest: str) -> None:
-        self._known[name] = digest
+    def _mark_submitted(self, name: str, digest: str) -> None:
+        self._submitted[name] = digest
         try:
-            replace_file(self._path, json.dumps(self._known).encode())
+            replace_file(self._path, json.dumps(self._submitted).encode())
         except OSError:
             pass  # the store knows it for as long as its records are kept

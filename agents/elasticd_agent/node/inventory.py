@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from elasticd_agent.config.agent_settings import Settings
+from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.model.version import version
-from elasticd_agent.node.records import NodeCard
+from elasticd_agent.node.records import NodeStatus
 from elasticd_agent.system import procfs
 from elasticd_agent.system.devices import cpu_count
 
 
-def inventory(settings: Settings, incarnation: str, environ: Mapping[str, str]) -> NodeCard:
-    return NodeCard(
+def inventory(settings: NodeSettings, incarnation: str, environ: Mapping[str, str]) -> NodeStatus:
+    return NodeStatus(
         node=settings.node,
         incarnation=incarnation,
         slots=settings.slot_count(environ),

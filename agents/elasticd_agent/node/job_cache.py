@@ -10,24 +10,24 @@ from typing import TypeVar
 
 from elasticd_agent.model.codec import Document
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import Cordon, Ending, Placement, Submission
-from elasticd_agent.node.scheduler.policy import View
+from elasticd_agent.node.records import Cordon, JobResult, Placement, Submission
+from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Store, Watch
-from elasticd_agent.store.cache import Copies
+from elasticd_agent.store.cache import StoreCache
 
 D = TypeVar("D", bound=Document)
 
 REREAD_S = 10.0
 """Everything is read again so often, in case a watch missed something."""
-WATCHED = (names.SUBMITTED, names.PLACED, names.ENDED, names.CORDONED)
+WATCHED = (names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS, names.CORDONS)
 
 
-class Knowledge:
+class JobCache:
     """`turn` and `view` belong to one thread; they raise StoreUnavailable. `changed` is called from any."""
 
     def __init__(self, store: Store, say: Callable[[str], None], changed: Callable[[], None]) -> None:
         self._store, self._changed = store, changed
-        self._copies = Copies(store, say)
+        self._copies = StoreCache(store, say)
         self._watches: list[Watch] = []
         self._reread_at = float("-inf")
 
@@ -38,30 +38,30 @@ class Knowledge:
         again = now >= self._reread_at
         if again:
             self._reread_at = now + REREAD_S
-            self._copies.forget()
+            self._copies.clear()
         return again
 
-    def view(self) -> View:
+    def view(self) -> ClusterView:
         """Without the nodes' cards, which are the placer's business."""
-        return View(
-            cordons=self._all(names.CORDONED, Cordon),
-            submissions=self._all(names.SUBMITTED, Submission),
-            placements=self._all(names.PLACED, Placement),
-            endings=self._all(names.ENDED, Ending),
+        return ClusterView(
+            cordons=self._all(names.CORDONS, Cordon),
+            submissions=self._all(names.SUBMISSIONS, Submission),
+            placements=self._all(names.PLACEMENTS, Placement),
+            results=self._all(names.RESULTS, JobResult),
         )
 
     def _all(self, prefix: str, kind: type[D]) -> tuple[D, ...]:
         return tuple(self._copies.records(prefix, kind))
 
-    def hint(self, key: str) -> None:
+    def invalidate(self, key: str) -> None:
         """We have written `key` ourselves: a watch will say so, too, but perhaps not yet."""
-        self._copies.hint(key)
+        self._copies.invalidate(key)
 
-    def forget(self) -> None:
-        self._copies.forget()
+    def clear(self) -> None:
+        self._copies.clear()
 
     def _hinted(self, key: str) -> None:
-        self._copies.hint(key)
+        self._copies.invalidate(key)
         self._changed()
 
     def close(self) -> None:

@@ -10,34 +10,34 @@ from typing import Any
 from elasticd.errors import UsageError
 from elasticd_agent.telemetry import event_log as eventlog
 from elasticd_agent.telemetry.console import Console
-from elasticd_agent.telemetry.events import Record
+from elasticd_agent.telemetry.events import LogEvent
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Some 200,000 lines; twice as much is kept."""
 
 
-class Telling:
+class AgentJournal:
     """`log` None: no event log."""
 
     def __init__(self, console: Console, log: Path | None, node: str) -> None:
         self._console = console
-        self._events: eventlog.Events = eventlog.NullEventLog()
+        self._events: eventlog.EventSink = eventlog.NullEventLog()
         if log is not None:
             try:
                 log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._events = eventlog.open_event_log(log, "", node, MOST_BYTES)
+                self._events = eventlog.open_event_log(log, "", node, MAX_BYTES)
             except (OSError, UsageError) as error:
-                self.said(f"there is no event log of this agent: {error}")
+                self.log(f"there is no event log of this agent: {error}")
 
-    def said(self, sentence: str) -> None:
-        self._console.said(sentence)
+    def log(self, sentence: str) -> None:
+        self._console.log(sentence)
 
-    def warned(self, sentence: str) -> None:
-        self._console.said(sentence, "warning")
+    def warn(self, sentence: str) -> None:
+        self._console.log(sentence, "warning")
 
-    def happened(self, kind: Callable[..., Record], sentence: str, **fields: Any) -> None:
+    def event(self, kind: Callable[..., LogEvent], sentence: str, **fields: Any) -> None:
         """Say it, and write it down as an event of this kind."""
-        self._console.said(sentence)
+        self._console.log(sentence)
         self._events.write(kind(round=0, mono=time.monotonic(), reason=sentence, **fields))
 
     @property

@@ -16,77 +16,88 @@ from typing import get_args
 from elasticd_agent.node.health import metrics as measured
 from elasticd_agent.node.records import NodeState, RunnerState
 from elasticd_agent.telemetry import metric_table as metric_names
-from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, Spec, escaped
+from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, MetricSpec, escape_label
 
-STATES: tuple[str, ...] = get_args(NodeState)
-RUNNERS: tuple[str, ...] = get_args(RunnerState)
-CHECKS = 16
+NODE_STATES: tuple[str, ...] = get_args(NodeState)
+RUNNER_STATES: tuple[str, ...] = get_args(RunnerState)
+ASSUMED_CHECKS = 16
 """More than most nodes have: seven of ours, and the rest directories and plugins."""
 OUTCOMES = ("succeeded", "failed", "refused", "left", "lost")
 
-INFO = Spec("elasticd_node_info", "gauge", "Always 1; the label says which version the node's agent is.", ("version",))
-START = Spec("elasticd_node_agent_start_timestamp_seconds", "gauge", "Unix time the agent started.")
-SLOTS = Spec("elasticd_node_slots", "gauge", "Workers this node takes at once.")
-SLOTS_USED = Spec("elasticd_node_slots_used", "gauge", "Slots that a job's runner has, also one that is leaving.")
-STATE = Spec(
+INFO = MetricSpec(
+    "elasticd_node_info", "gauge", "Always 1; the label says which version the node's agent is.", ("version",)
+)
+START = MetricSpec("elasticd_node_agent_start_timestamp_seconds", "gauge", "Unix time the agent started.")
+SLOTS = MetricSpec("elasticd_node_slots", "gauge", "Workers this node takes at once.")
+SLOTS_USED = MetricSpec("elasticd_node_slots_used", "gauge", "Slots that a job's runner has, also one that is leaving.")
+STATE = MetricSpec(
     "elasticd_node_state",
     "gauge",
-    f"1 for the state the node is in: {', '.join(STATES)}.",
+    f"1 for the state the node is in: {', '.join(NODE_STATES)}.",
     ("state",),
-    many=len(STATES),
+    label_sets=len(NODE_STATES),
 )
-JOINED = Spec("elasticd_node_joined", "gauge", "1 while the node's card is in the store, as far as the agent knows.")
-PLACER = Spec("elasticd_node_places", "gauge", "1 on the one node whose agent places jobs at the time.")
-HERE = Spec(
+REGISTERED = MetricSpec(
+    "elasticd_node_joined", "gauge", "1 while the node's card is in the store, as far as the agent knows."
+)
+IS_SCHEDULER = MetricSpec("elasticd_node_places", "gauge", "1 on the one node whose agent places jobs at the time.")
+RUNNERS = MetricSpec(
     "elasticd_node_runners",
     "gauge",
-    f"Runners on this node, by state: {', '.join(RUNNERS)}.",
+    f"Runners on this node, by state: {', '.join(RUNNER_STATES)}.",
     ("state",),
-    many=len(RUNNERS),
+    label_sets=len(RUNNER_STATES),
 )
-WAITING = Spec("elasticd_node_jobs_waiting", "gauge", "Jobs in the queue that have no place, as this node sees it.")
-STARTS = Spec("elasticd_node_runner_starts_total", "counter", "Runners started by this agent.")
-ENDS = Spec(
+JOBS_WAITING = MetricSpec(
+    "elasticd_node_jobs_waiting", "gauge", "Jobs in the queue that have no place, as this node sees it."
+)
+RUNNER_STARTS = MetricSpec("elasticd_node_runner_starts_total", "counter", "Runners started by this agent.")
+RUNNER_EXITS = MetricSpec(
     "elasticd_node_runner_ends_total",
     "counter",
     f"Runners that ended, by how: {', '.join(OUTCOMES)}.",
     ("outcome",),
-    many=len(OUTCOMES),
+    label_sets=len(OUTCOMES),
 )
-STORE_UP = Spec("elasticd_node_store_up", "gauge", "1 while the store answers this agent.")
-OUTAGES = Spec("elasticd_node_store_outages_total", "counter", "Times the store went away from this agent.")
-LEASE = Spec(
+STORE_UP = MetricSpec("elasticd_node_store_up", "gauge", "1 while the store answers this agent.")
+STORE_OUTAGES = MetricSpec("elasticd_node_store_outages_total", "counter", "Times the store went away from this agent.")
+LEASE = MetricSpec(
     "elasticd_node_lease_seconds", "gauge", "How long the node's card lives without a renewal, as the store granted it."
 )
-LEASE_RENEWAL = Spec(
+LEASE_RENEWAL = MetricSpec(
     "elasticd_node_lease_renewal_seconds",
     "histogram",
     "How long a renewal of the lease of the node's card took, also one that failed.",
     buckets=LEASE_BUCKETS,
 )
-LATE = Spec("elasticd_node_late_seconds", "gauge", "For how long the agent's deciding thread should have turned.")
-LINES_LOST = Spec("elasticd_node_event_lines_lost", "gauge", "Lines of the agent's event log that were not written.")
+LOOP_LAG = MetricSpec(
+    "elasticd_node_late_seconds", "gauge", "For how long the agent's deciding thread should have turned."
+)
+EVENT_LOG_LINES_LOST = MetricSpec(
+    "elasticd_node_event_lines_lost", "gauge", "Lines of the agent's event log that were not written."
+)
 
 METRICS = (
-    INFO, START, SLOTS, SLOTS_USED, STATE, JOINED, PLACER, HERE, WAITING, STARTS, ENDS, STORE_UP, OUTAGES, LEASE,
-    LEASE_RENEWAL, LATE, LINES_LOST,
+    INFO, START, SLOTS, SLOTS_USED, STATE, REGISTERED, IS_SCHEDULER, RUNNERS, JOBS_WAITING, RUNNER_STARTS,
+    RUNNER_EXITS, STORE_UP, STORE_OUTAGES, LEASE,
+    LEASE_RENEWAL, LOOP_LAG, EVENT_LOG_LINES_LOST,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class NodeFacts:
     """How the node is at one moment."""
 
     slots: int
-    used: int
+    slots_used: int
     state: str
-    joined: bool
-    places: bool
+    registered: bool
+    is_scheduler: bool
     runners: Mapping[str, int]
-    waiting: int
+    jobs_waiting: int
     store_up: bool
-    late_s: float
-    lines_lost: int
+    loop_lag_s: float
+    event_log_lines_lost: int
 
 
 @dataclass(slots=True)
@@ -96,12 +107,12 @@ class NodeMetrics:
     node: str
     version: str
     _starts: int = 0
-    _ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    _exits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     _outages: int = 0
     _lease_s: float | None = None
     _renewals: list[int] = field(default_factory=lambda: [0] * (len(LEASE_BUCKETS) + 1))
     _renewals_s: float = 0.0
-    _began: float = field(default_factory=time.time)
+    _started_at: float = field(default_factory=time.time)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def runner_started(self) -> None:
@@ -111,67 +122,67 @@ class NodeMetrics:
     def runner_ended(self, outcome: str) -> None:
         """`outcome` is one of OUTCOMES; anything else is a mistake of the caller: KeyError."""
         with self._lock:
-            self._ends[{known: known for known in OUTCOMES}[outcome]] += 1
+            self._exits[{known: known for known in OUTCOMES}[outcome]] += 1
 
-    def store_away(self) -> None:
+    def store_lost(self) -> None:
         with self._lock:
             self._outages += 1
 
-    def lease(self, lives_s: float, renewal_s: float | None) -> None:
+    def lease(self, ttl_s: float, renewal_s: float | None) -> None:
         """The store granted a lease of `lives_s`, or it was tried for `renewal_s` to renew it."""
         with self._lock:
-            self._lease_s = lives_s
+            self._lease_s = ttl_s
             if renewal_s is not None:
                 self._renewals[bisect_left(LEASE_BUCKETS, renewal_s)] += 1
                 self._renewals_s += renewal_s
 
-    def render(self, facts: Facts) -> bytes:
+    def render(self, facts: NodeFacts) -> bytes:
         """The text format, version 0.0.4."""
         with self._lock:
-            samples: list[tuple[Spec, tuple[str, ...], float]] = [
+            samples: list[tuple[MetricSpec, tuple[str, ...], float]] = [
                 (INFO, (self.version,), 1),
-                (START, (), self._began),
-                (STARTS, (), self._starts),
-                *((ENDS, (outcome,), count) for outcome, count in self._ends.items()),
-                (OUTAGES, (), self._outages),
+                (START, (), self._started_at),
+                (RUNNER_STARTS, (), self._starts),
+                *((RUNNER_EXITS, (outcome,), count) for outcome, count in self._exits.items()),
+                (STORE_OUTAGES, (), self._outages),
             ]
             if self._lease_s is not None:
                 samples.append((LEASE, (), self._lease_s))
             renewals, renewals_s = list(accumulate(self._renewals)), self._renewals_s
         samples += [
             (SLOTS, (), facts.slots),
-            (SLOTS_USED, (), facts.used),
-            *((STATE, (state,), facts.state == state) for state in STATES),
-            (JOINED, (), facts.joined),
-            (PLACER, (), facts.places),
-            *((HERE, (state,), facts.runners.get(state, 0)) for state in RUNNERS),
-            (WAITING, (), facts.waiting),
+            (SLOTS_USED, (), facts.slots_used),
+            *((STATE, (state,), facts.state == state) for state in NODE_STATES),
+            (REGISTERED, (), facts.registered),
+            (IS_SCHEDULER, (), facts.is_scheduler),
+            *((RUNNERS, (state,), facts.runners.get(state, 0)) for state in RUNNER_STATES),
+            (JOBS_WAITING, (), facts.jobs_waiting),
             (STORE_UP, (), facts.store_up),
-            (LATE, (), facts.late_s),
-            (LINES_LOST, (), facts.lines_lost),
+            (LOOP_LAG, (), facts.loop_lag_s),
+            (EVENT_LOG_LINES_LOST, (), facts.event_log_lines_lost),
         ]
         page = "".join(self._family(spec, samples) for spec in METRICS if spec is not LEASE_RENEWAL)
         return (page + self._histogram(LEASE_RENEWAL, renewals, renewals_s)).encode()
 
-    def _histogram(self, spec: Spec, counts: Sequence[int], total: float) -> str:
-        node = f'node="{escaped(self.node)}"'
+    def _histogram(self, spec: MetricSpec, counts: Sequence[int], total: float) -> str:
+        node = f'node="{escape_label(self.node)}"'
         bounds = [*(repr(bound) for bound in spec.buckets), "+Inf"]
         lines = [f"# HELP {spec.name} {spec.help}", f"# TYPE {spec.name} {spec.kind}"]
         lines += [f'{spec.name}_bucket{{{node},le="{le}"}} {n}' for le, n in zip(bounds, counts, strict=True)]
         lines += [f"{spec.name}_count{{{node}}} {counts[-1]}", f"{spec.name}_sum{{{node}}} {total!r}"]
         return "\n".join(lines) + "\n"
 
-    def _family(self, spec: Spec, samples: Iterable[tuple[Spec, tuple[str, ...], float]]) -> str:
+    def _family(self, spec: MetricSpec, samples: Iterable[tuple[MetricSpec, tuple[str, ...], float]]) -> str:
         lines = [f"# HELP {spec.name} {spec.help}", f"# TYPE {spec.name} {spec.kind}"]
         for of, values, value in samples:
             if of is spec:
                 labels = [("node", self.node), *zip(spec.labels, values, strict=True)]
-                named = ",".join(f'{name}="{escaped(text)}"' for name, text in labels)
+                named = ",".join(f'{name}="{escape_label(text)}"' for name, text in labels)
                 lines.append(f"{spec.name}{{{named}}} {float(value)!r}")
         return "\n".join(lines) + "\n"
 
 
-def most_series(checks: int) -> int:
+def max_series(checks: int) -> int:
     """What a node with so many health checks has of its own."""
     return sum(spec.series(0) for spec in METRICS) + sum(spec.series(checks) for spec in measured.METRICS)
 
@@ -182,9 +193,9 @@ def document() -> str:
     for spec in (*METRICS, *measured.METRICS):
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
-    job, own, each = metric_names.most_series(8), most_series(0), most_series(1) - most_series(0)
-    three = 3 * job + own + each * CHECKS
-    told = _CARDINALITY.format(job=job, own=own, each=each, checks=CHECKS, three=three)
+    job, own, each = metric_names.max_series(8), max_series(0), max_series(1) - max_series(0)
+    three = 3 * job + own + each * ASSUMED_CHECKS
+    told = _CARDINALITY.format(job=job, own=own, each=each, checks=ASSUMED_CHECKS, three=three)
     return "\n\n".join([_INTRODUCTION, "\n".join(rows), told]) + "\n"
 
 

@@ -16,7 +16,7 @@ from elasticd_agent.model.codec import Document, Record
 JobOutcome = Literal["succeeded", "failed", "cancelled"]
 NodeState = Literal["starting", "ready", "cordoned", "draining", "quarantined"]
 RunnerState = Literal["starting", "running", "leaving", "refused"]
-MOST_LAST = 8
+MAX_PREVIOUS_NODES = 8
 """Nodes that a job has left and that are remembered: they have its older rounds, and perhaps its checkpoints."""
 
 
@@ -36,8 +36,8 @@ class Submission(Document):
     max_nodes: int
     min_slots: int
     max_slots: int
-    by: str = ""
-    at: float = 0.0
+    submitted_by: str = ""
+    submitted_at: float = 0.0
     token: str = ""
     grow: bool = True
     removed: bool = False
@@ -50,7 +50,7 @@ class Submission(Document):
 
 
 @dataclass(frozen=True, slots=True)
-class Place(Record):
+class SlotAssignment(Record):
     """A job's slots on one node."""
 
     node: str
@@ -79,23 +79,23 @@ class Placement(Document):
 
     job: str
     number: int
-    places: tuple[Place, ...]
+    assignments: tuple[SlotAssignment, ...]
     reason: str
-    refused: tuple[Refusal, ...] = ()
-    last: tuple[str, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    previous_nodes: tuple[str, ...] = ()
     ended_s: float | None = None
 
-    def place(self, node: str) -> Place | None:
-        return next((place for place in self.places if place.node == node), None)
+    def assignment(self, node: str) -> SlotAssignment | None:
+        return next((place for place in self.assignments if place.node == node), None)
 
-    def left(self, nodes: Collection[str]) -> tuple[str, ...]:
+    def previous_nodes_after(self, nodes: Collection[str]) -> tuple[str, ...]:
         """`last` once it runs on `nodes`."""
-        known = dict.fromkeys([*(place.node for place in self.places), *self.last])
-        return tuple(node for node in known if node not in nodes)[:MOST_LAST]
+        known = dict.fromkeys([*(place.node for place in self.assignments), *self.previous_nodes])
+        return tuple(node for node in known if node not in nodes)[:MAX_PREVIOUS_NODES]
 
 
 @dataclass(frozen=True, slots=True)
-class RoundNote(Record):
+class RoundSummary(Record):
     """One round of a job's history, as `elasticd status` shows it."""
 
     number: int
@@ -105,7 +105,7 @@ class RoundNote(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending(Document):
+class JobResult(Document):
     """How a submitted job ended. It is created once, by whoever knows first; whoever still runs it then stops."""
 
     job: str
@@ -113,14 +113,14 @@ class Ending(Document):
     outcome: JobOutcome
     exit_code: int
     reason: str
-    at: float = 0.0
+    ended_at: float = 0.0
     nodes: tuple[str, ...] = ()
-    rounds: tuple[RoundNote, ...] = ()
+    rounds: tuple[RoundSummary, ...] = ()
     step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Running(Record):
+class RunnerStatus(Record):
     """A runner on a node. `why` says it in a sentence; a refused job is not given to this node again."""
 
     job: str
@@ -131,7 +131,7 @@ class Running(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeCard(Document):
+class NodeStatus(Document):
     """What a daemon says of its node, under a lease. `address` is HOST:PORT of its HTTP server, "" if it has none."""
 
     node: str
@@ -148,7 +148,7 @@ class NodeCard(Document):
     torch: str = ""
     driver: str = ""
     labels: tuple[str, ...] = ()
-    running: tuple[Running, ...] = ()
+    runners: tuple[RunnerStatus, ...] = ()
 
     def check(self) -> None:
         if not self.node or self.slots < 0:
@@ -162,11 +162,13 @@ class Cordon(Document):
     node: str
     drain: bool
     reason: str
-    by: str = ""
-    at: float = 0.0
+    cordoned_by: str = ""
+    cordoned_at: float = 0.0
 
     @property
     def text(self) -> str:
         """Goes after "n2 is": "drained: a fan is broken", or, where nobody said why, "drained by ann"."""
         what = "drained" if self.drain else "cordoned"
-        return f"{what}: {self.reason}" if self.reason else f"{what} by {self.by}" if self.by else what
+        return (
+            f"{what}: {self.reason}" if self.reason else f"{what} by {self.cordoned_by}" if self.cordoned_by else what
+        )

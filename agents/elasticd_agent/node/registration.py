@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elasticd.errors import ElasticdError, StoreUnavailable, WireError
-from elasticd_agent.model.keys import understood
+from elasticd_agent.model.keys import decode_record
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import NodeCard
-from elasticd_agent.rendezvous.registration import Renewed, renewed
+from elasticd_agent.node.records import NodeStatus
+from elasticd_agent.rendezvous.registration import RenewalListener, renew
 from elasticd_agent.store import Lease, Store
 
 
@@ -22,75 +22,75 @@ class NameTaken(ElasticdError):
     """Another daemon has this node's name; the sentence says which."""
 
 
-class Announcement:
+class NodeStatusPublisher:
     """Belongs to one thread."""
 
     def __init__(
         self,
         store: Store,
-        card: NodeCard,
+        status: NodeStatus,
         lease_s: float,
         renewal_s: float,
-        tell: Renewed = lambda lives_s, took_s: None,
+        on_renewal: RenewalListener = lambda lives_s, took_s: None,
     ) -> None:
-        self._store, self._key = store, names.NODES + card.node
+        self._store, self._key = store, names.NODES + status.node
         self._lease_s, self._renewal_s = lease_s, renewal_s
-        self._tell = tell
-        self._written = card
+        self._on_renewal = on_renewal
+        self._written = status
         self._version: int | None = None
         self._lease: Lease | None = None
         self.renew_at = 0.0
 
     @property
-    def there(self) -> bool:
+    def registered(self) -> bool:
         return self._lease is not None
 
-    def turn(self, card: NodeCard, now: float) -> bool:
+    def turn(self, status: NodeStatus, now: float) -> bool:
         """Have `card` in the store. True if it was taken anew. Raises StoreUnavailable, NameTaken."""
         lease = self._lease
         if lease is not None and now >= self.renew_at:
-            if renewed(lease, self._tell):
+            if renew(lease, self._on_renewal):
                 self.renew_at = now + min(self._renewal_s, lease.ttl_s / 3)
             else:
                 self._lease = lease = None
-        if lease is not None and (card == self._written or self._replaced(lease, card)):
+        if lease is not None and (status == self._written or self._replace(lease, status)):
             return False
         self._lease = None
-        self._announce(card, now)
+        self._announce(status, now)
         return True
 
-    def _announce(self, card: NodeCard, now: float) -> None:
+    def _announce(self, status: NodeStatus, now: float) -> None:
         for _ in range(3):
-            lease = self._store.announce(self._key, card.to_json(), self._lease_s)
+            lease = self._store.announce(self._key, status.to_json(), self._lease_s)
             if lease is not None:
-                self._lease, self._written, self._version = lease, card, None
+                self._lease, self._written, self._version = lease, status, None
                 self.renew_at = now + min(self._renewal_s, lease.ttl_s / 3)
-                self._tell(lease.ttl_s, None)
+                self._on_renewal(lease.ttl_s, None)
                 return
             found = self._store.read(self._key)
             if found is None:
                 continue
             other = self._read(found.value)
-            if other is None or other.incarnation != card.incarnation:
+            if other is None or other.incarnation != status.incarnation:
                 where = f", at {other.address}" if other is not None and other.address else ""
                 raise NameTaken(
-                    f"another agent is node {card.node!r}{where}: give this one another name (node in agent.toml), "
+                    f"another agent is node {status.node!r}{where}: give this one another name (node in agent.toml), "
                     "or stop that one"
                 )
             self._store.delete(self._key)
         raise StoreUnavailable(f"{self._key}: others write it as fast as we do")
 
-    def _replaced(self, lease: Lease, card: NodeCard) -> bool:
+    def _replace(self, lease: Lease, status: NodeStatus) -> bool:
         for _ in range(2):  # the second time with the version that a lost answer did not tell us
             if self._version is None:
                 found = self._store.read(self._key)
                 other = None if found is None else self._read(found.value)
-                if found is None or other is None or other.incarnation != card.incarnation:
+                if found is None or other is None or other.incarnation != status.incarnation:
                     return False
                 self._version = found.version
-            self._version = lease.hold(self._key, card.to_json(), self._version)
+            self._version = lease.hold(self._key, status.to_json(), self._version)
             if self._version is not None:
-                self._written = card
+                self._written = status
                 return True
         return False
 
@@ -106,7 +106,7 @@ class Announcement:
         if lease is not None:
             lease.withdraw()
 
-    def beneath(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
+    def announce_with_node(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         """As `Store.announce`, for a key that shall live as long as the card does: it costs no renewal of its own.
 
         None: the key is there already, or the card is not. Raises StoreUnavailable.
@@ -114,23 +114,23 @@ class Announcement:
         lease = self._lease
         if lease is None or lease.hold(key, value) is None:
             return None
-        return _Beneath(self._store, key, lease, lambda: self._lease is lease)
+        return _NodeLeaseKey(self._store, key, lease, lambda: self._lease is lease)
 
-    def _read(self, value: bytes) -> NodeCard | None:
+    def _read(self, value: bytes) -> NodeStatus | None:
         try:
-            return understood(NodeCard, self._key, value)
+            return decode_record(NodeStatus, self._key, value)
         except WireError:
             return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Beneath:
+class _NodeLeaseKey:
     """A key under the card's lease. `lives`: that lease is still the card's."""
 
     store: Store
     key: str
     lease: Lease
-    lives: Callable[[], bool]
+    alive: Callable[[], bool]
 
     @property
     def ttl_s(self) -> float:
@@ -140,8 +140,8 @@ class _Beneath:
         return self.lease.hold(key, value, expected)
 
     def renew(self) -> bool:
-        return self.lives()
+        return self.alive()
 
     def withdraw(self) -> None:
-        if self.lives():
+        if self.alive():
             self.store.delete(self.key)

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from elasticd_agent.system.control_socket import Unanswered
-from elasticd_agent.telemetry.metric_table import escaped
+from elasticd_agent.system.control_socket import ControlSocketError
+from elasticd_agent.telemetry.metric_table import escape_label
 
 SCRAPE_S = 5.0
 """For all runners together; Prometheus gives up after 10 s."""
-ASK_S = 1.5
-AT_ONCE = 8
-MOST_SERIES = 500
+PER_RUNNER_S = 1.5
+MAX_PARALLEL = 8
+MAX_SERIES = 500
 """Of one job. A runner of this version has fewer; one of the next may have more."""
 
 _TEXT = r'(?:[^"\\\x00-\x1f]|\\[\\n"])*'
@@ -28,7 +28,7 @@ _SAMPLE = re.compile(rf'elasticd_[a-z0-9_]+{{((?:[a-z_]+="{_TEXT}",?)*)}} (?:-?[
 _LABEL = re.compile(rf'([a-z_]+)="({_TEXT})"')
 
 
-def merged(pages: Iterable[bytes]) -> bytes:
+def merge_pages(pages: Iterable[bytes]) -> bytes:
     """Several pages as one: each family once, as the format demands, with everybody's samples."""
     heads: dict[bytes, list[bytes]] = {}
     samples: dict[bytes, list[bytes]] = {}
@@ -47,31 +47,31 @@ def merged(pages: Iterable[bytes]) -> bytes:
     return b"".join(b"\n".join([*heads[name], *samples[name]]) + b"\n" for name in named)
 
 
-def scraped(node: str, jobs: Sequence[tuple[str, int]], ask: Callable[[str, int, float], bytes]) -> list[bytes]:
+def scrape_runners(node: str, jobs: Sequence[tuple[str, int]], ask: Callable[[str, int, float], bytes]) -> list[bytes]:
     """The pages of these jobs' runners on `node`, of those that answer in time."""
     until = time.monotonic() + SCRAPE_S
 
     def page(key: tuple[str, int]) -> bytes:
         left = until - time.monotonic()
         try:
-            return own(node, key[0], ask(*key, min(ASK_S, left))) if left > 0 else b""
-        except Unanswered:
+            return filter_samples(node, key[0], ask(*key, min(PER_RUNNER_S, left))) if left > 0 else b""
+        except ControlSocketError:
             return b""
 
     if len(jobs) < 2:
         found = [page(key) for key in jobs]
     else:
-        with ThreadPoolExecutor(min(len(jobs), AT_ONCE), "elasticd-scrape") as asking:
+        with ThreadPoolExecutor(min(len(jobs), MAX_PARALLEL), "elasticd-scrape") as asking:
             found = list(asking.map(page, jobs))
     return [one for one in found if one]
 
 
-def own(node: str, job: str, page: bytes) -> bytes:
+def filter_samples(node: str, job: str, page: bytes) -> bytes:
     """What a job's runner may say: of this job on this node, in words that Prometheus understands."""
-    of = {"job_id": escaped(job), "node": escaped(node)}
+    of = {"job_id": escape_label(job), "node": escape_label(node)}
     kept = []
     family = ""
-    left = MOST_SERIES
+    left = MAX_SERIES
     for line in page.decode(errors="replace").split("\n"):
         if line.startswith("# "):
             if _HEAD.fullmatch(line):

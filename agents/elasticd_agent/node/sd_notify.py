@@ -17,7 +17,7 @@ from typing import Protocol
 _VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 _FEEDS_PER_WATCHDOG = 4
 """sd_watchdog_enabled(3) asks for two; with four a late one does no harm."""
-_SEND_S = 1.0
+_SEND_TIMEOUT_S = 1.0
 """For what is said once. A feed does not wait: there will be another."""
 
 
@@ -79,7 +79,7 @@ class SystemdNotifier:
         self._watchdog_s = watchdog_s
         self._inherited = dict(inherited or {})
         self._clock_ns = clock_ns
-        self._fed_ns: int | None = None
+        self._last_feed_ns: int | None = None
 
     @property
     def watchdog_s(self) -> float | None:
@@ -96,11 +96,11 @@ class SystemdNotifier:
         if self._watchdog_s is None:
             return False
         now = self._clock_ns()
-        if self._fed_ns is not None and now - self._fed_ns < self._watchdog_s * 1e9 / _FEEDS_PER_WATCHDOG:
+        if self._last_feed_ns is not None and now - self._last_feed_ns < self._watchdog_s * 1e9 / _FEEDS_PER_WATCHDOG:
             return False
         sent = self._send(["WATCHDOG=1"], wait_s=0.0)
         if sent:
-            self._fed_ns = now
+            self._last_feed_ns = now
         return sent
 
     def reloading(self) -> bool:
@@ -110,7 +110,7 @@ class SystemdNotifier:
     def stopping(self, within_s: float, status: str = "") -> bool:
         return self._send(["STOPPING=1", f"EXTEND_TIMEOUT_USEC={max(0, int(within_s * 1e6))}", *_status(status)])
 
-    def _send(self, lines: list[str], wait_s: float = _SEND_S) -> bool:
+    def _send(self, lines: list[str], wait_s: float = _SEND_TIMEOUT_S) -> bool:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out:
                 out.settimeout(wait_s)
@@ -130,18 +130,18 @@ def open_notifier(environ: MutableMapping[str, str], pid: int | None = None) -> 
     return SystemdNotifier(address, watchdog_s=_watchdog_s(taken, os.getpid() if pid is None else pid), inherited=taken)
 
 
-def _watchdog_s(taken: Mapping[str, str], pid: int) -> float | None:
+def _watchdog_s(variables: Mapping[str, str], pid: int) -> float | None:
     # WATCHDOG_PID is somebody else's when the variables came down from a parent that did not remove them.
-    if taken.get("WATCHDOG_PID", str(pid)) != str(pid):
+    if variables.get("WATCHDOG_PID", str(pid)) != str(pid):
         return None
-    usec = taken.get("WATCHDOG_USEC", "")
+    usec = variables.get("WATCHDOG_USEC", "")
     return int(usec) / 1e6 if usec.isascii() and usec.isdigit() and int(usec) > 0 else None
 
 
 def _status(text: str) -> list[str]:
-    return [f"STATUS={_line(text)}"] if text else []
+    return [f"STATUS={_one_line(text)}"] if text else []
 
 
-def _line(text: str) -> str:
+def _one_line(text: str) -> str:
     """One line of it: a newline in a job's name must not become another message."""
     return " ".join(text.split())

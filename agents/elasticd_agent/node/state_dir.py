@@ -21,12 +21,12 @@ from elasticd_agent.node.runners import liveness as alive
 from elasticd_agent.node.runners.spec import replace_file
 
 LOCK, IDENTITY = "agent.lock", "node.json"
-WAIT_S = 3.0
+LOCK_WAIT_S = 3.0
 """A daemon that was killed a moment ago, or is replacing itself, lets go within this time."""
 
 
 @contextlib.contextmanager
-def held(state: Path) -> Iterator[None]:
+def exclusive(state: Path) -> Iterator[None]:
     """Have the directory, and have it alone. Raises UsageError."""
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -35,11 +35,11 @@ def held(state: Path) -> Iterator[None]:
             raise UsageError(f"state_dir {state}: others may write there; chown it to this user and chmod 0700 it")
         if stat.S_IMODE(found.st_mode) & 0o066:
             state.chmod(0o700)
-        lock = _locked(state / LOCK)
+        lock = _take_lock(state / LOCK)
     except OSError as error:
         raise UsageError(f"state_dir {state}: {error.strerror}") from None
     if lock is None:
-        other = alive.holder(state / LOCK)
+        other = alive.lock_owner(state / LOCK)
         who = f"pid {other.pid}" if other is not None else "it is starting or ending"
         raise UsageError(f"state_dir {state}: another agent uses it ({who}); one agent a directory")
     try:
@@ -48,11 +48,11 @@ def held(state: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _locked(path: Path) -> int | None:
-    deadline = time.monotonic() + WAIT_S
-    while (lock := alive.take(path)) is None and time.monotonic() < deadline:
-        other = alive.holder(path)
-        if other is not None and other.pid != os.getpid() and time.monotonic() > deadline - WAIT_S + 0.5:
+def _take_lock(path: Path) -> int | None:
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while (lock := alive.take_lock(path)) is None and time.monotonic() < deadline:
+        other = alive.lock_owner(path)
+        if other is not None and other.pid != os.getpid() and time.monotonic() > deadline - LOCK_WAIT_S + 0.5:
             break  # it lives and is not about to go
         time.sleep(0.02)
     return lock

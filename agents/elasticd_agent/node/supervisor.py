@@ -16,35 +16,37 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from elasticd_agent.node.watchdog import Feeding
+from elasticd_agent.node.watchdog import WatchdogMonitor
 from elasticd_agent.workers.launcher.reaping import signal_name
 
 PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 36, 15
 BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-WELL_S = 60.0
+STABLE_S = 60.0
 """An agent that lived so long did not die of how it starts."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
-HANGS_S = 30.0
+HANG_TIMEOUT_S = 30.0
 """As deploy/systemd's WatchdogSec: less than what the kubelet's liveness probe takes."""
-ABORT_S = 5.0
+ABORT_GRACE_S = 5.0
 """From SIGABRT, by which the agent writes its stacks, to SIGKILL, which a stopped one hears as well."""
-LOOK_S = 5.0
-FINAL = (0, 2)
+POLL_S = 5.0
+FINAL_EXIT_CODES = (0, 2)
 """It has left because it was asked to, or cannot work as it is configured."""
 
 
-def supervise(command: Sequence[str], hangs_s: float = HANGS_S, abort_s: float = ABORT_S) -> int:
+def supervise(
+    command: Sequence[str], hang_timeout_s: float = HANG_TIMEOUT_S, abort_grace_s: float = ABORT_GRACE_S
+) -> int:
     """Keep `command` running until it ends by itself. Returns its exit code."""
     # Where somebody listens already, as podman may, that one hears and watches.
-    feeding = None if "NOTIFY_SOCKET" in os.environ else Feeding(hangs_s)
+    feeding = None if "NOTIFY_SOCKET" in os.environ else WatchdogMonitor(hang_timeout_s)
     try:
-        return _supervised(command, feeding, min(LOOK_S, hangs_s / 4), abort_s)
+        return _supervise(command, feeding, min(POLL_S, hang_timeout_s / 4), abort_grace_s)
     finally:
         if feeding is not None:
             feeding.close()
 
 
-def _supervised(command: Sequence[str], feeding: Feeding | None, look_s: float, abort_s: float) -> int:
+def _supervise(command: Sequence[str], watchdog: WatchdogMonitor | None, poll_s: float, abort_grace_s: float) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     libc.prctl(PR_SET_NAME, b"elasticd-super", 0, 0, 0)
@@ -55,64 +57,64 @@ def _supervised(command: Sequence[str], feeding: Feeding | None, look_s: float, 
     while True:
         since = time.monotonic()
         try:
-            child = _start(command, before, feeding)
+            child = _start(command, before, watchdog)
         except OSError as error:  # no room for another process, say: our end would be that of every runner
             how = f"cannot be started ({error.strerror}), and it is tried again"
         else:
-            code, asked_to_end = _outlived(child, feeding, waited_for, look_s, abort_s)
-            if code in FINAL or asked_to_end:
+            code, asked_to_end = _watch_agent(child, watchdog, waited_for, poll_s, abort_grace_s)
+            if code in FINAL_EXIT_CODES or asked_to_end:
                 return code if code >= 0 else 128 - code
-            how = f"{_how(code)} and is started again"
-        deaths = 1 if time.monotonic() - since >= WELL_S else deaths + 1
+            how = f"{_describe_exit(code)} and is started again"
+        deaths = 1 if time.monotonic() - since >= STABLE_S else deaths + 1
         pause_s = BACKOFF_S[min(deaths - 1, len(BACKOFF_S) - 1)]
-        _say(f"the agent {how} in {pause_s:g} s; jobs go on without it")
+        _log(f"the agent {how} in {pause_s:g} s; jobs go on without it")
         if _pause(pause_s, waited_for):
             return 128 + signal.SIGTERM
 
 
-def _outlived(
+def _watch_agent(
     child: subprocess.Popen[bytes],
-    feeding: Feeding | None,
-    waited_for: set[signal.Signals],
-    look_s: float,
-    abort_s: float,
+    watchdog: WatchdogMonitor | None,
+    signals: set[signal.Signals],
+    poll_s: float,
+    abort_grace_s: float,
 ) -> tuple[int, bool]:
     """How the agent has ended, and whether it had been asked to; one that hangs is ended."""
     looked_at = time.monotonic()
     attentive_s, kill_at, asked_to_end = 0.0, float("inf"), False
-    while (status := _reaped(child.pid)) is None:
-        got = signal.sigtimedwait(waited_for, look_s)
+    while (status := _reap(child.pid)) is None:
+        got = signal.sigtimedwait(signals, poll_s)
         if got is not None and got.si_signo in FORWARDED:
             asked_to_end = asked_to_end or got.si_signo in (signal.SIGTERM, signal.SIGINT)
             os.kill(child.pid, got.si_signo)  # Popen's own would reap it, and we would wait for ever
         now = time.monotonic()
         # A container that was frozen has not waited: its agent could not say anything either.
-        attentive_s, looked_at = attentive_s + min(now - looked_at, 2 * look_s), now
+        attentive_s, looked_at = attentive_s + min(now - looked_at, 2 * poll_s), now
         if attentive_s >= kill_at:
             os.kill(child.pid, signal.SIGKILL)
-        elif kill_at == float("inf") and feeding is not None and feeding.look(attentive_s):
-            silent = f"the agent has decided nothing for {feeding.within_s:g} s"
-            _say(f"{silent}; it is ended, with its stacks if it can")
+        elif kill_at == float("inf") and watchdog is not None and watchdog.expired(attentive_s):
+            silent = f"the agent has decided nothing for {watchdog.timeout_s:g} s"
+            _log(f"{silent}; it is ended, with its stacks if it can")
             os.kill(child.pid, signal.SIGABRT)
-            kill_at = attentive_s + abort_s
+            kill_at = attentive_s + abort_grace_s
     child.returncode = os.waitstatus_to_exitcode(status)
     return child.returncode, asked_to_end
 
 
 def _start(
-    command: Sequence[str], mask: set[signal.Signals] | set[int], feeding: Feeding | None
+    command: Sequence[str], mask: set[signal.Signals] | set[int], watchdog: WatchdogMonitor | None
 ) -> subprocess.Popen[bytes]:
     """With our own signal mask as it was before: a blocked signal would stay blocked in the agent. Raises OSError."""
-    if feeding is not None:
-        feeding.begin()
+    if watchdog is not None:
+        watchdog.reset()
     blocked = signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
-        return subprocess.Popen(command, env={**os.environ, **(feeding.variables if feeding is not None else {})})
+        return subprocess.Popen(command, env={**os.environ, **(watchdog.environment if watchdog is not None else {})})
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _reaped(agent: int) -> int | None:
+def _reap(agent: int) -> int | None:
     """Reap everybody who has ended, orphans too; the agent's status if it is among them."""
     status = None
     while True:
@@ -126,22 +128,22 @@ def _reaped(agent: int) -> int | None:
             status = how
 
 
-def _pause(seconds: float, waited_for: set[signal.Signals]) -> bool:
+def _pause(seconds: float, signals: set[signal.Signals]) -> bool:
     """Reap meanwhile. True if somebody wants us to end."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
-        got = signal.sigtimedwait(waited_for, left)
-        _reaped(0)
+        got = signal.sigtimedwait(signals, left)
+        _reap(0)
         if got is not None and got.si_signo in (signal.SIGTERM, signal.SIGINT):
             return True
     return False
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
 
 
-def _say(sentence: str) -> None:
+def _log(sentence: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads it any more, or the disk is full
         # Not by sys.stderr: what it could not write it would try again at our end, and that makes the exit code 120.
         os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} elasticd: {sentence}\n".encode(errors="replace"))

@@ -11,48 +11,48 @@ import secrets
 import socket
 from collections.abc import Mapping
 
-LONGEST = 4096
-AT_ONCE = 1000
+MAX_DATAGRAM_BYTES = 4096
+MAX_DATAGRAMS = 1000
 """Datagrams read in one look: somebody who floods the address must not keep us."""
 
 
-class Feeding:
+class WatchdogMonitor:
     """`within_s` is what who feeds is told. Times are the watcher's own, see `look`."""
 
-    def __init__(self, within_s: float) -> None:
-        self.within_s = within_s
-        self._fed_at: float | None = None
-        self._leaving = False
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._last_feed_at: float | None = None
+        self._stopping = False
         # In the abstract namespace: whoever watches has no directory, and leaves no file behind.
         self._address = f"elasticd-super-{os.getpid()}-{secrets.token_hex(8)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         self._socket.bind(f"\0{self._address}")
 
     @property
-    def variables(self) -> Mapping[str, str]:
+    def environment(self) -> Mapping[str, str]:
         """What the one who is to feed finds in its environment."""
-        return {"NOTIFY_SOCKET": f"@{self._address}", "WATCHDOG_USEC": str(round(self.within_s * 1e6))}
+        return {"NOTIFY_SOCKET": f"@{self._address}", "WATCHDOG_USEC": str(round(self.timeout_s * 1e6))}
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Another one is started: it counts from its first word on."""
-        self._hear()
-        self._fed_at, self._leaving = None, False
+        self._receive()
+        self._last_feed_at, self._stopping = None, False
 
-    def look(self, now: float) -> bool:
+    def expired(self, now: float) -> bool:
         """True if it has said nothing for too long. Who is not ready yet, or is leaving, is not waited for."""
-        said = self._hear()
-        self._leaving = self._leaving or "STOPPING=1" in said
-        if self._leaving:
+        said = self._receive()
+        self._stopping = self._stopping or "STOPPING=1" in said
+        if self._stopping:
             return False
         if {"WATCHDOG=1", "READY=1"} & said:
-            self._fed_at = now
-        return self._fed_at is not None and now - self._fed_at > self.within_s
+            self._last_feed_at = now
+        return self._last_feed_at is not None and now - self._last_feed_at > self.timeout_s
 
-    def _hear(self) -> set[str]:
+    def _receive(self) -> set[str]:
         said: set[str] = set()
-        for _ in range(AT_ONCE):
+        for _ in range(MAX_DATAGRAMS):
             try:
-                said.update(self._socket.recv(LONGEST).decode(errors="replace").splitlines())
+                said.update(self._socket.recv(MAX_DATAGRAM_BYTES).decode(errors="replace").splitlines())
             except OSError:
                 break
         return said

@@ -13,64 +13,68 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elasticd.errors import ElasticdError
-from elasticd_agent.model.notices import News
+from elasticd_agent.model.notices import Notice
 from elasticd_agent.model.records import Failure
-from elasticd_agent.model.reports import Report
-from elasticd_agent.rendezvous.member import Coordinator, Turned
-from elasticd_agent.rendezvous.planner import Facts
+from elasticd_agent.model.reports import HangReport
+from elasticd_agent.rendezvous.member import RendezvousMember, TurnResult
+from elasticd_agent.rendezvous.planner import LocalFacts
 
 LINGER_S = 5.0
 """How long the host of a store waits, once the job has ended, for the others to have heard of it."""
 CLOSE_S = 5.0
-GATHER_S = 0.05
+MAX_REST_S = 0.05
 """The planner rests after a turn for as long as the turn took, and no longer than this."""
 
 
-class Meeting(Protocol):
+class RendezvousDriver(Protocol):
     """What the loop may say to the other agents of its job, and when it hears from them."""
 
     @property
-    def facts(self) -> Facts: ...
-    def update(self, **fields: Any) -> None: ...
-    def failed(self, failure: Failure) -> None: ...
-    def done(self, number: int) -> None: ...
-    def master(self, number: int, address: str, port: int) -> None: ...
-    def report(self, report: Report | None) -> None: ...
+    def facts(self) -> LocalFacts: ...
+    def update_record(self, **fields: Any) -> None: ...
+    def report_failure(self, failure: Failure) -> None: ...
+    def report_done(self, number: int) -> None: ...
+    def report_master(self, number: int, address: str, port: int) -> None: ...
+    def report_hang(self, report: HangReport | None) -> None: ...
 
-    def turn(self, now: float) -> Turned:
+    def turn(self, now: float) -> TurnResult:
         """What there is to hear, and when to ask again at the latest."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class DriverFailed:
     """The thread that talks to the store has ended by a mistake of ours."""
 
     error: BaseException
 
 
-class LocalMeeting:
+class InlineDriver:
     """Every turn of the loop is a turn of the coordinator."""
 
-    def __init__(self, coordinator: Coordinator, facts: Facts) -> None:
-        self._coordinator, self.facts = coordinator, facts
-        self.update, self.done, self.master = coordinator.update, coordinator.done, coordinator.master
-        self.report = coordinator.report
+    def __init__(self, member: RendezvousMember, facts: LocalFacts) -> None:
+        self._member, self.facts = member, facts
+        self.update_record, self.report_done, self.report_master = (
+            member.update_record,
+            member.report_done,
+            member.report_master,
+        )
+        self.report_hang = member.report_hang
 
-    def failed(self, failure: Failure) -> None:
-        self._coordinator.failed(failure, time.monotonic())
+    def report_failure(self, failure: Failure) -> None:
+        self._member.report_failure(failure, time.monotonic())
 
-    def turn(self, now: float) -> Turned:
-        return self._coordinator.turn(now)
+    def turn(self, now: float) -> TurnResult:
+        return self._member.turn(now)
 
 
-class RemoteMeeting:
+class ThreadedDriver:
     """The coordinator's turns are a thread's, which puts what the loop must hear into its inbox."""
 
     def __init__(
-        self, coordinator: Coordinator, facts: Facts, post: Callable[[News | Broken], None], hosts: bool
+        self, member: RendezvousMember, facts: LocalFacts, post: Callable[[Notice | DriverFailed], None], hosts: bool
     ) -> None:
-        self._coordinator, self.facts, self._post, self._hosts = coordinator, facts, post, hosts
+        self._member, self.facts, self._post, self._hosts = member, facts, post, hosts
         self._changed = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elasticd-store", daemon=True)
@@ -82,27 +86,27 @@ class RemoteMeeting:
         """Something has changed: take a turn soon. Safe from any thread."""
         self._changed.set()
 
-    def update(self, **fields: Any) -> None:
-        self._coordinator.update(**fields)
+    def update_record(self, **fields: Any) -> None:
+        self._member.update_record(**fields)
         self._changed.set()
 
-    def failed(self, failure: Failure) -> None:
-        self._coordinator.failed(failure, time.monotonic())
+    def report_failure(self, failure: Failure) -> None:
+        self._member.report_failure(failure, time.monotonic())
         self._changed.set()
 
-    def done(self, number: int) -> None:
-        self._coordinator.done(number)
+    def report_done(self, number: int) -> None:
+        self._member.report_done(number)
         self._changed.set()
 
-    def master(self, number: int, address: str, port: int) -> None:
-        self._coordinator.master(number, address, port)
+    def report_master(self, number: int, address: str, port: int) -> None:
+        self._member.report_master(number, address, port)
         self._changed.set()
 
-    def report(self, report: Report | None) -> None:
-        self._coordinator.report(report)
+    def report_hang(self, report: HangReport | None) -> None:
+        self._member.report_hang(report)
         self._changed.set()
 
-    def turn(self, now: float) -> Turned:
+    def turn(self, now: float) -> TurnResult:
         return [], None
 
     def _run(self) -> None:
@@ -110,16 +114,16 @@ class RemoteMeeting:
             while not self._closing:
                 self._changed.clear()
                 began = time.monotonic()
-                news, until = self._coordinator.turn(began)
+                news, until = self._member.turn(began)
                 took_s = time.monotonic() - began
                 for said in news:
                     self._post(said)
                 self._changed.wait(None if until is None else max(0.0, until - time.monotonic()))
-                if self._coordinator.plans and not self._closing:
+                if self._member.leads and not self._closing:
                     # What many nodes say at once is answered by one look at all of them.
-                    time.sleep(min(took_s, GATHER_S))
+                    time.sleep(min(took_s, MAX_REST_S))
         except BaseException as error:  # noqa: BLE001 nobody else would hear of it
-            self._post(Broken(error))
+            self._post(DriverFailed(error))
 
     def abandon(self) -> None:
         """Take no more turns, and take nothing back: what a killed agent does."""
@@ -132,8 +136,8 @@ class RemoteMeeting:
         self.abandon()
         deadline = time.monotonic() + LINGER_S
         try:
-            while self._hosts and time.monotonic() < deadline and not self._coordinator.others_gone():
+            while self._hosts and time.monotonic() < deadline and not self._member.others_left():
                 time.sleep(0.05)
         except ElasticdError:
             pass  # nobody can be told any more
-        self._coordinator.close()
+        self._member.close()

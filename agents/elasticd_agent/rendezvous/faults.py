@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from elasticd_agent.model.job import Policy
 from elasticd_agent.rendezvous.membership import losses
-from elasticd_agent.rendezvous.plan import VICTIMS_S
+from elasticd_agent.rendezvous.plan import ROOT_CAUSE_WAIT_S
 from elasticd_agent.rendezvous.view import View
 
 
@@ -22,7 +22,7 @@ class Fault:
     culprit: str
 
 
-def faults(view: View, policy: Policy, now: float) -> tuple[Fault, ...]:
+def find_faults(view: View, policy: Policy, now: float) -> tuple[Fault, ...]:
     """What has broken `view.current`, as far as that is settled. Nodes that are lost together are a fault each."""
     current = view.current
     if current is None or current.terminal or view.stop is not None:
@@ -37,25 +37,25 @@ def faults(view: View, policy: Policy, now: float) -> tuple[Fault, ...]:
     if to_blame is not None:
         return (Fault("crash" if to_blame.kind == "user_error" else to_blame.kind, to_blame.node),)
     victims = all(f.kind == "crash" for f in failures) and len(failures) < len(current.members)
-    if not failures or lost.awaited or (victims and now < view.failed_at + VICTIMS_S):
+    if not failures or lost.returning or (victims and now < view.failed_at + ROOT_CAUSE_WAIT_S):
         return ()
     return (Fault(failures[0].kind, ""),)
 
 
 @dataclass(slots=True)
-class Faults:
+class FaultLog:
     """Which have been seen, each once: (round, Fault), in `new` until somebody takes them out."""
 
     policy: Policy
     new: list[tuple[int, Fault]] = field(default_factory=list)
     _seen: tuple[int, frozenset[Fault]] = (0, frozenset())
 
-    def see(self, view: View, now: float) -> None:
+    def observe(self, view: View, now: float) -> None:
         """What is heard after a round's first is brought about by it, but for other nodes that are lost."""
         number = view.current.number if view.current is not None else 0
         seen = self._seen[1] if self._seen[0] == number else frozenset()
         blamed = {fault.culprit for fault in seen}
-        found = [f for f in faults(view, self.policy, now) if not seen or f.cause == "node_lost"]
+        found = [f for f in find_faults(view, self.policy, now) if not seen or f.cause == "node_lost"]
         new = [f for f in found if f.culprit not in blamed]
         self.new += [(number, fault) for fault in new]
         self._seen = number, seen.union(new)

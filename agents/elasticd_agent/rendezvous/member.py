@@ -15,31 +15,39 @@ from typing import Any
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.keys import Keys, address, understood
+from elasticd_agent.model.keys import Keys, decode_address, decode_record
 from elasticd_agent.model.messages import RoundPublished, StoreAbandoned
 from elasticd_agent.model.notices import (
-    Awaited,
-    FaultSeen,
-    HoldAsked,
+    FaultDetected,
+    HangReportRequested,
+    LeadershipChanged,
     MasterKnown,
-    News,
-    Plans,
+    Notice,
+    PauseRequested,
     Rejected,
-    ReportAsked,
-    SlowSeen,
-    StoreSeen,
+    StoreAvailability,
+    StragglersFound,
+    WaitingFor,
 )
 from elasticd_agent.model.records import Failure, NodeRecord, Round
-from elasticd_agent.model.reports import Report
-from elasticd_agent.rendezvous.election import Chair
+from elasticd_agent.model.reports import HangReport
+from elasticd_agent.rendezvous.election import LeaderElection
 from elasticd_agent.rendezvous.planner import Planner
-from elasticd_agent.rendezvous.reachability import Reach
-from elasticd_agent.rendezvous.registration import Agreement, Presence, Renewed, Reports, Sight, agree, ended
+from elasticd_agent.rendezvous.reachability import ReachabilityMonitor
+from elasticd_agent.rendezvous.registration import (
+    HangReportPublisher,
+    NodeRegistration,
+    Outbox,
+    RenewalListener,
+    SpecAgreement,
+    agree_on_spec,
+    stopped_round,
+)
 from elasticd_agent.rendezvous.view import Wait
 from elasticd_agent.store import Store, Versioned, Watch
-from elasticd_agent.system.addresses import told
+from elasticd_agent.system.addresses import try_parse_endpoint
 
-CONFLICT_S = 0.5
+NAME_RETRY_S = 0.5
 REREAD_S = 10.0
 """Every agent reads its keys again so often, in case a watch missed something; and says again why it is refused."""
 CUT_OFF_S = 5.0
@@ -49,10 +57,10 @@ FIRST_CONTACT_S = 60.0
 RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
-Turned = tuple[list[News], float | None]
+TurnResult = tuple[list[Notice], float | None]
 
 
-class Coordinator:
+class RendezvousMember:
     """One agent's part in one job. `turn` belongs to one thread; the reports may come from another."""
 
     def __init__(
@@ -62,30 +70,32 @@ class Coordinator:
         policy: Policy,
         record: NodeRecord,
         planner: Planner,
-        agreed: bytes,
+        spec: bytes,
         differences: Callable[[bytes, bytes], str | None],
         *,
-        may_plan: Callable[[], bool] = lambda: True,
-        others_plan: Callable[[], bool] = lambda: True,
-        one_key: bool = False,
+        may_lead: Callable[[], bool] = lambda: True,
+        others_may_lead: Callable[[], bool] = lambda: True,
+        single_key_cas: bool = False,
         attentive: Callable[[], bool] = lambda: True,
-        keep_lines: Callable[[Mapping[str, tuple[str, int]]], None] = lambda nodes: None,
-        renewed: Renewed = lambda lives_s, renewal_s: None,
+        keep_links: Callable[[Mapping[str, tuple[str, int]]], None] = lambda nodes: None,
+        renewed: RenewalListener = lambda lives_s, renewal_s: None,
     ) -> None:
         """`keep_lines` is told to whom a standing connection shall be kept; `hung_up` hears of those that break.
 
         `may_plan` and `others_plan` are asked once the store has answered. `one_key`: it compares one key at a time.
         """
-        self._keep_lines = keep_lines
+        self._keep_lines = keep_links
         self._hung_up: deque[str] = deque()
         self._store, self._keys, self._policy, self._planner = store, keys, policy, planner
-        self._agreement = Agreement(lambda: agree(store, keys, agreed, differences), policy.join_timeout_s, planner.say)
-        self._concerning = keys.round, keys.planner, keys.master(), keys.hold, keys.suspect
-        self._may_plan, self._others_plan, self._one_key = may_plan, others_plan, one_key
+        self._agreement = SpecAgreement(
+            lambda: agree_on_spec(store, keys, spec, differences), policy.join_timeout_s, planner.say
+        )
+        self._concerning = keys.round, keys.planner, keys.master(), keys.pause, keys.hang_report_request
+        self._may_plan, self._others_plan, self._one_key = may_lead, others_may_lead, single_key_cas
         self._me = record.id, record.incarnation
-        self._presence = Presence(store, keys.node(record.id), policy, record, self._knock, attentive, renewed)
-        self._reports, self._sight = Reports(store), Sight(store, keys, record.id)
-        self._reach = Reach(store, keys, policy, self._me, planner.knock, planner.met)
+        self._presence = NodeRegistration(store, keys.node(record.id), policy, record, self._knock, attentive, renewed)
+        self._reports, self._sight = Outbox(store), HangReportPublisher(store, keys, record.id)
+        self._reach = ReachabilityMonitor(store, keys, policy, self._me, planner.probe, planner.met)
         self._stale: set[str] = set()
         self._reread_at = float("-inf")
         self._watches: dict[str, Watch] = {}
@@ -99,13 +109,13 @@ class Coordinator:
         self._planned = False
         self._replaced = False
         self._slow: tuple[tuple[int, float], ...] = ()
-        self._chair = Chair(
+        self._chair = LeaderElection(
             store, keys, self._presence, planner, policy.renewal_s, self._knock, self._listen, self._read_key_again
         )
         self._away_since: float | None = None
         self._tries = 0
         self._last_turn = float("-inf")
-        self._news: list[News] = []
+        self._news: list[Notice] = []
         self._rejected = self._awaited = ""
         self._rejected_at = 0.0
         self._hinted: Callable[[], None] = lambda: None
@@ -116,23 +126,23 @@ class Coordinator:
 
     # --- reports, from the deciding thread --------------------------------------------------------------------------
 
-    def update(self, **fields: Any) -> None:
+    def update_record(self, **fields: Any) -> None:
         """Set fields of this node's record."""
         self._presence.update(**fields)
 
-    def failed(self, failure: Failure, now: float) -> None:
+    def report_failure(self, failure: Failure, now: float) -> None:
         self._reports.add(failure.round, self._keys.failures(failure.round) + self._me[0], failure.to_json())
-        self._chair.trouble(now)
+        self._chair.expect_answer(now)
 
-    def done(self, number: int) -> None:
+    def report_done(self, number: int) -> None:
         self._reports.add(number, self._keys.done(number) + self._me[0], b"done")
 
-    def master(self, number: int, address: str, port: int) -> None:
+    def report_master(self, number: int, address: str, port: int) -> None:
         self._reports.add(number, self._keys.master(number), json.dumps([address, port]).encode())
 
-    def report(self, report: Report | None) -> None:
+    def report_hang(self, report: HangReport | None) -> None:
         """What this node sees of its ranks, while anybody suspects a hang; None: nobody does any more."""
-        self._sight.seen = report
+        self._sight.report = report
 
     def hint(self, key: str) -> None:
         """A watch has named `key`."""
@@ -143,19 +153,19 @@ class Coordinator:
         self._planner.hint(key)
         self._hinted()
 
-    def hung_up(self, node: str) -> None:
+    def peer_disconnected(self, node: str) -> None:
         """The standing connection to `node`'s agent has broken: it may have been killed. Safe from any thread."""
         self._hung_up.append(node)
         self._hinted()
 
     @property
-    def plans(self) -> bool:
+    def leads(self) -> bool:
         """True while this agent is the job's planner."""
-        return self._chair.ours is not None
+        return self._chair.key_version is not None
 
     # --- turns ------------------------------------------------------------------------------------------------------
 
-    def turn(self, now: float) -> Turned:
+    def turn(self, now: float) -> TurnResult:
         """Do what is to be done. Returns what the loop must hear, and when to come back at the latest."""
         self._news = []
         if now > self._last_turn + 2 * self._policy.renewal_s:
@@ -170,9 +180,9 @@ class Coordinator:
                 self._rejected, self._rejected_at = str(error), now
                 self._news.append(Rejected(self._rejected))
             until = now + self._policy.renewal_s
-        if self.plans != self._planned:
-            self._planned = self.plans
-            self._news.append(Plans(self._planned))
+        if self.leads != self._planned:
+            self._planned = self.leads
+            self._news.append(LeadershipChanged(self._planned))
         return self._news, until
 
     def _turn(self, now: float) -> float | None:
@@ -183,37 +193,37 @@ class Coordinator:
             self._reread_at = now + REREAD_S
             self._read_again()
             # Once the group has made a step, nobody looks for its store any more.
-            number, stepped = (self._round.number if self._round else 0), self._presence.record.stepped
-            self._reports.again(number, without=self._keys.master(stepped))
-        if not self._agreement.reached(now):
-            return now + CONFLICT_S
+            number, stepped = (self._round.number if self._round else 0), self._presence.record.stepped_round
+            self._reports.resend(number, without=self._keys.master(stepped))
+        if not self._agreement.is_reached(now):
+            return now + NAME_RETRY_S
         self._listen()
-        if not self._here(now, check=again and not self.plans):
-            return now + CONFLICT_S
+        if not self._here(now, check=again and not self.leads):
+            return now + NAME_RETRY_S
         self._send()
         self._hear_rounds()
         if self._out():
             return None
         self._hear_details()
         record = self._presence.record
-        reach_at = self._reach.turn(self._round, record.stepped, self._planner.facts.advances_by, now)
-        if self._reach.unreached != record.unreached:
-            self.update(unreached=self._reach.unreached)
+        reach_at = self._reach.turn(self._round, record.stepped_round, self._planner.facts.next_step_due, now)
+        if self._reach.unreachable != record.unreachable:
+            self.update_record(unreachable=self._reach.unreachable)
         self._send()
         self._suspect(now)
         until = self._lead(now)
         self._keep_lines(self._lines())
         if self._away_since is not None:
-            self._news.append(StoreSeen(False, "the store answers again", now - self._away_since))
+            self._news.append(StoreAvailability(False, "the store answers again", now - self._away_since))
             self._away_since, self._tries = None, 0
-        times = (self._presence.renew_at, self._reread_at, until, self._chair.usurp_at, reach_at)
+        times = (self._presence.renew_at, self._reread_at, until, self._chair.preempt_at, reach_at)
         return min(at for at in times if at is not None)
 
     def _away(self, why: str, now: float) -> float:
         if self._away_since is None:
             self._away_since = now
-            self._news.append(StoreSeen(True, why, 0.0))
-            self._planner.forget()
+            self._news.append(StoreAvailability(True, why, 0.0))
+            self._planner.reset()
         self._planner.store_up_since = float("inf")
         self._read_again()
         self._presence.renew_at = now
@@ -231,7 +241,7 @@ class Coordinator:
     def _listen(self) -> None:
         """Have a watch on every key that concerns us."""
         keys = self._keys
-        plans = [keys.nodes, keys.failures(), keys.done(), keys.suspects()] if self.plans else []
+        plans = [keys.nodes, keys.failures(), keys.done(), keys.hang_reports()] if self.leads else []
         wanted = [*self._concerning, *plans]
         for prefix in [p for p in self._watches if p not in wanted]:
             self._watches.pop(prefix).close()
@@ -241,7 +251,7 @@ class Coordinator:
     def _read_again(self) -> None:
         # A question after a hang that was missed costs nothing: who is asked sees for itself that nobody trains. Not to
         # hear that it was taken back does: one would report for ever.
-        self._stale |= set(self._concerning) - (set() if self._reports_for else {self._keys.suspect})
+        self._stale |= set(self._concerning) - (set() if self._reports_for else {self._keys.hang_report_request})
 
     def _read_key_again(self) -> None:
         self._stale |= {self._keys.planner, self._keys.round}
@@ -249,21 +259,21 @@ class Coordinator:
     def _here(self, now: float, check: bool) -> bool:
         lease = self._presence.lease
         try:
-            if check or self._planner.forgotten:
-                self._planner.forgotten = False
+            if check or self._planner.own_record_missing:
+                self._planner.own_record_missing = False
                 self._presence.check()
             return self._presence.turn(now)
         finally:
             if self._presence.lease is not lease:
                 self._planner.store_up_since = now  # a store that forgot us may have forgotten others
-                self._chair.lost()
+                self._chair.key_lost()
 
     def _send(self) -> None:
         self._reports.send()
         if self._presence.lease is not None and not self._presence.send():
-            self._chair.lost()
-        if self._presence.lease is not None and self._sight.send(self._presence.lease) and self.plans:
-            self._planner.hint(self._keys.suspects())
+            self._chair.key_lost()
+        if self._presence.lease is not None and self._sight.send(self._presence.lease) and self.leads:
+            self._planner.hint(self._keys.hang_reports())
 
     # --- hearing ----------------------------------------------------------------------------------------------------
 
@@ -285,16 +295,20 @@ class Coordinator:
                 self._store.compare_and_swap(self._keys.round, None, known.to_json())
                 self._stale.add(self._keys.round)
             return
-        round = understood(Round, self._keys.round, found.value)
+        round = decode_record(Round, self._keys.round, found.value)
         if known is not None and not known.terminal and round.number < known.number:
             self._store.compare_and_swap(self._keys.round, found.version, known.to_json())
             self._stale.add(self._keys.round)
             return
         self._heard = found
-        if known is not None and round.number > known.number and round.run != known.run == self._planner.asked.run:
+        if (
+            known is not None
+            and round.number > known.number
+            and round.run != known.run == self._planner.requirements.run
+        ):
             self._leave_to(round)
             return
-        another_run = round.run != self._planner.asked.run or (known is None and round.outcome == "stopped")
+        another_run = round.run != self._planner.requirements.run or (known is None and round.outcome == "stopped")
         if (known is None or round.number > known.number) and not (round.terminal and another_run):
             self._published(round)
 
@@ -302,8 +316,8 @@ class Coordinator:
         """A later run of the job has begun while we heard nothing, so ours is over: what that must have said counts."""
         self._replaced = True
         why = f"a later run of this job, {round.run}, has begun"
-        self._news.append(RoundPublished(ended(replace(round, number=round.number - 1), why)))
-        self._chair.lost()
+        self._news.append(RoundPublished(stopped_round(replace(round, number=round.number - 1), why)))
+        self._chair.key_lost()
         self._presence.withdraw()
 
     def _out(self) -> bool:
@@ -314,10 +328,10 @@ class Coordinator:
         self._late = self._round is None and round.terminal
         self._round = round
         self._awaited = ""
-        self._chair.answered()
+        self._chair.round_published()
         # As a rule a round's store is not there yet: its watch says when. It may have, before we heard of the round.
-        self._stale |= {self._keys.hold} | ({self._keys.master()} if self._master_told >= round.number else set())
-        self.update(seen=round.number, held=0)
+        self._stale |= {self._keys.pause} | ({self._keys.master()} if self._master_told >= round.number else set())
+        self.update_record(seen_round=round.number, paused=0)
         self._news.append(RoundPublished(round))
 
     def _hear_details(self) -> None:
@@ -325,28 +339,28 @@ class Coordinator:
         round = self._round
         if round is None or round.terminal or round.member(self._me[0]) is None:
             return
-        if self._keys.suspect in self._stale:
-            self._stale.discard(self._keys.suspect)
-            found = self._store.read(self._keys.suspect)
+        if self._keys.hang_report_request in self._stale:
+            self._stale.discard(self._keys.hang_report_request)
+            found = self._store.read(self._keys.hang_report_request)
             asked = round.number if found is not None and found.value == str(round.number).encode() else 0
             if asked != self._reports_for:
                 self._reports_for = asked
-                self._news.append(ReportAsked(round.number, bool(asked)))
+                self._news.append(HangReportRequested(round.number, bool(asked)))
         first = round.group_rank(self._me[0]) == 0
         if not first and self._master_for != round.number and self._keys.master() in self._stale:
             self._stale.discard(self._keys.master())
             found = self._store.read(self._keys.master(round.number))
             if found is not None:
-                where, port = address(self._keys.master(round.number), found.value)
+                where, port = decode_address(self._keys.master(round.number), found.value)
                 self._master_for = round.number
                 self._news.append(MasterKnown(round.number, where, port))
-        if first and self._keys.hold in self._stale:
-            self._stale.discard(self._keys.hold)
-            found = self._store.read(self._keys.hold)
+        if first and self._keys.pause in self._stale:
+            self._stale.discard(self._keys.pause)
+            found = self._store.read(self._keys.pause)
             wanted = round.number if found is not None and found.value == str(round.number).encode() else 0
             if wanted != self._held_for:
                 self._held_for = wanted
-                self._news.append(HoldAsked(round.number, bool(wanted)))
+                self._news.append(PauseRequested(round.number, bool(wanted)))
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
@@ -355,17 +369,17 @@ class Coordinator:
         while self._hung_up:
             node = self._hung_up.popleft()
             self._planner.suspects.add(node)
-            if (holder := self._chair.holder) is not None and holder.id == node:
-                self._chair.hung_up(now)
+            if (holder := self._chair.other_leader) is not None and holder.id == node:
+                self._chair.leader_disconnected(now)
 
     def _lines(self) -> dict[str, tuple[str, int]]:
         """Whose death concerns us: every member's if we plan, else the planner's."""
         if self._round is None or self._round.terminal:
             return {}
-        if self.plans:
+        if self.leads:
             return self._planner.addresses(self._round)
-        record = self._chair.holder
-        where = told(record.address) if record is not None else None
+        record = self._chair.other_leader
+        where = try_parse_endpoint(record.address) if record is not None else None
         return {record.id: where} if record is not None and where is not None else {}
 
     def _lead(self, now: float) -> float | None:
@@ -375,26 +389,26 @@ class Coordinator:
             return None
         if self._keys.planner in self._stale:
             self._stale.discard(self._keys.planner)
-            self._chair.see(now)
-        planned = self.plans
-        until = None if planned else self._chair.claim(now, outsider=self._outsider)
-        if (key := self._chair.ours) is None:
+            self._chair.read_leader(now)
+        planned = self.leads
+        until = None if planned else self._chair.claim(now, non_member=self._outsider)
+        if (key := self._chair.key_version) is None:
             return until
         if not planned:
             self._hear_rounds()
             self._fence()
-        elif self._outsider and self._planner.others_can(self._round) and self._others_plan():
+        elif self._outsider and self._planner.others_can_lead(self._round) and self._others_plan():
             return self._chair.resign(now, 0.0)
         if self._planner.store_up_since == float("inf"):
             self._planner.store_up_since = now
         verdict = self._planner.turn(self._stored, now, (self._keys.planner, key))
-        self._news += self._planner.judge.judged
-        self._planner.judge.judged.clear()
-        self._news += [FaultSeen(number, fault.cause, fault.culprit) for number, fault in self._planner.faults.new]
+        self._news += self._planner.judge.new_verdicts
+        self._planner.judge.new_verdicts.clear()
+        self._news += [FaultDetected(number, fault.cause, fault.culprit) for number, fault in self._planner.faults.new]
         self._planner.faults.new.clear()
-        if self._round is not None and self._planner.slow != self._slow:
-            self._slow = self._planner.slow
-            self._news.append(SlowSeen(self._round.number, self._slow))
+        if self._round is not None and self._planner.stragglers != self._slow:
+            self._slow = self._planner.stragglers
+            self._news.append(StragglersFound(self._round.number, self._slow))
         if isinstance(verdict, Round):
             self._heard = None
             self._stale.add(self._keys.round)
@@ -404,9 +418,9 @@ class Coordinator:
             return self._chair.resign(now, CUT_OFF_S)
         if isinstance(verdict, Wait) and verdict.until == now:
             self._stale |= {self._keys.round, self._keys.planner}
-        if isinstance(verdict, Wait) and (verdict.short or verdict.told) and verdict.why != self._awaited:
+        if isinstance(verdict, Wait) and (verdict.too_few_nodes or verdict.notable) and verdict.why != self._awaited:
             self._awaited = verdict.why
-            self._news.append(Awaited(verdict.why, verdict.short))
+            self._news.append(WaitingFor(verdict.why, verdict.too_few_nodes))
         return verdict.until
 
     def _fence(self) -> None:
@@ -421,7 +435,7 @@ class Coordinator:
     def _over(self) -> bool:
         """True if the job has ended for us. Who ended it may have died before it was buried: who comes late looks."""
         if self._late and self._round is not None:
-            self._planner.bury(self._round)
+            self._planner.delete_records(self._round)
         return self._round is not None and self._round.terminal
 
     @property
@@ -432,10 +446,10 @@ class Coordinator:
         return bool(members) and self._me not in {(m.node, m.incarnation) for m in members}
 
     def _knock(self, record: NodeRecord) -> object:
-        where = told(record.address)
-        return None if where is None else self._planner.knock({record.id: where}).get(record.id)
+        where = try_parse_endpoint(record.address)
+        return None if where is None else self._planner.probe({record.id: where}).get(record.id)
 
-    def others_gone(self) -> bool:
+    def others_left(self) -> bool:
         """True once every other node has left: whoever hosts the store must not go before. Raises StoreUnavailable."""
         return set(self._store.list(self._keys.nodes)) <= {self._keys.node(self._me[0])}
 

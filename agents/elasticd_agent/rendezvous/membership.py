@@ -10,20 +10,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.records import Bench, Exclusion, Member, NodeRecord, Round
-from elasticd_agent.rendezvous.view import Present, View, Wait
+from elasticd_agent.model.records import Exclusion, Member, NodeRecord, QuarantinedSlot, Round
+from elasticd_agent.rendezvous.view import PresentNode, View, Wait
 
-STUCK_S = 0.5
+STALLED_S = 0.5
 """Workers that train together stop within a step of a peer's end; a step that takes longer is told apart by waiting."""
-BACK_S = 1.5
+RETURN_S = 1.5
 """An agent that has lost the store, or its record in it, is back within a retry (0.8 s) once the store answers."""
-READY_S = 30.0
+START_LIMIT_S = 30.0
 """What a node may take from seeing a Round to having started its group: the old one is killed, or stops for so long."""
-WARM_S = 60.0
+WARM_UP_LIMIT_S = 60.0
 """A newcomer that takes longer than this to import what its workers need is taken all the same."""
-SEARCHED = 100
+MAX_BRANCHES = 100
 """How many times the search for the largest set that reaches itself may branch: 0.3 s where 300 nodes are cut up."""
-FORGIVEN_S = 600.0
+EXCLUSION_EXPIRES_S = 600.0
 """A node that stayed for so long after it came back is a node like any other."""
 
 
@@ -33,17 +33,17 @@ class Losses:
 
     nodes: dict[str, str]
     until: float | None
-    awaited: tuple[str, ...] = ()
+    returning: tuple[str, ...] = ()
 
 
 def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
     """Who of `current` cannot go on. A node that is done cannot be lost."""
     lost: dict[str, str] = {}
     until: list[float] = []
-    knocked = dict(view.knocked)
-    absent = dict(view.absent)
-    silent = dict(view.silent)
-    stuck = view.advances_by is not None and now >= view.advances_by + STUCK_S
+    knocked = dict(view.probe_results)
+    absent = dict(view.absent_since)
+    silent = dict(view.silent_since)
+    stuck = view.next_step_due is not None and now >= view.next_step_due + STALLED_S
     awaited = []
     heard_of = {f.node for f in view.failures if f.round == current.number}
     for member in current.members:
@@ -57,7 +57,7 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
             lost[node] = f"{node} is lost: nothing of the job listens there any more"
         elif record is None and view.failures:
             # The group is broken: what matters is who can be in the next one.
-            back_by = max(absent.get(node, now), view.store_up_since) + BACK_S
+            back_by = max(absent.get(node, now), view.store_up_since) + RETURN_S
             if knocked.get(node) == "silent":
                 lost[node] = f"{node} is lost: it has no lease, and does not answer"
             elif now >= back_by:
@@ -66,14 +66,14 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
                 awaited.append(node)
                 until.append(back_by)
         elif record is None:
-            counts_at = _absence_counts_at(view, policy, absent.get(node, now))
+            counts_at = _absence_proves_loss_at(view, policy, absent.get(node, now))
             if now >= counts_at:
                 lost[node] = f"{node} is lost: its lease has ended"
             else:
                 until.append(counts_at)
         elif node in heard_of:
             continue
-        elif record.seen < current.number:
+        elif record.seen_round < current.number:
             due = view.round_at + policy.seen_timeout_s
             if now < due:
                 until.append(due)
@@ -85,22 +85,22 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
                 lost[node] = f"{node} cannot be reached, and no worker has made a step meanwhile"
             else:
                 until.append(due)
-        elif record.ready < current.number and set(member.slots) <= set(record.slots):
-            due = view.round_at + READY_S
+        elif record.ready_round < current.number and set(member.slots) <= set(record.slots):
+            due = view.round_at + START_LIMIT_S
             if now < due:
                 until.append(due)
             else:
-                lost[node] = f"{node} has not started round {current.number} within {READY_S:g} s"
+                lost[node] = f"{node} has not started round {current.number} within {START_LIMIT_S:g} s"
     if stuck or view.failures:
-        lost |= _parted(view, current, lost)
+        lost |= _partitioned(view, current, lost)
     return Losses(lost, min(until, default=None), tuple(awaited))
 
 
-def _parted(view: View, current: Round, lost: dict[str, str]) -> dict[str, str]:
+def _partitioned(view: View, current: Round, lost: dict[str, str]) -> dict[str, str]:
     """Those whom the largest set of members that reach each other leaves out; a node that is done needs nobody."""
     here = [m.node for m in current.members if m.node not in lost and m.node not in view.done]
-    cuts = _cuts(view, here, current.number)
-    kept = together(here, cuts)
+    cuts = _unreachable_pairs(view, here, current.number)
+    kept = largest_connected(here, cuts)
     out = {}
     for node in here:
         if node not in kept:
@@ -113,13 +113,13 @@ def _parted(view: View, current: Round, lost: dict[str, str]) -> dict[str, str]:
     return out
 
 
-def _cuts(view: View, nodes: Collection[str], number: int) -> set[frozenset[str]]:
+def _unreachable_pairs(view: View, nodes: Collection[str], number: int) -> set[frozenset[str]]:
     """Pairs of these nodes of which one has not reached the other in round `number`."""
-    records = [p.record for p in view.nodes if p.record.id in nodes and p.record.seen == number]
-    return {frozenset((r.id, other)) for r in records for other in r.unreached if other in nodes and other != r.id}
+    records = [p.record for p in view.nodes if p.record.id in nodes and p.record.seen_round == number]
+    return {frozenset((r.id, other)) for r in records for other in r.unreachable if other in nodes and other != r.id}
 
 
-def together(nodes: Sequence[str], cuts: Collection[frozenset[str]]) -> list[str]:
+def largest_connected(nodes: Sequence[str], cuts: Collection[frozenset[str]]) -> list[str]:
     """The largest set of `nodes`, in order, no two of which are cut from each other; of equal ones, one with the first.
 
     With many cuts all over it is a large one, found in bounded time: no more can be asked (largest independent set).
@@ -131,16 +131,16 @@ def together(nodes: Sequence[str], cuts: Collection[frozenset[str]]) -> list[str
             foes[other].add(one)
     if not any(foes.values()):
         return list(nodes)
-    budget = [SEARCHED]
+    budget = [MAX_BRANCHES]
     first = nodes[0]
-    with_first = {first} | _most([n for n in nodes[1:] if n not in foes[first]], foes, budget)
-    budget = [SEARCHED]
-    without = _most(list(nodes[1:]), foes, budget)
+    with_first = {first} | _largest_independent([n for n in nodes[1:] if n not in foes[first]], foes, budget)
+    budget = [MAX_BRANCHES]
+    without = _largest_independent(list(nodes[1:]), foes, budget)
     kept = with_first if len(with_first) >= len(without) else without
     return [node for node in nodes if node in kept]
 
 
-def _most(nodes: list[str], foes: dict[str, set[str]], budget: list[int]) -> set[str]:
+def _largest_independent(nodes: list[str], foes: dict[str, set[str]], budget: list[int]) -> set[str]:
     kept: set[str] = set()
     while nodes:
         among = set(nodes)
@@ -158,43 +158,43 @@ def _most(nodes: list[str], foes: dict[str, set[str]], budget: list[int]) -> set
         others = [n for n in nodes if n != worst]
         budget[0] -= 1
         if budget[0] > 0:
-            keeping = {worst} | _most([n for n in others if n not in foes[worst]], foes, budget)
-            dropping = _most(others, foes, budget)
+            keeping = {worst} | _largest_independent([n for n in others if n not in foes[worst]], foes, budget)
+            dropping = _largest_independent(others, foes, budget)
             return kept | (keeping if len(keeping) > len(dropping) else dropping)
         nodes = others
     return kept
 
 
-def _absence_counts_at(view: View, policy: Policy, since: float) -> float:
+def _absence_proves_loss_at(view: View, policy: Policy, since: float) -> float:
     """When a missing lease is a lost node: not while the job trains on, nor soon after the store was away."""
     trusted = view.store_up_since + policy.lease_s + policy.renewal_s
     at_last = since + policy.adopt_timeout_s
-    if view.advances_by is None:
+    if view.next_step_due is None:
         return max(trusted, at_last)
-    return max(trusted, min(at_last, max(since, view.advances_by) + STUCK_S))
+    return max(trusted, min(at_last, max(since, view.next_step_due) + STALLED_S))
 
 
 def exclusions(view: View, current: Round, lost: dict[str, str], now: float) -> tuple[Exclusion, ...]:
     """What is held against nodes that were left out, these losses included."""
     elapsed_s = max(0.0, now - view.round_at)
     ledger = {e.node: replace(e, age_s=e.age_s + elapsed_s) for e in current.excluded}
-    ledger = {node: e for node, e in ledger.items() if e.age_s < FORGIVEN_S}
+    ledger = {node: e for node, e in ledger.items() if e.age_s < EXCLUSION_EXPIRES_S}
     for node in lost:
         times = ledger[node].times + 1 if node in ledger else 1
         ledger[node] = Exclusion(node, times)
     return tuple(ledger[node] for node in sorted(ledger))
 
 
-def cooling_s(node: str, excluded: tuple[Exclusion, ...], policy: Policy) -> float:
+def cooloff_left_s(node: str, excluded: tuple[Exclusion, ...], policy: Policy) -> float:
     """For how much longer a node is not taken again: nothing the first time, then twice as long each time."""
     for e in excluded:
         if e.node == node:
             cooloff_s = 0.0 if e.times == 1 else policy.node_cooloff_s * 2.0 ** (min(e.times, 16) - 2)
-            return max(0.0, min(cooloff_s, FORGIVEN_S) - e.age_s)
+            return max(0.0, min(cooloff_s, EXCLUSION_EXPIRES_S) - e.age_s)
     return 0.0
 
 
-def cramped(view: View, current: Round) -> list[str]:
+def short_of_slots(view: View, current: Round) -> list[str]:
     """Why members cannot run the workers that `current` gives them: a slot of theirs cannot be used (any more)."""
     found = []
     for member in current.members:
@@ -206,59 +206,59 @@ def cramped(view: View, current: Round) -> list[str]:
     return found
 
 
-def cooled(view: View, current: Round, now: float) -> tuple[Bench, ...]:
+def current_quarantine(view: View, current: Round, now: float) -> tuple[QuarantinedSlot, ...]:
     """What is held against slots, with the cool-off that is left by now."""
     elapsed_s = max(0.0, now - view.round_at)
-    return tuple(replace(b, left_s=max(0.0, b.left_s - elapsed_s)) for b in current.benched)
+    return tuple(replace(b, left_s=max(0.0, b.left_s - elapsed_s)) for b in current.quarantined_slots)
 
 
-def ready(record: NodeRecord, benched: tuple[Bench, ...]) -> list[int]:
+def usable_slots(record: NodeRecord, benched: tuple[QuarantinedSlot, ...]) -> list[int]:
     """The node's slots that are not set aside."""
     out = {b.slot for b in benched if b.node == record.id and b.left_s}
     return [slot for slot in record.slots if slot not in out]
 
 
-def fit(record: NodeRecord, view: View, benched: tuple[Bench, ...]) -> bool:
+def has_enough_slots(record: NodeRecord, view: View, benched: tuple[QuarantinedSlot, ...]) -> bool:
     """True if the node has enough slots that are not set aside."""
-    return len(ready(record, benched)) >= max(1, min(view.asked.min_workers, len(record.slots)))
+    return len(usable_slots(record, benched)) >= max(1, min(view.requirements.min_workers, len(record.slots)))
 
 
-def newcomers(view: View, current: Round, policy: Policy, now: float) -> list[Present]:
+def joiners(view: View, current: Round, policy: Policy, now: float) -> list[PresentNode]:
     """Nodes that are here, not in `current`, and may be taken, the longest waiting first."""
     excluded = exclusions(view, current, {}, now)
-    benched = cooled(view, current, now)
+    benched = current_quarantine(view, current, now)
     here = {(m.node, m.incarnation) for m in current.members}
     members = {m.node for m in current.members}
     found = [
         p
         for p in view.nodes
         if (p.record.id, p.record.incarnation) not in here
-        and p.record.seen == current.number
-        and (p.record.warm or now >= p.joined_at + WARM_S)  # or everybody would wait while it imports torch
+        and p.record.seen_round == current.number
+        and (p.record.warm or now >= p.joined_at + WARM_UP_LIMIT_S)  # or everybody would wait while it imports torch
         and not p.record.leaving
         and p.record.slots
         and p.record.id not in view.unreachable
-        and not members.intersection(p.record.unreached)
-        and not cooling_s(p.record.id, excluded, policy)
-        and fit(p.record, view, benched)
+        and not members.intersection(p.record.unreachable)
+        and not cooloff_left_s(p.record.id, excluded, policy)
+        and has_enough_slots(p.record, view, benched)
     ]
     return sorted(found, key=lambda p: (p.joined_at, p.record.id))
 
 
-def cast(
+def select_members(
     view: View,
     policy: Policy,
     now: float,
     lost: dict[str, str],
     excluded: tuple[Exclusion, ...],
-    benched: tuple[Bench, ...] = (),
+    benched: tuple[QuarantinedSlot, ...] = (),
 ) -> list[NodeRecord] | Wait:
     """The nodes of the next Round in order: survivors of the current one as they were, then newcomers by arrival.
 
     So rank 0 stays where it was if it can, and what a survivor knows of its place stays true if it can. The first one
     has the checkpoint directory that the job has used so far, if anyone has.
     """
-    current, asked = view.current, view.asked
+    current, asked = view.current, view.requirements
     running = current is not None and not current.terminal
     old = {(m.node, m.incarnation): i for i, m in enumerate(current.members)} if current and running else {}
     # A newcomer has seen the Round that runs; the record of a dead one has not, and stays until its lease ends.
@@ -270,18 +270,20 @@ def cast(
         and p.record.slots
         and p.record.id not in view.unreachable
         and _not_lost(p.record, lost, old)
-        and (p.record.seen >= number or (p.record.id, p.record.incarnation) in old)
+        and (p.record.seen_round >= number or (p.record.id, p.record.incarnation) in old)
     ]
     placed = sorted((old.get((p.record.id, p.record.incarnation), len(old)), p.joined_at, p.record.id) for p in here)
-    reaching = _reaching(view, [node for _, _, node in placed], len([p for p in placed if p[0] < len(old)]), number)
+    reaching = _mutually_reachable(
+        view, [node for _, _, node in placed], len([p for p in placed if p[0] < len(old)]), number
+    )
     placed = [p for p in placed if p[2] in reaching]
     by_id = {p.record.id: p for p in here}
-    willing = [by_id[node] for _, _, node in placed if not cooling_s(node, excluded, policy)]
-    willing = [p for p in willing if fit(p.record, view, benched)]
+    willing = [by_id[node] for _, _, node in placed if not cooloff_left_s(node, excluded, policy)]
+    willing = [p for p in willing if has_enough_slots(p.record, view, benched)]
     if len(willing) < asked.min_nodes:  # better one that keeps failing than none
         willing = [by_id[node] for _, _, node in placed]
     if len(willing) < asked.min_nodes:
-        return Wait(f"{len(willing)} of at least {count(asked.min_nodes, 'node')} here", None, short=True)
+        return Wait(f"{len(willing)} of at least {count(asked.min_nodes, 'node')} here", None, too_few_nodes=True)
     survivors = any(first < len(old) for first, *_ in placed)
     if len(willing) < asked.max_nodes and not survivors:
         newest = max(p.joined_at for p in willing)
@@ -295,10 +297,10 @@ def cast(
     return chosen
 
 
-def _reaching(view: View, nodes: list[str], survivors: int, number: int) -> list[str]:
+def _mutually_reachable(view: View, nodes: list[str], survivors: int, number: int) -> list[str]:
     """Of these, those that reach each other: survivors come first, and nobody new takes one's place."""
-    cuts = _cuts(view, nodes, number)
-    found = together(nodes[:survivors], cuts)
+    cuts = _unreachable_pairs(view, nodes, number)
+    found = largest_connected(nodes[:survivors], cuts)
     for node in nodes[survivors:]:
         if not any(frozenset((node, other)) in cuts for other in found):
             found.append(node)
@@ -310,20 +312,24 @@ def _not_lost(record: NodeRecord, lost: dict[str, str], old: dict[tuple[str, str
     return record.id not in lost or (record.id, record.incarnation) not in old
 
 
-def members(view: View, chosen: list[NodeRecord], benched: tuple[Bench, ...]) -> tuple[Member, ...] | Wait:
+def assign_slots(
+    view: View, chosen: list[NodeRecord], benched: tuple[QuarantinedSlot, ...]
+) -> tuple[Member, ...] | Wait:
     """Their slots. What each node's own command line gave it is the most it may have."""
     left_s = {(b.node, b.slot): b.left_s for b in benched}
     found = []
     for node in chosen:
         # Slots set aside come last, those nearest their return first, and only to reach the fewest workers asked for.
-        fewest = min(view.asked.min_workers, len(node.slots)) if len(chosen) > 1 else view.asked.min_workers
-        usable = ready(node, benched)
+        fewest = (
+            min(view.requirements.min_workers, len(node.slots)) if len(chosen) > 1 else view.requirements.min_workers
+        )
+        usable = usable_slots(node, benched)
         rest = sorted((s for s in node.slots if s not in usable), key=lambda s: left_s[node.id, s])
         missing = max(0, fewest - len(usable))
-        most = len(node.slots) if view.asked.max_nodes > 1 else view.asked.max_workers
+        most = len(node.slots) if view.requirements.max_nodes > 1 else view.requirements.max_workers
         slots = sorted((usable + rest[:missing])[:most])
         if len(slots) < fewest:
-            workers = count(view.asked.min_workers, "worker")
+            workers = count(view.requirements.min_workers, "worker")
             return Wait(f"{node.id} has {count(len(slots), 'slot')}, the job needs {workers} on each node", None)
         found.append(Member(node.id, node.incarnation, tuple(slots), node.role))
     return tuple(found)

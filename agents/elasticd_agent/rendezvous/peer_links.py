@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping
 
 Address = tuple[str, int]
 
-AGAIN_S = 5.0
+RECONNECT_AFTER_S = 5.0
 """A line that broke, or could not be had, is tried again no sooner: knocking has decided by then."""
 ORPHAN_S = 1.0
 
 
-class Lines:
+class PeerLinks:
     """One thread holds them all. `broken(node)` is called from it, must return at once and must not call back."""
 
     def __init__(self, broken: Callable[[str], None]) -> None:
@@ -73,27 +73,27 @@ class Lines:
                 with self._lock:
                     wanted = dict(self._wanted)
                 for node in [node for node, (address, _) in held.items() if wanted.get(node) != address]:
-                    _hang_up(selector, held.pop(node)[1])
+                    _disconnect(selector, held.pop(node)[1])
                 now = time.monotonic()
                 for node, address in wanted.items():
-                    if node not in held and now >= tried.get(node, 0.0) + AGAIN_S and len(held) < self._most:
+                    if node not in held and now >= tried.get(node, 0.0) + RECONNECT_AFTER_S and len(held) < self._most:
                         tried[node] = now
-                        sock = _dial(address)
+                        sock = _connect(address)
                         if sock is not None:
                             held[node] = address, sock
                             selector.register(sock, selectors.EVENT_READ, node)
                 for key, _ in selector.select(ORPHAN_S):
                     if key.data is None:
                         self._bell.recv(4096)
-                    elif _is_over(held[key.data][1]):
-                        _hang_up(selector, held.pop(key.data)[1])
+                    elif _has_ended(held[key.data][1]):
+                        _disconnect(selector, held.pop(key.data)[1])
                         if key.data in wanted:
                             self._broken(key.data)
             for _, sock in held.values():
-                _hang_up(selector, sock)
+                _disconnect(selector, sock)
 
 
-def _dial(address: Address) -> socket.socket | None:
+def _connect(address: Address) -> socket.socket | None:
     """A connection on its way; that it fails shows as its end."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
@@ -109,7 +109,7 @@ def _dial(address: Address) -> socket.socket | None:
     return sock
 
 
-def _is_over(sock: socket.socket) -> bool:
+def _has_ended(sock: socket.socket) -> bool:
     """Reads what the other side says when it is called; True once it has hung up."""
     try:
         return not sock.recv(4096)
@@ -119,6 +119,6 @@ def _is_over(sock: socket.socket) -> bool:
         return True
 
 
-def _hang_up(selector: selectors.BaseSelector, sock: socket.socket) -> None:
+def _disconnect(selector: selectors.BaseSelector, sock: socket.socket) -> None:
     selector.unregister(sock)
     sock.close()

@@ -26,18 +26,18 @@ from elasticd_agent.model.codec import Document
 # A thousand agents at once are the most this is measured with; the kernel keeps their connections until we take them.
 BACKLOG = 1024
 # A port that closes while its process ends refuses just the same: only a second refusal, this much later, counts.
-AGAIN_S = 0.05
+REFUSAL_CONFIRM_S = 0.05
 # While the agent is stuck, or out of file descriptors, callers stay in the backlog and this is how often we look.
-PAUSE_S = 0.05
+ACCEPT_RETRY_S = 0.05
 # How soon the thread ends by itself when the main thread ended without close(): it must not answer for a dead agent.
 ORPHAN_S = 1.0
 # An answer is a name and a token; whoever says more without ending the line is no agent.
 ANSWER_BYTES = 4096
-WORDS = 200  # of somebody else's text in our log
+MAX_ERROR_CHARS = 200  # of somebody else's text in our log
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class ProbeAlive:
     """An agent is there. Whether it is the one that was meant, the caller compares."""
 
     node: str
@@ -45,19 +45,19 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class ProbeRefused:
     """Twice, AGAIN_S apart, its machine said that nobody listens there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Silent:
+class ProbeNoAnswer:
     """No answer, and no proof that nobody is there either."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class KnockAnswer(Document):
+class ProbeAnswer(Document):
     """What is sent: one line of JSON."""
 
     node: str
@@ -68,7 +68,7 @@ class KnockAnswer(Document):
             raise WireError("KnockAnswer: needs a node and an incarnation")
 
 
-class KnockServer:
+class ProbeServer:
     """Answers at (`address`, `port`), port 0 being any that is free, until closed.
 
     `answering` is asked before callers are taken, from another thread, and must not wait. While it is False they find
@@ -86,7 +86,7 @@ class KnockServer:
         answered: Callable[[], None] = lambda: None,
     ) -> None:
         """Raises UsageError when the port cannot be had."""
-        self._answer = KnockAnswer(node=node, incarnation=incarnation).to_json() + b"\n"
+        self._answer = ProbeAnswer(node=node, incarnation=incarnation).to_json() + b"\n"
         self._answering, self._answered = answering, answered
         self._listener = _listening(address, port)
         self.port: int = self._listener.getsockname()[1]
@@ -118,7 +118,7 @@ class KnockServer:
                     kept.remove(caller)
                     caller.close()
                 if self._listener in ready and not self._serve(selector, kept):
-                    self._closing.wait(PAUSE_S)
+                    self._closing.wait(ACCEPT_RETRY_S)
             for caller in kept:
                 caller.close()
 
@@ -154,10 +154,10 @@ class KnockServer:
 
 def _listening(address: str, port: int) -> socket.socket:
     try:
-        family, where = _numeric(address, port)
+        family, where = _numeric_address(address, port)
         listener = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot listen for other agents on {address!r} port {port}: {_words(error)}") from error
+        raise UsageError(f"cannot listen for other agents on {address!r} port {port}: {_error_text(error)}") from error
     try:
         # The last agent's answered callers linger in TIME_WAIT: without this a restart could not have its port again.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -166,11 +166,13 @@ def _listening(address: str, port: int) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise UsageError(f"cannot listen for other agents on {address} port {port}: {_words(error)}") from error
+        raise UsageError(f"cannot listen for other agents on {address} port {port}: {_error_text(error)}") from error
     return listener
 
 
-def knock(nodes: Mapping[str, tuple[str, int]], timeout_s: float) -> dict[str, Answered | Refused | Silent]:
+def probe_nodes(
+    nodes: Mapping[str, tuple[str, int]], timeout_s: float
+) -> dict[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
     """Ask at every node's (literal address, port), all at once; every node is in the result.
 
     Takes `timeout_s` plus AGAIN_S at the most. Whoever hangs up without an answer is asked once more, at once. More
@@ -179,9 +181,9 @@ def knock(nodes: Mapping[str, tuple[str, int]], timeout_s: float) -> dict[str, A
     try:
         selector = selectors.DefaultSelector()
     except OSError as error:  # no file descriptor left: says nothing about the others
-        return {node: Silent(f"could not be asked: {_words(error)}") for node in nodes}
+        return {node: ProbeNoAnswer(f"could not be asked: {_error_text(error)}") for node in nodes}
     with selector:
-        knocking = _Knocking(nodes, timeout_s, selector)
+        knocking = _ProbeRun(nodes, timeout_s, selector)
         try:
             knocking.run()
         finally:
@@ -190,7 +192,7 @@ def knock(nodes: Mapping[str, tuple[str, int]], timeout_s: float) -> dict[str, A
 
 
 @dataclass(slots=True)
-class _Call:
+class _Attempt:
     node: str
     address: str
     port: int
@@ -201,16 +203,16 @@ class _Call:
     sock: socket.socket | None = None
 
 
-class _Knocking:
+class _ProbeRun:
     def __init__(
         self, nodes: Mapping[str, tuple[str, int]], timeout_s: float, selector: selectors.BaseSelector
     ) -> None:
         now = time.monotonic()
-        self.results: dict[str, Answered | Refused | Silent] = {}
+        self.results: dict[str, ProbeAlive | ProbeRefused | ProbeNoAnswer] = {}
         self._timeout_s = timeout_s
-        self._end = now + timeout_s + AGAIN_S
+        self._end = now + timeout_s + REFUSAL_CONFIRM_S
         self._selector = selector
-        self._calls = [_Call(node, address, port, now) for node, (address, port) in nodes.items()]
+        self._calls = [_Attempt(node, address, port, now) for node, (address, port) in nodes.items()]
         self._waiting = deque(self._calls)  # those not asked yet, and those to ask again: by the time they are due
         self._open: set[str] = set()
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -233,21 +235,23 @@ class _Knocking:
                 self._listen(key.data)
         for call in self._calls:
             if call.node not in self.results:
-                self._done(call, Silent(self._silence(call)))
+                self._done(call, ProbeNoAnswer(self._silence(call)))
 
     def hang_up(self) -> None:
         for call in self._calls:
             self._close(call)
 
-    def _dial(self, call: _Call) -> None:
+    def _dial(self, call: _Attempt) -> None:
         try:
-            family, where = _numeric(call.address, call.port)
+            family, where = _numeric_address(call.address, call.port)
         except (OSError, ValueError):
-            self._done(call, Silent(f"{call.address!r} port {call.port} is not an address and a port"[:WORDS]))
+            self._done(
+                call, ProbeNoAnswer(f"{call.address!r} port {call.port} is not an address and a port"[:MAX_ERROR_CHARS])
+            )
             return
         if call.port == 0 or ipaddress.ip_address(where[0]).is_unspecified:
             # The kernel would refuse the one, and take the other for this very machine, where the port may be free.
-            self._done(call, Silent(f"{call.address} port {call.port} is nobody's in particular"))
+            self._done(call, ProbeNoAnswer(f"{call.address} port {call.port} is nobody's in particular"))
             return
         try:
             call.sock = sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -256,10 +260,10 @@ class _Knocking:
                 self._room = len(self._open)
                 self._waiting.appendleft(call)
             else:
-                self._done(call, Silent(f"could not be asked: {_words(error)}"))
+                self._done(call, ProbeNoAnswer(f"could not be asked: {_error_text(error)}"))
             return
         code = sock.connect_ex(where)
-        if _is_itself(sock, where):
+        if _connected_to_itself(sock, where):
             self._refused(call)
         elif code in (0, errno.EINPROGRESS):
             # An error of the connection makes it readable, too.
@@ -268,9 +272,9 @@ class _Knocking:
         elif code == errno.ECONNREFUSED:
             self._refused(call)
         else:
-            self._done(call, Silent(_words(OSError(code, os.strerror(code)))))
+            self._done(call, ProbeNoAnswer(_error_text(OSError(code, os.strerror(code)))))
 
-    def _listen(self, call: _Call) -> None:
+    def _listen(self, call: _Attempt) -> None:
         assert call.sock is not None
         try:
             data = call.sock.recv(ANSWER_BYTES)
@@ -280,43 +284,43 @@ class _Knocking:
             self._refused(call)
             return
         except ConnectionResetError as error:
-            self._hung_up(call, _words(error))
+            self._hung_up(call, _error_text(error))
             return
         except OSError as error:
-            self._done(call, Silent(_words(error)))
+            self._done(call, ProbeNoAnswer(_error_text(error)))
             return
         call.heard += data
         line, ended, _ = bytes(call.heard).partition(b"\n")
         if ended:
-            self._done(call, _understood(line))
+            self._done(call, _decode_answer(line))
         elif not data:
             self._hung_up(call, "closed the connection without an answer")
         elif len(call.heard) >= ANSWER_BYTES:
-            self._done(call, Silent("answered something that is not an agent's"))
+            self._done(call, ProbeNoAnswer("answered something that is not an agent's"))
 
-    def _refused(self, call: _Call) -> None:
+    def _refused(self, call: _Attempt) -> None:
         self._close(call)
         if call.refused:
-            self.results[call.node] = Refused()
+            self.results[call.node] = ProbeRefused()
         else:
-            call.refused, call.due = True, time.monotonic() + AGAIN_S
+            call.refused, call.due = True, time.monotonic() + REFUSAL_CONFIRM_S
             self._waiting.append(call)
 
-    def _hung_up(self, call: _Call, words: str) -> None:
+    def _hung_up(self, call: _Attempt, words: str) -> None:
         """It may have died just now: the kernel ends what its backlog holds, once the port is closed. So ask again."""
         if call.hung_up:
-            self._done(call, Silent(words))
+            self._done(call, ProbeNoAnswer(words))
             return
         self._close(call)
         call.hung_up, call.due = True, time.monotonic()
         call.heard.clear()
         self._waiting.appendleft(call)
 
-    def _done(self, call: _Call, result: Answered | Silent) -> None:
+    def _done(self, call: _Attempt, result: ProbeAlive | ProbeNoAnswer) -> None:
         self._close(call)
         self.results[call.node] = result
 
-    def _close(self, call: _Call) -> None:
+    def _close(self, call: _Attempt) -> None:
         sock, call.sock = call.sock, None
         if sock is not None:
             if call.node in self._open:
@@ -324,7 +328,7 @@ class _Knocking:
                 self._selector.unregister(sock)
             sock.close()
 
-    def _silence(self, call: _Call) -> str:
+    def _silence(self, call: _Attempt) -> str:
         before = "refused once, then " if call.refused else "hung up once, then " if call.hung_up else ""
         if call.sock is None:
             return before + ("there was no time to ask again" if before else "not asked: too few file descriptors")
@@ -335,7 +339,7 @@ class _Knocking:
         return f"{before}connected, but no answer within {self._timeout_s:g} s"
 
 
-def _numeric(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+def _numeric_address(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
     """What bind and connect take, scope of an IPv6 address included. Raises OSError or ValueError, never asks DNS."""
     if not address or not 0 <= port <= 65535:
         raise ValueError("not an address and a port")
@@ -344,7 +348,7 @@ def _numeric(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, 
     return family, where  # type: ignore[return-value]  # an IPv6 address has two fields more, which only the kernel reads
 
 
-def _is_itself(sock: socket.socket, where: tuple[str, int]) -> bool:
+def _connected_to_itself(sock: socket.socket, where: tuple[str, int]) -> bool:
     """Whether the kernel gave our end the very address we dialled: TCP then connects the socket with itself.
 
     That takes a port of this machine nobody listens on, in the range that outgoing connections are numbered from.
@@ -353,14 +357,14 @@ def _is_itself(sock: socket.socket, where: tuple[str, int]) -> bool:
     return mine[:2] == where[:2]
 
 
-def _understood(line: bytes) -> Answered | Silent:
+def _decode_answer(line: bytes) -> ProbeAlive | ProbeNoAnswer:
     try:
-        answer = KnockAnswer.from_json(line)
+        answer = ProbeAnswer.from_json(line)
     except WireError as error:
-        return Silent(f"answered, but not as an agent does: {error}"[:WORDS])
-    return Answered(answer.node, answer.incarnation)
+        return ProbeNoAnswer(f"answered, but not as an agent does: {error}"[:MAX_ERROR_CHARS])
+    return ProbeAlive(answer.node, answer.incarnation)
 
 
-def _words(error: OSError | ValueError) -> str:
+def _error_text(error: OSError | ValueError) -> str:
     words = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return words[:1].lower() + words[1:]

@@ -17,27 +17,27 @@ from elasticd.errors import WireError
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import NodeRecord, Round
-from elasticd_agent.rendezvous.probe import Answered, Refused, Silent
+from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
 from elasticd_agent.store import Store
-from elasticd_agent.system.addresses import told
+from elasticd_agent.system.addresses import try_parse_endpoint
 
-AGAIN_S = 1.0
-SLOWEST_S = 30.0
+RETRY_INTERVAL_S = 1.0
+MAX_INTERVAL_S = 30.0
 """How far apart knocks get while everybody answers: it may be a long evaluation."""
-OUTSIDE_S = 5.0
+EXCLUDED_INTERVAL_S = 5.0
 """How often a node that was left out asks whether it reaches the members now."""
-SPREAD_S = 5.0
+INTRODUCTION_SPREAD_S = 5.0
 """The members of a round that trains get to know each other within this, one after the other."""
-TRIES = 3
+INTRODUCTION_TRIES = 3
 
-Knock = Callable[[Mapping[str, tuple[str, int]]], Mapping[str, Answered | Refused | Silent]]
+Probe = Callable[[Mapping[str, tuple[str, int]]], Mapping[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]]
 
 
-class Reach:
+class ReachabilityMonitor:
     """`turn` belongs to the thread that talks to the store: knocks may take a moment."""
 
     def __init__(
-        self, store: Store, keys: Keys, policy: Policy, me: tuple[str, str], knock: Knock, met: set[tuple[str, str]]
+        self, store: Store, keys: Keys, policy: Policy, me: tuple[str, str], knock: Probe, met: set[tuple[str, str]]
     ) -> None:
         """`met`: incarnations that have answered a knock of this agent's; it grows here."""
         self._store, self._keys, self._policy, self._me, self._knock = store, keys, policy, me, knock
@@ -47,11 +47,11 @@ class Reach:
         self._met = met
         self._missed: set[tuple[str, str]] = set()  # their silence means something though they never answered
         self._silent: dict[str, float] = {}
-        self._pause_s = AGAIN_S
+        self._pause_s = RETRY_INTERVAL_S
         self._at = float("-inf")
         self._meet_at: float | None = None
         self._tries = 0
-        self.unreached: tuple[str, ...] = ()
+        self.unreachable: tuple[str, ...] = ()
 
     def turn(self, round: Round | None, stepped: int, advances_by: float | None, now: float) -> float | None:
         """Knock if it is time; `unreached` is up to date then. Returns when to come back. Raises StoreUnavailable.
@@ -82,45 +82,45 @@ class Reach:
         return self._at
 
     def _forget(self) -> None:
-        self._pause_s, self._at = AGAIN_S, float("-inf")
+        self._pause_s, self._at = RETRY_INTERVAL_S, float("-inf")
         self._silent.clear()
-        self.unreached = ()
+        self.unreachable = ()
 
     def _meet(self, round: Round, now: float) -> None:
         """Ask those who have never been asked, while all is well. Nobody need wake up for it."""
-        if self._tries >= TRIES:
+        if self._tries >= INTRODUCTION_TRIES:
             return
         unknown = self._incarnations - self._met - {self._me}
         if not unknown:
-            self._tries = TRIES
+            self._tries = INTRODUCTION_TRIES
             return
         if self._meet_at is None:
-            self._meet_at = now + SPREAD_S * round.group_rank(self._me[0]) / len(round.members)
+            self._meet_at = now + INTRODUCTION_SPREAD_S * round.group_rank(self._me[0]) / len(round.members)
         if now >= self._meet_at:
             self._tries += 1
-            self._meet_at = now + SLOWEST_S
+            self._meet_at = now + MAX_INTERVAL_S
             self._asked({node for node, _ in unknown})
 
     def _ask(self, round: Round, inside: bool, stepped: bool, now: float) -> None:
         answers = self._asked({m.node for m in round.members})
-        self._silent = {n: self._silent.get(n, now) for n in sorted(answers) if isinstance(answers[n], Silent)}
+        self._silent = {n: self._silent.get(n, now) for n in sorted(answers) if isinstance(answers[n], ProbeNoAnswer)}
         alone = len(self._silent) == len(answers)
         since_s = self._policy.lease_s if inside else 0.0
         incarnations = {m.node: (m.node, m.incarnation) for m in round.members}
-        self.unreached = tuple(
+        self.unreachable = tuple(
             node
             for node, since in self._silent.items()
             if now >= since + since_s and (incarnations[node] in self._met | self._missed or not (stepped or alone))
         )
-        self._missed |= {incarnations[node] for node in self.unreached}
-        self._pause_s = OUTSIDE_S if not inside else AGAIN_S if self._silent else self._pause_s
+        self._missed |= {incarnations[node] for node in self.unreachable}
+        self._pause_s = EXCLUDED_INTERVAL_S if not inside else RETRY_INTERVAL_S if self._silent else self._pause_s
         self._at = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, SLOWEST_S)
+        self._pause_s = min(2 * self._pause_s, MAX_INTERVAL_S)
 
-    def _asked(self, whom: set[str]) -> Mapping[str, Answered | Refused | Silent]:
+    def _asked(self, whom: set[str]) -> Mapping[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
         addresses = {node: address for node, address in self._addresses().items() if node in whom}
         answers = self._knock(addresses) if addresses else {}
-        self._met |= {(a.node, a.incarnation) for a in answers.values() if isinstance(a, Answered)}
+        self._met |= {(a.node, a.incarnation) for a in answers.values() if isinstance(a, ProbeAlive)}
         return answers
 
     def _addresses(self) -> dict[str, tuple[str, int]]:
@@ -132,7 +132,7 @@ class Reach:
                     record = NodeRecord.from_json(item.value)
                 except WireError:
                     continue  # the planner says so
-                where = told(record.address)
+                where = try_parse_endpoint(record.address)
                 if (record.id, record.incarnation) in wanted and where is not None:
                     self._members[record.id] = where
         return self._members

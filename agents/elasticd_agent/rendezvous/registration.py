@@ -15,21 +15,21 @@ from typing import Any
 
 from elasticd.errors import StoreRefused
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.keys import Keys, understood
+from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.records import NodeRecord, Round
-from elasticd_agent.model.reports import Report
-from elasticd_agent.rendezvous.probe import Answered, Refused
-from elasticd_agent.rendezvous.spec_check import later
+from elasticd_agent.model.reports import HangReport
+from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeRefused
+from elasticd_agent.rendezvous.spec_check import is_later_run
 from elasticd_agent.store import Lease, Store
 
-_UNSAID = "a later run of this job has come, and nobody of this one is left"
-STOPPED = 143
+_ABANDONED_RUN = "a later run of this job has come, and nobody of this one is left"
+STOPPED_EXIT_CODE = 143
 """As a shell says it of SIGTERM: somebody wanted it to end."""
-Renewed = Callable[[float, float | None], None]
+RenewalListener = Callable[[float, float | None], None]
 """Hears how long a lease lives, and how long it was tried to renew it; None: it has just been granted."""
 
 
-def renewed(lease: Lease, tell: Renewed) -> bool:
+def renew(lease: Lease, tell: RenewalListener) -> bool:
     """Renew it, and tell how long that took, or was tried. Raises StoreUnavailable."""
     began = time.monotonic()
     try:
@@ -38,7 +38,7 @@ def renewed(lease: Lease, tell: Renewed) -> bool:
         tell(lease.ttl_s, time.monotonic() - began)
 
 
-def agree(store: Store, keys: Keys, agreed: bytes, differences: Callable[[bytes, bytes], str | None]) -> str:
+def agree_on_spec(store: Store, keys: Keys, agreed: bytes, differences: Callable[[bytes, bytes], str | None]) -> str:
     """The first agent of a job says what it is; every other one compares. Raises StoreRefused for another job.
 
     Returns who of an earlier run has to leave first, "" once nobody has. One of which nobody is left may never have
@@ -46,30 +46,34 @@ def agree(store: Store, keys: Keys, agreed: bytes, differences: Callable[[bytes,
     """
     found = store.read(keys.spec)
     if found is None:
-        return "" if store.compare_and_swap(keys.spec, None, agreed) else agree(store, keys, agreed, differences)
+        return (
+            "" if store.compare_and_swap(keys.spec, None, agreed) else agree_on_spec(store, keys, agreed, differences)
+        )
     if found.value == agreed or (why := differences(agreed, found.value)) is None:
         return ""
     stored = store.read(keys.round)
-    last = None if stored is None else understood(Round, keys.round, stored.value)
+    last = None if stored is None else decode_record(Round, keys.round, stored.value)
     if last is None or not last.terminal:
-        if not later(agreed, found.value):
+        if not is_later_run(agreed, found.value):
             raise StoreRefused(f"job {keys.job!r} runs with another command: {why}")
         if left := sorted(key.removeprefix(keys.nodes) for key in store.list(keys.nodes)):
             return f"an earlier run of this job has not left {', '.join(left)}"
         if stored is not None and last is not None:
-            over = ended(replace(last, number=last.number + 1), _UNSAID)
+            over = stopped_round(replace(last, number=last.number + 1), _ABANDONED_RUN)
             if not store.compare_and_swap(keys.round, stored.version, over.to_json()):
-                return agree(store, keys, agreed, differences)
+                return agree_on_spec(store, keys, agreed, differences)
     done = store.compare_and_swap(keys.spec, found.version, agreed)
-    return "" if done else agree(store, keys, agreed, differences)
+    return "" if done else agree_on_spec(store, keys, agreed, differences)
 
 
-def ended(round: Round, why: str) -> Round:
+def stopped_round(round: Round, why: str) -> Round:
     """The same as a terminal one."""
-    return replace(round, members=(), resume=None, cause="", reason=why, outcome="stopped", exit_code=STOPPED)
+    return replace(
+        round, members=(), last_checkpoint=None, cause="", reason=why, outcome="stopped", exit_code=STOPPED_EXIT_CODE
+    )
 
 
-class Agreement:
+class SpecAgreement:
     """`reached` belongs to one thread. `ask` is `agree`; who waits for an earlier run does so for a bounded time."""
 
     def __init__(self, ask: Callable[[], str], within_s: float, say: Callable[[str], None]) -> None:
@@ -77,7 +81,7 @@ class Agreement:
         self._until: float | None = None
         self.done = False
 
-    def reached(self, now: float) -> bool:
+    def is_reached(self, now: float) -> bool:
         """True once this node is of one mind with the others. Raises StoreRefused."""
         if self.done:
             return True
@@ -91,7 +95,7 @@ class Agreement:
         return self.done
 
 
-class Presence:
+class NodeRegistration:
     """`turn` and `send` belong to one thread, `update` to any."""
 
     def __init__(
@@ -102,7 +106,7 @@ class Presence:
         record: NodeRecord,
         knock: Callable[[NodeRecord], object],
         attentive: Callable[[], bool],
-        renewed: Renewed = lambda lives_s, renewal_s: None,
+        renewed: RenewalListener = lambda lives_s, renewal_s: None,
     ) -> None:
         self._store, self._key, self._policy = store, key, policy
         self._knock, self._attentive, self._tell = knock, attentive, renewed
@@ -127,16 +131,16 @@ class Presence:
         Raises StoreRefused if that is a living agent, StoreUnavailable.
         """
         if self.lease is not None and now >= self.renew_at and self._attentive():
-            if renewed(self.lease, self._tell):
+            if renew(self.lease, self._tell):
                 self._renewed(now, self.lease)
             else:
                 self.lease = None
-        return self.lease is not None or self._announce(now) or (self._freed() and self._announce(now))
+        return self.lease is not None or self._register(now) or (self._free_name() and self._register(now))
 
     def _renewed(self, now: float, lease: Lease) -> None:
         self.renew_at = now + min(self._policy.renewal_s, lease.ttl_s / 3)
 
-    def _announce(self, now: float) -> bool:
+    def _register(self, now: float) -> bool:
         record = self._record
         value = record.to_json()
         self.lease = self._store.announce(self._key, value, self._policy.lease_s)
@@ -147,20 +151,20 @@ class Presence:
         self._renewed(now, self.lease)
         return True
 
-    def _freed(self) -> bool:
+    def _free_name(self) -> bool:
         """Somebody has our name: another agent, or we before we were killed, whose record may go."""
         found = self._store.read(self._key)
         if found is None:
             return True
-        other = understood(NodeRecord, self._key, found.value)
+        other = decode_record(NodeRecord, self._key, found.value)
         if other.incarnation != self._record.incarnation:
             answer = self._knock(other)
-            if isinstance(answer, Answered) and answer.incarnation == other.incarnation:
+            if isinstance(answer, ProbeAlive) and answer.incarnation == other.incarnation:
                 raise StoreRefused(
                     f"another agent takes part in this job as node {other.id!r}, at {other.address}; "
                     "give this one another name with --node-id"
                 )
-            if not isinstance(answer, Refused):
+            if not isinstance(answer, ProbeRefused):
                 return False  # it does not speak: its lease decides
         self._store.delete(self._key)
         return True
@@ -198,7 +202,7 @@ class Presence:
             lease.withdraw()
 
     def _mine(self, value: bytes) -> bool:
-        return understood(NodeRecord, self._key, value).incarnation == self._record.incarnation
+        return decode_record(NodeRecord, self._key, value).incarnation == self._record.incarnation
 
     def withdraw(self) -> None:
         """Take the record away, and whatever else is held by its lease. Raises StoreUnavailable."""
@@ -207,7 +211,7 @@ class Presence:
             lease.withdraw()
 
 
-class Reports:
+class Outbox:
     """What this node says of a Round, each thing once; and again, lest a store that came back empty does not know it.
 
     `add` may be called from any thread, the rest belongs to one.
@@ -232,7 +236,7 @@ class Reports:
             self._told[key] = number, value
             self._waiting.popleft()
 
-    def again(self, number: int, without: str) -> None:
+    def resend(self, number: int, without: str) -> None:
         """Say again at the next `send` what was said of round `number`, but for the key `without`.
 
         While the store is away that is not said over and over: what is added here would wait with all the rest.
@@ -242,7 +246,7 @@ class Reports:
             self._waiting.extend((number, key, value) for key, (_, value) in self._told.items() if key != without)
 
 
-class Sight:
+class HangReportPublisher:
     """What this node sees of its ranks while a hang is suspected. Under its lease: a lost node's is not waited for.
 
     `seen` may be set from any thread, `send` belongs to one.
@@ -250,20 +254,20 @@ class Sight:
 
     def __init__(self, store: Store, keys: Keys, node: str) -> None:
         self._store, self._keys, self._node = store, keys, node
-        self.seen: Report | None = None
-        self._told: Report | None = None
+        self.report: HangReport | None = None
+        self._told: HangReport | None = None
         self._version: int | None = None
 
     def send(self, lease: Lease) -> bool:
         """Write what is seen, or take it back. True if anything has changed. Raises StoreUnavailable."""
-        seen, told = self.seen, self._told
+        seen, told = self.report, self._told
         if seen is told:
             return False
         if told is not None and (seen is None or seen.round != told.round):
-            self._store.delete(self._keys.suspects(told.round) + self._node)
+            self._store.delete(self._keys.hang_reports(told.round) + self._node)
             self._version = None
         if seen is not None:
-            key, value = self._keys.suspects(seen.round) + self._node, seen.to_json()
+            key, value = self._keys.hang_reports(seen.round) + self._node, seen.to_json()
             version = lease.hold(key, value, self._version)
             if version is None:
                 found = self._store.read(key)

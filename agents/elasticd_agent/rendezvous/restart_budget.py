@@ -17,7 +17,7 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class RestartGranted:
     """One more restart, `delay_s` after the failure. `state` goes into the Round that makes it."""
 
     state: BudgetState
@@ -25,31 +25,31 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RestartRefused:
     """No restart is left; `why` does the arithmetic."""
 
     why: str
 
 
-def progressed(round_: Round, failures: tuple[Failure, ...], high_water: int) -> bool:
+def round_progressed(round_: Round, failures: tuple[Failure, ...], high_water: int) -> bool:
     """True if `round_` committed a step no round had, or saved a checkpoint beyond the one it resumed from.
 
     `high_water` is the highest step seen by now. The copy a resumed round makes of its parent has the parent's step,
     and so is no progress.
     """
-    return any(beyond(round_, at, high_water) for at in (None, *(f.checkpoint for f in failures)))
+    return any(is_progress(round_, at, high_water) for at in (None, *(f.checkpoint for f in failures)))
 
 
-def beyond(round_: Round, checkpoint: tuple[int, int] | None, high_water: int) -> bool:
+def is_progress(round_: Round, checkpoint: tuple[int, int] | None, high_water: int) -> bool:
     """The same where `checkpoint` is the newest one, as (round, step)."""
-    start = round_.resume[1] if round_.resume else 0
+    start = round_.last_checkpoint[1] if round_.last_checkpoint else 0
     saved = checkpoint is not None and checkpoint[0] >= round_.number and checkpoint[1] > start
     return saved or high_water > round_.budget.high_water
 
 
 def spend(
     state: BudgetState, policy: Policy, *, progress: bool, high_water: int, elapsed_s: float, forgiven: bool = False
-) -> Granted | Refused:
+) -> RestartGranted | RestartRefused:
     """Take one restart from the budget.
 
     `elapsed_s` is the time since `state` was published. A `forgiven` failure does not lengthen the row without
@@ -60,15 +60,17 @@ def spend(
     high_water = max(high_water, state.high_water)
     if policy.max_restarts is not None:
         if state.counted >= policy.max_restarts:
-            return Refused(f"{state.counted} of {policy.max_restarts} restarts used (--max-restarts)")
+            return RestartRefused(f"{state.counted} of {policy.max_restarts} restarts used (--max-restarts)")
     elif streak >= policy.no_progress_limit and not forgiven:
         beyond = f"beyond step {high_water}" if high_water else "before any step was done"
-        return Refused(f"{streak} {_restarts(streak)} without progress {beyond}")
+        return RestartRefused(f"{streak} {_restarts(streak)} without progress {beyond}")
     elif tokens < 1:
         most = policy.max_restarts_per_hour
-        return Refused(f"more than {most} {_restarts(most)} an hour, {state.counted} in all (--max-restarts-per-hour)")
+        return RestartRefused(
+            f"more than {most} {_restarts(most)} an hour, {state.counted} in all (--max-restarts-per-hour)"
+        )
     delay = policy.backoff_s[min(streak, len(policy.backoff_s) - 1)]
-    return Granted(
+    return RestartGranted(
         replace(
             state,
             counted=state.counted + 1,
@@ -80,12 +82,12 @@ def spend(
     )
 
 
-def carry(state: BudgetState, *, progress: bool, high_water: int) -> BudgetState:
+def carry_over(state: BudgetState, *, progress: bool, high_water: int) -> BudgetState:
     """The state for a restart that does not count: a lost node, a join, a drain."""
     return replace(state, streak=0 if progress else state.streak, high_water=max(high_water, state.high_water))
 
 
-def left(state: BudgetState, policy: Policy, *, progress: bool, elapsed_s: float) -> int:
+def restarts_left(state: BudgetState, policy: Policy, *, progress: bool, elapsed_s: float) -> int:
     """How many restarts `spend` would grant now, one right after the other and without progress between them."""
     if policy.max_restarts is not None:
         return max(0, policy.max_restarts - state.counted)

@@ -17,7 +17,7 @@ from typing import Any
 from elasticd_agent.model.codec import VERSION
 from elasticd_agent.model.job import JobSpec, Mode, Policy
 
-_SPOKEN = {
+_LABELS = {
     "entrypoint": "the script",
     "args": "the script's arguments",
     "mode": "how the script is started",
@@ -31,7 +31,7 @@ _SPOKEN = {
     "on_hang": "--on-hang",
     "last_call_s": "last_call_timeout",
 }
-_RULES = (
+_SHARED_POLICY = (
     "max_restarts",
     "max_restarts_per_hour",
     "grow",
@@ -54,9 +54,9 @@ _RULES = (
     "progress_ceiling_s",
 )
 """Of Policy, what the planner decides by: any node may be it, and a job's rules must not change with its planner."""
-_OF_A_ROLE = ("entrypoint", "mode")
-_OWN = ("version", "role", "args")
-_SHOWN = 100
+_PER_ROLE = ("entrypoint", "mode")
+_PER_NODE = ("version", "role", "args")
+_MAX_VALUE_CHARS = 100
 """Characters of a value that are shown: a sentence must stay one line."""
 
 
@@ -73,11 +73,11 @@ def spec_document(spec: JobSpec, policy: Policy) -> dict[str, Any]:
         "max_nodes": spec.rendezvous.max_nodes,
         "run": spec.run,
         "checkpoints": spec.checkpoint_dir is not None,
-        **{name: getattr(policy, name) for name in _RULES},
+        **{name: getattr(policy, name) for name in _SHARED_POLICY},
     }
 
 
-def unlike(mine: bytes, theirs: bytes, say: Callable[[str], None]) -> str | None:
+def mismatch(mine: bytes, theirs: bytes, say: Callable[[str], None]) -> str | None:
     """Why a node asked for `mine` cannot take part in a job whose first node was asked for `theirs`; None if it can.
 
     `say` hears of arguments that differ within one role: allowed, and now and then a slip.
@@ -95,7 +95,7 @@ def unlike(mine: bytes, theirs: bytes, say: Callable[[str], None]) -> str | None
         return "what its first node has written of itself cannot be understood"
 
 
-def later(mine: bytes, theirs: bytes) -> bool:
+def is_later_run(mine: bytes, theirs: bytes) -> bool:
     """True if both are runs of one job that are counted, and `mine` is the later one: by then `theirs` is over.
 
     So count daemons, which let nobody hand in a job that has not ended, and Slurm, which requeues what it has ended.
@@ -113,7 +113,7 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     "the script is 'a.py' here, 'b.py' there". A field only one of them knows is another version's, and differs for
     nobody.
     """
-    own = _OWN if mine.get("role") == theirs.get("role", mine.get("role")) else (*_OWN, *_OF_A_ROLE)
+    own = _PER_NODE if mine.get("role") == theirs.get("role", mine.get("role")) else (*_PER_NODE, *_PER_ROLE)
     names = [name for name in mine if name in theirs and name not in own]
     return "; ".join(_difference(name, mine[name], theirs[name]) for name in names if mine[name] != theirs[name])
 
@@ -124,17 +124,17 @@ def _difference(name: str, mine: Any, theirs: Any) -> str:
         # Of long ones, what is shown is where they part.
         parted = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
         texts = [repr(_cut(text, parted)) for text in texts]
-    shown = [_GIVEN.get(text, text) if text is None or isinstance(text, bool) else text for text in texts]
-    label = _SPOKEN.get(name, name.removesuffix("_s"))
+    shown = [_SHOWN_AS.get(text, text) if text is None or isinstance(text, bool) else text for text in texts]
+    label = _LABELS.get(name, name.removesuffix("_s"))
     return f"{label} {'are' if name == 'args' else 'is'} {shown[0]} here, {shown[1]} there"
 
 
-_GIVEN = {True: "given", False: "not given", None: "not given"}
+_SHOWN_AS = {True: "given", False: "not given", None: "not given"}
 
 
 def _cut(text: str, parted: int) -> str:
-    if len(text) <= _SHOWN:
+    if len(text) <= _MAX_VALUE_CHARS:
         return text
-    begin = max(0, parted - _SHOWN // 2)
-    end = begin + _SHOWN
+    begin = max(0, parted - _MAX_VALUE_CHARS // 2)
+    end = begin + _MAX_VALUE_CHARS
     return ("…" if begin else "") + text[begin:end] + ("…" if end < len(text) else "")

@@ -12,11 +12,11 @@ from typing import Literal
 from elasticd_agent.model.messages import StopForced, StopRequested
 from elasticd_agent.model.records import Failure, NodeRecord, Round
 
-Knocked = Literal["answered", "refused", "silent"]
+ProbeResult = Literal["answered", "refused", "silent"]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Requirements:
     """How much the job asked for: workers on each node, nodes, and how long to wait for more nodes than the fewest.
 
     `run` tells two runs of one job id apart.
@@ -31,7 +31,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Present:
+class PresentNode:
     """A node whose record is in the store, and when the planner first saw this incarnation of it."""
 
     record: NodeRecord
@@ -56,8 +56,8 @@ class View:
     """
 
     current: Round | None
-    nodes: tuple[Present, ...]
-    asked: Asked
+    nodes: tuple[PresentNode, ...]
+    requirements: Requirements
     failures: tuple[Failure, ...] = ()
     done: frozenset[str] = frozenset()
     stop: StopRequested | StopForced | None = None
@@ -66,12 +66,12 @@ class View:
     high_water: int = 0
     round_at: float = 0.0
     failed_at: float = 0.0
-    knocked: tuple[tuple[str, Knocked], ...] = ()
-    absent: tuple[tuple[str, float], ...] = ()
+    probe_results: tuple[tuple[str, ProbeResult], ...] = ()
+    absent_since: tuple[tuple[str, float], ...] = ()
     store_up_since: float = 0.0
-    advances_by: float | None = None
+    next_step_due: float | None = None
     short_since: float | None = None
-    silent: tuple[tuple[str, float], ...] = ()
+    silent_since: tuple[tuple[str, float], ...] = ()
     unreachable: frozenset[str] = frozenset()
     _records: dict[str, NodeRecord] = field(init=False, repr=False, compare=False)
 
@@ -91,12 +91,12 @@ class Wait:
 
     why: str
     until: float | None
-    short: bool = False
-    told: bool = False
+    too_few_nodes: bool = False
+    notable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class Pause:
     """All ranks of round `number` shall save and wait, because a Round with other nodes is about to come."""
 
     number: int

@@ -12,28 +12,28 @@ from typing import TypeVar
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document
-from elasticd_agent.model.keys import understood
+from elasticd_agent.model.keys import decode_record
 from elasticd_agent.store import Store, Versioned
 
 D = TypeVar("D", bound=Document)
 
 
-class Copies:
+class StoreCache:
     """By prefix. `hint` may be called from any thread, the rest belongs to one; reading may raise StoreUnavailable."""
 
-    def __init__(self, store: Store, say: Callable[[str], None]) -> None:
-        self._store, self._say = store, say
+    def __init__(self, store: Store, log: Callable[[str], None]) -> None:
+        self._store, self._log = store, log
         self._lists: dict[str, dict[str, Versioned]] = {}
         self._parsed: dict[str, tuple[Versioned, Document]] = {}
-        self._unread: set[str] = set()
+        self._reported: set[str] = set()
 
-    def hint(self, key: str) -> None:
+    def invalidate(self, key: str) -> None:
         """`key` may have changed."""
         for prefix in list(self._lists):
             if key.startswith(prefix) or prefix.startswith(key):  # a watch that may have missed some names its prefix
                 self._lists.pop(prefix, None)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._lists.clear()
         self._parsed.clear()
 
@@ -56,9 +56,9 @@ class Copies:
 
     def records(self, prefix: str, kind: type[D]) -> builtins.list[D]:
         """The records below `prefix` that can be understood."""
-        return self.understood(prefix, kind)[0]
+        return self.decoded(prefix, kind)[0]
 
-    def understood(self, prefix: str, kind: type[D]) -> tuple[builtins.list[D], builtins.list[str]]:
+    def decoded(self, prefix: str, kind: type[D]) -> tuple[builtins.list[D], builtins.list[str]]:
         """The same, and the keys of the others: of one list, as the next one may have others."""
         found: builtins.list[D] = []
         odd = []
@@ -68,12 +68,12 @@ class Copies:
                 found.append(known[1])
                 continue
             try:
-                record = understood(kind, key, item.value)
+                record = decode_record(kind, key, item.value)
                 self._parsed[key] = item, record
                 found.append(record)
             except WireError as error:
                 odd.append(key)
-                if key not in self._unread:
-                    self._unread.add(key)
-                    self._say(str(error))
+                if key not in self._reported:
+                    self._reported.add(key)
+                    self._log(str(error))
         return found, odd

@@ -18,17 +18,17 @@ from elasticd.errors import StoreUnavailable
 from elasticd_agent.store.journal import Journal
 from elasticd_agent.store.memory import MemoryStore, _Entry, _MemoryLease
 
-RESERVED = 10_000
+RESERVED_VERSIONS = 10_000
 """Versions are reserved by so many: a leased key's are not on the disk, and yet must not come again after a restart."""
-SLACK_BYTES = 256 * 1024
+COMPACTION_SLACK_BYTES = 256 * 1024
 """The journal is written anew once it is so much longer than twice what it has to say."""
 
 
-def _silent(sentence: str) -> None:
+def _ignore(sentence: str) -> None:
     """For those who do not want to hear what was damaged."""
 
 
-class KeptStore(MemoryStore):
+class FileStore(MemoryStore):
     """Thread-safe. `say` hears one sentence if what was found is damaged. Raises StoreRefused; then it is not open."""
 
     def __init__(
@@ -36,17 +36,17 @@ class KeptStore(MemoryStore):
         path: Path,
         clock: Callable[[], float] = time.monotonic,
         *,
-        say: Callable[[str], None] = _silent,
+        log: Callable[[str], None] = _ignore,
     ) -> None:
         super().__init__(clock)
         self._journal = Journal(path)
         self._closed = False
         self._reserved = self._written = 0
         try:
-            self._restore(path, say)
+            self._restore(path, log)
             self._rewrite(self._entries)
         except StoreUnavailable as error:
-            say(f"{error}; nothing can be changed until that is mended")
+            log(f"{error}; nothing can be changed until that is mended")
         except BaseException:
             self._journal.close()
             raise
@@ -60,52 +60,52 @@ class KeptStore(MemoryStore):
     def _set(self, key: str, value: bytes, lease: _MemoryLease | None) -> int:
         version = self._version + 1
         if version > self._reserved:
-            self._keep(_versions(version + RESERVED), self._entries)
-            self._reserved = version + RESERVED
+            self._persist(_versions_line(version + RESERVED_VERSIONS), self._entries)
+            self._reserved = version + RESERVED_VERSIONS
         if lease is None:
             entry = _Entry(value, version, None)
-            self._keep(_set_to(key, entry), {**self._entries, key: entry})
-        elif self._is_kept(key):
-            self._keep(_dropped(key), {k: e for k, e in self._entries.items() if k != key})
+            self._persist(_set_line(key, entry), {**self._entries, key: entry})
+        elif self._is_persistent(key):
+            self._persist(_drop_line(key), {k: e for k, e in self._entries.items() if k != key})
         return super()._set(key, value, lease)
 
     def _drop(self, key: str) -> bool:
-        if self._is_kept(key):
-            self._keep(_dropped(key), {k: e for k, e in self._entries.items() if k != key})
+        if self._is_persistent(key):
+            self._persist(_drop_line(key), {k: e for k, e in self._entries.items() if k != key})
         return super()._drop(key)
 
-    def _is_kept(self, key: str) -> bool:
+    def _is_persistent(self, key: str) -> bool:
         entry = self._entries.get(key)
         return entry is not None and entry.lease is None
 
-    def _keep(self, line: bytes, afterwards: Mapping[str, _Entry]) -> None:
+    def _persist(self, line: bytes, afterwards: Mapping[str, _Entry]) -> None:
         """Have one change on the disk, which leads to `afterwards`. Raises StoreUnavailable."""
         if self._closed:
             raise StoreUnavailable("the store has been closed")
         if not self._journal.append(line):
             self._rewrite(afterwards)
-        elif self._journal.size > 2 * self._written + SLACK_BYTES:
+        elif self._journal.size > 2 * self._written + COMPACTION_SLACK_BYTES:
             try:
                 self._rewrite(afterwards)
             except StoreUnavailable:
                 pass  # the change is on the disk; the next one says that there is trouble
 
     def _rewrite(self, entries: Mapping[str, _Entry]) -> None:
-        reserved = self._version + 1 + RESERVED
-        kept = [_set_to(key, entry) for key, entry in sorted(entries.items()) if entry.lease is None]
-        self._journal.replace([_versions(reserved), *kept])
+        reserved = self._version + 1 + RESERVED_VERSIONS
+        kept = [_set_line(key, entry) for key, entry in sorted(entries.items()) if entry.lease is None]
+        self._journal.replace([_versions_line(reserved), *kept])
         self._reserved, self._written = reserved, self._journal.size
 
     def _restore(self, path: Path, say: Callable[[str], None]) -> None:
-        found = self._journal.found
-        bad = found.bad
+        found = self._journal.contents
+        bad = found.bad_lines
         for line in found.lines:
             try:
                 self._replay(json.loads(line))
             except (ValueError, TypeError, KeyError, RecursionError):
                 bad += 1
         if bad:
-            aside = self._journal.set_aside()
+            aside = self._journal.keep_damaged_file()
             say(
                 f"{path} is damaged: {bad} of its lines cannot be read and {len(self._entries)} records are left; "
                 f"the file is kept as {aside.name}"
@@ -124,7 +124,7 @@ class KeptStore(MemoryStore):
                 raise ValueError(f"not a line of a journal: {said!r}")
 
 
-def _set_to(key: str, entry: _Entry) -> bytes:
+def _set_line(key: str, entry: _Entry) -> bytes:
     try:
         value: object = entry.value.decode()
     except UnicodeDecodeError:
@@ -132,11 +132,11 @@ def _set_to(key: str, entry: _Entry) -> bytes:
     return _line("set", key, entry.version, value)
 
 
-def _dropped(key: str) -> bytes:
+def _drop_line(key: str) -> bytes:
     return _line("drop", key)
 
 
-def _versions(until: int) -> bytes:
+def _versions_line(until: int) -> bytes:
     """No version up to this one may be used again."""
     return _line("versions", until)
 

@@ -18,17 +18,17 @@ from elasticd.errors import StoreRefused, StoreUnavailable
 
 _KIND = b"elasticd journal "
 HEADER = _KIND + b"1"
-DAMAGED = 9
+MAX_DAMAGED_FILES = 9
 """So many damaged files are kept at most; the last one is replaced after that."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class JournalContents:
     """What was in the file. `torn`: bytes of a line that was never finished; `bad`: lines that cannot be read."""
 
     lines: tuple[bytes, ...] = ()
-    torn: int = 0
-    bad: int = 0
+    torn_bytes: int = 0
+    bad_lines: int = 0
 
 
 class Journal:
@@ -40,11 +40,11 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock = _locked(path.with_name(path.name + ".lock"))
+        self._lock = _lock(path.with_name(path.name + ".lock"))
         self._fd: int | None = None
         self.size = 0
         try:
-            self.found = _read(path)
+            self.contents = _read(path)
         except BaseException:
             self.close()
             raise
@@ -53,12 +53,12 @@ class Journal:
         """True once the line is on the disk. False: there is no sound file to add to; `replace` makes one."""
         if self._fd is None:
             return False
-        data = _framed(line)
+        data = _frame(line)
         try:
             _write(self._fd, data)
             os.fdatasync(self._fd)
         except OSError as error:
-            self._give_up()
+            self._discard_unfinished_line()
             raise StoreUnavailable(f"{self._path} cannot be written: {error.strerror}") from error
         self.size += len(data)
         return True
@@ -66,7 +66,7 @@ class Journal:
     def replace(self, lines: Iterable[bytes]) -> None:
         """Make these lines the whole file, at once or not at all."""
         new = self._path.with_name(self._path.name + ".new")
-        data = b"".join(map(_framed, (HEADER, *lines)))
+        data = b"".join(map(_frame, (HEADER, *lines)))
         fd = -1
         try:
             fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -77,14 +77,16 @@ class Journal:
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
-            self._give_up()
+            self._discard_unfinished_line()
             raise StoreUnavailable(f"{self._path} cannot be written: {error.strerror}") from error
-        self._forget_fd()
+        self._close_file()
         self._fd, self.size = fd, len(data)
 
-    def set_aside(self) -> Path:
+    def keep_damaged_file(self) -> Path:
         """Keep the file as it is now, for people, under another name."""
-        names = [self._path.with_name(f"{self._path.name}.damaged-{number}") for number in range(1, DAMAGED + 1)]
+        names = [
+            self._path.with_name(f"{self._path.name}.damaged-{number}") for number in range(1, MAX_DAMAGED_FILES + 1)
+        ]
         aside = next((name for name in names if not name.exists()), names[-1])
         try:
             os.replace(self._path, aside)
@@ -93,27 +95,27 @@ class Journal:
         return aside
 
     def close(self) -> None:
-        self._forget_fd()
+        self._close_file()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
-    def _give_up(self) -> None:
+    def _discard_unfinished_line(self) -> None:
         """Whether it was written is not known: the line must not come back by itself if that can be helped."""
         if self._fd is not None:
             try:
                 os.ftruncate(self._fd, self.size)
             except OSError:
                 pass  # the next `replace` makes a new file anyway
-        self._forget_fd()
+        self._close_file()
 
-    def _forget_fd(self) -> None:
+    def _close_file(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
-def _locked(path: Path) -> int:
+def _lock(path: Path) -> int:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -127,29 +129,29 @@ def _locked(path: Path) -> int:
     return fd
 
 
-def _read(path: Path) -> Found:
+def _read(path: Path) -> JournalContents:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return Found()
+        return JournalContents()
     except OSError as error:
         raise StoreRefused(f"{path} cannot be read: {error.strerror}") from None
     *whole, rest = data.split(b"\n")
-    lines = [_unframed(line) for line in whole]
+    lines = [_unframe(line) for line in whole]
     first = lines[0] if lines else None
     if first is not None and first != HEADER and first.startswith(_KIND):
         raise StoreRefused(f"{path} was written by another version of elasticd: {first.decode(errors='replace')}")
     good = tuple(line for line in lines if line is not None and line != HEADER)
     # It always came into being whole, with its header: without one it is not ours any more.
     headless = bool(data) and first is not None and first != HEADER
-    return Found(good, len(rest), lines.count(None) + headless + (bool(data) and not lines))
+    return JournalContents(good, len(rest), lines.count(None) + headless + (bool(data) and not lines))
 
 
-def _framed(line: bytes) -> bytes:
+def _frame(line: bytes) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(line), line)
 
 
-def _unframed(line: bytes) -> bytes | None:
+def _unframe(line: bytes) -> bytes | None:
     checksum, space, text = line[:8], line[8:9], line[9:]
     return text if space == b" " and checksum == b"%08x" % zlib.crc32(text) else None
 

@@ -83,13 +83,13 @@ class MemoryStore:
     def _set(self, key: str, value: bytes, lease: _MemoryLease | None) -> int:
         self._version += 1
         self._entries[key] = _Entry(value, self._version, lease)
-        self._tell(key)
+        self._notify(key)
         return self._version
 
     def _drop(self, key: str) -> bool:
         if self._entries.pop(key, None) is None:
             return False
-        self._tell(key)
+        self._notify(key)
         return True
 
     def _expire(self) -> None:
@@ -97,7 +97,7 @@ class MemoryStore:
         for key in [k for k, e in self._entries.items() if e.lease is not None and e.lease.expires_at <= now]:
             self._drop(key)
 
-    def _tell(self, key: str) -> None:
+    def _notify(self, key: str) -> None:
         for watch in [w for w in self._watches if key.startswith(w.prefix)]:
             watch.callback(key)
 

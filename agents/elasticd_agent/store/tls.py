@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
 
-class _Asked(Exception):
+class _PassphraseRequested(Exception):
     """The key is under a passphrase."""
 
 
-def wrong(tls: Tls) -> tuple[Literal["ca", "cert", "key"], str] | None:
+def find_problem(tls: Tls) -> tuple[Literal["ca", "cert", "key"], str] | None:
     """Which of the files is wrong and the end of a sentence about it; None. The files are there and can be read."""
     import ssl  # 20 ms that only TLS needs
 
@@ -37,11 +37,11 @@ def wrong(tls: Tls) -> tuple[Literal["ca", "cert", "key"], str] | None:
     if tls.cert is not None and tls.key is not None:
 
         def ask() -> str:
-            raise _Asked
+            raise _PassphraseRequested
 
         try:
             context.load_cert_chain(tls.cert, tls.key, password=ask)
-        except _Asked:
+        except _PassphraseRequested:
             return "key", f"{str(tls.key)!r} is protected by a passphrase; give one that is not"
         except ssl.SSLError as error:
             mismatch = error.reason == "KEY_VALUES_MISMATCH"
@@ -50,7 +50,7 @@ def wrong(tls: Tls) -> tuple[Literal["ca", "cert", "key"], str] | None:
     return None
 
 
-def trusting(ca: Path | None) -> SSLContext:
+def tls_context(ca: Path | None) -> SSLContext:
     """For a client: trusts `ca`, or whom the system trusts. Raises OSError, ValueError."""
     import ssl
 

@@ -21,7 +21,7 @@ Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback", "localhost.localdomain"})
 # Where the default route leads, for each family: addresses set aside for documentation (RFC 5737, RFC 3849).
-_ELSEWHERE = ("198.51.100.1", "2001:db8::1")
+_DEFAULT_ROUTE_TARGETS = ("198.51.100.1", "2001:db8::1")
 _ANY_PORT = 9  # a route does not depend on it; 9 is "discard"
 # Linux's <linux/in6.h>, not in Python's socket: of several IPv6 addresses prefer the lasting one to a privacy address,
 # which a day later is gone (RFC 5014).
@@ -30,17 +30,17 @@ _IPV6_PREFER_SRC_PUBLIC = 0x0002
 _HOST = re.compile(r"[\w.:%-]+")
 
 
-def local_address(towards: Sequence[tuple[str, int]], given: str | None = None) -> str:
+def local_address(endpoints: Sequence[tuple[str, int]], given: str | None = None) -> str:
     """A literal address of this machine by which those who reach the endpoints `towards` can reach it.
 
     It is `given` (a name or an address of this machine) if there is one, else the address from which the first endpoint
     with a route would be contacted. Loopback only when all endpoints are on loopback, too: everybody is here then.
     Raises UsageError when there is none, in one line that says what would be right.
     """
-    return _text(_towards(towards) if given is None else _given(given, towards))
+    return _text(_address_towards(endpoints) if given is None else _check_given(given, endpoints))
 
 
-def is_own(host: str) -> bool:
+def is_local(host: str) -> bool:
     """Whether this name or address belongs to this machine.
 
     As torchrun matches its endpoint's host: localhost, this host's name (also in full), any address an interface has.
@@ -49,16 +49,16 @@ def is_own(host: str) -> bool:
     name = _name(host)
     if name in _LOOPBACK_NAMES or name == _name(socket.gethostname()):
         return True
-    reached = [own for ip in _resolved(host) if (own := _owned(ip)) is not None]
+    reached = [own for ip in _resolved(host) if (own := _is_assigned(ip)) is not None]
     return all(reached) if reached else name == _full_name()
 
 
-def joined(host: str, port: int) -> str:
+def format_endpoint(host: str, port: int) -> str:
     """HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def split(text: str) -> tuple[str, int]:
+def parse_endpoint(text: str) -> tuple[str, int]:
     """The host and port that `joined` wrote, or a person did. Raises UsageError, saying how it is written."""
     text = text.strip()
     host, colon, digits = text.rpartition(":")
@@ -79,15 +79,15 @@ def split(text: str) -> tuple[str, int]:
     return host, int(digits)
 
 
-def told(text: str) -> tuple[str, int] | None:
+def try_parse_endpoint(text: str) -> tuple[str, int] | None:
     """As `split`, of what another agent says of itself; None for "" and for what is no address."""
     try:
-        return split(text)
+        return parse_endpoint(text)
     except UsageError:
         return None
 
 
-def _towards(towards: Sequence[tuple[str, int]]) -> Ip:
+def _address_towards(towards: Sequence[tuple[str, int]]) -> Ip:
     loopback: Ip | None = None
     elsewhere = False  # an endpoint that is here only by the name others know this machine by
     for host, _ in towards:
@@ -98,9 +98,9 @@ def _towards(towards: Sequence[tuple[str, int]]) -> Ip:
             if source is not None:
                 loopback = loopback or source
                 elsewhere = elsewhere or not _means_loopback(host)
-    named = ", ".join(joined(*endpoint) for endpoint in towards) or "anything"
+    named = ", ".join(format_endpoint(*endpoint) for endpoint in towards) or "anything"
     if elsewhere:
-        for ip in map(ipaddress.ip_address, _ELSEWHERE):
+        for ip in map(ipaddress.ip_address, _DEFAULT_ROUTE_TARGETS):
             source = _source(ip)
             if source is not None and not source.is_loopback:
                 return source
@@ -118,30 +118,30 @@ def _towards(towards: Sequence[tuple[str, int]]) -> Ip:
     return loopback
 
 
-def _given(given: str, towards: Sequence[tuple[str, int]]) -> Ip:
+def _check_given(given: str, towards: Sequence[tuple[str, int]]) -> Ip:
     found = _resolved(given)
-    own = [ip for ip in found if _owned(ip)]
+    own = [ip for ip in found if _is_assigned(ip)]
     outside = [ip for ip in own if not ip.is_loopback]
     if outside:
         return outside[0]
     if not found:
-        raise UsageError(f"--local-addr {given}: no such name or address; {_instead(towards)}")
+        raise UsageError(f"--local-addr {given}: no such name or address; {_suggestion(towards)}")
     if not own:
         listed = ", ".join(map(_text, found))
         which = f"{listed} is" if listed == given else f"it means {listed}, which is"
         if any(ip.is_link_local and ip.version == 6 and "%" not in _text(ip) for ip in found):
-            raise UsageError(f"--local-addr {given}: add the interface, as in fe80::1%eth0; {_instead(towards)}")
-        raise UsageError(f"--local-addr {given}: {which} not an address of this machine; {_instead(towards)}")
+            raise UsageError(f"--local-addr {given}: add the interface, as in fe80::1%eth0; {_suggestion(towards)}")
+        raise UsageError(f"--local-addr {given}: {which} not an address of this machine; {_suggestion(towards)}")
     if not _means_loopback(given) and towards:
-        return _towards(towards)
-    if all(is_own(host) for host, _ in towards):
+        return _address_towards(towards)
+    if all(is_local(host) for host, _ in towards):
         return own[0]
-    raise UsageError(f"--local-addr {given}: nobody on another machine can reach it; {_instead(towards)}")
+    raise UsageError(f"--local-addr {given}: nobody on another machine can reach it; {_suggestion(towards)}")
 
 
-def _instead(towards: Sequence[tuple[str, int]]) -> str:
+def _suggestion(towards: Sequence[tuple[str, int]]) -> str:
     try:
-        right = _text(_towards(towards))
+        right = _text(_address_towards(towards))
     except UsageError:
         return "leave it out to use the address the endpoint is reached from"
     return f"leave it out to use {right}, from which the endpoint is reached"
@@ -189,7 +189,7 @@ def _source(ip: Ip) -> Ip | None:
             return None
 
 
-def _owned(ip: Ip) -> bool | None:
+def _is_assigned(ip: Ip) -> bool | None:
     """Whether an interface of this machine has this address; None when that cannot be told for want of a route."""
     if ip.is_loopback:
         return True

@@ -28,11 +28,11 @@ _DIGITS = 20
 _Result = TypeVar("_Result")
 
 
-class Silent(Exception):
+class DeadlineExceeded(Exception):
     """The file system has not answered in time."""
 
 
-def within(seconds: float, work: Callable[[], _Result]) -> _Result:
+def run_within(seconds: float, work: Callable[[], _Result]) -> _Result:
     """The work's result, or what it raises; Silent when it takes longer: then its thread is left where it hangs.
 
     Silent, too, where no thread can be started: nothing has answered, and whoever asks is not to end over it.
@@ -50,17 +50,17 @@ def within(seconds: float, work: Callable[[], _Result]) -> _Result:
     try:
         thread.start()
     except RuntimeError as error:
-        raise Silent(str(error)) from None
+        raise DeadlineExceeded(str(error)) from None
     thread.join(seconds)
     if errors:
         raise errors[0]
     if not results:
-        raise Silent
+        raise DeadlineExceeded
     return results[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class FileText:
     """What could be read of one file. `trouble`: why there is less than there should be, "" if all is well."""
 
     text: str = ""
@@ -68,30 +68,30 @@ class Text:
     missing: bool = False
 
 
-def read(path: Path, most: int = TEXT_LIMIT, *, tail: bool = False) -> Text:
+def read(path: Path, most: int = TEXT_LIMIT, *, tail: bool = False) -> FileText:
     """The file's first `most` bytes, or its last. Undecodable bytes become U+FFFD."""
     # O_NOFOLLOW: who explains another user's job must not be led to a file only they may read.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
     try:
         fd = os.open(path, flags)
     except FileNotFoundError:
-        return Text(missing=True)
+        return FileText(missing=True)
     except (OSError, ValueError) as error:
         link = isinstance(error, OSError) and error.errno == errno.ELOOP
-        return Text(trouble=f"{path.name} is a link and is not followed" if link else f"{path.name}: {_why(error)}")
+        return FileText(trouble=f"{path.name} is a link and is not followed" if link else f"{path.name}: {_why(error)}")
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            return Text(trouble=f"{path.name} is no plain file and was not read")
+            return FileText(trouble=f"{path.name} is no plain file and was not read")
         cut = found.st_size > most
         data = _bytes(fd, found.st_size - most if cut and tail else 0, most)
     except OSError as error:
-        return Text(trouble=f"{path.name}: {_why(error)}")
+        return FileText(trouble=f"{path.name}: {_why(error)}")
     finally:
         os.close(fd)
     which = "last" if tail else "first"
     trouble = f"{path.name} is large: only its {which} {most >> 10} KiB were read" if cut else ""
-    return Text(data.decode("utf-8", "replace"), trouble)
+    return FileText(data.decode("utf-8", "replace"), trouble)
 
 
 def read_json(path: Path, most: int = TEXT_LIMIT) -> tuple[dict[str, Any] | None, str]:
@@ -117,7 +117,7 @@ def read_lines(path: Path, most: int = TEXT_LIMIT) -> tuple[list[dict[str, Any]]
     return objects, trouble
 
 
-def names(directory: Path) -> list[str]:
+def entry_names(directory: Path) -> list[str]:
     """What is in the directory, sorted, at most ENTRIES_LIMIT; nothing if it cannot be read."""
     try:
         with os.scandir(directory) as entries:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-NAME = "control"
+SOCKET_NAME = "control"
 """The socket's name in the agent's runtime directory."""
-MOST_CALLERS = 8
+MAX_CALLERS = 8
 REQUEST_BYTES = 16 << 10
 ANSWER_BYTES = 1 << 20
 ANSWER_S = 30.0
@@ -37,12 +37,12 @@ Verb = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Answers a request at once, on the server's thread, from what is known already."""
 
 
-class Unanswered(Exception):
+class ControlSocketError(Exception):
     """Nobody answers at this socket, or not in time, or not sensibly. The text says which."""
 
 
 @dataclass(frozen=True, slots=True)
-class DumpAsked:
+class DumpRequested:
     """Evidence of the group that runs is wanted, in `out` if that is given.
 
     `reply` takes the folder it is in, or a sentence that says why there is none. From any thread, once.
@@ -58,8 +58,8 @@ class _Caller:
 
     number: int
     until: float
-    heard: bytearray = field(default_factory=bytearray)
-    asked: bool = False
+    received: bytearray = field(default_factory=bytearray)
+    requested: bool = False
 
 
 class ControlServer:
@@ -68,7 +68,7 @@ class ControlServer:
     def __init__(
         self,
         path: Path,
-        post: Callable[[DumpAsked], None],
+        post: Callable[[DumpRequested], None],
         about: Mapping[str, Any] | None = None,
         users: Sequence[int] | None = None,
         verbs: Mapping[str, Verb] | None = None,
@@ -81,15 +81,15 @@ class ControlServer:
         self._users = (0, os.geteuid()) if users is None else tuple(users)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            with short(path) as name:
+            with short_path(path) as name:
                 self._listener.bind(name)
             os.chmod(path, 0o600)
-            self._listener.listen(MOST_CALLERS)
+            self._listener.listen(MAX_CALLERS)
         except OSError:
             self._listener.close()
             raise
         self._callers: dict[socket.socket, _Caller] = {}
-        self._said: deque[tuple[int, dict[str, Any]]] = deque()
+        self._replies: deque[tuple[int, dict[str, Any]]] = deque()
         self._numbers = 0
         self._closing = False
         self._bell, self._ring = socket.socketpair()
@@ -120,8 +120,8 @@ class ControlServer:
                 elif key.fileobj is self._bell:
                     self._hear_bell()
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._callers:
-                    self._hear(key.fileobj)
-            self._answer_all()
+                    self._receive(key.fileobj)
+            self._send_replies()
             for sock in [sock for sock, caller in self._callers.items() if caller.until <= time.monotonic()]:
                 self._end(sock, {"error": f"the agent did not answer within {ANSWER_S:.0f} s"})
         for sock in list(self._callers):
@@ -137,14 +137,14 @@ class ControlServer:
             time.sleep(0.01)
             return
         sock.setblocking(False)
-        if len(self._callers) >= MOST_CALLERS or _peer(sock) not in self._users:
+        if len(self._callers) >= MAX_CALLERS or _peer(sock) not in self._users:
             sock.close()
             return
         self._numbers += 1
         self._callers[sock] = _Caller(self._numbers, time.monotonic() + ANSWER_S)
         self._selector.register(sock, selectors.EVENT_READ)
 
-    def _hear(self, sock: socket.socket) -> None:
+    def _receive(self, sock: socket.socket) -> None:
         caller = self._callers[sock]
         try:
             data = sock.recv(REQUEST_BYTES)
@@ -152,14 +152,14 @@ class ControlServer:
             return
         except OSError:
             data = b""
-        caller.heard += data
-        if not data or len(caller.heard) > REQUEST_BYTES or caller.asked:
+        caller.received += data
+        if not data or len(caller.received) > REQUEST_BYTES or caller.requested:
             self._drop(sock)  # gone, or talking on and on: the answer to what it asked goes nowhere
-        elif b"\n" in caller.heard:
-            caller.asked = True
-            self._asked(sock, caller, bytes(caller.heard))
+        elif b"\n" in caller.received:
+            caller.requested = True
+            self._handle(sock, caller, bytes(caller.received))
 
-    def _asked(self, sock: socket.socket, caller: _Caller, line: bytes) -> None:
+    def _handle(self, sock: socket.socket, caller: _Caller, line: bytes) -> None:
         try:
             request = json.loads(line)
         except (ValueError, RecursionError):
@@ -173,28 +173,28 @@ class ControlServer:
                 self._end(sock, {**self._about, "pid": os.getpid()})
             case "dump" if out is None or (isinstance(out, str) and os.path.isabs(out)):
                 number = caller.number
-                self._post(DumpAsked(None if out is None else Path(out), lambda said: self._reply(number, said)))
+                self._post(DumpRequested(None if out is None else Path(out), lambda said: self._reply(number, said)))
             case "dump":
                 self._end(sock, {"error": "out must be an absolute path"})
             case str(name) if name in self._verbs:
-                self._end(sock, self._answer(name, request))
+                self._end(sock, self._run_verb(name, request))
             case other:
                 known = ", ".join(["about", "dump", *self._verbs])
                 self._end(sock, {"error": f"unknown request {other!r:.100}; there are {known}"})
 
-    def _answer(self, name: str, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _run_verb(self, name: str, request: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             return self._verbs[name](request)
         except Exception as error:  # noqa: BLE001 an answer that cannot be made costs nobody but who asked for it
             return {"error": f"{name}: {type(error).__name__}: {error}"}
 
     def _reply(self, number: int, said: Path | str) -> None:
-        self._said.append((number, {"path": str(said)} if isinstance(said, Path) else {"error": said}))
+        self._replies.append((number, {"path": str(said)} if isinstance(said, Path) else {"error": said}))
         self._wake()
 
-    def _answer_all(self) -> None:
-        while self._said:
-            number, answer = self._said.popleft()
+    def _send_replies(self) -> None:
+        while self._replies:
+            number, answer = self._replies.popleft()
             for sock in [sock for sock, caller in self._callers.items() if caller.number == number]:
                 self._end(sock, answer)
 
@@ -218,7 +218,7 @@ class ControlServer:
             self._ring.send(b"!")
 
 
-class NullControl:
+class NullControlServer:
     """The socket of an agent that could not make one."""
 
     def close(self) -> None:
@@ -227,20 +227,20 @@ class NullControl:
 
 def open_control(
     path: Path,
-    post: Callable[[DumpAsked], None],
+    post: Callable[[DumpRequested], None],
     about: Mapping[str, Any],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     verbs: Mapping[str, Verb] | None = None,
-) -> ControlServer | NullControl:
+) -> ControlServer | NullControlServer:
     """The socket at `path`; without one the job runs as well, and that is said."""
     try:
         return ControlServer(path, post, about, verbs=verbs)
     except OSError as error:
-        say(f"elasticd dump will not reach this agent: {path}: {error.strerror or error}")
-        return NullControl()
+        log(f"elasticd dump will not reach this agent: {path}: {error.strerror or error}")
+        return NullControlServer()
 
 
-def ask(
+def send_request(
     path: Path, request: Mapping[str, Any], within_s: float = ANSWER_S + 5, users: Sequence[int] | None = None
 ) -> dict[str, Any]:
     """What the agent at this socket answers. It must be one of `users`, by default root or us. Raises Unanswered."""
@@ -249,10 +249,10 @@ def ask(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(within_s)
         try:
-            with short(path) as name:
+            with short_path(path) as name:
                 sock.connect(name)
             if _peer(sock) not in ((0, os.geteuid()) if users is None else users):
-                raise Unanswered(f"{path} belongs to somebody else")
+                raise ControlSocketError(f"{path} belongs to somebody else")
             sock.sendall(json.dumps(request).encode() + b"\n")
             while b"\n" not in heard and len(heard) <= ANSWER_BYTES:
                 sock.settimeout(max(0.001, until - time.monotonic()))
@@ -261,17 +261,17 @@ def ask(
                     break
                 heard += data
         except TimeoutError:
-            raise Unanswered(f"no answer within {within_s:.0f} s") from None
+            raise ControlSocketError(f"no answer within {within_s:.0f} s") from None
         except OSError as error:
-            raise Unanswered(error.strerror or str(error)) from error
+            raise ControlSocketError(error.strerror or str(error)) from error
     try:
         answer = json.loads(heard)
     except (ValueError, RecursionError):
-        raise Unanswered(
+        raise ControlSocketError(
             "the connection ended without an answer" if not heard else "an answer nobody understands"
         ) from None
     if not isinstance(answer, dict):
-        raise Unanswered("an answer nobody understands")
+        raise ControlSocketError("an answer nobody understands")
     return answer
 
 
@@ -281,7 +281,7 @@ def _peer(sock: socket.socket) -> int:
 
 
 @contextlib.contextmanager
-def short(path: Path) -> Iterator[str]:
+def short_path(path: Path) -> Iterator[str]:
     """A name for `path` that fits into the 108 bytes a unix socket's address has, however deep it lies."""
     fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

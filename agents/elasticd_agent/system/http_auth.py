@@ -22,59 +22,59 @@ from typing import Protocol
 from elasticd.errors import UsageError
 from elasticd_agent.system.secret_files import read_secret
 
-SHORTEST_TOKEN = 16
+MIN_TOKEN_LENGTH = 16
 """Below that somebody could guess it; `openssl rand -hex 32` makes a good one."""
-_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
+_UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 _SO_PEERGROUPS = 59  # asm-generic/socket.h, Linux 4.13; Python has no name for it
-_MOST_GROUPS = 256  # what fits into the 1,024 bytes that Python reads; of a user with more only the first group counts
+_MAX_GROUPS = 256  # what fits into the 1,024 bytes that Python reads; of a user with more only the first group counts
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class AccessDenied:
     """Not admitted: the HTTP status, and the sentence that says what would be right."""
 
     code: int
     why: str
 
 
-class Door(Protocol):
-    def admit(self, sock: socket.socket, authorization: Sequence[str]) -> str | Refused:
+class Authenticator(Protocol):
+    def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> str | AccessDenied:
         """Who asks, in words for a record (`by`), or why they may not. `authorization`: those headers, as they came."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class PeerDoor:
+class PeerCredentialAuth:
     """Root, whoever runs the daemon, and the users and groups that agent.toml names, by the kernel's word."""
 
     users: frozenset[int] = frozenset()
     groups: frozenset[int] = frozenset()
 
     @classmethod
-    def open_to(cls, users: Sequence[str], groups: Sequence[str]) -> PeerDoor:
+    def from_names(cls, users: Sequence[str], groups: Sequence[str]) -> PeerCredentialAuth:
         """By name or number. Raises UsageError for a name that this machine does not know."""
         return cls(
-            frozenset(_number(name, "users", lambda known: pwd.getpwnam(known).pw_uid) for name in users),
-            frozenset(_number(name, "groups", lambda known: grp.getgrnam(known).gr_gid) for name in groups),
+            frozenset(_lookup_id(name, "users", lambda known: pwd.getpwnam(known).pw_uid) for name in users),
+            frozenset(_lookup_id(name, "groups", lambda known: grp.getgrnam(known).gr_gid) for name in groups),
         )
 
     @property
-    def mode(self) -> int:
+    def socket_mode(self) -> int:
         """The socket file's: no wider than it has to be, since the kernel's word is asked for in any case."""
         return 0o666 if self.users or len(self.groups) > 1 else 0o660 if self.groups else 0o600
 
-    def admit(self, sock: socket.socket, authorization: Sequence[str]) -> str | Refused:
-        _, uid, gid = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> str | AccessDenied:
+        _, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         if uid in (0, os.geteuid()) or uid in self.users or (self.groups and self.groups & {gid, *_groups(sock)}):
             return "root" if uid == 0 else f"uid {uid}"
-        return Refused(
+        return AccessDenied(
             403,
             f"user {uid} may not ask this daemon: root, the daemon's own user and those in http.users and http.groups "
             "of agent.toml may",
         )
 
 
-class TokenDoor:
+class TokenAuth:
     """Whoever knows the token in `file`, which is read again when it has changed. Thread-safe."""
 
     def __init__(self, file: Path | None) -> None:
@@ -82,38 +82,40 @@ class TokenDoor:
         self._lock = threading.Lock()
         self._stamp: tuple[int, ...] = ()
         self._digest: bytes | None = None
-        self._trouble = ""
+        self._problem = ""
 
-    def admit(self, sock: socket.socket, authorization: Sequence[str]) -> str | Refused:
+    def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> str | AccessDenied:
         if self._file is None:
-            return Refused(
+            return AccessDenied(
                 403,
                 "this daemon has no token, so only /metrics, /healthz and /readyz are answered here; set "
                 "http.token_file in agent.toml, or ask through its unix socket on the node itself",
             )
         digest, trouble = self._read(self._file)
         if digest is None:
-            return Refused(403, f"nobody is let in here, since the token cannot be used: {trouble}")
+            return AccessDenied(403, f"nobody is let in here, since the token cannot be used: {trouble}")
         if len(authorization) != 1:
-            return Refused(401, "a token is needed: Authorization: Bearer TOKEN, as in the daemon's http.token_file")
+            return AccessDenied(
+                401, "a token is needed: Authorization: Bearer TOKEN, as in the daemon's http.token_file"
+            )
         scheme, _, given = authorization[0].strip().partition(" ")
-        if not self.knows(given) or scheme.lower() != "bearer":
-            return Refused(401, "that is not this daemon's token")
+        if not self.matches(given) or scheme.lower() != "bearer":
+            return AccessDenied(401, "that is not this daemon's token")
         peer = sock.getpeername()
         return f"the token's holder at {peer[0]}" if isinstance(peer, tuple) else "the token's holder"
 
-    def knows(self, given: str) -> bool:
+    def matches(self, given: str) -> bool:
         """Whether that is the token."""
-        digest = self.key()
+        digest = self.signing_key()
         # The digests are compared, so that not even the length of the token shows in the time this takes.
         same = hmac.compare_digest(_digest(given.strip().encode("utf-8", "surrogateescape")), digest or b"")
         return same and digest is not None
 
-    def key(self) -> bytes | None:
+    def signing_key(self) -> bytes | None:
         """What only who has the token can know, to sign with; another token, another key. None without a token."""
         return None if self._file is None else self._read(self._file)[0]
 
-    def check(self) -> str:
+    def problem(self) -> str:
         """What is wrong with the token's file, "" if nothing: for the daemon to say at its start."""
         return self._read(self._file)[1] if self._file is not None else ""
 
@@ -136,20 +138,20 @@ class TokenDoor:
         with self._lock:
             if stamp != self._stamp:
                 try:
-                    self._digest, self._trouble = _digest(read_token(file, "http.token_file").encode()), ""
+                    self._digest, self._problem = _digest(read_token(file, "http.token_file").encode()), ""
                 except UsageError as error:
-                    self._digest, self._trouble = None, str(error)
+                    self._digest, self._problem = None, str(error)
                 self._stamp = stamp
-            return self._digest, self._trouble
+            return self._digest, self._problem
 
 
 def read_token(file: Path, key: str) -> str:
     """The token in `file`; `key` is what the sentence begins with. Raises UsageError, which never quotes the file."""
     token = read_secret(file, key)
-    if len(token) < SHORTEST_TOKEN or not token.isascii():
+    if len(token) < MIN_TOKEN_LENGTH or not token.isascii():
         raise UsageError(
-            f"{key}: {str(file)!r} must hold at least {SHORTEST_TOKEN} characters of ASCII; openssl rand -hex 32 makes "
-            "a good token"
+            f"{key}: {str(file)!r} must hold at least {MIN_TOKEN_LENGTH} characters of ASCII; openssl rand -hex 32 "
+            "makes a good token"
         )
     return token
 
@@ -161,13 +163,13 @@ def _digest(data: bytes) -> bytes:
 def _groups(sock: socket.socket) -> tuple[int, ...]:
     """The peer's supplementary groups; none where the kernel does not tell."""
     try:
-        data = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
+        data = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MAX_GROUPS)
     except OSError:
         return ()
     return struct.unpack(f"{len(data) // 4}I", data)
 
 
-def _number(name: str, key: str, known: object) -> int:
+def _lookup_id(name: str, key: str, known: object) -> int:
     if name.isascii() and name.isdigit():
         return int(name)
     assert callable(known)

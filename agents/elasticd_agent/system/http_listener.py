@@ -23,16 +23,16 @@ _log = logging.getLogger("elasticd.http")
 
 
 @dataclass(slots=True)
-class _Open:
+class _Connection:
     """A connection. `until`: when it is cut; infinite once it was. `host`: whose. `heard`: what it asks is known."""
 
-    until: float
+    deadline: float
     thread: threading.Thread
     host: str
-    heard: bool = False
+    is_request_read: bool = False
 
 
-class Listener(ThreadingHTTPServer):
+class HttpListener(ThreadingHTTPServer):
     """At most `most` connections at once, each cut after `connection_s` seconds.
 
     One too many takes the place of one that still asks, the oldest of whoever has most of those; else it is closed at
@@ -48,9 +48,9 @@ class Listener(ThreadingHTTPServer):
     def __init__(
         self, address: Any, handler: type[BaseHTTPRequestHandler], *, connection_s: float, most: int, name: str
     ) -> None:
-        self.connection_s, self.most, self.name = connection_s, most, name
+        self.connection_s, self.max_connections, self.name = connection_s, most, name
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, _Open] = {}
+        self._connections: dict[socket.socket, _Connection] = {}
         self._closing = False
         self._bell, self._ring = socket.socketpair()
         try:
@@ -78,11 +78,11 @@ class Listener(ThreadingHTTPServer):
                         _log.warning("%s could not take a connection", self.name, exc_info=True)
                         time.sleep(0.1)
                 # A socket's own timeout counts from byte to byte: a client that trickles would stay for ever.
-                self.cut(time.monotonic())
+                self.cut_expired(time.monotonic())
 
     def _until_next_cut(self) -> float | None:
         with self._lock:
-            first = min((one.until for one in self._open.values()), default=math.inf)
+            first = min((one.deadline for one in self._connections.values()), default=math.inf)
         return None if first == math.inf else max(0.0, first - time.monotonic())
 
     def server_bind(self) -> None:
@@ -103,21 +103,21 @@ class Listener(ThreadingHTTPServer):
         thread = threading.Thread(target=serve, args=(request, client_address), name=name, daemon=True)
         host = str(client_address[0]) if client_address else ""  # a unix socket's clients have no address
         with self._lock:
-            room = self._has_room()
+            room = self._make_room()
             if room:
-                self._open[request] = _Open(time.monotonic() + self.connection_s, thread, host)
+                self._connections[request] = _Connection(time.monotonic() + self.connection_s, thread, host)
         if room:
             thread.start()
         else:
             self.shutdown_request(request)
 
-    def _has_room(self) -> bool:
+    def _make_room(self) -> bool:
         """Call with the lock. Threads that were cut need a moment to end: of those there are never more than `most`."""
-        counted = [(request, one) for request, one in self._open.items() if one.until != math.inf]
-        if len(counted) < self.most:
-            return len(self._open) < 2 * self.most
-        asking = [(request, one) for request, one in counted if not one.heard]  # the oldest first
-        if not asking or len(self._open) >= 2 * self.most:
+        counted = [(request, one) for request, one in self._connections.items() if one.deadline != math.inf]
+        if len(counted) < self.max_connections:
+            return len(self._connections) < 2 * self.max_connections
+        asking = [(request, one) for request, one in counted if not one.is_request_read]  # the oldest first
+        if not asking or len(self._connections) >= 2 * self.max_connections:
             return False
         ((host, _),) = Counter(one.host for _, one in asking).most_common(1)
         self._cut(*next(pair for pair in asking if pair[1].host == host))
@@ -128,25 +128,25 @@ class Listener(ThreadingHTTPServer):
             super().shutdown_request(request)
         finally:  # who closes the listener waits for those that are still in here
             with self._lock:
-                self._open.pop(request, None)
+                self._connections.pop(request, None)
 
     def extend(self, request: socket.socket, seconds: float) -> None:
         """This connection has `seconds` from now on: what it asks for takes longer than asking."""
         with self._lock:
-            one = self._open.get(request)
-            if one is not None and one.until != math.inf:
-                one.until, one.heard = time.monotonic() + seconds, True
+            one = self._connections.get(request)
+            if one is not None and one.deadline != math.inf:
+                one.deadline, one.is_request_read = time.monotonic() + seconds, True
 
-    def cut(self, now: float) -> None:
+    def cut_expired(self, now: float) -> None:
         """Cut every connection whose time is over at `now`."""
         with self._lock:
-            for request, one in self._open.items():
-                if now >= one.until:
+            for request, one in self._connections.items():
+                if now >= one.deadline:
                     self._cut(request, one)
 
     @staticmethod
-    def _cut(request: socket.socket, one: _Open) -> None:
-        one.until = math.inf
+    def _cut(request: socket.socket, one: _Connection) -> None:
+        one.deadline = math.inf
         # Not an SSLSocket's own, which would forget first that it is one.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(request, socket.SHUT_RDWR)
@@ -160,7 +160,7 @@ class Listener(ThreadingHTTPServer):
         if self._serving.is_alive():
             self._serving.join(max(0.0, until - time.monotonic()))
         self.server_close()
-        self.cut(math.inf)
+        self.cut_expired(math.inf)
         threads = [self._serving, *self.threads()]
         if not self._serving.is_alive():
             self._bell.close()
@@ -174,7 +174,7 @@ class Listener(ThreadingHTTPServer):
 
     def threads(self) -> list[threading.Thread]:
         with self._lock:
-            return [one.thread for one in self._open.values()]
+            return [one.thread for one in self._connections.values()]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _log.debug("a connection of %s ended early", self.name, exc_info=True)

@@ -34,12 +34,12 @@ def interface_of(address: str) -> str | None:
     return next((name for name in names if scope in ("", name)), None)
 
 
-class _Entry(ctypes.Structure):
+class _IfAddrs(ctypes.Structure):
     """struct ifaddrs, as far as it is read here (getifaddrs(3))."""
 
 
-_Entry._fields_ = (
-    ("next", ctypes.POINTER(_Entry)),
+_IfAddrs._fields_ = (
+    ("next", ctypes.POINTER(_IfAddrs)),
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
     ("address", ctypes.c_void_p),
@@ -49,7 +49,7 @@ _Entry._fields_ = (
 def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
     """(interface, address) in the order that gloo sees them in."""
     libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Entry)()
+    first = ctypes.POINTER(_IfAddrs)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
         return
     with contextlib.ExitStack() as ending:

@@ -23,14 +23,14 @@ _BATCH = 64 * 1024
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Outlet:
+class NonBlockingWriter:
     """Writes what `put` is given to a duplicate of `fd`, in order."""
 
     def __init__(self, fd: int, capacity: int = CAPACITY, name: str = "elasticd-outlet") -> None:
         """A closed `fd` makes an outlet that is broken from the start; it swallows everything."""
         self._capacity = capacity
         self._pieces: deque[bytes] = deque()
-        self._held = self._lost = 0
+        self._pending_bytes = self._lost_bytes = 0
         self._broken = self._closing = False
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
@@ -49,11 +49,11 @@ class Outlet:
 
     def room(self) -> int:
         """How many bytes `put` would accept now; a broken outlet accepts, and swallows, anything."""
-        return self._capacity if self._broken else self._capacity - self._held
+        return self._capacity if self._broken else self._capacity - self._pending_bytes
 
     def empty(self) -> bool:
         """Everything accepted so far has been written."""
-        return self._held == 0
+        return self._pending_bytes == 0
 
     def put(self, piece: bytes) -> bool:
         """Leave bytes to be written. False, and nothing is written of them, when there is no room. Never blocks."""
@@ -61,10 +61,10 @@ class Outlet:
             if self._broken or self._closing or not piece:
                 return True
             # An outlet with nothing to do takes any piece, or one larger than its capacity could never be written.
-            if self._held and self._held + len(piece) > self._capacity:
+            if self._pending_bytes and self._pending_bytes + len(piece) > self._capacity:
                 return False
             self._pieces.append(piece)
-            self._held += len(piece)
+            self._pending_bytes += len(piece)
             self._changed.notify_all()
             return True
 
@@ -92,7 +92,7 @@ class Outlet:
         while batch := self._next():
             self._write(batch)
             with self._changed:
-                self._held = 0 if self._broken else self._held - len(batch)
+                self._pending_bytes = 0 if self._broken else self._pending_bytes - len(batch)
                 self._changed.notify_all()
             for listener in self._listeners:
                 listener()
@@ -111,7 +111,11 @@ class Outlet:
             return b"".join(taken)
 
     def _write(self, data: bytes) -> None:
-        missing = b"\n[elasticd: %d bytes are missing here: the disk was full]\n" % self._lost if self._lost else b""
+        missing = (
+            b"\n[elasticd: %d bytes are missing here: the disk was full]\n" % self._lost_bytes
+            if self._lost_bytes
+            else b""
+        )
         left = memoryview(missing + data)
         while left and not self._broken:
             try:
@@ -123,21 +127,21 @@ class Outlet:
                 poll.poll(1000)
             except OSError as error:
                 if error.errno in _FULL:
-                    self._lost += min(len(left), len(data))
+                    self._lost_bytes += min(len(left), len(data))
                     return
                 with self._changed:
                     self._broken = True
                     self._pieces.clear()
-        self._lost = 0
+        self._lost_bytes = 0
 
 
-def open_outlets() -> tuple[Outlet, Outlet]:
+def open_std_writers() -> tuple[NonBlockingWriter, NonBlockingWriter]:
     """For standard output and error; one for both when they go to the same place, so that lines keep their order."""
-    out = Outlet(1, name="elasticd-stdout")
-    return (out, out) if _same(1, 2) else (out, Outlet(2, name="elasticd-stderr"))
+    out = NonBlockingWriter(1, name="elasticd-stdout")
+    return (out, out) if _same_file(1, 2) else (out, NonBlockingWriter(2, name="elasticd-stderr"))
 
 
-def _same(a: int, b: int) -> bool:
+def _same_file(a: int, b: int) -> bool:
     try:
         return os.path.sameopenfile(a, b)
     except OSError:

@@ -11,7 +11,7 @@ import os
 import signal
 
 PR_SET_PDEATHSIG = 1
-DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that do not end the owner, and mean to its children what they would have meant without it."""
 
 
@@ -23,7 +23,7 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, stdout: str | None, st
     """Fork and exec as `Popen(start_new_session=True)` would; the parent's death is the child's."""
     owner = os.getpid()
     # Our handlers are the child's until it execs: a signal in between waits for the default action, or is lost.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     pid = os.fork()
     if pid:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -36,7 +36,7 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, stdout: str | None, st
         signal.set_wakeup_fd(-1)
         for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(ignored, signal.SIG_DFL)
-        for signum in DEAF_TO:
+        for signum in IGNORED_SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

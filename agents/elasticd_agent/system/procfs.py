@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_ENOUGH = 4096
+_READ_LIMIT = 4096
 """A stat line is below 400 bytes, an io file below 200."""
 _FLAGS, _PF_EXITING = 6, 0x4
 """Where a stat line has them, behind the name, and what says that the thread is on its way out (linux/sched.h)."""
@@ -75,10 +75,10 @@ def condition(pid: int) -> str:
     """As `state`, but "X" of one that is ending: of all threads the main one becomes a zombie first, and the last one
     may have a driver's memory to give back, for seconds."""
     found = state(pid)
-    return "X" if found == "Z" and not _lives_on(pid) else found
+    return "X" if found == "Z" and not _has_live_thread(pid) else found
 
 
-def _lives_on(pid: int) -> bool:
+def _has_live_thread(pid: int) -> bool:
     """A thread of the process is neither dead nor dying."""
     try:
         tids = os.listdir(f"/proc/{pid}/task")
@@ -102,10 +102,10 @@ def stat(pid: int) -> Stat | None:
 
 def usage(pids: Sequence[int]) -> dict[int, Usage]:
     """What the trees of these processes have used so far; those that are gone are left out."""
-    return Usages().of(pids)
+    return UsageReader().read(pids)
 
 
-class Usages:
+class UsageReader:
     """The same again and again, of the same processes: who belongs to nobody of them is looked at once.
 
     A look costs 6 µs a process, a machine with many cores has thousands, most of them the kernel's, and a group whose
@@ -115,17 +115,17 @@ class Usages:
 
     def __init__(self) -> None:
         self._pids: tuple[int, ...] = ()
-        self._others: set[int] = set()
+        self._unrelated: set[int] = set()
 
-    def of(self, pids: Sequence[int]) -> dict[int, Usage]:
+    def read(self, pids: Sequence[int]) -> dict[int, Usage]:
         """What the trees of these processes have used so far; those that are gone are left out."""
         if tuple(pids) != self._pids:
-            self._pids, self._others = tuple(pids), set()
-        everyone = everybody()
-        known = scan(everyone - self._others)
+            self._pids, self._unrelated = tuple(pids), set()
+        everyone = all_pids()
+        known = scan(everyone - self._unrelated)
         by_root = trees(pids, known.values())
         ours = {member for members in by_root.values() for member in members}
-        self._others = (self._others & everyone) | (known.keys() - ours)
+        self._unrelated = (self._unrelated & everyone) | (known.keys() - ours)
         return {
             pid: Usage(
                 sum(known[member].cpu_s for member in members),
@@ -135,7 +135,7 @@ class Usages:
         }
 
 
-def everybody() -> set[int]:
+def all_pids() -> set[int]:
     """The ids of all processes; none where there is no file descriptor left to look with."""
     try:
         return {int(name) for name in os.listdir("/proc") if name.isdigit()}
@@ -145,7 +145,7 @@ def everybody() -> set[int]:
 
 def scan(pids: Iterable[int] | None = None) -> dict[int, Stat]:
     """Every process there is, or those of `pids`. 6 µs each."""
-    found = map(stat, everybody() if pids is None else pids)
+    found = map(stat, all_pids() if pids is None else pids)
     return {one.pid: one for one in found if one is not None}
 
 
@@ -175,7 +175,7 @@ def trees(roots: Iterable[int], processes: Iterable[Stat]) -> dict[int, tuple[in
     return found
 
 
-def read(path: str, most: int = _ENOUGH) -> bytes:
+def read(path: str, most: int = _READ_LIMIT) -> bytes:
     """The file's first `most` bytes; b"" if it is not there, not ours to read, or its process has just ended."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

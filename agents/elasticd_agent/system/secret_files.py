@@ -12,11 +12,11 @@ from pathlib import Path
 
 from elasticd.errors import UsageError
 
-LONGEST = 1024
+MAX_LENGTH = 1024
 """Characters; a file that holds more is another file than was meant."""
 
 
-def trouble(path: Path) -> str | None:
+def find_problem(path: Path) -> str | None:
     """What is wrong with `path` as a secret's file and what would be right, or None. It must be no one else's to read;
     its group may, as mounted secrets in containers are made.
     """
@@ -37,16 +37,16 @@ def trouble(path: Path) -> str | None:
 
 def read_secret(path: Path, key: str) -> str:
     """The one line `path` holds. `key` is what the sentence begins with. Raises UsageError."""
-    wrong = trouble(path)
+    wrong = find_problem(path)
     if wrong is not None:
         raise UsageError(f"{key}: {wrong}")
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(LONGEST + 2)
+            text = file.read(MAX_LENGTH + 2)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"{key}: {str(path)!r} cannot be read: {why}") from None
     secret = text.rstrip("\r\n")
-    if not secret.strip() or "\n" in secret or "\r" in secret or len(secret) > LONGEST or not secret.isprintable():
-        raise UsageError(f"{key}: {str(path)!r} must hold one line, the secret, of at most {LONGEST} characters")
+    if not secret.strip() or "\n" in secret or "\r" in secret or len(secret) > MAX_LENGTH or not secret.isprintable():
+        raise UsageError(f"{key}: {str(path)!r} must hold one line, the secret, of at most {MAX_LENGTH} characters")
     return secret

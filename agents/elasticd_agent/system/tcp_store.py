@@ -16,7 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def serve(tcp_store: Callable[..., Any] | None, host: str, listen_fd: int, channel: socket.socket) -> None:
@@ -25,7 +25,7 @@ def serve(tcp_store: Callable[..., Any] | None, host: str, listen_fd: int, chann
     Clients may connect before this is called: they wait in the listening socket's backlog. Without torch (None) there
     is nothing to serve and nobody who could ask for it: the job is no training job, and runs all the same.
     """
-    for number in DEAF_TO:  # batch systems signal every process of a job
+    for number in IGNORED_SIGNALS:  # batch systems signal every process of a job
         signal.signal(number, signal.SIG_IGN)
     store = None if tcp_store is None else start(tcp_store, host, listen_fd)
     while channel.recv(4096):

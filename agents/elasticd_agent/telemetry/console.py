@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from elasticd_agent.system.nonblocking_writer import CAPACITY, Outlet
+from elasticd_agent.system.nonblocking_writer import CAPACITY, NonBlockingWriter
 
 Level = Literal["info", "warning", "error"]
 PLAIN_PROGRESS_S = 30.0
@@ -76,15 +76,15 @@ def _age(seconds: float) -> str:
 
 
 class Console(Protocol):
-    def said(self, sentence: str, level: Level = "info") -> None: ...
+    def log(self, sentence: str, level: Level = "info") -> None: ...
     def progress(self, view: ProgressView) -> None: ...
     def close(self) -> None: ...
 
 
-class _Lines:
+class _LineWriter:
     """Puts whole lines into an outlet, from any thread, and says how many it could not."""
 
-    def __init__(self, outlet: Outlet) -> None:
+    def __init__(self, outlet: NonBlockingWriter) -> None:
         self._outlet, self._lost = outlet, 0
 
     def put(self, line: str) -> None:
@@ -97,12 +97,12 @@ class _Lines:
 class PlainConsole:
     """Log lines, for a file, a pipe or a container's log."""
 
-    def __init__(self, outlet: Outlet, job: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lines, self._job, self._clock = _Lines(outlet), _visible(job), clock
+    def __init__(self, outlet: NonBlockingWriter, job: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lines, self._job, self._clock = _LineWriter(outlet), _visible(job), clock
         self._last: ProgressView | None = None
         self._due = float("-inf")
 
-    def said(self, sentence: str, level: Level = "info") -> None:
+    def log(self, sentence: str, level: Level = "info") -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self._lines.put(f"{stamp} elasticd[{self._job}] {_LEVELS[level]}{_visible(sentence)}")
 
@@ -112,7 +112,7 @@ class PlainConsole:
         if view.step is None or now < self._due or (self._last is not None and view.step == self._last.step):
             return
         self._last, self._due = view, now + PLAIN_PROGRESS_S
-        self.said(", ".join(describe(view, now)))
+        self.log(", ".join(describe(view, now)))
 
     def close(self) -> None:
         pass
@@ -121,9 +121,9 @@ class PlainConsole:
 class LiveConsole:
     """Sentences above, one live line at the bottom, redrawn by a thread of its own."""
 
-    def __init__(self, outlet: Outlet, fd: int, job: str, refresh_s: float = LIVE_REFRESH_S) -> None:
+    def __init__(self, outlet: NonBlockingWriter, fd: int, job: str, refresh_s: float = LIVE_REFRESH_S) -> None:
         self._outlet, self._fd, self._job, self._refresh_s = outlet, fd, _visible(job), refresh_s
-        self._lines = _Lines(outlet)
+        self._lines = _LineWriter(outlet)
         self._color = not os.environ.get("NO_COLOR")
         self._view: ProgressView | None = None
         self._rows = 0
@@ -132,7 +132,7 @@ class LiveConsole:
         self._thread.start()
         atexit.register(self.close)
 
-    def said(self, sentence: str, level: Level = "info") -> None:
+    def log(self, sentence: str, level: Level = "info") -> None:
         text = f"{time.strftime('%H:%M:%S')} elasticd: {_LEVELS[level]}{_visible(sentence)}"
         colored = self._color and _COLORS[level]
         self._lines.put(f"{_COLORS[level]}{text}\x1b[0m" if colored else text)
@@ -211,7 +211,7 @@ def _visible(text: str) -> str:
     return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
 
 
-def open_console(outlet: Outlet, fd: int, job: str) -> PlainConsole | LiveConsole:
+def open_console(outlet: NonBlockingWriter, fd: int, job: str) -> PlainConsole | LiveConsole:
     """Live when `fd` (where `outlet` goes) is a terminal that can move its cursor and has room, else plain."""
     try:
         columns, rows = os.get_terminal_size(fd)
@@ -221,7 +221,7 @@ def open_console(outlet: Outlet, fd: int, job: str) -> PlainConsole | LiveConsol
     return LiveConsole(outlet, fd, job) if able else PlainConsole(outlet, job)
 
 
-class SaidHandler(logging.Handler):
+class ConsoleLogHandler(logging.Handler):
     """Lets what elasticd's modules log be seen with everything else that is said."""
 
     def __init__(self, console: Console) -> None:
@@ -230,6 +230,6 @@ class SaidHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._console.said(record.getMessage(), "error" if record.levelno >= logging.ERROR else "warning")
+            self._console.log(record.getMessage(), "error" if record.levelno >= logging.ERROR else "warning")
         except Exception:  # noqa: BLE001 logging's own contract: a broken record must not break its caller
             self.handleError(record)

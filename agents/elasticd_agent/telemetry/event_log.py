@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from elasticd.errors import UsageError
-from elasticd_agent.telemetry.events import FORMAT, MAX_LINE, Record
+from elasticd_agent.telemetry.events import FORMAT_VERSION, MAX_LINE_BYTES, LogEvent
 
 # Long enough for any path and a sentence about it; a Python traceback in a reason is cut.
 MAX_TEXT = 4096
-_CUTS = ((MAX_TEXT, 4096), (256, 256), (64, 8))
+_CUT_LIMITS = ((MAX_TEXT, 4096), (256, 256), (64, 8))
 
 _log = logging.getLogger("elasticd.eventlog")
 
 
-class Events(Protocol):
+class EventSink(Protocol):
     """Where records go."""
 
     @property
@@ -37,7 +37,7 @@ class Events(Protocol):
         """Lines that could not be written."""
         ...
 
-    def write(self, record: Record) -> None: ...
+    def write(self, record: LogEvent) -> None: ...
 
     def close(self) -> None: ...
 
@@ -47,7 +47,7 @@ class NullEventLog:
 
     lost = 0
 
-    def write(self, record: Record) -> None:
+    def write(self, record: LogEvent) -> None:
         pass
 
     def close(self) -> None:
@@ -65,29 +65,29 @@ class EventLog:
         """
         self.lost = 0
         self._path, self._job, self._node = path, job, node
-        self._torn = False
+        self._partial_line = False
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         try:
-            self._fd = self._opened()
+            self._fd = self._open()
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise UsageError(f"--event-log {path}: cannot be opened for appending: {why}") from error
 
-    def _opened(self) -> int:
+    def _open(self) -> int:
         # O_NONBLOCK: a named pipe without a reader is refused here, and one whose reader stalls costs lines, not time.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
         return os.open(self._path, flags, 0o600)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: LogEvent) -> None:
         line = encode(record, self._job, self._node)
         with self._lock:
             if self._most_bytes is not None:
-                self._begin_anew(self._most_bytes)
+                self._rotate(self._most_bytes)
             self._append(line)
 
-    def _begin_anew(self, most_bytes: int) -> None:
+    def _rotate(self, most_bytes: int) -> None:
         try:
             mine = os.fstat(self._fd)
             try:
@@ -98,26 +98,26 @@ class EventLog:
                 return
             if there:
                 os.rename(self._path, f"{self._path}.1")
-            fd = self._opened()
+            fd = self._open()
         except OSError:
             return  # then where it is
         os.close(self._fd)
-        self._fd, self._torn = fd, False
+        self._fd, self._partial_line = fd, False
 
     def _append(self, line: bytes) -> None:
-        if self._torn:
+        if self._partial_line:
             line = b"\n" + line
         try:
             written = os.write(self._fd, line)
         except OSError as error:
-            self._lose(error.strerror or str(error))
+            self._count_lost(error.strerror or str(error))
             return
         # A full disk may take the head of a line; the next one starts with a newline, so that only this one is lost.
-        self._torn = written < len(line)
-        if self._torn:
-            self._lose("only a part of a line could be written")
+        self._partial_line = written < len(line)
+        if self._partial_line:
+            self._count_lost("only a part of a line could be written")
 
-    def _lose(self, why: str) -> None:
+    def _count_lost(self, why: str) -> None:
         self.lost += 1
         if self.lost == 1:
             _log.warning("event log %s: %s; the job goes on, lines that cannot be written are counted", self._path, why)
@@ -131,21 +131,28 @@ class EventLog:
             _log.warning("event log %s: %d lines were lost", self._path, self.lost)
 
 
-def open_event_log(path: Path | None, job: str, node: str, most_bytes: int | None = None) -> Events:
+def open_event_log(path: Path | None, job: str, node: str, most_bytes: int | None = None) -> EventSink:
     """The log at `path`, or one that does nothing. Raises UsageError when the file cannot be opened."""
     return NullEventLog() if path is None else EventLog(path, job, node, most_bytes)
 
 
-def encode(record: Record, job: str, node: str) -> bytes:
+def encode(record: LogEvent, job: str, node: str) -> bytes:
     """One line with its newline, at most MAX_LINE bytes; what does not fit is cut and the line says `"cut": true`."""
     # Reckoned from `mono`, so that wall says when it happened too, however late it is written.
     wall = time.time() - (time.monotonic() - record.mono)
-    head = {"v": FORMAT, "kind": record.kind, "job": job, "node": node, "round": record.round, "wall": round(wall, 6)}
+    head = {
+        "v": FORMAT_VERSION,
+        "kind": record.kind,
+        "job": job,
+        "node": node,
+        "round": record.round,
+        "wall": round(wall, 6),
+    }
     body = {f.name: getattr(record, f.name) for f in fields(record) if f.name != "round"}
     line = b""
-    for text, items in _CUTS:
+    for text, items in _CUT_LIMITS:
         line = _dump({**head, **body}, text, items)
-        if len(line) <= MAX_LINE:
+        if len(line) <= MAX_LINE_BYTES:
             break
     return line
 

@@ -20,7 +20,7 @@ NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class TimeSplit:
     """Seconds."""
 
     useful: float = 0.0
@@ -28,18 +28,18 @@ class Times:
     idle: float = 0.0
 
     @property
-    def whole(self) -> float:
+    def total(self) -> float:
         return self.useful + self.lost + self.idle
 
     @property
     def goodput(self) -> float:
         """The useful part; 0 before any time has passed."""
-        return self.useful / self.whole if self.whole > 0 else 0.0
+        return self.useful / self.total if self.total > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
-    """All before `since` is decided; since then it is `state`, and idle from `waits_from` on if that is lost.
+class GoodputLedger:
+    """All before `since` is decided; since then it is `state`, and idle from `waiting_from` on if that is lost.
 
     Moments are seconds of one clock. One that lies before `since` counts as `since`.
     """
@@ -47,56 +47,56 @@ class Spent:
     since: float
     state: State = "idle"
     high_water: int = 0
-    decided: Times = Times()
-    waits_from: float = NEVER
+    totals: TimeSplit = TimeSplit()
+    waiting_from: float = NEVER
 
-    def until(self, now: float) -> Times:
+    def totals_at(self, now: float) -> TimeSplit:
         """What became of the time until `now`."""
-        return self._closed(now).decided
+        return self._advanced_to(now).totals
 
-    def stepped(self, step: int, at: float) -> Spent:
+    def on_step(self, step: int, at: float) -> GoodputLedger:
         """Step `step` of the job was finished."""
         if step > self.high_water:
-            return replace(self._closed(at), state="useful", high_water=step, waits_from=NEVER)
+            return replace(self._advanced_to(at), state="useful", high_water=step, waiting_from=NEVER)
         if self.state == "idle":  # trained again, though no fault had been heard of
-            return replace(self._closed(at), state="lost")
+            return replace(self._advanced_to(at), state="lost")
         return self
 
-    def proceeded(self, at: float) -> Spent:
+    def on_progress(self, at: float) -> GoodputLedger:
         """Whatever was done until `at` belongs to the step being made: a checkpoint, an evaluation, an orderly end."""
-        return self._closed(at) if self.state == "useful" else self
+        return self._advanced_to(at) if self.state == "useful" else self
 
-    def late(self, step: int, at: float) -> Spent:
+    def on_late_step(self, step: int, at: float) -> GoodputLedger:
         """Step `step` had been finished at `at`, before the fault that was heard of first."""
         if step <= self.high_water:
             return self
-        kept = replace(self, state="useful")._closed(at) if self.state == "lost" else self
+        kept = replace(self, state="useful")._advanced_to(at) if self.state == "lost" else self
         return replace(kept, state=self.state, high_water=step)
 
-    def broke(self, at: float) -> Spent:
+    def on_fault(self, at: float) -> GoodputLedger:
         """A fault was heard of at `at`: what came after the last step is lost. Before the first step it is idle."""
         if self.state == "useful":
             return replace(self, state="lost")
         if self.state == "idle" and self.high_water:
-            return replace(self._closed(at), state="lost")
+            return replace(self._advanced_to(at), state="lost")
         return self
 
-    def paused(self) -> Spent:
+    def on_pause(self) -> GoodputLedger:
         """No steps are made for a while, and no fault is why: nothing since the last step was of use."""
         return replace(self, state="idle") if self.state == "useful" else self
 
-    def waits(self, at: float) -> Spent:
+    def on_wait(self, at: float) -> GoodputLedger:
         """From `at` on, what is not useful waits for nodes."""
-        return replace(self, waits_from=min(self.waits_from, at))
+        return replace(self, waiting_from=min(self.waiting_from, at))
 
-    def goes_on(self, at: float) -> Spent:
+    def on_resume(self, at: float) -> GoodputLedger:
         """Nothing is waited for any more."""
-        return replace(self._closed(at), waits_from=NEVER)
+        return replace(self._advanced_to(at), waiting_from=NEVER)
 
-    def _closed(self, at: float) -> Spent:
+    def _advanced_to(self, at: float) -> GoodputLedger:
         seconds = max(0.0, at - self.since)
-        waited = min(seconds, max(0.0, at - self.waits_from)) if self.state == "lost" else 0.0
-        times = self.decided
+        waited = min(seconds, max(0.0, at - self.waiting_from)) if self.state == "lost" else 0.0
+        times = self.totals
         match self.state:
             case "useful":
                 times = replace(times, useful=times.useful + seconds)
@@ -104,15 +104,15 @@ class Spent:
                 times = replace(times, lost=times.lost + seconds - waited, idle=times.idle + waited)
             case "idle":
                 times = replace(times, idle=times.idle + seconds)
-        return replace(self, since=max(self.since, at), decided=times)
+        return replace(self, since=max(self.since, at), totals=times)
 
 
-def grown(told: Times, found: Times) -> Times:
+def monotonic_counters(told: TimeSplit, found: TimeSplit) -> TimeSplit:
     """As near to `found` as counters that stand at `told` can get, and as much in all. What was told too much of one is
     told too little of the others for a while, and made good first where it hurts: lost, then idle, then useful."""
-    left = found.whole - told.whole
+    left = found.total - told.total
     more = []
     for before, after in ((told.lost, found.lost), (told.idle, found.idle), (told.useful, found.useful)):
         more.append(min(max(0.0, left), max(0.0, after - before)))
         left -= more[-1]
-    return Times(told.useful + more[2], told.lost + more[0], told.idle + more[1])
+    return TimeSplit(told.useful + more[2], told.lost + more[0], told.idle + more[1])

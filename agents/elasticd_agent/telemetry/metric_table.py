@@ -10,30 +10,30 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from elasticd_agent.model.messages import Phase
-from elasticd_agent.model.reports import CAUSES as HANGS
-from elasticd_agent.telemetry.goodput_tracker import AGREE_S
+from elasticd_agent.model.reports import HANG_CAUSES as HANGS
+from elasticd_agent.telemetry.goodput_tracker import AGREEMENT_S
 
-CAUSES = ("crash", "hung", "store_lost", "start_failed", "resize", "other")
+RESTART_CAUSES = ("crash", "hung", "store_lost", "start_failed", "resize", "other")
 EXIT_KINDS = ("success", "exit_code", "signal", "asked")
-MODES = ("warm", "cold")
-PARTS = ("detect", "evidence", "agree", "stop", "start", "first_step")
-FAULTS = ("crash", "hung", "node_lost", "store_lost", "start_failed", "other")
-SPENT = ("useful", "lost", "idle")
+START_MODES = ("warm", "cold")
+RECOVERY_PARTS = ("detect", "evidence", "agree", "stop", "start", "first_step")
+FAULT_CAUSES = ("crash", "hung", "node_lost", "store_lost", "start_failed", "other")
+TIME_STATES = ("useful", "lost", "idle")
 PHASES = tuple(phase.__name__.lower() for phase in get_args(Phase))
-MOST_BLAMED = 8
+MAX_CULPRITS = 8
 """So many pairs of a cause and a node at fault have a series of their own; what more there are share one a cause."""
-OTHERS = "..."
+OTHER_CULPRITS = "..."
 """The culprit where there are more; no node can be called that."""
 LEASE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 """A renewal gives up after 0.9 s by default; a lease is 3 s."""
-MOST_SLOW = 16
+MAX_STRAGGLERS = 16
 """Of more ranks that the others wait for only the slowest have a series."""
-REASON = 200
+MAX_REASON_CHARS = 200
 """Characters of a round's reason that a label carries."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class MetricSpec:
     """One metric. A job's also carry `job_id` and `node`, a node's `node`; Prometheus itself owns the label `job`.
 
     `many`: how many sets of values its labels can have; 0: one for each rank, or
@@ -45,208 +45,219 @@ class Spec:
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    many: int = 1
+    label_sets: int = 1
 
     def series(self, ranks: int) -> int:
         """How many series it can be on a node with so many ranks of the job."""
         each = len(self.buckets) + 3 if self.buckets else 1  # +Inf, _sum and _count
-        return each * (self.many or ranks)
+        return each * (self.label_sets or ranks)
 
 
-def escaped(text: str) -> str:
+def escape_label(text: str) -> str:
     """As a label's value in the text format."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-AGENT_UP = Spec("elasticd_agent_up", "gauge", "1 while the agent runs; the last scrape before it ends still shows 1.")
-AGENT_INFO = Spec("elasticd_agent_info", "gauge", "Always 1; the labels say which agent this is.", ("version",))
-AGENT_START = Spec("elasticd_agent_start_timestamp_seconds", "gauge", "Unix time the agent started.")
-JOB_PHASE = Spec(
+AGENT_UP = MetricSpec(
+    "elasticd_agent_up", "gauge", "1 while the agent runs; the last scrape before it ends still shows 1."
+)
+AGENT_INFO = MetricSpec("elasticd_agent_info", "gauge", "Always 1; the labels say which agent this is.", ("version",))
+AGENT_START = MetricSpec("elasticd_agent_start_timestamp_seconds", "gauge", "Unix time the agent started.")
+JOB_PHASE = MetricSpec(
     "elasticd_job_phase",
     "gauge",
     f"1 for the phase the agent of this node is in, 0 for the others: {', '.join(PHASES)}.",
     ("phase",),
-    many=len(PHASES),
+    label_sets=len(PHASES),
 )
-TIME = Spec(
+TIME = MetricSpec(
     "elasticd_time_seconds_total",
     "counter",
     "What became of this node's time: useful (steps beyond the highest one so far), lost (from the last step before a "
     "fault until a step is beyond that again) or idle (before the job's first step, waiting for nodes, holds).",
     ("state",),
-    many=len(SPENT),
+    label_sets=len(TIME_STATES),
 )
-ROUND = Spec("elasticd_round", "gauge", "Number of the current round.")
-ROUND_INFO = Spec(
+ROUND = MetricSpec("elasticd_round", "gauge", "Number of the current round.")
+ROUND_INFO = MetricSpec(
     "elasticd_round_info",
     "gauge",
     "1 for the current round, told by the node whose agent plans: why there is one, in a word (start, resize, or what "
-    f"went wrong; of the last one how the job ended) and in at most {REASON} characters.",
+    f"went wrong; of the last one how the job ended) and in at most {MAX_REASON_CHARS} characters.",
     ("round", "cause", "reason"),
 )
-ROUND_START = Spec("elasticd_round_start_timestamp_seconds", "gauge", "Unix time this node heard of the current round.")
-WORLD_SIZE = Spec("elasticd_world_size", "gauge", "Workers in the current round, over all nodes.")
-WORLD_SIZE_TARGET = Spec(
+ROUND_START = MetricSpec(
+    "elasticd_round_start_timestamp_seconds", "gauge", "Unix time this node heard of the current round."
+)
+WORLD_SIZE = MetricSpec("elasticd_world_size", "gauge", "Workers in the current round, over all nodes.")
+WORLD_SIZE_TARGET = MetricSpec(
     "elasticd_world_size_target",
     "gauge",
     "Workers the job would have on as many nodes as it may have, and with nothing set aside.",
 )
-WORKERS_RUNNING = Spec("elasticd_workers_running", "gauge", "Worker processes of the current round alive on this node.")
-RESTARTS = Spec(
+WORKERS_RUNNING = MetricSpec(
+    "elasticd_workers_running", "gauge", "Worker processes of the current round alive on this node."
+)
+RESTARTS = MetricSpec(
     "elasticd_restarts_total",
     "counter",
-    f"Rounds after the first, by cause: {', '.join(CAUSES)}.",
+    f"Rounds after the first, by cause: {', '.join(RESTART_CAUSES)}.",
     ("cause",),
-    many=len(CAUSES),
+    label_sets=len(RESTART_CAUSES),
 )
-FAULTS_SEEN = Spec(
+FAULTS_TOTAL = MetricSpec(
     "elasticd_faults_total",
     "counter",
-    f"Faults that ended a round, counted once by the node whose agent plans, by cause: {', '.join(FAULTS)}; culprit is "
-    "the node at fault, empty when no single one is.",
+    f"Faults that ended a round, counted once by the node whose agent plans, by cause: {', '.join(FAULT_CAUSES)}; "
+    "culprit is the node at fault, empty when no single one is.",
     ("cause", "culprit"),
-    many=2 * len(FAULTS) + MOST_BLAMED,
+    label_sets=2 * len(FAULT_CAUSES) + MAX_CULPRITS,
 )
-BUDGET = Spec(
+BUDGET = MetricSpec(
     "elasticd_restart_budget_remaining",
     "gauge",
     "Restarts left before the job is given up, if it gets no further: those in a row, or of the hour if these are "
     "fewer; or those of `max_restarts`. Progress and time give the former back. Not every node sees all progress: the "
     "highest of theirs is right.",
 )
-EXITS = Spec(
+EXITS = MetricSpec(
     "elasticd_worker_exits_total",
     "counter",
     "Worker processes of this node that ended: success, exit_code (non-zero), signal, asked (stopped or killed by us).",
     ("kind",),
-    many=len(EXIT_KINDS),
+    label_sets=len(EXIT_KINDS),
 )
-STEP = Spec("elasticd_step", "gauge", "Last optimizer step finished by any worker of this node.")
-WORKER_STEP = Spec(
+STEP = MetricSpec("elasticd_step", "gauge", "Last optimizer step finished by any worker of this node.")
+WORKER_STEP = MetricSpec(
     "elasticd_worker_step",
     "gauge",
     "Last optimizer step finished by the rank; only ranks of the current round.",
     ("rank",),
-    many=0,
+    label_sets=0,
 )
-STEPS_PER_SECOND = Spec("elasticd_steps_per_second", "gauge", "Optimizer steps a second, lately.")
-LAST_PROGRESS = Spec(
+STEPS_PER_SECOND = MetricSpec("elasticd_steps_per_second", "gauge", "Optimizer steps a second, lately.")
+LAST_PROGRESS = MetricSpec(
     "elasticd_last_progress_timestamp_seconds",
     "gauge",
     "Unix time a worker of this node was last seen to finish a step.",
 )
-FIRST_STEP = Spec(
+FIRST_STEP = MetricSpec(
     "elasticd_start_to_first_step_seconds", "gauge", "From the start of the round's workers to its first finished step."
 )
-RECOVERY = Spec(
+RECOVERY = MetricSpec(
     "elasticd_recovery_seconds",
     "histogram",
     "From a fault to the first step finished by the next round.",
     # A warm restart of 2 workers takes 0.1 s, a cold one 2 s; a big model's checkpoint takes minutes to load.
     buckets=(0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0),
 )
-CHECKPOINTS_SAVED = Spec("elasticd_checkpoints_saved_total", "counter", "Checkpoints written whole.")
-CHECKPOINT_FAILURES = Spec("elasticd_checkpoint_failures_total", "counter", "Checkpoints that could not be written.")
-CHECKPOINT_FAILED_AT = Spec(
+CHECKPOINTS_SAVED = MetricSpec("elasticd_checkpoints_saved_total", "counter", "Checkpoints written whole.")
+CHECKPOINT_FAILURES = MetricSpec(
+    "elasticd_checkpoint_failures_total", "counter", "Checkpoints that could not be written."
+)
+CHECKPOINT_FAILED_AT = MetricSpec(
     "elasticd_checkpoint_last_failure_timestamp_seconds", "gauge", "Unix time a checkpoint could last not be written."
 )
-CHECKPOINTS_SKIPPED = Spec(
+CHECKPOINTS_SKIPPED = MetricSpec(
     "elasticd_checkpoints_skipped_total", "counter", "Checkpoints passed over because they could not be trusted."
 )
-CHECKPOINT_STEP = Spec(
+CHECKPOINT_STEP = MetricSpec(
     "elasticd_checkpoint_last_step", "gauge", "Step of the last checkpoint written here, or resumed from."
 )
-CHECKPOINT_TIME = Spec(
+CHECKPOINT_TIME = MetricSpec(
     "elasticd_checkpoint_last_timestamp_seconds",
     "gauge",
     "Unix time the last checkpoint was written here, or another node's was resumed from.",
 )
-CHECKPOINT_BYTES = Spec("elasticd_checkpoint_last_size_bytes", "gauge", "Size of the last checkpoint written.")
-CHECKPOINT_SECONDS = Spec(
+CHECKPOINT_BYTES = MetricSpec("elasticd_checkpoint_last_size_bytes", "gauge", "Size of the last checkpoint written.")
+CHECKPOINT_SECONDS = MetricSpec(
     "elasticd_checkpoint_last_write_seconds", "gauge", "How long training stood still for the last checkpoint."
 )
-CHECKPOINT_INTERVAL = Spec(
+CHECKPOINT_INTERVAL = MetricSpec(
     "elasticd_checkpoint_interval_seconds",
     "gauge",
     "How often the script asked for a checkpoint; absent where it asked for one every so many steps, or saves itself.",
 )
-LAUNCHER_STARTS = Spec(
+LAUNCHER_STARTS = MetricSpec(
     "elasticd_launcher_starts_total",
     "counter",
     "Worker groups started on this node: warm (forked) or cold.",
     ("mode",),
-    many=len(MODES),
+    label_sets=len(START_MODES),
 )
-SUSPICIONS = Spec(
+HANG_SUSPICIONS = MetricSpec(
     "elasticd_suspicions_total", "counter", "Times this node's agent suspected a hang; most end by themselves."
 )
-HANGS_SEEN = Spec(
+HANGS_TOTAL = MetricSpec(
     "elasticd_hangs_total",
     "counter",
     f"Hangs that were found, counted by the node whose agent judged, by cause: {', '.join(HANGS)}; culprit is "
     "the node at fault, empty when no single one is.",
     ("cause", "culprit"),
-    many=2 * len(HANGS) + MOST_BLAMED,
+    label_sets=2 * len(HANGS) + MAX_CULPRITS,
 )
-LAST_HANG = Spec(
+LAST_HANG = MetricSpec(
     "elasticd_last_hang_timestamp_seconds",
     "gauge",
     "Unix time the last such hang was found: `increase()` does not see the count that a series of the counter begins "
     "with.",
     ("cause", "culprit"),
-    many=len(HANGS) + MOST_BLAMED + len(HANGS),
+    label_sets=len(HANGS) + MAX_CULPRITS + len(HANGS),
 )
-HANG_DETECTION = Spec(
+HANG_DETECTION = MetricSpec(
     "elasticd_hang_detection_seconds",
     "histogram",
     "From the last progress of a hung group to the verdict, on the node whose agent judged.",
     buckets=(1.0, 1.5, 2.5, 3.5, 5.0, 7.5, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0),
 )
-RECOVERY_PART = Spec(
+RECOVERY_PART = MetricSpec(
     "elasticd_recovery_part_seconds",
     "histogram",
     "Of what a recovery was made: until the fault was seen (detect), evidence of a hang, until the next round was "
     "agreed on (agree), until the old group was gone (stop), until the new one was started (start), until its "
     "first step (first_step). A part that ran beside another one counts from that one's end.",
     ("part",),
-    many=len(PARTS),
+    label_sets=len(RECOVERY_PARTS),
     buckets=(0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0),
 )
-SLOWNESS = Spec(
+STRAGGLER_RATIO = MetricSpec(
     "elasticd_rank_slowness_ratio",
     "gauge",
     "How many times as long as its peers' the own work of a rank takes that the others wait for, told by the node "
     "whose agent plans; absent for all others.",
     ("rank",),
-    many=MOST_SLOW,
+    label_sets=MAX_STRAGGLERS,
 )
-STUCK = Spec("elasticd_stuck_processes", "gauge", "Processes of this node that were sent SIGKILL and do not die.")
-STORE_UP = Spec("elasticd_store_up", "gauge", "1 while the store agents meet in answers this one, else 0.")
-STORE_OUTAGES = Spec("elasticd_store_outages_total", "counter", "Times the store went away for this agent.")
-LEASE = Spec(
+STUCK_PROCESSES = MetricSpec(
+    "elasticd_stuck_processes", "gauge", "Processes of this node that were sent SIGKILL and do not die."
+)
+STORE_UP = MetricSpec("elasticd_store_up", "gauge", "1 while the store agents meet in answers this one, else 0.")
+STORE_OUTAGES = MetricSpec("elasticd_store_outages_total", "counter", "Times the store went away for this agent.")
+LEASE = MetricSpec(
     "elasticd_lease_seconds",
     "gauge",
     "How long this agent's lease lives unless it is renewed, as the store granted it.",
 )
-LEASE_RENEWAL = Spec(
+LEASE_RENEWAL = MetricSpec(
     "elasticd_lease_renewal_seconds",
     "histogram",
     "How long a renewal of this agent's lease took, also one that failed; absent for a job on one node.",
     buckets=LEASE_BUCKETS,
 )
-LINES_LOST = Spec("elasticd_event_log_lines_lost_total", "counter", "Event-log lines that could not be written.")
+LINES_LOST = MetricSpec("elasticd_event_log_lines_lost_total", "counter", "Event-log lines that could not be written.")
 
-METRICS: tuple[Spec, ...] = (
+METRICS: tuple[MetricSpec, ...] = (
     AGENT_UP, AGENT_INFO, AGENT_START, JOB_PHASE, TIME, ROUND, ROUND_INFO, ROUND_START, WORLD_SIZE, WORLD_SIZE_TARGET,
-    WORKERS_RUNNING, RESTARTS, FAULTS_SEEN, BUDGET, EXITS, STEP, WORKER_STEP, STEPS_PER_SECOND, LAST_PROGRESS,
+    WORKERS_RUNNING, RESTARTS, FAULTS_TOTAL, BUDGET, EXITS, STEP, WORKER_STEP, STEPS_PER_SECOND, LAST_PROGRESS,
     FIRST_STEP, RECOVERY, RECOVERY_PART, CHECKPOINTS_SAVED, CHECKPOINT_FAILURES, CHECKPOINT_FAILED_AT,
     CHECKPOINTS_SKIPPED, CHECKPOINT_STEP, CHECKPOINT_TIME, CHECKPOINT_BYTES, CHECKPOINT_SECONDS, CHECKPOINT_INTERVAL,
-    LAUNCHER_STARTS, SUSPICIONS, HANGS_SEEN, LAST_HANG, HANG_DETECTION, SLOWNESS, STUCK, STORE_UP, STORE_OUTAGES, LEASE,
+    LAUNCHER_STARTS, HANG_SUSPICIONS, HANGS_TOTAL, LAST_HANG, HANG_DETECTION, STRAGGLER_RATIO, STUCK_PROCESSES,
+    STORE_UP, STORE_OUTAGES, LEASE,
     LEASE_RENEWAL, LINES_LOST,
 )  # fmt: skip
 
 
-def most_series(ranks: int) -> int:
+def max_series(ranks: int) -> int:
     """What one job can have on a node with so many of its ranks, whatever happens to it."""
     return sum(spec.series(ranks) for spec in METRICS)
 
@@ -257,7 +268,7 @@ def document() -> str:
     for spec in METRICS:
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
-    reading = _READING.replace("{agree:g}", f"{AGREE_S:g}")
+    reading = _READING.replace("{agree:g}", f"{AGREEMENT_S:g}")
     return "\n\n".join([_INTRODUCTION, "\n".join(rows), reading, _cardinality()]) + "\n"
 
 
@@ -265,12 +276,14 @@ def _cardinality() -> str:
     rows = ["| name | series of a job on one node, at most |", "|---|---|"]
     for spec in METRICS:
         if spec.labels or spec.buckets:
-            times = "" if spec.many == 1 else f"{spec.many} × " if spec.many else "ranks × "
+            times = "" if spec.label_sets == 1 else f"{spec.label_sets} × " if spec.label_sets else "ranks × "
             each = len(spec.buckets) + 3
-            how = f"{times}{each} ({each - 2} buckets, sum, count)" if spec.buckets else str(spec.many or "ranks")
+            how = f"{times}{each} ({each - 2} buckets, sum, count)" if spec.buckets else str(spec.label_sets or "ranks")
             rows.append(f"| `{spec.name}` | {how} |")
     rows.append(f"| the {sum(not spec.labels and not spec.buckets for spec in METRICS)} others | 1 each |")
-    told = _CARDINALITY.format(blamed=MOST_BLAMED, slow=MOST_SLOW, reason=REASON, most=most_series(8), others=OTHERS)
+    told = _CARDINALITY.format(
+        blamed=MAX_CULPRITS, slow=MAX_STRAGGLERS, reason=MAX_REASON_CHARS, most=max_series(8), others=OTHER_CULPRITS
+    )
     return told + "\n\n" + "\n".join(rows)
 
 

@@ -12,27 +12,27 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from elasticd_agent.model.reports import CAUSES as HANGS
+from elasticd_agent.model.reports import HANG_CAUSES as HANGS
 from elasticd_agent.telemetry import metric_table as names
-from elasticd_agent.telemetry.goodput import Times, grown
-from elasticd_agent.telemetry.metric_table import Spec
+from elasticd_agent.telemetry.goodput import TimeSplit, monotonic_counters
+from elasticd_agent.telemetry.metric_table import MetricSpec
 
 
-class Measures(Protocol):
+class MetricsRecorder(Protocol):
     """What the agent says happened; `wall` is unix seconds, all else as the metric's help says."""
 
     def round_published(
         self, number: int, world_size: int, target: int, ranks: Iterable[int], restart_cause: str | None = None
     ) -> None: ...
-    def round_told(self, number: int, cause: str, reason: str, wall: float) -> None: ...
-    def plans(self, on: bool) -> None: ...
+    def round_info(self, number: int, cause: str, reason: str, wall: float) -> None: ...
+    def leading(self, on: bool) -> None: ...
     def phase(self, name: str) -> None: ...
     def fault(self, cause: str, culprit: str) -> None: ...
-    def spends(self, spent: Callable[[], Times]) -> None: ...
-    def restarts_left(self, left: Callable[[], int | None]) -> None: ...
+    def set_time_source(self, spent: Callable[[], TimeSplit]) -> None: ...
+    def set_budget_source(self, left: Callable[[], int | None]) -> None: ...
     def group_started(self, workers: int, warm: bool) -> None: ...
     def worker_exited(self, kind: str) -> None: ...
-    def group_gone(self) -> None: ...
+    def group_ended(self) -> None: ...
     def first_step(self, start_seconds: float, recovery_seconds: float | None) -> None: ...
     def progress(self, steps: Mapping[int, int], steps_per_second: float | None, wall: float) -> None: ...
     def checkpoint_saved(self, step: int, wall: float, size: int, seconds: float) -> None: ...
@@ -40,13 +40,13 @@ class Measures(Protocol):
     def checkpoint_failed(self) -> None: ...
     def checkpoint_skipped(self) -> None: ...
     def checkpoint_interval(self, seconds: float) -> None: ...
-    def suspected(self) -> None: ...
-    def hung(self, cause: str, seconds: float, culprit: str = "") -> None: ...
+    def hang_suspected(self) -> None: ...
+    def hang_detected(self, cause: str, seconds: float, culprit: str = "") -> None: ...
     def recovered(self, parts: Mapping[str, float]) -> None: ...
-    def slowness(self, ratios: Mapping[int, float]) -> None: ...
-    def stuck(self, processes: int) -> None: ...
-    def store(self, up: bool) -> None: ...
-    def lease(self, lives_s: float, renewal_s: float | None) -> None: ...
+    def stragglers(self, ratios: Mapping[int, float]) -> None: ...
+    def unkillable_processes(self, processes: int) -> None: ...
+    def store_available(self, up: bool) -> None: ...
+    def lease(self, ttl_s: float, renewal_s: float | None) -> None: ...
     def event_lines_lost(self, total: int) -> None: ...
     def render(self) -> bytes: ...
 
@@ -59,10 +59,10 @@ class NullMetrics:
     ) -> None:
         pass
 
-    def round_told(self, number: int, cause: str, reason: str, wall: float) -> None:
+    def round_info(self, number: int, cause: str, reason: str, wall: float) -> None:
         pass
 
-    def plans(self, on: bool) -> None:
+    def leading(self, on: bool) -> None:
         pass
 
     def phase(self, name: str) -> None:
@@ -71,10 +71,10 @@ class NullMetrics:
     def fault(self, cause: str, culprit: str) -> None:
         pass
 
-    def spends(self, spent: Callable[[], Times]) -> None:
+    def set_time_source(self, spent: Callable[[], TimeSplit]) -> None:
         pass
 
-    def restarts_left(self, left: Callable[[], int | None]) -> None:
+    def set_budget_source(self, left: Callable[[], int | None]) -> None:
         pass
 
     def group_started(self, workers: int, warm: bool) -> None:
@@ -83,7 +83,7 @@ class NullMetrics:
     def worker_exited(self, kind: str) -> None:
         pass
 
-    def group_gone(self) -> None:
+    def group_ended(self) -> None:
         pass
 
     def first_step(self, start_seconds: float, recovery_seconds: float | None) -> None:
@@ -107,25 +107,25 @@ class NullMetrics:
     def checkpoint_interval(self, seconds: float) -> None:
         pass
 
-    def suspected(self) -> None:
+    def hang_suspected(self) -> None:
         pass
 
-    def hung(self, cause: str, seconds: float, culprit: str = "") -> None:
+    def hang_detected(self, cause: str, seconds: float, culprit: str = "") -> None:
         pass
 
     def recovered(self, parts: Mapping[str, float]) -> None:
         pass
 
-    def slowness(self, ratios: Mapping[int, float]) -> None:
+    def stragglers(self, ratios: Mapping[int, float]) -> None:
         pass
 
-    def stuck(self, processes: int) -> None:
+    def unkillable_processes(self, processes: int) -> None:
         pass
 
-    def store(self, up: bool) -> None:
+    def store_available(self, up: bool) -> None:
         pass
 
-    def lease(self, lives_s: float, renewal_s: float | None) -> None:
+    def lease(self, ttl_s: float, renewal_s: float | None) -> None:
         pass
 
     def event_lines_lost(self, total: int) -> None:
@@ -145,213 +145,213 @@ class Metrics:
         self._registry = prometheus_client.CollectorRegistry()
         self._families: dict[str, Any] = {spec.name: self._family(spec) for spec in names.METRICS}
         self._ranks: frozenset[int] = frozenset()
-        self._slow: frozenset[int] = frozenset()
-        self._blamed: dict[str, set[tuple[str, str]]] = {}
-        self._plans = False
+        self._stragglers: frozenset[int] = frozenset()
+        self._culprits: dict[str, set[tuple[str, str]]] = {}
+        self._leads = False
         self._round: tuple[str, str, str] | None = None
-        self._spent: Callable[[], Times] = Times
-        self._left: Callable[[], int | None] = lambda: None
-        self._told = Times()
-        self._telling = threading.Lock()
+        self._time_source: Callable[[], TimeSplit] = TimeSplit
+        self._budget_source: Callable[[], int | None] = lambda: None
+        self._exported = TimeSplit()
+        self._render_lock = threading.Lock()
         self._lines_lost = 0
-        self._of(names.AGENT_UP).set(1)
-        self._of(names.AGENT_INFO, version).set(1)
-        self._of(names.AGENT_START).set(time.time())
+        self._series(names.AGENT_UP).set(1)
+        self._series(names.AGENT_INFO, version).set(1)
+        self._series(names.AGENT_START).set(time.time())
         labels = (
-            (names.RESTARTS, names.CAUSES),
+            (names.RESTARTS, names.RESTART_CAUSES),
             (names.EXITS, names.EXIT_KINDS),
-            (names.LAUNCHER_STARTS, names.MODES),
-            (names.RECOVERY_PART, names.PARTS),
-            (names.TIME, names.SPENT),
+            (names.LAUNCHER_STARTS, names.START_MODES),
+            (names.RECOVERY_PART, names.RECOVERY_PARTS),
+            (names.TIME, names.TIME_STATES),
         )
         for spec, values in labels:
             for value in values:
-                self._of(spec, value)
+                self._series(spec, value)
         for cause in HANGS:
-            self._of(names.HANGS_SEEN, cause, "")
-        for cause in names.FAULTS:
-            self._of(names.FAULTS_SEEN, cause, "")
+            self._series(names.HANGS_TOTAL, cause, "")
+        for cause in names.FAULT_CAUSES:
+            self._series(names.FAULTS_TOTAL, cause, "")
         for spec in names.METRICS:
             if spec.kind != "gauge" and not spec.labels and spec is not names.LEASE_RENEWAL:
-                self._of(spec)
+                self._series(spec)
 
-    def _family(self, spec: Spec) -> Any:
+    def _family(self, spec: MetricSpec) -> Any:
         labels = ("job_id", "node", *spec.labels)
         if spec.kind == "histogram":
             return self._library.Histogram(spec.name, spec.help, labels, registry=self._registry, buckets=spec.buckets)
         made = self._library.Counter if spec.kind == "counter" else self._library.Gauge
         return made(spec.name, spec.help, labels, registry=self._registry)
 
-    def _of(self, spec: Spec, *labels: str) -> Any:
+    def _series(self, spec: MetricSpec, *labels: str) -> Any:
         return self._families[spec.name].labels(self._job, self._node, *labels)
 
-    def _without(self, spec: Spec, *labels: str) -> None:
+    def _drop(self, spec: MetricSpec, *labels: str) -> None:
         self._families[spec.name].remove(self._job, self._node, *labels)
 
     def round_published(
         self, number: int, world_size: int, target: int, ranks: Iterable[int], restart_cause: str | None = None
     ) -> None:
         """`ranks` are this node's; `restart_cause` is None for the first round. Ranks that left lose their series."""
-        self._of(names.ROUND).set(number)
-        self._of(names.WORLD_SIZE).set(world_size)
-        self._of(names.WORLD_SIZE_TARGET).set(target)
+        self._series(names.ROUND).set(number)
+        self._series(names.WORLD_SIZE).set(world_size)
+        self._series(names.WORLD_SIZE_TARGET).set(target)
         if restart_cause is not None:
-            self._of(names.RESTARTS, restart_cause if restart_cause in names.CAUSES else "other").inc()
+            self._series(names.RESTARTS, restart_cause if restart_cause in names.RESTART_CAUSES else "other").inc()
         now = frozenset(ranks)
         for rank in self._ranks - now:
-            self._without(names.WORKER_STEP, str(rank))
+            self._drop(names.WORKER_STEP, str(rank))
         self._ranks &= now
 
-    def round_told(self, number: int, cause: str, reason: str, wall: float) -> None:
+    def round_info(self, number: int, cause: str, reason: str, wall: float) -> None:
         """The current round, and why there is one. Only where this agent plans it has a series, one at a time."""
-        self._of(names.ROUND_START).set(wall)
+        self._series(names.ROUND_START).set(wall)
         reason = " ".join(reason.split())
-        short = reason if len(reason) <= names.REASON else reason[: names.REASON - 1] + "…"
-        self._shown(None)
+        short = reason if len(reason) <= names.MAX_REASON_CHARS else reason[: names.MAX_REASON_CHARS - 1] + "…"
+        self._show_round(None)
         self._round = str(number), cause, short
-        self._shown(self._round if self._plans else None)
+        self._show_round(self._round if self._leads else None)
 
-    def plans(self, on: bool) -> None:
+    def leading(self, on: bool) -> None:
         """This agent plans, or does not any more: what only the planner tells is another node's to tell then."""
-        self._plans = on
+        self._leads = on
         if not on:
-            self.slowness({})
-        self._shown(self._round if on else None)
+            self.stragglers({})
+        self._show_round(self._round if on else None)
 
-    def _shown(self, round: tuple[str, str, str] | None) -> None:
+    def _show_round(self, round: tuple[str, str, str] | None) -> None:
         self._families[names.ROUND_INFO.name].clear()
         if round is not None:
-            self._of(names.ROUND_INFO, *round).set(1)
+            self._series(names.ROUND_INFO, *round).set(1)
 
     def phase(self, name: str) -> None:
         """`name` is one of PHASES; of all others the series say 0."""
         for phase in names.PHASES:
-            self._of(names.JOB_PHASE, phase).set(int(phase == name))
+            self._series(names.JOB_PHASE, phase).set(int(phase == name))
 
     def fault(self, cause: str, culprit: str) -> None:
         """`culprit` is the node at fault, "" if none is."""
-        self._blame(names.FAULTS_SEEN, cause if cause in names.FAULTS else "other", culprit)
+        self._count_culprit(names.FAULTS_TOTAL, cause if cause in names.FAULT_CAUSES else "other", culprit)
 
-    def _blame(self, spec: Spec, cause: str, culprit: str) -> str:
+    def _count_culprit(self, spec: MetricSpec, cause: str, culprit: str) -> str:
         """Count it, and say as whose; a job on many nodes must not have a series for each."""
-        blamed = self._blamed.setdefault(spec.name, set())
+        blamed = self._culprits.setdefault(spec.name, set())
         if culprit and (cause, culprit) not in blamed:
-            if len(blamed) >= names.MOST_BLAMED:
-                culprit = names.OTHERS
+            if len(blamed) >= names.MAX_CULPRITS:
+                culprit = names.OTHER_CULPRITS
             else:
                 blamed.add((cause, culprit))
-        self._of(spec, cause, culprit).inc()
+        self._series(spec, cause, culprit).inc()
         return culprit
 
-    def spends(self, spent: Callable[[], Times]) -> None:
+    def set_time_source(self, spent: Callable[[], TimeSplit]) -> None:
         """Ask `spent`, from any thread, what became of the time until now."""
-        self._spent = spent
+        self._time_source = spent
 
-    def restarts_left(self, left: Callable[[], int | None]) -> None:
+    def set_budget_source(self, left: Callable[[], int | None]) -> None:
         """Ask `left`, from any thread, how many there are now; None while nobody knows."""
-        self._left = left
+        self._budget_source = left
 
     def group_started(self, workers: int, warm: bool) -> None:
-        self._of(names.WORKERS_RUNNING).set(workers)
-        self._of(names.LAUNCHER_STARTS, "warm" if warm else "cold").inc()
+        self._series(names.WORKERS_RUNNING).set(workers)
+        self._series(names.LAUNCHER_STARTS, "warm" if warm else "cold").inc()
 
     def worker_exited(self, kind: str) -> None:
         """`kind` is one of names.EXIT_KINDS; anything else is a mistake of the caller: KeyError."""
-        self._of(names.EXITS, {known: known for known in names.EXIT_KINDS}[kind]).inc()
-        self._of(names.WORKERS_RUNNING).dec()
+        self._series(names.EXITS, {known: known for known in names.EXIT_KINDS}[kind]).inc()
+        self._series(names.WORKERS_RUNNING).dec()
 
-    def group_gone(self) -> None:
-        self._of(names.WORKERS_RUNNING).set(0)
-        self._of(names.STEPS_PER_SECOND).set(0)
+    def group_ended(self) -> None:
+        self._series(names.WORKERS_RUNNING).set(0)
+        self._series(names.STEPS_PER_SECOND).set(0)
 
     def first_step(self, start_seconds: float, recovery_seconds: float | None) -> None:
-        self._of(names.FIRST_STEP).set(start_seconds)
+        self._series(names.FIRST_STEP).set(start_seconds)
         if recovery_seconds is not None:
-            self._of(names.RECOVERY).observe(recovery_seconds)
+            self._series(names.RECOVERY).observe(recovery_seconds)
 
     def progress(self, steps: Mapping[int, int], steps_per_second: float | None, wall: float) -> None:
         """`steps` by rank, this node's workers; `wall` is when one of them last moved. A rate not known yet is None."""
         for rank, step in steps.items():
-            self._of(names.WORKER_STEP, str(rank)).set(step)
+            self._series(names.WORKER_STEP, str(rank)).set(step)
         self._ranks |= steps.keys()
         if steps:
-            self._of(names.STEP).set(max(steps.values()))
-            self._of(names.LAST_PROGRESS).set(wall)
+            self._series(names.STEP).set(max(steps.values()))
+            self._series(names.LAST_PROGRESS).set(wall)
         if steps_per_second is not None:
-            self._of(names.STEPS_PER_SECOND).set(steps_per_second)
+            self._series(names.STEPS_PER_SECOND).set(steps_per_second)
 
     def checkpoint_saved(self, step: int, wall: float, size: int, seconds: float) -> None:
-        self._of(names.CHECKPOINTS_SAVED).inc()
-        self._of(names.CHECKPOINT_STEP).set(step)
-        self._of(names.CHECKPOINT_TIME).set(wall)
-        self._of(names.CHECKPOINT_BYTES).set(size)
-        self._of(names.CHECKPOINT_SECONDS).set(seconds)
+        self._series(names.CHECKPOINTS_SAVED).inc()
+        self._series(names.CHECKPOINT_STEP).set(step)
+        self._series(names.CHECKPOINT_TIME).set(wall)
+        self._series(names.CHECKPOINT_BYTES).set(size)
+        self._series(names.CHECKPOINT_SECONDS).set(seconds)
 
     def checkpoint_resumed(self, step: int, wall: float) -> None:
         """From one that another node's rank 0 had written; now it is ours, and what a fault would cost counts anew."""
-        self._of(names.CHECKPOINT_STEP).set(step)
-        self._of(names.CHECKPOINT_TIME).set(wall)
+        self._series(names.CHECKPOINT_STEP).set(step)
+        self._series(names.CHECKPOINT_TIME).set(wall)
 
     def checkpoint_failed(self) -> None:
-        self._of(names.CHECKPOINT_FAILURES).inc()
-        self._of(names.CHECKPOINT_FAILED_AT).set(time.time())
+        self._series(names.CHECKPOINT_FAILURES).inc()
+        self._series(names.CHECKPOINT_FAILED_AT).set(time.time())
 
     def checkpoint_skipped(self) -> None:
-        self._of(names.CHECKPOINTS_SKIPPED).inc()
+        self._series(names.CHECKPOINTS_SKIPPED).inc()
 
     def checkpoint_interval(self, seconds: float) -> None:
-        self._of(names.CHECKPOINT_INTERVAL).set(seconds)
+        self._series(names.CHECKPOINT_INTERVAL).set(seconds)
 
-    def suspected(self) -> None:
-        self._of(names.SUSPICIONS).inc()
+    def hang_suspected(self) -> None:
+        self._series(names.HANG_SUSPICIONS).inc()
 
-    def hung(self, cause: str, seconds: float, culprit: str = "") -> None:
+    def hang_detected(self, cause: str, seconds: float, culprit: str = "") -> None:
         """`cause` is one of hang.CAUSES; anything else is a mistake of the caller: KeyError."""
-        culprit = self._blame(names.HANGS_SEEN, {known: known for known in HANGS}[cause], culprit)
-        self._of(names.LAST_HANG, cause, culprit).set(time.time())
-        self._of(names.HANG_DETECTION).observe(seconds)
+        culprit = self._count_culprit(names.HANGS_TOTAL, {known: known for known in HANGS}[cause], culprit)
+        self._series(names.LAST_HANG, cause, culprit).set(time.time())
+        self._series(names.HANG_DETECTION).observe(seconds)
 
     def recovered(self, parts: Mapping[str, float]) -> None:
         """Seconds by part; a part that did not occur is left out."""
         for part, seconds in parts.items():
-            self._of(names.RECOVERY_PART, {known: known for known in names.PARTS}[part]).observe(seconds)
+            self._series(names.RECOVERY_PART, {known: known for known in names.RECOVERY_PARTS}[part]).observe(seconds)
 
-    def slowness(self, ratios: Mapping[int, float]) -> None:
+    def stragglers(self, ratios: Mapping[int, float]) -> None:
         """Of the slow ranks, the slowest; the others lose their series."""
-        ratios = dict(sorted(ratios.items(), key=lambda of: -of[1])[: names.MOST_SLOW])
+        ratios = dict(sorted(ratios.items(), key=lambda of: -of[1])[: names.MAX_STRAGGLERS])
         for rank, ratio in ratios.items():
-            self._of(names.SLOWNESS, str(rank)).set(ratio)
-        for rank in self._slow - ratios.keys():
-            self._without(names.SLOWNESS, str(rank))
-        self._slow = frozenset(ratios)
+            self._series(names.STRAGGLER_RATIO, str(rank)).set(ratio)
+        for rank in self._stragglers - ratios.keys():
+            self._drop(names.STRAGGLER_RATIO, str(rank))
+        self._stragglers = frozenset(ratios)
 
-    def stuck(self, processes: int) -> None:
-        self._of(names.STUCK).set(processes)
+    def unkillable_processes(self, processes: int) -> None:
+        self._series(names.STUCK_PROCESSES).set(processes)
 
-    def store(self, up: bool) -> None:
-        self._of(names.STORE_UP).set(int(up))
+    def store_available(self, up: bool) -> None:
+        self._series(names.STORE_UP).set(int(up))
         if not up:
-            self._of(names.STORE_OUTAGES).inc()
+            self._series(names.STORE_OUTAGES).inc()
 
-    def lease(self, lives_s: float, renewal_s: float | None) -> None:
+    def lease(self, ttl_s: float, renewal_s: float | None) -> None:
         """The store granted a lease of `lives_s`, or it was tried for `renewal_s` to renew it."""
-        self._of(names.LEASE).set(lives_s)
+        self._series(names.LEASE).set(ttl_s)
         if renewal_s is not None:
-            self._of(names.LEASE_RENEWAL).observe(renewal_s)
+            self._series(names.LEASE_RENEWAL).observe(renewal_s)
 
     def event_lines_lost(self, total: int) -> None:
         """`total` as the event log counts it; a smaller one than before changes nothing."""
-        self._of(names.LINES_LOST).inc(max(0, total - self._lines_lost))
+        self._series(names.LINES_LOST).inc(max(0, total - self._lines_lost))
         self._lines_lost = max(total, self._lines_lost)
 
     def render(self) -> bytes:
         """The text format, version 0.0.4."""
-        with self._telling:
-            before, self._told = self._told, grown(self._told, self._spent())
-            for state in names.SPENT:
-                self._of(names.TIME, state).inc(max(0.0, getattr(self._told, state) - getattr(before, state)))
-            if (left := self._left()) is not None:
-                self._of(names.BUDGET).set(left)
+        with self._render_lock:
+            before, self._exported = self._exported, monotonic_counters(self._exported, self._time_source())
+            for state in names.TIME_STATES:
+                self._series(names.TIME, state).inc(max(0.0, getattr(self._exported, state) - getattr(before, state)))
+            if (left := self._budget_source()) is not None:
+                self._series(names.BUDGET).set(left)
         text: bytes = self._library.generate_latest(_WithoutCreated(self._registry))
         return text
 

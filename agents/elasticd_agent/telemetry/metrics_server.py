@@ -16,8 +16,8 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from elasticd.errors import UsageError
-from elasticd_agent.system.addresses import joined
-from elasticd_agent.system.http_listener import Listener
+from elasticd_agent.system.addresses import format_endpoint
+from elasticd_agent.system.http_listener import HttpListener
 
 DEFAULT_ADDRESS = "127.0.0.1"
 # Prometheus, two probes and a person fit many times; a leak in a prober must not cost the agent memory.
@@ -31,7 +31,7 @@ _log = logging.getLogger("elasticd.http")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HealthProbeResult:
     """Whether a probe passes, and the sentence that says why."""
 
     ok: bool
@@ -39,16 +39,16 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class MonitoringPages:
     """What is served. Each is called from another thread, up to MAX_CONNECTIONS at once, and must not wait."""
 
     metrics: Callable[[], bytes]
     status: Callable[[], Mapping[str, Any]]
-    healthy: Callable[[], Verdict]
-    ready: Callable[[], Verdict]
+    healthy: Callable[[], HealthProbeResult]
+    ready: Callable[[], HealthProbeResult]
 
 
-class NullServer:
+class NullMetricsServer:
     """The server of an agent without --metrics-port."""
 
     address: tuple[str, int] | None = None
@@ -58,10 +58,12 @@ class NullServer:
         return True
 
 
-class HttpServer:
+class MetricsServer:
     """Serves `pages` until closed. `address` is where, with the real port when 0 was asked for."""
 
-    def __init__(self, address: str, port: int, pages: Pages, connection_s: float = CONNECTION_SECONDS) -> None:
+    def __init__(
+        self, address: str, port: int, pages: MonitoringPages, connection_s: float = CONNECTION_SECONDS
+    ) -> None:
         """Raises UsageError when the port cannot be had. A connection is cut after `connection_s` seconds."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         made = type("_Bound", (_Listener,), {"address_family": family})
@@ -73,7 +75,7 @@ class HttpServer:
             raise UsageError(f"--metrics-port {port}: {address} port {port}: {why}; {advice}") from error
         host, bound = self._listener.server_address[:2]
         self.address: tuple[str, int] | None = (str(host), int(bound))
-        self.url = f"http://{joined(*self.address)}"
+        self.url = f"http://{format_endpoint(*self.address)}"
         self._listener.start()
 
     def close(self, within: float = 2.0) -> bool:
@@ -81,13 +83,15 @@ class HttpServer:
         return self._listener.close(within)
 
 
-def open_server(address: str | None, port: int | None, pages: Pages) -> HttpServer | NullServer:
+def open_metrics_server(
+    address: str | None, port: int | None, pages: MonitoringPages
+) -> MetricsServer | NullMetricsServer:
     """The server at `address`:`port`, or one that does nothing without a port. Raises UsageError."""
-    return NullServer() if port is None else HttpServer(address or DEFAULT_ADDRESS, port, pages)
+    return NullMetricsServer() if port is None else MetricsServer(address or DEFAULT_ADDRESS, port, pages)
 
 
-class _Listener(Listener):
-    def __init__(self, address: tuple[str, int], pages: Pages, connection_s: float) -> None:
+class _Listener(HttpListener):
+    def __init__(self, address: tuple[str, int], pages: MonitoringPages, connection_s: float) -> None:
         self.pages = pages
         super().__init__(address, _Handler, connection_s=connection_s, most=MAX_CONNECTIONS, name="the metrics port")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Recovery:
+class RecoveryTimer:
     """From a fault to the first step of the round after it. Times are monotonic seconds."""
 
     fault_at: float | None = None
@@ -18,7 +18,7 @@ class Recovery:
     _parts: dict[str, float] = field(default_factory=dict)
     _started: bool = False  # a round was since the last fault
 
-    def fault(self, at: float) -> None:
+    def start(self, at: float) -> None:
         """The first sign of it, looking back; what is said of the same recovery later changes nothing.
 
         But where a round that was started came to no step, that is what the time until then went into.
@@ -27,21 +27,21 @@ class Recovery:
             self.fault_at = self._last = at
             self._parts = {}
         elif self._started:
-            self.passed("first_step", at)
+            self.mark("first_step", at)
         self._started = False
 
-    def passed(self, part: str, at: float) -> None:
+    def mark(self, part: str, at: float) -> None:
         """`part` ended at `at`. Ignored without a fault."""
         if self.fault_at is not None:
             self._parts[part] = self._parts.get(part, 0.0) + max(0.0, at - self._last)
             self._last = max(self._last, at)
             self._started = self._started or part == "start"
 
-    def over(self, at: float) -> tuple[float, dict[str, float]] | None:
+    def finish(self, at: float) -> tuple[float, dict[str, float]] | None:
         """The first step was made at `at`: seconds in all, and by part. None if nothing was to be recovered from."""
         if self.fault_at is None:
             return None
-        self.passed("first_step", at)
+        self.mark("first_step", at)
         seconds, parts = at - self.fault_at, self._parts
         self.fault_at, self._parts, self._started = None, {}, False
         return seconds, parts

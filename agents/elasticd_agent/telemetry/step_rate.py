@@ -10,26 +10,26 @@ from collections import deque
 from dataclasses import dataclass, field
 
 WINDOW_S = 10.0
-LEAST_S = 0.5
+MIN_WINDOW_S = 0.5
 
 
 @dataclass(slots=True)
-class Rate:
+class StepRate:
     """One group's. `now` is monotonic seconds."""
 
-    _looks: deque[tuple[float, int]] = field(default_factory=deque)
+    _samples: deque[tuple[float, int]] = field(default_factory=deque)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """A new group starts."""
-        self._looks.clear()
+        self._samples.clear()
 
-    def look(self, step: int, now: float, *, stepped: bool) -> float | None:
+    def observe(self, step: int, now: float, *, stepped: bool) -> float | None:
         """None before there is enough to tell. `stepped`: the group has made its first step."""
         if not stepped:
-            self._looks.clear()
+            self._samples.clear()
             return None
-        self._looks.append((now, step))
-        while self._looks[0][0] < now - WINDOW_S:
-            self._looks.popleft()
-        then, first = self._looks[0]
-        return (step - first) / (now - then) if now - then > LEAST_S else None
+        self._samples.append((now, step))
+        while self._samples[0][0] < now - WINDOW_S:
+            self._samples.popleft()
+        then, first = self._samples[0]
+        return (step - first) / (now - then) if now - then > MIN_WINDOW_S else None

@@ -8,31 +8,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticd.heartbeat.worker_events import Note
+from elasticd.heartbeat.worker_events import WorkerEvent
 from elasticd_agent.telemetry import events
 
-QUIET = ("checkpoint_saved", "attached", "can_hold")
+QUIET_KINDS = ("checkpoint_saved", "attached", "can_hold")
 """Happens so often, or says so little, that no person is told."""
-TROUBLE = ("checkpoint_failed", "checkpoint_skipped")
+WARNING_KINDS = ("checkpoint_failed", "checkpoint_skipped")
 
 
-def event(note: Note) -> events.Record | None:
+def log_event(note: WorkerEvent) -> events.LogEvent | None:
     """The line the event log gets."""
     known: dict[str, Any] = {"round": note.round, "mono": note.mono, "reason": note.reason}
-    path, seconds = str(note.more.get("path", "")), float(note.more.get("seconds", 0.0))
+    path, seconds = str(note.extra.get("path", "")), float(note.extra.get("seconds", 0.0))
     match note.kind:
         case "checkpoint_saved" if note.step is not None:
-            size = int(note.more.get("bytes", 0))
-            return events.CheckpointSaved(**known, step=note.step, path=path, bytes=size, seconds=seconds)
+            size = int(note.extra.get("bytes", 0))
+            return events.CheckpointSavedEvent(**known, step=note.step, path=path, bytes=size, seconds=seconds)
         case "checkpoint_failed":
-            return events.CheckpointFailed(**known, step=note.step, path=path)
+            return events.CheckpointFailedEvent(**known, step=note.step, path=path)
         case "checkpoint_skipped":
-            return events.CheckpointSkipped(**known, step=note.step, path=path)
+            return events.CheckpointSkippedEvent(**known, step=note.step, path=path)
         case "resumed" if note.step is not None:
-            origin = int(note.more.get("from_round", 0))
-            return events.Resumed(**known, step=note.step, from_round=origin, path=path)
+            origin = int(note.extra.get("from_round", 0))
+            return events.ResumedEvent(**known, step=note.step, from_round=origin, path=path)
         case "holding" if note.step is not None:
-            return events.Holding(**known, step=note.step)
+            return events.PausedEvent(**known, step=note.step)
         case "hold_over" if note.step is not None:
-            return events.HoldOver(**known, step=note.step, seconds=seconds)
+            return events.PauseEndedEvent(**known, step=note.step, seconds=seconds)
     return None

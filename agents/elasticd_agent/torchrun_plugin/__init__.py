@@ -18,8 +18,10 @@ def get_handler() -> Callable[[Any], Any]:
 
 def create(params: Any) -> Any:
     """A `RendezvousHandler` for torch's `RendezvousParameters`. Raises UsageError; talks to nobody yet."""
-    from elasticd_agent.torchrun_plugin.handler import over_etcd
-    from elasticd_agent.torchrun_plugin.options import read
+    from elasticd_agent.torchrun_plugin.handler import make_etcd_handler
+    from elasticd_agent.torchrun_plugin.options import parse_options
 
-    conf = read(params.run_id, params.endpoint, params.min_nodes, params.max_nodes, params.local_addr, params.config)
-    return over_etcd(conf)
+    conf = parse_options(
+        params.run_id, params.endpoint, params.min_nodes, params.max_nodes, params.local_addr, params.config
+    )
+    return make_etcd_handler(conf)

@@ -19,11 +19,11 @@ from typing import Any
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.store import Store
-from elasticd_agent.system.addresses import joined, local_address
+from elasticd_agent.system.addresses import format_endpoint, local_address
 from elasticd_agent.system.tcp_store import serving
-from elasticd_agent.torchrun_plugin.member import Attendance, Closed, TimedOut, Times
-from elasticd_agent.torchrun_plugin.options import Conf
-from elasticd_agent.torchrun_plugin.plan import Seat, TorchrunRound
+from elasticd_agent.torchrun_plugin.member import JobClosed, JoinTimedOut, LeaseTimes, Participant
+from elasticd_agent.torchrun_plugin.options import PluginOptions
+from elasticd_agent.torchrun_plugin.plan import TorchrunMember, TorchrunRound
 
 BACKEND = "elasticd"
 _CHECK_IN_S = 0.02
@@ -37,7 +37,7 @@ _STORE_TIMEOUT_S = 300.0
 _log = logging.getLogger(__name__)
 
 
-def over_etcd(conf: Conf) -> Handler:
+def make_etcd_handler(conf: PluginOptions) -> TorchrunHandler:
     """A handler that connects when torchrun first asks it for something."""
     from elasticd_agent.store.etcd.store import EtcdStore
 
@@ -48,28 +48,28 @@ def over_etcd(conf: Conf) -> Handler:
         user=where.user,
         password=where.password,
         timeout_s=conf.store_timeout_s,
-        say=_log.info,  # outages are said by the attendance
+        log=_log.info,  # outages are said by the attendance
     )
-    return make(conf, store, lambda: local_address(where.endpoints, where.local_addr))
+    return make_handler(conf, store, lambda: local_address(where.endpoints, where.local_addr))
 
 
-def make(conf: Conf, store: Store, address: Callable[[], str]) -> Handler:
+def make_handler(conf: PluginOptions, store: Store, address: Callable[[], str]) -> TorchrunHandler:
     """A handler over any store; `address` is how others reach this machine."""
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-    RendezvousHandler.register(Handler)  # a subclass by declaration: this module is imported without torch
-    return Handler(conf, store, address)
+    RendezvousHandler.register(TorchrunHandler)  # a subclass by declaration: this module is imported without torch
+    return TorchrunHandler(conf, store, address)
 
 
-class Handler:
+class TorchrunHandler:
     """See torch.distributed.elastic.rendezvous.RendezvousHandler for what each method promises."""
 
-    def __init__(self, conf: Conf, store: Store, address: Callable[[], str]) -> None:
+    def __init__(self, conf: PluginOptions, store: Store, address: Callable[[], str]) -> None:
         self._conf, self._store, self._address = conf, store, address
         # A new handler is a new node, also on the same machine: what its predecessor ran is gone.
         self._node = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        times = Times(conf.lease_s, conf.renewal_s)
-        self._attendance = Attendance(store, conf.run_id, self._node, conf.asked, times, self._say)
+        times = LeaseTimes(conf.lease_s, conf.renewal_s)
+        self._attendance = Participant(store, conf.run_id, self._node, conf.requirements, times, self._say)
         self._tcp_store: Any = None
         self._hosts = self._left = False
 
@@ -94,7 +94,7 @@ class Handler:
             address = self._address()
             while True:
                 with _listen(address) as listener:
-                    seat = Seat(self._node, address, listener.getsockname()[1])
+                    seat = TorchrunMember(self._node, address, listener.getsockname()[1])
                     current = self._join(seat, deadline)
                     rank = current.members.index(seat)
                     store = self._check_in(current, rank, listener, deadline)
@@ -122,7 +122,7 @@ class Handler:
             self._attendance.close()
 
     def num_nodes_waiting(self) -> int:
-        unrest = self._attendance.waiting()
+        unrest = self._attendance.membership_change()
         if unrest.nodes:  # torchrun restarts at once, so this is said once
             self._say(f"a new round is needed: {unrest.why}")
         return unrest.nodes
@@ -135,29 +135,29 @@ class Handler:
         if self._left:
             return True
         self._left = told = True
-        if self._attendance.takes_part:
+        if self._attendance.is_member:
             try:
                 self._attendance.close()
             except (StoreUnavailable, StoreRefused) as e:
                 self._say(f"the job could not be closed: {e}")
                 told = False
         if told and self._hosts:
-            self._attendance.others_left(time.monotonic() + _FAREWELL_S)
+            self._attendance.wait_for_others(time.monotonic() + _FAREWELL_S)
         self._attendance.leave()
         self._tcp_store = None
         self._store.close()
         return told
 
-    def _join(self, seat: Seat, deadline: float) -> TorchrunRound:
+    def _join(self, seat: TorchrunMember, deadline: float) -> TorchrunRound:
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
         outcome = self._attendance.join(seat, deadline)
-        if isinstance(outcome, Closed):
+        if isinstance(outcome, JobClosed):
             raise RendezvousClosedError(
-                f"job {self._conf.run_id} has ended, closed by {outcome.by}; a new run needs another --rdzv-id, "
+                f"job {self._conf.run_id} has ended, closed by {outcome.closed_by}; a new run needs another --rdzv-id, "
                 "or has to start 10 minutes later"
             )
-        if isinstance(outcome, TimedOut):
+        if isinstance(outcome, JoinTimedOut):
             raise RendezvousTimeoutError(
                 f"job {self._conf.run_id}: no round within {self._conf.join_timeout_s:g} s: {outcome.why}"
             )
@@ -189,7 +189,7 @@ class Handler:
             if store.add("elasticd/here", 1) == len(current.members):
                 store.set("elasticd/all", "here")
             while not store.check(["elasticd/all"]):
-                if self._attendance.waiting().nodes:
+                if self._attendance.membership_change().nodes:
                     return None
                 if time.monotonic() >= deadline:
                     raise RendezvousTimeoutError(f"round {current.number}: not all nodes reach {host.address}")
@@ -197,7 +197,7 @@ class Handler:
         except RendezvousTimeoutError:
             raise
         except (OSError, RuntimeError) as e:  # the socket's and TCPStore's: the host is gone
-            where = joined(host.address, host.port)
+            where = format_endpoint(host.address, host.port)
             self._say(f"round {current.number} has no store at {where}, joining the next: {e}")
             return None
         store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))

@@ -20,50 +20,50 @@ from elasticd.errors import ElasticdError, StoreRefused, StoreUnavailable, WireE
 from elasticd_agent.model.codec import Document
 from elasticd_agent.store import Lease, Store, Versioned, Watch
 from elasticd_agent.torchrun_plugin.plan import (
-    Asked,
     Candidate,
-    Present,
-    Seat,
+    LiveCandidate,
+    MembershipChange,
+    NoRoundYet,
+    TorchrunMember,
+    TorchrunRequirements,
     TorchrunRound,
-    Unrest,
-    View,
-    Wait,
+    TorchrunView,
+    join_queue,
+    membership_change,
     next_round,
-    unrest,
-    wanting,
 )
 
-CLOSED_S = 600.0
+RETENTION_S = 600.0
 """As any ended job's records: late nodes are told, then the id may be used again."""
-LOOK_S = 0.05
+DEBOUNCE_S = 0.05
 """Changes that come together are looked at together."""
-RELOOK_RENEWALS = 5
+REREAD_RENEWALS = 5
 """A watch is a hint: in peace the job is looked at every so many renewals anyway."""
 OUTAGE_LEASES = 10
 """How long a join bears with a store that is away, in leases (30 s by default): as long as a slow restart of etcd."""
 
 
 @dataclass(frozen=True, slots=True)
-class Closed(Document):
+class JobClosed(Document):
     """The job has ended, for all nodes; `by` is the one that said so."""
 
-    by: str
+    closed_by: str
 
 
 @dataclass(frozen=True, slots=True)
-class TimedOut:
+class JoinTimedOut:
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class LeaseTimes:
     """Seconds. `lease_s` is asked for; what the store grants counts."""
 
     lease_s: float
     renewal_s: float
 
 
-class Attendance:
+class Participant:
     """Called from torchrun's main thread; its own thread starts with the first join and ends with `leave`."""
 
     def __init__(
@@ -71,8 +71,8 @@ class Attendance:
         store: Store,
         job: str,
         node: str,
-        asked: Asked,
-        times: Times,
+        asked: TorchrunRequirements,
+        times: LeaseTimes,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,7 +87,7 @@ class Attendance:
         self._candidate: Candidate | None = None
         self._mine: TorchrunRound | None = None
         self._past = 0
-        self._view: View | None = None
+        self._view: TorchrunView | None = None
         self._why = "the store has not been reached yet"
         self._fault: ElasticdError | None = None
         self._up_since: float | None = None
@@ -110,7 +110,7 @@ class Attendance:
 
     # ---- for torchrun's thread
 
-    def join(self, seat: Seat, deadline: float) -> TorchrunRound | Closed | TimedOut:
+    def join(self, seat: TorchrunMember, deadline: float) -> TorchrunRound | JobClosed | JoinTimedOut:
         """Wait for a round with this seat in it. Raises StoreUnavailable after a long outage, StoreRefused, WireError.
 
         Whatever comes of it but a round, this node is no candidate any more.
@@ -129,37 +129,37 @@ class Attendance:
                     self._nudge()
             return outcome
 
-    def waiting(self) -> Unrest:
+    def membership_change(self) -> MembershipChange:
         """Whose coming or going calls for a new round. Nobody's while the store is away: nothing is known then."""
         with self._changed:
             if self._view is None or self._mine is None or self._down_since is not None:
-                return Unrest(0, "")
+                return MembershipChange(0, "")
             now = self._clock()
-            return unrest(self._view, self._mine, self._asked, now, settled=self._settled(now))
+            return membership_change(self._view, self._mine, self._asked, now, settled=self._settled(now))
 
     @property
-    def takes_part(self) -> bool:
+    def is_member(self) -> bool:
         """True from a successful join to the next one."""
         return self._mine is not None
 
-    def closed(self) -> Closed | None:
+    def closed(self) -> JobClosed | None:
         """Raises StoreUnavailable, StoreRefused, WireError."""
         found = self._store.read(self._closed_key)
-        return None if found is None else Closed.from_json(found.value)
+        return None if found is None else JobClosed.from_json(found.value)
 
     def close(self) -> None:
         """End the job for all nodes. Raises StoreUnavailable, StoreRefused."""
         # Never renewed: both keys go by themselves, also when everybody has left.
-        lease = self._store.announce(self._closed_key, Closed(self._node).to_json(), CLOSED_S)
+        lease = self._store.announce(self._closed_key, JobClosed(self._node).to_json(), RETENTION_S)
         found = self._store.read(self._round_key) if lease is not None else None
         if lease is not None and found is not None:
             lease.hold(self._round_key, found.value, found.version)
 
-    def others_left(self, deadline: float) -> bool:
+    def wait_for_others(self, deadline: float) -> bool:
         """Wait until no other member of this node's round is there any more. False: they are still."""
         with self._changed:
             while (members := self._mine) is not None and self._view is not None and self._down_since is None:
-                there = {p.node for p in self._view.here} - {self._node}
+                there = {p.node for p in self._view.candidates} - {self._node}
                 if not there & {m.node for m in members.members}:
                     return True
                 if self._clock() >= deadline:
@@ -181,12 +181,12 @@ class Attendance:
             self._thread = threading.Thread(target=self._keep, name="elasticd-rendezvous", daemon=True)
             self._thread.start()
 
-    def _joined(self, seat: Seat, deadline: float) -> TorchrunRound | Closed | TimedOut | None:
+    def _joined(self, seat: TorchrunMember, deadline: float) -> TorchrunRound | JobClosed | JoinTimedOut | None:
         if self._fault is not None:
             raise self._fault
         view, now = self._view, self._clock()
-        if view is not None and view.closed is not None:
-            return Closed(view.closed)
+        if view is not None and view.closed_by is not None:
+            return JobClosed(view.closed_by)
         current = view.current if view is not None else None
         if current is not None and current.number > self._past and (rank := current.rank(self._node)) is not None:
             self._past = current.number
@@ -197,7 +197,7 @@ class Attendance:
             self._candidate = Candidate(seat, self._past)
             self._nudge()
         if now >= deadline:
-            return TimedOut(self._why)
+            return JoinTimedOut(self._why)
         if self._down_since is not None and now - self._down_since >= OUTAGE_LEASES * self._times.lease_s:
             raise StoreUnavailable(self._why)
         return None
@@ -303,21 +303,21 @@ class Attendance:
             view, joining, settled = self._view, self._mine is None, self._settled(now)
         if view is None or self._urgent:
             return 0.0
-        queue = wanting(view) if joining else []
+        queue = join_queue(view) if joining else []
         if self._dirty and (not queue or queue[0].node == self._node):
-            return self._looked_at + LOOK_S - now
+            return self._looked_at + DEBOUNCE_S - now
         often = joining or not settled
-        return self._looked_at + self._times.renewal_s * (1 if often else RELOOK_RENEWALS) - now
+        return self._looked_at + self._times.renewal_s * (1 if often else REREAD_RENEWALS) - now
 
     def _look(self) -> None:
         self._dirty = self._urgent = False  # before reading: what changes meanwhile is looked at again
         found = self._store.list(self._root)
         now = self._looked_at = self._clock()
         current, closed = found.get(self._round_key), found.get(self._closed_key)
-        view = View(
+        view = TorchrunView(
             current=None if current is None else TorchrunRound.from_json(current.value),
-            here=self._here(found, now),
-            closed=None if closed is None else Closed.from_json(closed.value).by,
+            candidates=self._here(found, now),
+            closed_by=None if closed is None else JobClosed.from_json(closed.value).closed_by,
         )
         self._round_version = None if current is None else current.version
         with self._changed:
@@ -328,7 +328,7 @@ class Attendance:
             self._view, self._fault = view, None
             self._changed.notify_all()
 
-    def _here(self, found: dict[str, Versioned], now: float) -> tuple[Present, ...]:
+    def _here(self, found: dict[str, Versioned], now: float) -> tuple[LiveCandidate, ...]:
         newest: dict[str, tuple[int, Candidate]] = {}
         for key, item in found.items():
             if not key.startswith(f"{self._root}nodes/"):
@@ -340,12 +340,12 @@ class Attendance:
                     self._say(f"{key} is not understood and ignored: {e}")
                 self._garbage.add(key)
                 continue
-            node = candidate.seat.node
+            node = candidate.member.node
             if node not in newest or newest[node][0] < item.version:
                 newest[node] = (item.version, candidate)
-        names = {(c.seat.node, c.past, c.seat.port): c for _, c in newest.values()}
+        names = {(c.member.node, c.after_round, c.member.port): c for _, c in newest.values()}
         self._since = {name: self._since.get(name, now) for name in names}
-        return tuple(Present(candidate, self._since[name]) for name, candidate in names.items())
+        return tuple(LiveCandidate(candidate, self._since[name]) for name, candidate in names.items())
 
     def _decide(self) -> float | None:
         """Form the next round if it is time; give an emptied store its round back. Returns when to ask again."""
@@ -353,13 +353,13 @@ class Attendance:
         with self._changed:
             view, mine, settled = self._view, self._mine, self._settled(now)
             joining = self._candidate is not None and mine is None
-        if view is None or view.closed is not None:
+        if view is None or view.closed_by is not None:
             return None
         if mine is not None and (view.current is None or view.current.number < mine.number):
             self._publish(mine)
         elif joining:
             verdict = next_round(view, self._asked, now, settled=settled)
-            if isinstance(verdict, Wait):
+            if isinstance(verdict, NoRoundYet):
                 with self._changed:
                     self._why = verdict.why
                 return verdict.until

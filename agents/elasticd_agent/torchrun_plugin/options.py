@@ -16,7 +16,7 @@ from typing import Any
 from elasticd.errors import UsageError
 from elasticd_agent.config import rendezvous_options as rendezvous
 from elasticd_agent.model.job import Policy, Rendezvous
-from elasticd_agent.torchrun_plugin.plan import Asked
+from elasticd_agent.torchrun_plugin.plan import TorchrunRequirements
 
 _NOT_OURS = ("is_host", "store_type", "rank")
 """torchrun's own for other backends; scripts that start any backend pass them along."""
@@ -25,26 +25,26 @@ _LAUNCHERS_TIMEOUT_S = 900
 
 
 @dataclass(frozen=True, slots=True)
-class Conf:
+class PluginOptions:
     """All times are seconds."""
 
     run_id: str
     rendezvous: Rendezvous
-    asked: Asked
+    requirements: TorchrunRequirements
     lease_s: float
     renewal_s: float
     store_timeout_s: float
     join_timeout_s: float
 
 
-def read(
+def parse_options(
     run_id: str, endpoint: str, min_nodes: int, max_nodes: int, local_addr: str | None, given: Mapping[str, Any]
-) -> Conf:
+) -> PluginOptions:
     """Raises UsageError."""
     conf = {key: str(value) for key, value in given.items() if key not in _NOT_OURS}
     if "join_timeout" in conf or given.get("timeout") == _LAUNCHERS_TIMEOUT_S:
         conf.pop("timeout", None)
-    meeting = rendezvous.read(
+    meeting = rendezvous.read_rendezvous(
         Namespace(
             nnodes=f"{min_nodes}:{max_nodes}",
             rdzv_backend="etcd",
@@ -64,11 +64,11 @@ def read(
     )
     _check_id(run_id)
     known = {field.name for field in fields(Policy)}
-    numbers = Policy(**{name: value for name, value in meeting.numbers.items() if name in known})
-    return Conf(
+    numbers = Policy(**{name: value for name, value in meeting.policy_fields.items() if name in known})
+    return PluginOptions(
         run_id=run_id,
         rendezvous=meeting.rendezvous,
-        asked=Asked(min_nodes, max_nodes, numbers.last_call_s, numbers.grow_debounce_s),
+        requirements=TorchrunRequirements(min_nodes, max_nodes, numbers.last_call_s, numbers.grow_debounce_s),
         lease_s=numbers.lease_s,
         renewal_s=numbers.renewal_s,
         store_timeout_s=numbers.store_timeout_s,

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document, Record
 
-STOP_S = 35.0
+STOP_TIMEOUT_S = 35.0
 """How long a member that lives is waited for: torchrun gives its workers 30 s to stop before it kills them."""
-ENDLESS_JOINS = 10
+MAX_DEBOUNCES = 10
 """Newcomers are debounced at most so many times: nodes that trickle in for ever shall not keep each other out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seat(Record):
+class TorchrunMember(Record):
     """A node's part in a round. Rank 0's address and port are where the round's TCPStore is."""
 
     node: str
@@ -34,8 +34,8 @@ class Seat(Record):
 class Candidate(Document):
     """A node's announcement: it takes part in rounds numbered above `past`, each time it joins with a fresh port."""
 
-    seat: Seat
-    past: int
+    member: TorchrunMember
+    after_round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class TorchrunRound(Document):
     """One agreed membership. A member's rank is its place in `members`."""
 
     number: int
-    members: tuple[Seat, ...]
+    members: tuple[TorchrunMember, ...]
 
     def check(self) -> None:
         if self.number < 1 or not self.members or len({m.node for m in self.members}) != len(self.members):
@@ -55,7 +55,7 @@ class TorchrunRound(Document):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TorchrunRequirements:
     """How many nodes, how long to wait for more than the fewest, and to gather newcomers before a restart."""
 
     min_nodes: int
@@ -65,7 +65,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Present:
+class LiveCandidate:
     """A candidate whose lease lives, and when the observer first saw it want what it wants."""
 
     candidate: Candidate
@@ -73,20 +73,20 @@ class Present:
 
     @property
     def node(self) -> str:
-        return self.candidate.seat.node
+        return self.candidate.member.node
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TorchrunView:
     """The job as one node saw it last. `closed` says by whom, None: it is not."""
 
     current: TorchrunRound | None
-    here: tuple[Present, ...]
-    closed: str | None = None
+    candidates: tuple[LiveCandidate, ...]
+    closed_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class NoRoundYet:
     """No round now. Ask again when the view changes, and at `until` unless it is None."""
 
     why: str
@@ -94,67 +94,73 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Unrest:
+class MembershipChange:
     """How many nodes call for a new round, and why. torchrun restarts its workers for any number above 0."""
 
     nodes: int
     why: str
 
 
-def wanting(view: View) -> list[Present]:
+def join_queue(view: TorchrunView) -> list[LiveCandidate]:
     """Who waits for the next round, in the order of its ranks: survivors as they were, then newcomers by arrival.
 
     So rank 0 stays where it was if it can.
     """
     number, old = _of(view.current)
-    found = [p for p in view.here if p.node not in old or p.candidate.past >= number]
+    found = [p for p in view.candidates if p.node not in old or p.candidate.after_round >= number]
     return sorted(found, key=lambda p: (old.get(p.node, len(old)), p.since, p.node))
 
 
-def next_round(view: View, asked: Asked, now: float, *, settled: bool) -> TorchrunRound | Wait:
+def next_round(
+    view: TorchrunView, asked: TorchrunRequirements, now: float, *, settled: bool
+) -> TorchrunRound | NoRoundYet:
     """`settled` False: the store was away lately, so that a node that cannot be seen may live."""
     number, old = _of(view.current)
-    cast = wanting(view)
+    cast = join_queue(view)
     back = [p for p in cast if p.node in old]
     names = {p.node for p in cast}
-    there = {p.node for p in view.here}
+    there = {p.node for p in view.candidates}
     running = [node for node in old if node not in names and (node in there or not settled)]
     if running:
         if not back:
-            return Wait(f"round {number} runs; its nodes make room as soon as they see this one, if there is any")
-        until = max(p.since for p in back) + STOP_S
+            return NoRoundYet(f"round {number} runs; its nodes make room as soon as they see this one, if there is any")
+        until = max(p.since for p in back) + STOP_TIMEOUT_S
         if now < until:
-            return Wait(f"waiting for {_count(running)} of round {number} to stop", until)
+            return NoRoundYet(f"waiting for {_count(running)} of round {number} to stop", until)
     if len(cast) < asked.min_nodes:
-        return Wait(f"{len(cast)} of at least {asked.min_nodes} nodes here")
+        return NoRoundYet(f"{len(cast)} of at least {asked.min_nodes} nodes here")
     if len(cast) < asked.max_nodes and not back:
         until = max(p.since for p in cast) + asked.last_call_s
         if now < until:
-            return Wait(f"{len(cast)} of {asked.max_nodes} nodes here; last call", until)
-    return TorchrunRound(number + 1, tuple(p.candidate.seat for p in cast[: asked.max_nodes]))
+            return NoRoundYet(f"{len(cast)} of {asked.max_nodes} nodes here; last call", until)
+    return TorchrunRound(number + 1, tuple(p.candidate.member for p in cast[: asked.max_nodes]))
 
 
-def unrest(view: View, mine: TorchrunRound, asked: Asked, now: float, *, settled: bool) -> Unrest:
+def membership_change(
+    view: TorchrunView, mine: TorchrunRound, asked: TorchrunRequirements, now: float, *, settled: bool
+) -> MembershipChange:
     """Whose coming or going makes the round `mine` obsolete; nobody's: its group trains on."""
-    if view.closed is not None or view.current is None or view.current.number < mine.number:
-        return Unrest(0, "")  # ended: a node that is gone has finished; gone or older: the store lost the round, not we
+    if view.closed_by is not None or view.current is None or view.current.number < mine.number:
+        return MembershipChange(
+            0, ""
+        )  # ended: a node that is gone has finished; gone or older: the store lost the round, not we
     if view.current != mine:
-        return Unrest(1, f"the job went on with round {view.current.number}, without this node")
-    there = {p.node for p in view.here}
+        return MembershipChange(1, f"the job went on with round {view.current.number}, without this node")
+    there = {p.node for p in view.candidates}
     lost = [m.node for m in mine.members if m.node not in there] if settled else []
-    waiting = wanting(view)
+    waiting = join_queue(view)
     back = [p.node for p in waiting if mine.rank(p.node) is not None]
     newcomers = [p for p in waiting if mine.rank(p.node) is None]
     room = max(0, asked.max_nodes - len(mine.members) + len(lost))
     counted = [p.node for p in newcomers[:room]] if _gathered(newcomers, asked.debounce_s, now) else []
     said = ((lost, "lost"), (back, "left the round"), (counted, "waiting to join"))
     why = "; ".join(f"{_count(nodes)} {what}" for nodes, what in said if nodes)
-    return Unrest(len(lost) + len(back) + len(counted), why)
+    return MembershipChange(len(lost) + len(back) + len(counted), why)
 
 
-def _gathered(newcomers: list[Present], debounce_s: float, now: float) -> bool:
+def _gathered(newcomers: list[LiveCandidate], debounce_s: float, now: float) -> bool:
     times = [p.since for p in newcomers]
-    return bool(times) and now >= min(max(times) + debounce_s, min(times) + ENDLESS_JOINS * debounce_s)
+    return bool(times) and now >= min(max(times) + debounce_s, min(times) + MAX_DEBOUNCES * debounce_s)
 
 
 def _of(current: TorchrunRound | None) -> tuple[int, dict[str, int]]:

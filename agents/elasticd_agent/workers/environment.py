@@ -32,8 +32,8 @@ FR_ENTRIES = "2000"
 class WorkerPaths:
     """Where one worker's files are."""
 
-    beat: str
-    notes: str
+    heartbeat: str
+    events: str
     error_file: str
 
 
@@ -58,7 +58,7 @@ def worker_environment(
     """
     ranks = round.ranks(node)
     rank, world = ranks[local_rank], round.world_size
-    role_first, role_world = among_its_role(round, node, role)
+    role_first, role_world = role_rank_and_size(round, node, role)
     env = {
         "RANK": rank,
         "LOCAL_RANK": 0 if virtual_local_rank else local_rank,
@@ -78,15 +78,15 @@ def worker_environment(
         "ELASTICD_ROUND": round.number,
         "ELASTICD_JOB": job,
         "ELASTICD_RUN": run,
-        "ELASTICD_BEAT": paths.beat,
-        "ELASTICD_NOTES": paths.notes,
+        "ELASTICD_BEAT": paths.heartbeat,
+        "ELASTICD_NOTES": paths.events,
     }
     if checkpoint_dir is not None:
         env["ELASTICD_CHECKPOINT_DIR"] = checkpoint_dir
     return {name: str(value) for name, value in env.items()}
 
 
-def among_its_role(round: Round, node: str, role: str) -> tuple[int, int]:
+def role_rank_and_size(round: Round, node: str, role: str) -> tuple[int, int]:
     """ROLE_RANK of the first worker on `node`, and ROLE_WORLD_SIZE: ranks as if the nodes of this role were alone.
 
     Members whose planner knew no roles have this one: such a planner's job had one.

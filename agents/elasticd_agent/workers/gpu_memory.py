@@ -38,19 +38,19 @@ CLOSE_S = 2.0
 class MemoryChecked:
     """The answer to one `ask`. `held`: (pid, GPU index) of those who still hold memory; `trouble` if nobody knows."""
 
-    held: tuple[tuple[int, int], ...]
+    holders: tuple[tuple[int, int], ...]
     seconds: float
     trouble: str = ""
 
 
-class DeviceMemory(Protocol):
+class GpuMemory(Protocol):
     """What the processes of this node's groups hold. `used_by` and `ask` belong to one thread."""
 
-    def used_by(self, pids: Collection[int]) -> None:
+    def track(self, pids: Collection[int]) -> None:
         """These have been started and may use GPUs."""
         ...
 
-    def ask(self, but_for: Collection[int]) -> bool:
+    def check(self, except_pids: Collection[int]) -> bool:
         """True if MemoryChecked will be posted: when no process named before holds GPU memory, or time is up.
 
         To be asked when all of them have ended, but for those that are known not to. Each is asked about once.
@@ -60,20 +60,20 @@ class DeviceMemory(Protocol):
     def close(self) -> None: ...
 
 
-class NoDevices:
+class NoGpuMemory:
     """A machine without GPUs, or without NVML for Python: there is nothing to wait for."""
 
-    def used_by(self, pids: Collection[int]) -> None:
+    def track(self, pids: Collection[int]) -> None:
         pass
 
-    def ask(self, but_for: Collection[int]) -> bool:
+    def check(self, except_pids: Collection[int]) -> bool:
         return False
 
     def close(self) -> None:
         pass
 
 
-class NvmlMemory:
+class NvmlGpuMemory:
     """Asks through a helper process, which is started ahead, and anew where it did not answer."""
 
     def __init__(
@@ -81,32 +81,32 @@ class NvmlMemory:
     ) -> None:
         self._post, self._within_s, self._answer_s = post, within_s, answer_s
         self._pids: set[int] = set()
-        self._asked: queue.SimpleQueue[tuple[int, ...] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[int, ...] | None] = queue.SimpleQueue()
         self._helper: subprocess.Popen[bytes] | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="device-memory", daemon=True)
         self._thread.start()
 
-    def used_by(self, pids: Collection[int]) -> None:
+    def track(self, pids: Collection[int]) -> None:
         self._pids.update(pids)
 
-    def ask(self, but_for: Collection[int]) -> bool:
-        dead = tuple(self._pids.difference(but_for))
+    def check(self, except_pids: Collection[int]) -> bool:
+        dead = tuple(self._pids.difference(except_pids))
         self._pids.clear()
         if dead:
-            self._asked.put(dead)
+            self._requests.put(dead)
         return bool(dead)
 
     def close(self) -> None:
         """End the helper. Bounded."""
         self._closing = True
-        self._asked.put(None)
+        self._requests.put(None)
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # then it is tried again when it is needed
             self._helper = start_helper()
-        while (pids := self._asked.get()) is not None:
+        while (pids := self._requests.get()) is not None:
             began = time.monotonic()
             answer = self._answer(pids)
             held = tuple((pid, gpu) for pid, gpu in answer.get("held", ()))
@@ -153,9 +153,9 @@ class NvmlMemory:
             pass  # it hangs in the driver
 
 
-def open_memory(gpus: bool, post: Callable[[MemoryChecked], None]) -> DeviceMemory:
+def open_gpu_memory(gpus: bool, post: Callable[[MemoryChecked], None]) -> GpuMemory:
     """What there is to ask on this machine."""
-    return NvmlMemory(post) if gpus and find_spec("pynvml") is not None else NoDevices()
+    return NvmlGpuMemory(post) if gpus and find_spec("pynvml") is not None else NoGpuMemory()
 
 
 def start_helper() -> subprocess.Popen[bytes]:

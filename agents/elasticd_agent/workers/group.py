@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from elasticd_agent.model.records import Round
-from elasticd_agent.workers.launcher.requests import Worker
+from elasticd_agent.workers.launcher.requests import WorkerSpec
 
 Master = tuple[str, int]
 """Where a round's store is: what MASTER_ADDR and MASTER_PORT say."""
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class GroupStarted:
     """What the person and the metrics want to know of a start; not an Event, the core does not need it."""
 
     number: int
@@ -38,7 +38,7 @@ class StoreReady:
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
+class ProcessUnkillable:
     """A process of round `number`'s group was sent SIGKILL and does not die; GroupGone comes all the same.
 
     It runs no code any more, but may hold its device. `rank` and `slot` are its worker's, None for the round's store
@@ -54,28 +54,28 @@ class Stuck:
 
 
 @dataclass(frozen=True, slots=True)
-class Freed:
+class ProcessReaped:
     """A process that was stuck has ended at last."""
 
     pid: int
 
 
 @dataclass(slots=True)
-class Start:
+class PendingStart:
     """A Round on its way to running: asked for, not yet started. Without a `master` the round's store starts, too."""
 
     round: Round
-    workers: tuple[Worker, ...]
+    workers: tuple[WorkerSpec, ...]
     master: Master | None
     deadline: float
 
 
 @dataclass(slots=True)
-class Group:
+class WorkerGroup:
     """A started group."""
 
     round: Round
-    workers: tuple[Worker, ...]
+    workers: tuple[WorkerSpec, ...]
     master: Master | None
     warm: bool
     pids: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class Spare:
+class ParkedGroup:
     """A parked group: forked ahead, waiting to be released."""
 
     name: int
@@ -92,12 +92,12 @@ class Spare:
     with_store: bool
     ready: bool = False
 
-    def fits(self, start: Start) -> bool:
+    def fits(self, start: PendingStart) -> bool:
         """What it has too much is ended at its release; what it lacks it cannot get."""
         return self.size >= len(start.workers) and (self.with_store or start.master is not None)
 
 
-def joining(master: Master | None, workers: tuple[Worker, ...]) -> tuple[Worker, ...]:
+def with_master(master: Master | None, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
     """The workers, told of a store that is elsewhere; of their own the owner tells them."""
     if master is None:
         return workers

@@ -8,30 +8,30 @@ from __future__ import annotations
 from elasticd.errors import WireError
 from elasticd.heartbeat import exit_report as last_words_of
 from elasticd.heartbeat import record as beat
-from elasticd_agent.model.messages import LastWords
+from elasticd_agent.model.messages import WorkerExitReport
 
 
-def ask(path: str, word: int) -> None:
+def write_request(path: str, word: int) -> None:
     """Put `word` (beat.STOP, beat.HOLD, 0) there."""
     try:
-        with beat.BeatReader(path) as reader:
+        with beat.HeartbeatReader(path) as reader:
             reader.request(word)
     except (OSError, WireError):
         pass  # a worker without a beat; after STOP comes a signal, which is enough
 
 
-def last_words(path: str) -> LastWords | None:
+def read_exit_report(path: str) -> WorkerExitReport | None:
     """What the worker's beat says of its end, None if it said nothing."""
     try:
-        with beat.BeatReader(path) as reader:
-            words = reader.read().last_words
+        with beat.HeartbeatReader(path) as reader:
+            words = reader.read().exit_report
     except (OSError, WireError):
         return None
-    return None if words is None else understood(words)
+    return None if words is None else exit_report_of(words)
 
 
-def understood(words: last_words_of.LastWords) -> LastWords:
+def exit_report_of(words: last_words_of.ExitReport) -> WorkerExitReport:
     """The words as the agent's own."""
-    return LastWords(
+    return WorkerExitReport(
         "exception" if words.kind == "exception" else "exit", words.type, words.message, words.traceback, words.bases
     )

@@ -48,7 +48,7 @@ class LogDirectory:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._fd, 4096, 0).decode("utf-8", "replace").strip()
-            if holder.rpartition(" pid ")[0] == _name(job, run):
+            if holder.rpartition(" pid ")[0] == _holder_name(job, run):
                 return
             raise UsageError(
                 f"--log-dir {self.path}: {holder or 'another job'} is writing its logs there; give each job its own"
@@ -59,7 +59,7 @@ class LogDirectory:
             _log.warning("--log-dir %s: this file system has no locks; nothing keeps two jobs apart there", self.path)
             return
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{_name(job, run)} pid {os.getpid()}\n".encode("utf-8", "replace"), 0)
+        os.pwrite(self._fd, f"{_holder_name(job, run)} pid {os.getpid()}\n".encode("utf-8", "replace"), 0)
 
     def rank_dir(self, number: int, rank: int) -> Path:
         return self.path / f"round-{number}" / f"rank-{rank}"
@@ -95,5 +95,5 @@ def _rounds(path: Path) -> list[int]:
     return sorted(int(found.group(1)) for found in map(_ROUND.fullmatch, names) if found)
 
 
-def _name(job: str, run: str) -> str:
+def _holder_name(job: str, run: str) -> str:
     return f"job {job} run {run}"

@@ -17,13 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd_agent.system.nonblocking_writer import Outlet
+from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 
 LIMIT = 64 << 20
 # torchrun's own, too: short to the eye, and a dozen system calls a second for each file.
 INTERVAL_S = 0.1
 # A file's end is waited for that long after its writers are gone, should the console not take it any faster.
-ENDING_S = 5.0
+FINISH_S = 5.0
 _CHUNK = 64 * 1024
 _COPY = 1 << 20
 
@@ -31,14 +31,14 @@ _log = logging.getLogger("elasticd.logs")
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
+class LineFilter:
     """Lines with any of `needles` in them are also appended to `path`, prefix included."""
 
     path: Path
-    needles: tuple[bytes, ...]
+    patterns: tuple[bytes, ...]
 
 
-class Followed:
+class TailedFile:
     """One file of one worker: how far it was read, and what is still to be shown of it. Used by the tail's thread."""
 
     def __init__(
@@ -46,9 +46,9 @@ class Followed:
         path: Path,
         number: int,
         name: str,
-        outlet: Outlet | None = None,
+        outlet: NonBlockingWriter | None = None,
         prefix: bytes = b"",
-        filter: Filter | None = None,
+        filter: LineFilter | None = None,
         limit: int = LIMIT,
     ) -> None:
         """Opens `path`, made 0600 if need be. `outlet` None: the file is kept bounded, not shown. Raises OSError."""
@@ -59,7 +59,7 @@ class Followed:
         self._unsent = b""
         self._partial = b""
 
-    def turn(self, show: bool) -> bool:
+    def poll(self, show: bool) -> bool:
         """Read and show a piece if `show`, bound the file. True when there is more to do at once."""
         size = os.fstat(self._fd).st_size
         if size < self._position:  # somebody else truncated it
@@ -97,7 +97,7 @@ class Followed:
         self._unsent += data
         self._send()
 
-    def _read(self, outlet: Outlet, size: int) -> bool:
+    def _read(self, outlet: NonBlockingWriter, size: int) -> bool:
         if outlet.broken and self._filter is None:
             self._position = size
         if self._position >= size or outlet.room() < _CHUNK:
@@ -124,25 +124,25 @@ class Followed:
         if not complete:
             return b""
         if self._filter is not None:
-            self._pick(complete, self._filter)
+            self._write_filtered(complete, self._filter)
         return self._prefix + complete[:-1].replace(b"\n", b"\n" + self._prefix) + b"\n"
 
-    def _pick(self, complete: bytes, filter: Filter) -> None:
-        picked = [line for line in complete[:-1].split(b"\n") if any(needle in line for needle in filter.needles)]
+    def _write_filtered(self, complete: bytes, filter: LineFilter) -> None:
+        picked = [line for line in complete[:-1].split(b"\n") if any(needle in line for needle in filter.patterns)]
         if not picked:
             return
         with suppress(OSError):
             fd = os.open(filter.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
                 if os.fstat(fd).st_size > self._limit:
-                    os.replace(filter.path, _first(filter.path))
+                    os.replace(filter.path, _rotated_path(filter.path))
                 os.write(fd, b"".join(self._prefix + line + b"\n" for line in picked))
             finally:
                 os.close(fd)
 
     def _rotate(self) -> None:
         size = os.fstat(self._fd).st_size
-        backup = _first(self._path)
+        backup = _rotated_path(self._path)
         try:
             copied = self._copy(backup, max(0, size - self._limit))
         except OSError as error:
@@ -177,40 +177,40 @@ class Followed:
         )
 
 
-def _first(path: Path) -> Path:
+def _rotated_path(path: Path) -> Path:
     return path.with_name(path.name + ".1")
 
 
-class Tail:
+class LogTailer:
     """The thread. Files are followed from `follow` until they are read to their end after `finish`, or `close`."""
 
-    def __init__(self, outlets: Iterable[Outlet] = (), interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, outlets: Iterable[NonBlockingWriter] = (), interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s
         self._wake = threading.Event()
         self._lock = threading.Lock()
-        self._files: list[Followed] = []
-        self._ending: dict[int, float] = {}
-        self._chores: list[Callable[[], object]] = []
+        self._files: list[TailedFile] = []
+        self._finish_by: dict[int, float] = {}
+        self._tasks: list[Callable[[], object]] = []
         self._closing = False
         for outlet in outlets:
             outlet.when_drained(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="elasticd-logs", daemon=True)
         self._thread.start()
 
-    def follow(self, file: Followed) -> None:
+    def follow(self, file: TailedFile) -> None:
         with self._lock:
             self._files.append(file)
 
-    def finish(self, number: int, within: float = ENDING_S) -> None:
+    def finish(self, number: int, within: float = FINISH_S) -> None:
         """The round's writers are gone: read to the end, for at most `within` seconds, then let go."""
         with self._lock:
-            self._ending.setdefault(number, time.monotonic() + within)
+            self._finish_by.setdefault(number, time.monotonic() + within)
         self._wake.set()
 
-    def later(self, chore: Callable[[], object]) -> None:
+    def run_later(self, task: Callable[[], object]) -> None:
         """Have the thread do something slow, once."""
         with self._lock:
-            self._chores.append(chore)
+            self._tasks.append(task)
 
     def close(self, within: float = 2.0) -> bool:
         """Show what is left for at most `within` seconds; True when the thread has ended."""
@@ -218,7 +218,7 @@ class Tail:
             self._closing = True
             numbers = {file.number for file in self._files}
             for number in numbers:
-                self._ending[number] = time.monotonic() + within
+                self._finish_by[number] = time.monotonic() + within
         self._wake.set()
         self._thread.join(within + 1.0)
         return not self._thread.is_alive()
@@ -227,8 +227,8 @@ class Tail:
         while True:
             self._wake.clear()
             with self._lock:
-                files, ending = list(self._files), dict(self._ending)
-                chores, self._chores = self._chores, []
+                files, ending = list(self._files), dict(self._finish_by)
+                chores, self._tasks = self._tasks, []
                 if self._closing and not files and not chores:
                     return
             for chore in chores:
@@ -239,13 +239,13 @@ class Tail:
             if not self._turn(files, ending):
                 self._wake.wait(self._interval_s)
 
-    def _turn(self, files: list[Followed], ending: dict[int, float]) -> bool:
+    def _turn(self, files: list[TailedFile], ending: dict[int, float]) -> bool:
         more, gone, oldest_behind = False, [], None
         for file in files:
             try:
                 # A round's last words come before the next round's first.
                 show = oldest_behind is None or file.number == oldest_behind
-                more |= file.turn(show)
+                more |= file.poll(show)
                 done = file.done()
                 if not done and file.number in ending:
                     oldest_behind = file.number
@@ -261,5 +261,5 @@ class Tail:
             with self._lock:
                 self._files = [file for file in self._files if file not in gone]
                 left = {file.number for file in self._files}
-                self._ending = {number: until for number, until in self._ending.items() if number in left}
+                self._finish_by = {number: until for number, until in self._finish_by.items() if number in left}
         return more or bool(gone)

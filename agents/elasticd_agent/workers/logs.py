@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd_agent.model.job import JobSpec, Streams
-from elasticd_agent.system.nonblocking_writer import Outlet
+from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.workers.log_dir import KEEP_ROUNDS, LogDirectory
-from elasticd_agent.workers.log_tail import LIMIT, Filter, Followed, Tail
-from elasticd_agent.workers.redirects import NAMES, Stream, keeps_files, line_prefix, plan_stream
+from elasticd_agent.workers.log_tail import LIMIT, LineFilter, LogTailer, TailedFile
+from elasticd_agent.workers.redirects import STREAM_NAMES, OutputTarget, keeps_files, line_prefix, plan_stream
 
 PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
@@ -37,27 +37,27 @@ class JobLogs:
         self,
         spec: JobSpec,
         runtime: Path,
-        out: Outlet,
-        err: Outlet,
-        say: Callable[[str], None],
+        out: NonBlockingWriter,
+        err: NonBlockingWriter,
+        log: Callable[[str], None],
         template: str | None = None,
         limit: int = LIMIT,
         keep_rounds: int = KEEP_ROUNDS,
     ) -> None:
         """`template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE; `runtime` is where error files go when there are no
         log files. Raises UsageError when the log directory cannot be used."""
-        self._spec, self._runtime, self._say, self._template = spec, runtime, say, template
+        self._spec, self._runtime, self._log, self._template = spec, runtime, log, template
         self._outlets = {Streams.OUT: out, Streams.ERR: err}
         self._limit, self._keep_rounds = limit, keep_rounds
         self._directory: LogDirectory | None = None
-        self._tail: Tail | None = None
+        self._tail: LogTailer | None = None
         if keeps_files(spec):
             base = spec.log_dir
             if base is None:
                 base = Path(tempfile.mkdtemp(prefix="elasticd_logs_"))
-                say(f"worker logs go to {base}, which nobody deletes; --log-dir chooses another place")
+                log(f"worker logs go to {base}, which nobody deletes; --log-dir chooses another place")
             self._directory = LogDirectory(base, spec.job_id, spec.run)
-            self._tail = Tail({out, err})
+            self._tail = LogTailer({out, err})
         self._newest = 0
 
     def highest_round(self) -> int:
@@ -73,13 +73,13 @@ class JobLogs:
         try:
             rank_dir.parent.mkdir(mode=0o700, exist_ok=True)
             rank_dir.mkdir(mode=0o700, exist_ok=True)
-            out, err = (self._open(which, number, local_rank, rank, rank_dir, tail) for which in NAMES)
+            out, err = (self._open(which, number, local_rank, rank, rank_dir, tail) for which in STREAM_NAMES)
         except OSError as error:
-            self._say(f"rank {rank}'s output goes to the console: its logs cannot be written: {error}")
+            self._log(f"rank {rank}'s output goes to the console: its logs cannot be written: {error}")
             return self._without_files(number, local_rank, rank)
         if number > self._newest:
             self._newest = number
-            tail.later(lambda: directory.prune(self._keep_rounds, number))
+            tail.run_later(lambda: directory.prune(self._keep_rounds, number))
         return WorkerFiles(out, err, str(rank_dir / "error.json"))
 
     def evidence_dir(self, number: int) -> Path:
@@ -89,7 +89,7 @@ class JobLogs:
             return own / f"round-{number}" / "evidence"
         return self._directory.rank_dir(number, 0).with_name("evidence")
 
-    def group_gone(self, number: int) -> None:
+    def group_ended(self, number: int) -> None:
         """Nobody writes to the round's files any more."""
         if self._tail is not None:
             self._tail.finish(number)
@@ -108,20 +108,22 @@ class JobLogs:
         error_dir.mkdir(mode=0o700, exist_ok=True)
         return WorkerFiles(path, path, str(error_dir / f"error-{rank}.json"))
 
-    def _open(self, which: Streams, number: int, local_rank: int, rank: int, rank_dir: Path, tail: Tail) -> str | None:
+    def _open(
+        self, which: Streams, number: int, local_rank: int, rank: int, rank_dir: Path, tail: LogTailer
+    ) -> str | None:
         prefix = line_prefix(self._template, self._spec.role, rank, local_rank)
         stream = plan_stream(self._spec, which, rank_dir, local_rank, prefix)
         if stream.path is not None and stream.path.parent == rank_dir:
             tail.follow(self._followed(which, number, rank, stream, stream.path))
         return None if stream.path is None else str(stream.path)
 
-    def _followed(self, which: Streams, number: int, rank: int, stream: Stream, path: Path) -> Followed:
+    def _followed(self, which: Streams, number: int, rank: int, stream: OutputTarget, path: Path) -> TailedFile:
         spec = self._spec
         needles = spec.duplicate_stdout_filters if which is Streams.OUT else spec.duplicate_stderr_filters
         filter = None
         if needles and stream.prefix:
-            matching = path.parent.parent / f"filtered_{NAMES[which]}.log"
-            filter = Filter(matching, tuple(needle.encode("utf-8", "surrogateescape") for needle in needles))
-        outlet = self._outlets[which] if stream.shown else None
-        name = f"rank {rank}'s {NAMES[which]}"
-        return Followed(path, number, name, outlet, stream.prefix, filter, self._limit)
+            matching = path.parent.parent / f"filtered_{STREAM_NAMES[which]}.log"
+            filter = LineFilter(matching, tuple(needle.encode("utf-8", "surrogateescape") for needle in needles))
+        outlet = self._outlets[which] if stream.tailed else None
+        name = f"rank {rank}'s {STREAM_NAMES[which]}"
+        return TailedFile(path, number, name, outlet, stream.prefix, filter, self._limit)

@@ -14,27 +14,35 @@ from typing import Any, Protocol
 
 from elasticd.heartbeat import record as beat
 from elasticd_agent.model.job import JobSpec
-from elasticd_agent.model.messages import Event, ExitStatus, GroupGone, StartFailed, StoreExited, WorkerExited
+from elasticd_agent.model.messages import Event, ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Round
-from elasticd_agent.workers.gpu_memory import DeviceMemory, MemoryChecked, NoDevices
+from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked, NoGpuMemory
 from elasticd_agent.workers.group import (
-    Freed,
-    Group,
+    GroupStarted,
     Master,
-    Spare,
-    Start,
-    Started,
+    ParkedGroup,
+    PendingStart,
+    ProcessReaped,
+    ProcessUnkillable,
     StoreReady,
-    Stuck,
-    joining,
+    WorkerGroup,
     keeps_store,
+    with_master,
 )
-from elasticd_agent.workers.heartbeat import ask, last_words
-from elasticd_agent.workers.launcher.client import OwnerClient, OwnerSaid
+from elasticd_agent.workers.heartbeat import read_exit_report, write_request
+from elasticd_agent.workers.launcher.client import OwnerClient, OwnerMessage
 from elasticd_agent.workers.launcher.preload import Preload
-from elasticd_agent.workers.launcher.requests import Commands, Worker
+from elasticd_agent.workers.launcher.requests import LaunchRequests, WorkerSpec
 
-__all__ = ["STORE", "Freed", "Heard", "Started", "StoreReady", "Stuck", "Workers"]
+__all__ = [
+    "STORE_RANK",
+    "GroupStarted",
+    "OwnerEvent",
+    "ProcessReaped",
+    "ProcessUnkillable",
+    "StoreReady",
+    "WorkerManager",
+]
 
 PRELOAD_DEADLINE_S = 180.0
 """Importing torch from a cold network file system has been seen to take minutes; after that the start is cold."""
@@ -42,20 +50,20 @@ FORK_DEADLINE_S = 10.0
 MEMORY_DEADLINE_S = 15.0
 """Whoever is asked about the memory of the dead answers in 12 s; this is for the case that it never does."""
 TEMPLATE_TRIES = 3
-STORE = -1
+STORE_RANK = -1
 
 
-Heard = Event | Started | StoreReady | Stuck | Freed
+OwnerEvent = Event | GroupStarted | StoreReady | ProcessUnkillable | ProcessReaped
 
 
-class Listener(Protocol):
+class WorkersListener(Protocol):
     """Who is told of what is no Event."""
 
-    def said(self, sentence: str) -> None: ...
-    def launcher(self, mode: str, reason: str, seconds: float | None) -> None: ...
+    def log(self, sentence: str) -> None: ...
+    def launcher_ready(self, mode: str, reason: str, seconds: float | None) -> None: ...
 
 
-class Workers:
+class WorkerManager:
     """All groups of one job on this node: at most one running, at most one parked."""
 
     def __init__(
@@ -66,95 +74,95 @@ class Workers:
         preload: Preload,
         owner: OwnerClient,
         host: str = "127.0.0.1",
-        memory: DeviceMemory | None = None,
+        memory: GpuMemory | None = None,
     ) -> None:
         """`host` is where the stores of rounds whose rank 0 is here listen: a literal address, "0.0.0.0" or "::"."""
         self._node, self._owner = node, owner
-        self._commands = Commands(spec, base_env, preload)
+        self._commands = LaunchRequests(spec, base_env, preload)
         self._store_at = {"host": host, "port": spec.master_port or 0}
-        self._listener: Listener | None = None
-        self._untold: list[Callable[[Listener], None]] = []
-        self._cold = preload.cold
+        self._listener: WorkersListener | None = None
+        self._undelivered: list[Callable[[WorkersListener], None]] = []
+        self._cold_reason = preload.cold
         self._template_ready = False
         self._template_since: float | None = None
         self._template_tries = 0
-        self._names = 0
-        self._spare: Spare | None = None
-        self._wanted: tuple[int, bool] | None = None  # what to park once the template is there
-        self._start: Start | None = None
-        self._memory = memory or NoDevices()
-        self._held: Start | None = None  # until the memory of the dead is given back
-        self._asking = False
-        self._undying: set[int] = set()
-        self._groups: dict[int, Group] = {}
+        self._last_name = 0
+        self._spare: ParkedGroup | None = None
+        self._park_request: tuple[int, bool] | None = None  # what to park once the template is there
+        self._start: PendingStart | None = None
+        self._memory = memory or NoGpuMemory()
+        self._waiting_for_memory: PendingStart | None = None  # until the memory of the dead is given back
+        self._memory_requested = False
+        self._unkillable: set[int] = set()
+        self._groups: dict[int, WorkerGroup] = {}
         self._stores: list[int] = []  # groups that have ended, but for their store
-        if self._cold is None:
+        if self._cold_reason is None:
             self._begin_template()
         else:
-            self._launcher("cold", f"workers start cold: {self._cold}")
+            self._report_launcher("cold", f"workers start cold: {self._cold_reason}")
 
     @property
     def settled(self) -> bool:
         """True once it is known how workers start: forked from a template that is there, or cold."""
-        return self._template_ready or self._cold is not None
+        return self._template_ready or self._cold_reason is not None
 
-    def tell(self, listener: Listener) -> None:
+    def set_listener(self, listener: WorkersListener) -> None:
         """Say everything to `listener` from now on, and what there was to say before it was there."""
         self._listener = listener
-        for untold in self._untold:
+        for untold in self._undelivered:
             untold(listener)
-        self._untold.clear()
+        self._undelivered.clear()
 
-    def _tell(self, telling: Callable[[Listener], None]) -> None:
+    def _notify(self, telling: Callable[[WorkersListener], None]) -> None:
         if self._listener is None:
-            self._untold.append(telling)
+            self._undelivered.append(telling)
         else:
             telling(self._listener)
 
-    def _say(self, sentence: str) -> None:
-        self._tell(lambda listener: listener.said(sentence))
+    def _log(self, sentence: str) -> None:
+        self._notify(lambda listener: listener.log(sentence))
 
-    def _launcher(self, mode: str, reason: str, seconds: float | None = None) -> None:
-        self._tell(lambda listener: listener.launcher(mode, reason, seconds))
+    def _report_launcher(self, mode: str, reason: str, seconds: float | None = None) -> None:
+        self._notify(lambda listener: listener.launcher_ready(mode, reason, seconds))
 
     # --- asked by the loop ----------------------------------------------------------------------------------------
 
-    def start(self, round: Round, workers: tuple[Worker, ...], master: Master | None) -> None:
+    def start(self, round: Round, workers: tuple[WorkerSpec, ...], master: Master | None) -> None:
         """Begin to start this node's group of `round`; Started or StartFailed follows.
 
         Rank 0's node starts the round's store as well (`master` is None, StoreReady says its port); elsewhere `master`
         is where that one listens. It waits until whoever ended last has given its GPU memory back.
         """
         self.end_store()
-        start = Start(round, joining(master, workers), master, time.monotonic() + MEMORY_DEADLINE_S)
-        self._asking = self._memory.ask(self._undying) or self._asking
-        if not self._asking:
+        start = PendingStart(round, with_master(master, workers), master, time.monotonic() + MEMORY_DEADLINE_S)
+        self._memory_requested = self._memory.check(self._unkillable) or self._memory_requested
+        if not self._memory_requested:
             self._begin(start)
             return
-        self._held = start
+        self._waiting_for_memory = start
         self.park(len(workers), with_store=master is None)
 
-    def checked(self, memory: MemoryChecked) -> None:
+    def memory_checked(self, memory: MemoryChecked) -> None:
         """What the dead hold on the GPUs, for the group that waits to be started, if it still does."""
-        self._asking = False
-        start, self._held = self._held, None
+        self._memory_requested = False
+        start, self._waiting_for_memory = self._waiting_for_memory, None
         if start is None:
             return
-        held = ", ".join(f"process {pid} on GPU {gpu}" for pid, gpu in memory.held)
+        held = ", ".join(f"process {pid} on GPU {gpu}" for pid, gpu in memory.holders)
         if held or memory.trouble:
             what = f"GPU memory is still held by the dead ({held})" if held else memory.trouble
-            self._say(f"round {start.round.number}: {what}; starting all the same after {memory.seconds:.1f} s")
+            self._log(f"round {start.round.number}: {what}; starting all the same after {memory.seconds:.1f} s")
         self._begin(start)
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: PendingStart) -> None:
         start.deadline = time.monotonic() + (FORK_DEADLINE_S if self._template_ready else PRELOAD_DEADLINE_S)
-        self._start, self._wanted = start, None
+        self._start, self._park_request = start, None
         self._advance()
 
     def park(self, size: int, with_store: bool) -> None:
         """Fork the next group ahead, if there is none yet, as soon as forking works."""
-        if self._spare is None and self._start is None and self._cold is None:
-            self._wanted = (size, with_store)
+        if self._spare is None and self._start is None and self._cold_reason is None:
+            self._park_request = (size, with_store)
             self._advance()
 
     def end_store(self) -> None:
@@ -173,9 +181,9 @@ class Workers:
             self._owner.send(do="signal", group=name, signal=int(signum))
         if self._start is not None and self._start.round.number == number:
             self._start = None
-        if self._held is not None and self._held.round.number == number:
-            self._held = None
-        return [] if running else [GroupGone(number)]
+        if self._waiting_for_memory is not None and self._waiting_for_memory.round.number == number:
+            self._waiting_for_memory = None
+        return [] if running else [GroupEnded(number)]
 
     def request(self, number: int, word: int, only: int | None = None) -> None:
         """Put `word` (beat.STOP, beat.HOLD, 0) into the beats of the round's workers, or of rank `only`, if it is here.
@@ -187,7 +195,7 @@ class Workers:
                 group.stopping = word & beat.REQUEST_KIND == beat.STOP
                 for rank, worker in zip(group.round.ranks(self._node), group.workers, strict=True):
                     if only is None or rank == only:
-                        ask(worker.beat, word)
+                        write_request(worker.heartbeat, word)
 
     def close(self) -> None:
         """End the owner and every process it has."""
@@ -201,16 +209,16 @@ class Workers:
             self._go_cold(f"preloading took longer than {PRELOAD_DEADLINE_S:.0f} s")
         elif self._start is not None and now >= self._start.deadline:
             self._go_cold("the template did not fork in time")
-        elif self._held is not None and now >= self._held.deadline:
-            self.checked(MemoryChecked((), MEMORY_DEADLINE_S, "nobody says whether GPU memory is free"))
-        deadlines = [start.deadline for start in (self._start, self._held) if start is not None]
+        elif self._waiting_for_memory is not None and now >= self._waiting_for_memory.deadline:
+            self.memory_checked(MemoryChecked((), MEMORY_DEADLINE_S, "nobody says whether GPU memory is free"))
+        deadlines = [start.deadline for start in (self._start, self._waiting_for_memory) if start is not None]
         if self._template_since is not None:
             deadlines.append(self._template_since + PRELOAD_DEADLINE_S)
         return min(deadlines, default=None)
 
     # --- told by the owner ----------------------------------------------------------------------------------------
 
-    def heard(self, said: OwnerSaid) -> list[Heard]:
+    def handle(self, said: OwnerMessage) -> list[OwnerEvent]:
         """Turn one message of the owner's into what it means for the agent."""
         message = said.message
         match message["is"]:
@@ -230,10 +238,10 @@ class Workers:
             case "exited":
                 return self._exited(message)
             case "gone":
-                return self._gone(message)
+                return self._group_ended(message)
             case "freed":
-                self._undying.discard(message["pid"])
-                return [Freed(message["pid"])]
+                self._unkillable.discard(message["pid"])
+                return [ProcessReaped(message["pid"])]
         return []
 
     def _template_is_ready(self, message: dict[str, Any]) -> None:
@@ -244,20 +252,22 @@ class Workers:
             self._go_cold(message["cold"])
             return
         self._template_ready = True
-        self._launcher("warm", f"the warm launcher is ready after {message['seconds']:.1f} s", message["seconds"])
+        self._report_launcher(
+            "warm", f"the warm launcher is ready after {message['seconds']:.1f} s", message["seconds"]
+        )
         self._advance()
 
     def _template_is_gone(self, why: str) -> None:
         was_ready, self._template_ready, self._template_since = self._template_ready, False, None
         if self._spare is not None and not self._spare.ready:
             self._spare = None
-        if self._cold is not None:
+        if self._cold_reason is not None:
             return
         if self._start is not None:
-            self._say(f"the warm launcher {why}: round {self._start.round.number} starts cold")
+            self._log(f"the warm launcher {why}: round {self._start.round.number} starts cold")
             self._execute()
         elif was_ready:
-            self._say(f"the warm launcher {why}: the workers go on, and a new one is being started")
+            self._log(f"the warm launcher {why}: the workers go on, and a new one is being started")
         if self._template_tries < TEMPLATE_TRIES:
             self._begin_template()
         else:
@@ -269,7 +279,7 @@ class Workers:
             self._spare.ready = True
         self._advance()
 
-    def _refused(self, message: dict[str, Any]) -> list[Heard]:
+    def _refused(self, message: dict[str, Any]) -> list[OwnerEvent]:
         """A cold group that could not be started is a failed start; a warm one is started cold instead."""
         name, why = message["group"], message["why"]
         was_spare = self._spare is not None and self._spare.name == name
@@ -277,50 +287,53 @@ class Workers:
             self._spare = None
         group = self._groups.pop(name, None)
         if group is not None and not group.warm:
-            return [StartFailed(group.round.number, why, time.monotonic()), GroupGone(group.round.number)]
+            return [StartFailed(group.round.number, why, time.monotonic()), GroupEnded(group.round.number)]
         if group is not None:  # released, but the parked group it was to become is gone
-            self._start = Start(group.round, group.workers, group.master, time.monotonic() + FORK_DEADLINE_S)
+            self._start = PendingStart(group.round, group.workers, group.master, time.monotonic() + FORK_DEADLINE_S)
         if self._start is not None and (was_spare or group is not None):
-            self._say(f"round {self._start.round.number}: {why}; starting its workers cold")
+            self._log(f"round {self._start.round.number}: {why}; starting its workers cold")
             self._execute()
         return []
 
-    def _started(self, message: dict[str, Any]) -> list[Heard]:
+    def _started(self, message: dict[str, Any]) -> list[OwnerEvent]:
         group = self._groups.get(message["group"])
         if group is None:
             return []
         group.pids, group.store_pid = message["pids"], message["store"]
-        self._memory.used_by(group.pids)
-        return [Started(group.round.number, group.pids, group.store_pid, group.warm)]
+        self._memory.track(group.pids)
+        return [GroupStarted(group.round.number, group.pids, group.store_pid, group.warm)]
 
-    def _exited(self, message: dict[str, Any]) -> list[Heard]:
+    def _exited(self, message: dict[str, Any]) -> list[OwnerEvent]:
         group = self._groups.get(message["group"])
         if group is None:
             return []
         number, local_rank, at = group.round.number, message["local_rank"], message["at"]
         status = ExitStatus.of(os.waitstatus_to_exitcode(message["status"]))
-        if local_rank == STORE:
+        if local_rank == STORE_RANK:
             return [StoreExited(number, status.text, at, status)]
         member = group.round.member(self._node)
         assert member is not None
         rank = group.round.ranks(self._node)[local_rank]
-        words = last_words(group.workers[local_rank].beat)
+        words = read_exit_report(group.workers[local_rank].beat)
         return [WorkerExited(number, rank, local_rank, member.slots[local_rank], status, words, at)]
 
-    def _gone(self, message: dict[str, Any]) -> list[Heard]:
+    def _group_ended(self, message: dict[str, Any]) -> list[OwnerEvent]:
         group = self._groups.pop(message["group"], None)
         if group is None:
             return []
         if group.store_pid and keeps_store(group.round):
             self._stores.append(message["group"])
-        self._undying.update(stuck["pid"] for stuck in message["stuck"])
-        return [*(self._stuck(group.round, stuck) for stuck in message["stuck"]), GroupGone(group.round.number)]
+        self._unkillable.update(stuck["pid"] for stuck in message["stuck"])
+        return [
+            *(self._process_unkillable(group.round, stuck) for stuck in message["stuck"]),
+            GroupEnded(group.round.number),
+        ]
 
-    def _stuck(self, round: Round, stuck: dict[str, Any]) -> Stuck:
+    def _process_unkillable(self, round: Round, stuck: dict[str, Any]) -> ProcessUnkillable:
         member, local_rank, rank, slot = round.member(self._node), stuck["local_rank"], None, None
-        if member is not None and local_rank is not None and local_rank != STORE:
+        if member is not None and local_rank is not None and local_rank != STORE_RANK:
             rank, slot = round.ranks(self._node)[local_rank], member.slots[local_rank]
-        return Stuck(round.number, stuck["pid"], rank, slot, stuck["state"], stuck["wchan"])
+        return ProcessUnkillable(round.number, stuck["pid"], rank, slot, stuck["state"], stuck["wchan"])
 
     # --- the way to a start ---------------------------------------------------------------------------------------
 
@@ -328,9 +341,9 @@ class Workers:
         """Take the pending start, or what is to be parked, one step further; else wait for the template."""
         start, spare = self._start, self._spare
         if start is None:
-            if self._wanted is not None and spare is None and self._template_ready:
-                self._ask_for_spare(*self._wanted)
-        elif self._cold is not None:
+            if self._park_request is not None and spare is None and self._template_ready:
+                self._request_spare(*self._park_request)
+        elif self._cold_reason is not None:
             self._execute()
         elif spare is not None and spare.ready and spare.fits(start):
             self._release(spare, start)
@@ -339,20 +352,20 @@ class Workers:
             self._advance()
         elif spare is None and self._template_ready:
             start.deadline = time.monotonic() + FORK_DEADLINE_S
-            self._ask_for_spare(len(start.workers), start.master is None)
+            self._request_spare(len(start.workers), start.master is None)
 
-    def _ask_for_spare(self, size: int, with_store: bool) -> None:
-        self._names += 1
-        self._spare, self._wanted = Spare(self._names, size, with_store), None
-        self._owner.send(do="park", group=self._names, workers=size, store=with_store, **self._store_at)
+    def _request_spare(self, size: int, with_store: bool) -> None:
+        self._last_name += 1
+        self._spare, self._park_request = ParkedGroup(self._last_name, size, with_store), None
+        self._owner.send(do="park", group=self._last_name, workers=size, store=with_store, **self._store_at)
 
     def _end_spare(self) -> None:
         if self._spare is not None:
             self._owner.send(do="signal", group=self._spare.name, signal=int(signal.SIGKILL))
             self._spare = None
 
-    def _release(self, spare: Spare, start: Start) -> None:
-        self._groups[spare.name] = Group(start.round, start.workers, start.master, warm=True)
+    def _release(self, spare: ParkedGroup, start: PendingStart) -> None:
+        self._groups[spare.name] = WorkerGroup(start.round, start.workers, start.master, warm=True)
         self._spare = self._start = None
         self._owner.send(
             do="release",
@@ -367,15 +380,15 @@ class Workers:
         """Start the pending group cold."""
         start, self._start = self._start, None
         assert start is not None
-        self._names += 1
-        self._groups[self._names] = Group(start.round, start.workers, start.master, warm=False)
+        self._last_name += 1
+        self._groups[self._last_name] = WorkerGroup(start.round, start.workers, start.master, warm=False)
         cold = self._commands.cold(start.workers, with_store=start.master is None)
-        self._owner.send(do="exec", group=self._names, keep=keeps_store(start.round), **self._store_at, **cold)
+        self._owner.send(do="exec", group=self._last_name, keep=keeps_store(start.round), **self._store_at, **cold)
 
     def _go_cold(self, why: str) -> None:
-        self._cold = why
-        self._template_ready, self._wanted = False, None
-        self._launcher("cold", f"workers start cold from now on: {why}")
+        self._cold_reason = why
+        self._template_ready, self._park_request = False, None
+        self._report_launcher("cold", f"workers start cold from now on: {why}")
         self._end_spare()
         self._advance()
 

@@ -14,42 +14,42 @@ from string import Template
 
 from elasticd_agent.model.job import JobSpec, Streams
 
-NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
+STREAM_NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class OutputTarget:
     """Where one stream goes. `path` None: it is the agent's own, inherited. `shown`: the file is copied to the console,
     every line behind `prefix`."""
 
     path: Path | None = None
-    shown: bool = False
+    tailed: bool = False
     prefix: bytes = b""
 
 
-INHERITED = Stream()
-DISCARDED = Stream(Path(os.devnull))
+INHERITED = OutputTarget()
+DISCARDED = OutputTarget(Path(os.devnull))
 
 
 def keeps_files(spec: JobSpec) -> bool:
     """Whether any worker's output goes to files; log_dir None then means a temporary directory."""
     if spec.log_dir == Path(os.devnull):
         return False
-    return spec.log_dir is not None or _asked(spec)
+    return spec.log_dir is not None or _redirects_or_tees(spec)
 
 
-def plan_stream(spec: JobSpec, which: Streams, rank_dir: Path, local_rank: int, prefix: bytes) -> Stream:
+def plan_stream(spec: JobSpec, which: Streams, rank_dir: Path, local_rank: int, prefix: bytes) -> OutputTarget:
     """Where stream `which` (OUT or ERR) of `local_rank` goes; `rank_dir` is where its files would be."""
     shown_rank = spec.local_ranks_filter is None or local_rank in spec.local_ranks_filter
     if not keeps_files(spec):
         return INHERITED if shown_rank else DISCARDED
-    path = rank_dir / f"{NAMES[which]}.log"
-    if not _asked(spec):
-        return Stream(path, shown=shown_rank)
+    path = rank_dir / f"{STREAM_NAMES[which]}.log"
+    if not _redirects_or_tees(spec):
+        return OutputTarget(path, tailed=shown_rank)
     if spec.tee.get(local_rank, Streams.NONE) & which:
-        return Stream(path, shown=shown_rank, prefix=prefix if shown_rank else b"")
+        return OutputTarget(path, tailed=shown_rank, prefix=prefix if shown_rank else b"")
     if spec.redirects.get(local_rank, Streams.NONE) & which:
-        return Stream(path)
+        return OutputTarget(path)
     return INHERITED if shown_rank else DISCARDED
 
 
@@ -61,5 +61,5 @@ def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> 
     return text.encode("utf-8", "surrogateescape")
 
 
-def _asked(spec: JobSpec) -> bool:
+def _redirects_or_tees(spec: JobSpec) -> bool:
     return any(spec.redirects.values()) or any(spec.tee.values())

@@ -11,7 +11,7 @@ import pytest
 
 from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import load
-from elasticd_agent.config.store_options import meets
+from elasticd_agent.config.store_options import store_rendezvous
 from tests.deploy.k8s.machine import AgentPod, Machine
 from tests.deploy.k8s.manifests import DAEMONS, overlay
 
@@ -31,7 +31,7 @@ def test_the_agent_would_start_with_it(machine: Machine, name: str) -> None:
     bound = {"ELASTICD_HTTP_BIND": "10.1.2.3"} if name == "host-network" else {}
     found = load(Path(pod.config), {**pod.env, **bound})
     assert (found.node, found.local_addr, found.slots) == (f"{name}.example.com", "127.0.0.1", 1)
-    where = meets(found)
+    where = store_rendezvous(found)
     assert where.tls is not None
     assert (len(where.endpoints), where.tls.cert is not None) == (3, True)
     assert found.http.bind == bound.get("ELASTICD_HTTP_BIND", "0.0.0.0")

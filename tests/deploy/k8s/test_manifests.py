@@ -23,13 +23,13 @@ import yaml
 from deploy.k8s import rules
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.config import env_variables as variables
-from elasticd_agent.config.agent_settings import Settings
+from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.config.documents import parse
 from elasticd_agent.config.job_file import read_job
-from elasticd_agent.config.quantities import seconds
+from elasticd_agent.config.quantities import parse_seconds
 from elasticd_agent.node.api import routes as api
 from elasticd_agent.store.etcd.store import EtcdStore
-from elasticd_agent.telemetry.metrics_server import HttpServer, Pages, Verdict
+from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MetricsServer, MonitoringPages
 from tests.deploy.k8s.machine import answers
 from tests.deploy.k8s.manifests import (
     DAEMONS,
@@ -146,7 +146,7 @@ def test_what_the_page_adds_for_ipv6_is_a_variable_the_agent_reads() -> None:
     patch = re.search(r"`({op: add, path: /spec/template/spec/containers/0/env/-.*?})`", PAGE.read_text())
     assert patch is not None
     given = yaml.safe_load(patch[1])["value"]
-    read = variables.from_variables(Settings, {given["name"]: given["value"]}, {})
+    read = variables.read_overrides(NodeSettings, {given["name"]: given["value"]}, {})
     assert {key: said.value for key, said in read.items()} == {"http.bind": "::"}
 
 
@@ -214,7 +214,7 @@ def test_no_pod_may_do_more_than_it_needs(path: str) -> None:
 
 @pytest.mark.parametrize("name", DAEMONS)
 def test_the_drain_fits_into_what_the_kubelet_waits(name: str) -> None:
-    drain_s = seconds(toml(name)["drain_timeout"])
+    drain_s = parse_seconds(toml(name)["drain_timeout"])
     assert agents(overlay(name)).spec["terminationGracePeriodSeconds"] >= drain_s + 30
     assert f"`terminationGracePeriodSeconds` ({drain_s + 60:.0f} s)" in PAGE.read_text()
 
@@ -242,7 +242,7 @@ def test_all_that_agent_toml_names_is_mounted_and_may_be_written_where_it_must(n
 @pytest.mark.parametrize("name", DAEMONS)
 def test_its_variables_are_keys_of_agent_toml(name: str) -> None:
     """A misspelled one would be refused by the agent, and by nobody before."""
-    known = {variables.variable(key): key for key, _ in variables.keys(Settings)}
+    known = {variables.variable_name(key): key for key, _ in variables.config_keys(NodeSettings)}
     given = {e["name"]: e for e in agents(overlay(name)).container("agent")["env"]}
     fields = {n: e["valueFrom"]["fieldRef"]["fieldPath"] for n, e in given.items() if n.startswith("ELASTICD_")}
     assert set(fields) <= set(known)
@@ -256,7 +256,7 @@ def test_its_variables_are_keys_of_agent_toml(name: str) -> None:
 def test_kubernetes_own_variables_for_services_would_be_refused() -> None:
     """Why enableServiceLinks is false."""
     with pytest.raises(UsageError, match="ELASTICD_STORE_PORT: is not a variable elasticd reads"):
-        variables.from_variables(Settings, {"ELASTICD_STORE_PORT": "tcp://10.0.0.1:29400"}, {})
+        variables.read_overrides(NodeSettings, {"ELASTICD_STORE_PORT": "tcp://10.0.0.1:29400"}, {})
 
 
 def test_host_network_asks_the_clusters_names_and_leaves_others_ports_alone() -> None:
@@ -477,17 +477,17 @@ def test_every_port_is_somebodys(path: str) -> None:
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_every_page_that_is_asked_for_is_served_to_everybody(name: str) -> None:
     """By the agent, or by `elasticd run`; etcd's is asked of a real one in test_cluster.py."""
-    well = Verdict(True, "well")
-    pages = Pages(lambda: b"", dict, lambda: well, lambda: well)
+    well = HealthProbeResult(True, "well")
+    pages = MonitoringPages(lambda: b"", dict, lambda: well, lambda: well)
     container = agents(overlay(name)).container("agent")
     probes = [container[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")]
     ends = [e for m in of_kind(overlay(name), "PodMonitor") for e in m["spec"]["podMetricsEndpoints"]]
     asked = [(asked["path"], asked["scheme"].lower()) for asked in (*probes, *ends)]
     assert [path for path, _ in asked[:3]] == ["/healthz", "/healthz", "/readyz"]
     if name != "c10d":
-        assert {(path in api.OPEN, scheme) for path, scheme in asked} == {(True, "https")}
+        assert {(path in api.PUBLIC_PATHS, scheme) for path, scheme in asked} == {(True, "https")}
         return
-    with closing(HttpServer("127.0.0.1", 0, pages)) as server:
+    with closing(MetricsServer("127.0.0.1", 0, pages)) as server:
         assert server.address
         for path, scheme in asked:
             assert (answers(f"http://127.0.0.1:{server.address[1]}{path}"), scheme) == (200, "http")

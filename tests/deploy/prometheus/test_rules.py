@@ -20,7 +20,7 @@ import yaml
 
 from elasticd_agent.node import metrics as gauges
 from elasticd_agent.node.health import metrics as measured
-from elasticd_agent.telemetry.metric_table import CAUSES, METRICS, SPENT
+from elasticd_agent.telemetry.metric_table import METRICS, RESTART_CAUSES, TIME_STATES
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy" / "prometheus"
@@ -36,7 +36,7 @@ ASKED_FOR = {
 }  # fmt: skip
 SCRAPE = {"job", "instance"}
 """What Prometheus itself gives every series."""
-VALUES = {"cause": set(CAUSES), "state": {*SPENT, *gauges.STATES}, "outcome": set(gauges.OUTCOMES)}
+VALUES = {"cause": set(RESTART_CAUSES), "state": {*TIME_STATES, *gauges.NODE_STATES}, "outcome": set(gauges.OUTCOMES)}
 """Values that rules select by."""
 
 

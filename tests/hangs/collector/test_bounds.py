@@ -15,7 +15,7 @@ import pytest
 
 from elasticd_agent.hangs import evidence as module
 from elasticd_agent.hangs.collector import files as disk
-from elasticd_agent.hangs.evidence import Target
+from elasticd_agent.hangs.evidence import EvidenceTarget
 from elasticd_agent.system import procfs
 from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker, Until
 
@@ -53,7 +53,7 @@ def test_the_budget_is_kept_when_py_spy_hangs(
     evidence = takes(1.5, spy=dead_spy)
     pids = [worker(SLEEPS), worker(SLEEPS)]
     began = time.monotonic()
-    assert evidence.gather(1, [Target(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
+    assert evidence.gather(1, [EvidenceTarget(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
     assert time.monotonic() - began < 0.5
     found = posted.get(timeout=30)
     assert found.seconds < 1.5 + MARGIN_S
@@ -70,7 +70,7 @@ def test_a_log_directory_that_does_not_answer_costs_only_the_place(
     elsewhere = tmp_path / f"elasticd-evidence-{os.getuid()}" / "job"
     evidence = takes(2.0, job="job", temporary=tmp_path)
     final, pid = blocked(tmp_path / "log" / "round-7" / "evidence"), worker(SLEEPS)
-    assert evidence.gather(7, [Target(0, pid)], final, "")
+    assert evidence.gather(7, [EvidenceTarget(0, pid)], final, "")
     found = posted.get(timeout=30)
     assert found.seconds < 2.0 + MARGIN_S
     assert found.ranks[0].source == "py-spy"
@@ -104,7 +104,7 @@ def test_a_gathering_that_took_all_the_time_still_gets_where_it_belongs(
     spy.chmod(0o700)
     evidence = takes(0.5, spy=str(spy), temporary=tmp_path)
     final, pid = tmp_path / "log" / "round-7" / "evidence", worker(SLEEPS)
-    assert evidence.gather(7, [Target(0, pid)], final, "")
+    assert evidence.gather(7, [EvidenceTarget(0, pid)], final, "")
     assert (posted.get(timeout=30).path == final) is left
 
 
@@ -131,14 +131,14 @@ def test_a_helper_that_is_killed_costs_what_it_would_have_told(
 ) -> None:
     evidence = takes(spy=dead_spy)
     pid = worker(SLEEPS)
-    assert evidence.gather(1, [Target(0, pid)], tmp_path / "log", "")
+    assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     (helper,) = until(lambda: helpers(pid), 20)  # type: ignore[misc]
     os.kill(helper, signal.SIGKILL)
     found = posted.get(timeout=30)
     assert found.seconds < 10
     assert "the helper ended" in found.trouble
     assert (found.ranks[0].state, found.ranks[0].source) == ("S", "")
-    assert evidence.gather(1, [Target(0, pid)], tmp_path / "log", "")
+    assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     evidence.close()
 
 
@@ -147,7 +147,7 @@ def test_closing_does_not_wait_for_a_gathering(
 ) -> None:
     evidence = takes(1000.0, spy=dead_spy)
     pid = worker(SLEEPS)
-    assert evidence.gather(1, [Target(0, pid)], tmp_path / "log", "")
+    assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     until(lambda: helpers(pid), 20)
     began = time.monotonic()
     evidence.close()
@@ -179,7 +179,7 @@ def test_of_old_evidence_the_newest_rounds_are_kept(
     pid, log = worker(SLEEPS), tmp_path / "log"
     (log / "round-11" / "rank-0").mkdir(parents=True)
     for number in (9, 10, 12):
-        assert evidence.gather(number, [Target(0, pid)], log / f"round-{number}" / "evidence", "")
+        assert evidence.gather(number, [EvidenceTarget(0, pid)], log / f"round-{number}" / "evidence", "")
         assert posted.get(timeout=30).trouble == ""
     evidence.close()
     assert sorted(path.name for path in log.glob("round-*/evidence/rank-0.json")) == ["rank-0.json"] * 2
@@ -206,7 +206,7 @@ def test_a_directory_that_did_not_answer_is_not_asked_again(
     evidence = takes(1.5, job="job", temporary=tmp_path)
     final, pid = blocked(tmp_path / "log" / "round-7" / "evidence"), worker(SLEEPS)
     for _ in range(2):
-        assert evidence.gather(7, [Target(0, pid)], final, "")
+        assert evidence.gather(7, [EvidenceTarget(0, pid)], final, "")
         found = posted.get(timeout=30)
         assert found.path.parent == tmp_path / f"elasticd-evidence-{os.getuid()}" / "job" / "round-7"
     assert found.trouble == ""
@@ -219,7 +219,7 @@ def test_evidence_that_cannot_even_be_kept_here_is_said_to_be_missing(
 ) -> None:
     (tmp_path / "scratch").write_text("in the way")
     evidence = takes()
-    assert evidence.gather(1, [Target(0, worker(SLEEPS))], tmp_path / "log", "")
+    assert evidence.gather(1, [EvidenceTarget(0, worker(SLEEPS))], tmp_path / "log", "")
     found = posted.get(timeout=30)
     assert "no evidence" in found.trouble
     assert (found.ranks[0].state, found.ranks[0].source) == ("S", "")

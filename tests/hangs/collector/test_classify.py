@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd_agent.hangs.collector.classify import Context, Frame, Located, chosen, locate, own_place
+from elasticd_agent.hangs.collector.classify import (
+    Frame,
+    StackContext,
+    StackLocation,
+    locate,
+    representative_thread,
+    script_place,
+)
 
 TORCH = "/opt/venv/lib/python3.11/site-packages/torch"
 PYTHON = "/usr/lib/python3.11"
@@ -30,7 +37,7 @@ BACKWARD = (
     f"backward {TORCH}/autograd/__init__.py:395",
     f"Tensor.backward {TORCH}/_tensor.py:623",
 )
-WAITS = Context(idle=True, group=True)
+WAITS = StackContext(idle=True, group=True)
 
 TABLE = {
     "an all-reduce": ([f"all_reduce {C10D}:3252", LOGGED, *SCRIPT], "collective", "all_reduce"),
@@ -229,8 +236,8 @@ def test_where(name: str) -> None:
 
 def test_backward_is_a_wait_only_for_a_thread_that_does_nothing_in_a_process_that_has_a_group() -> None:
     frames = stack(*BACKWARD, *SCRIPT)
-    assert locate(frames, Context(idle=False, group=True)) == Located("elsewhere", "train.py:88 train")
-    assert locate(frames, Context(idle=True, group=False)) == Located("elsewhere", "train.py:88 train")
+    assert locate(frames, StackContext(idle=False, group=True)) == StackLocation("elsewhere", "train.py:88 train")
+    assert locate(frames, StackContext(idle=True, group=False)) == StackLocation("elsewhere", "train.py:88 train")
 
 
 @pytest.mark.parametrize(
@@ -251,11 +258,11 @@ def test_backward_is_a_wait_only_for_a_thread_that_does_nothing_in_a_process_tha
 def test_a_method_written_in_c_is_known_by_the_line_that_calls_it(
     source: str, context: dict[str, bool], where: str
 ) -> None:
-    assert locate(stack(*SCRIPT), Context(source=source, **context)).where == where
+    assert locate(stack(*SCRIPT), StackContext(source=source, **context)).where == where
 
 
 def test_no_frames() -> None:
-    assert locate([], WAITS) == Located("elsewhere", "")
+    assert locate([], WAITS) == StackLocation("elsewhere", "")
 
 
 JOIN = stack(
@@ -272,19 +279,19 @@ SUBMITTED = stack(f"all_reduce {C10D}:3252", LOGGED, f"_WorkItem.run {PYTHON}/co
 
 
 def test_a_main_thread_that_waits_for_another_one_is_where_that_one_is() -> None:
-    assert chosen([JOIN, LOADS, TRAINS]) == 2
-    assert chosen([JOIN, FEEDS, IDLES, LOADS]) == 3
-    assert chosen([JOIN, FEEDS, IDLES]) == 0
-    assert chosen([JOIN, SUBMITTED]) == 1
-    assert chosen([stack(f"_shutdown {PYTHON}/threading.py:1590"), TRAINS]) == 1
+    assert representative_thread([JOIN, LOADS, TRAINS]) == 2
+    assert representative_thread([JOIN, FEEDS, IDLES, LOADS]) == 3
+    assert representative_thread([JOIN, FEEDS, IDLES]) == 0
+    assert representative_thread([JOIN, SUBMITTED]) == 1
+    assert representative_thread([stack(f"_shutdown {PYTHON}/threading.py:1590"), TRAINS]) == 1
 
 
 def test_a_main_thread_that_does_something_counts_itself() -> None:
     meet = f"Barriers._meet {ELASTICD}/coordination/barrier.py:87"
     barrier = stack(f"Event.wait {PYTHON}/threading.py:629", meet, *SCRIPT)
-    assert chosen([stack(*SCRIPT), TRAINS]) == 0
-    assert chosen([barrier, TRAINS]) == 0
-    assert chosen([[], TRAINS]) == 0
+    assert representative_thread([stack(*SCRIPT), TRAINS]) == 0
+    assert representative_thread([barrier, TRAINS]) == 0
+    assert representative_thread([[], TRAINS]) == 0
 
 
 def test_a_file_has_the_same_name_on_every_machine() -> None:
@@ -295,4 +302,4 @@ def test_a_file_has_the_same_name_on_every_machine() -> None:
 
 
 def test_who_has_no_code_of_his_own_is_where_torch_is() -> None:
-    assert own_place(stack(f"f {TORCH}/_tensor.py:7")) == "_tensor.py:7 f"
+    assert script_place(stack(f"f {TORCH}/_tensor.py:7")) == "_tensor.py:7 f"

@@ -11,7 +11,7 @@ import pytest
 
 from elasticd.heartbeat import record as beat
 from elasticd_agent.hangs.collector.flight_recorder import as_json
-from elasticd_agent.hangs.evidence import Evidence, Gathered, Target
+from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, GatheredEvidence
 from tests.hangs.stuck_worker import Posted, StartWorker
 
 REPO = str(Path(__file__).parents[3])
@@ -51,17 +51,19 @@ while os.read(fd, 1):
 """
 
 
-def gathered(evidence: Evidence, posted: Posted, target: Target, final: Path) -> tuple[Gathered, Path]:
+def gathered(
+    evidence: EvidenceCollector, posted: Posted, target: EvidenceTarget, final: Path
+) -> tuple[GatheredEvidence, Path]:
     assert evidence.gather(1, [target], final, "")
     return posted.get(timeout=30), final / f"rank-{target.rank}.flight.json"
 
 
 def test_the_background_thread_writes_it(
-    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     path, flight = tmp_path / "beat", tmp_path / "flight"
     beat.create(path)
-    target = Target(2, worker(ANSWERS, str(path), str(flight)), beat=path, flight=flight)
+    target = EvidenceTarget(2, worker(ANSWERS, str(path), str(flight)), heartbeat=path, flight=flight)
     found, recorded = gathered(evidence, posted, target, tmp_path / "log")
     assert json.loads(recorded.read_text()) == {"entries": [1]}
     facts = json.loads((tmp_path / "log" / "rank-2.json").read_text())
@@ -70,11 +72,11 @@ def test_the_background_thread_writes_it(
 
 
 def test_one_that_does_not_answer_is_not_waited_for(
-    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     path = tmp_path / "beat"
     beat.create(path)
-    target = Target(0, worker(COUNTED_ONCE, str(path)), beat=path, flight=tmp_path / "flight")
+    target = EvidenceTarget(0, worker(COUNTED_ONCE, str(path)), heartbeat=path, flight=tmp_path / "flight")
     found, recorded = gathered(evidence, posted, target, tmp_path / "log")
     assert not recorded.exists()
     assert found.trouble == ""
@@ -82,35 +84,37 @@ def test_one_that_does_not_answer_is_not_waited_for(
 
 
 def test_nccl_writes_it_when_a_byte_comes_through_its_pipe(
-    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     pipe, dump = tmp_path / "nccl.pipe", tmp_path / "nccl_trace"
     pid = worker(MONITOR, str(pipe), str(dump))
     dump.write_bytes(pickle.dumps({"entries": ["of another time"]}))
-    _, recorded = gathered(evidence, posted, Target(0, pid, pipe=pipe, dump=dump), tmp_path / "log")
+    _, recorded = gathered(evidence, posted, EvidenceTarget(0, pid, pipe=pipe, dump=dump), tmp_path / "log")
     assert json.loads(recorded.read_text())["entries"] == [{"collective_seq_id": 5, "sizes": [2, 3]}]
 
 
 def test_a_pipe_that_nobody_reads_is_not_waited_for(
-    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     pipe = tmp_path / "nccl.pipe"
     os.mkfifo(pipe)
     pid = worker("import time; print('ready', flush=True); time.sleep(1e6)")
-    found, recorded = gathered(evidence, posted, Target(0, pid, pipe=pipe, dump=tmp_path / "dump"), tmp_path / "log")
+    found, recorded = gathered(
+        evidence, posted, EvidenceTarget(0, pid, pipe=pipe, dump=tmp_path / "dump"), tmp_path / "log"
+    )
     assert not recorded.exists()
     assert found.seconds < 10
 
 
 def test_nccl_that_writes_too_late_has_written_for_the_next_time(
-    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     pipe, dump = tmp_path / "nccl.pipe", tmp_path / "nccl_trace"
     os.mkfifo(pipe)
     dump.write_bytes(pickle.dumps({"entries": []}))
     code = "import os, sys, time; os.open(sys.argv[1], os.O_RDWR); print('ready', flush=True); time.sleep(1e6)"
     pid = worker(code, str(pipe))
-    _, recorded = gathered(evidence, posted, Target(0, pid, pipe=pipe, dump=dump), tmp_path / "log")
+    _, recorded = gathered(evidence, posted, EvidenceTarget(0, pid, pipe=pipe, dump=dump), tmp_path / "log")
     assert json.loads(recorded.read_text()) == {"entries": []}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.hangs.evidence import Target
+from elasticd_agent.hangs.evidence import EvidenceTarget
 from elasticd_agent.system import nvml_dump as gpu
 from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker
 
@@ -121,7 +121,7 @@ def test_gpus_are_asked_beside_the_ranks(
     (tmp_path / "pynvml.py").write_text(NVML.replace("{init}", init))
     evidence = takes(budget_s, nvml=str(tmp_path))
     pid = worker("import time; print('ready', flush=True); time.sleep(1e6)")
-    assert evidence.gather(1, [Target(0, pid)], tmp_path / "log", "")
+    assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     found = posted.get(timeout=30)
     assert (found.trouble, found.ranks[0].source) == ("", "py-spy")
     assert found.seconds < 5 + 1.5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.heartbeat import record as beat
-from elasticd_agent.hangs.evidence import Evidence, RankEvidence, Target
+from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, RankEvidence
 from tests.hangs.stuck_worker import Posted, StartWorker
 
 # torch's file by its path; how the thread stands in it is the argument's.
@@ -44,11 +44,11 @@ def joined(tmp_path: Path) -> Path:
     """The beat of a worker that has a process group."""
     path = tmp_path / "beat"
     beat.create(path)
-    beat.BeatWriter(path).pulse(5, 0)
+    beat.HeartbeatWriter(path).tick(5, 0)
     return path
 
 
-def located(evidence: Evidence, posted: Posted, target: Target, final: Path) -> RankEvidence:
+def located(evidence: EvidenceCollector, posted: Posted, target: EvidenceTarget, final: Path) -> RankEvidence:
     assert evidence.gather(1, [target], final, "")
     (rank,) = posted.get(timeout=30).ranks
     assert rank.source == "py-spy"
@@ -61,7 +61,7 @@ def located(evidence: Evidence, posted: Posted, target: Target, final: Path) -> 
 )
 def test_backward_is_a_wait_only_while_its_thread_does_nothing(
     worker: StartWorker,
-    evidence: Evidence,
+    evidence: EvidenceCollector,
     posted: Posted,
     tmp_path: Path,
     joined: Path,
@@ -78,14 +78,14 @@ def test_backward_is_a_wait_only_while_its_thread_does_nothing(
     (tmp_path / "train.py").write_text(BACKWARD)
     run = "import runpy, sys; runpy.run_path(sys.argv.pop(1))"
     pid = worker(run, str(tmp_path / "train.py"), str(tmp_path / "site-packages"), how, state=state)
-    found = located(evidence, posted, Target(0, pid, beat=joined), tmp_path / "log")
+    found = located(evidence, posted, EvidenceTarget(0, pid, heartbeat=joined), tmp_path / "log")
     assert (found.where, found.function) == (where, function)
 
 
 @pytest.mark.parametrize(("has_group", "where"), [(True, "collective"), (False, "elsewhere")])
 def test_a_wait_without_a_frame_is_known_by_its_line(
     worker: StartWorker,
-    evidence: Evidence,
+    evidence: EvidenceCollector,
     posted: Posted,
     tmp_path: Path,
     joined: Path,
@@ -94,12 +94,12 @@ def test_a_wait_without_a_frame_is_known_by_its_line(
 ) -> None:
     (tmp_path / "train.py").write_text(WAITS)
     pid = worker("import runpy, sys; runpy.run_path(sys.argv[1])", str(tmp_path / "train.py"))
-    target = Target(0, pid, beat=joined if has_group else None)
+    target = EvidenceTarget(0, pid, heartbeat=joined if has_group else None)
     assert located(evidence, posted, target, tmp_path / "log").where == where
 
 
 def test_a_script_on_a_file_system_that_hangs_is_only_elsewhere(
-    worker: StartWorker, evidence: Evidence, posted: Posted, tmp_path: Path, joined: Path
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path, joined: Path
 ) -> None:
     """A pipe in the script's place stands for it: who opens it to read the line waits for ever."""
     script = tmp_path / "train.py"
@@ -107,5 +107,5 @@ def test_a_script_on_a_file_system_that_hangs_is_only_elsewhere(
     pid = worker("import runpy, sys; runpy.run_path(sys.argv[1])", str(script))
     script.unlink()
     os.mkfifo(script)
-    found = located(evidence, posted, Target(0, pid, beat=joined), tmp_path / "log")
+    found = located(evidence, posted, EvidenceTarget(0, pid, heartbeat=joined), tmp_path / "log")
     assert (found.where, found.function) == ("elsewhere", "train.py:7 train")

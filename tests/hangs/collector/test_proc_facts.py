@@ -30,8 +30,10 @@ def test_facts_say_what_a_process_waits_for_and_who_is_below_it(
     pipe = tmp_path / "a pipe"
     os.mkfifo(pipe)
     pid = worker(READS_A_PIPE, str(pipe))
-    until(lambda: procfs.state(pid) == "S" and facts.of(pid).get("syscall", {}).get("target") == str(pipe), 20)
-    found = facts.of(pid)
+    until(
+        lambda: procfs.state(pid) == "S" and facts.process_facts(pid).get("syscall", {}).get("target") == str(pipe), 20
+    )
+    found = facts.process_facts(pid)
     assert (found["pid"], found["state"], len(found["processes"])) == (pid, "S", 2)
     assert {process["parent"] for process in found["processes"]} == {os.getpid(), pid}
     assert [thread["tid"] for thread in found["threads"]] == [pid]
@@ -46,14 +48,14 @@ def test_facts_say_what_a_process_waits_for_and_who_is_below_it(
 def test_who_is_gone_has_no_facts() -> None:
     with subprocess.Popen(["true"]) as process:
         pass
-    assert facts.of(process.pid) == {}
-    assert facts.active_ns(process.pid) == {}
+    assert facts.process_facts(process.pid) == {}
+    assert facts.run_time_ns(process.pid) == {}
 
 
 def test_a_thread_that_runs_is_told_from_one_that_sleeps(worker: StartWorker, until: Until) -> None:
     busy = worker("print('ready', flush=True)\nwhile True: pass", state="R")
     idle = worker("import time; print('ready', flush=True); time.sleep(1e6)")
     until(lambda: procfs.state(idle) == "S", 20)
-    before = facts.active_ns(busy)[busy], facts.active_ns(idle)[idle]
-    until(lambda: facts.active_ns(busy)[busy] - before[0] > 50_000_000, 20)
-    assert facts.active_ns(idle)[idle] - before[1] < 10_000_000
+    before = facts.run_time_ns(busy)[busy], facts.run_time_ns(idle)[idle]
+    until(lambda: facts.run_time_ns(busy)[busy] - before[0] > 50_000_000, 20)
+    assert facts.run_time_ns(idle)[idle] - before[1] < 10_000_000

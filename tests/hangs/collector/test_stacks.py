@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from elasticd_agent.hangs.collector.classify import Frame
-from elasticd_agent.hangs.collector.stacks import NOT_PERMITTED, digest, from_faulthandler, from_spy, text_of, why_not
+from elasticd_agent.hangs.collector.stacks import (
+    NOT_PERMITTED,
+    as_text,
+    digest,
+    error_line,
+    from_faulthandler,
+    from_py_spy,
+)
 
 PYTHON = "/usr/lib/python3.11"
 
@@ -16,19 +23,19 @@ def spied(tid: int, *functions: str, **more: object) -> dict[str, object]:
 
 
 def test_of_py_spys_threads_the_main_one_is_first() -> None:
-    threads = from_spy([spied(9, "other", active=True, owns_gil=True), spied(7, "f", "Net.g", active=False)], 7)
+    threads = from_py_spy([spied(9, "other", active=True, owns_gil=True), spied(7, "f", "Net.g", active=False)], 7)
     assert [(thread.tid, thread.state, thread.gil) for thread in threads] == [
         ("7", "idle", False),
         ("9", "active+gil", True),
     ]
     assert threads[0].frames == (Frame("f", "/x/train.py", 0), Frame("Net.g", "/x/train.py", 1))
-    assert 'Thread 9 (active+gil): "T"\n    other (/x/train.py:0)\n' in text_of(7, threads)
+    assert 'Thread 9 (active+gil): "T"\n    other (/x/train.py:0)\n' in as_text(7, threads)
 
 
 @pytest.mark.parametrize("said", [[], {}, None, [{}], [{"frames": [{"name": "f"}], "thread_id": 1}]])
 def test_what_py_spy_never_says_is_refused(said: object) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
-        from_spy(said, 7)
+        from_py_spy(said, 7)
 
 
 def test_of_faulthandlers_threads_the_one_that_runs_the_script_is_first() -> None:
@@ -73,4 +80,4 @@ def test_a_digest_is_of_places_only() -> None:
     ],
 )
 def test_py_spys_errors_in_one_line(said: str, why: str) -> None:
-    assert why_not(said) == why
+    assert error_line(said) == why

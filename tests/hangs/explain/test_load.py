@@ -12,8 +12,8 @@ import pytest
 from elasticd_agent.hangs.explain import flight_recorder as flight
 from elasticd_agent.hangs.explain import gpus, stacks
 from elasticd_agent.hangs.explain import phrases as wording
-from elasticd_agent.hangs.explain.locate import places
-from elasticd_agent.hangs.explain.model import Culprit, Explanation, RankFacts, Verdict
+from elasticd_agent.hangs.explain.locate import find_folders
+from elasticd_agent.hangs.explain.model import Culprit, Explanation, RankFacts, RecordedVerdict
 from elasticd_agent.hangs.explain.text import page
 
 SPY = """\
@@ -84,13 +84,13 @@ def test_py_spys_stacks() -> None:
         ("_run_code", "runpy.py:88", "python"),
     ]
     assert [thread.holds_gil for thread in found.threads] == [False, True, False, False]
-    shown = stacks.folded(found.threads[0])
-    assert [one.function if isinstance(one, stacks.Frame) else one for one in shown] == [
+    shown = stacks.fold_frames(found.threads[0])
+    assert [one.function if isinstance(one, stacks.ShownFrame) else one for one in shown] == [
         "_engine_run_backward",
-        stacks.Folded(2, ("torch",)),
+        stacks.FoldedFrames(2, ("torch",)),
         "step",
         "<module>",
-        stacks.Folded(1, ("python",)),
+        stacks.FoldedFrames(1, ("python",)),
     ]
 
 
@@ -115,7 +115,7 @@ def test_faulthandlers_stacks_whose_current_thread_is_not_the_main_one() -> None
         ("0x7f54f32ff6c0", False, 1),
         ("loader", False, 2),
     ]
-    assert found.threads[2].frames[0] == stacks.Frame("wait", "/job/t.py", 0)
+    assert found.threads[2].frames[0] == stacks.ShownFrame("wait", "/job/t.py", 0)
 
 
 @pytest.mark.parametrize("text", ["", "no stacks: py-spy: Permission denied\n", "Process 7: python\n", "\x00" * 99])
@@ -148,7 +148,7 @@ def entry(
     }
 
 
-def compared(*ranks: list[dict[str, Any]]) -> list[flight.GroupFlight]:
+def compared(*ranks: list[dict[str, Any]]) -> list[flight.GroupComparison]:
     recorded = {rank: flight.parse({"version": "2.9", "entries": entries}) for rank, entries in enumerate(ranks)}
     return flight.compare({rank: one for rank, one in recorded.items() if one is not None})
 
@@ -157,14 +157,14 @@ def test_who_has_not_issued_what_the_others_wait_for() -> None:
     [group] = compared([entry(7), entry(8, done=False)], [entry(7)], [entry(7), entry(8, done=False)])
     assert group.group == "default group"
     assert str(group.waiting_for) == "#8 all_reduce of 3×4 float"
-    assert group.lacking == (1,)
+    assert group.missing == (1,)
     assert group.pending is not None
     assert sorted(group.pending) == [0, 2]
 
 
 def test_who_waits_itself_is_not_said_to_be_late() -> None:
     [group] = compared([entry(7, done=False)], [entry(7), entry(8, done=False)])
-    assert (group.lacking, group.waiting_for) == ((), None)
+    assert (group.missing, group.waiting_for) == ((), None)
 
 
 def test_ranks_that_part_part_at_the_first_difference() -> None:
@@ -176,34 +176,36 @@ def test_ranks_that_part_part_at_the_first_difference() -> None:
 
 def test_a_ring_that_forgot_the_beginning_of_one_rank_is_no_difference() -> None:
     [group] = compared([entry(n) for n in range(100)], [entry(n) for n in range(90, 100)])
-    assert (group.differing, group.lacking) == (None, ())
+    assert (group.differing, group.missing) == (None, ())
 
 
 def test_other_groups_are_apart_and_messages_are_no_collectives() -> None:
     more = {"process_group": ["3", "tensor"], "pg_id": 3}
     groups = compared([entry(1), entry(5, **more)], [entry(1), entry(6, **more), entry(9, is_p2p=True)])
-    assert [(group.group, group.lacking) for group in groups] == [("tensor (group 3)", (0,)), ("default group", ())]
+    assert [(group.group, group.missing) for group in groups] == [("tensor (group 3)", (0,)), ("default group", ())]
 
 
 def test_groups_of_one_description_are_told_apart() -> None:
     first, second = ({"process_group": [name, "undefined"], "pg_id": 1} for name in "12")
     ranks = [[entry(7, **first), entry(8, done=False, **first)], [entry(7, **first)], [entry(8, **second)]]
     groups = compared(*ranks, [entry(8, **second)])
-    assert [(group.group, group.lacking, list(group.last)) for group in groups] == [
+    assert [(group.group, group.missing, list(group.last)) for group in groups] == [
         ("group 1", (1,), [0, 1]),
         ("group 2", (), [2, 3]),
     ]
     many = [entry(8, process_group=[f"{n}", "mesh_tp"]) for n in range(10, 60)]
     groups = compared([*many, entry(9, process_group=["99", "mesh_tp"])], [entry(8, process_group=["99", "mesh_tp"])])
     assert len(groups) == flight.MOST_GROUPS
-    assert (groups[0].group, groups[0].lacking) == ("mesh_tp (group 99)", (1,))
+    assert (groups[0].group, groups[0].missing) == ("mesh_tp (group 99)", (1,))
 
 
 def test_who_is_blamed_but_waits_in_another_group_for_somebody_is_said_to() -> None:
     """Nobody counts the collectives of other groups: the odd one of the default group may have done nothing wrong."""
     more = {"process_group": ["1", "tp"], "pg_id": 1}
     ranks = [[entry(60), entry(8, done=False, **more)], [entry(61, done=False), entry(7, **more)]]
-    verdict = Verdict("missed_collective", (Culprit("a", 0, 0),), "rank 0 has issued fewer", "restart", 1.0, 1.0)
+    verdict = RecordedVerdict(
+        "missed_collective", (Culprit("a", 0, 0),), "rank 0 has issued fewer", "restart", 1.0, 1.0
+    )
     hung = Explanation(1, "hang", "here", "it hung", ranks=(RankFacts(0, culprit=True), RankFacts(1)), verdict=verdict)
     told = " ".join(page(replace(hung, flight=tuple(compared(*ranks)))).split())
     assert "but rank 0 waits in tp (group 1) for rank 1, which has not issued #8 all_reduce of 3×4 float there" in told
@@ -276,7 +278,7 @@ def test_a_sick_gpu_is_marked(tmp_path: Path) -> None:
     (evidence / "gpu-node-a.json").write_text(json.dumps({"driver": "570", "gpus": [sick, well]}))
     (evidence / "gpu-node-b.json").write_text(json.dumps({"gpus": [], "trouble": "NVML: Driver Not Loaded"}))
     troubles: list[str] = []
-    found = gpus.read(places(tmp_path)[0], troubles.append)
+    found = gpus.read_gpus(find_folders(tmp_path)[0], troubles.append)
     assert [trouble for trouble in troubles if trouble] == ["gpu-node-b.json: NVML: Driver Not Loaded"]
     told = page(Explanation(1, "hang", "here", "it hung", gpus=found))
     assert "\n> node-a GPU 0 (H200): ecc_uncorrected 2, last_xid 79: fallen off, busy 100 %\n" in told

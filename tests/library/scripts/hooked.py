@@ -169,7 +169,7 @@ def copied() -> None:
 
 def taken_over(path: str) -> None:
     """A session counts from its first step on; the hook no more."""
-    session = beat.BeatWriter(path)
+    session = beat.HeartbeatWriter(path)
     train(torch.optim.SGD, steps=3)
     session.step(100)
     train(torch.optim.SGD, steps=3)
@@ -198,13 +198,13 @@ def main() -> None:
         for name in [*CASES, "taken_over"]:
             path = f"{folder}/{name}"
             beat.create(path)
-            remove = optimizer_hook.install_optimizer_hook(beat.BeatWriter(path))
+            remove = optimizer_hook.install_optimizer_hook(beat.HeartbeatWriter(path))
             if name == "taken_over":
                 taken_over(path)
             else:
                 CASES[name]()
             remove()
-            with beat.BeatReader(path) as reader:
+            with beat.HeartbeatReader(path) as reader:
                 found = reader.read()
             seen[name] = [found.step, found.source.name]
     sys.stdout.write(json.dumps(seen) + "\n")

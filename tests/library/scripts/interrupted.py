@@ -26,7 +26,7 @@ except KeyboardInterrupt:
     error = "KeyboardInterrupt"
 except elasticd.BarrierTimeout as raised:
     error = str(raised)
-phase = Phase(from_environment().current).name
+phase = Phase(from_environment().current_phase).name
 (folder / f"over.{session.rank}").touch()
 sys.stdout.write(json.dumps({"error": error, "seconds": time.monotonic() - start, "phase": phase}) + "\n")
 sys.stdout.flush()

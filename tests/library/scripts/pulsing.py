@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from elasticd.heartbeat import record as beat
 from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
-from elasticd.heartbeat.thread import Pulse
+from elasticd.heartbeat.thread import HeartbeatThread
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.set_num_threads(1)
 writer = beat.from_environment()
-pulse = Pulse(writer, os.environ["ELASTICD_BEAT"] + ".flight")
+pulse = HeartbeatThread(writer, os.environ["ELASTICD_BEAT"] + ".flight")
 
 
 def gate(number: int) -> None:
@@ -105,12 +105,12 @@ def exits() -> None:
         beat.create(path)
         pid = os.fork()
         if pid == 0:
-            mine = beat.BeatWriter(path)
-            Pulse(mine, path + ".flight", period_s=0.0001).start()
+            mine = beat.HeartbeatWriter(path)
+            HeartbeatThread(mine, path + ".flight", period_s=0.0001).start()
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             all_reduce(1 + number)
-            with beat.BeatReader(path) as reader:
-                reader.want_dump()
+            with beat.HeartbeatReader(path) as reader:
+                reader.request_dump()
             if number % 3 == 1:
                 dist.destroy_process_group()
             if number % 3 == 2:

@@ -16,18 +16,26 @@ from hypothesis import strategies as st
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document
-from elasticd_agent.node.records import Cordon, Ending, NodeCard, Place, Placement, Running, Submission
-from elasticd_agent.node.runners.spec import Exit, Order
+from elasticd_agent.node.records import (
+    Cordon,
+    JobResult,
+    NodeStatus,
+    Placement,
+    RunnerStatus,
+    SlotAssignment,
+    Submission,
+)
+from elasticd_agent.node.runners.spec import RunnerExit, RunnerSpec
 from tests.node.served import DEADLINE, JOB, TOKEN, Served, fds
 
 RECORDS: list[Document] = [
     Submission("j", 1, "{}", 1, 2, 1, 8, "me", 1.5),
-    Placement("j", 1, (Place("a", (0, 1)),), "why"),
-    Ending("j", 1, "failed", 1, "why", nodes=("a",)),
-    NodeCard("a", "i", 4, running=(Running("j", 1, (0,), "running"),)),
+    Placement("j", 1, (SlotAssignment("a", (0, 1)),), "why"),
+    JobResult("j", 1, "failed", 1, "why", nodes=("a",)),
+    NodeStatus("a", "i", 4, runners=(RunnerStatus("j", 1, (0,), "running"),)),
     Cordon("a", True, "why"),
-    Order("j", 1, "a", (0,), "{}"),
-    Exit("j", 1, 0, "succeeded", "why"),
+    RunnerSpec("j", 1, "a", (0,), "{}"),
+    RunnerExit("j", 1, 0, "succeeded", "why"),
 ]
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticd_agent.node.api.merge import MOST_ROUNDS, joined
+from elasticd_agent.node.api.merge import MOST_ROUNDS, merge_progress
 
 
 def row(node: str, **more: Any) -> dict[str, Any]:
@@ -12,7 +12,7 @@ def row(node: str, **more: Any) -> dict[str, Any]:
 
 
 def test_nobody_knows_anything() -> None:
-    assert joined([], {}) is None
+    assert merge_progress([], {}) is None
 
 
 def test_the_first_ones_word_counts_and_the_others_complete_it() -> None:
@@ -25,7 +25,7 @@ def test_the_first_ones_word_counts_and_the_others_complete_it() -> None:
         ranks=[{"rank": 1}],
         track=[[10.0, 1, 1]],
     )
-    one = joined([a, b], {"c": "it did not answer"})
+    one = merge_progress([a, b], {"c": "it did not answer"})
     assert one is not None
     assert (one["node"], one["step"], one["checkpoint"]) == ("a", 11, {"round": 3, "step": 9})
     assert one["rounds"] == [{"round": 1}, {"round": 2, "reason": "a's"}, {"round": 3}]
@@ -36,12 +36,12 @@ def test_the_first_ones_word_counts_and_the_others_complete_it() -> None:
 
 def test_ranks_of_an_older_round_are_other_ranks() -> None:
     late = row("b", round=2, ranks=[{"rank": 0, "node": "b"}])
-    one = joined([row("a", ranks=[{"rank": 0, "node": "a"}]), late], {})
+    one = merge_progress([row("a", ranks=[{"rank": 0, "node": "a"}]), late], {})
     assert one is not None and one["ranks"] == [{"rank": 0, "node": "a"}]
 
 
 def test_nonsense_of_one_node_costs_nothing_of_the_others() -> None:
     nonsense = row("b", round="x", step="y", checkpoint=7, rounds={"round": 1}, ranks=["r", 3], track="t")
-    one = joined([row("a", rounds=[{"round": n} for n in range(1, 200)], track=["p"]), nonsense], {})
+    one = merge_progress([row("a", rounds=[{"round": n} for n in range(1, 200)], track=["p"]), nonsense], {})
     assert one is not None
     assert len(one["rounds"]) == MOST_ROUNDS and one["rounds"][-1] == {"round": 199}

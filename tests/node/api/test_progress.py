@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.node.api.progress import MOST_ROUNDS, Cost, Progress
+from elasticd_agent.node.api.progress import MAX_ROUNDS, JobTimeline, RoundCost
 
 Line = dict[str, object]
 
@@ -15,8 +15,8 @@ def line(kind: str, wall: float, round: int = 1, **more: object) -> Line:
     return {"kind": kind, "wall": wall, "round": round, **more}
 
 
-def told(*lines: Line) -> Progress:
-    progress = Progress()
+def told(*lines: Line) -> JobTimeline:
+    progress = JobTimeline()
     for one in lines:
         progress.feed(one)
     return progress
@@ -98,13 +98,13 @@ def test_the_step_the_rounds_and_the_checkpoint_are_the_newest() -> None:
 
 def test_years_of_rounds_take_a_bounded_amount() -> None:
     progress = told(*STARTED)
-    for number in range(2, 3 * MOST_ROUNDS):
+    for number in range(2, 3 * MAX_ROUNDS):
         at = 100.0 + 40 * number
         progress.feed(line("round_published", at, number, world_size=2, nodes=["a"], restarts=number))
         progress.feed(line("first_step", at + 10, number, step=20 * number))
         progress.feed(line("worker_exited", at + 39, number, step=20 * number + 19))
-    assert len(progress.rounds) == MOST_ROUNDS
-    goodput = progress.goodput(100.0 + 40 * 3 * MOST_ROUNDS)
+    assert len(progress.rounds) == MAX_ROUNDS
+    goodput = progress.goodput(100.0 + 40 * 3 * MAX_ROUNDS)
     assert goodput == pytest.approx(29 / 40, rel=0.01), "what they add up to is kept of all"
 
 
@@ -151,14 +151,14 @@ def test_what_each_round_cost() -> None:
         line("resumed", 139.0, 2, step=11),
         line("first_step", 140.0, 2, step=12),
     )
-    assert told(*STARTED, *CRASHED, *second).costs(200.0) == {2: Cost(10.0, 10)}
+    assert told(*STARTED, *CRASHED, *second).costs(200.0) == {2: RoundCost(10.0, 10)}
     # Not a step yet: so far. A script that counts from 1 in every process does not say where it went on.
-    assert told(*STARTED, *CRASHED, second[0]).costs(150.0) == {2: Cost(20.0, None)}
+    assert told(*STARTED, *CRASHED, second[0]).costs(150.0) == {2: RoundCost(20.0, None)}
     again = line("first_step", 140.0, 2, step=1)
-    assert told(*STARTED, *CRASHED, second[0], again).costs(0.0) == {2: Cost(10.0, None)}
+    assert told(*STARTED, *CRASHED, second[0], again).costs(0.0) == {2: RoundCost(10.0, None)}
     # A round that made no step is a part of what the next one cost.
     third = (line("round_published", 145.0, 3), line("first_step", 150.0, 3, step=22))
-    assert told(*STARTED, *CRASHED, second[0], *third).costs(0.0) == {3: Cost(20.0, 0)}
+    assert told(*STARTED, *CRASHED, second[0], *third).costs(0.0) == {3: RoundCost(20.0, 0)}
     assert told(*STARTED).costs(200.0) == {}
 
 
@@ -166,10 +166,10 @@ def test_a_hang_that_another_node_judged_costs_from_when_it_began() -> None:
     second = (line("round_published", 130.0, 2, cause="hung"), line("worker_exited", 130.1, step=21, asked=True))
     trains = line("first_step", 131.0, 2, step=12, recovery_seconds=6.0)
     seen = told(*STARTED, *second, line("resumed", 130.8, 2, step=11), trains)
-    assert seen.rounds[1].last_at == 125.0
-    assert seen.costs(200.0) == {2: Cost(6.0, 10)}
+    assert seen.rounds[1].last_step_at == 125.0
+    assert seen.costs(200.0) == {2: RoundCost(6.0, 10)}
     # What follows is another round's: one that has begun to train is not over because of it.
-    assert told(*STARTED, line("first_step", 131.0, recovery_seconds=6.0)).rounds[1].last_at is None
+    assert told(*STARTED, line("first_step", 131.0, recovery_seconds=6.0)).rounds[1].last_step_at is None
 
 
 def test_who_goes_on_from_another_nodes_checkpoint_has_one() -> None:
@@ -182,7 +182,7 @@ def test_who_goes_on_from_another_nodes_checkpoint_has_one() -> None:
 
 
 def test_who_was_lost_is_kept_with_the_round_that_goes_on_without() -> None:
-    progress = Progress()
+    progress = JobTimeline()
     for one in (*STARTED, line("round_published", 130.0, 2, cause="resize", nodes=["a"], lost=["b"])):
         progress.feed(one)
     assert [one.lost for one in progress.rounds.values()] == [(), ("b",)]

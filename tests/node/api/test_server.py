@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.node.api.client import Client, Unreachable
-from elasticd_agent.node.api.server import BODY_BYTES, HEAD_BYTES, MOST_CONNECTIONS, DaemonServer, Listening
+from elasticd_agent.node.api.client import AgentClient, Unreachable
+from elasticd_agent.node.api.server import MAX_BODY_BYTES, MAX_CONNECTIONS, MAX_HEAD_BYTES, ApiServer, ListenOptions
 from tests.etcd import Authority
 from tests.node.served import DEADLINE, JOB, TOKEN, Served, ended, fds
 
@@ -80,7 +80,7 @@ def test_on_tcp_three_pages_are_open_and_everything_else_needs_the_token(serve: 
         assert nobody.get(path).code == 401, path
         assert known.get(path).code in (200, 404), path
     assert nobody.post("/metrics").code == 401, "only reading it is open"
-    assert nobody.ask("DELETE", "/v1/jobs/x").code == 401
+    assert nobody.request("DELETE", "/v1/jobs/x").code == 401
     assert one.unix().get("/v1/jobs").code == 200
 
 
@@ -209,7 +209,7 @@ except OSError as error:
 @pytest.mark.parametrize(
     ("request_", "code"),
     [
-        (b"GET / HTTP/1.1\r\nX: " + b"x" * HEAD_BYTES + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nX: " + b"x" * MAX_HEAD_BYTES + b"\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 3000 + b"\r\n", 431),
         (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 5\r\n\r\nhello", 400),
@@ -217,7 +217,7 @@ except OSError as error:
         (b"GET / HTTP/1.1\r\nContent-Length: 5e0\r\n\r\nhello", 400),
         (b"GET / HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello", 413),
         (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", 411),
-        (b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (BODY_BYTES + 1), 413),
+        (b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (MAX_BODY_BYTES + 1), 413),
         (b"POST / HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n", 400),
         (b"BREW / HTTP/1.1\r\n\r\n", 501),
         (b"GET / HTTP/9.9\r\n\r\n", 505),
@@ -258,10 +258,10 @@ def test_a_head_or_a_body_that_is_cut_short_changes_nothing(serve: Serve) -> Non
 def test_who_trickles_or_says_nothing_is_cut_and_keeps_nobody_else_out(serve: Serve, until: Until) -> None:
     one = serve(connection_s=0.6)
     with ExitStack() as stack:
-        held = [stack.enter_context(one.connected()) for _ in range(MOST_CONNECTIONS)]
+        held = [stack.enter_context(one.connected()) for _ in range(MAX_CONNECTIONS)]
         begun = time.monotonic()
         tcp = one.server._listeners[1]
-        until(lambda: len(tcp.threads()) == MOST_CONNECTIONS, DEADLINE)
+        until(lambda: len(tcp.threads()) == MAX_CONNECTIONS, DEADLINE)
         assert one.tcp(token=None).get("/healthz").code == 200, "a probe that fails costs a container"
         assert ended(held[0]), "the oldest of those that say nothing made room"
         assert one.unix().get("/v1/jobs").code == 200, "who is on the node itself still gets in"
@@ -297,10 +297,10 @@ def test_an_answer_before_the_body_was_read_still_arrives(serve: Serve) -> None:
         for _ in range(30):  # which a connection that is closed at once would not take
             sock.sendall(b"x" * 100_000)
         assert sock.recv(100).startswith(b"HTTP/1.1 401 ")
-    size = BODY_BYTES + 1
+    size = MAX_BODY_BYTES + 1
     reply = one.tcp().post("/v1/jobs", b"x" * size, "application/toml")
-    assert (reply.code, reply.why) == (413, f"a body may have {BODY_BYTES} bytes, not {size}")
-    assert one.tcp(token=None).post("/v1/jobs", b"x" * BODY_BYTES, "application/toml").code == 401
+    assert (reply.code, reply.why) == (413, f"a body may have {MAX_BODY_BYTES} bytes, not {size}")
+    assert one.tcp(token=None).post("/v1/jobs", b"x" * MAX_BODY_BYTES, "application/toml").code == 401
 
 
 def test_curl_is_told_to_continue_only_once_it_is_let_in(serve: Serve) -> None:
@@ -369,12 +369,12 @@ def test_with_tls_the_certificate_is_shown_checked_and_renewed_without_a_restart
     key.write_bytes(second.key.read_bytes())
     assert shown() not in (None, before)
     with pytest.raises(Unreachable, match=r"cannot be trusted.*--ca"):
-        Client(None, *one.address, TOKEN, ssl.create_default_context()).get("/v1/jobs")
+        AgentClient(None, *one.address, TOKEN, ssl.create_default_context()).get("/v1/jobs")
     with pytest.raises(Unreachable, match=r"does not speak HTTP as a daemon does: .*; perhaps it speaks https://"):
         one.tcp().get("/v1/jobs")
     trusted = ssl.create_default_context(cafile=str(authority.ca))
     with pytest.raises(Unreachable, match=r"cannot be trusted: IP address mismatch.*; ask at one of the names or addr"):
-        Client(None, *one.address, TOKEN, trusted, tls_name="127.0.0.9").get("/v1/jobs")
+        AgentClient(None, *one.address, TOKEN, trusted, tls_name="127.0.0.9").get("/v1/jobs")
     with one.connected() as sock:
         sock.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         assert b"up 1.0" not in sock.recv(1000)
@@ -417,20 +417,20 @@ def test_what_cannot_be_listened_on_is_one_line_that_names_the_key(serve: Serve,
     free = tmp_path / "other.sock"
     (tmp_path / "file").write_text("")
     for where, said in [
-        (Listening(one.root / "run" / "agent.sock"), "http.socket .*a daemon answers there already"),
-        (Listening(tmp_path / "file"), "http.socket .*no socket is there"),
-        (Listening(free, port=one.address[1]), "http.port .*in use"),
-        (Listening(free, bind="203.0.113.7", port=0), "http.port .*203.0.113.7"),
-        (Listening(free, port=0, tls_cert=tmp_path / "file"), "tls_cert and http.tls_key come together"),
+        (ListenOptions(one.root / "run" / "agent.sock"), "http.socket .*a daemon answers there already"),
+        (ListenOptions(tmp_path / "file"), "http.socket .*no socket is there"),
+        (ListenOptions(free, port=one.address[1]), "http.port .*in use"),
+        (ListenOptions(free, bind="203.0.113.7", port=0), "http.port .*203.0.113.7"),
+        (ListenOptions(free, port=0, tls_cert=tmp_path / "file"), "tls_cert and http.tls_key come together"),
         (
-            Listening(free, port=0, tls_cert=tmp_path / "file", tls_key=tmp_path / "no"),
+            ListenOptions(free, port=0, tls_cert=tmp_path / "file", tls_key=tmp_path / "no"),
             "http.tls_cert .*no certificate",
         ),
-        (Listening(free, users=("no-such-user-here",)), "http.users: there is no 'no-such-user-here'"),
-        (Listening(free, groups=("no-such-group-here",)), "http.groups: there is no"),
+        (ListenOptions(free, users=("no-such-user-here",)), "http.users: there is no 'no-such-user-here'"),
+        (ListenOptions(free, groups=("no-such-group-here",)), "http.groups: there is no"),
     ]:
         with pytest.raises(UsageError, match=said) as raised:
-            DaemonServer(where, one.server._listeners[0].routes)  # type: ignore[attr-defined]
+            ApiServer(where, one.server._listeners[0].routes)  # type: ignore[attr-defined]
         assert "\n" not in str(raised.value)
     assert one.unix().get("/v1/jobs").code == 200
     assert not free.exists()

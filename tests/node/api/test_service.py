@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.api.client import Client, Unreachable
+from elasticd_agent.node.api.client import AgentClient, Unreachable
 from elasticd_agent.node.api.peers import Peers
-from elasticd_agent.node.api.rank_logs import MOST_BYTES
-from elasticd_agent.node.records import Ending, RoundNote, Running
-from elasticd_agent.node.scheduler.policy import BEHIND
-from elasticd_agent.system.addresses import joined
+from elasticd_agent.node.api.rank_logs import MAX_BYTES
+from elasticd_agent.node.records import JobResult, RoundSummary, RunnerStatus
+from elasticd_agent.node.scheduler.policy import BEHIND_OTHERS
+from elasticd_agent.system.addresses import format_endpoint
 from tests.etcd import Authority
 from tests.node.served import JOB, Outage, Served
 
@@ -38,8 +38,8 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         yield start
 
 
-def running(number: int = 1, state: Any = "running", why: str = "") -> Running:
-    return Running("llama", number, (0, 1), state, why)
+def running(number: int = 1, state: Any = "running", why: str = "") -> RunnerStatus:
+    return RunnerStatus("llama", number, (0, 1), state, why)
 
 
 def trained(one: Served) -> None:
@@ -84,7 +84,7 @@ def test_a_job_from_its_submission_to_its_end(serve: Serve) -> None:
     assert "nobody has placed it yet" in row["reason"]
     one.place("llama", 1, reason="n1 is drained; waits: wants 1 node with 1 free slot; n1 is drained")
     assert one.submit("late") == 2
-    one.place("late", 2, reason=BEHIND)
+    one.place("late", 2, reason=BEHIND_OTHERS)
     reasons = {row["job"]: row["reason"] for row in desk.get("/v1/jobs").document()["jobs"]}
     assert reasons["llama"] == "n1 is drained; waits: wants 1 node with 1 free slot; n1 is drained"
     assert reasons["late"] == "waits behind llama, which came first and wants 1 node with 1 free slot"
@@ -109,8 +109,10 @@ def test_a_job_from_its_submission_to_its_end(serve: Serve) -> None:
 def test_a_job_that_ended_by_itself_cannot_be_cancelled(serve: Serve) -> None:
     one = serve()
     number = one.submit()
-    ending = Ending("llama", number, "failed", 1, "rank 3: ValueError", NOW, ("n7",), (RoundNote(4, 8, "r", NOW),), 77)
-    assert one.store.compare_and_swap(names.ENDED + "llama", None, ending.to_json())
+    ending = JobResult(
+        "llama", number, "failed", 1, "rank 3: ValueError", NOW, ("n7",), (RoundSummary(4, 8, "r", NOW),), 77
+    )
+    assert one.store.compare_and_swap(names.RESULTS + "llama", None, ending.to_json())
     reply = one.unix().post("/v1/jobs/llama/cancel")
     assert (reply.code, reply.why) == (409, "job 'llama' has failed already: rank 3: ValueError")
     row = one.unix().get("/v1/jobs/llama").document()
@@ -172,11 +174,11 @@ def test_a_job_that_cannot_be_is_refused_in_a_sentence(
 
 
 def test_limits_judge_what_is_handed_in(serve: Serve) -> None:
-    from elasticd_agent.config.decode import KeyWrong
+    from elasticd_agent.config.decode import ConfigError
     from elasticd_agent.config.job_file import JobFile
 
     def check(job: JobFile) -> None:
-        raise KeyWrong("user", "is not one of this node's [limits] users")
+        raise ConfigError("user", "is not one of this node's [limits] users")
 
     one = serve()
     one.desk._check = check
@@ -203,7 +205,7 @@ def test_what_is_not_there_is_a_404_that_says_what_is(serve: Serve, method: str,
     one.announce()
     one.submit()
     before = one.store.list("/")
-    reply = one.unix().ask(method, path)
+    reply = one.unix().request(method, path)
     what = "there is no node 'nope'; there is n1" if "nodes" in path else "there is no job 'nope'; there is llama"
     assert (reply.code, reply.why) == (404, what)
     assert one.store.list("/") == before
@@ -221,7 +223,7 @@ def test_an_outage_of_the_store_is_a_503_and_what_needs_no_store_goes_on(serve: 
         ("GET", "/v1/jobs/llama"),
         ("POST", "/v1/jobs/llama/cancel"),
     ]:
-        reply = desk.ask(method, path)
+        reply = desk.request(method, path)
         assert (reply.code, "the store does not answer: 127.0.0.1:2379 refuses" in reply.why) == (503, True)
     assert desk.post("/v1/jobs", JOB, "application/toml").code == 503
     assert (desk.get("/healthz").code, desk.get("/status").code) == (200, 200)
@@ -233,10 +235,10 @@ def test_an_outage_of_the_store_is_a_503_and_what_needs_no_store_goes_on(serve: 
 def test_a_record_that_nobody_understands_is_said_and_costs_nobody_else(serve: Serve) -> None:
     one = serve()
     one.submit()
-    one.store.compare_and_swap(names.SUBMITTED + "odd", None, b"{}")
+    one.store.compare_and_swap(names.SUBMISSIONS + "odd", None, b"{}")
     found = one.unix().get("/v1/jobs").document()
     assert [row["job"] for row in found["jobs"]] == ["llama"]
-    assert names.SUBMITTED + "odd" in found["troubles"][0]
+    assert names.SUBMISSIONS + "odd" in found["troubles"][0]
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
@@ -276,7 +278,7 @@ def test_logs_are_read_in_pieces_from_the_newest_round(serve: Serve) -> None:
     one.log(1, 0, "stdout", "old\n")
     one.log(2, 0, "stdout", "0123456789")
     one.log(2, 1, "stderr", "trouble\n")
-    one.files().told.write_text("round 2: …\n")
+    one.files().output.write_text("round 2: …\n")
     desk = one.unix()
 
     def piece(**query: Any) -> tuple[bytes, int]:
@@ -296,8 +298,8 @@ def test_logs_are_read_in_pieces_from_the_newest_round(serve: Serve) -> None:
     assert piece(rank=1, stream="stderr") == (b"trouble\n", 8)
     assert piece(stream="elasticd")[0] == "round 2: …\n".encode()
     with (one.files().logs / "round-2" / "rank-0" / "stdout.log").open("ab") as file:
-        file.truncate(3 * MOST_BYTES)
-    assert piece(limit=99 * MOST_BYTES)[1] == MOST_BYTES
+        file.truncate(3 * MAX_BYTES)
+    assert piece(limit=99 * MAX_BYTES)[1] == MAX_BYTES
     reply = desk.get("/v1/jobs/llama/logs", {"rank": 7})
     assert (reply.code, "n1 has rounds 1 to 2, of the last one ranks 0, 1" in reply.why) == (404, True)
 
@@ -313,9 +315,9 @@ def test_what_would_lead_elsewhere_is_no_rank_round_or_stream(serve: Serve, quer
     one = serve()
     one.submit()
     one.log(1, 0, "stdout", "hello\n")
-    one.files().order.write_text("password")
-    assert one.unix().ask("GET", f"/v1/jobs/llama/logs?{query}").code == 400
-    assert one.unix().ask("GET", f"/v1/here/jobs/llama/logs?number=1&{query}").code == 400
+    one.files().runner_spec.write_text("password")
+    assert one.unix().request("GET", f"/v1/jobs/llama/logs?{query}").code == 400
+    assert one.unix().request("GET", f"/v1/here/jobs/llama/logs?number=1&{query}").code == 400
 
 
 @pytest.mark.parametrize(
@@ -328,7 +330,7 @@ def test_no_id_leads_out_of_the_state_directory(serve: Serve, job: str) -> None:
     (outside / "stdout.log").write_text("secret")
     (one.root / "state" / "jobs").mkdir()
     for path in (f"/v1/here/jobs/{job}/logs?number=1", f"/v1/jobs/{job}/logs", f"/v1/here/jobs/{job}?number=1"):
-        assert one.unix().ask("GET", path).code in (400, 404), path
+        assert one.unix().request("GET", path).code in (400, 404), path
 
 
 def test_no_link_pipe_or_other_name_of_a_file_is_read(serve: Serve, tmp_path: Path) -> None:
@@ -361,7 +363,7 @@ def test_no_link_pipe_or_other_name_of_a_file_is_read(serve: Serve, tmp_path: Pa
     (tmp_path / "n1-elsewhere" / "rank-0" / "stdout.log").write_text("secret")
     (one.files().logs / "round-3").symlink_to(tmp_path / "n1-elsewhere")
     assert answer(round=3) == 404, "a link to a directory"
-    one.files().told.symlink_to(secret)
+    one.files().output.symlink_to(secret)
     assert answer("elasticd") == 404
     one.files().events.symlink_to(secret)
     assert b"secret" not in desk.get("/v1/jobs/llama").body
@@ -491,11 +493,11 @@ def test_certificates_of_nodes_without_lasting_addresses_are_for_one_name(serve:
     assert n1.unix().get("/v1/jobs/llama/logs").body == b"on n2\n"
     for name in ("others", None):
         with pytest.raises(Unreachable, match="its certificate cannot be trusted"):
-            Peers(lambda: n1.token, True, ca, name).ask(joined(*n1.address), "GET", "/v1/jobs")
+            Peers(lambda: n1.token, True, ca, name).request(format_endpoint(*n1.address), "GET", "/v1/jobs")
 
 
 def test_of_more_nodes_than_can_be_asked_the_others_are_not_called_silent() -> None:
-    said = Peers(lambda: None).ask_all({f"n{i}": "" for i in range(300)}, "GET", "/v1/here/jobs/llama")
+    said = Peers(lambda: None).request_all({f"n{i}": "" for i in range(300)}, "GET", "/v1/here/jobs/llama")
     assert len(said) == 300
     assert said["n255"] == "its daemon has no address that others reach"
     assert said["n256"] == said["n299"] == "not asked: 256 nodes are at once"
@@ -521,7 +523,7 @@ def test_questions_at_the_same_time_are_answered_each_by_itself(serve: Serve) ->
     answers: list[int] = []
 
     def ask() -> None:
-        client: Client = one.tcp()
+        client: AgentClient = one.tcp()
         for path in ("/v1/jobs", "/v1/jobs/llama", "/v1/jobs/llama/logs", "/v1/nodes"):
             answers.append(client.get(path).code)
 

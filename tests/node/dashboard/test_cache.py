@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from elasticd_agent.node.dashboard.cache import Fresh
+from elasticd_agent.node.dashboard.cache import ResponseCache
 
 
 def test_an_answer_is_made_once_for_all_who_ask_while_it_is_new() -> None:
     now, made = [0.0], list[int]()
-    fresh: Fresh[int] = Fresh(1.0, clock=lambda: now[0])
+    fresh: ResponseCache[int] = ResponseCache(1.0, clock=lambda: now[0])
     gate, inside = threading.Event(), threading.Event()
 
     def make() -> int:
@@ -38,7 +38,7 @@ def test_an_answer_is_made_once_for_all_who_ask_while_it_is_new() -> None:
 
 def test_a_refusal_is_an_answer_too_and_not_for_ever() -> None:
     now, asked = [0.0], list[int]()
-    fresh: Fresh[int] = Fresh(1.0, clock=lambda: now[0])
+    fresh: ResponseCache[int] = ResponseCache(1.0, clock=lambda: now[0])
 
     def refuse() -> int:
         asked.append(1)
@@ -53,7 +53,7 @@ def test_a_refusal_is_an_answer_too_and_not_for_ever() -> None:
 
 
 def test_it_keeps_few() -> None:
-    fresh: Fresh[int] = Fresh(1e9, most=3)
+    fresh: ResponseCache[int] = ResponseCache(1e9, most=3)
     for number in range(100):
         assert fresh.get(number, functools.partial(int, number)) == number
-    assert len(fresh._kept) == 3
+    assert len(fresh._entries) == 3

@@ -8,11 +8,11 @@ import pytest
 
 from elasticd_agent.node.dashboard import chart
 from elasticd_agent.node.dashboard import decode as facts
-from elasticd_agent.node.dashboard.chart import Window
+from elasticd_agent.node.dashboard.chart import TimeWindow
 from tests.node.dashboard.hostile_texts import WICKED, read
 from tests.node.dashboard.samples import NOW, a_job
 
-TEN = Window(0.0, 10.0)
+TEN = TimeWindow(0.0, 10.0)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_rates(track: Any, live: bool, wanted: list[float | None]) -> None:
 
 
 def test_steps_are_neither_lost_nor_made_up() -> None:
-    job = facts.job(a_job())
+    job = facts.job_status(a_job())
     shown = chart.window(job, NOW, None)
     found = chart.rates(chart.points(job), shown, live=False)
     width = (shown.until - shown.since) / len(found)
@@ -43,10 +43,10 @@ def test_steps_are_neither_lost_nor_made_up() -> None:
 
 
 def test_without_its_runner_the_log_still_tells_each_rounds_rate() -> None:
-    job = facts.job({**a_job(track=[]), "ended_at": NOW - 96.0})
+    job = facts.job_status({**a_job(track=[]), "ended_at": NOW - 96.0})
     job_rounds = a_job()["progress"]["rounds"]
     job_rounds[1] |= {"last_step": 191, "over_at": NOW - 96.0}
-    job = facts.job({**a_job(track=[], rounds=job_rounds), "ended_at": NOW - 96.0})
+    job = facts.job_status({**a_job(track=[], rounds=job_rounds), "ended_at": NOW - 96.0})
     found = chart.rates(chart.points(job), chart.window(job, NOW, None), live=False)
     assert {round(one, 2) for one in found if one} >= {1.0}
     assert found[-1] == pytest.approx(1.0)
@@ -56,24 +56,24 @@ def test_two_hosts_clocks_make_no_spike() -> None:
     said = a_job()
     said["progress"]["rounds"][1]["first_step_at"] += 0.004  # the log's clock is ahead of the runner's
     said["progress"]["rounds"][1]["first_step"] = 93
-    job = facts.job(said)
+    job = facts.job_status(said)
     found = chart.rates(chart.points(job), chart.window(job, NOW, None), live=True)
     assert max(one for one in found if one is not None) < 1.3
 
 
 def test_a_window_is_never_longer_than_the_job_nor_empty() -> None:
-    job = facts.job(a_job())
-    assert chart.window(job, NOW, 60.0) == Window(NOW - 60, NOW)
+    job = facts.job_status(a_job())
+    assert chart.window(job, NOW, 60.0) == TimeWindow(NOW - 60, NOW)
     assert chart.window(job, NOW, 3600.0).since == NOW - 310
-    assert chart.window(facts.Job("new"), NOW, None).until == NOW
-    ended = facts.job({**a_job(), "ended_at": NOW - 50.0})
-    assert chart.window(ended, NOW, 60.0) == Window(NOW - 110, NOW - 50)
+    assert chart.window(facts.JobStatus("new"), NOW, None).until == NOW
+    ended = facts.job_status({**a_job(), "ended_at": NOW - 50.0})
+    assert chart.window(ended, NOW, 60.0) == TimeWindow(NOW - 110, NOW - 50)
 
 
 def test_the_drawing_says_each_round_and_what_it_cost() -> None:
     said = a_job()
     said["progress"]["rounds"][1]["reason"] = WICKED
-    page = read(chart.chart(facts.job(said), NOW, None))
+    page = read(chart.chart(facts.job_status(said), NOW, None))
     text = "\n".join(page.text)
     assert "Round 1, 4 workers: first round" in text
     assert "4.0 s without a step" in text

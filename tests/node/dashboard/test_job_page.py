@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from elasticd_agent.node.dashboard import decode as facts
 from elasticd_agent.node.dashboard import job_page as jobpage
 from elasticd_agent.node.dashboard import status as standing
-from elasticd_agent.node.dashboard.job_page import Tail, View
+from elasticd_agent.node.dashboard.job_page import LogTail, PageQuery
 from elasticd_agent.node.dashboard.layout import page
 from elasticd_agent.node.dashboard.overview import overview
 from tests.node.dashboard.hostile_texts import PAYLOADS, WICKED, Read, read
 from tests.node.dashboard.samples import NOW, a_job, a_rank, a_round
 
 
-def whole(said: dict[str, Any], tail: Tail | None = None, evidence: list[dict[str, Any]] | None = None) -> Read:
-    job = facts.job(said)
+def whole(said: dict[str, Any], tail: LogTail | None = None, evidence: list[dict[str, Any]] | None = None) -> Read:
+    job = facts.job_status(said)
     explained = jobpage.explanation(job.job, evidence or [], brief=True)
-    content = jobpage.jobpage(job, View(), NOW, tail or Tail("a line\n", "on a"), explained)
+    content = jobpage.job_page(job, PageQuery(), NOW, tail or LogTail("a line\n", "on a"), explained)
     return read(page(job.job, "a", "0.1.0", *content, now=NOW, leave=True))
 
 
@@ -37,7 +37,7 @@ def test_a_job_as_it_is() -> None:
         "training for 3 min 16 s", "−4.0 s", "trained for 1 min 40 s", "a line",
     ):  # fmt: skip
         assert part in text, part
-    assert standing.state(facts.job(a_job())) == ("running", "good")
+    assert standing.state(facts.job_status(a_job())) == ("running", "good")
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_a_job_as_it_is() -> None:
 )  # fmt: skip
 def test_what_is_wrong_is_said_first(progress: dict[str, Any], word: str, sentence: str) -> None:
     said = a_job(**progress)
-    assert standing.trouble(facts.job(said)) == (word, sentence)
+    assert standing.problem(facts.job_status(said)) == (word, sentence)
     assert f"running, {word}" in shown(said)
-    assert standing.trouble(facts.job({**said, "ended_at": NOW})) is None
+    assert standing.problem(facts.job_status({**said, "ended_at": NOW})) is None
 
 
 def test_a_round_that_was_planned_is_no_loss() -> None:
@@ -83,9 +83,9 @@ def test_a_round_without_a_node_that_was_lost_was_not_planned() -> None:
 
 def test_steps_that_take_long_are_no_trouble() -> None:
     said = a_job(steps_per_second=0.05, ranks=[a_rank(0, idle_seconds=60.0)])
-    assert standing.trouble(facts.job(said)) is None
+    assert standing.problem(facts.job_status(said)) is None
     waiting = a_job(ranks=[a_rank(0, phase="checkpoint", idle_seconds=60.0)])
-    assert standing.trouble(facts.job(waiting)) is None
+    assert standing.problem(facts.job_status(waiting)) is None
 
 
 def test_a_job_before_its_first_round_and_after_its_end() -> None:
@@ -120,17 +120,17 @@ def wicked(value: object) -> Any:
 def test_nothing_that_others_say_becomes_markup() -> None:
     said = wicked(a_job(silent={WICKED: WICKED}, ranks=[a_rank(0, phase="barrier", barrier="x"), a_rank(1, state="")]))
     evidence = [{"node": WICKED, "page": WICKED, "document": {"verdict": {}}}, {"node": "b", "page": WICKED}]
-    text = "".join(whole(said, Tail(WICKED, WICKED), evidence).text)
+    text = "".join(whole(said, LogTail(WICKED, WICKED), evidence).text)
     assert text.count("onmouseover='alert(1)") > 20
-    assert "".join(whole(said, Tail(why=WICKED)).text).count("CDATA") > 10
-    read(page(WICKED, WICKED, WICKED, jobpage.look_for_evidence(WICKED), now=NOW, leave=False))
+    assert "".join(whole(said, LogTail(why=WICKED)).text).count("CDATA") > 10
+    read(page(WICKED, WICKED, WICKED, jobpage.evidence_link(WICKED), now=NOW, leave=False))
 
 
 def test_nothing_of_the_overview_becomes_markup() -> None:
     job = wicked({k: v for k, v in a_job().items() if k not in ("places", "progress")})
     node = {"node": WICKED, "state": WICKED, "slots": 4, "used": 2, "jobs": [WICKED], "reason": WICKED,
             "address": WICKED, "gpus": [WICKED], "versions": {}}  # fmt: skip
-    doing = {WICKED: facts.job(wicked(a_job()))}
+    doing = {WICKED: facts.job_status(wicked(a_job()))}
     for here in (WICKED, "elsewhere"):
         content = overview([job], [node], here, doing, list(PAYLOADS))
         assert "".join(read(page("jobs", here, "0", *content, now=NOW, leave=True)).text).count("onmouseover") > 5

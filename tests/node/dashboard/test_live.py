@@ -13,7 +13,7 @@ import pytest
 from tests.node.conftest import MakeNode
 from tests.node.dashboard.browser import Browser
 from tests.node.dashboard.conftest import Browse
-from tests.node.node import Node, until
+from tests.node.node import AgentNode, until
 
 pytestmark = pytest.mark.system
 TOKEN = "correct-horse-battery-staple"
@@ -38,12 +38,12 @@ class Scene:
         self.n2.start()
         self.trains(1)
 
-    def rank(self, node: Node, local_rank: int) -> int:
+    def rank(self, node: AgentNode, local_rank: int) -> int:
         """Of one of its newest workers: who comes first to the store has rank 0."""
         return int(node.job_events("gpt", "group_started")[-1]["ranks"][local_rank])
 
     def trains(self, number: int) -> None:
-        until(lambda: self.n1.job_events("gpt", "first_step", round=number), self.n1.told)
+        until(lambda: self.n1.job_events("gpt", "first_step", round=number), self.n1.diagnostics)
 
     def base(self, name: str = "n1") -> str:
         return f"http://127.0.0.1:{self.ports[name]}"

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import pytest
 
 from elasticd_agent.node.dashboard.login import (
+    ATTEMPT_INTERVAL_S,
     BURST,
-    BURST_OF_ALL,
     COOKIE,
-    EVERY_S,
-    LASTS_S,
-    MOST_ADDRESSES,
-    Guesses,
-    Passes,
+    COOKIE_LIFETIME_S,
+    MAX_ADDRESSES,
+    TOTAL_BURST,
+    LoginCookies,
+    LoginRateLimit,
 )
 
 
@@ -23,10 +23,10 @@ class Fixed:
     secret: bytes | None = b"k" * 32
     now: float = 1_800_000_000.0
 
-    def knows(self, given: str) -> bool:
+    def matches(self, given: str) -> bool:
         return False
 
-    def key(self) -> bytes | None:
+    def signing_key(self) -> bytes | None:
         return self.secret
 
     def clock(self) -> float:
@@ -40,23 +40,23 @@ def cookie(header: str | None) -> str:
 
 def test_a_pass_counts_for_a_working_day_at_every_agent_with_that_token() -> None:
     token, other = Fixed(), Fixed()
-    made = cookie(Passes(token, token.clock, tls=True).made())
-    elsewhere = Passes(other, other.clock, tls=False)
-    assert elsewhere.good(f"theme=dark; {made}; x=y")
-    other.now += LASTS_S - 1
-    assert elsewhere.good(made)
+    made = cookie(LoginCookies(token, token.clock, tls=True).issue())
+    elsewhere = LoginCookies(other, other.clock, tls=False)
+    assert elsewhere.has_valid(f"theme=dark; {made}; x=y")
+    other.now += COOKIE_LIFETIME_S - 1
+    assert elsewhere.has_valid(made)
     other.now += 1
-    assert not elsewhere.good(made)
+    assert not elsewhere.has_valid(made)
 
 
 def test_another_token_ends_all_passes_and_without_one_there_are_none() -> None:
     token = Fixed()
-    passes = Passes(token, token.clock, tls=False)
-    made = cookie(passes.made())
+    passes = LoginCookies(token, token.clock, tls=False)
+    made = cookie(passes.issue())
     token.secret = b"j" * 32
-    assert not passes.good(made)
+    assert not passes.has_valid(made)
     token.secret = None
-    assert not passes.good(made) and passes.made() is None
+    assert not passes.has_valid(made) and passes.issue() is None
 
 
 @pytest.mark.parametrize(
@@ -77,52 +77,52 @@ def test_another_token_ends_all_passes_and_without_one_there_are_none() -> None:
 )
 def test_a_pass_that_was_changed_is_none(change: object) -> None:
     token = Fixed()
-    passes = Passes(token, token.clock, tls=False)
-    until, _, mac = cookie(passes.made()).partition("=")[2].partition(".")
+    passes = LoginCookies(token, token.clock, tls=False)
+    until, _, mac = cookie(passes.issue()).partition("=")[2].partition(".")
     assert callable(change)
-    assert passes.good(f"{COOKIE}={until}.{mac}")
-    assert not passes.good(f"{COOKIE}={change(int(until), mac)}")
+    assert passes.has_valid(f"{COOKIE}={until}.{mac}")
+    assert not passes.has_valid(f"{COOKIE}={change(int(until), mac)}")
 
 
 def test_what_a_cookie_allows_a_browser() -> None:
     token = Fixed()
-    flags = {"HttpOnly", "SameSite=Strict", "Path=/", f"Max-Age={LASTS_S}"}
-    plain = set((Passes(token, token.clock, tls=False).made() or "").split("; ")[1:])
+    flags = {"HttpOnly", "SameSite=Strict", "Path=/", f"Max-Age={COOKIE_LIFETIME_S}"}
+    plain = set((LoginCookies(token, token.clock, tls=False).issue() or "").split("; ")[1:])
     assert plain == flags
-    assert set((Passes(token, token.clock, tls=True).made() or "").split("; ")[1:]) == flags | {"Secure"}
+    assert set((LoginCookies(token, token.clock, tls=True).issue() or "").split("; ")[1:]) == flags | {"Secure"}
 
 
 def test_guesses_from_one_address_are_few() -> None:
     time = Fixed(now=0.0)
-    guesses = Guesses(time.clock)
-    assert [guesses.take("10.0.0.1") for _ in range(BURST)] == [0.0] * BURST
-    assert guesses.take("10.0.0.1") == EVERY_S
-    assert guesses.take("10.0.0.2") == 0.0
-    time.now += EVERY_S
-    assert guesses.take("10.0.0.1") == 0.0
-    assert guesses.take("10.0.0.1") > 0.0
+    guesses = LoginRateLimit(time.clock)
+    assert [guesses.attempt("10.0.0.1") for _ in range(BURST)] == [0.0] * BURST
+    assert guesses.attempt("10.0.0.1") == ATTEMPT_INTERVAL_S
+    assert guesses.attempt("10.0.0.2") == 0.0
+    time.now += ATTEMPT_INTERVAL_S
+    assert guesses.attempt("10.0.0.1") == 0.0
+    assert guesses.attempt("10.0.0.1") > 0.0
     # In a day: the first five, and one every ten seconds.
     heard = 0
     for _ in range(86_400):
         time.now += 1
-        heard += guesses.take("10.0.0.1") == 0.0
-    assert heard <= 86_400 / EVERY_S + 1
+        heard += guesses.attempt("10.0.0.1") == 0.0
+    assert heard <= 86_400 / ATTEMPT_INTERVAL_S + 1
 
 
 def test_who_has_many_addresses_has_no_more_guesses_in_all() -> None:
     time = Fixed(now=0.0)
-    guesses = Guesses(time.clock)
-    assert sum(guesses.take(f"10.0.{i // 250}.{i % 250}") == 0.0 for i in range(1000)) == BURST_OF_ALL
-    guesses = Guesses(time.clock)
-    assert sum(guesses.take(f"2001:db8::{i:x}") == 0.0 for i in range(100)) == BURST
-    assert guesses.take("::ffff:10.0.0.1") == 0.0
-    for i in range(3 * MOST_ADDRESSES):
-        guesses.take(f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}")
-    assert len(guesses._by) <= MOST_ADDRESSES
+    guesses = LoginRateLimit(time.clock)
+    assert sum(guesses.attempt(f"10.0.{i // 250}.{i % 250}") == 0.0 for i in range(1000)) == TOTAL_BURST
+    guesses = LoginRateLimit(time.clock)
+    assert sum(guesses.attempt(f"2001:db8::{i:x}") == 0.0 for i in range(100)) == BURST
+    assert guesses.attempt("::ffff:10.0.0.1") == 0.0
+    for i in range(3 * MAX_ADDRESSES):
+        guesses.attempt(f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}")
+    assert len(guesses._by_address) <= MAX_ADDRESSES
 
 
 def test_the_right_token_forgives() -> None:
-    guesses = Guesses(Fixed(now=0.0).clock)
+    guesses = LoginRateLimit(Fixed(now=0.0).clock)
     for _ in range(3 * BURST):
-        assert guesses.take("10.0.0.1") == 0.0
-        guesses.right("10.0.0.1")
+        assert guesses.attempt("10.0.0.1") == 0.0
+        guesses.reset("10.0.0.1")

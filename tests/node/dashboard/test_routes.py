@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from elasticd_agent.node.api.client import Reply
 from elasticd_agent.node.dashboard.login import BURST, COOKIE
-from elasticd_agent.node.dashboard.routes import front
-from elasticd_agent.node.records import Running
+from elasticd_agent.node.dashboard.routes import dashboard_routes
+from elasticd_agent.node.records import RunnerStatus
 from tests.faults.job import until
 from tests.node.dashboard.hostile_texts import WICKED, read
 from tests.node.served import TOKEN, Served
@@ -33,7 +33,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def start(**how: Any) -> Served:
-            routes = lambda api, token, tls: front(api, token, "0.1.0", tls=tls, clock=lambda: NOW)  # noqa: E731
+            routes = lambda api, token, tls: dashboard_routes(api, token, "0.1.0", tls=tls, clock=lambda: NOW)  # noqa: E731
             made = Served(tmp_path / f"n-{len(os.listdir(tmp_path))}", now=lambda: NOW, front=routes, **how)
             stack.callback(made.close)
             return made
@@ -63,7 +63,7 @@ def come_in(one: Served) -> str:
 
 def trains(one: Served, job: str = "llama") -> None:
     number = one.submit(job)
-    one.announce(Running(job, number, (0, 1), "running", ""))
+    one.announce(RunnerStatus(job, number, (0, 1), "running", ""))
     one.place(job, number, "n1", reason=WICKED)
     one.event("round_published", NOW - 100, 1, job=job, world_size=2, nodes=["n1"], restarts=0, reason=WICKED)
     one.event("first_step", NOW - 90, 1, job=job, step=1)

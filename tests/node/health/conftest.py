@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from elasticd_agent.node.health.checks import Checks, Places
-from elasticd_agent.node.health.result import Reading
+from elasticd_agent.node.health.checks import CheckTargets, NodeChecks
+from elasticd_agent.node.health.result import CheckResult
 
 PATIENCE_S = 30.0
 
@@ -35,9 +35,9 @@ class Node:
         self.directory, self.plugins = tmp / "state", tmp / "health.d"
         for path in (self.directory, self.plugins):
             path.mkdir(mode=0o755)
-        self.places = Places("node-1", 2, (), (self.directory,), (), 1.0, self.plugins, 10.0)
+        self.targets = CheckTargets("node-1", 2, (), (self.directory,), (), 1.0, self.plugins, 10.0)
         self.heard: list[None] = []
-        self._checks: list[Checks] = []
+        self._checks: list[NodeChecks] = []
 
     def plugin(self, name: str, script: str, mode: int = 0o755) -> Path:
         path = self.plugins / name
@@ -45,17 +45,17 @@ class Node:
         path.chmod(mode)
         return path
 
-    def but(self, **places: Any) -> Node:
-        self.places = replace(self.places, **places)
+    def with_targets(self, **places: Any) -> Node:
+        self.targets = replace(self.targets, **places)
         return self
 
-    def checks(self) -> Checks:
+    def checks(self) -> NodeChecks:
         if not self._checks:
-            self._checks.append(Checks(self.places, os.environ, lambda: self.heard.append(None)))
+            self._checks.append(NodeChecks(self.targets, os.environ, lambda: self.heard.append(None)))
         return self._checks[0]
 
-    def look(self, most_gpus: int = 0) -> dict[str, Reading]:
-        return {reading.check: reading for reading in self.checks().look(True, most_gpus)}
+    def run(self, most_gpus: int = 0) -> dict[str, CheckResult]:
+        return {reading.check: reading for reading in self.checks().run(True, most_gpus)}
 
     def close(self) -> None:
         for checks in self._checks:

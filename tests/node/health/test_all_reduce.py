@@ -46,7 +46,7 @@ def torch(directory: Path, init: str = "pass", barrier: str = "pass", all_reduce
 
 
 def test_with_the_real_torch() -> None:
-    found = reducing.look(sys.executable, range(2), (), os.environ)
+    found = reducing.check_all_reduce(sys.executable, range(2), (), os.environ)
     assert found.outcome == "good", found.why
     assert found.why.startswith("2 slots, gloo, ")
 
@@ -89,7 +89,7 @@ def test_the_one_that_is_in_the_way_is_named(tmp_path: Path, does: dict[str, str
     environ = torch(tmp_path, **does)
     within_s = 30.0 if outcome == "good" or "added up" in why or "slot 0: " in why else 1.5
     began = time.monotonic()
-    found = reducing.look(sys.executable, range(3), (), environ, within_s=within_s)
+    found = reducing.check_all_reduce(sys.executable, range(3), (), environ, within_s=within_s)
     assert (found.outcome, found.why[: len(why)]) == (outcome, why)
     assert time.monotonic() - began < 15
 
@@ -97,27 +97,27 @@ def test_the_one_that_is_in_the_way_is_named(tmp_path: Path, does: dict[str, str
 @pytest.mark.parametrize("source", ["raise ImportError('no torch here')", "raise OSError('libcudnn is missing')"])
 def test_a_python_without_torch_skips_it(tmp_path: Path, source: str) -> None:
     (tmp_path / "torch.py").write_text(source)
-    found = reducing.look(sys.executable, range(2), (), {**os.environ, "PYTHONPATH": str(tmp_path)})
+    found = reducing.check_all_reduce(sys.executable, range(2), (), {**os.environ, "PYTHONPATH": str(tmp_path)})
     assert found.outcome == "skipped"
     assert f"torch cannot be imported by {sys.executable}" in found.why
 
 
 def test_no_such_python_skips_it() -> None:
     assert (
-        reducing.look("/no/python", range(2), (), os.environ).why
+        reducing.check_all_reduce("/no/python", range(2), (), os.environ).why
         == "/no/python cannot be run: No such file or directory"
     )
 
 
 def test_one_slot_without_a_gpu_has_nobody_to_add_up_with() -> None:
-    assert reducing.look(sys.executable, range(1), (), os.environ).outcome == "skipped"
+    assert reducing.check_all_reduce(sys.executable, range(1), (), os.environ).outcome == "skipped"
 
 
 def test_an_import_that_never_ends_is_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reducing, "CLOSE_S", 0.5)
     (tmp_path / "torch.py").write_text("import time; time.sleep(1000)")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    found = reducing.look(sys.executable, range(2), (), environ, within_s=0.1, import_s=0.1)
+    found = reducing.check_all_reduce(sys.executable, range(2), (), environ, within_s=0.1, import_s=0.1)
     assert (found.outcome, found.why) == ("bad", "it was not over within 0.7 s")
 
 
@@ -131,7 +131,7 @@ def test_it_can_be_given_up(tmp_path: Path) -> None:
     )
     thread.start()
     began = time.monotonic()
-    reducing.look(sys.executable, range(2), (), environ, stop=stop)
+    reducing.check_all_reduce(sys.executable, range(2), (), environ, stop=stop)
     assert time.monotonic() - began < 20
     thread.join()
     for fd in (stop, stopping):

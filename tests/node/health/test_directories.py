@@ -33,7 +33,7 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 def test_one_that_is_fine_is_left_as_it_was(node: Node) -> None:
     before = os.stat(node.directory).st_mtime_ns
-    found = node.look()[f"disk {node.directory}"]
+    found = node.run()[f"disk {node.directory}"]
     assert found.outcome == "good"
     assert found.why.endswith("free, can be written to")
     assert (os.listdir(node.directory), os.stat(node.directory).st_mtime_ns) == ([], before)
@@ -41,7 +41,7 @@ def test_one_that_is_fine_is_left_as_it_was(node: Node) -> None:
 
 def test_one_that_the_daemon_will_make_is_judged_by_where_it_will_be(node: Node) -> None:
     path = node.tmp / "not" / "there" / "yet"
-    found = node.but(own=(path,), directories=(path.parent,)).look()
+    found = node.with_targets(own_directories=(path,), directories=(path.parent,)).run()
     assert (found[f"disk {path}"].outcome, found[f"disk {path.parent}"].outcome) == ("good", "bad")
     assert not (node.tmp / "not").exists()
 
@@ -52,7 +52,7 @@ def test_where_nameless_files_are_unknown_a_name_is_used_and_taken_away(
     monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # what an old kernel makes of the flag: EISDIR
     left = node.directory / f".elasticd-health-{os.uname().nodename}"
     left.symlink_to(node.tmp / "elsewhere")  # of a look that was cut short, or somebody's trap
-    directories.write(str(node.directory))
+    directories.try_write(str(node.directory))
     assert os.listdir(node.directory) == []
     assert not (node.tmp / "elsewhere").exists()
 
@@ -62,12 +62,13 @@ def test_where_a_server_refuses_root_nothing_is_known(node: Node, monkeypatch: p
     def refused(directory: str) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(directories, "write", refused)
-    found = directories.look("d", str(node.directory), 1)
+    monkeypatch.setattr(directories, "try_write", refused)
+    found = directories.check_directory("d", str(node.directory), 1)
     assert (found.outcome, "root_squash" in found.why) == ("good", True)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert (
-        directories.look("d", str(node.directory), 1).why == f"{node.directory} cannot be written to: Permission denied"
+        directories.check_directory("d", str(node.directory), 1).why
+        == f"{node.directory} cannot be written to: Permission denied"
     )
 
 
@@ -79,35 +80,37 @@ def test_one_that_is_not_there(node: Node, make: str, why: str) -> None:
     path = node.tmp / make
     if make == "file":
         path.touch()
-    found = node.but(directories=(path,)).look()[f"disk {path}"]
+    found = node.with_targets(directories=(path,)).run()[f"disk {path}"]
     assert (found.outcome, found.why) == ("bad", f"{path} {why}")
 
 
 @needs_root
 def test_a_full_one(node: Node, tmpfs: Path) -> None:
-    node.but(directories=(tmpfs,), disk_free_min_bytes=64 << 10)
-    assert node.look()[f"disk {tmpfs}"].outcome == "good"
+    node.with_targets(directories=(tmpfs,), disk_free_min_bytes=64 << 10)
+    assert node.run()[f"disk {tmpfs}"].outcome == "good"
     (tmpfs / "big").write_bytes(b"x" * (200 << 10))
-    assert node.look()[f"disk {tmpfs}"].why == f"{tmpfs} has 56 KiB free, less than 64 KiB"
+    assert node.run()[f"disk {tmpfs}"].why == f"{tmpfs} has 56 KiB free, less than 64 KiB"
     with pytest.raises(OSError, match="No space"):
         (tmpfs / "more").write_bytes(b"x" * (200 << 10))
-    found = node.but(disk_free_min_bytes=0)
+    found = node.with_targets(disk_free_min_bytes=0)
     assert found.checks() is not None
-    assert directories.look("d", str(tmpfs), 0).why == f"{tmpfs} cannot be written to: No space left on device"
+    assert (
+        directories.check_directory("d", str(tmpfs), 0).why == f"{tmpfs} cannot be written to: No space left on device"
+    )
 
 
 @needs_root
 def test_one_without_inodes(node: Node, tmpfs: Path) -> None:
     for number in range(25):
         (tmpfs / str(number)).touch()
-    why = node.but(directories=(tmpfs,)).look()[f"disk {tmpfs}"].why
+    why = node.with_targets(directories=(tmpfs,)).run()[f"disk {tmpfs}"].why
     assert why == f"{tmpfs} has 14 of 40 inodes left: too many files"
 
 
 @needs_root
 def test_a_read_only_one(node: Node, tmpfs: Path) -> None:
     assert LIBC.mount(None, os.fsencode(tmpfs), None, 32 | MS_RDONLY, None) == 0  # MS_REMOUNT
-    assert "is mounted read-only" in node.but(directories=(tmpfs,)).look()[f"disk {tmpfs}"].why
+    assert "is mounted read-only" in node.with_targets(directories=(tmpfs,)).run()[f"disk {tmpfs}"].why
 
 
 class DeadMount:
@@ -173,10 +176,10 @@ def dead(tmp_path: Path) -> Iterator[DeadMount]:
 def test_a_dead_mount_costs_one_process_however_often_it_is_looked_at(
     node: Node, dead: DeadMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elasticd_agent.node.health.checks.DIRECTORY_S", 0.3)
-    node.but(directories=(dead.path, node.directory))
+    monkeypatch.setattr("elasticd_agent.node.health.checks.DIRECTORY_TIMEOUT_S", 0.3)
+    node.with_targets(directories=(dead.path, node.directory))
     began = time.monotonic()
-    found = node.look()
+    found = node.run()
     assert time.monotonic() - began < 5
     assert found[f"disk {node.directory}"].outcome == "good"
     reading = found[f"disk {dead.path}"]
@@ -187,8 +190,8 @@ def test_a_dead_mount_costs_one_process_however_often_it_is_looked_at(
     pid = int(reading.why.partition("process ")[2].split()[0])
     for _ in range(3):
         asked = dead.asked
-        assert node.look()[f"disk {dead.path}"].why == f"{reading.why}; still so"
+        assert node.run()[f"disk {dead.path}"].why == f"{reading.why}; still so"
         assert dead.asked == asked
     dead.close()
     until(lambda: procfs.state(pid) in ("", "Z"), "end of the process that hung")
-    assert node.look()[f"disk {dead.path}"].outcome == "good"
+    assert node.run()[f"disk {dead.path}"].outcome == "good"

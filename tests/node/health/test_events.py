@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.node.health.events import tell
-from elasticd_agent.node.health.job_failures import Blames
-from elasticd_agent.node.health.metrics import METRICS, page
+from elasticd_agent.node.health.events import report_change
+from elasticd_agent.node.health.job_failures import JobFailures
+from elasticd_agent.node.health.metrics import METRICS, render_health
 from elasticd_agent.node.health.monitor import HealthChanged
-from elasticd_agent.node.health.result import bad, good, skipped
+from elasticd_agent.node.health.result import failed, passed, skipped
 from elasticd_agent.telemetry import events
 
 
@@ -32,21 +32,21 @@ from elasticd_agent.telemetry import events
     ],
 )
 def test_each_change_is_an_event_with_its_sentence(change: HealthChanged, kind: str, reason: str) -> None:
-    told: list[events.Record] = []
+    told: list[events.LogEvent] = []
 
-    def happened(kind: Callable[..., events.Record], sentence: str, **fields: object) -> None:
+    def happened(kind: Callable[..., events.LogEvent], sentence: str, **fields: object) -> None:
         told.append(kind(round=0, mono=0.0, reason=sentence, **fields))
 
-    tell(change, happened)
+    report_change(change, happened)
     assert [(record.kind, record.reason) for record in told] == [(kind, reason)]
-    assert type(told[0]) in events.RECORDS
+    assert type(told[0]) in events.EVENT_TYPES
 
 
 def test_metrics_say_what_stands() -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    readings = [good("gpus", "8", 0.5), bad('disk /"odd"\n', "full", 0.01), skipped("memory", "a job runs")]
-    text = page("node-1", "quarantined", 12.5, 3, readings).decode()
+    readings = [passed("gpus", "8", 0.5), failed('disk /"odd"\n', "full", 0.01), skipped("memory", "a job runs")]
+    text = render_health("node-1", "quarantined", 12.5, 3, readings).decode()
     found = {
         (sample.name, sample.labels.get("check", "")): sample.value
         for family in text_string_to_metric_families(text)
@@ -63,7 +63,7 @@ def test_metrics_say_what_stands() -> None:
         ("elasticd_health_check_seconds", 'disk /"odd"\n'): 0.01,
     }
     assert all("|" not in spec.help for spec in METRICS)
-    assert b"check" not in page("n", "healthy", 0.0, 0, ())
+    assert b"check" not in render_health("n", "healthy", 0.0, 0, ())
 
 
 def said(*benched: dict[str, Any], number: int = 3) -> dict[str, Any]:
@@ -75,37 +75,37 @@ def slot(number: int, times: int, node: str = "me") -> dict[str, Any]:
 
 
 def test_a_slot_of_ours_that_is_set_aside_is_told_once_each_time() -> None:
-    blames, key = Blames("me"), ("j", 1)
-    assert blames.heard({key: said()}) == []
-    assert blames.heard({key: said(slot(0, 0), slot(1, 1), slot(2, 1, "other"))}) == [
+    blames, key = JobFailures("me"), ("j", 1)
+    assert blames.update({key: said()}) == []
+    assert blames.update({key: said(slot(0, 0), slot(1, 1), slot(2, 1, "other"))}) == [
         "job j, round 3 set aside slot 1: rank 1 hung"
     ]
-    assert blames.heard({key: said(slot(1, 1), number=4)}) == []
-    assert blames.heard({key: said(number=5)}) == []
-    assert blames.heard({key: said(slot(1, 1), number=6)}) == []
-    assert blames.heard({key: said(slot(1, 2), slot(0, 1), number=7)}) == [
+    assert blames.update({key: said(slot(1, 1), number=4)}) == []
+    assert blames.update({key: said(number=5)}) == []
+    assert blames.update({key: said(slot(1, 1), number=6)}) == []
+    assert blames.update({key: said(slot(1, 2), slot(0, 1), number=7)}) == [
         "job j, round 7 set aside slots 0, 1: rank 1 hung"
     ]
-    assert blames.heard({}) == []
-    assert len(blames.heard({("j", 2): said(slot(1, 1))})) == 1
+    assert blames.update({}) == []
+    assert len(blames.update({("j", 2): said(slot(1, 1))})) == 1
 
 
 def test_what_an_adopted_runner_says_first_is_no_news() -> None:
-    blames, key = Blames("me"), ("j", 1)
-    assert blames.heard({key: said(slot(1, 2))}, adopted=[key]) == []
-    assert len(blames.heard({key: said(slot(1, 3))}, adopted=[key])) == 1
+    blames, key = JobFailures("me"), ("j", 1)
+    assert blames.update({key: said(slot(1, 2))}, adopted=[key]) == []
+    assert len(blames.update({key: said(slot(1, 3))}, adopted=[key])) == 1
 
 
 @pytest.mark.parametrize("benched", [None, "x", [1], [{}], [{"node": "me", "slot": "1", "times": 1}]])
 def test_what_makes_no_sense_blames_nobody(benched: object) -> None:
-    assert Blames("me").heard({("j", 1): {"benched": benched, "alone": False}}) == []
+    assert JobFailures("me").update({("j", 1): {"benched": benched, "alone": False}}) == []
 
 
 def test_a_job_that_runs_here_alone_blames_nobody() -> None:
-    assert Blames("me").heard({("j", 1): {**said(slot(1, 1)), "alone": True}}) == []
+    assert JobFailures("me").update({("j", 1): {**said(slot(1, 1)), "alone": True}}) == []
 
 
 def test_a_runner_that_talks_on_and_on_does_not_make_the_nodes_card_too_large() -> None:
     said = {"benched": [{"node": "me", "slot": 0, "times": 1}], "alone": False, "reason": "." * 100_000}
-    (sentence,) = Blames("me").heard({("j", 1): said})
+    (sentence,) = JobFailures("me").update({("j", 1): said})
     assert len(sentence) == 1000

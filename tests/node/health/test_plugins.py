@@ -31,7 +31,7 @@ from tests.node.health.conftest import Node, until
 )
 def test_what_it_says_is_the_reason(node: Node, script: str, outcome: str, why: str) -> None:
     node.plugin("10-test", script)
-    found = node.look()["plugin 10-test"]
+    found = node.run()["plugin 10-test"]
     assert (found.outcome, found.why) == (outcome, why)
 
 
@@ -42,7 +42,7 @@ def test_one_that_hangs_costs_its_time_and_no_more(node: Node, script: str) -> N
     node.plugin("10-hangs", script)
     node.plugin("20-well", "echo well")
     began = time.monotonic()
-    found = node.but(plugin_timeout_s=0.3).look()
+    found = node.with_targets(plugin_timeout_s=0.3).run()
     assert found["plugin 10-hangs"].why == "it has not answered within 0.3 s"
     assert 0.3 <= found["plugin 10-hangs"].seconds < 1.5
     assert found["plugin 20-well"].why == "well"
@@ -60,7 +60,7 @@ def test_nothing_it_has_started_outlives_the_look(node: Node) -> None:
         while [ "$(wc -l < {pids})" -lt 4 ]; do sleep 0.01; done
         echo done""",
     )
-    assert node.look()["plugin 10-forks"].why == "done"
+    assert node.run()["plugin 10-forks"].why == "done"
     left = [pid for pid in pids.read_text().split() if Path("/proc", pid).exists()]
     assert (len(pids.read_text().split()), left) == (4, [])
 
@@ -71,7 +71,7 @@ def test_it_gets_a_clean_environment_and_nothing_else_of_ours(node: Node, monkey
     node.plugin("10-env", f"env > {seen}; pwd >> {seen}")
     lists = node.plugin("20-fds", "")
     lists.write_text(f"#!{sys.executable} -IS\nimport os\nprint(*os.listdir('/proc/self/fd'))\n")
-    found = node.look()
+    found = node.run()
     lines = seen.read_text().splitlines()
     names = {line.partition("=")[0] for line in lines[:-1]}
     assert names - {"PWD", "_", "SHLVL", "OLDPWD"} == {"PATH", "LANG", "HOME", "ELASTICD_NODE", "ELASTICD_SLOTS"}
@@ -84,7 +84,7 @@ def test_only_so_many_run_at_once(node: Node) -> None:
     log = node.tmp / "log"
     for number in range(9):
         node.plugin(f"{number}-p", f"echo + >> {log}; sleep 0.2; echo - >> {log}")
-    assert all(reading.outcome != "bad" for reading in node.look().values())
+    assert all(reading.outcome != "bad" for reading in node.run().values())
     running, most = 0, 0
     for sign in log.read_text().split():
         running += 1 if sign == "+" else -1
@@ -98,7 +98,7 @@ def test_only_so_many_run_at_once(node: Node) -> None:
 )
 def test_one_that_must_not_run_is_refused_with_a_sentence(node: Node, mode: int, why: str) -> None:
     path = node.plugin("10-refused", f"echo ran > {node.tmp}/ran", mode)
-    found = node.look()["plugin 10-refused"]
+    found = node.run()["plugin 10-refused"]
     assert found.outcome == "skipped"
     assert found.why.startswith(f"it is not run: {path} {why}")
     assert not (node.tmp / "ran").exists()
@@ -107,7 +107,7 @@ def test_one_that_must_not_run_is_refused_with_a_sentence(node: Node, mode: int,
 def test_none_is_run_where_everybody_may_put_one(node: Node) -> None:
     node.plugin("10-test", f"echo ran > {node.tmp}/ran")
     node.plugins.chmod(0o777)
-    found = node.look()["plugins"]
+    found = node.run()["plugins"]
     assert (found.outcome, found.why) == (
         "skipped",
         f"none is run: {node.plugins} can be written by everybody; chmod o-w {node.plugins}",
@@ -119,21 +119,21 @@ def test_none_is_run_where_everybody_may_put_one(node: Node) -> None:
 def test_somebody_elses_is_refused(node: Node) -> None:
     path = node.plugin("10-test", "exit 0")
     os.chown(path, 4242, -1)
-    assert "belongs to user 4242" in node.look()["plugin 10-test"].why
+    assert "belongs to user 4242" in node.run()["plugin 10-test"].why
 
 
 def test_what_is_no_plugin_is_passed_over(node: Node) -> None:
     for name in (".hidden", "10-test~", "10-test.bak", "#10-test#", "README.md"):
         node.plugin(name, "exit 1")
     (node.plugins / "folder").mkdir()
-    assert not [name for name in node.look() if name.startswith("plugin")]
+    assert not [name for name in node.run() if name.startswith("plugin")]
 
 
 def test_one_that_cannot_be_executed_says_so(node: Node) -> None:
     path = node.plugins / "10-test"
     path.write_text("#!/there/is/no/shell\n")
     path.chmod(0o755)
-    found = node.look()["plugin 10-test"]
+    found = node.run()["plugin 10-test"]
     assert (found.outcome, found.why) == ("skipped", f"{path} cannot be executed: No such file or directory")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.node.conftest import MakeNode
-from tests.node.node import COLD, Node, lives, until
+from tests.node.node import COLD, AgentNode, lives, until
 
 
 def ill(path: Path) -> dict[str, object]:
@@ -25,7 +25,7 @@ def ill(path: Path) -> dict[str, object]:
     }  # fmt: skip
 
 
-def states(node: Node) -> list[str]:
+def states(node: AgentNode) -> list[str]:
     return [event["kind"] for event in node.events() if event["kind"].startswith("node_")]
 
 
@@ -37,17 +37,17 @@ def test_a_node_that_falls_ill_gives_up_its_job_and_gets_it_back_after_a_cool_of
     n1 = node(health=ill(broken))
     n1.job("one", "resume.py", "--steps", "100000", "--every", "100000", workers=2, checkpoint_dir=str(n1.work / "ck"))
     n1.start()
-    n1.stepped(50)
+    n1.wait_for_step(50)
     workers = n1.workers("one")
     broken.touch()
-    until(lambda: not any(map(lives, workers)), n1.told)
+    until(lambda: not any(map(lives, workers)), n1.diagnostics)
     assert n1.event("node_unhealthy")["reason"].endswith("plugin 10-link: link is down")
-    left = n1.exited("one")
+    left = n1.wait_for_exit("one")
     assert (left.outcome, left.step) == ("left", n1.steps()[-1][1])
     broken.unlink()
     cooling = n1.event("node_quarantined")
     assert 2 < cooling["seconds"] <= 3
-    until(lambda: n1.steps()[-1][1] > left.step, n1.told)
+    until(lambda: n1.steps()[-1][1] > left.step, n1.diagnostics)
     assert states(n1) == ["node_healthy", "node_unhealthy", "node_quarantined", "node_healthy"]
     started = n1.job_events("one", "group_started")[-1]
     assert started["mono"] >= cooling["mono"] + cooling["seconds"] - 0.1
@@ -72,7 +72,7 @@ def test_a_killed_agent_remembers_that_it_was_ill(node: MakeNode, tmp_path: Path
     n1.settings["health"] |= {"plugins_dir": "/none"}  # a reload changes what is looked at, not what was
     n1.write()
     n1.signal(signal.SIGHUP)
-    n1.said("SIGHUP: health.plugins_dir")
+    n1.wait_for_log("SIGHUP: health.plugins_dir")
     n1.drain()
     n1.assert_gone()
 
@@ -93,7 +93,7 @@ def test_a_node_on_which_a_job_fails_again_and_again_is_left_out_though_its_chec
     told = n2.event("node_quarantined")["reason"]
     assert "it was to blame once within 60 minutes" in told
     assert "set aside slot 0" in told
-    until(lambda: n2.exited("both").outcome == "left", n2.told)
-    until(lambda: n1.job_events("both", "round_published")[-1]["nodes"] == ["n1"], n1.told)
+    until(lambda: n2.wait_for_exit("both").outcome == "left", n2.diagnostics)
+    until(lambda: n1.job_events("both", "round_published")[-1]["nodes"] == ["n1"], n1.diagnostics)
     assert lives(n1.workers("both")[-1])
     assert states(n1) == ["node_healthy"]

@@ -12,11 +12,11 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticd_agent.node.api.client import Client
+from elasticd_agent.node.api.client import AgentClient
 from elasticd_agent.telemetry.metric_table import METRICS
 from tests.etcd import EtcdServers
 from tests.node.conftest import MakeNode
-from tests.node.node import COLD, Node, comm_of, lives, until
+from tests.node.node import COLD, AgentNode, comm_of, lives, until
 
 
 def free_port() -> int:
@@ -62,19 +62,19 @@ def goes_on(before: dict[Any, float], after: dict[Any, float]) -> None:
     assert after[start] == before[start], "the runner's, not the agent's"
 
 
-def training(node: Node) -> tuple[int, ...]:
+def training(node: AgentNode) -> tuple[int, ...]:
     """A job of two workers that makes steps."""
     node.job("one", "ticking.py", COLD, workers=2)
     node.start()
-    node.stepped(20)
+    node.wait_for_step(20)
     return node.workers("one")
 
 
-def go_on(node: Node, workers: tuple[int, ...]) -> None:
+def go_on(node: AgentNode, workers: tuple[int, ...]) -> None:
     """The same processes train on."""
     assert node.workers("one") == workers
     assert all(map(lives, workers))
-    node.stepped(node.steps()[-1][1] + 20)
+    node.wait_for_step(node.steps()[-1][1] + 20)
     steps = node.steps()  # it trains on while we look
     assert {number for number, _ in steps} == {1}
     assert [step for _, step in steps] == list(range(1, len(steps) + 1))
@@ -88,27 +88,31 @@ def test_a_killed_agent_comes_back_to_the_same_workers_and_an_upgrade_keeps_them
     workers, runner = training(n1), n1.runner("one")
     assert comm_of(runner) == "elasticd-job"
     assert os.getsid(runner) == runner
-    before = series(until(lambda: "elasticd_workers_running" in (said := page(port, "metrics")) and said, n1.told))
+    before = series(
+        until(lambda: "elasticd_workers_running" in (said := page(port, "metrics")) and said, n1.diagnostics)
+    )
     assert {spec.name for spec in METRICS if spec.kind == "counter"} <= {name for name, _ in before}, (
         "as `elasticd run`'s"
     )
     n1.kill()
     go_on(n1, workers)
     n1.start()
-    n1.said(f"its runner (pid {runner}) lives, and goes on")
+    n1.wait_for_log(f"its runner (pid {runner}) lives, and goes on")
     go_on(n1, workers)
     # A runner that is too busy to answer is left out of a scrape.
-    until(lambda: 'elasticd_workers_running{job_id="one",node="n1"} 2.0' in page(port, "metrics"), n1.told)
+    until(lambda: 'elasticd_workers_running{job_id="one",node="n1"} 2.0' in page(port, "metrics"), n1.diagnostics)
     assert 'elasticd_node_slots_used{node="n1"} 2.0' in page(port, "metrics")
     goes_on(before, series(page(port, "metrics")))
     n1.upgrade()
-    goes_on(before, series(until(lambda: "elasticd_workers" in (said := page(port, "metrics")) and said, n1.told)))
+    goes_on(
+        before, series(until(lambda: "elasticd_workers" in (said := page(port, "metrics")) and said, n1.diagnostics))
+    )
     assert page(port, "readyz") == "joined\n"
     go_on(n1, workers)
     (n1.work / "enough").touch()
-    assert n1.exited("one").outcome == "succeeded"
+    assert n1.wait_for_exit("one").outcome == "succeeded"
     n1.event("runner_ended", name="one", outcome="succeeded")
-    assert len(n1.events("runner_started")) == 1, n1.told()
+    assert len(n1.events("runner_started")) == 1, n1.diagnostics()
     assert n1.drain() == 0
     n1.assert_gone()
 
@@ -136,7 +140,7 @@ def test_a_killed_runner_takes_its_workers_with_it_at_once_and_is_started_again(
     until(lambda: not any(map(lives, workers)), "the end of the workers of a killed runner", 3.0)
     n1.event("runner_ended", name="one", outcome="lost")
     until(lambda: n1.runner("one") != runner, "another runner")
-    until(lambda: n1.workers("one") != workers and all(map(lives, n1.workers("one"))), n1.told)
+    until(lambda: n1.workers("one") != workers and all(map(lives, n1.workers("one"))), n1.diagnostics)
     assert n1.drain() == 0
     n1.assert_gone()
 
@@ -148,8 +152,8 @@ def test_a_runner_whose_lock_says_no_more_who_it_is_is_found_all_the_same_and_it
     n1.kill()
     os.truncate(n1.files("one").lock, 7)
     n1.start()
-    asked = Client(n1.root / "run" / "agent.sock")
-    states = lambda: [one["state"] for one in asked.get("/status").document()["running"]]  # noqa: E731
+    asked = AgentClient(n1.root / "run" / "agent.sock")
+    states = lambda: [one["state"] for one in asked.get("/status").document()["runners"]]  # noqa: E731
     n1.until(lambda: states() == ["running"], "the runner to be heard, or it would leave", 10)
     go_on(n1, workers)
     os.kill(runner, signal.SIGKILL)
@@ -164,13 +168,13 @@ def test_a_runner_whose_order_cannot_be_read_is_asked_what_it_runs(node: MakeNod
     n1 = node()
     workers, runner = training(n1), n1.runner("one")
     n1.kill()
-    os.truncate(n1.files("one").order, 100)
+    os.truncate(n1.files("one").runner_spec, 100)
     n1.start()
-    n1.said("its runner itself says what it runs")
-    n1.said(f"its runner (pid {runner}) lives, and goes on")
+    n1.wait_for_log("its runner itself says what it runs")
+    n1.wait_for_log(f"its runner (pid {runner}) lives, and goes on")
     go_on(n1, workers)
     (n1.work / "enough").touch()
     n1.event("runner_ended", name="one", outcome="succeeded")
-    assert len(n1.events("runner_started")) == 1, n1.told()
+    assert len(n1.events("runner_started")) == 1, n1.diagnostics()
     assert n1.drain() == 0
     n1.assert_gone()

@@ -15,15 +15,15 @@ import pytest
 
 from elasticd_agent.model.job_dir import JobFiles, job_files
 from elasticd_agent.node.runners import liveness as alive
-from elasticd_agent.node.runners.manager import Runners
+from elasticd_agent.node.runners.manager import RunnerManager
 from elasticd_agent.node.runners.spawn import Account, spawn
 from elasticd_agent.node.runners.spec import (
-    EXIT_BYTES,
-    Exit,
-    Order,
-    Secrets,
+    MAX_EXIT_BYTES,
+    RunnerExit,
+    RunnerSpec,
+    StoreSecrets,
     read_exit,
-    read_order,
+    read_spec,
     replace_file,
     write_exit,
 )
@@ -35,7 +35,7 @@ def test_a_lock_that_is_a_link_is_not_taken(tmp_path: Path, link: Callable[[Path
     precious.write_text("mine")
     link(precious, tmp_path / "lock")
     with pytest.raises(OSError, match=r"symbolic links|another name"):
-        alive.take(tmp_path / "lock")
+        alive.take_lock(tmp_path / "lock")
     assert precious.read_text() == "mine"
 
 
@@ -46,67 +46,67 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "exit.spare").symlink_to(precious)
     (tmp_path / ".order.json.new").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic links"):
-        write_exit(files, Exit("j", 1, 0, "succeeded", "done"))
-    replace_file(files.order, b"{}")
+        write_exit(files, RunnerExit("j", 1, 0, "succeeded", "done"))
+    replace_file(files.runner_spec, b"{}")
     assert precious.read_text() == "mine"
-    assert files.order.read_bytes() == b"{}"
+    assert files.runner_spec.read_bytes() == b"{}"
 
 
 def test_who_has_it_is_found_and_nobody_else_can_be_named(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    fd = alive.take(path)
+    fd = alive.take_lock(path)
     assert fd is not None
-    assert alive.held(path)
-    assert alive.holder(path) == alive.Process.of(os.getpid())
+    assert alive.is_locked(path)
+    assert alive.lock_owner(path) == alive.ProcessIdentity.of(os.getpid())
     if os.geteuid() == 0:  # only root's agent runs jobs of others
         os.chown(path, 65534, 65534)
-        assert alive.holder(path) is None, "a job's user had named a process of root's"
+        assert alive.lock_owner(path) is None, "a job's user had named a process of root's"
     os.close(fd)
-    assert not alive.held(path)
+    assert not alive.is_locked(path)
 
 
 def test_a_lock_lasts_as_long_as_any_copy_of_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    fd = alive.take(path)
+    fd = alive.take_lock(path)
     assert fd is not None
     with subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, pass_fds=[fd]
     ) as keeper:
         os.close(fd)
-        assert alive.held(path)
-        assert keeper.pid in alive.keepers(path)
-        assert alive.take(path) is None
-    assert not alive.held(path)
+        assert alive.is_locked(path)
+        assert keeper.pid in alive.processes_with_open(path)
+        assert alive.take_lock(path) is None
+    assert not alive.is_locked(path)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "endless"])
 def test_what_is_no_plain_file_holds_nobody_up(tmp_path: Path, make: Callable[[Path], None]) -> None:
     """The deciding thread looks at these; the job's user could have it wait, or read, for ever."""
     files = JobFiles(tmp_path)
-    for path in (files.lock, files.exit, files.order, files.told):
+    for path in (files.lock, files.runner_exit, files.runner_spec, files.output):
         make(path)
-    assert alive.held(files.lock), "that cannot be told"
-    assert alive.holder(files.lock) is None
+    assert alive.is_locked(files.lock), "that cannot be told"
+    assert alive.lock_owner(files.lock) is None
     assert read_exit(files) is None
     with pytest.raises(OSError, match=r"no plain file|symbolic links"):
-        read_order(files)
+        read_spec(files)
     with pytest.raises(OSError, match=r"no plain file|symbolic links|No such device"):
-        spawn(files, 0, Account.of(None), Secrets())
+        spawn(files, 0, Account.of(None), StoreSecrets())
 
 
 def test_a_last_word_that_no_store_would_take_is_none(tmp_path: Path) -> None:
     files = JobFiles(tmp_path)
-    write_exit(files, Exit("j", 1, 1, "failed", "." * EXIT_BYTES))
+    write_exit(files, RunnerExit("j", 1, 1, "failed", "." * MAX_EXIT_BYTES))
     assert read_exit(files) is None
-    write_exit(files, Exit("j", 1, 1, "failed", "short"))
+    write_exit(files, RunnerExit("j", 1, 1, "failed", "short"))
     last = read_exit(files)
     assert last is not None and last.reason == "short"
-    write_exit(files, Exit("j", 1, 2, "refused", "." * (EXIT_BYTES // 2)))
+    write_exit(files, RunnerExit("j", 1, 2, "refused", "." * (MAX_EXIT_BYTES // 2)))
     last = read_exit(files)
     assert last is not None and len(last.reason) == 2000, "a card of three such would be too large for etcd"
 
 
-ORDER = Order("mine", 1, "n1", (0,), "{}")
+ORDER = RunnerSpec("mine", 1, "n1", (0,), "{}")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
@@ -114,13 +114,15 @@ def test_an_order_that_a_jobs_user_has_written_is_nobodys(tmp_path: Path) -> Non
     """What the agent adopts by it is told to the store as jobs, and as how they ended."""
     files, said = job_files(tmp_path, "mine", 1), list[str]()
     files.root.mkdir(parents=True)
-    replace_file(files.order, ORDER.to_json(), 65534)
-    assert (files.order.stat().st_uid, files.order.stat().st_mode & 0o777) == (0, 0o640)
-    with closing(Runners(tmp_path, lambda: None, said.append)) as runners:
+    replace_file(files.runner_spec, ORDER.to_json(), 65534)
+    assert (files.runner_spec.stat().st_uid, files.runner_spec.stat().st_mode & 0o777) == (0, 0o640)
+    with closing(RunnerManager(tmp_path, lambda: None, said.append)) as runners:
         assert [over.key for over in runners.adopt()] == [("mine", 1)]
-        os.chown(files.order, 65534, 65534)
+        os.chown(files.runner_spec, 65534, 65534)
         assert runners.adopt() == []
-    assert said == [f"{files.order}: [Errno 1] user 65534 has written it: '{files.order}'; it is left alone"]
+    assert said == [
+        f"{files.runner_spec}: [Errno 1] user 65534 has written it: '{files.runner_spec}'; it is left alone"
+    ]
 
 
 HOLDS = """
@@ -137,9 +139,9 @@ def test_a_runner_lives_also_while_no_file_descriptor_is_left_to_look_with(tmp_p
     """Who is taken for dead is cleared away after a while, with all that it has started."""
     files, said, before = job_files(tmp_path, "mine", 1), list[str](), resource.getrlimit(resource.RLIMIT_NOFILE)
     files.root.mkdir(parents=True)
-    replace_file(files.order, ORDER.to_json())
+    replace_file(files.runner_spec, ORDER.to_json())
     with (
-        closing(Runners(tmp_path, lambda: None, said.append)) as runners,
+        closing(RunnerManager(tmp_path, lambda: None, said.append)) as runners,
         subprocess.Popen(
             [sys.executable, "-c", HOLDS, str(files.lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as runner,
@@ -162,23 +164,23 @@ def test_nobody_is_taken_for_what_is_left_of_a_job_because_its_user_says_so(tmp_
     """What keeps a dead runner's lock is killed, by root: a link to /dev/null would have been everybody."""
     (tmp_path / "lock").symlink_to("/dev/null")
     with open("/dev/null"), open(tmp_path / "ours", "w"):
-        assert list(alive.keepers(tmp_path / "lock")) == []
-        assert list(alive.keepers(tmp_path / "ours")) == [os.getpid()]
+        assert list(alive.processes_with_open(tmp_path / "lock")) == []
+        assert list(alive.processes_with_open(tmp_path / "ours")) == [os.getpid()]
         os.link(tmp_path / "ours", tmp_path / "second")
-        assert list(alive.keepers(tmp_path / "second")) == []
+        assert list(alive.processes_with_open(tmp_path / "second")) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
 def test_of_who_has_the_lock_of_a_users_job_only_that_users_processes_are_killed(tmp_path: Path) -> None:
     files, said = job_files(tmp_path, "mine", 1), list[str]()
     files.root.mkdir(parents=True)
-    replace_file(files.order, ORDER.to_json())
+    replace_file(files.runner_spec, ORDER.to_json())
     os.chown(files.root, 65534, 65534)
     keep = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    fd = alive.take(files.lock)
+    fd = alive.take_lock(files.lock)
     assert fd is not None
     with (
-        closing(Runners(tmp_path, lambda: None, said.append)) as runners,
+        closing(RunnerManager(tmp_path, lambda: None, said.append)) as runners,
         subprocess.Popen(keep, stdin=subprocess.PIPE, pass_fds=[fd]) as roots,
         subprocess.Popen(["sleep", "60"], pass_fds=[fd], user=65534) as theirs,
     ):
@@ -186,7 +188,7 @@ def test_of_who_has_the_lock_of_a_users_job_only_that_users_processes_are_killed
         try:
             assert runners.adopt() == []
             (runner,) = runners._runners.values()
-            assert {process.pid for process in runners._keepers(runner)} == {theirs.pid}
+            assert {process.pid for process in runners._lock_keepers(runner)} == {theirs.pid}
         finally:
             theirs.kill()
             roots.communicate()
@@ -195,8 +197,8 @@ def test_of_who_has_the_lock_of_a_users_job_only_that_users_processes_are_killed
 def test_an_order_of_another_job_than_its_folders_is_nobodys(tmp_path: Path) -> None:
     files, said = job_files(tmp_path, "yours", 7), list[str]()
     files.root.mkdir(parents=True)
-    replace_file(files.order, ORDER.to_json())
-    write_exit(files, Exit("mine", 1, 0, "succeeded", "done"))
-    with closing(Runners(tmp_path, lambda: None, said.append)) as runners:
+    replace_file(files.runner_spec, ORDER.to_json())
+    write_exit(files, RunnerExit("mine", 1, 0, "succeeded", "done"))
+    with closing(RunnerManager(tmp_path, lambda: None, said.append)) as runners:
         assert runners.adopt() == []
-    assert said == [f"{files.order}: it is of job mine number 1; it is left alone"]
+    assert said == [f"{files.runner_spec}: it is of job mine number 1; it is left alone"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.node.conftest import MakeNode
-from tests.node.node import Node
+from tests.node.node import AgentNode
 
 SCRIPT = """
 import importlib.util, json, os, sys
@@ -56,14 +56,14 @@ def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def _own(node: Node, venv: Path, **how: object) -> None:
+def _own(node: AgentNode, venv: Path, **how: object) -> None:
     script = node.work / "own.py"
     script.write_text(SCRIPT)
     env = {"PYTHONPATH": "", "PATH": f"/own/bin:{os.environ['PATH']}", "LD_LIBRARY_PATH": "/own/lib", "WEIGHT": "7"}
     node.job("own", str(script), "--lr", "0.1", python=str(venv / "bin" / "python"), env=env, workers=2, **how)
 
 
-def _seen(node: Node, rank: int = 0) -> dict[str, object]:
+def _seen(node: AgentNode, rank: int = 0) -> dict[str, object]:
     seen = json.loads((node.work / f"seen-{rank}.json").read_text())
     assert isinstance(seen, dict)
     return seen
@@ -80,8 +80,8 @@ def test_another_environments_python_runs_its_warm_launcher(
     n1.start()
     runner = n1.runner("own")
     environ = Path(f"/proc/{runner}/environ").read_bytes().split(b"\0")
-    last = n1.exited("own")
-    assert (last.outcome, last.exit_code) == ("succeeded", 0), n1.told()
+    last = n1.wait_for_exit("own")
+    assert (last.outcome, last.exit_code) == ("succeeded", 0), n1.diagnostics()
     seen = _seen(n1)
     env = seen["env"]
     assert isinstance(env, dict)
@@ -94,7 +94,7 @@ def test_another_environments_python_runs_its_warm_launcher(
     assert "ELASTICD_LEASE" not in env
     # What is the job's does not reach the interpreter that looks after it.
     assert not [line for line in environ if line.startswith((b"LD_LIBRARY_PATH=/own", b"WEIGHT=", b"PATH=/own"))]
-    assert [event["warm"] for event in n1.job_events("own", "group_started")] == [True], n1.told()
+    assert [event["warm"] for event in n1.job_events("own", "group_started")] == [True], n1.diagnostics()
     assert n1.drain() == 0
 
 
@@ -104,8 +104,8 @@ def test_an_interpreter_that_is_not_there_is_refused_in_the_files_words(node: Ma
     n1.job("lost", "plain.py", workers=1)
     n1.jobs[-1]["command"] = ["nowhere.py"]
     n1.start()
-    last = n1.exited("own")
+    last = n1.wait_for_exit("own")
     assert last.outcome == "refused"
     assert last.reason == "python: the Python interpreter '/no/such/python' cannot be found or executed"
-    assert n1.exited("lost", 2).reason == f"command: the script 'nowhere.py' does not exist in {str(n1.work)!r}"
+    assert n1.wait_for_exit("lost", 2).reason == f"command: the script 'nowhere.py' does not exist in {str(n1.work)!r}"
     assert n1.drain() == 0

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import itertools
 
-from elasticd_agent.node.runners.step_rate import COARSE, FINE, FINE_S, Track
+from elasticd_agent.node.runners.step_rate import COARSE_POINTS, FINE_POINTS, FINE_S, StepTrack
 
 
 def test_a_month_of_steps_is_a_few_hundred_points() -> None:
-    track, day = Track(), 86_400
+    track, day = StepTrack(), 86_400
     for second in range(0, 30 * day, 5):
-        track.at(float(second), 1, second)
+        track.add(float(second), 1, second)
     points = track.points()
-    assert len(points) <= FINE + COARSE
+    assert len(points) <= FINE_POINTS + COARSE_POINTS
     assert points == sorted(points)
     assert points[0][0] < day and points[-1][0] > 30 * day - 10
     gaps = [b[0] - a[0] for a, b in itertools.pairwise(points)]
-    assert max(gaps) < 30 * day / (COARSE / 4)
-    assert max(gaps[-FINE // 2 :]) <= 5.0
+    assert max(gaps) < 30 * day / (COARSE_POINTS / 4)
+    assert max(gaps[-FINE_POINTS // 2 :]) <= 5.0
 
 
 def test_each_rounds_first_step_is_kept_and_ten_thousand_rounds_cost_no_more() -> None:
-    track = Track()
+    track = StepTrack()
     for number in range(10_000):
-        track.at(number * 0.1, number, 1)
-        track.at(number * 0.1 + 0.05, number, 2)
+        track.add(number * 0.1, number, 1)
+        track.add(number * 0.1 + 0.05, number, 2)
     points = track.points()
-    assert len(points) <= FINE + COARSE
-    assert [number for _, number, _ in points[-FINE:]] == list(range(10_000 - FINE, 10_000))
+    assert len(points) <= FINE_POINTS + COARSE_POINTS
+    assert [number for _, number, _ in points[-FINE_POINTS:]] == list(range(10_000 - FINE_POINTS, 10_000))
 
 
 def test_a_clock_that_is_set_back_does_not_stop_it() -> None:
-    track = Track()
-    track.at(1000.0, 1, 1)
-    track.at(500.0, 1, 2)
-    track.at(500.0 + FINE_S / 2, 1, 3)
-    track.at(500.0 + FINE_S, 1, 4)
+    track = StepTrack()
+    track.add(1000.0, 1, 1)
+    track.add(500.0, 1, 2)
+    track.add(500.0 + FINE_S / 2, 1, 3)
+    track.add(500.0 + FINE_S, 1, 4)
     assert [step for _, _, step in track.points()] == [1, 2, 4]

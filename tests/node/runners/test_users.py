@@ -16,10 +16,10 @@ import pytest
 
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.runners import spawn as spawning
-from elasticd_agent.node.runners.spec import Secrets
+from elasticd_agent.node.runners.spec import StoreSecrets
 from tests.etcd import EtcdServers
 from tests.node.conftest import MakeNode
-from tests.node.node import COLD, Node, lives, until
+from tests.node.node import COLD, AgentNode, lives, until
 
 SOMEBODY = pwd.getpwnam("nobody")
 
@@ -53,7 +53,7 @@ def _as_somebody(command: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def usable_by_others(node: Node) -> None:
+def usable_by_others(node: AgentNode) -> None:
     """Where the environment's interpreter lies in somebody's home, the machine's own does as well."""
     for python in (sys.executable, "/usr/bin/python3"):
         if "works" in asks_as_somebody("import sys; print('works', sys.version_info[:2])", python=python):
@@ -63,7 +63,7 @@ def usable_by_others(node: Node) -> None:
     pytest.skip("no Python on this machine that others than root may execute")
 
 
-def theirs(node: Node, **how: object) -> None:
+def theirs(node: AgentNode, **how: object) -> None:
     node.job("one", "plain.py", COLD, "sleep", workers=1, user="nobody", **how)
     os.chown(node.work, SOMEBODY.pw_uid, SOMEBODY.pw_gid)
 
@@ -86,7 +86,7 @@ def test_a_job_runs_as_its_user_who_cannot_read_what_opens_the_store(
     usable_by_others(n1)
     theirs(n1)
     n1.start()
-    until(lambda: (n1.work / "ready-0").exists(), n1.told)
+    until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
     runner, (worker,) = n1.runner("one"), n1.workers("one")
     for pid in (runner, worker):
         assert f"Uid:\t{SOMEBODY.pw_uid}\t" in Path(f"/proc/{pid}/status").read_text()
@@ -102,11 +102,11 @@ def test_a_job_runs_as_its_user_who_cannot_read_what_opens_the_store(
     assert "Permission denied" in asks_as_somebody(look, str(runner))
     n1.kill()
     n1.start()
-    n1.said(f"its runner (pid {runner}) lives, and goes on")
-    assert n1.ask_as_daemon("one", "status")["phase"] == "running"
+    n1.wait_for_log(f"its runner (pid {runner}) lives, and goes on")
+    assert n1.request_as_agent("one", "status")["phase"] == "running"
     os.kill(runner, signal.SIGKILL)
-    until(lambda: not lives(worker), n1.told)
-    until(lambda: n1.runner("one") != runner, n1.told)
+    until(lambda: not lives(worker), n1.diagnostics)
+    until(lambda: n1.runner("one") != runner, n1.diagnostics)
     assert n1.drain() == 0
     n1.assert_gone()
 
@@ -116,12 +116,12 @@ def test_a_job_that_this_node_cannot_run_is_refused_with_a_sentence_and_not_trie
     n1.job("one", "/no/such/script.py", workers=1)
     n1.start()
     assert n1.event("runner_ended", name="one")["outcome"] == "refused"
-    sentence = n1.exited("one").reason
+    sentence = n1.wait_for_exit("one").reason
     assert "/no/such/script.py" in sentence
     n1.kill()
     n1.start()
     waits = f"n1 refused it: {sentence}"
-    until(lambda: waits in (n1.state / "store.journal").read_text(), n1.told)
+    until(lambda: waits in (n1.state / "store.journal").read_text(), n1.diagnostics)
     assert len(n1.events("runner_started")) == 1
     assert n1.drain() == 0
 
@@ -140,13 +140,13 @@ def test_a_user_who_gets_no_further_than_a_directory_on_the_way_to_our_python_is
     nobody = spawning.Account.of("nobody") if os.geteuid() == 0 else None
     if nobody is None:
         pytest.skip("only root may run jobs as somebody else")
-    assert spawning.shut(nobody, env / "python") == ", or pass through to it", "modes do not tell"
+    assert spawning.blocked_directory(nobody, env / "python") == ", or pass through to it", "modes do not tell"
     home.chmod(0o700)
-    assert spawning.shut(nobody, env / "python") == (
+    assert spawning.blocked_directory(nobody, env / "python") == (
         f", as it may not pass through {home} (mode 0700); install where everybody can"
     )
     env.chmod(0o750)
-    assert f"may not pass through {env} (mode 0750)" in spawning.shut(nobody, env / "python")
+    assert f"may not pass through {env} (mode 0750)" in spawning.blocked_directory(nobody, env / "python")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
@@ -160,8 +160,8 @@ def test_who_cannot_be_started_leaves_no_log_that_says_nothing(
     monkeypatch.setattr(sys, "executable", str(shut))
     files = JobFiles(tmp_path)
     with open(files.lock, "w") as lock, pytest.raises(spawning.NotAllowed, match="user 'nobody' may not execute"):
-        spawning.spawn(files, lock.fileno(), spawning.Account.of("nobody"), Secrets())
-    assert not files.told.exists()
+        spawning.spawn(files, lock.fileno(), spawning.Account.of("nobody"), StoreSecrets())
+    assert not files.output.exists()
 
 
 BECOMES = """
@@ -191,11 +191,11 @@ def test_a_root_that_may_not_become_others_is_told_what_it_lacks(tmp_path: Path,
         timeout=30,
     )
     assert done.stdout.startswith("UsageError this agent may not become user 'nobody'"), done.stderr
-    assert not JobFiles(tmp_path).told.exists()
+    assert not JobFiles(tmp_path).output.exists()
 
 
 def test_what_is_handed_over_in_memory_is_whole() -> None:
-    fd = Secrets("word", "ca", None, "key").handed()
+    fd = StoreSecrets("word", "ca", None, "key").to_fd()
     read = "import sys; from elasticd_agent.node.runners.spec import Secrets; print(Secrets.taken(int(sys.argv[1])))"
     done = subprocess.run([sys.executable, "-c", read, str(fd)], pass_fds=[fd], capture_output=True, text=True)
     os.close(fd)

@@ -12,7 +12,7 @@ import pytest
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model import keys
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import Cordon, Ending, Place, Placement, RoundNote, Submission
+from elasticd_agent.node.records import Cordon, JobResult, Placement, RoundSummary, SlotAssignment, Submission
 from elasticd_agent.node.scheduler import job_queue as queue
 from elasticd_agent.node.scheduler import snapshot as looking
 from elasticd_agent.store import Lease, Store, Traffic, Versioned, Watch
@@ -73,10 +73,11 @@ def at_once(calls: list[Callable[[], object]]) -> list[object]:
 
 def test_jobs_are_numbered_as_they_come(store: Store) -> None:
     assert [submit(store, job).number for job in ("a", "b", "c")] == [1, 2, 3]
-    found = queue.view(store).submissions
-    assert {(s.job, s.number, s.min_nodes, s.max_nodes, s.min_slots, s.max_slots, s.by, s.at) for s in found} == {
-        (job, number, 1, 2, 2, 4, "ann", 5.0) for job, number in (("a", 1), ("b", 2), ("c", 3))
-    }
+    found = queue.read_view(store).submissions
+    assert {
+        (s.job, s.number, s.min_nodes, s.max_nodes, s.min_slots, s.max_slots, s.submitted_by, s.submitted_at)
+        for s in found
+    } == {(job, number, 1, 2, 2, 4, "ann", 5.0) for job, number in (("a", 1), ("b", 2), ("c", 3))}
     assert submit(store, None).job == "job-4"
     submit(store, "job-6")
     assert submit(store, None).job == "job-7", "job-6 is somebody's own name for it"
@@ -88,7 +89,7 @@ def test_many_at_once_are_all_there_with_a_number_each(opened: tuple[Store, Call
     made = [a for a in answers if isinstance(a, Submission)]
     assert len(made) == 16, answers
     assert sorted(s.number for s in made) == list(range(1, 17))
-    assert {s.job: s for s in queue.view(store).submissions} == {s.job: s for s in made}
+    assert {s.job: s for s in queue.read_view(store).submissions} == {s.job: s for s in made}
 
 
 def test_of_two_with_one_id_at_once_one_is_told_that_the_other_was_faster(store: Store) -> None:
@@ -97,10 +98,11 @@ def test_of_two_with_one_id_at_once_one_is_told_that_the_other_was_faster(store:
         made = [a for a in answers if isinstance(a, Submission)]
         (refused,) = [a for a in answers if isinstance(a, UsageError)]
         assert len(made) == 1
-        assert f"job 'j{turn}' has not ended: it was submitted by {made[0].by} as number {made[0].number}" in str(
-            refused
+        assert (
+            f"job 'j{turn}' has not ended: it was submitted by {made[0].submitted_by} as number {made[0].number}"
+            in str(refused)
         )
-        assert made[0] in queue.view(store).submissions
+        assert made[0] in queue.read_view(store).submissions
 
 
 def test_an_id_is_free_again_once_its_job_has_ended(store: Store) -> None:
@@ -112,7 +114,7 @@ def test_an_id_is_free_again_once_its_job_has_ended(store: Store) -> None:
     assert ending.reason == "cancelled by ann"
     second = submit(store)
     assert second.number > first.number
-    assert [s.number for s in queue.view(store).unended()] == [second.number]
+    assert [s.number for s in queue.read_view(store).unfinished()] == [second.number]
     with pytest.raises(UsageError):
         submit(store)
     assert queue.cancel(store, "llm", "", 7.0).number == second.number, "the ending of the earlier run is replaced"
@@ -120,10 +122,10 @@ def test_an_id_is_free_again_once_its_job_has_ended(store: Store) -> None:
 
 def test_cancelling_what_has_ended_says_how_it_ended(store: Store) -> None:
     wants = submit(store)
-    done = Ending("llm", wants.number, "succeeded", 0, "all workers are done")
-    assert queue.ended(store, done) == done
+    done = JobResult("llm", wants.number, "succeeded", 0, "all workers are done")
+    assert queue.record_result(store, done) == done
     assert queue.cancel(store, "llm", "ann", 9.0) == done
-    assert queue.ended(store, Ending("llm", wants.number, "failed", 1, "too late")) == done
+    assert queue.record_result(store, JobResult("llm", wants.number, "failed", 1, "too late")) == done
     with pytest.raises(UsageError, match="there is no job 'lm'; `elasticd jobs` lists those there are"):
         queue.cancel(store, "lm", "ann", 9.0)
 
@@ -131,14 +133,14 @@ def test_cancelling_what_has_ended_says_how_it_ended(store: Store) -> None:
 def test_cancelled_while_it_ends_there_is_one_ending(opened: tuple[Store, Callable[[], Store]], store: Store) -> None:
     for turn in range(10):
         wants = submit(store, f"j{turn}")
-        done = Ending(wants.job, wants.number, "succeeded", 0, "done")
-        answers = at_once([partial(queue.cancel, store, wants.job, "", 0.0), partial(queue.ended, store, done)])
+        done = JobResult(wants.job, wants.number, "succeeded", 0, "done")
+        answers = at_once([partial(queue.cancel, store, wants.job, "", 0.0), partial(queue.record_result, store, done)])
         assert answers[0] == answers[1]
-        assert queue.view(store).ending(wants.job, wants.number) == answers[0]
+        assert queue.read_view(store).result(wants.job, wants.number) == answers[0]
 
 
 def test_a_job_whose_submission_is_lost_can_be_cancelled_all_the_same(store: Store) -> None:
-    store.compare_and_swap(names.PLACED + "x", None, Placement("x", 4, (Place("n1", (0,)),), "").to_json())
+    store.compare_and_swap(names.PLACEMENTS + "x", None, Placement("x", 4, (SlotAssignment("n1", (0,)),), "").to_json())
     assert queue.cancel(store, "x", "ann", 1.0).number == 4
 
 
@@ -154,17 +156,19 @@ def test_what_cannot_be_is_said_at_once(store: Store) -> None:
         with pytest.raises(UsageError, match="submission of 'llm'"):
             submit(store, **more)
     with pytest.raises(UsageError, match=r"its job file has 300002 bytes; at most 262144 are taken"):
-        queue.submit(store, '"' + "x" * 300_000 + '"', job="big", nodes=(1, 1), slots=(1, 1), by="", at=0.0)
-    assert not queue.view(store).submissions
+        queue.submit(
+            store, '"' + "x" * 300_000 + '"', job="big", nodes=(1, 1), slots=(1, 1), submitted_by="", submitted_at=0.0
+        )
+    assert not queue.read_view(store).submissions
 
 
 def test_cordons(store: Store) -> None:
     assert queue.cordon(store, "n1", False, "the disk\n is full", "ann", 1.0) == Cordon(
-        "n1", False, "the disk is full", by="ann", at=1.0
+        "n1", False, "the disk is full", cordoned_by="ann", cordoned_at=1.0
     )
     assert queue.cordon(store, "n1", True, "", "bob", 2.0).drain
     assert queue.cordon(store, "n1", False, "again", "ann", 3.0).drain, "only uncordon takes a drain back"
-    assert [c.reason for c in queue.view(store).cordons] == ["again"]
+    assert [c.reason for c in queue.read_view(store).cordons] == ["again"]
     assert queue.uncordon(store, "n1")
     assert not queue.uncordon(store, "n1")
     assert len(queue.cordon(store, "n2", False, "x" * 10_000, "", 0.0).reason) == queue.REASON_CHARS
@@ -172,14 +176,14 @@ def test_cordons(store: Store) -> None:
 
 def test_a_history_of_any_length_becomes_a_record_that_fits(store: Store) -> None:
     wants = submit(store)
-    rounds = tuple(RoundNote(n, 512, f"round {n} " + "because " * 1000) for n in range(5000))
-    kept = queue.ended(store, Ending("llm", wants.number, "failed", 1, "r" * 9999, rounds=rounds))
-    assert [note.number for note in kept.rounds] == list(range(5000 - queue.NOTES, 5000))
+    rounds = tuple(RoundSummary(n, 512, f"round {n} " + "because " * 1000) for n in range(5000))
+    kept = queue.record_result(store, JobResult("llm", wants.number, "failed", 1, "r" * 9999, rounds=rounds))
+    assert [note.number for note in kept.rounds] == list(range(5000 - queue.MAX_ROUNDS, 5000))
     assert kept.rounds[0].reason.startswith("round 4800 because")
-    found = store.read(names.ENDED + "llm")
+    found = store.read(names.RESULTS + "llm")
     assert found is not None
     assert len(found.value) < 60_000
-    assert queue.view(store).ending("llm", wants.number) == kept
+    assert queue.read_view(store).result("llm", wants.number) == kept
 
 
 def test_what_was_understood_once_is_not_again_and_what_has_changed_is(
@@ -190,32 +194,32 @@ def test_what_was_understood_once_is_not_again_and_what_has_changed_is(
 
     def counted(kind: type[Submission], key: str, value: bytes) -> Submission:
         understood.append(key)
-        return keys.understood(kind, key, value)
+        return keys.decode_record(kind, key, value)
 
     monkeypatch.setattr(looking, "understood", counted)
-    eye = looking.Looking(store)
+    eye = looking.StoreSnapshot(store)
     made = [submit(store, f"job{i}", token=f"word{i}") for i in range(5)]
     understood.clear()
     assert set(eye.view().submissions) == set(made)
     assert submit(store, "job3", token="word3", looking=eye) == made[3]
-    assert sorted(understood) == [names.SUBMITTED + f"job{i}" for i in range(5)]
+    assert sorted(understood) == [names.SUBMISSIONS + f"job{i}" for i in range(5)]
     understood.clear()
     ending = queue.cancel(store, "job2", "ann", 7.0)
-    store.delete(names.SUBMITTED + "job4")
+    store.delete(names.SUBMISSIONS + "job4")
     understood.clear()
     now = eye.view()
-    assert (set(now.submissions), now.endings) == (set(made[:4]), (ending,))
-    assert understood == [names.ENDED + "job2"]
+    assert (set(now.submissions), now.results) == (set(made[:4]), (ending,))
+    assert understood == [names.RESULTS + "job2"]
     submit(store, "job2")
-    assert [s.number for s in eye.view().unended()] == [1, 2, 4, 6]
+    assert [s.number for s in eye.view().unfinished()] == [1, 2, 4, 6]
 
 
 def test_damaged_records_are_named_and_in_nobodys_way(store: Store) -> None:
     submit(store, "good")
-    store.compare_and_swap(names.SUBMITTED + "bad", None, b"{")
-    store.compare_and_swap(names.ENDED + "good", None, b"\xff")
+    store.compare_and_swap(names.SUBMISSIONS + "bad", None, b"{")
+    store.compare_and_swap(names.RESULTS + "good", None, b"\xff")
     said: list[str] = []
-    assert [s.job for s in queue.view(store, said.append).submissions] == ["good"]
+    assert [s.job for s in queue.read_view(store, said.append).submissions] == ["good"]
     assert len(said) == 2
     assert all("cannot be understood and is left alone" in sentence for sentence in said)
     with pytest.raises(UsageError, match=r"submitted/bad in the store cannot be understood.*choose another id"):
@@ -299,16 +303,16 @@ def test_submitted_during_an_outage_and_again(late: bool, away: int, token: str)
         made = attempt(store, token)
         if isinstance(made, StoreUnavailable):
             known = "whether job 'llm' was submitted is not known" not in str(made)
-            assert not (known and queue.view(store.memory).submissions), "the sentence must say what is not sure"
+            assert not (known and queue.read_view(store.memory).submissions), "the sentence must say what is not sure"
             assert known or "submitted again with the id 'llm', it is never run twice" in str(made)
             store.fails = set()
             made = attempt(store, token)
         if isinstance(made, UsageError):
             assert (token, late) == ("", True)
             assert "has not ended" in str(made)
-            (made,) = queue.view(store).submissions
-        assert [s.job for s in queue.view(store.memory).submissions] == ["llm"]
-        assert queue.view(store.memory).submissions[0] == made
+            (made,) = queue.read_view(store).submissions
+        assert [s.job for s in queue.read_view(store.memory).submissions] == ["llm"]
+        assert queue.read_view(store.memory).submissions[0] == made
 
 
 def test_a_token_finds_a_job_that_was_given_its_name(store: Store) -> None:
@@ -323,11 +327,11 @@ def test_a_lost_answer_is_looked_up() -> None:
     submit(reference)
     lost = Flaky()
     lost.fails, lost.late = {reference.asked}, True
-    assert submit(lost) == queue.view(lost).submissions[0], "its last request was done: there is nothing to say"
+    assert submit(lost) == queue.read_view(lost).submissions[0], "its last request was done: there is nothing to say"
 
     again = Flaky()
     for store in (reference, again):
-        queue.ended(store.memory, Ending("llm", 1, "failed", 1, "")) if store is reference else submit(store)
+        queue.record_result(store.memory, JobResult("llm", 1, "failed", 1, "")) if store is reference else submit(store)
     queue.cancel(again.memory, "llm", "", 0.0)
     before = reference.asked
     submit(reference)

@@ -9,8 +9,24 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.node.records import Cordon, Ending, NodeCard, Place, Placement, Refusal, Running, Submission
-from elasticd_agent.node.scheduler.policy import BEHIND, SHOWN, View, ahead, place, spoken
+from elasticd_agent.node.records import (
+    Cordon,
+    JobResult,
+    NodeStatus,
+    Placement,
+    Refusal,
+    RunnerStatus,
+    SlotAssignment,
+    Submission,
+)
+from elasticd_agent.node.scheduler.policy import (
+    BEHIND_OTHERS,
+    MAX_NAMED,
+    ClusterView,
+    describe,
+    head_of_queue,
+    schedule,
+)
 
 NAMES = [f"n{i}" for i in range(1, 6)]
 JOBS = list("abcdef")
@@ -29,40 +45,46 @@ def submissions(draw: st.DrawFn) -> tuple[Submission, ...]:
 
 
 @st.composite
-def cards(draw: st.DrawFn, names: list[str]) -> tuple[NodeCard, ...]:
+def cards(draw: st.DrawFn, names: list[str]) -> tuple[NodeStatus, ...]:
     states = st.sampled_from(["ready", "ready", "ready", "ready", "draining", "quarantined", "cordoned"])
     runners = st.builds(
-        Running, st.sampled_from(JOBS), st.integers(1, 6), slot_sets, st.sampled_from(["running", "leaving", "refused"])
+        RunnerStatus,
+        st.sampled_from(JOBS),
+        st.integers(1, 6),
+        slot_sets,
+        st.sampled_from(["running", "leaving", "refused"]),
     )
     return tuple(
-        NodeCard(
+        NodeStatus(
             name,
             "i",
             draw(st.integers(0, 6)),
             state=draw(states),
-            running=tuple(draw(st.lists(runners, max_size=2))) if draw(st.booleans()) else (),
+            runners=tuple(draw(st.lists(runners, max_size=2))) if draw(st.booleans()) else (),
         )
         for name in names
     )
 
 
 @st.composite
-def views(draw: st.DrawFn) -> View:
+def views(draw: st.DrawFn) -> ClusterView:
     """Anything that may lie in the store, sensible or not."""
     names = draw(st.lists(st.sampled_from(NAMES), unique=True))
     gone = draw(st.integers(0, len(names)))
     jobs = draw(submissions())
-    places = st.lists(st.builds(Place, st.sampled_from(NAMES), slot_sets), max_size=3, unique_by=lambda p: p.node)
+    places = st.lists(
+        st.builds(SlotAssignment, st.sampled_from(NAMES), slot_sets), max_size=3, unique_by=lambda p: p.node
+    )
     placements = tuple(
         Placement(job, draw(st.integers(1, 6)), tuple(draw(places)), "before", tuple(draw(refusals)))
         for job in draw(st.lists(st.sampled_from(JOBS), unique=True))
     )
-    return View(
+    return ClusterView(
         draw(cards(names[gone:])),
         tuple(Cordon(n, draw(st.booleans()), "why") for n in draw(st.lists(st.sampled_from(NAMES), unique=True))[:2]),
         jobs,
         placements,
-        tuple(Ending(job, draw(st.integers(1, 6)), "failed", 1, "") for job in draw(st.sets(st.sampled_from(JOBS)))),
+        tuple(JobResult(job, draw(st.integers(1, 6)), "failed", 1, "") for job in draw(st.sets(st.sampled_from(JOBS)))),
         draw(cards(names[:gone])),
         frozenset(draw(st.sets(st.tuples(st.sampled_from(JOBS), st.sampled_from(NAMES)), max_size=3))),
     )
@@ -72,11 +94,11 @@ refusals = st.lists(st.builds(Refusal, st.sampled_from(NAMES)), max_size=1)
 
 
 @st.composite
-def sane_views(draw: st.DrawFn) -> View:
+def sane_views(draw: st.DrawFn) -> ClusterView:
     """What placing itself has led to: jobs were submitted and ended, nodes came, one after the other."""
-    view = View()
+    view = ClusterView()
     for name in draw(st.permutations(NAMES))[: draw(st.integers(1, 5))]:
-        view = replace(view, cards=(*view.cards, NodeCard(name, "i", draw(st.integers(1, 6)))))
+        view = replace(view, nodes=(*view.nodes, NodeStatus(name, "i", draw(st.integers(1, 6)))))
     for number, job in enumerate(draw(st.permutations(JOBS))[: draw(st.integers(1, 6))], 1):
         nodes = sorted((draw(st.integers(1, 4)), draw(st.integers(1, 4))))
         slots = sorted((draw(st.integers(1, 5)), draw(st.integers(1, 5))))
@@ -85,99 +107,101 @@ def sane_views(draw: st.DrawFn) -> View:
         if draw(st.integers(0, 3)) == 0:
             over = draw(st.sampled_from([s.job for s in view.submissions]))
             last = next(s for s in view.submissions if s.job == over)
-            view = after(replace(view, endings=(*view.endings, Ending(over, last.number, "succeeded", 0, ""))))
+            view = after(replace(view, results=(*view.results, JobResult(over, last.number, "succeeded", 0, ""))))
     return view
 
 
-def after(view: View) -> View:
+def after(view: ClusterView) -> ClusterView:
     """The view once what placing says is written."""
-    written = {p.job: p for p in view.placements} | {p.job: p for p in place(view)}
+    written = {p.job: p for p in view.placements} | {p.job: p for p in schedule(view)}
     return replace(view, placements=tuple(written.values()))
 
 
-def live(view: View) -> dict[str, Placement]:
+def live(view: ClusterView) -> dict[str, Placement]:
     """The placements that count, of jobs that have not ended."""
-    numbers = {s.job: s.number for s in view.unended()}
+    numbers = {s.job: s.number for s in view.unfinished()}
     return {p.job: p for p in view.placements if numbers.get(p.job) == p.number}
 
 
-def words(view: View, job: str) -> str:
+def words(view: ClusterView, job: str) -> str:
     return live(view)[job].reason
 
 
 @settings(max_examples=250, deadline=None)
 @given(views())
-def test_whatever_lies_in_the_store(view: View) -> None:
+def test_whatever_lies_in_the_store(view: ClusterView) -> None:
     then = after(view)
     placed = live(then)
-    assert set(placed) == {s.job for s in view.unended()}, "every job that has not ended is placed or waits"
-    used = [(at.node, slot) for p in [*placed.values(), *then.strange()] for at in p.places for slot in at.slots]
-    strange = [(at.node, slot) for p in then.strange() for at in p.places for slot in at.slots]
+    assert set(placed) == {s.job for s in view.unfinished()}, "every job that has not ended is placed or waits"
+    used = [(at.node, slot) for p in [*placed.values(), *then.orphaned()] for at in p.assignments for slot in at.slots]
+    strange = [(at.node, slot) for p in then.orphaned() for at in p.assignments for slot in at.slots]
     assert len(used) - len(strange) == len(set(used) - set(strange)), "no slot twice"
-    here = {c.node: c for c in view.cards}
-    away = {c.node: c for c in view.away}
+    here = {c.node: c for c in view.nodes}
+    away = {c.node: c for c in view.absent}
     emptied = {c.node for c in view.cordons if c.drain}
-    for wants in view.unended():
+    for wants in view.unfinished():
         mine = placed[wants.job]
         before = live(view).get(wants.job)
         assert mine.reason.strip()
-        assert not mine.places or len(mine.places) >= wants.min_nodes, "never fewer"
+        assert not mine.assignments or len(mine.assignments) >= wants.min_nodes, "never fewer"
         # A store that has lost a placement learns it again from the nodes where the job runs.
         runs = {
             (c.node, r.slots)
-            for c in view.cards
-            for r in c.running
+            for c in view.nodes
+            for r in c.runners
             if before is None and (r.job, r.number, r.state) == (wants.job, wants.number, "running")
         }
-        kept = {p.node for p in before.places} if before is not None else {node for node, _ in runs}
-        assert len(mine.places) <= max(wants.max_nodes, len(kept)), "never more"
-        assert len({p.node for p in mine.places}) == len(mine.places)
-        for at in mine.places:
+        kept = {p.node for p in before.assignments} if before is not None else {node for node, _ in runs}
+        assert len(mine.assignments) <= max(wants.max_nodes, len(kept)), "never more"
+        assert len({p.node for p in mine.assignments}) == len(mine.assignments)
+        for at in mine.assignments:
             card = here.get(at.node) or away[at.node]
             assert at.node not in emptied
             assert card.state not in ("draining", "quarantined")
-            assert at.node not in {r.node for r in mine.refused}
-            if (before is None or before.place(at.node) != at) and (at.node, at.slots) not in runs:
+            assert at.node not in {r.node for r in mine.refusals}
+            if (before is None or before.assignment(at.node) != at) and (at.node, at.slots) not in runs:
                 assert at.node in here, "nothing new on a node that is away"
                 assert card.state == "ready"
                 assert at.node not in {c.node for c in view.cordons}
                 assert wants.min_slots <= len(at.slots) <= wants.max_slots
                 assert max(at.slots) < card.slots
-                busy = {s for r in card.running if r.state != "refused" for s in r.slots}
+                busy = {s for r in card.runners if r.state != "refused" for s in r.slots}
                 assert not busy & set(at.slots), "something still runs there"
-        if not mine.places:
+        if not mine.assignments:
             assert "waits" in mine.reason
-    assert place(then) == (), "the answer leaves nothing to say"
+    assert schedule(then) == (), "the answer leaves nothing to say"
     other_order = replace(
-        view, cards=view.cards[::-1], submissions=view.submissions[::-1], placements=view.placements[::-1]
+        view, nodes=view.nodes[::-1], submissions=view.submissions[::-1], placements=view.placements[::-1]
     )
-    assert sorted(place(other_order), key=lambda p: p.job) == sorted(place(view), key=lambda p: p.job), "deterministic"
+    assert sorted(schedule(other_order), key=lambda p: p.job) == sorted(schedule(view), key=lambda p: p.job), (
+        "deterministic"
+    )
 
 
 @settings(max_examples=150, deadline=None)
 @given(sane_views(), submissions())
-def test_newcomers_change_nothing_for_those_who_run(view: View, more: tuple[Submission, ...]) -> None:
+def test_newcomers_change_nothing_for_those_who_run(view: ClusterView, more: tuple[Submission, ...]) -> None:
     known = {s.job for s in view.submissions}
     newcomers = tuple(replace(s, number=100 + s.number) for s in more if s.job not in known)
     then = after(replace(view, submissions=(*view.submissions, *newcomers)))
     for job, placement in live(view).items():
-        if placement.places:
+        if placement.assignments:
             assert live(then)[job] == placement
-    assert [p.job for p in place(replace(view, submissions=(*view.submissions, *newcomers)))] == [
+    assert [p.job for p in schedule(replace(view, submissions=(*view.submissions, *newcomers)))] == [
         s.job for s in sorted(newcomers, key=lambda s: s.number)
     ], "nor for those who wait"
 
 
 @settings(max_examples=150, deadline=None)
 @given(sane_views())
-def test_strictly_first_come_first_placed(view: View) -> None:
+def test_strictly_first_come_first_placed(view: ClusterView) -> None:
     """Of those who wait, whoever could run on these nodes if they were empty holds up all behind it."""
     then = after(view)
     held_up = False
-    for wants in then.unended():
-        fit = [c for c in then.cards if c.slots >= wants.min_slots]
-        waits = not live(then)[wants.job].places
-        fresh = wants.job not in live(view) or not live(view)[wants.job].places
+    for wants in then.unfinished():
+        fit = [c for c in then.nodes if c.slots >= wants.min_slots]
+        waits = not live(then)[wants.job].assignments
+        fresh = wants.job not in live(view) or not live(view)[wants.job].assignments
         if held_up and fresh:
             assert waits, f"{wants.job} overtook somebody"
         held_up = held_up or (waits and len(fit) >= wants.min_nodes)
@@ -187,35 +211,35 @@ def test_strictly_first_come_first_placed(view: View) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(sane_views(), st.sampled_from(NAMES))
-def test_the_first_who_waits_waits_for_a_reason(view: View, name: str) -> None:
+def test_the_first_who_waits_waits_for_a_reason(view: ClusterView, name: str) -> None:
     """Nobody waits who could run: the first in the queue is short of nodes with enough free slots."""
-    first = next((s for s in view.unended() if not live(view)[s.job].places), None)
+    first = next((s for s in view.unfinished() if not live(view)[s.job].assignments), None)
     assume(first is not None)
     assert first is not None
-    used = {(at.node, slot) for p in live(view).values() for at in p.places for slot in at.slots}
-    room = {c.node: sum((c.node, s) not in used for s in range(c.slots)) for c in view.cards}
+    used = {(at.node, slot) for p in live(view).values() for at in p.assignments for slot in at.slots}
+    room = {c.node: sum((c.node, s) not in used for s in range(c.slots)) for c in view.nodes}
     assert sum(free >= first.min_slots for free in room.values()) < first.min_nodes
 
 
 @settings(max_examples=100, deadline=None)
 @given(sane_views(), st.sampled_from(NAMES), st.booleans())
-def test_a_node_that_goes_away_for_a_moment_moves_nobody(view: View, name: str, drained_elsewhere: bool) -> None:
-    card = next((c for c in view.cards if c.node == name), None)
+def test_a_node_that_goes_away_for_a_moment_moves_nobody(view: ClusterView, name: str, drained_elsewhere: bool) -> None:
+    card = next((c for c in view.nodes if c.node == name), None)
     assume(card is not None)
     assert card is not None
-    away = replace(view, cards=tuple(c for c in view.cards if c is not card), away=(card,))
+    away = replace(view, nodes=tuple(c for c in view.nodes if c is not card), absent=(card,))
     then = after(away)
     for job, placement in live(view).items():
-        if placement.places:
-            assert live(then)[job].places[: len(placement.places)] == placement.places
-    back = after(replace(then, cards=(*then.cards, card), away=()))
+        if placement.assignments:
+            assert live(then)[job].assignments[: len(placement.assignments)] == placement.assignments
+    back = after(replace(then, nodes=(*then.nodes, card), absent=()))
     for job, placement in live(then).items():
-        assert live(back)[job].places[: len(placement.places)] == placement.places
+        assert live(back)[job].assignments[: len(placement.assignments)] == placement.assignments
 
 
-def view(*jobs: Submission, nodes: dict[str, int] | None = None, **fields: object) -> View:
-    found = tuple(NodeCard(name, "i", slots) for name, slots in (nodes or {"n1": 4, "n2": 4}).items())
-    return replace(View(cards=found, submissions=jobs), **fields)  # type: ignore[arg-type]
+def view(*jobs: Submission, nodes: dict[str, int] | None = None, **fields: object) -> ClusterView:
+    found = tuple(NodeStatus(name, "i", slots) for name, slots in (nodes or {"n1": 4, "n2": 4}).items())
+    return replace(ClusterView(nodes=found, submissions=jobs), **fields)  # type: ignore[arg-type]
 
 
 def job(
@@ -228,39 +252,39 @@ def test_a_job_that_ended_leaves_its_slots_to_others_and_its_record_alone() -> N
     one = after(view(job(), nodes={"n1": 4}))
     two = replace(one, submissions=(*one.submissions, job("b", 2)))
     assert "n1 has 0 of 4 free" in words(after(two), "b")
-    ended = replace(two, endings=(Ending("a", 1, "succeeded", 0, "done"),))
-    assert [p.job for p in place(ended)] == ["b"]
+    ended = replace(two, results=(JobResult("a", 1, "succeeded", 0, "done"),))
+    assert [p.job for p in schedule(ended)] == ["b"]
     assert after(ended).placements[0] == one.placements[0]
 
 
 def test_an_ending_of_an_earlier_run_ends_nothing() -> None:
-    again = view(job(number=7), nodes={"n1": 4}, endings=(Ending("a", 3, "failed", 1, ""),))
-    (placement,) = place(replace(again, placements=(Placement("a", 3, (Place("n1", (0,)),), ""),)))
-    assert (placement.number, placement.places) == (7, (Place("n1", (0, 1, 2, 3)),))
+    again = view(job(number=7), nodes={"n1": 4}, endings=(JobResult("a", 3, "failed", 1, ""),))
+    (placement,) = schedule(replace(again, placements=(Placement("a", 3, (SlotAssignment("n1", (0,)),), ""),)))
+    assert (placement.number, placement.assignments) == (7, (SlotAssignment("n1", (0, 1, 2, 3)),))
 
 
 def test_what_nothing_is_known_of_keeps_its_slots() -> None:
     """A job file of a newer version: its submission cannot be read here, its runners are there all the same."""
-    strange = Placement("theirs", 1, (Place("n1", (0, 1)),), "placed by somebody newer")
+    strange = Placement("theirs", 1, (SlotAssignment("n1", (0, 1)),), "placed by somebody newer")
     then = view(job(number=2), nodes={"n1": 4}, placements=(strange,))
     assert words(after(then), "a").endswith("n1 has 2 of 4 free")
     assert strange in after(then).placements
 
 
 def test_two_placements_of_one_slot_are_put_right_for_the_first() -> None:
-    both = tuple(Placement(name, number, (Place("n1", (0, 1)),), "") for name, number in (("a", 1), ("b", 2)))
+    both = tuple(Placement(name, number, (SlotAssignment("n1", (0, 1)),), "") for name, number in (("a", 1), ("b", 2)))
     wants = tuple(job(name, number, slots=(2, 2)) for name, number in (("a", 1), ("b", 2)))
-    (moved,) = place(view(*wants, placements=both))
+    (moved,) = schedule(view(*wants, placements=both))
     assert (moved.job, moved.reason) == ("b", "n1's slots are a's; runs on n1 (slots 2-3)")
 
 
 def test_a_refusal_is_remembered_after_the_card_has_forgotten_it() -> None:
     one = after(view(job(), nodes={"n1": 4, "n2": 4}))
-    refused = Running("a", 1, (0, 1, 2, 3), "refused", "no such script")
-    cards = (replace(one.cards[0], running=(refused,)), one.cards[1])
-    two = after(replace(one, cards=cards))
+    refused = RunnerStatus("a", 1, (0, 1, 2, 3), "refused", "no such script")
+    cards = (replace(one.nodes[0], runners=(refused,)), one.nodes[1])
+    two = after(replace(one, nodes=cards))
     assert words(two, "a") == "n1 refused it: no such script; runs on n2 (slots 0-3)"
-    three = after(replace(two, cards=(one.cards[0],)))
+    three = after(replace(two, nodes=(one.nodes[0],)))
     assert "waits" in words(three, "a")
     assert "n1 refused it: no such script" in words(three, "a")
     other_run = replace(three, submissions=(job(number=5),))
@@ -269,10 +293,10 @@ def test_a_refusal_is_remembered_after_the_card_has_forgotten_it() -> None:
 
 def test_what_all_nodes_refuse_for_the_same_reason_is_said_once() -> None:
     refusing = tuple(
-        NodeCard(f"n{i}", "i", 4, running=(Running("a", 1, (), "refused", "no such script"),)) for i in (1, 2, 3)
+        NodeStatus(f"n{i}", "i", 4, runners=(RunnerStatus("a", 1, (), "refused", "no such script"),)) for i in (1, 2, 3)
     )
-    placed = Placement("a", 1, (Place("n1", (0,)),), "runs on n1 (slot 0)")
-    then = after(View(cards=refusing, submissions=(job(slots=(1, 1)),), placements=(placed,)))
+    placed = Placement("a", 1, (SlotAssignment("n1", (0,)),), "runs on n1 (slot 0)")
+    then = after(ClusterView(nodes=refusing, submissions=(job(slots=(1, 1)),), placements=(placed,)))
     assert words(then, "a") == (
         "waits: wants 1 node with 1 free slot, and none of the 3 nodes here could carry it: "
         "n1, n2 and n3 refused it: no such script; it holds up nobody"
@@ -281,26 +305,31 @@ def test_what_all_nodes_refuse_for_the_same_reason_is_said_once() -> None:
 
 def test_the_start_of_the_first_rewrites_nobody_but_the_next() -> None:
     """A queue of 200 must not be written anew, and said 200 times, each time that one of them starts."""
-    full = Running("z", 999, (0, 1, 2, 3), "leaving")
+    full = RunnerStatus("z", 999, (0, 1, 2, 3), "leaving")
     waiting = after(
-        View(
-            cards=(NodeCard("n1", "i", 4, running=(full,)),),
+        ClusterView(
+            nodes=(NodeStatus("n1", "i", 4, runners=(full,)),),
             submissions=tuple(job(f"j{i}", i, slots=(4, 4)) for i in range(1, 201)),
         )
     )
-    head = ahead(waiting)
+    head = head_of_queue(waiting)
     assert head is not None
-    assert (head.job, words(waiting, "j200")) == ("j1", BEHIND)
-    assert spoken(BEHIND, head) == "waits behind j1, which came first and wants 1 node with 4 free slots"
-    free = replace(waiting, cards=(NodeCard("n1", "i", 4),))
-    assert [p.job for p in place(free)] == ["j1", "j2"]
-    assert ahead(after(free)) == free.submissions[1]
+    assert (head.job, words(waiting, "j200")) == ("j1", BEHIND_OTHERS)
+    assert describe(BEHIND_OTHERS, head) == "waits behind j1, which came first and wants 1 node with 4 free slots"
+    free = replace(waiting, nodes=(NodeStatus("n1", "i", 4),))
+    assert [p.job for p in schedule(free)] == ["j1", "j2"]
+    assert head_of_queue(after(free)) == free.submissions[1]
 
 
 def test_of_two_that_are_short_the_younger_gives_way() -> None:
     wants = job("a", 1, (2, 2)), job("b", 2, (2, 2))
     placed = tuple(
-        Placement(s.job, s.number, (Place(f"n{s.number}", (0, 1, 2, 3)), Place(f"gone{s.number}", (0, 1, 2, 3))), "")
+        Placement(
+            s.job,
+            s.number,
+            (SlotAssignment(f"n{s.number}", (0, 1, 2, 3)), SlotAssignment(f"gone{s.number}", (0, 1, 2, 3))),
+            "",
+        )
         for s in wants
     )
     then = after(view(*wants, placements=placed))
@@ -313,29 +342,29 @@ def test_of_two_that_are_short_the_younger_gives_way() -> None:
 def test_a_job_that_waits_takes_its_old_nodes_again() -> None:
     one = after(view(job(slots=(2, 4)), nodes={"n2": 4}))
     drained = after(replace(one, cordons=(Cordon("n2", True, ""),)))
-    assert not live(drained)["a"].places
-    more = replace(drained, cards=(NodeCard("n1", "i", 4), *drained.cards), cordons=())
+    assert not live(drained)["a"].assignments
+    more = replace(drained, nodes=(NodeStatus("n1", "i", 4), *drained.nodes), cordons=())
     assert words(after(more), "a") == "runs on n2 (slots 0-3)"
 
 
 def test_what_runs_is_placed_where_it_runs_when_the_store_has_lost_its_placement() -> None:
-    cards = tuple(NodeCard(f"n{i}", "i", 4, running=(Running("a", 1, (2, 3), "running"),)) for i in (1, 2))
-    then = after(View(cards=cards, submissions=(job(nodes=(1, 2), slots=(1, 2)),)))
+    cards = tuple(NodeStatus(f"n{i}", "i", 4, runners=(RunnerStatus("a", 1, (2, 3), "running"),)) for i in (1, 2))
+    then = after(ClusterView(nodes=cards, submissions=(job(nodes=(1, 2), slots=(1, 2)),)))
     assert words(then, "a") == "runs on n1 (slots 2-3) and n2 (slots 2-3)"
 
 
 @pytest.mark.parametrize("state", ["draining", "quarantined"])
 def test_what_a_node_says_of_itself_counts_like_a_drain(state: str) -> None:
     one = after(view(job(nodes=(1, 2)), nodes={"n1": 4, "n2": 4}))
-    cards = (replace(one.cards[0], state=state, why="its reasons"), one.cards[1])  # type: ignore[arg-type]
-    assert words(after(replace(one, cards=cards)), "a") == f"n1 is {state}: its reasons; runs on n2 (slots 0-3)"
+    cards = (replace(one.nodes[0], state=state, why="its reasons"), one.nodes[1])  # type: ignore[arg-type]
+    assert words(after(replace(one, nodes=cards)), "a") == f"n1 is {state}: its reasons; runs on n2 (slots 0-3)"
 
 
 def test_a_job_that_shall_not_grow_gets_others_only_for_those_it_loses() -> None:
     wants = replace(job(nodes=(1, 3)), grow=False)
     one = after(view(wants, nodes={"n1": 4}))
-    more = replace(one, cards=(*one.cards, NodeCard("n2", "i", 4)))
-    assert place(more) == ()
+    more = replace(one, nodes=(*one.nodes, NodeStatus("n2", "i", 4)))
+    assert schedule(more) == ()
     moved = after(replace(more, cordons=(Cordon("n1", True, ""),)))
     assert words(moved, "a") == "n1 is drained; runs on n2 (slots 0-3)"
 
@@ -343,16 +372,16 @@ def test_a_job_that_shall_not_grow_gets_others_only_for_those_it_loses() -> None
 def test_a_sentence_names_no_more_nodes_than_a_person_reads() -> None:
     nodes = {f"n{i:04}": 1 for i in range(2000)}
     reason = words(after(view(job(nodes=(3, 3), slots=(2, 2)), nodes=nodes)), "a")
-    assert reason.count("n0") == SHOWN
+    assert reason.count("n0") == MAX_NAMED
     assert reason.endswith("n0005 has 1 slot and 1994 more; it holds up nobody")
     assert len(reason) < 300
 
 
 def test_the_words_of_slots() -> None:
-    taken = Running("z", 9, (1, 4, 5), "leaving")
-    cards = (NodeCard("n1", "i", 8, running=(taken,)),)
-    assert words(after(replace(view(job(slots=(1, 8))), cards=cards)), "a") == "runs on n1 (slots 0, 2-3, 6-7)"
-    assert words(after(replace(view(job(slots=(1, 1))), cards=cards)), "a") == "runs on n1 (slot 0)"
+    taken = RunnerStatus("z", 9, (1, 4, 5), "leaving")
+    cards = (NodeStatus("n1", "i", 8, runners=(taken,)),)
+    assert words(after(replace(view(job(slots=(1, 8))), nodes=cards)), "a") == "runs on n1 (slots 0, 2-3, 6-7)"
+    assert words(after(replace(view(job(slots=(1, 1))), nodes=cards)), "a") == "runs on n1 (slot 0)"
 
 
 def test_a_big_fleet_is_placed_quickly() -> None:
@@ -364,22 +393,22 @@ def test_a_big_fleet_is_placed_quickly() -> None:
     then = after(big)
     assert time.process_time() - began < 10
     began = time.process_time()
-    assert place(then) == ()
+    assert schedule(then) == ()
     assert time.process_time() - began < 5
 
 
 def test_nodes_that_a_job_has_left_are_remembered_the_newest_first() -> None:
-    view = View(cards=tuple(NodeCard(f"n{i}", "i", 1) for i in range(1, 13)))
+    view = ClusterView(nodes=tuple(NodeStatus(f"n{i}", "i", 1) for i in range(1, 13)))
     view = after(replace(view, submissions=(Submission("a", 1, "{}", 1, 1, 1, 1),)))
     ran = []
     for _ in range(10):
-        ((at,),) = (live(view)["a"].places,)
+        ((at,),) = (live(view)["a"].assignments,)
         ran.append(at.node)
         view = after(replace(view, cordons=(*view.cordons, Cordon(at.node, drain=True, reason="fan"))))
-    assert live(view)["a"].places[0].node not in ran
-    assert live(view)["a"].last == tuple(reversed(ran))[:8]
-    view = after(replace(view, cordons=tuple(Cordon(card.node, drain=True, reason="fan") for card in view.cards)))
-    assert not live(view)["a"].places
-    assert live(view)["a"].last[1:] == tuple(reversed(ran))[:7]
+    assert live(view)["a"].assignments[0].node not in ran
+    assert live(view)["a"].previous_nodes == tuple(reversed(ran))[:8]
+    view = after(replace(view, cordons=tuple(Cordon(card.node, drain=True, reason="fan") for card in view.nodes)))
+    assert not live(view)["a"].assignments
+    assert live(view)["a"].previous_nodes[1:] == tuple(reversed(ran))[:7]
     view = after(replace(view, cordons=view.cordons[:-1]))  # n12 is mended
-    assert live(view)["a"].places[0].node == "n12"
+    assert live(view)["a"].assignments[0].node == "n12"

@@ -14,15 +14,15 @@ from elasticd_agent.model import job_dir
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import Member, NodeRecord, Round
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import Ending, NodeCard, Placement, Submission
+from elasticd_agent.node.records import JobResult, NodeStatus, Placement, Submission
 from elasticd_agent.node.scheduler import job_queue as queue
 from elasticd_agent.node.scheduler import retention as ended
-from elasticd_agent.node.scheduler.scheduler import REFRESH_S, Placer
+from elasticd_agent.node.scheduler.scheduler import REFRESH_S, Scheduler
 from elasticd_agent.store.memory import MemoryStore
-from tests.node.stores import Clock, Interrupted
+from tests.node.stores import Clock, InterruptedStore
 
 HOUR = 3600.0
-FOR_EVER = {names.SEQUENCE, names.CLOCK, names.PLACER, names.NODES + "a"}
+FOR_EVER = {names.SEQUENCE, names.CLOCK, names.SCHEDULER, names.NODES + "a"}
 
 
 class Queue:
@@ -31,15 +31,15 @@ class Queue:
     def __init__(self, **settings: float) -> None:
         self.clock = Clock()
         self.memory = MemoryStore(self.clock)
-        self.store = Interrupted(self.memory)
+        self.store = InterruptedStore(self.memory)
         self.settings = settings
-        card = self.memory.announce(names.NODES + "a", NodeCard("a", "i", 4).to_json(), 1e9)
+        card = self.memory.announce(names.NODES + "a", NodeStatus("a", "i", 4).to_json(), 1e9)
         assert card is not None
         self.placer = self.next_placer()
 
-    def next_placer(self) -> Placer:
+    def next_placer(self) -> Scheduler:
         settings = {"lease_s": 3.0, **self.settings}
-        self.placer = Placer(self.store, "a", f"i-{self.clock.now}", **settings)  # type: ignore[arg-type]
+        self.placer = Scheduler(self.store, "a", f"i-{self.clock.now}", **settings)  # type: ignore[arg-type]
         return self.placer
 
     def turns(self, seconds: float, step_s: float = 1.0) -> list[str]:
@@ -52,7 +52,9 @@ class Queue:
 
     def run(self, job: str, at: float = 0.0, token: str = "") -> Submission:
         """A job that came and went, with what it left in its own keys."""
-        wants = queue.submit(self.memory, "{}", job=job, nodes=(1, 1), slots=(1, 1), by="", at=at, token=token)
+        wants = queue.submit(
+            self.memory, "{}", job=job, nodes=(1, 1), slots=(1, 1), submitted_by="", submitted_at=at, token=token
+        )
         self.placer.turn(self.clock.now)
         keys = Keys(job)
         last = Round(3, (), run=str(wants.number), reason="done", outcome="succeeded", exit_code=0)
@@ -60,15 +62,15 @@ class Queue:
         for key, value in leftover.items():
             found = self.memory.read(key)
             assert self.memory.compare_and_swap(key, None if found is None else found.version, value)
-        queue.ended(self.memory, Ending(job, wants.number, "succeeded", 0, "done", at=at))
+        queue.record_result(self.memory, JobResult(job, wants.number, "succeeded", 0, "done", ended_at=at))
         return wants
 
     def left(self) -> set[str]:
         return set(self.memory.list("")) - FOR_EVER
 
     def jobs(self) -> set[str]:
-        view = queue.view(self.memory)
-        return {s.job for s in view.submissions} & {e.job for e in view.endings} & {p.job for p in view.placements}
+        view = queue.read_view(self.memory)
+        return {s.job for s in view.submissions} & {e.job for e in view.results} & {p.job for p in view.placements}
 
 
 def test_records_go_after_their_time_all_of_them_and_nobody_elses() -> None:
@@ -82,7 +84,7 @@ def test_records_go_after_their_time_all_of_them_and_nobody_elses() -> None:
     said = over.turns(REFRESH_S + 3)
     assert said == ["the records of job llm, number 1, were removed"]
     assert over.left() - before == {Keys("llmer").round, "/other/llm"}
-    assert over.memory.read(names.CLEANING) is None
+    assert over.memory.read(names.CLEANUP) is None
     assert over.run("llm").number == 2, "the id is free, the number is not used again"
 
 
@@ -165,7 +167,7 @@ def test_a_jobs_keys_that_somebody_else_uses_stay() -> None:
 
 def test_an_ended_job_that_never_had_a_place_goes_too() -> None:
     over = Queue(keep_ended_s=10.0)
-    queue.submit(over.memory, "{}", job="huge", nodes=(9, 9), slots=(1, 1), by="", at=0.0)
+    queue.submit(over.memory, "{}", job="huge", nodes=(9, 9), slots=(1, 1), submitted_by="", submitted_at=0.0)
     queue.cancel(over.memory, "huge", "", 0.0)
     over.turns(5)
     assert over.jobs() == {"huge"}
@@ -179,16 +181,16 @@ def test_what_cannot_be_removed_costs_little_and_holds_up_nobody() -> None:
         over.run(f"j{n}")
     broken = [f"j{n}" for n in range(6)]
     for job in broken:
-        found = over.memory.read(names.SUBMITTED + job)
+        found = over.memory.read(names.SUBMISSIONS + job)
         assert found is not None
-        assert over.memory.compare_and_swap(names.SUBMITTED + job, found.version, b"{")
+        assert over.memory.compare_and_swap(names.SUBMISSIONS + job, found.version, b"{")
     over.turns(20 + REFRESH_S)
-    assert {e.job for e in queue.view(over.memory).endings} == set(broken)
-    over.store.asked.clear()
+    assert {e.job for e in queue.read_view(over.memory).results} == set(broken)
+    over.store.requests.clear()
     over.turns(300)
-    assert len([verb for verb, _ in over.store.asked if verb not in ("renew", "list")]) == 0
+    assert len([verb for verb, _ in over.store.requests if verb not in ("renew", "list")]) == 0
     for job in broken:
-        over.memory.delete(names.SUBMITTED + job)
+        over.memory.delete(names.SUBMISSIONS + job)
     over.turns(700)
     assert not over.left()
 
@@ -196,7 +198,7 @@ def test_what_cannot_be_removed_costs_little_and_holds_up_nobody() -> None:
 def test_an_ending_whose_submission_is_gone_goes_too() -> None:
     over = Queue(keep_ended_s=10.0)
     over.run("llm")
-    over.memory.delete(names.SUBMITTED + "llm")
+    over.memory.delete(names.SUBMISSIONS + "llm")
     over.turns(12 + REFRESH_S)
     assert not over.left()
 
@@ -205,10 +207,10 @@ def each_request(prepare: Callable[[Queue], object]) -> int:
     """How many requests one removal makes."""
     over = Queue()
     prepare(over)
-    over.store.asked.clear()
-    (ending,) = queue.view(over.memory).endings
-    assert ended.remove(over.store, ending, "a", 3.0)
-    return len(over.store.asked)
+    over.store.requests.clear()
+    (ending,) = queue.read_view(over.memory).results
+    assert ended.remove_records(over.store, ending, "a", 3.0)
+    return len(over.store.requests)
 
 
 def test_the_id_used_again_at_any_moment_of_the_removal_keeps_its_job() -> None:
@@ -217,16 +219,16 @@ def test_the_id_used_again_at_any_moment_of_the_removal_keeps_its_job() -> None:
     for at in range(1, count + 1):
         over = Queue()
         over.run("llm")
-        (ending,) = queue.view(over.memory).endings
+        (ending,) = queue.read_view(over.memory).results
         answers: list[Submission | UsageError] = []
-        over.store.asked.clear()
+        over.store.requests.clear()
         over.store.before = lambda n, verb, key, at=at, over=over, to=answers: (
             to.append(attempt(over)) if n == at else None
         )
-        removed = ended.remove(over.store, ending, "a", 3.0)
+        removed = ended.remove_records(over.store, ending, "a", 3.0)
         (answer,) = answers
         if isinstance(answer, Submission):
-            assert queue.view(over.memory).unended() == (answer,), "it was taken, so it must be there"
+            assert queue.read_view(over.memory).unfinished() == (answer,), "it was taken, so it must be there"
             outcomes.add("new" if removed else "lost")
         else:
             assert "is just being removed; try again in a few seconds" in str(answer)
@@ -236,7 +238,7 @@ def test_the_id_used_again_at_any_moment_of_the_removal_keeps_its_job() -> None:
             answer = attempt(over)
             assert isinstance(answer, Submission)
         assert answer.number > 1
-        assert over.memory.read(names.CLEANING) is None
+        assert over.memory.read(names.CLEANUP) is None
     assert outcomes == {"lost", "refused"}
 
 
@@ -248,7 +250,7 @@ def attempt(over: Queue) -> Submission | UsageError:
 
 
 def over_again(over: Queue) -> Submission:
-    return queue.submit(over.memory, "{}", job="llm", nodes=(1, 1), slots=(1, 1), by="", at=0.0)
+    return queue.submit(over.memory, "{}", job="llm", nodes=(1, 1), slots=(1, 1), submitted_by="", submitted_at=0.0)
 
 
 def test_a_placer_that_dies_at_any_moment_of_the_removal_leaves_nothing_for_good() -> None:
@@ -257,16 +259,16 @@ def test_a_placer_that_dies_at_any_moment_of_the_removal_leaves_nothing_for_good
         over = Queue(keep_ended_s=10.0)
         over.run("llm")
         over.placer.turn(over.clock.now)
-        (ending,) = queue.view(over.memory).endings
+        (ending,) = queue.read_view(over.memory).results
 
         def dies(n: int, verb: str, key: str, at: int = at) -> None:
             if n >= at:
                 raise StoreUnavailable("it is dead")
 
-        over.store.asked.clear()
+        over.store.requests.clear()
         over.store.before = dies
         with pytest.raises(StoreUnavailable):
-            ended.remove(over.store, ending, "a", 3.0)
+            ended.remove_records(over.store, ending, "a", 3.0)
         over.store.before = lambda n, verb, key: None
         over.turns(20)
         assert not over.left(), f"after request {at}"
@@ -279,11 +281,11 @@ def folder(state: Path, name: str, age_s: float, *, now: float = 1e9, ended_too:
     files = job_dir.JobFiles(state / "jobs" / name)
     files.logs.mkdir(parents=True)
     (files.logs / "rank-0.log").write_text("hello")
-    files.order.write_text("{}")
+    files.runner_spec.write_text("{}")
     files.lock.write_text("1")
     if ended_too:
-        files.exit.write_text("{}")
-        os.utime(files.exit, (now - age_s, now - age_s))
+        files.runner_exit.write_text("{}")
+        os.utime(files.runner_exit, (now - age_s, now - age_s))
     os.utime(files.root, (now - age_s, now - age_s))
     return files.root
 
@@ -295,31 +297,31 @@ def test_files_go_after_their_time(tmp_path: Path) -> None:
     )
     for other in ("jobs/readme.txt", "jobs/not-a-run", "jobs/x.y", "kept"):
         (tmp_path / other).write_text("not ours to remove")
-    said = ended.sweep(tmp_path, {("c", 3)}, 1e9, 100.0)
+    said = ended.remove_files(tmp_path, {("c", 3)}, 1e9, 100.0)
     assert said == [
         "the files of a.b.1 were removed: over for 0 h",
         "the files of d.4 were removed: over for 0 h",
     ]
     assert [p.exists() for p in (old, young, needed, killed)] == [False, True, True, False]
     assert len(list((tmp_path / "jobs").iterdir())) == 5
-    assert ended.sweep(tmp_path, {("c", 3)}, 1e9, 100.0) == []
-    assert ended.sweep(tmp_path / "nothing", set(), 1e9, 100.0) == []
+    assert ended.remove_files(tmp_path, {("c", 3)}, 1e9, 100.0) == []
+    assert ended.remove_files(tmp_path / "nothing", set(), 1e9, 100.0) == []
 
 
 def test_files_of_a_runner_that_lives_are_never_touched(tmp_path: Path) -> None:
     root = folder(tmp_path, "llm.1", 1e6)
     with (root / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert ended.sweep(tmp_path, set(), 1e9, 100.0, kept=0) == []
+        assert ended.remove_files(tmp_path, set(), 1e9, 100.0, kept=0) == []
         assert root.exists()
-    assert ended.sweep(tmp_path, set(), 1e9, 100.0)
+    assert ended.remove_files(tmp_path, set(), 1e9, 100.0)
     assert not root.exists()
 
 
 def test_too_many_runs_are_too_many(tmp_path: Path) -> None:
     for n in range(10):
         folder(tmp_path, f"j.{n}", 100.0 - n)
-    said = ended.sweep(tmp_path, set(), 1e9, 1e6, kept=4)
+    said = ended.remove_files(tmp_path, set(), 1e9, 1e6, kept=4)
     assert len(said) == 6
     assert all("more than 4 runs" in sentence for sentence in said)
     assert sorted(p.name for p in (tmp_path / "jobs").iterdir()) == [f"j.{n}" for n in range(6, 10)]
@@ -327,7 +329,7 @@ def test_too_many_runs_are_too_many(tmp_path: Path) -> None:
 
 def test_files_of_the_future_are_as_young_as_they_say(tmp_path: Path) -> None:
     root = folder(tmp_path, "j.1", -1e6)
-    assert ended.sweep(tmp_path, set(), 1e9, 0.0) == []
+    assert ended.remove_files(tmp_path, set(), 1e9, 0.0) == []
     assert root.exists()
 
 
@@ -339,15 +341,15 @@ def test_links_are_not_followed_and_what_cannot_go_is_said(tmp_path: Path) -> No
     (root / "link").symlink_to(elsewhere)
     (tmp_path / "jobs" / "k.2").symlink_to(elsewhere)
     os.utime(root, (0, 0))
-    assert len(ended.sweep(tmp_path, set(), 1e9, 100.0)) == 1
+    assert len(ended.remove_files(tmp_path, set(), 1e9, 100.0)) == 1
     assert not root.exists()
     assert (elsewhere / "precious").exists()
 
 
 def test_a_placement_of_an_earlier_run_is_not_the_ended_ones() -> None:
-    view = ended.View(
+    view = ended.ClusterView(
         placements=(Placement("j", 3, (), "waits"), Placement("k", 9, (), "waits")),
-        endings=(Ending("j", 5, "cancelled", 143, "cancelled"), Ending("k", 5, "failed", 1, "")),
+        results=(JobResult("j", 5, "cancelled", 143, "cancelled"), JobResult("k", 5, "failed", 1, "")),
     )
-    (seen,) = ended.first_seen(view, 7.0)
+    (seen,) = ended.stamp_results(view, 7.0)
     assert (seen.job, seen.number, seen.ended_s, seen.reason) == ("j", 5, 7.0, "cancelled")

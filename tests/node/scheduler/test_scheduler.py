@@ -10,14 +10,14 @@ from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import NodeCard, Place, Placement
+from elasticd_agent.node.records import NodeStatus, Placement, SlotAssignment
 from elasticd_agent.node.scheduler import job_queue as queue
-from elasticd_agent.node.scheduler.scheduler import REFRESH_S, Placer
+from elasticd_agent.node.scheduler.scheduler import REFRESH_S, Scheduler
 from elasticd_agent.store import Lease, Store
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.store.memory import MemoryStore
 from tests.etcd import etcd_servers
-from tests.node.stores import Clock, Interrupted
+from tests.node.stores import Clock, InterruptedStore
 
 Until = Callable[[Callable[[], object], float], object]
 
@@ -28,15 +28,15 @@ class Fleet:
     def __init__(self, *nodes: str, slots: int = 4) -> None:
         self.clock = Clock()
         self.memory = MemoryStore(self.clock)
-        self.stores = {node: Interrupted(self.memory) for node in nodes}
+        self.stores = {node: InterruptedStore(self.memory) for node in nodes}
         self.cards: dict[str, Lease] = {}
         for node in nodes:
             self.up(node, slots)
-        self.placers = {node: Placer(self.stores[node], node, f"i-{node}") for node in nodes}
+        self.placers = {node: Scheduler(self.stores[node], node, f"i-{node}") for node in nodes}
         self.said: list[str] = []
 
     def up(self, node: str, slots: int = 4) -> None:
-        lease = self.memory.announce(names.NODES + node, NodeCard(node, "i", slots).to_json(), 3.0)
+        lease = self.memory.announce(names.NODES + node, NodeStatus(node, "i", slots).to_json(), 3.0)
         assert lease is not None
         self.cards[node] = lease
 
@@ -53,17 +53,17 @@ class Fleet:
         return said
 
     def submit(self, job: str, nodes: tuple[int, int] = (1, 1), slots: tuple[int, int] = (4, 4)) -> None:
-        queue.submit(self.memory, "{}", job=job, nodes=nodes, slots=slots, by="", at=0.0)
+        queue.submit(self.memory, "{}", job=job, nodes=nodes, slots=slots, submitted_by="", submitted_at=0.0)
 
     def placed(self, job: str) -> Placement:
-        return next(p for p in queue.view(self.memory).placements if p.job == job)
+        return next(p for p in queue.read_view(self.memory).placements if p.job == job)
 
     def nodes(self, job: str) -> list[str]:
-        return [place.node for place in self.placed(job).places]
+        return [place.node for place in self.placed(job).assignments]
 
     @property
     def who(self) -> list[str]:
-        return [node for node, placer in self.placers.items() if placer.places]
+        return [node for node, placer in self.placers.items() if placer.is_leader]
 
 
 def test_one_places_and_the_others_do_not_even_look() -> None:
@@ -74,7 +74,7 @@ def test_one_places_and_the_others_do_not_even_look() -> None:
     assert fleet.nodes("llm") == ["a"]
     for _ in range(50):
         fleet.turn()
-    asked = {verb for node in "bc" for verb, _ in fleet.stores[node].asked}
+    asked = {verb for node in "bc" for verb, _ in fleet.stores[node].requests}
     assert asked == {"announce"}
     assert fleet.said == ["a places jobs from now on", "job llm: runs on a (slots 0-3)"]
 
@@ -85,22 +85,22 @@ def test_while_nothing_changes_nothing_is_read_or_written() -> None:
         fleet.submit(job)
     fleet.turn()
     fleet.turn()
-    fleet.stores["a"].asked.clear()
+    fleet.stores["a"].requests.clear()
     turns = int(REFRESH_S) - 5
     for _ in range(turns):
         assert fleet.turn() == []
-    assert {verb for verb, _ in fleet.stores["a"].asked} == {"renew"}
-    assert len(fleet.stores["a"].asked) == turns
-    fleet.stores["a"].asked.clear()
+    assert {verb for verb, _ in fleet.stores["a"].requests} == {"renew"}
+    assert len(fleet.stores["a"].requests) == turns
+    fleet.stores["a"].requests.clear()
     for _ in range(100):
         fleet.turn()
-    assert not [verb for verb, _ in fleet.stores["a"].asked if verb not in ("renew", "list")]
+    assert not [verb for verb, _ in fleet.stores["a"].requests if verb not in ("renew", "list")]
 
 
 def test_it_says_when_there_is_something_to_look_at() -> None:
     fleet = Fleet("a")
     called: list[int] = []
-    fleet.placers["a"] = Placer(fleet.memory, "a", "i", changed=lambda: called.append(1))
+    fleet.placers["a"] = Scheduler(fleet.memory, "a", "i", changed=lambda: called.append(1))
     fleet.turn()
     called.clear()
     fleet.memory.compare_and_swap(Keys("llm").done(1) + "a", None, b"")
@@ -136,7 +136,7 @@ def test_the_next_one_takes_over_from_one_that_leaves_or_dies() -> None:
 def test_an_agent_that_starts_again_waits_for_its_own_earlier_lease() -> None:
     fleet = Fleet("a")
     fleet.turn()
-    fleet.placers["a"] = Placer(fleet.memory, "a", "i-a-again")
+    fleet.placers["a"] = Scheduler(fleet.memory, "a", "i-a-again")
     fleet.turn()
     assert fleet.who == []
     for _ in range(3):
@@ -160,12 +160,15 @@ def test_one_that_was_paused_between_looking_and_writing_loses() -> None:
                 fleet.submit("third", (1, 1), (3, 3))
                 fleet.turn(0.0, "b")
 
-        fleet.stores["a"].asked.clear()
+        fleet.stores["a"].requests.clear()
         fleet.stores["a"].before = paused
         fleet.turn(0.5, "a")
-        reached = len(fleet.stores["a"].asked) >= requests
+        reached = len(fleet.stores["a"].requests) >= requests
         used = [
-            (p.node, slot) for placed in queue.view(fleet.memory).placements for p in placed.places for slot in p.slots
+            (p.node, slot)
+            for placed in queue.read_view(fleet.memory).placements
+            for p in placed.assignments
+            for slot in p.slots
         ]
         assert len(used) == len(set(used)) == (9 if reached else 6)
         fleet.stores["a"].before = lambda n, verb, key: None
@@ -181,7 +184,7 @@ def test_a_write_that_is_lost_to_somebody_else_is_looked_at_again() -> None:
     fleet.submit("llm")
 
     def another(n: int, verb: str, key: str) -> None:
-        if verb == "write" and key == names.PLACED + "llm":
+        if verb == "write" and key == names.PLACEMENTS + "llm":
             fleet.stores["a"].before = lambda n, verb, key: None
             mine = Placement("llm", 1, (), "somebody wrote this").to_json()
             assert fleet.memory.compare_and_swap(key, None, mine)
@@ -193,29 +196,29 @@ def test_a_write_that_is_lost_to_somebody_else_is_looked_at_again() -> None:
 
 def test_watches_that_say_nothing_cost_time_and_no_more() -> None:
     fleet = Fleet("a")
-    fleet.stores["a"].deaf = True
+    fleet.stores["a"].watches_silent = True
     fleet.turn()
     fleet.submit("llm")
     for _ in range(int(REFRESH_S)):
         fleet.turn()
     assert fleet.nodes("llm") == ["a"]
-    fleet.stores["a"].asked.clear()
+    fleet.stores["a"].requests.clear()
     fleet.turn()
-    assert "write" not in {verb for verb, _ in fleet.stores["a"].asked}, "it knows what it has written"
+    assert "write" not in {verb for verb, _ in fleet.stores["a"].requests}, "it knows what it has written"
     fleet.submit("next", (1, 1), (4, 4))
     for _ in range(int(REFRESH_S)):
         fleet.turn()
-    found = fleet.memory.read(names.PLACED + "next")
+    found = fleet.memory.read(names.PLACEMENTS + "next")
     assert found is not None
     mine = Placement("next", 2, (), "somebody wrote this").to_json()
-    assert fleet.memory.compare_and_swap(names.PLACED + "next", found.version, mine)
+    assert fleet.memory.compare_and_swap(names.PLACEMENTS + "next", found.version, mine)
     queue.cancel(fleet.memory, "llm", "", 0.0)
     for _ in range(int(REFRESH_S) + 1):
         fleet.turn()
     assert fleet.nodes("next") == ["a"]
 
     fleet = Fleet("a", "b")
-    fleet.stores["b"].deaf = True
+    fleet.stores["b"].watches_silent = True
     fleet.turn()
     fleet.placers.pop("a").close()
     for _ in range(int(REFRESH_S)):
@@ -336,7 +339,7 @@ def test_so_does_a_placer_that_has_never_seen_a_card_of_that_node_that_it_unders
     newer = found.value.replace(b'"version":"1.0"', b'"version":"2.0"')
     assert fleet.memory.compare_and_swap(names.NODES + "b", found.version, newer)
     fleet.placers["a"].close()
-    fleet.placers = {"a": Placer(fleet.stores["a"], "a", "i-again")}
+    fleet.placers = {"a": Scheduler(fleet.stores["a"], "a", "i-again")}
     assert "a places jobs from now on" in fleet.turn()
     fleet.turn()
     assert fleet.nodes("llm") == ["a", "b"]
@@ -352,12 +355,12 @@ def test_a_node_that_comes_while_a_new_placer_looks_keeps_what_runs_there() -> N
     came = []
 
     def comes(n: int, verb: str, key: str) -> None:
-        if (verb, key) == ("list", names.PLACED) and not came:
+        if (verb, key) == ("list", names.PLACEMENTS) and not came:
             came.append(n)
             fleet.up("b")
 
     fleet.stores["a"].before = comes
-    fleet.placers = {"a": Placer(fleet.stores["a"], "a", "i-again")}
+    fleet.placers = {"a": Scheduler(fleet.stores["a"], "a", "i-again")}
     said = [*fleet.turn(), *fleet.turn()]
     assert came
     assert said == ["a places jobs from now on"]
@@ -369,7 +372,7 @@ def test_jobs_whose_records_cannot_be_understood_are_left_alone_with_their_slots
     for job in ("good", "bad"):
         fleet.submit(job, (1, 1), (1, 1))
     fleet.turn()
-    for prefix in (names.SUBMITTED, names.PLACED, names.ENDED):
+    for prefix in (names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS):
         key = prefix + "bad"
         before = fleet.memory.read(key)
         assert fleet.memory.compare_and_swap(key, None if before is None else before.version, b"\xff{")
@@ -418,32 +421,32 @@ def test_nodes_that_never_come_back_are_forgotten() -> None:
 def test_two_clients_of_a_real_etcd(until: Until) -> None:
     with etcd_servers() as etcd:
         stores: list[Store] = [EtcdStore(etcd.endpoints, timeout_s=10.0) for _ in range(2)]
-        one, two = (Placer(store, name, f"i-{name}") for store, name in zip(stores, "ab", strict=True))
+        one, two = (Scheduler(store, name, f"i-{name}") for store, name in zip(stores, "ab", strict=True))
         try:
-            card = stores[0].announce(names.NODES + "a", NodeCard("a", "i", 4).to_json(), 60.0)
+            card = stores[0].announce(names.NODES + "a", NodeStatus("a", "i", 4).to_json(), 60.0)
             assert card is not None
-            queue.submit(stores[1], "{}", job="llm", nodes=(1, 1), slots=(2, 2), by="", at=0.0)
+            queue.submit(stores[1], "{}", job="llm", nodes=(1, 1), slots=(2, 2), submitted_by="", submitted_at=0.0)
             assert one.turn(0.0) == ["a places jobs from now on", "job llm: runs on a (slots 0-1)"]
             assert two.turn(0.0) == []
             # Somebody takes the key from under the first one, as the end of its lease would.
-            stores[1].delete(names.PLACER)
+            stores[1].delete(names.SCHEDULER)
             until(lambda: "b places jobs from now on" in two.turn(0.1), 10.0)
-            queue.submit(stores[1], "{}", job="next", nodes=(1, 1), slots=(2, 2), by="", at=0.0)
+            queue.submit(stores[1], "{}", job="next", nodes=(1, 1), slots=(2, 2), submitted_by="", submitted_at=0.0)
 
             def noticed() -> bool:
                 return "another daemon places jobs now" in one.turn(0.2)
 
             until(noticed, 10.0)
-            assert not one.places
-            assert "next" not in {p.job for p in queue.view(stores[0]).placements}
+            assert not one.is_leader
+            assert "next" not in {p.job for p in queue.read_view(stores[0]).placements}
             until(lambda: "job next: runs on a (slots 2-3)" in two.turn(0.3), 10.0)
-            assert {p.job: p.places for p in queue.view(stores[0]).placements} == {
-                "llm": (Place("a", (0, 1)),),
-                "next": (Place("a", (2, 3)),),
+            assert {p.job: p.assignments for p in queue.read_view(stores[0]).placements} == {
+                "llm": (SlotAssignment("a", (0, 1)),),
+                "next": (SlotAssignment("a", (2, 3)),),
             }
             two.close()
             one.close()
-            assert stores[0].read(names.PLACER) is None
+            assert stores[0].read(names.SCHEDULER) is None
         finally:
             for store in stores:
                 store.close()

@@ -26,16 +26,16 @@ def main() -> None:
             os.write(1, json.dumps(line).encode() + b"\n")
 
     if what == "gather":
-        from elasticd_agent.hangs.collector.collect import Gathering
-        from elasticd_agent.hangs.collector.request import Request
+        from elasticd_agent.hangs.collector.collect import Collection
+        from elasticd_agent.hangs.collector.request import CollectRequest
 
-        Gathering(Request.of(request), say).run()
+        Collection(CollectRequest.of(request), say).run()
     else:
-        from elasticd_agent.hangs.collector.publish import keep
-        from elasticd_agent.hangs.collector.request import Keep
+        from elasticd_agent.hangs.collector.publish import publish
+        from elasticd_agent.hangs.collector.request import PublishRequest
 
         try:
-            keep(Keep.of(request))
+            publish(PublishRequest.of(request))
         except OSError as error:
             say({"trouble": error.strerror or str(error)})
             os._exit(1)

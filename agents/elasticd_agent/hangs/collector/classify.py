@@ -37,13 +37,13 @@ class Frame:
         return self.file[found.end() :] if found else self.file.rpartition("/")[2]
 
     @property
-    def own(self) -> bool:
+    def in_script(self) -> bool:
         """True for code that is neither torch's, Python's, elasticd's nor another package's: the script's."""
         return not _LIBRARY.search(self.file)
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class StackContext:
     """What a stack does not show.
 
     `idle`: the thread uses no processor. `group`: there is a process group. `cuda`: the process uses a GPU. `gil`: the
@@ -58,7 +58,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class StackLocation:
     """`function` is what a person is told: "all_reduce", or for elsewhere the script's own "train.py:88 next_batch"."""
 
     where: Where
@@ -149,41 +149,45 @@ _SERVING = re.compile(
 """Threads that serve somebody: they wait for work for most of their life, and say nothing of the training."""
 
 
-def locate(frames: Sequence[Frame], context: Context = Context()) -> Located:
+def locate(frames: Sequence[Frame], context: StackContext = StackContext()) -> StackLocation:
     """Where the thread with these frames, innermost first, is. No frames: it runs no Python code."""
     if not frames:
-        return Located("elsewhere", "")
+        return StackLocation("elsewhere", "")
     for frame in frames:
         if _matches(_BACKWARD, frame):
             # Its own waits for collectives look like this, and so does all its work.
             inside = context.idle and context.group
-            return Located("collective", _BACKWARD.label) if inside else Located("elsewhere", own_place(frames))
+            return (
+                StackLocation("collective", _BACKWARD.label)
+                if inside
+                else StackLocation("elsewhere", script_place(frames))
+            )
         rule = next((rule for rule in _RULES if _matches(rule, frame)), None)
         if rule is not None:
             named = rule.label or _public(frames, frame)
-            return Located(rule.where, own_place(frames) if rule.where == "elsewhere" else named)
+            return StackLocation(rule.where, script_place(frames) if rule.where == "elsewhere" else named)
         if not _SEEN_THROUGH.search(frame.file):
             break
-    return _by_source(frames, context) or Located("elsewhere", own_place(frames))
+    return _by_source(frames, context) or StackLocation("elsewhere", script_place(frames))
 
 
-def chosen(threads: Sequence[Sequence[Frame]]) -> int:
+def representative_thread(threads: Sequence[Sequence[Frame]]) -> int:
     """Of a process's threads, the main one first, the one whose stack says what the rank does.
 
     That is the main thread, unless the script has it wait for another thread, or it is over: a script may train in one.
     """
     main = threads[0]
     caller = _beyond_waiting(main)
-    if not main or caller is main[0] or (caller is not None and not caller.own):
+    if not main or caller is main[0] or (caller is not None and not caller.in_script):
         return 0
     candidates = [i for i, frames in enumerate(threads) if i and not _serves(frames)]
-    waiting = [i for i in candidates if locate(threads[i], Context(idle=True, group=True)).where != "elsewhere"]
+    waiting = [i for i in candidates if locate(threads[i], StackContext(idle=True, group=True)).where != "elsewhere"]
     return next(iter(waiting or candidates), 0)
 
 
-def own_place(frames: Sequence[Frame]) -> str:
+def script_place(frames: Sequence[Frame]) -> str:
     """The innermost frame of the script's own code, or else the innermost one, as "train.py:88 next_batch"."""
-    frame = next((frame for frame in frames if frame.own), frames[0])
+    frame = next((frame for frame in frames if frame.in_script), frames[0])
     return f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.name}"
 
 
@@ -212,12 +216,12 @@ def _serves(frames: Sequence[Frame]) -> bool:
     return caller is None or _SERVING.search(caller.file) is not None
 
 
-def _by_source(frames: Sequence[Frame], context: Context) -> Located | None:
+def _by_source(frames: Sequence[Frame], context: StackContext) -> StackLocation | None:
     """A method written in C, by the line that calls it: a thread that waits in one has let go of the GIL."""
     if not context.source or context.gil:
         return None
     if context.group and context.idle and _WORK_WAIT.search(context.source):
-        return Located("collective", "work.wait")
+        return StackLocation("collective", "work.wait")
     if context.cuda and _DEVICE_CALL.search(context.source):
-        return Located("device", own_place(frames))
+        return StackLocation("device", script_place(frames))
     return None

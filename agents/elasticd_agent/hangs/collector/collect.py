@@ -20,24 +20,24 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import WireError
-from elasticd.heartbeat.record import BeatReader
+from elasticd.heartbeat.record import HeartbeatReader
 from elasticd_agent.hangs.collector import classify as where
 from elasticd_agent.hangs.collector import files as disk
 from elasticd_agent.hangs.collector import flight_recorder as flight
 from elasticd_agent.hangs.collector import proc_facts as facts
 from elasticd_agent.hangs.collector import stacks
-from elasticd_agent.hangs.collector.request import NO_STACKS, Asked, Request
-from elasticd_agent.hangs.collector.run_program import run
+from elasticd_agent.hangs.collector.request import NO_STACKS, CollectRequest, WorkerRequest
+from elasticd_agent.hangs.collector.run_program import run_program
 from elasticd_agent.system import procfs
 
-SPARE = 0.2
+SPARE_PART = 0.2
 """Of the time: programs are given up so much before its end, to have time to say so and to ask faulthandler."""
 SAMPLE_S = 0.2
 """Over how long it is seen whether a thread uses the processor: a busy one has had many turns by then."""
-IDLE = 0.1
+IDLE_SHARE = 0.1
 """Of the sample. A rank that waits in gloo uses nothing; the first 0.1 s of an OpenMP pool's waiting are busy."""
 SOURCE_S = 0.2
-LATE_S = 0.5
+LOG_GRACE_S = 0.5
 """Logs may take this much longer than all else: they are read in milliseconds."""
 FLIGHT_S = 0.6
 """The background thread looks ten times a second, and writes for 25 ms."""
@@ -47,14 +47,14 @@ CHILDREN, CHILDREN_S = 16, 1.0
 """Of so many processes below a worker the stacks are read, too, one after the other, for so long: 40 ms each."""
 
 
-class Gathering:
+class Collection:
     """Belongs to one process, which ends with it. `say` takes what goes to the agent, one JSON object each."""
 
-    def __init__(self, request: Request, say: Callable[[dict[str, Any]], None]) -> None:
-        self._request, self._say = request, say
+    def __init__(self, request: CollectRequest, say: Callable[[dict[str, Any]], None]) -> None:
+        self._request, self._emit = request, say
         self._began = time.monotonic()
         self._until = self._began + request.seconds
-        self._spare_s = SPARE * request.seconds
+        self._spare_s = SPARE_PART * request.seconds
 
     def run(self) -> None:
         """Returns when all is done, or the time is over."""
@@ -65,7 +65,7 @@ class Gathering:
             others.append(self._start(partial(self._flight, asked), {}))
         self._join(first, self._until)
         self._join(others, self._until)
-        self._join(logs, min(self._until, time.monotonic() + LATE_S))
+        self._join(logs, min(self._until, time.monotonic() + LOG_GRACE_S))
 
     def _start(self, act: Callable[[], None], about: dict[str, Any]) -> threading.Thread:
         """`about` says whose trouble it is if it fails."""
@@ -74,7 +74,7 @@ class Gathering:
             try:
                 act()
             except Exception as error:  # noqa: BLE001 it is told, and costs nobody else anything
-                self._say({**about, "trouble": f"{type(error).__name__}: {error}"})
+                self._emit({**about, "trouble": f"{type(error).__name__}: {error}"})
 
         thread = threading.Thread(target=guarded, daemon=True)
         thread.start()
@@ -89,26 +89,26 @@ class Gathering:
 
     # --- one rank ---------------------------------------------------------------------------------------------------
 
-    def _rank(self, asked: Asked) -> None:
+    def _rank(self, asked: WorkerRequest) -> None:
         rank, pid = asked.rank, asked.pid
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._say({"rank": rank, "trouble": "it has ended"})
+            self._emit({"rank": rank, "trouble": "it has ended"})
             return
         except OSError:  # a container whose seccomp rules are older than pidfds
             pidfd = -1
-        active, since = facts.active_ns(pid), time.monotonic()
-        found = facts.of(pid)
+        active, since = facts.run_time_ns(pid), time.monotonic()
+        found = facts.process_facts(pid)
         state = found.get("state", "")
-        self._say({"rank": rank, "state": state, "wchan": found.get("wchan", "")})
-        alive = facts.living(pid)
-        seen = stacks.Stacks(trouble="it has ended")
+        self._emit({"rank": rank, "state": state, "wchan": found.get("wchan", "")})
+        alive = facts.living_thread(pid)
+        seen = stacks.ProcessStacks(trouble="it has ended")
         if alive:
-            seen = stacks.spy(self._request.spy, pid, self._until - self._spare_s, alive)
+            seen = stacks.by_py_spy(self._request.spy, pid, self._until - self._spare_s, alive)
         trouble = seen.trouble
         if not seen.source and alive and state not in ("T", "t"):
-            asked_itself = stacks.ask(pid, pidfd, asked.stacks, self._until)
+            asked_itself = stacks.by_faulthandler(pid, pidfd, asked.stacks, self._until)
             seen = asked_itself if asked_itself.source else seen
             trouble = trouble if asked_itself.source else f"{trouble}; {asked_itself.trouble}"
         located, thread = self._locate(asked, seen, found, active, since)
@@ -123,35 +123,40 @@ class Gathering:
             self._facts(asked, words | found)
             disk.write(self._path(f"rank-{rank}.stacks.txt"), (seen.text or f"{NO_STACKS}{trouble}\n").encode())
         finally:
-            self._say({"rank": rank, **words})
+            self._emit({"rank": rank, **words})
         self._children(asked, seen, found)
 
-    def _facts(self, asked: Asked, found: dict[str, Any]) -> None:
+    def _facts(self, asked: WorkerRequest, found: dict[str, Any]) -> None:
         about = {"rank": asked.rank, "why": self._request.why, "at_wall": round(time.time(), 3)}
-        text = json.dumps(about | _beat(asked.beat) | found, indent=1)
+        text = json.dumps(about | _beat(asked.heartbeat) | found, indent=1)
         disk.write(self._path(f"rank-{asked.rank}.json"), text.encode() + b"\n")
 
     def _locate(
-        self, asked: Asked, seen: stacks.Stacks, found: dict[str, Any], active: dict[int, int], since: float
-    ) -> tuple[where.Located, stacks.Thread | None]:
+        self,
+        asked: WorkerRequest,
+        seen: stacks.ProcessStacks,
+        found: dict[str, Any],
+        active: dict[int, int],
+        since: float,
+    ) -> tuple[where.StackLocation, stacks.ThreadStack | None]:
         if not seen.threads:
-            return where.Located("", ""), None
-        thread = seen.threads[where.chosen([thread.frames for thread in seen.threads])]
+            return where.StackLocation("", ""), None
+        thread = seen.threads[where.representative_thread([thread.frames for thread in seen.threads])]
         fds = found.get("fds", {}).values()
         cuda = any(target.startswith(("/dev/nvidia-uvm", "/dev/kfd")) for target in fds)
-        joined = _beat(asked.beat).get("collectives", -1) >= 0
-        idle = where.Context(idle=True, group=joined, cuda=cuda, gil=thread.gil, source=_source(thread.frames))
+        joined = _beat(asked.heartbeat).get("collectives", -1) >= 0
+        idle = where.StackContext(idle=True, group=joined, cuda=cuda, gil=thread.gil, source=_source(thread.frames))
         located, if_busy = (where.locate(thread.frames, each) for each in (idle, replace(idle, idle=False)))
         # Only where it makes a difference is it worth the wait to see whether the thread is at work.
         if located != if_busy:
             time.sleep(max(0.0, since + SAMPLE_S - time.monotonic()))
             passed_ns = (time.monotonic() - since) * 1e9
-            now = facts.active_ns(asked.pid)
-            if any(ns < 0 or now.get(tid, ns) - ns > IDLE * passed_ns for tid, ns in active.items()):
+            now = facts.run_time_ns(asked.pid)
+            if any(ns < 0 or now.get(tid, ns) - ns > IDLE_SHARE * passed_ns for tid, ns in active.items()):
                 located = if_busy
         return located, thread
 
-    def _children(self, asked: Asked, seen: stacks.Stacks, found: dict[str, Any]) -> None:
+    def _children(self, asked: WorkerRequest, seen: stacks.ProcessStacks, found: dict[str, Any]) -> None:
         """The stacks of Python processes below, DataLoader workers for instance, behind the worker's own."""
         if not seen.source:
             return
@@ -159,26 +164,26 @@ class Gathering:
         text, exe = seen.text, _exe(asked.pid)
         below = [one["pid"] for one in found.get("processes", ()) if one["pid"] != asked.pid]
         for pid in [pid for pid in below if exe and _exe(pid) == exe][:CHILDREN]:
-            child = stacks.spy(self._request.spy, pid, until)
+            child = stacks.by_py_spy(self._request.spy, pid, until)
             if child.source:
                 text += "\n" + child.text
                 disk.write(self._path(f"rank-{asked.rank}.stacks.txt"), text.encode())
 
     # --- beside it --------------------------------------------------------------------------------------------------
 
-    def _log(self, asked: Asked) -> None:
+    def _log(self, asked: WorkerRequest) -> None:
         if asked.logs:
             disk.write(self._path(f"rank-{asked.rank}.log"), disk.last_lines(asked.logs))
 
-    def _flight(self, asked: Asked) -> None:
+    def _flight(self, asked: WorkerRequest) -> None:
         if procfs.state(asked.pid) in ("", "T", "t"):
             return
         recorded = b""
         if asked.pipe and asked.dump:
-            recorded = flight.by_nccl(asked.pipe, asked.dump, min(self._until, time.monotonic() + NCCL_S))
-        if not recorded and asked.beat and asked.flight:
+            recorded = flight.nccl_dump(asked.pipe, asked.dump, min(self._until, time.monotonic() + NCCL_S))
+        if not recorded and asked.heartbeat and asked.flight:
             until = min(self._until, time.monotonic() + FLIGHT_S)
-            recorded = flight.written(asked.beat, flight.ask(asked.beat), asked.flight, until)
+            recorded = flight.await_dump(asked.heartbeat, flight.request_dump(asked.heartbeat), asked.flight, until)
         if recorded:
             disk.write(self._path(f"rank-{asked.rank}.flight.json"), recorded)
 
@@ -188,10 +193,10 @@ class Gathering:
             return
         program = str(Path(__file__).parents[2] / "system" / "nvml_dump.py")
         command = [sys.executable, "-I", "-S", program, self._request.nvml]
-        ran = run(command, self._until - self._spare_s)
-        said = ran.out
+        ran = run_program(command, self._until - self._spare_s)
+        said = ran.stdout
         if ran.code != 0:
-            trouble = f"the GPUs' driver {ran.trouble}" if ran.code is None else ran.said.strip().rpartition("\n")[2]
+            trouble = f"the GPUs' driver {ran.trouble}" if ran.code is None else ran.stderr.strip().rpartition("\n")[2]
             said = json.dumps({"gpus": [], "trouble": trouble}).encode()
         if said.strip():
             disk.write(self._path(f"gpu-{os.uname().nodename}.json"), said)
@@ -201,17 +206,17 @@ def _beat(path: str) -> dict[str, Any]:
     if not path:
         return {}
     try:
-        with BeatReader(path) as reader:
+        with HeartbeatReader(path) as reader:
             beat = reader.read()
     except (OSError, WireError):
         return {}
     return {
         "phase": beat.phase.name.lower(),
         "step": beat.step,
-        "collectives": max(beat.collectives, beat.issued_at_step),
-        "usual": beat.usual,
+        "collectives": max(beat.collectives, beat.collectives_at_step),
+        "usual": beat.collectives_per_step,
         "barrier": beat.barrier,
-        "alive": beat.alive,
+        "alive": beat.alive_ticks,
         "timeout_s": beat.timeout_s,
     }
 

@@ -14,54 +14,54 @@ import pickle
 import time
 
 from elasticd.errors import WireError
-from elasticd.heartbeat.record import BeatReader
+from elasticd.heartbeat.record import HeartbeatReader
 from elasticd_agent.hangs.collector import files as disk
 
 LIMIT = 64 << 20
 """20,000 entries with stacks are some 20 MB."""
-LOOK_S = 0.01
+POLL_S = 0.01
 
 
-def ask(beat: str) -> int:
+def request_dump(beat: str) -> int:
     """Have the background thread write; what `written` waits for. 0: there is nobody to ask."""
     try:
-        with BeatReader(beat) as reader:
-            return reader.want_dump() if reader.read().alive else 0
+        with HeartbeatReader(beat) as reader:
+            return reader.request_dump() if reader.read().alive_ticks else 0
     except (OSError, WireError):
         return 0
 
 
-def written(beat: str, wanted: int, path: str, until: float) -> bytes:
+def await_dump(beat: str, wanted: int, path: str, until: float) -> bytes:
     """What the background thread has written by `until`; b"" if nothing, or if it has nothing to write."""
     if not wanted:
         return b""
     try:
-        with BeatReader(beat) as reader:
-            while reader.read().dumped != wanted:
+        with HeartbeatReader(beat) as reader:
+            while reader.read().dump_done != wanted:
                 if time.monotonic() >= until:
                     return b""
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
         return disk.read(path, LIMIT)
     except (OSError, WireError):
         return b""
 
 
-def by_nccl(pipe: str, dump: str, until: float) -> bytes:
+def nccl_dump(pipe: str, dump: str, until: float) -> bytes:
     """As JSON what NCCL writes to `dump` when a byte comes through `pipe`; b"" if nobody listens there.
 
     One that does not write by `until` may have written before, when asked then or because it has found out itself.
     """
     before = _changed(dump)
-    if not _knock(pipe):
+    if not _poke_pipe(pipe):
         return b""
     while time.monotonic() < until:
         if _changed(dump) != before and (found := _whole(dump)):
             return found
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return _whole(dump)
 
 
-def _knock(pipe: str) -> bool:
+def _poke_pipe(pipe: str) -> bool:
     try:
         fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

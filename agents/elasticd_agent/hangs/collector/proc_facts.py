@@ -41,14 +41,14 @@ _OF_FD = (
 )  # fmt: skip
 
 
-def of(pid: int) -> dict[str, Any]:
+def process_facts(pid: int) -> dict[str, Any]:
     """All that is known of the process; {} if it is gone."""
     stat = procfs.stat(pid)
     if stat is None:
         return {}
     everyone = procfs.scan()
     tree = procfs.trees([pid], everyone.values()).get(pid, (pid,))
-    fds = targets(pid)
+    fds = fd_targets(pid)
     known = dict(_pairs(f"/proc/{pid}/status"))
     facts: dict[str, Any] = {
         "pid": pid,
@@ -90,7 +90,7 @@ def syscall(pid: int, fds: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def targets(pid: int) -> dict[str, str]:
+def fd_targets(pid: int) -> dict[str, str]:
     """What its descriptors point to, by number. The links are read, never followed."""
     found = {}
     try:
@@ -113,13 +113,13 @@ def tids(pid: int) -> list[int]:
         return []
 
 
-def living(pid: int) -> int:
+def living_thread(pid: int) -> int:
     """A thread of the process that lives, the main one if it does; 0 if none does: then it only waits to be reaped."""
     states = ((tid, _text(f"/proc/{pid}/task/{tid}/stat").rpartition(")")[2].strip()[:1]) for tid in tids(pid))
     return next((tid for tid, state in states if state not in ("Z", "X", "")), 0)
 
 
-def active_ns(pid: int) -> dict[int, int]:
+def run_time_ns(pid: int) -> dict[int, int]:
     """By thread that can run Python or backward code, for how long it has run or waited for a processor.
 
     Those are the main thread and autograd's ("pt_autograd_0"). /proc/PID/task/TID/schedstat: run, wait, slices.

@@ -14,16 +14,16 @@ import stat
 from pathlib import Path
 
 from elasticd_agent.hangs.collector import files as disk
-from elasticd_agent.hangs.collector.request import NO_STACKS, Keep
+from elasticd_agent.hangs.collector.request import NO_STACKS, PublishRequest
 
 _ROUND = re.compile(r"round-([1-9][0-9]*)")
 _CHUNK = 1 << 30
 
 
-def keep(request: Keep) -> None:
+def publish(request: PublishRequest) -> None:
     """Raises OSError."""
     final = Path(request.final)
-    make(final)
+    make_directory(final)
     if request.source:
         for path in _files(Path(request.source)):
             content = disk.read(str(path), _CHUNK)
@@ -43,7 +43,7 @@ def _files(source: Path) -> list[Path]:
         return [Path(entry.path) for entry in sorted(entries, key=lambda entry: entry.stat().st_size)]
 
 
-def make(directory: Path) -> None:
+def make_directory(directory: Path) -> None:
     """The directory and those above it, 0700. Raises OSError.
 
     In a directory that everybody may write to, such as /tmp, a name may be somebody else's: their directory or link is

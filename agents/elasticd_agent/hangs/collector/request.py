@@ -10,13 +10,13 @@ NO_STACKS = "no stacks: "
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class WorkerRequest:
     """One worker; paths are "" where there is none. See evidence.Target."""
 
     rank: int
     pid: int
     logs: tuple[str, ...] = ()
-    beat: str = ""
+    heartbeat: str = ""
     stacks: str = ""
     flight: str = ""
     pipe: str = ""
@@ -24,7 +24,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CollectRequest:
     """Evidence of `ranks` into `directory`, which is there, within `seconds`.
 
     `spy` is py-spy's path, `nvml` a directory that holds pynvml; "" without. `nvml` None: there are no GPUs.
@@ -32,7 +32,7 @@ class Request:
 
     directory: str
     seconds: float
-    ranks: tuple[Asked, ...]
+    ranks: tuple[WorkerRequest, ...]
     why: str = ""
     spy: str = ""
     nvml: str | None = None
@@ -41,13 +41,13 @@ class Request:
         return asdict(self)
 
     @classmethod
-    def of(cls, data: dict[str, Any]) -> Request:
-        ranks = tuple(Asked(**{**one, "logs": tuple(one["logs"])}) for one in data["ranks"])
+    def of(cls, data: dict[str, Any]) -> CollectRequest:
+        ranks = tuple(WorkerRequest(**{**one, "logs": tuple(one["logs"])}) for one in data["ranks"])
         return cls(**{**data, "ranks": ranks})
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class PublishRequest:
     """Put `files`, by name, and everything in `source` ("": nothing) into `final`, and rotate what is older there."""
 
     final: str
@@ -59,5 +59,5 @@ class Keep:
         return asdict(self)
 
     @classmethod
-    def of(cls, data: dict[str, Any]) -> Keep:
+    def of(cls, data: dict[str, Any]) -> PublishRequest:
         return cls(**{**data, "files": tuple((name, text) for name, text in data["files"])})

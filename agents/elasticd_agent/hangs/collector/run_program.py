@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class ProgramResult:
     """How it went. `code` None: it did not end in time, or could not be started; `trouble` says which."""
 
     code: int | None
-    out: bytes = b""
-    said: str = ""
+    stdout: bytes = b""
+    stderr: str = ""
     trouble: str = ""
 
 
-def run(command: Sequence[str], until: float) -> Ran:
+def run_program(command: Sequence[str], until: float) -> ProgramResult:
     """Until `until` on time.monotonic(). It inherits no descriptors."""
     began = time.monotonic()
     try:
@@ -35,10 +35,10 @@ def run(command: Sequence[str], until: float) -> Ran:
             env={**os.environ, "RUST_BACKTRACE": "0"},  # of py-spy's errors only the words are read
         )
     except OSError as error:
-        return Ran(None, trouble=f"cannot be started: {error.strerror or error}")
+        return ProgramResult(None, trouble=f"cannot be started: {error.strerror or error}")
     try:
         out, said = process.communicate(timeout=max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
-        return Ran(None, trouble=f"did not answer within {time.monotonic() - began:.1f} s")
-    return Ran(process.returncode, out, said.decode("utf-8", "replace"))
+        return ProgramResult(None, trouble=f"did not answer within {time.monotonic() - began:.1f} s")
+    return ProgramResult(process.returncode, out, said.decode("utf-8", "replace"))

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 from elasticd.heartbeat.record import STACKS_SIGNAL
 from elasticd_agent.hangs.collector.classify import Frame
-from elasticd_agent.hangs.collector.run_program import run
+from elasticd_agent.hangs.collector.run_program import run_program
 from elasticd_agent.system import procfs
 
-SPY_TRIES = 4
+PY_SPY_TRIES = 4
 NOT_PERMITTED = (
     "py-spy may not look: it needs the right to trace (kernel.yama.ptrace_scope below 3; CAP_SYS_PTRACE in a container)"
 )
-HANDLER_S = 0.5
+FAULTHANDLER_S = 0.5
 """faulthandler writes a hundred threads in a few milliseconds, once the kernel delivers the signal."""
 TEXT_LIMIT = 4 << 20
 _HANDLER_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):")
@@ -35,7 +35,7 @@ _OUTERMOST = ("<module>", "_run_module_as_main")
 
 
 @dataclass(frozen=True, slots=True)
-class Thread:
+class ThreadStack:
     """One thread, innermost frame first. `state` is py-spy's: "idle", "active", "active+gil"."""
 
     name: str
@@ -49,43 +49,43 @@ class Thread:
 
 
 @dataclass(frozen=True, slots=True)
-class Stacks:
+class ProcessStacks:
     """What was got of one process, the main thread first. `source` "": nothing, and `trouble` says why."""
 
-    threads: tuple[Thread, ...] = ()
+    threads: tuple[ThreadStack, ...] = ()
     text: str = ""
     source: str = ""
     trouble: str = ""
 
 
-def spy(program: str, pid: int, until: float, tid: int = 0) -> Stacks:
+def by_py_spy(program: str, pid: int, until: float, tid: int = 0) -> ProcessStacks:
     """Have py-spy read the stacks of `pid`, by `until` on time.monotonic().
 
     `tid` is a thread of its that lives, if the main one does not: of that one alone /proc still knows the memory.
     """
     if not program:
-        return Stacks(trouble="py-spy is not installed: pip install py-spy")
+        return ProcessStacks(trouble="py-spy is not installed: pip install py-spy")
     trouble = "py-spy had no time"
-    for _ in range(SPY_TRIES):
+    for _ in range(PY_SPY_TRIES):
         if time.monotonic() >= until:
             break
-        ran = run([program, "dump", "--nonblocking", "--json", "--pid", str(tid or pid)], until)
+        ran = run_program([program, "dump", "--nonblocking", "--json", "--pid", str(tid or pid)], until)
         if ran.code is None:
-            return Stacks(trouble=f"py-spy {ran.trouble}")
+            return ProcessStacks(trouble=f"py-spy {ran.trouble}")
         if ran.code == 0:
             try:
-                threads = from_spy(json.loads(ran.out), pid)
-                return Stacks(threads, text_of(pid, threads), "py-spy")
+                threads = from_py_spy(json.loads(ran.stdout), pid)
+                return ProcessStacks(threads, as_text(pid, threads), "py-spy")
             except (ValueError, KeyError, TypeError) as error:
                 trouble = f"py-spy said what nobody understands: {error}"
         else:
-            trouble = why_not(ran.said)
+            trouble = error_line(ran.stderr)
             if trouble == NOT_PERMITTED:
                 break
-    return Stacks(trouble=trouble)
+    return ProcessStacks(trouble=trouble)
 
 
-def from_spy(said: object, pid: int) -> tuple[Thread, ...]:
+def from_py_spy(said: object, pid: int) -> tuple[ThreadStack, ...]:
     """`py-spy dump --json` -> threads. Raises ValueError, KeyError or TypeError for anything else."""
     if not isinstance(said, list) or not said:
         raise ValueError("no threads")
@@ -94,11 +94,11 @@ def from_spy(said: object, pid: int) -> tuple[Thread, ...]:
         frames = tuple(Frame(str(f["name"]), str(f["filename"]), int(f["line"])) for f in one["frames"])
         state = "active+gil" if one.get("owns_gil") else "active" if one.get("active") else "idle"
         tid = one.get("os_thread_id") or one["thread_id"]
-        threads.append(Thread(str(one.get("thread_name") or ""), str(tid), frames, state))
+        threads.append(ThreadStack(str(one.get("thread_name") or ""), str(tid), frames, state))
     return tuple(sorted(threads, key=lambda thread: thread.tid != str(pid)))
 
 
-def text_of(pid: int, threads: Sequence[Thread]) -> str:
+def as_text(pid: int, threads: Sequence[ThreadStack]) -> str:
     """As `py-spy dump` without --json would write it, with whole paths."""
     found = procfs.stat(pid)
     lines = [f"Process {pid}: {found.comm if found is not None else ''}"]
@@ -109,18 +109,18 @@ def text_of(pid: int, threads: Sequence[Thread]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def ask(pid: int, pidfd: int, path: str, until: float) -> Stacks:
+def by_faulthandler(pid: int, pidfd: int, path: str, until: float) -> ProcessStacks:
     """Have the process write its stacks to `path` itself. It can unless it is stopped or never leaves the kernel.
 
     `pidfd` is of the process, so that nobody else gets the signal should it end now.
     """
     if pidfd < 0 or not path or not catches(pid, STACKS_SIGNAL):
-        return Stacks(trouble="faulthandler has no signal there")
-    until = min(until, time.monotonic() + HANDLER_S)
+        return ProcessStacks(trouble="faulthandler has no signal there")
+    until = min(until, time.monotonic() + FAULTHANDLER_S)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        return Stacks(trouble=f"faulthandler has no file: {error.strerror}")
+        return ProcessStacks(trouble=f"faulthandler has no file: {error.strerror}")
     try:
         before = size = os.fstat(fd).st_size
         signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
@@ -131,16 +131,16 @@ def ask(pid: int, pidfd: int, path: str, until: float) -> Stacks:
                 break
         text = os.pread(fd, TEXT_LIMIT, before).decode("utf-8", "replace")
     except OSError as error:
-        return Stacks(trouble=f"faulthandler could not be asked: {error.strerror}")
+        return ProcessStacks(trouble=f"faulthandler could not be asked: {error.strerror}")
     finally:
         os.close(fd)
     threads = from_faulthandler(text)
     if not threads:
-        return Stacks(trouble="faulthandler did not answer")
-    return Stacks(threads, text, "faulthandler")
+        return ProcessStacks(trouble="faulthandler did not answer")
+    return ProcessStacks(threads, text, "faulthandler")
 
 
-def from_faulthandler(text: str) -> tuple[Thread, ...]:
+def from_faulthandler(text: str) -> tuple[ThreadStack, ...]:
     """What faulthandler writes -> threads. It has the newest thread first, and does not say which is the main one."""
     found: list[tuple[str, str, list[Frame]]] = []
     for line in text.splitlines():
@@ -148,7 +148,7 @@ def from_faulthandler(text: str) -> tuple[Thread, ...]:
             found.append((thread[2] or "", thread[1].lstrip("0"), []))
         elif found and (frame := _HANDLER_FRAME.fullmatch(line)):
             found[-1][2].append(Frame(frame[3], frame[1], int(frame[2]) if frame[2].isdecimal() else 0))
-    threads = [Thread(name, tid, tuple(frames)) for name, tid, frames in reversed(found)]
+    threads = [ThreadStack(name, tid, tuple(frames)) for name, tid, frames in reversed(found)]
     return tuple(sorted(threads, key=lambda t: not (t.frames and t.frames[-1].function in _OUTERMOST)))
 
 
@@ -168,7 +168,7 @@ def digest(frames: Sequence[Frame]) -> str:
     return hashlib.sha1(text.encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:12]
 
 
-def why_not(said: str) -> str:
+def error_line(said: str) -> str:
     """py-spy's error output in one line."""
     if "permission denied" in said.lower():
         return NOT_PERMITTED

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-LAST_LINES_S = 2.0
+SUMMARY_S = 2.0
 """Reading takes some milliseconds; a file system that is gone must not hold up the end of a job."""
 
 
-def last_lines(directory: Path, verdict: Mapping[str, Any] | None = None, seconds: float = LAST_LINES_S) -> list[str]:
+def summary_lines(directory: Path, verdict: Mapping[str, Any] | None = None, seconds: float = SUMMARY_S) -> list[str]:
     """The evidence at or below `directory` in at most 12 lines, for the console; none if there is nothing to tell.
 
     `verdict`: what verdict.json will say, which may not be on disk yet. Takes at most `seconds`: a file system that
@@ -26,10 +26,10 @@ def last_lines(directory: Path, verdict: Mapping[str, Any] | None = None, second
     from elasticd_agent.system import bounded_io as files
 
     def read() -> list[str]:
-        place = finding.best(finding.places(directory))
+        place = finding.choose_folder(finding.find_folders(directory))
         return page.summary(reading.explain(place, verdict=verdict)) if place is not None else []
 
     try:
-        return files.within(seconds, read)
-    except files.Silent:
+        return files.run_within(seconds, read)
+    except files.DeadlineExceeded:
         return []

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elasticd_agent.hangs.explain.model import Culprit, Followed, Moment, Verdict
+from elasticd_agent.hangs.explain.model import Aftermath, Culprit, RecordedVerdict, TimelineEntry
 
 Line = Mapping[str, Any]
 _CLOCKS_S = 60.0
 """By how much the clocks of two nodes may differ before one of them is taken for another day's."""
 
 
-def of_run(lines: Sequence[Line], number: int, at: float) -> list[Line]:
+def lines_of_run(lines: Sequence[Line], number: int, at: float) -> list[Line]:
     """The lines that make sense, of one run of a job: a log may hold several.
 
     It is the last one whose round `number` began before `at`, unix time (0: any).
@@ -34,7 +34,7 @@ def of_run(lines: Sequence[Line], number: int, at: float) -> list[Line]:
     return [line for line in good if line.get("job") == job]
 
 
-def follow(lines: Sequence[Line], number: int) -> Followed:
+def aftermath(lines: Sequence[Line], number: int) -> Aftermath:
     """What a run's lines say of round `number`'s end and of the round after it."""
     # Several nodes write the same Round into their logs; one of them is enough.
     after = sorted({line["round"] for line in lines if line["kind"] == "round_published" and line["round"] > number})
@@ -50,7 +50,7 @@ def follow(lines: Sequence[Line], number: int) -> Followed:
     ended = next((line for line in lines if _ends(line)), {})
     gone = [line for line in lines if line["kind"] == "group_gone" and line["round"] == number]
     took = stepped.get("recovery_seconds")
-    return Followed(
+    return Aftermath(
         round=following,
         reason=text(published.get("reason")),
         world_size=whole(published.get("world_size")) or 0,
@@ -63,7 +63,7 @@ def follow(lines: Sequence[Line], number: int) -> Followed:
     )
 
 
-def verdict(lines: Sequence[Line], number: int) -> Verdict | None:
+def verdict(lines: Sequence[Line], number: int) -> RecordedVerdict | None:
     """The verdict on round `number` as the node wrote it down that judged."""
     line = next((line for line in reversed(lines) if line.get("kind") == "hung" and line.get("round") == number), None)
     if line is None:
@@ -75,7 +75,7 @@ def verdict(lines: Sequence[Line], number: int) -> Verdict | None:
         if whole(rank) is not None
     )
     wall = line.get("wall")
-    return Verdict(
+    return RecordedVerdict(
         text(line.get("cause")),
         culprits,
         text(line.get("reason")),
@@ -85,7 +85,7 @@ def verdict(lines: Sequence[Line], number: int) -> Verdict | None:
     )
 
 
-def answered(lines: Sequence[Line], number: int) -> str:
+def restart_reason(lines: Sequence[Line], number: int) -> str:
     """Why round `number` was ended, as every node knows it: by the Round that answers the verdict. "" if none does."""
     for line in lines:
         if (line.get("kind"), line.get("cause"), line.get("round")) == ("round_published", "hung", number + 1):
@@ -99,14 +99,14 @@ def members(lines: Sequence[Line], number: int) -> list[str]:
     return [text(node) for line in published[:1] for node in _list(line.get("nodes"))]
 
 
-def nodes(lines: Sequence[Line], number: int) -> dict[int, str]:
+def node_by_rank(lines: Sequence[Line], number: int) -> dict[int, str]:
     """On which node each rank of round `number` was, as far as the log has it."""
     started = [line for line in lines if line.get("kind") == "group_started" and line.get("round") == number]
     ranks = [(line, whole(rank)) for line in started for rank in _list(line.get("ranks"))]
     return {rank: text(line.get("node")) for line, rank in ranks if rank is not None}
 
 
-def _moment(line: Line, number: int, following: int) -> Moment | None:
+def _moment(line: Line, number: int, following: int) -> TimelineEntry | None:
     wall = line.get("wall")
     if not isinstance(wall, (int, float)):
         return None
@@ -139,7 +139,7 @@ def _moment(line: Line, number: int, following: int) -> Moment | None:
             what = f"the job has {text(line.get('outcome'))}: {reason}"
         case _:
             return None
-    return Moment(float(wall), what, text(line.get("node")))
+    return TimelineEntry(float(wall), what, text(line.get("node")))
 
 
 def _ends(line: Line) -> bool:
@@ -147,11 +147,11 @@ def _ends(line: Line) -> bool:
     return bool(line["kind"] == "job_ended" and line.get("outcome") != "left")
 
 
-def _once(moments: list[Moment]) -> list[Moment]:
+def _once(moments: list[TimelineEntry]) -> list[TimelineEntry]:
     """Each thing once, the first node's; a suspicion that flickers is told once."""
-    kept: dict[str, Moment] = {}
+    kept: dict[str, TimelineEntry] = {}
     for moment in moments:
-        kept.setdefault(moment.what, moment)
+        kept.setdefault(moment.text, moment)
     return list(kept.values())[:24]
 
 

@@ -17,7 +17,7 @@ _DEFAULT = "default group"
 
 
 @dataclass(frozen=True, slots=True)
-class Issued:
+class IssuedCollective:
     """One collective as a rank issued it."""
 
     number: int
@@ -30,15 +30,15 @@ class Issued:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class Recording:
     """One rank's recorder: what it issued, by process group and number."""
 
     entries: int
-    groups: Mapping[str, Mapping[int, Issued]]
+    groups: Mapping[str, Mapping[int, IssuedCollective]]
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFlight:
+class GroupComparison:
     """One process group, all ranks that have a recording.
 
     `last` is by rank the last collective it issued (None: none); `pending` the first one that was not finished.
@@ -48,20 +48,20 @@ class GroupFlight:
     """
 
     group: str
-    last: Mapping[int, Issued | None]
-    waiting_for: Issued | None = None
-    lacking: tuple[int, ...] = ()
+    last: Mapping[int, IssuedCollective | None]
+    waiting_for: IssuedCollective | None = None
+    missing: tuple[int, ...] = ()
     differing: Mapping[str, tuple[int, ...]] | None = None
-    pending: Mapping[int, Issued] | None = None
+    pending: Mapping[int, IssuedCollective] | None = None
 
 
-def parse(data: Mapping[str, Any]) -> Recorded | None:
+def parse(data: Mapping[str, Any]) -> Recording | None:
     """One rank's recording; None if it is none."""
     # Before the first collective there is only what is said of the recorder itself.
     entries = data.get("entries", [] if "version" in data else None)
     if not isinstance(entries, list):
         return None
-    groups: dict[str, dict[int, Issued]] = defaultdict(dict)
+    groups: dict[str, dict[int, IssuedCollective]] = defaultdict(dict)
     completed = _completed(data)
     for entry in entries:
         if not isinstance(entry, dict) or entry.get("is_p2p") is True:
@@ -73,18 +73,18 @@ def parse(data: Mapping[str, Any]) -> Recorded | None:
         # gloo's state stays "scheduled"; NCCL's is "completed", and there "retired" without it has timed out.
         done = entry.get("state") == "completed" or (backend == "gloo" and entry.get("retired") is True)
         done = done or number <= completed.get(str(entry.get("pg_id")), -1)
-        groups[_group(entry)][number] = Issued(number, operation[:80], _sizes(entry), done)
-    return Recorded(len(entries), dict(groups))
+        groups[_group(entry)][number] = IssuedCollective(number, operation[:80], _sizes(entry), done)
+    return Recording(len(entries), dict(groups))
 
 
-def compare(recorded: Mapping[int, Recorded]) -> list[GroupFlight]:
+def compare(recorded: Mapping[int, Recording]) -> list[GroupComparison]:
     """What the ranks' recordings say together, the group that something is wrong with first."""
     names = sorted({name for one in recorded.values() for name in one.groups})
     found = [_compare(name, {rank: one.groups.get(name, {}) for rank, one in recorded.items()}) for name in names]
-    return sorted(found, key=lambda one: (one.differing is None and not one.lacking, not one.pending))[:MOST_GROUPS]
+    return sorted(found, key=lambda one: (one.differing is None and not one.missing, not one.pending))[:MOST_GROUPS]
 
 
-def _compare(name: str, ranks: Mapping[int, Mapping[int, Issued]]) -> GroupFlight:
+def _compare(name: str, ranks: Mapping[int, Mapping[int, IssuedCollective]]) -> GroupComparison:
     # A subgroup's recordings are on its own ranks only; the default group has everyone, and who lacks it is behind.
     members = {rank: issued for rank, issued in ranks.items() if issued or name == _DEFAULT}
     last = {rank: issued[max(issued)] if issued else None for rank, issued in members.items()}
@@ -97,10 +97,10 @@ def _compare(name: str, ranks: Mapping[int, Mapping[int, Issued]]) -> GroupFligh
     }
     lacking = tuple(rank for rank in sorted(reached) if reached[rank] == least < most and rank not in pending)
     issued_it = next((issued[least + 1] for issued in members.values() if least + 1 in issued), None)
-    return GroupFlight(name, last, issued_it if lacking else None, lacking, _differing(members), pending)
+    return GroupComparison(name, last, issued_it if lacking else None, lacking, _differing(members), pending)
 
 
-def _differing(members: Mapping[int, Mapping[int, Issued]]) -> dict[str, tuple[int, ...]] | None:
+def _differing(members: Mapping[int, Mapping[int, IssuedCollective]]) -> dict[str, tuple[int, ...]] | None:
     for number in sorted({number for issued in members.values() for number in issued}):
         said: dict[str, list[int]] = defaultdict(list)
         for rank, issued in sorted(members.items()):
@@ -112,7 +112,7 @@ def _differing(members: Mapping[int, Mapping[int, Issued]]) -> dict[str, tuple[i
     return None
 
 
-def _kind(issued: Issued) -> str:
+def _kind(issued: IssuedCollective) -> str:
     return f"{issued.operation}{' of ' + issued.sizes if issued.sizes else ''}"
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elasticd_agent.hangs.explain.locate import Place
-from elasticd_agent.hangs.explain.model import Gpu
+from elasticd_agent.hangs.explain.locate import EvidenceFolder
+from elasticd_agent.hangs.explain.model import GpuFacts
 from elasticd_agent.system import bounded_io as files
 
 MOST_GPUS = 64
@@ -19,17 +19,17 @@ _BAD = ("xid", "ecc", "uncorrected", "lost", "error", "remap", "retired")
 _GOOD = ("0", "", "[]", "False", "none", "None", "0x0")
 
 
-def read(place: Place, wrong: Callable[[str], None]) -> tuple[Gpu, ...]:
+def read_gpus(place: EvidenceFolder, add_trouble: Callable[[str], None]) -> tuple[GpuFacts, ...]:
     """The GPUs of every node whose facts are here; `wrong` is told what could not be read."""
-    found: list[Gpu] = []
+    found: list[GpuFacts] = []
     for name in place.names:
         if not (name.startswith("gpu") and name.endswith(".json")):
             continue
         data, trouble = files.read_json(place.path / name)
-        wrong(trouble)
+        add_trouble(trouble)
         node = name.removeprefix("gpu").removesuffix(".json").lstrip("-")
         if data is not None and isinstance(data.get("trouble"), str):
-            wrong(f"{name}: {data['trouble'][:200]}")
+            add_trouble(f"{name}: {data['trouble'][:200]}")
         for index, one in enumerate(_each(data or {})[:MOST_GPUS]):
             found.append(_gpu(one, f"{node} " if node else "", index))
     return tuple(found)
@@ -42,7 +42,7 @@ def _each(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [one for one in data.values() if isinstance(one, dict)]
 
 
-def _gpu(one: dict[str, Any], node: str, index: int) -> Gpu:
+def _gpu(one: dict[str, Any], node: str, index: int) -> GpuFacts:
     facts = tuple(
         (name, str(value)[:200])
         for name, value in one.items()
@@ -51,4 +51,6 @@ def _gpu(one: dict[str, Any], node: str, index: int) -> Gpu:
     # Names are NVML's, near enough: what is not 0 in one of these is what one looks for.
     bad = [f"{name} {value}" for name, value in facts if any(word in name for word in _BAD) and value not in _GOOD]
     number, model = one.get("index", index), one.get("name")
-    return Gpu(f"{node}GPU {number}" + (f" ({model[:80]})" if isinstance(model, str) else ""), facts, ", ".join(bad))
+    return GpuFacts(
+        f"{node}GPU {number}" + (f" ({model[:80]})" if isinstance(model, str) else ""), facts, ", ".join(bad)
+    )

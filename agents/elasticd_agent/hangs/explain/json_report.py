@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticd_agent.hangs.explain.flight_recorder import GroupFlight, Issued
-from elasticd_agent.hangs.explain.model import Explanation, Followed, RankFacts, Same
-from elasticd_agent.hangs.explain.stacks import Thread
+from elasticd_agent.hangs.explain.flight_recorder import GroupComparison, IssuedCollective
+from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, StackGroup
+from elasticd_agent.hangs.explain.stacks import ShownThread
 
 VERSION = "1.0"
 
@@ -35,10 +35,10 @@ def document(explained: Explanation) -> dict[str, Any]:
             "seen_after_s": verdict.seen_after_s,
             "at_wall": verdict.at_wall or None,
         },
-        "followed": _followed(explained.followed),
+        "followed": _followed(explained.aftermath),
         "ranks": [_rank(rank) for rank in explained.ranks],
         "waiting": list(explained.waiting),
-        "stacks": [_same(same) for same in explained.same],
+        "stacks": [_same(same) for same in explained.stack_groups],
         "flight": [_flight(one) for one in explained.flight],
         "gpus": [
             {"name": gpu.name, "facts": dict(gpu.facts), "trouble": gpu.trouble or None} for gpu in explained.gpus
@@ -77,7 +77,7 @@ def _rank(rank: RankFacts) -> dict[str, Any]:
     }
 
 
-def _followed(followed: Followed) -> dict[str, Any]:
+def _followed(followed: Aftermath) -> dict[str, Any]:
     resumed = followed.resumed
     return {
         "round": followed.round or None,
@@ -88,11 +88,11 @@ def _followed(followed: Followed) -> dict[str, Any]:
         "recovery_s": followed.recovery_s,
         "survivors": list(followed.survivors),
         "ended": followed.ended or None,
-        "moments": [{"wall": one.wall, "node": one.node or None, "what": one.what} for one in followed.moments],
+        "moments": [{"wall": one.wall, "node": one.node or None, "what": one.text} for one in followed.moments],
     }
 
 
-def _same(same: Same) -> dict[str, Any]:
+def _same(same: StackGroup) -> dict[str, Any]:
     return {
         "ranks": list(same.ranks),
         "differs": same.differs,
@@ -101,7 +101,7 @@ def _same(same: Same) -> dict[str, Any]:
     }
 
 
-def _thread(thread: Thread) -> dict[str, Any]:
+def _thread(thread: ShownThread) -> dict[str, Any]:
     return {
         "name": thread.name,
         "main": thread.main,
@@ -114,20 +114,20 @@ def _thread(thread: Thread) -> dict[str, Any]:
     }
 
 
-def _flight(one: GroupFlight) -> dict[str, Any]:
+def _flight(one: GroupComparison) -> dict[str, Any]:
     return {
         "group": one.group,
         "last": {str(rank): _issued(issued) for rank, issued in one.last.items()},
         "pending": {str(rank): _issued(issued) for rank, issued in (one.pending or {}).items()},
         "waiting_for": _issued(one.waiting_for),
-        "lacking": list(one.lacking),
+        "lacking": list(one.missing),
         "differing": None
         if one.differing is None
         else [{"issued": what, "ranks": list(who)} for what, who in one.differing.items()],
     }
 
 
-def _issued(issued: Issued | None) -> dict[str, Any] | None:
+def _issued(issued: IssuedCollective | None) -> dict[str, Any] | None:
     if issued is None:
         return None
     return {"number": issued.number, "operation": issued.operation, "sizes": issued.sizes, "done": issued.done}

@@ -17,8 +17,16 @@ from elasticd_agent.hangs.explain import flight_recorder as flight
 from elasticd_agent.hangs.explain import gpus, stacks
 from elasticd_agent.hangs.explain import phrases as wording
 from elasticd_agent.hangs.explain.event_log import text, whole
-from elasticd_agent.hangs.explain.locate import VERDICT, Place
-from elasticd_agent.hangs.explain.model import Culprit, Explanation, Kind, RankFacts, Same, Verdict, named
+from elasticd_agent.hangs.explain.locate import VERDICT, EvidenceFolder
+from elasticd_agent.hangs.explain.model import (
+    Culprit,
+    EvidenceKind,
+    Explanation,
+    RankFacts,
+    RecordedVerdict,
+    StackGroup,
+    name_ranks,
+)
 from elasticd_agent.system import bounded_io as files
 
 MOST_RANKS = 4096
@@ -30,7 +38,7 @@ _MOST_CHILDREN = 64
 
 
 @dataclass(slots=True)
-class _Found:
+class _Partial:
     """What has been read so far, by rank, and what was wrong."""
 
     ranks: dict[int, RankFacts] = field(default_factory=dict)
@@ -38,7 +46,7 @@ class _Found:
     taken_at: float = 0.0
     why: str = ""
 
-    def wrong(self, trouble: str) -> None:
+    def add_trouble(self, trouble: str) -> None:
         if trouble:
             self.troubles.append(trouble)
 
@@ -47,9 +55,9 @@ class _Found:
 
 
 def explain(
-    place: Place,
+    place: EvidenceFolder,
     events: Path | None = None,
-    others: Sequence[Place] = (),
+    others: Sequence[EvidenceFolder] = (),
     here: str = "",
     verdict: Mapping[str, Any] | None = None,
 ) -> Explanation:
@@ -58,26 +66,26 @@ def explain(
     `events`: the event log; `others`: the rest of what there is, to be named; `here`: the node of ranks that nothing
     says a node of; `verdict`: what verdict.json says, where it may not have been written yet.
     """
-    found = _Found()
+    found = _Partial()
     judged = _verdict(_read_verdict(place, found) if verdict is None else verdict)
     _reports(place, found)
     for rank in place.ranks[:MOST_RANKS]:
         _rank_files(place.path, rank, found)
-    lines = following.of_run(_lines(events, found), place.round, found.taken_at)
-    followed = following.follow(lines, place.round)
+    lines = following.lines_of_run(_lines(events, found), place.round, found.taken_at)
+    followed = following.aftermath(lines, place.round)
     judged = judged or following.verdict(lines, place.round)
-    reason = following.answered(lines, place.round) if judged is None else ""
+    reason = following.restart_reason(lines, place.round) if judged is None else ""
     blamed = {culprit.rank for culprit in judged.culprits} if judged is not None else set()
-    nodes = following.nodes(lines, place.round)
+    nodes = following.node_by_rank(lines, place.round)
     ranks = tuple(
         _finished(replace(facts, culprit=rank in blamed, node=facts.node or nodes.get(rank, here)))
         for rank, facts in sorted(found.ranks.items())
     )
     if reason:
         away = sorted(set(following.members(lines, place.round)) - {rank.node for rank in ranks})
-        found.wrong(f"the verdict, with all ranks' facts, is in the log directory of another node{_named(away)}")
+        found.add_trouble(f"the verdict, with all ranks' facts, is in the log directory of another node{_named(away)}")
     recorded = _recorded(place, found)
-    kind: Kind = "hang" if judged is not None or reason else "dump" if _asked_for(place, found) else "suspicion"
+    kind: EvidenceKind = "hang" if judged is not None or reason else "dump" if _asked_for(place, found) else "suspicion"
     if followed.round == 0 and place.logs is not None and place.round:
         followed = replace(followed, round=_next_round(place))
     return Explanation(
@@ -89,23 +97,23 @@ def explain(
         job=next((text(line.get("job")) for line in reversed(lines)), ""),
         verdict=judged,
         ranks=ranks,
-        same=_same(ranks),
-        waiting=wording.waiting(ranks),
+        stack_groups=_same(ranks),
+        waiting=wording.describe_waits(ranks),
         flight=tuple(flight.compare(recorded)),
-        gpus=gpus.read(place, found.wrong),
-        followed=followed,
+        gpus=gpus.read_gpus(place, found.add_trouble),
+        aftermath=followed,
         troubles=(*found.troubles, *_missing(place, ranks)),
         others=tuple(_other(place, other) for other in others if other.path != place.path),
     )
 
 
-def _read_verdict(place: Place, found: _Found) -> Mapping[str, Any] | None:
+def _read_verdict(place: EvidenceFolder, found: _Partial) -> Mapping[str, Any] | None:
     data, trouble = files.read_json(place.path / VERDICT)
-    found.wrong(trouble)
+    found.add_trouble(trouble)
     return data
 
 
-def _verdict(data: Mapping[str, Any] | None) -> Verdict | None:
+def _verdict(data: Mapping[str, Any] | None) -> RecordedVerdict | None:
     if data is None or not isinstance(data.get("cause"), str):
         return None
     culprits = tuple(
@@ -113,7 +121,7 @@ def _verdict(data: Mapping[str, Any] | None) -> Verdict | None:
         for one in items(data.get("culprits"))
         if (rank := whole(one.get("rank"))) is not None
     )
-    return Verdict(
+    return RecordedVerdict(
         text(data["cause"]),
         culprits,
         text(data.get("why")),
@@ -123,24 +131,24 @@ def _verdict(data: Mapping[str, Any] | None) -> Verdict | None:
     )
 
 
-def _reports(place: Place, found: _Found) -> None:
+def _reports(place: EvidenceFolder, found: _Partial) -> None:
     """The newest Report of every node: the judge's, of all nodes, then whatever the nodes have written themselves."""
     if "judged.jsonl" in place.names:
         judged, trouble = files.read_lines(place.path / "judged.jsonl")
-        found.wrong(trouble)
+        found.add_trouble(trouble)
         for report in items(judged[-1].get("reports")) if judged else []:
             _report(report, found)
     for name in place.names:
         if name.startswith("reports-") and name.endswith(".jsonl"):
             reports, trouble = files.read_lines(place.path / name)
-            found.wrong(trouble)
+            found.add_trouble(trouble)
             known = {facts.node for facts in found.ranks.values()}
             # What was judged is what counts: a later Report may be of a group that is being killed.
             if reports and text(reports[-1].get("node")) not in known:
                 _report(reports[-1], found)
 
 
-def _report(report: Mapping[str, Any], found: _Found) -> None:
+def _report(report: Mapping[str, Any], found: _Partial) -> None:
     node = text(report.get("node"))
     for one in items(report.get("ranks")):
         rank = whole(one.get("rank"))
@@ -167,13 +175,13 @@ def _report(report: Mapping[str, Any], found: _Found) -> None:
         )
 
 
-def _rank_files(directory: Path, rank: int, found: _Found) -> None:
+def _rank_files(directory: Path, rank: int, found: _Partial) -> None:
     facts, trouble = files.read_json(directory / f"rank-{rank}.json")
-    found.wrong(trouble)
+    found.add_trouble(trouble)
     log = files.read(directory / f"rank-{rank}.log", _LOG_LIMIT, tail=True)
-    found.wrong(log.trouble)
+    found.add_trouble(log.trouble)
     written = files.read(directory / f"rank-{rank}.stacks.txt")
-    found.wrong(written.trouble)
+    found.add_trouble(written.trouble)
     parsed = stacks.parse(written.text)
     none = ""
     if parsed is None:
@@ -224,7 +232,7 @@ def _call(call: object) -> str:
 
 def _child(one: Mapping[str, Any]) -> str:
     """ "pt_data_worker (pid 71) sleeping, in futex_wait_queue" """
-    state = wording.STATES.get(text(one.get("state"))[:1], "?")
+    state = wording.STATE_NAMES.get(text(one.get("state"))[:1], "?")
     wchan = text(one.get("wchan"))
     return f"{text(one.get('comm')) or '?'} (pid {whole(one.get('pid'))}) {state}" + (f", in {wchan}" if wchan else "")
 
@@ -236,7 +244,7 @@ def _finished(rank: RankFacts) -> RankFacts:
     return replace(rank, remarks=wording.remarks(rank, holder))
 
 
-def _same(ranks: Sequence[RankFacts]) -> tuple[Same, ...]:
+def _same(ranks: Sequence[RankFacts]) -> tuple[StackGroup, ...]:
     """Ranks by where their main threads are; the culprits' first, then the smaller crowds: they differ."""
     crowds: dict[object, list[RankFacts]] = defaultdict(list)
     for rank in ranks:
@@ -247,42 +255,42 @@ def _same(ranks: Sequence[RankFacts]) -> tuple[Same, ...]:
     same = []
     for crowd in ordered:
         assert crowd[0].stacks is not None
-        same.append(Same(tuple(rank.rank for rank in crowd), crowd[0].stacks, len(crowd) < most))
+        same.append(StackGroup(tuple(rank.rank for rank in crowd), crowd[0].stacks, len(crowd) < most))
     return tuple(same)
 
 
-def _recorded(place: Place, found: _Found) -> dict[int, flight.Recorded]:
+def _recorded(place: EvidenceFolder, found: _Partial) -> dict[int, flight.Recording]:
     recorded = {}
     for rank in place.ranks[:MOST_RANKS]:
         name = f"rank-{rank}.flight.json"
         if name in place.names:
             data, trouble = files.read_json(place.path / name, 16 << 20)
-            found.wrong(trouble)
+            found.add_trouble(trouble)
             one = flight.parse(data) if data is not None else None
             if one is not None:
                 recorded[rank] = one
             elif not trouble:
-                found.wrong(f"{name} holds no flight recording")
+                found.add_trouble(f"{name} holds no flight recording")
     return recorded
 
 
-def _lines(events: Path | None, found: _Found) -> list[dict[str, Any]]:
+def _lines(events: Path | None, found: _Partial) -> list[dict[str, Any]]:
     if events is None:
         return []
     lines, trouble = files.read_lines(events, EVENT_LOG_LIMIT)
-    found.wrong(trouble)
+    found.add_trouble(trouble)
     return lines
 
 
-def _asked_for(place: Place, found: _Found) -> bool:
-    return place.dumped or found.why == wording.ASKED_FOR
+def _asked_for(place: EvidenceFolder, found: _Partial) -> bool:
+    return place.is_dump or found.why == wording.DUMP_REASON
 
 
 def _named(nodes: Sequence[str]) -> str:
     return f": {' or '.join(nodes)}" if 0 < len(nodes) <= _MOST_NODES else ""
 
 
-def _missing(place: Place, ranks: Sequence[RankFacts]) -> Iterable[str]:
+def _missing(place: EvidenceFolder, ranks: Sequence[RankFacts]) -> Iterable[str]:
     here = set(place.ranks)
     away: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
@@ -290,24 +298,24 @@ def _missing(place: Place, ranks: Sequence[RankFacts]) -> Iterable[str]:
             away[rank.node].append(rank.rank)
     if len(away) > _MOST_NODES:
         missed = [rank for numbers in away.values() for rank in numbers]
-        yield f"no evidence of {named(missed)} is here: look in the log directories of their {len(away)} nodes"
+        yield f"no evidence of {name_ranks(missed)} is here: look in the log directories of their {len(away)} nodes"
     else:
         for node, numbers in sorted(away.items()):
-            yield f"no evidence of {named(numbers)} is here: look in the log directory on {node or 'its node'}"
+            yield f"no evidence of {name_ranks(numbers)} is here: look in the log directory on {node or 'its node'}"
     bare = [rank.rank for rank in ranks if rank.rank in here and rank.stacks is None]
     if bare:
         why = sorted({rank.no_stacks for rank in ranks if rank.rank in bare and rank.no_stacks})
-        yield f"no stacks of {named(bare)}" + (f": {'; '.join(why[:3])}" if why else "")
+        yield f"no stacks of {name_ranks(bare)}" + (f": {'; '.join(why[:3])}" if why else "")
 
 
-def _next_round(place: Place) -> int:
+def _next_round(place: EvidenceFolder) -> int:
     assert place.logs is not None
-    rounds = [name.removeprefix("round-") for name in files.names(place.logs) if name.startswith("round-")]
+    rounds = [name.removeprefix("round-") for name in files.entry_names(place.logs) if name.startswith("round-")]
     return min((int(n) for n in rounds if n.isdecimal() and len(n) < 10 and int(n) > place.round), default=0)
 
 
-def _other(place: Place, other: Place) -> str:
-    what = "hung" if other.judged else "dumped" if other.dumped else "suspected"
+def _other(place: EvidenceFolder, other: EvidenceFolder) -> str:
+    what = "hung" if other.has_verdict else "dumped" if other.is_dump else "suspected"
     return f"round {other.round} ({what}{'' if other.round != place.round else ', ' + other.path.name})"
 
 

@@ -19,7 +19,7 @@ VERDICT = "verdict.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EvidenceFolder:
     """A folder that holds evidence. `logs`: the folder its round's folder is in, if that can be told."""
 
     round: int
@@ -28,11 +28,11 @@ class Place:
     logs: Path | None = None
 
     @property
-    def judged(self) -> bool:
+    def has_verdict(self) -> bool:
         return VERDICT in self.names
 
     @property
-    def dumped(self) -> bool:
+    def is_dump(self) -> bool:
         return self.path.name.startswith("dump")
 
     @property
@@ -40,45 +40,45 @@ class Place:
         return tuple(sorted({int(found[1]) for found in map(_RANK_FILE.fullmatch, self.names) if found}))
 
 
-def places(directory: Path) -> list[Place]:
+def find_folders(directory: Path) -> list[EvidenceFolder]:
     """Every folder of evidence at or below `directory`, by round."""
-    inside = files.names(directory)
+    inside = files.entry_names(directory)
     if any(_is_evidence(name) for name in inside):
         return [_place(directory, inside)]
     found = _in_round(directory, inside)
     for name in inside:
         if _ROUND.fullmatch(name):
-            found += _in_round(directory / name, files.names(directory / name))
-    return sorted(found, key=lambda place: (place.round, not place.dumped, _age(place)))
+            found += _in_round(directory / name, files.entry_names(directory / name))
+    return sorted(found, key=lambda place: (place.round, not place.is_dump, _age(place)))
 
 
-def best(found: list[Place]) -> Place | None:
+def choose_folder(found: list[EvidenceFolder]) -> EvidenceFolder | None:
     """The one to show when nobody said which: the newest that was judged, else the newest suspicion, else a dump."""
-    return max(found, key=lambda p: (p.judged, not p.dumped, p.round, _age(p)), default=None)
+    return max(found, key=lambda p: (p.has_verdict, not p.is_dump, p.round, _age(p)), default=None)
 
 
-def _in_round(directory: Path, inside: list[str]) -> list[Place]:
+def _in_round(directory: Path, inside: list[str]) -> list[EvidenceFolder]:
     found = []
     for name in inside:
         if _FOLDER.fullmatch(name):
-            names = files.names(directory / name)
+            names = files.entry_names(directory / name)
             if any(_is_evidence(name) for name in names):
                 found.append(_place(directory / name, names))
     return found
 
 
-def _place(path: Path, names: list[str]) -> Place:
+def _place(path: Path, names: list[str]) -> EvidenceFolder:
     known = _ROUND.fullmatch(path.absolute().parent.name)
     if known is None:
-        return Place(0, path, tuple(names))
-    return Place(int(known[1]), path, tuple(names), path.absolute().parent.parent)
+        return EvidenceFolder(0, path, tuple(names))
+    return EvidenceFolder(int(known[1]), path, tuple(names), path.absolute().parent.parent)
 
 
 def _is_evidence(name: str) -> bool:
     return _RANK_FILE.fullmatch(name) is not None or _OURS.fullmatch(name) is not None
 
 
-def _age(place: Place) -> int:
+def _age(place: EvidenceFolder) -> int:
     """Rotated ones are older: `evidence.2` before `evidence.1` before `evidence`."""
     found = _FOLDER.fullmatch(place.path.name)
     return -int(found[2]) if found is not None and found[2] else 0

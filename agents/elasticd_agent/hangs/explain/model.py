@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elasticd_agent.hangs.explain.flight_recorder import GroupFlight
-from elasticd_agent.hangs.explain.stacks import Stacks
+from elasticd_agent.hangs.explain.flight_recorder import GroupComparison
+from elasticd_agent.hangs.explain.stacks import RankStacks
 
-Kind = Literal["hang", "suspicion", "dump"]
+EvidenceKind = Literal["hang", "suspicion", "dump"]
 """A group was found hung; one was suspected, and went on or has not been judged; nobody suspects anything."""
 
 
@@ -26,7 +26,7 @@ class Culprit:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RecordedVerdict:
     """What was decided. `seen_after_s`: after how long without progress; `at_wall`: unix time, 0 unknown."""
 
     cause: str
@@ -71,21 +71,21 @@ class RankFacts:
     children: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     log: tuple[str, ...] = ()
-    stacks: Stacks | None = None
+    stacks: RankStacks | None = None
     no_stacks: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
+class StackGroup:
     """Ranks whose main threads are at the same place. `differs`: there are others, and more of them."""
 
     ranks: tuple[int, ...]
-    stacks: Stacks
+    stacks: RankStacks
     differs: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuFacts:
     """One GPU's facts as (name, value), and what of them is bad."""
 
     name: str
@@ -94,16 +94,16 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class TimelineEntry:
     """Something that happened: unix time by its node's clock, and a sentence."""
 
     wall: float
-    what: str
+    text: str
     node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class Aftermath:
     """What came after. `round`: the next one, 0 unknown; `resumed`: (round, step) of its checkpoint."""
 
     round: int = 0
@@ -114,7 +114,7 @@ class Followed:
     recovery_s: float | None = None
     survivors: tuple[int, ...] = ()
     ended: str = ""
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[TimelineEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +123,18 @@ class Explanation:
     what is missing or could not be read."""
 
     round: int
-    kind: Kind
+    kind: EvidenceKind
     directory: str
     headline: str
     job: str = ""
     taken_at: float = 0.0
-    verdict: Verdict | None = None
+    verdict: RecordedVerdict | None = None
     ranks: tuple[RankFacts, ...] = ()
-    same: tuple[Same, ...] = ()
+    stack_groups: tuple[StackGroup, ...] = ()
     waiting: tuple[str, ...] = ()
-    flight: tuple[GroupFlight, ...] = ()
-    gpus: tuple[Gpu, ...] = ()
-    followed: Followed = Followed()
+    flight: tuple[GroupComparison, ...] = ()
+    gpus: tuple[GpuFacts, ...] = ()
+    aftermath: Aftermath = Aftermath()
     troubles: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
 
@@ -143,7 +143,7 @@ class Explanation:
         return tuple(rank for rank in self.ranks if rank.culprit)
 
 
-def named(ranks: tuple[int, ...] | list[int]) -> str:
+def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:
     """ "rank 3", "ranks 0, 2–7 and 9"."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):

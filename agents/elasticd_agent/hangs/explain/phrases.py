@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from elasticd_agent.hangs.explain.model import Kind, RankFacts, Verdict, named
-from elasticd_agent.hangs.explain.stacks import Thread
+from elasticd_agent.hangs.explain.model import EvidenceKind, RankFacts, RecordedVerdict, name_ranks
+from elasticd_agent.hangs.explain.stacks import ShownThread
 
-STATES = {
+STATE_NAMES = {
     "R": "running",
     "S": "sleeping",
     "D": "blocked",
@@ -49,11 +49,11 @@ _KERNEL = (
 """Kernel functions, by how their names begin -> what whoever is in one waits for."""
 _USUAL = tuple(what for _, what in _KERNEL[-4:])
 """What a rank that only waits for others waits for, as a rule: no news."""
-ASKED_FOR = "asked for by elasticd dump"
+DUMP_REASON = "asked for by elasticd dump"
 """What detector.py says of evidence that nobody's suspicion is the reason for."""
 _BUSY = 10.0
 """Per cent of a CPU: hang's rules take a rank that uses more for one that works."""
-DO = {
+ADVICE = {
     "stopped": "find who stopped it (a debugger, SIGSTOP, the batch system); a stopped process goes on with SIGCONT",
     "zombie": "its main thread ended while others live on: look at its last log lines",
     "blocked": "look at what its innermost call waits for: a file, a pipe, a lock, another process; if it may wait "
@@ -72,7 +72,9 @@ DO = {
 """What a person can look at next, by cause."""
 
 
-def headline(number: int, kind: Kind, verdict: Verdict | None, ranks: Sequence[RankFacts], reason: str) -> str:
+def headline(
+    number: int, kind: EvidenceKind, verdict: RecordedVerdict | None, ranks: Sequence[RankFacts], reason: str
+) -> str:
     """What happened, in one sentence. `reason`: what another node's verdict was, or else why there was suspicion."""
     which = f"round {number}" if number else "the group"
     if verdict is not None:
@@ -80,7 +82,9 @@ def headline(number: int, kind: Kind, verdict: Verdict | None, ranks: Sequence[R
     if kind == "dump":
         stopped = [rank.rank for rank in ranks if rank.state in ("T", "Z")]
         if stopped:
-            return f"{which}: nobody has been judged, but {named(stopped)} {_is(stopped)} {_state(ranks, stopped[0])}"
+            return (
+                f"{which}: nobody has been judged, but {name_ranks(stopped)} {_is(stopped)} {_state(ranks, stopped[0])}"
+            )
         steps = sorted({rank.step for rank in ranks if rank.step >= 0})
         at = "" if not steps else f" at step {steps[0]}" if len(steps) == 1 else f" at steps {steps[0]} to {steps[-1]}"
         return f"{which}: nobody is at fault: this is what {_count(len(ranks), 'rank')} did{at} when somebody asked"
@@ -90,13 +94,13 @@ def headline(number: int, kind: Kind, verdict: Verdict | None, ranks: Sequence[R
     return f"{which} was suspected of hanging{because}, and no verdict is here: {_guess(ranks)}"
 
 
-def _blamed(verdict: Verdict) -> str:
+def _blamed(verdict: RecordedVerdict) -> str:
     culprits = verdict.culprits
     if not culprits:
         return "no single rank is at fault"
     where = sorted({culprit.node for culprit in culprits})
     on = f" on {', '.join(where[:8])}" if not all(f" on {node} " in verdict.why for node in where) else ""
-    return f"{named([culprit.rank for culprit in culprits])}{on} {_is(culprits)} at fault"
+    return f"{name_ranks([culprit.rank for culprit in culprits])}{on} {_is(culprits)} at fault"
 
 
 def _guess(ranks: Sequence[RankFacts]) -> str:
@@ -105,19 +109,19 @@ def _guess(ranks: Sequence[RankFacts]) -> str:
     for states, what in (("T", "stopped"), ("Z", "a zombie")):
         odd = [rank.rank for rank in alive if rank.state in states]
         if odd:
-            return f"{named(odd)} {_is(odd)} {what}"
+            return f"{name_ranks(odd)} {_is(odd)} {what}"
     places = [(rank.step, rank.collectives) for rank in alive if rank.step >= 0]
     if places and min(places) < max(places):
         odd = [rank.rank for rank in alive if (rank.step, rank.collectives) == min(places)]
-        return f"{named(odd)} {_is(odd)} behind the others"
+        return f"{name_ranks(odd)} {_is(odd)} behind the others"
     inside = [rank for rank in alive if rank.where in _WAITS]
     outside = [rank.rank for rank in alive if rank.where == "elsewhere"]
     if inside and outside:
-        return f"{named(outside)} {_is(outside)} not where the others wait"
+        return f"{name_ranks(outside)} {_is(outside)} not where the others wait"
     return "the facts single nobody out"
 
 
-def waiting(ranks: Sequence[RankFacts]) -> tuple[str, ...]:
+def describe_waits(ranks: Sequence[RankFacts]) -> tuple[str, ...]:
     """Who waited where, one sentence for each place, the largest crowd first."""
     crowds: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank in ranks:
@@ -130,21 +134,21 @@ def waiting(ranks: Sequence[RankFacts]) -> tuple[str, ...]:
     sentences = []
     for (where, function, barrier), who in sorted(crowds.items(), key=lambda one: (-len(one[1]), one[1])):
         if where == "exited":
-            sentences.append(f"{named(who)} had ended with code 0")
+            sentences.append(f"{name_ranks(who)} had ended with code 0")
         elif where in ("T", "Z"):
             zombie = "a zombie" if len(who) == 1 else "zombies"
-            sentences.append(f"{named(who)} {_is(who)} {'stopped' if where == 'T' else zombie}")
+            sentences.append(f"{name_ranks(who)} {_is(who)} {'stopped' if where == 'T' else zombie}")
         elif where in _WAITS:
             verb = _WAITS[where] if len(who) > 1 else _WAITS[where].replace("wait", "waits", 1)
             at = f" {barrier!r}" if where == "barrier" and barrier else ""
-            sentences.append(f"{named(who)} {verb}{at}" + (f" ({function})" if function else ""))
+            sentences.append(f"{name_ranks(who)} {verb}{at}" + (f" ({function})" if function else ""))
         else:
             inside = f", in {function}" if function else ""
-            sentences.append(f"{named(who)} {_is(who)} outside any collective{inside}")
+            sentences.append(f"{name_ranks(who)} {_is(who)} outside any collective{inside}")
     return tuple(sentences)
 
 
-def remarks(rank: RankFacts, holder: Thread | None) -> tuple[str, ...]:
+def remarks(rank: RankFacts, holder: ShownThread | None) -> tuple[str, ...]:
     """What of one rank's /proc facts a person needs to know."""
     said = []
     if rank.state == "T":

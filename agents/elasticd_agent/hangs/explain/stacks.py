@@ -32,7 +32,7 @@ _KNOWN = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class ShownFrame:
     """One call. `file` is short where its start says nothing (site-packages, the standard library)."""
 
     function: str
@@ -54,11 +54,11 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Thread:
+class ShownThread:
     """One thread, innermost call first."""
 
     name: str
-    frames: tuple[Frame, ...]
+    frames: tuple[ShownFrame, ...]
     main: bool = False
     state: str = ""  # py-spy's: idle, active, active+gil
     process: int = 0
@@ -69,20 +69,20 @@ class Thread:
         return self.state.endswith("+gil")
 
     @property
-    def own(self) -> Frame | None:
+    def own(self) -> ShownFrame | None:
         """The innermost call of the script's own code."""
         return next((frame for frame in self.frames if not frame.library), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Stacks:
+class RankStacks:
     """One rank's threads, its own process first; `source` is who wrote them."""
 
     source: str
-    threads: tuple[Thread, ...]
+    threads: tuple[ShownThread, ...]
 
     @property
-    def main(self) -> Thread | None:
+    def main(self) -> ShownThread | None:
         return next((thread for thread in self.threads if thread.main), None)
 
     @property
@@ -92,18 +92,18 @@ class Stacks:
         return tuple((f.function, f.file, f.line) for f in thread.frames) if thread is not None else ()
 
 
-def parse(text: str) -> Stacks | None:
+def parse(text: str) -> RankStacks | None:
     """The stacks in `text`; None when there are none."""
     threads = _parsed(text.splitlines())
     if not threads:
         return None
     source = "py-spy" if any(thread.process for thread in threads) else "faulthandler"
-    return Stacks(source, tuple(_with_main(threads)))
+    return RankStacks(source, tuple(_with_main(threads)))
 
 
-def _parsed(lines: Sequence[str]) -> list[Thread]:
-    threads: list[Thread] = []
-    frames: list[Frame] = []
+def _parsed(lines: Sequence[str]) -> list[ShownThread]:
+    threads: list[ShownThread] = []
+    frames: list[ShownFrame] = []
     process, below = 0, ""
     for line in lines:
         frame = None
@@ -113,14 +113,14 @@ def _parsed(lines: Sequence[str]) -> list[Thread]:
             process = int(found[1])
         elif found := _HANDLER_THREAD.fullmatch(line):
             frames = []
-            threads.append(Thread(found[3] or f"0x{found[2].lstrip('0')}", (), found[1] == "Current thread"))
+            threads.append(ShownThread(found[3] or f"0x{found[2].lstrip('0')}", (), found[1] == "Current thread"))
         elif found := _HANDLER_FRAME.fullmatch(line):
             number = int(found[2]) if found[2].isdecimal() else 0
             frame = _frame(found[3], found[1], number)
         elif process and (found := _SPY_THREAD.fullmatch(line)):
             frames = []
             own = found[1] == str(process)
-            threads.append(Thread(found[3] or found[1], (), own, found[2] or "", process, below))
+            threads.append(ShownThread(found[3] or found[1], (), own, found[2] or "", process, below))
         elif process and (found := _SPY_FRAME.fullmatch(line)):
             frame = _frame(found[1], found[2], int(found[3] or 0))
         if frame is not None and threads and len(frames) < MOST_FRAMES:
@@ -131,7 +131,7 @@ def _parsed(lines: Sequence[str]) -> list[Thread]:
     return threads
 
 
-def _with_main(threads: list[Thread]) -> list[Thread]:
+def _with_main(threads: list[ShownThread]) -> list[ShownThread]:
     """Exactly one main thread, first. faulthandler's "current" is whichever thread ran the signal's handler."""
     own = [i for i, thread in enumerate(threads) if not thread.below]
     spied = [i for i in own if threads[i].process and threads[i].main]
@@ -141,12 +141,12 @@ def _with_main(threads: list[Thread]) -> list[Thread]:
     return sorted(marked, key=lambda thread: (not thread.main, bool(thread.below)))
 
 
-def _frame(function: str, file: str, line: int) -> Frame:
-    short, library = place(file)
-    return Frame(function, short, line, library)
+def _frame(function: str, file: str, line: int) -> ShownFrame:
+    short, library = shorten(file)
+    return ShownFrame(function, short, line, library)
 
 
-def place(file: str) -> tuple[str, str]:
+def shorten(file: str) -> tuple[str, str]:
     """The file's name as a person reads it, and the library it belongs to ("" for the script's own code)."""
     if found := _PACKAGES.match(file):
         short = file[found.end() :]
@@ -172,17 +172,17 @@ def _top(short: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
+class FoldedFrames:
     """Frames nobody needs to see, between or below those that matter."""
 
     count: int
     libraries: tuple[str, ...]
 
 
-def folded(thread: Thread, most: int = 12) -> list[Frame | Folded]:
+def fold_frames(thread: ShownThread, most: int = 12) -> list[ShownFrame | FoldedFrames]:
     """What to show of the thread: where it is now, the script's own calls, and of libraries only how many."""
-    shown: list[Frame | Folded] = []
-    hidden: list[Frame] = []
+    shown: list[ShownFrame | FoldedFrames] = []
+    hidden: list[ShownFrame] = []
     left = most
     for index, frame in enumerate(thread.frames):
         if index == 0 or (not frame.library and left > 0):
@@ -195,5 +195,5 @@ def folded(thread: Thread, most: int = 12) -> list[Frame | Folded]:
     return [*shown, _fold(hidden)] if hidden else shown
 
 
-def _fold(frames: Sequence[Frame]) -> Folded:
-    return Folded(len(frames), tuple(dict.fromkeys(frame.library or "the script" for frame in frames)))
+def _fold(frames: Sequence[ShownFrame]) -> FoldedFrames:
+    return FoldedFrames(len(frames), tuple(dict.fromkeys(frame.library or "the script" for frame in frames)))

@@ -12,14 +12,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from elasticd_agent.hangs.explain.flight_recorder import GroupFlight
-from elasticd_agent.hangs.explain.model import Explanation, Followed, RankFacts, Same, named
-from elasticd_agent.hangs.explain.phrases import DO, STATES
-from elasticd_agent.hangs.explain.stacks import Folded, Frame, Thread, folded
+from elasticd_agent.hangs.explain.flight_recorder import GroupComparison
+from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, StackGroup, name_ranks
+from elasticd_agent.hangs.explain.phrases import ADVICE, STATE_NAMES
+from elasticd_agent.hangs.explain.stacks import FoldedFrames, ShownFrame, ShownThread, fold_frames
 
 WIDTH = 110
-LAST_LINES = 12
-MOST_ROWS = 16
+SUMMARY_LINES = 12
+MAX_ROWS = 16
 """More ranks than that share rows where they do the same."""
 _LOG_SHOWN = 8
 _GPU_FACTS = (
@@ -56,23 +56,23 @@ def summary(explained: Explanation, width: int = WIDTH) -> list[str]:
     """The page in at most LAST_LINES lines: the job's last words after a hang."""
     lines = _wrap(_capital(explained.headline) + ".", width)[:3]
     lines += [f"  {_capital(sentence)}." for sentence in explained.waiting[:3]]
-    for same in explained.same:
+    for same in explained.stack_groups:
         if not any(rank.culprit for rank in explained.ranks if rank.rank in same.ranks):
             continue
         main = same.stacks.main
-        frames = [one for one in folded(main) if isinstance(one, Frame)] if main is not None else []
-        lines += [f"  {named(same.ranks)}: {_frame(frame)}" for frame in frames[:2]]
+        frames = [one for one in fold_frames(main) if isinstance(one, ShownFrame)] if main is not None else []
+        lines += [f"  {name_ranks(same.ranks)}: {_frame(frame)}" for frame in frames[:2]]
         break
     for rank in explained.blamed[:1]:
         lines += [f"  rank {rank.rank}'s last line: {line.strip()}" for line in rank.log[-1:] if line.strip()]
     more = f"  everything else: elasticd explain {explained.directory}"
-    return [_visible(line)[: 2 * width] for line in [*lines[: LAST_LINES - 1], more]]
+    return [_visible(line)[: 2 * width] for line in [*lines[: SUMMARY_LINES - 1], more]]
 
 
 def _facts(explained: Explanation, width: int) -> list[str]:
     verdict, rows = explained.verdict, []
     if verdict is not None:
-        rows.append(("cause", verdict.cause + (f": {DO[verdict.cause]}" if verdict.cause in DO else "")))
+        rows.append(("cause", verdict.cause + (f": {ADVICE[verdict.cause]}" if verdict.cause in ADVICE else "")))
         if verdict.at_wall:
             began = _moment(verdict.at_wall - verdict.seen_after_s)
             rows += [("but", said) for one in explained.flight if (said := _otherwise(one, explained))]
@@ -92,18 +92,18 @@ def _facts(explained: Explanation, width: int) -> list[str]:
     return lines
 
 
-def _otherwise(one: GroupFlight, explained: Explanation) -> str:
+def _otherwise(one: GroupComparison, explained: Explanation) -> str:
     """Collectives of other groups than the default one are not counted: who is blamed may wait for one that is not."""
     waits = [rank.rank for rank in explained.blamed if rank.rank in (one.pending or {})]
-    if one.waiting_for is None or not waits or any(rank.rank in one.lacking for rank in explained.blamed):
+    if one.waiting_for is None or not waits or any(rank.rank in one.missing for rank in explained.blamed):
         return ""
-    lacks, have = named(one.lacking), "has" if len(one.lacking) == 1 else "have"
-    said = f"{named(waits)} {'waits' if len(waits) == 1 else 'wait'} in {one.group} for {lacks}"
+    lacks, have = name_ranks(one.missing), "has" if len(one.missing) == 1 else "have"
+    said = f"{name_ranks(waits)} {'waits' if len(waits) == 1 else 'wait'} in {one.group} for {lacks}"
     return f"{said}, which {have} not issued {one.waiting_for} there: look at {lacks} first"
 
 
 def _done(explained: Explanation) -> str:
-    verdict, followed = explained.verdict, explained.followed
+    verdict, followed = explained.verdict, explained.aftermath
     if verdict is not None and verdict.action == "report":
         done = "only said so (--on-hang report): nobody was killed"
         return f"{done}; round {followed.round} followed later" if followed.round else done
@@ -119,7 +119,7 @@ def _done(explained: Explanation) -> str:
     return "; ".join(parts)
 
 
-def _next(followed: Followed, reached: int) -> str:
+def _next(followed: Aftermath, reached: int) -> str:
     text = f"round {followed.round} followed"
     if followed.world_size:
         workers = f"{followed.world_size} worker" + ("" if followed.world_size == 1 else "s")
@@ -141,7 +141,7 @@ _RIGHT = (1, 3, 5, 6, 7)
 
 def _table(explained: Explanation, width: int) -> list[str]:
     ranks = explained.ranks
-    rows = [_row([rank]) for rank in ranks] if len(ranks) <= MOST_ROWS else _shared(ranks)
+    rows = [_row([rank]) for rank in ranks] if len(ranks) <= MAX_ROWS else _shared(ranks)
     if not rows:
         return []
     cells = [_COLUMNS, *rows]
@@ -162,11 +162,13 @@ def _shared(ranks: Sequence[RankFacts]) -> list[tuple[str, ...]]:
 def _row(crowd: Sequence[RankFacts]) -> tuple[str, ...]:
     one = crowd[0]
     nodes = sorted({rank.node for rank in crowd if rank.node})
-    state = STATES.get(one.state, one.state) + (f" {one.stopped_s:.1f} s" if one.state == "T" and one.stopped_s else "")
+    state = STATE_NAMES.get(one.state, one.state) + (
+        f" {one.stopped_s:.1f} s" if one.state == "T" and one.stopped_s else ""
+    )
     idle = [rank.idle_s for rank in crowd if rank.idle_s >= 0]
     return (
         ">" if one.culprit else "",
-        named([rank.rank for rank in crowd]).partition(" ")[2],
+        name_ranks([rank.rank for rank in crowd]).partition(" ")[2],
         nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes" if nodes else "?",
         str(one.slot) if len(crowd) == 1 and one.slot >= 0 else "",
         one.phase or "?",
@@ -208,15 +210,15 @@ def _remarks(explained: Explanation, width: int) -> list[str]:
     for rank in sorted(explained.ranks, key=lambda rank: (not rank.culprit, rank.rank)):
         for remark in rank.remarks:
             said[remark].append(rank.rank)
-    return [line for what, who in said.items() for line in _wrap(f"{named(who)}: {what}", width, "  ", "    ")]
+    return [line for what, who in said.items() for line in _wrap(f"{name_ranks(who)}: {what}", width, "  ", "    ")]
 
 
 def _stacks(explained: Explanation) -> list[str]:
     culprits = {rank.rank for rank in explained.blamed}
     lines: list[str] = []
-    for same in explained.same[:8]:
+    for same in explained.stack_groups[:8]:
         blamed = bool(culprits.intersection(same.ranks))
-        lines += [f"{'>' if blamed else ' '} {_alike(same, len(explained.same))} ({same.stacks.source})"]
+        lines += [f"{'>' if blamed else ' '} {_alike(same, len(explained.stack_groups))} ({same.stacks.source})"]
         # Of those who only wait, the main thread says it all; the culprit's others may hold what it waits for.
         threads = same.stacks.threads if blamed else [thread for thread in same.stacks.threads if thread.main]
         shown = [thread for thread in threads if thread.main or thread.own is not None]
@@ -224,26 +226,26 @@ def _stacks(explained: Explanation) -> list[str]:
             lines += _thread(thread, alone=len(shown) == 1)
         if hidden := len(same.stacks.threads) - len(shown[:6]):
             lines.append(f"      and {hidden} other thread{'' if hidden == 1 else 's'}")
-    if len(explained.same) > 8:
-        left = [rank for same in explained.same[8:] for rank in same.ranks]
-        lines.append(f"  {named(left)}: {len(explained.same) - 8} more stacks, see the files")
+    if len(explained.stack_groups) > 8:
+        left = [rank for same in explained.stack_groups[8:] for rank in same.ranks]
+        lines.append(f"  {name_ranks(left)}: {len(explained.stack_groups) - 8} more stacks, see the files")
     return lines
 
 
-def _alike(same: Same, all_of_them: int) -> str:
+def _alike(same: StackGroup, all_of_them: int) -> str:
     if len(same.ranks) == 1:
-        return f"{named(same.ranks)}" + (" differs" if all_of_them > 1 and same.differs else "")
-    return f"{named(same.ranks)} are identical"
+        return f"{name_ranks(same.ranks)}" + (" differs" if all_of_them > 1 and same.differs else "")
+    return f"{name_ranks(same.ranks)} are identical"
 
 
-def _thread(thread: Thread, alone: bool) -> list[str]:
+def _thread(thread: ShownThread, alone: bool) -> list[str]:
     lines = []
     state = f" ({thread.state})" if thread.state not in ("", "idle") else ""
     if not alone or state:
         name = "main thread" if thread.main else f"thread {thread.name}"
         lines.append(f"    {name}{' of ' + thread.below if thread.below else ''}{state}")
-    for one in folded(thread):
-        if isinstance(one, Folded):
+    for one in fold_frames(thread):
+        if isinstance(one, FoldedFrames):
             lines.append(
                 f"        … {one.count} frame{'' if one.count == 1 else 's'} of {', '.join(one.libraries[:4])}"
             )
@@ -254,7 +256,7 @@ def _thread(thread: Thread, alone: bool) -> list[str]:
     return lines
 
 
-def _frame(frame: Frame) -> str:
+def _frame(frame: ShownFrame) -> str:
     return f"{frame.function}  {frame.at}"
 
 
@@ -263,10 +265,10 @@ def _recorders(explained: Explanation, width: int) -> list[str]:
     have = {rank for one in explained.flight for rank in one.last}
     silent = [rank.rank for rank in explained.ranks if rank.rank not in have and not rank.exited]
     # A rank that is stopped, or holds the GIL, cannot write its recording.
-    return [*lines, f"  there is none of {named(silent)}"] if lines and silent else lines
+    return [*lines, f"  there is none of {name_ranks(silent)}"] if lines and silent else lines
 
 
-def _recorded(one: GroupFlight, explained: Explanation, width: int) -> list[str]:
+def _recorded(one: GroupComparison, explained: Explanation, width: int) -> list[str]:
     if explained.kind != "dump":
         return _flight(one, width)
     # Ranks that train are read one after the other: that one is a collective further says nothing.
@@ -275,41 +277,41 @@ def _recorded(one: GroupFlight, explained: Explanation, width: int) -> list[str]
     return [f"  {one.group}: last issued {newest}"] if newest is not None else []
 
 
-def _flight(one: GroupFlight, width: int) -> list[str]:
+def _flight(one: GroupComparison, width: int) -> list[str]:
     lines = []
     if one.differing is not None:
-        said = "; ".join(f"{named(who)} issued {what}" for what, who in one.differing.items())
+        said = "; ".join(f"{name_ranks(who)} issued {what}" for what, who in one.differing.items())
         lines += _wrap(f"{one.group}: the ranks issued different collectives: {said}", width, "  ", "    ")
-    if one.lacking and one.waiting_for is not None:
-        who = [rank for rank in one.last if rank not in one.lacking]
-        have = "has" if len(one.lacking) == 1 else "have"
-        others = f"{named(who)} {'has' if len(who) == 1 else 'have'}"
-        said = f"{named(one.lacking)} {have} not issued {one.waiting_for}, which {others}"
+    if one.missing and one.waiting_for is not None:
+        who = [rank for rank in one.last if rank not in one.missing]
+        have = "has" if len(one.missing) == 1 else "have"
+        others = f"{name_ranks(who)} {'has' if len(who) == 1 else 'have'}"
+        said = f"{name_ranks(one.missing)} {have} not issued {one.waiting_for}, which {others}"
         lines += _wrap(f"{one.group}: {said}", width, "  ", "    ")
     issued_last = {str(issued) for issued in one.last.values()}
     if not lines and len(issued_last) == 1 and not one.pending:
         lines.append(f"  {one.group}: all issued the same, last {issued_last.pop()}")
     elif not lines:
-        lines.append(f"  {one.group}, by {named(list(one.last))}:")
+        lines.append(f"  {one.group}, by {name_ranks(list(one.last))}:")
     by_what: dict[str, list[int]] = defaultdict(list)
     for rank, issued in (one.pending or {}).items():
         by_what[str(issued)].append(rank)
-    lines += [f"    not finished: {what}, on {named(who)}" for what, who in by_what.items()]
+    lines += [f"    not finished: {what}, on {name_ranks(who)}" for what, who in by_what.items()]
     return lines
 
 
 def _gpus(explained: Explanation, width: int) -> list[str]:
     """The sick ones with what is wrong; of the others how busy they are, which is what tells a hang from work."""
     lines = []
-    for gpu in explained.gpus[:MOST_ROWS]:
+    for gpu in explained.gpus[:MAX_ROWS]:
         facts = dict(gpu.facts)
         told = [gpu.trouble] if gpu.trouble else []
         told += [f"{label} {facts[name]}{unit}" for name, label, unit in _GPU_FACTS if name in facts]
         lines += _wrap(
             f"{gpu.name}: {', '.join(told) or 'nothing is known'}", width, "> " if gpu.trouble else "  ", "    "
         )
-    if len(explained.gpus) > MOST_ROWS:
-        lines.append(f"  and {len(explained.gpus) - MOST_ROWS} more, see --json")
+    if len(explained.gpus) > MAX_ROWS:
+        lines.append(f"  and {len(explained.gpus) - MAX_ROWS} more, see --json")
     return lines
 
 
@@ -323,7 +325,7 @@ def _log(rank: RankFacts, width: int) -> list[str]:
 
 
 def _moments(explained: Explanation) -> list[str]:
-    return [f"  {_clock(one.wall)}  {one.what[:300]}" for one in explained.followed.moments]
+    return [f"  {_clock(one.wall)}  {one.text[:300]}" for one in explained.aftermath.moments]
 
 
 def _others(explained: Explanation, width: int) -> list[str]:

@@ -23,13 +23,13 @@ class Certificates:
     def __init__(self, cert: Path, key: Path) -> None:
         self._cert, self._key = cert, key
         self._lock = threading.Lock()
-        self._stamp = self._look()
+        self._stamp = self._file_stamps()
         self._context = self._load()
 
     def context(self) -> ssl.SSLContext:
         """The newest that could be loaded."""
         with self._lock:
-            stamp = self._look()
+            stamp = self._file_stamps()
             if stamp != self._stamp:
                 self._stamp = stamp
                 try:
@@ -38,7 +38,7 @@ class Certificates:
                     _log.warning("%s; the certificate from before goes on being shown", error)
             return self._context
 
-    def _look(self) -> tuple[object, ...]:
+    def _file_stamps(self) -> tuple[object, ...]:
         """Whatever changes when one of the files does; a file that is away for a moment has not changed."""
         found: list[object] = []
         for path in (self._cert, self._key):

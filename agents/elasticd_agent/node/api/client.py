@@ -21,16 +21,16 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from elasticd.errors import ElasticdError, UsageError
-from elasticd_agent.store.tls import trusting
-from elasticd_agent.system.control_socket import short
+from elasticd_agent.store.tls import tls_context
+from elasticd_agent.system.control_socket import short_path
 from elasticd_agent.system.http_auth import read_token
 
-ANSWER_BYTES = 64 << 20
+MAX_RESPONSE_BYTES = 64 << 20
 """Evidence of a thousand ranks is some megabytes of JSON."""
 DEFAULT_PORT = 9411
-_OTHER_NAME = (62, 64)
+_NAME_MISMATCH_CODES = (62, 64)
 """X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH (openssl/x509_vfy.h)."""
-_WAYS = "unix:/run/elasticd/agent.sock, http://HOST:PORT or https://HOST:PORT"
+_ADDRESS_FORMS = "unix:/run/elasticd/agent.sock, http://HOST:PORT or https://HOST:PORT"
 
 DEFAULT_SOCKET = "/run/elasticd/agent.sock"
 
@@ -67,7 +67,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class AgentClient:
     """One daemon, at a unix socket or at host:port. `tls_name`: whom its certificate is for, if not for `host`."""
 
     socket: Path | None
@@ -84,15 +84,15 @@ class Client:
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
 
     def get(self, path: str, query: Mapping[str, object] | None = None, within_s: float = 30.0) -> Reply:
-        return self.ask("GET", path, query, within_s=within_s)
+        return self.request("GET", path, query, within_s=within_s)
 
     def post(
         self, path: str, body: bytes = b"", kind: str = "application/json", within_s: float = 30.0,
         query: Mapping[str, object] | None = None,
     ) -> Reply:  # fmt: skip
-        return self.ask("POST", path, query, body=body, kind=kind, within_s=within_s)
+        return self.request("POST", path, query, body=body, kind=kind, within_s=within_s)
 
-    def ask(
+    def request(
         self,
         method: str,
         path: str,
@@ -120,13 +120,13 @@ class Client:
                 sock = connection.sock  # which http.client lets go of once it has the head
                 answer = connection.getresponse()
                 with contextlib.closing(answer):
-                    data = _read(sock, answer, until)
+                    data = _read_body(sock, answer, until)
                 return Reply(answer.status, data, {name.lower(): value for name, value in answer.getheaders()})
         except TimeoutError:
             raise Unreachable(f"the daemon at {self} did not answer within {within_s:.0f} s") from None
         except ssl.SSLCertVerificationError as error:
             advice = "--ca FILE names the authority that signed it"
-            if error.verify_code in _OTHER_NAME:
+            if error.verify_code in _NAME_MISMATCH_CODES:
                 advice = "ask at one of the names or addresses that it is for"
             why = error.verify_message.rstrip(".")
             raise Unreachable(f"{self}: its certificate cannot be trusted: {why}; {advice}") from None
@@ -147,7 +147,7 @@ class Client:
 
 
 class _Connection(http.client.HTTPConnection):
-    def __init__(self, client: Client, within_s: float) -> None:
+    def __init__(self, client: AgentClient, within_s: float) -> None:
         super().__init__(client.host or "elasticd", client.port or None, timeout=within_s)
         self._client, self._within_s = client, within_s
 
@@ -156,7 +156,7 @@ class _Connection(http.client.HTTPConnection):
         if client.socket is not None:
             self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.sock.settimeout(self._within_s)
-            with short(client.socket) as name:
+            with short_path(client.socket) as name:
                 self.sock.connect(name)
             return
         self.sock = socket.create_connection((client.host, client.port), self._within_s)
@@ -169,7 +169,7 @@ class _Connection(http.client.HTTPConnection):
                 raise
 
 
-def _read(sock: socket.socket, answer: http.client.HTTPResponse, until: float) -> bytes:
+def _read_body(sock: socket.socket, answer: http.client.HTTPResponse, until: float) -> bytes:
     parts, size = [], 0
     while not answer.isclosed():  # from Python 3.11.8 and 3.12.2 on its last byte closes it, and the socket with it
         left = until - time.monotonic()
@@ -181,38 +181,38 @@ def _read(sock: socket.socket, answer: http.client.HTTPResponse, until: float) -
             break
         parts.append(part)
         size += len(part)
-        if size > ANSWER_BYTES:
-            raise Unreachable(f"an answer of more than {ANSWER_BYTES >> 20} MiB: that is no daemon's")
+        if size > MAX_RESPONSE_BYTES:
+            raise Unreachable(f"an answer of more than {MAX_RESPONSE_BYTES >> 20} MiB: that is no daemon's")
     if answer.length:  # read1 says nothing of an answer that ends too early
         raise Unreachable("the answer was cut short")
     return b"".join(parts)
 
 
-def open_client(where: str | None, token_file: Path | None, ca: Path | None) -> Client:
+def open_client(where: str | None, token_file: Path | None, ca: Path | None) -> AgentClient:
     """The daemon at `where`; without it, this node's. Raises UsageError."""
     if not where:
-        return Client(Path(DEFAULT_SOCKET))
+        return AgentClient(Path(DEFAULT_SOCKET))
     if where.startswith(("unix:", "/")):
         path = where.removeprefix("unix:")
         if not os.path.isabs(path) or path.endswith("/"):
-            raise UsageError(f"--agent {where}: give an absolute path, as in {_WAYS}")
-        return Client(Path(path))
+            raise UsageError(f"--agent {where}: give an absolute path, as in {_ADDRESS_FORMS}")
+        return AgentClient(Path(path))
     try:
         parts = urlsplit(where)
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port, parts = None, None, urlsplit("")
     if parts.scheme not in ("http", "https") or not host or parts.path.strip("/") or parts.query or parts.username:
-        raise UsageError(f"--agent {where}: give {_WAYS}")
+        raise UsageError(f"--agent {where}: give {_ADDRESS_FORMS}")
     token = None if token_file is None else read_token(token_file, "--token-file")
     tls = client_context(ca) if parts.scheme == "https" else None
-    return Client(None, host, port or DEFAULT_PORT, token, tls)
+    return AgentClient(None, host, port or DEFAULT_PORT, token, tls)
 
 
 def client_context(ca: Path | None) -> ssl.SSLContext:
     """Trusts `ca`, or whom the system trusts. Raises UsageError."""
     try:
-        return trusting(ca)
+        return tls_context(ca)
     except (OSError, ValueError) as error:
         why = (isinstance(error, OSError) and error.strerror) or str(error)
         raise UsageError(f"--ca {ca}: no certificate of an authority can be read: {why}") from None

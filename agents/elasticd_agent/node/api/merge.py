@@ -13,7 +13,7 @@ from typing import Any
 MOST_ROUNDS = 100
 
 
-def joined(rows: Sequence[Mapping[str, Any]], silent: Mapping[str, str]) -> dict[str, Any] | None:
+def merge_progress(rows: Sequence[Mapping[str, Any]], silent: Mapping[str, str]) -> dict[str, Any] | None:
     """`rows`: the one that counts first. `silent`: by node, why it has said nothing. None if nobody knows anything."""
     if not rows:
         return None
@@ -38,12 +38,12 @@ def joined(rows: Sequence[Mapping[str, Any]], silent: Mapping[str, str]) -> dict
         "checkpoint": max(saved, key=lambda one: (_whole(one.get("round")), _whole(one.get("step"))), default=None),
         "rounds": [rounds[number] for number in sorted(rounds)][-MOST_ROUNDS:],
         "ranks": [ranks[rank] for rank in sorted(ranks)],
-        "track": min(tracks, key=_began, default=[]),
+        "track": min(tracks, key=_first_time, default=[]),
         "silent": dict(silent),
     }
 
 
-def _began(track: Sequence[Any]) -> float:
+def _first_time(track: Sequence[Any]) -> float:
     point = track[0]
     return float(point[0]) if isinstance(point, (list, tuple)) and point and isinstance(point[0], (int, float)) else 0.0
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import UsageError
-from elasticd_agent.node.api.client import Client, Reply, Unreachable, client_context
-from elasticd_agent.system.addresses import split
+from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable, client_context
+from elasticd_agent.system.addresses import parse_endpoint
 
-MOST_AT_ONCE = 16
-MOST_NODES = 256
+MAX_PARALLEL = 16
+MAX_NODES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +33,24 @@ class Peers:
     ca: Path | None = None
     tls_name: str | None = None
 
-    def ask(
+    def request(
         self, address: str, method: str, path: str, query: Mapping[str, object] | None = None, within_s: float = 5.0
     ) -> Reply:
         """Raises Unreachable, which covers a daemon that does not let us in."""
         if not address:
             raise Unreachable("its daemon has no address that others reach")
         try:
-            host, port = split(address)
+            host, port = parse_endpoint(address)
             context = client_context(self.ca) if self.tls else None
         except UsageError as error:
             raise Unreachable(str(error)) from None
-        client = Client(None, host, port, self.token(), context, self.tls_name)
-        reply = client.ask(method, path, query, within_s=within_s)
+        client = AgentClient(None, host, port, self.token(), context, self.tls_name)
+        reply = client.request(method, path, query, within_s=within_s)
         if reply.code in (401, 403):
             raise Unreachable(f"the daemon at {client} does not let this one in: {reply.why}")
         return reply
 
-    def ask_all(
+    def request_all(
         self,
         addresses: Mapping[str, str],
         method: str,
@@ -64,7 +64,7 @@ class Peers:
         `meanwhile` is done at the same time, on the caller's thread.
         """
         answers: dict[str, dict[str, Any] | str] = {}
-        left = list(addresses.items())[:MOST_NODES]
+        left = list(addresses.items())[:MAX_NODES]
         until = time.monotonic() + within_s
 
         def work() -> None:
@@ -74,20 +74,20 @@ class Peers:
                 except IndexError:  # another thread had the last one
                     return
                 try:
-                    reply = self.ask(address, method, path, query, rest)
+                    reply = self.request(address, method, path, query, rest)
                     answers[node] = reply.document() if reply.code == 200 else reply.why
                 except Unreachable as error:
                     answers[node] = str(error)
                 except Exception as error:  # noqa: BLE001 one node's answer must not cost the others'
                     answers[node] = f"{type(error).__name__}: {error}"
 
-        names = range(min(MOST_AT_ONCE, len(left)))
+        names = range(min(MAX_PARALLEL, len(left)))
         threads = [threading.Thread(target=work, name="elasticd-http-peers", daemon=True) for _ in names]
         for thread in threads:
             thread.start()
         meanwhile()
         for thread in threads:
             thread.join(max(0.0, until + 0.5 - time.monotonic()))
-        silent, most = f"it did not answer within {within_s:.0f} s", f"not asked: {MOST_NODES} nodes are at once"
-        asked = list(addresses)[:MOST_NODES]
+        silent, most = f"it did not answer within {within_s:.0f} s", f"not asked: {MAX_NODES} nodes are at once"
+        asked = list(addresses)[:MAX_NODES]
         return {node: answers.get(node, silent) if node in asked else most for node in addresses}

@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elasticd_agent.telemetry.goodput import Spent
+from elasticd_agent.telemetry.goodput import GoodputLedger
 
-SET_S = 2.0
+CLOCK_STEP_S = 2.0
 """More than a clock that is only slowed or sped up (by 500 ppm) differs from a monotonic one within an hour."""
-_OF_A_GROUP = frozenset(
+_GROUP_EVENTS = frozenset(
     ("group_started", "first_step", "caught_up", "checkpoint_saved", "hung", "worker_exited", "group_gone")
 )
-MOST_ROUNDS = 1000
+MAX_ROUNDS = 1000
 """Of more only the newest are kept; what they add up to is kept of all."""
 
 
 @dataclass(slots=True)
-class RoundSeen:
+class RoundTimeline:
     """One round, as this node's log tells it. Times are unix seconds; `ranks` are those on this node."""
 
     number: int
@@ -35,15 +35,15 @@ class RoundSeen:
     restarts: int = 0
     at: float = 0.0
     ranks: tuple[int, ...] = ()
-    first_at: float | None = None
+    first_step_at: float | None = None
     first_step: int = 0
-    last_at: float | None = None
+    last_step_at: float | None = None
     last_step: int = 0
-    resumed: int | None = None
+    resumed_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class RoundCost:
     """From the last step of the round before to a round's first one; and how many steps were made again, if known."""
 
     seconds: float
@@ -51,10 +51,10 @@ class Cost:
 
 
 @dataclass(slots=True)
-class Progress:
+class JobTimeline:
     """What the lines so far add up to."""
 
-    rounds: OrderedDict[int, RoundSeen] = field(default_factory=OrderedDict)
+    rounds: OrderedDict[int, RoundTimeline] = field(default_factory=OrderedDict)
     began_at: float | None = None
     ended_at: float | None = None
     outcome: str = ""
@@ -64,11 +64,11 @@ class Progress:
     checkpoint_step: int | None = None
     checkpoint_round: int | None = None
     checkpoint_at: float | None = None
-    _spent: Spent | None = None
-    _lost_s: float = 0.0  # before the fault that is being made good
-    _open: int | None = None  # the round that was seen to step last
-    _ahead_s: float = 0.0  # by how much the node's clock has been set forward, or back, since the first line
-    _booted: tuple[int, float] | None = None  # in which round, and unix seconds less monotonic ones there
+    _ledger: GoodputLedger | None = None
+    _lost_before_fault_s: float = 0.0  # before the fault that is being made good
+    _training_round: int | None = None  # the round that was seen to step last
+    _clock_offset_s: float = 0.0  # by how much the node's clock has been set forward, or back, since the first line
+    _clock_base: tuple[int, float] | None = None  # in which round, and unix seconds less monotonic ones there
 
     def feed(self, line: Mapping[str, Any]) -> None:
         """One line of the log; what makes no sense is passed over."""
@@ -77,36 +77,36 @@ class Progress:
             return
         if self.began_at is None:
             self.began_at = at
-        self._look_at_the_clock(at, number, line)
-        self._account(at - self._ahead_s, line)
+        self._detect_clock_step(at, number, line)
+        self._account(at - self._clock_offset_s, line)
         match line.get("kind"):
             case "round_published":
-                self._published(number, at, line)
+                self._on_round_published(number, at, line)
             case "group_started":
                 self._round(number, at).ranks = tuple(r for r in _listed(line.get("ranks")) if isinstance(r, int))
             case "resumed":
-                step = self._round(number, at).resumed = _whole(line.get("step"))
+                step = self._round(number, at).resumed_step = _whole(line.get("step"))
                 if step is not None and (self.checkpoint_step is None or step > self.checkpoint_step):
                     self.checkpoint_step, self.checkpoint_round, self.checkpoint_at = step, number, at  # another node's
             case "first_step":
                 # Of a hang that another node judged, only this says here when it began: the clock is the node's own.
-                if (ago := _number(line.get("recovery_seconds"))) is not None and self._open != number:
-                    self._over(self._open, at - ago)
-                self._first_step(number, at, _whole(line.get("step")) or 1)
+                if (ago := _number(line.get("recovery_seconds"))) is not None and self._training_round != number:
+                    self._end_training(self._training_round, at - ago)
+                self._on_first_step(number, at, _whole(line.get("step")) or 1)
             case "checkpoint_saved":
                 self.checkpoint_step, self.checkpoint_round, self.checkpoint_at = _whole(line.get("step")), number, at
-                self._reached(number, at, self.checkpoint_step)
+                self._on_step(number, at, self.checkpoint_step)
             case "hung":
-                self._over(number, at - (_number(line.get("seconds")) or 0.0))
+                self._end_training(number, at - (_number(line.get("seconds")) or 0.0))
             case "worker_exited":
-                self._reached(number, None, _whole(line.get("step")))
-                self._over(number, at)
+                self._on_step(number, None, _whole(line.get("step")))
+                self._end_training(number, at)
             case "hold_over" if number in self.rounds:
-                self.rounds[number].last_at = None
+                self.rounds[number].last_step_at = None
             case "group_gone" | "holding":
-                self._over(number, at)
+                self._end_training(number, at)
             case "job_ended":
-                self._ended(number, at, line)
+                self._on_job_ended(number, at, line)
 
     def goodput(self, now: float) -> float | None:
         """The useful part of the time since the start, as `elasticd_time_seconds_total` counts it on this node.
@@ -114,44 +114,46 @@ class Progress:
         None before the first step. `now` is unix seconds. Where the log does not tell yet when the last step before a
         fault was made, the time until its first sign counts as useful.
         """
-        if self._spent is None or not self._spent.high_water:
+        if self._ledger is None or not self._ledger.high_water:
             return None
-        return self._spent.until((self.ended_at if self.ended_at is not None else now) - self._ahead_s).goodput
+        return self._ledger.totals_at(
+            (self.ended_at if self.ended_at is not None else now) - self._clock_offset_s
+        ).goodput
 
-    def costs(self, now: float) -> dict[int, Cost]:
+    def costs(self, now: float) -> dict[int, RoundCost]:
         """What each round that followed another cost. `now` is unix seconds: until then the newest one still does."""
-        found: dict[int, Cost] = {}
-        before: RoundSeen | None = None
+        found: dict[int, RoundCost] = {}
+        before: RoundTimeline | None = None
         newest = self.newest()
         for one in self.rounds.values():
-            until = one.first_at
+            until = one.first_step_at
             if until is None and one is newest:
                 until = self.ended_at if self.ended_at is not None else now
-            if before is not None and before.last_at is not None and until is not None:
+            if before is not None and before.last_step_at is not None and until is not None:
                 # A script that counts its own steps from 1 in every process does not say what it went on from.
-                went_on = one.resumed if one.resumed is not None else one.first_step - 1 or None
-                steps = None if one.first_at is None or went_on is None else max(0, before.last_step - went_on)
-                found[one.number] = Cost(max(0.0, until - before.last_at), steps)
-            if one.first_at is not None:
+                went_on = one.resumed_step if one.resumed_step is not None else one.first_step - 1 or None
+                steps = None if one.first_step_at is None or went_on is None else max(0, before.last_step - went_on)
+                found[one.number] = RoundCost(max(0.0, until - before.last_step_at), steps)
+            if one.first_step_at is not None:
                 before = one
         return found
 
-    def newest(self) -> RoundSeen | None:
+    def newest(self) -> RoundTimeline | None:
         return next(reversed(self.rounds.values()), None)
 
-    def _look_at_the_clock(self, at: float, number: int, line: Mapping[str, Any]) -> None:
+    def _detect_clock_step(self, at: float, number: int, line: Mapping[str, Any]) -> None:
         """A clock that is set is no time that has passed. Seen within a round: before another the node may have been
         restarted, which begins another monotonic clock.
         """
         mono = _number(line.get("mono"))
-        if mono is None or line.get("kind") not in _OF_A_GROUP:
+        if mono is None or line.get("kind") not in _GROUP_EVENTS:
             return
-        before, self._booted = self._booted, (number, at - mono)
-        if before is not None and before[0] == number and abs(forward_s := at - mono - before[1]) > SET_S:
-            self._ahead_s += forward_s
+        before, self._clock_base = self._clock_base, (number, at - mono)
+        if before is not None and before[0] == number and abs(forward_s := at - mono - before[1]) > CLOCK_STEP_S:
+            self._clock_offset_s += forward_s
 
-    def _published(self, number: int, at: float, line: Mapping[str, Any]) -> None:
-        self._over(self._open, at)
+    def _on_round_published(self, number: int, at: float, line: Mapping[str, Any]) -> None:
+        self._end_training(self._training_round, at)
         self.ended_at, self.outcome = None, ""  # another runner of the same job went on
         one = self._round(number, at)
         one.at = at
@@ -161,89 +163,89 @@ class Progress:
         one.lost = tuple(str(node) for node in _listed(line.get("lost")))
         one.restarts = self.restarts = max(self.restarts, _whole(line.get("restarts")) or 0)
 
-    def _first_step(self, number: int, at: float, step: int) -> None:
+    def _on_first_step(self, number: int, at: float, step: int) -> None:
         one = self._round(number, at)
-        if one.first_at is not None:
+        if one.first_step_at is not None:
             return
-        one.first_at, one.first_step, one.last_step = at, step, step
-        self.step, self._open = step, number
+        one.first_step_at, one.first_step, one.last_step = at, step, step
+        self.step, self._training_round = step, number
 
-    def _reached(self, number: int, at: float | None, step: int | None) -> None:
+    def _on_step(self, number: int, at: float | None, step: int | None) -> None:
         one = self.rounds.get(number)
         if one is not None and step is not None:
             one.last_step = max(one.last_step, step)
             self.step = step if self.step is None else max(step, self.step)
 
-    def _over(self, number: int | None, at: float) -> None:
+    def _end_training(self, number: int | None, at: float) -> None:
         """Whatever this round still does after `at` is no training."""
         one = self.rounds.get(number) if number is not None else None
-        if one is not None and one.first_at is not None and (one.last_at is None or at < one.last_at):
-            one.last_at = max(at, one.first_at)
+        if one is not None and one.first_step_at is not None and (one.last_step_at is None or at < one.last_step_at):
+            one.last_step_at = max(at, one.first_step_at)
 
     def _account(self, at: float, line: Mapping[str, Any]) -> None:
         """What the line says of the time, as the ledger that its writer kept would."""
-        spent = Spent(at) if self._spent is None else self._spent
+        spent = GoodputLedger(at) if self._ledger is None else self._ledger
         step = _whole(line.get("step"))
         match line.get("kind"):
             case "round_published":
                 if line.get("cause", "start") not in ("", "start", "resize") or _listed(line.get("lost")):
-                    spent = self._broke(spent, at)
+                    spent = self._on_fault(spent, at)
                 nodes = _listed(line.get("nodes"))
                 member = "node" not in line or line["node"] in nodes
-                spent = spent.proceeded(at).paused()
-                spent = spent.goes_on(at) if member else spent.waits(at)
+                spent = spent.on_progress(at).on_pause()
+                spent = spent.on_resume(at) if member else spent.on_wait(at)
             case "first_step":
-                spent = spent.stepped(step or 1, at)
+                spent = spent.on_step(step or 1, at)
             case "caught_up" if step:
-                spent = spent.stepped(max(step, spent.high_water + 1), at)
-                spent = _corrected(spent, self._lost_s, _number(line.get("seconds")) or 0.0)
+                spent = spent.on_step(max(step, spent.high_water + 1), at)
+                spent = _corrected(spent, self._lost_before_fault_s, _number(line.get("seconds")) or 0.0)
             case "checkpoint_saved" if step and spent.high_water and step > spent.high_water:
-                one = self.rounds.get(self._open) if self._open is not None else None
-                goes_on = one is not None and one.number == line.get("round") and one.last_at is None
-                spent = spent.stepped(step, at) if goes_on else spent.late(step, at)
+                one = self.rounds.get(self._training_round) if self._training_round is not None else None
+                goes_on = one is not None and one.number == line.get("round") and one.last_step_at is None
+                spent = spent.on_step(step, at) if goes_on else spent.on_late_step(step, at)
             case "worker_exited" if not line.get("asked") and line.get("exit_code") == 0:
-                spent = spent.proceeded(at)
+                spent = spent.on_progress(at)
             case "worker_exited":
-                spent = (spent if line.get("asked") else self._broke(spent, at)).late(step or 0, at)
+                spent = (spent if line.get("asked") else self._on_fault(spent, at)).on_late_step(step or 0, at)
             case "hung":
-                spent = self._broke(spent, at - (_number(line.get("seconds")) or 0.0))
+                spent = self._on_fault(spent, at - (_number(line.get("seconds")) or 0.0))
             case "store_exited":
-                spent = self._broke(spent, at)
+                spent = self._on_fault(spent, at)
             case "waiting" if line.get("nodes") and spent.state == "lost":
-                spent = spent.waits(at)
+                spent = spent.on_wait(at)
             case "holding" | "stop_requested" | "group_gone" | "job_ended":
-                spent = spent.proceeded(at).paused()
-        self._spent = spent
+                spent = spent.on_progress(at).on_pause()
+        self._ledger = spent
 
-    def _broke(self, spent: Spent, at: float) -> Spent:
-        spent = spent.proceeded(at)
+    def _on_fault(self, spent: GoodputLedger, at: float) -> GoodputLedger:
+        spent = spent.on_progress(at)
         if spent.state != "lost":
-            self._lost_s = spent.decided.lost
-        return spent.broke(at)
+            self._lost_before_fault_s = spent.totals.lost
+        return spent.on_fault(at)
 
-    def _ended(self, number: int, at: float, line: Mapping[str, Any]) -> None:
+    def _on_job_ended(self, number: int, at: float, line: Mapping[str, Any]) -> None:
         step = _whole(line.get("step"))
-        self._reached(number, at, step)
-        self._over(self._open, at)
+        self._on_step(number, at, step)
+        self._end_training(self._training_round, at)
         self.ended_at, self.outcome = at, str(line.get("outcome", ""))
         self.reason = str(line.get("reason", ""))
         self.restarts = max(self.restarts, _whole(line.get("restarts")) or 0)
 
-    def _round(self, number: int, at: float) -> RoundSeen:
+    def _round(self, number: int, at: float) -> RoundTimeline:
         if number not in self.rounds:
-            self.rounds[number] = RoundSeen(number, at=at)
-            while len(self.rounds) > MOST_ROUNDS:
+            self.rounds[number] = RoundTimeline(number, at=at)
+            while len(self.rounds) > MAX_ROUNDS:
                 self.rounds.popitem(last=False)
         return self.rounds[number]
 
 
-def _corrected(spent: Spent, before_s: float, cost_s: float) -> Spent:
+def _corrected(spent: GoodputLedger, before_s: float, cost_s: float) -> GoodputLedger:
     """The writer knew when the last step before the fault had been made, and for how long nodes were waited for."""
-    times = spent.decided
+    times = spent.totals
     more = max(before_s - times.lost, min(cost_s - (times.lost - before_s), times.useful))
     if more > 0:
-        return replace(spent, decided=replace(times, lost=times.lost + more, useful=times.useful - more))
-    return replace(spent, decided=replace(times, lost=times.lost + more, idle=times.idle - more))
+        return replace(spent, totals=replace(times, lost=times.lost + more, useful=times.useful - more))
+    return replace(spent, totals=replace(times, lost=times.lost + more, idle=times.idle - more))
 
 
 def _number(value: object) -> float | None:

@@ -17,16 +17,16 @@ from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.runners import safe_open as plain
 
 STREAMS = ("stdout", "stderr")
-TOLD = "elasticd"
+RUNNER_LOG = "elasticd"
 """The stream of what the node's runner itself has said."""
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 _ROUND = re.compile(r"round-([1-9][0-9]{0,17})")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,9})")
-_MOST_ENTRIES = 100_000
+_MAX_ENTRIES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileSlice:
     """`data` is at `start` of the file, which has `size` bytes; reading goes on at `next`."""
 
     data: bytes
@@ -38,54 +38,54 @@ class Piece:
         return self.start + len(self.data)
 
 
-def rounds(files: JobFiles, rank: int | None = None) -> list[int]:
+def rounds_with_logs(files: JobFiles, rank: int | None = None) -> list[int]:
     """The rounds that have logs here, ascending; with `rank`, those that have some of it."""
-    found = sorted(_numbers(files, (), _ROUND))
-    return found if rank is None else [number for number in found if rank in ranks(files, number)]
+    found = sorted(_numbered_entries(files, (), _ROUND))
+    return found if rank is None else [number for number in found if rank in ranks_with_logs(files, number)]
 
 
-def ranks(files: JobFiles, number: int) -> list[int]:
+def ranks_with_logs(files: JobFiles, number: int) -> list[int]:
     """The ranks whose logs of a round are here."""
-    return sorted(_numbers(files, (f"round-{number}",), _RANK))
+    return sorted(_numbered_entries(files, (f"round-{number}",), _RANK))
 
 
-def newest_round(files: JobFiles, rank: int) -> int | None:
+def newest_round_of(files: JobFiles, rank: int) -> int | None:
     """The newest round that has logs of this rank here. Looks at few folders where there are many."""
-    for number in reversed(rounds(files)):
-        if rank in ranks(files, number):
+    for number in reversed(rounds_with_logs(files)):
+        if rank in ranks_with_logs(files, number):
             return number
     return None
 
 
-def read(files: JobFiles, number: int, rank: int, stream: str, offset: int, limit: int) -> Piece | None:
+def read_rank_log(files: JobFiles, number: int, rank: int, stream: str, offset: int, limit: int) -> FileSlice | None:
     """At most `limit` bytes from `offset`; None if there is no such file.
 
     A negative `offset` counts from the end. One beyond the end means that the file has been made smaller since, as
     rotation does: then it is read from its start.
     """
-    return _piece(files.logs, (f"round-{number}", f"rank-{rank}", f"{stream}.log"), offset, limit)
+    return _read_slice(files.logs, (f"round-{number}", f"rank-{rank}", f"{stream}.log"), offset, limit)
 
 
-def told(files: JobFiles, offset: int, limit: int) -> Piece | None:
+def read_runner_log(files: JobFiles, offset: int, limit: int) -> FileSlice | None:
     """The same of what the runner itself has said."""
-    return _piece(files.root, (files.told.name,), offset, limit)
+    return _read_slice(files.root, (files.output.name,), offset, limit)
 
 
-def _piece(root: Path, parts: tuple[str, ...], offset: int, limit: int) -> Piece | None:
+def _read_slice(root: Path, parts: tuple[str, ...], offset: int, limit: int) -> FileSlice | None:
     try:
-        with opened(root, parts) as fd:
+        with open_below(root, parts) as fd:
             size = os.fstat(fd).st_size
             start = max(0, size + offset) if offset < 0 else offset if offset <= size else 0
-            return Piece(os.pread(fd, max(0, min(limit, MOST_BYTES, size - start)), start), start, size)
+            return FileSlice(os.pread(fd, max(0, min(limit, MAX_BYTES, size - start)), start), start, size)
     except (OSError, ValueError):
         return None
 
 
 @contextlib.contextmanager
-def opened(root: Path, parts: tuple[str, ...]) -> Iterator[int]:
+def open_below(root: Path, parts: tuple[str, ...]) -> Iterator[int]:
     """A plain file below `root`, for reading. Raises OSError for anything else, and for a link on the way to it."""
     with _directory(root, parts[:-1]) as directory:
-        fd = plain.opened(parts[-1], os.O_RDONLY, within=directory)
+        fd = plain.open_plain(parts[-1], os.O_RDONLY, dir_fd=directory)
         try:
             yield fd
         finally:
@@ -106,10 +106,10 @@ def _directory(root: Path, parts: tuple[str, ...]) -> Iterator[int]:
         os.close(fd)
 
 
-def _numbers(files: JobFiles, parts: tuple[str, ...], pattern: re.Pattern[str]) -> set[int]:
+def _numbered_entries(files: JobFiles, parts: tuple[str, ...], pattern: re.Pattern[str]) -> set[int]:
     try:
         with _directory(files.logs, parts) as fd, os.scandir(fd) as entries:
-            names = (entry.name for _, entry in zip(range(_MOST_ENTRIES), entries, strict=False))
+            names = (entry.name for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False))
             return {int(found[1]) for found in map(pattern.fullmatch, names) if found is not None}
     except (OSError, ValueError):
         return set()

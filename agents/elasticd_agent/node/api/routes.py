@@ -13,17 +13,17 @@ from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl, unquote
 
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent.config.documents import Kind
+from elasticd_agent.config.documents import FileFormat
 from elasticd_agent.node.api import rank_logs as ranklogs
-from elasticd_agent.node.api.cluster import Asked, Away, Logs, NoSuch
-from elasticd_agent.node.api.server import TEXT, Answer, Knock, Request, said
-from elasticd_agent.node.api.service import Conflict, Desk
-from elasticd_agent.system.bounded_io import Silent
-from elasticd_agent.system.http_auth import Refused
-from elasticd_agent.telemetry.metrics_server import METRICS_TYPE, Pages
+from elasticd_agent.node.api.cluster import LogChunk, LogRequest, NodesUnavailable, NotFound
+from elasticd_agent.node.api.server import TEXT, HttpRequest, HttpResponse, UnauthenticatedRequest, error_response
+from elasticd_agent.node.api.service import Conflict, JobService
+from elasticd_agent.system.bounded_io import DeadlineExceeded
+from elasticd_agent.system.http_auth import AccessDenied
+from elasticd_agent.telemetry.metrics_server import METRICS_TYPE, MonitoringPages
 
-OPEN = ("/metrics", "/healthz", "/readyz")
-_KINDS: dict[str, Kind] = {
+PUBLIC_PATHS = ("/metrics", "/healthz", "/readyz")
+_JOB_FILE_TYPES: dict[str, FileFormat] = {
     "application/toml": "toml",
     "text/x-toml": "toml",
     "application/yaml": "yaml",
@@ -31,10 +31,10 @@ _KINDS: dict[str, Kind] = {
     "text/yaml": "yaml",
     "application/json": "json",
 }
-_MOST_WORDS = 32
+_MAX_PARAMETERS = 32
 
 
-class _Wrong(Exception):
+class _BadRequest(Exception):
     """The request itself: a status, and the sentence that says what would be right."""
 
     def __init__(self, code: int, why: str) -> None:
@@ -43,106 +43,113 @@ class _Wrong(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Api:
+class ApiRoutes:
     """Safe to call from many threads at once. `pages` are the daemon's own."""
 
-    desk: Desk
-    pages: Pages
+    service: JobService
+    pages: MonitoringPages
 
-    def is_open(self, method: str, path: str) -> bool:
-        return path in OPEN and method in ("GET", "HEAD")
+    def is_public(self, method: str, path: str) -> bool:
+        return path in PUBLIC_PATHS and method in ("GET", "HEAD")
 
-    def refused(self, knock: Knock, refused: Refused) -> Answer:
+    def reject(self, knock: UnauthenticatedRequest, refused: AccessDenied) -> HttpResponse:
         challenge = (("WWW-Authenticate", "Bearer"),) if refused.code == 401 else ()
-        return replace(said(refused.code, refused.why), headers=challenge)
+        return replace(error_response(refused.code, refused.why), headers=challenge)
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: HttpRequest) -> HttpResponse:
         try:
             return self._answer(request)
-        except _Wrong as error:
-            return said(error.code, str(error))
-        except NoSuch as error:
-            return said(404, str(error))
+        except _BadRequest as error:
+            return error_response(error.code, str(error))
+        except NotFound as error:
+            return error_response(404, str(error))
         except Conflict as error:
-            return said(409, str(error))
+            return error_response(409, str(error))
         except UsageError as error:
-            return said(400, str(error))
+            return error_response(400, str(error))
         except StoreUnavailable as error:
-            return said(503, f"the store does not answer: {error}; jobs go on meanwhile")
-        except (Away, Silent) as error:
-            return said(504, str(error) or "the disk that this is on does not answer")
+            return error_response(503, f"the store does not answer: {error}; jobs go on meanwhile")
+        except (NodesUnavailable, DeadlineExceeded) as error:
+            return error_response(504, str(error) or "the disk that this is on does not answer")
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: HttpRequest) -> HttpResponse:
         try:
             words = [unquote(word, errors="strict") for word in request.path.split("/")[1:]]
         except UnicodeDecodeError:
-            raise _Wrong(400, "the path is not UTF-8") from None
+            raise _BadRequest(400, "the path is not UTF-8") from None
         asked = _query(request.query)
         match request.method, *words:
             case "GET", "metrics":
-                return Answer(200, self.pages.metrics(), METRICS_TYPE)
+                return HttpResponse(200, self.pages.metrics(), METRICS_TYPE)
             case "GET", ("healthz" | "readyz") as which:
                 verdict = self.pages.healthy() if which == "healthz" else self.pages.ready()
-                return Answer(200 if verdict.ok else 503, verdict.reason.encode("utf-8", "replace") + b"\n", TEXT)
+                return HttpResponse(200 if verdict.ok else 503, verdict.reason.encode("utf-8", "replace") + b"\n", TEXT)
             case "GET", "status":
-                return _json(self.pages.status())
+                return _json_response(self.pages.status())
             case "GET", "v1", "jobs":
-                return _json(self.desk.jobs())
+                return _json_response(self.service.jobs())
             case "POST", "v1", "jobs":
-                return self._submitted(request, asked)
+                return self._submit(request, asked)
             case "GET", "v1", "jobs", job:
-                return _json(self.desk.job(job))
+                return _json_response(self.service.job(job))
             case "POST", "v1", "jobs", job, "cancel":
-                return _json(self.desk.cancel(job, request.by))
+                return _json_response(self.service.cancel(job, request.requested_by))
             case "GET", "v1", "jobs", job, "logs":
-                return _logs(self.desk.logs(job, _asked(asked), asked.get("node")))
+                return _log_response(self.service.logs(job, _log_request(asked), asked.get("node")))
             case "POST", "v1", "jobs", job, "dump":
-                return _json(self.desk.dump(job))
+                return _json_response(self.service.dump(job))
             case "GET", "v1", "jobs", job, "explain":
-                return _json(self.desk.explain(job, _whole(asked, "round")))
+                return _json_response(self.service.explain(job, _integer(asked, "round")))
             case "GET", "v1", "nodes":
-                return _json(self.desk.nodes())
+                return _json_response(self.service.nodes())
             case "POST", "v1", "nodes", node, ("cordon" | "drain") as what:
                 reason = _reason(request.body)
-                return _json(self.desk.cordon(node, drain=what == "drain", reason=reason, by=request.by))
+                return _json_response(
+                    self.service.cordon(node, drain=what == "drain", reason=reason, by=request.requested_by)
+                )
             case "POST", "v1", "nodes", node, "uncordon":
-                return _json(self.desk.uncordon(node))
+                return _json_response(self.service.uncordon(node))
             case method, "v1", "here", "jobs", job, *what:
-                return self._here(method, job, what, asked)
-        raise _not_there(request.method, words)
+                return self._local(method, job, what, asked)
+        raise _no_route(request.method, words)
 
-    def _here(self, method: str, job: str, what: list[str], asked: Mapping[str, str]) -> Answer:
+    def _local(self, method: str, job: str, what: list[str], asked: Mapping[str, str]) -> HttpResponse:
         """For other daemons: what this node has itself, without the store."""
-        number = _whole(asked, "number")
+        number = _integer(asked, "number")
         if number is None:
-            raise _Wrong(400, "number=N, the job's own, is missing")
-        here = self.desk.here
+            raise _BadRequest(400, "number=N, the job's own, is missing")
+        here = self.service.local
         match method, *what:
             case ("GET",):
-                if not here.knows(job, number):
-                    raise NoSuch(f"{here.node} has nothing of job {job!r} number {number}")
-                return _json(here.about(job, number, self.desk.now(), brief=asked.get("brief") == "1"))
+                if not here.has_job(job, number):
+                    raise NotFound(f"{here.node} has nothing of job {job!r} number {number}")
+                return _json_response(here.progress(job, number, self.service.now(), brief=asked.get("brief") == "1"))
             case "GET", "logs":
-                wanted = _asked(asked)
+                wanted = _log_request(asked)
                 args = (wanted.rank, wanted.round, wanted.stream, wanted.offset, wanted.limit)
                 found = here.logs(job, number, *args)
                 if found is None:
-                    raise NoSuch(f"{here.node} has no log {wanted} of job {job!r} number {number}")
-                return _logs(Logs.here(here.node, *found))
+                    raise NotFound(f"{here.node} has no log {wanted} of job {job!r} number {number}")
+                return _log_response(LogChunk.from_local(here.node, *found))
             case "POST", "dump":
-                return _json(here.dump(job, number))
+                return _json_response(here.dump(job, number))
             case "GET", "explain":
-                return _json(here.explain(job, number, _whole(asked, "round")))
-        raise _not_there(method, ["v1", "here", "jobs", job, *what])
+                return _json_response(here.explain(job, number, _integer(asked, "round")))
+        raise _no_route(method, ["v1", "here", "jobs", job, *what])
 
-    def _submitted(self, request: Request, asked: Mapping[str, str]) -> Answer:
-        kind = _KINDS.get(request.kind)
+    def _submit(self, request: HttpRequest, asked: Mapping[str, str]) -> HttpResponse:
+        kind = _JOB_FILE_TYPES.get(request.content_type)
         if kind is None:
-            raise _Wrong(415, f"Content-Type: one of {', '.join(_KINDS)}, not {request.kind[:60]!r}")
+            raise _BadRequest(
+                415, f"Content-Type: one of {', '.join(_JOB_FILE_TYPES)}, not {request.content_type[:60]!r}"
+            )
         if not request.body:
-            raise _Wrong(400, "a job file is missing: it is the request's body")
-        return _json(
-            self.desk.submit(request.body, kind, asked.get("id") or None, request.by, asked.get("token", "")), 201
+            raise _BadRequest(400, "a job file is missing: it is the request's body")
+        return _json_response(
+            self.service.submit(
+                request.body, kind, asked.get("id") or None, request.requested_by, asked.get("token", "")
+            ),
+            201,
         )
 
 
@@ -169,52 +176,52 @@ _ROUTES: dict[tuple[str, ...], tuple[str, ...]] = {
 """What there is, for those who ask for something else."""
 
 
-def _not_there(method: str, words: list[str]) -> _Wrong:
+def _no_route(method: str, words: list[str]) -> _BadRequest:
     for route, methods in _ROUTES.items():
         if len(route) == len(words) and all(mine in ("*", word) for mine, word in zip(route, words, strict=True)):
-            return _Wrong(405, f"only {' and '.join(methods)} here")
+            return _BadRequest(405, f"only {' and '.join(methods)} here")
     shown = sorted({"/" + "/".join(route).replace("*", "NAME") for route in _ROUTES if "here" not in route})
-    return _Wrong(404, f"there is no such page; there are {' '.join(shown)}")
+    return _BadRequest(404, f"there is no such page; there are {' '.join(shown)}")
 
 
 def _query(text: str) -> dict[str, str]:
     try:
         pairs = parse_qsl(
-            text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=_MOST_WORDS, errors="strict"
+            text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=_MAX_PARAMETERS, errors="strict"
         )
     except (ValueError, UnicodeDecodeError):
-        raise _Wrong(400, "what follows the ? is not NAME=VALUE&NAME=VALUE") from None
+        raise _BadRequest(400, "what follows the ? is not NAME=VALUE&NAME=VALUE") from None
     if len(dict(pairs)) != len(pairs):
-        raise _Wrong(400, "what follows the ? names something twice")
+        raise _BadRequest(400, "what follows the ? names something twice")
     return dict(pairs)
 
 
-def _whole(asked: Mapping[str, str], name: str, least: int = 0) -> int | None:
+def _integer(asked: Mapping[str, str], name: str, least: int = 0) -> int | None:
     text = asked.get(name)
     if text is None:
         return None
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdigit() and len(digits) < 16) or int(text) < least:
-        raise _Wrong(
+        raise _BadRequest(
             400, f"{name}={text[:40]!r}: a whole number is wanted" + ("" if least < 0 else f", from {least} on")
         )
     return int(text)
 
 
-Stream = Literal["stdout", "stderr", "elasticd"]
+LogStream = Literal["stdout", "stderr", "elasticd"]
 
 
-def _asked(asked: Mapping[str, str]) -> Asked:
+def _log_request(asked: Mapping[str, str]) -> LogRequest:
     stream = asked.get("stream", "stdout")
-    if stream not in get_args(Stream):
-        raise _Wrong(400, f"stream={stream[:40]!r}: one of {', '.join(get_args(Stream))}")
-    limit = _whole(asked, "limit")
-    return Asked(
-        rank=_whole(asked, "rank") or 0,
-        round=_whole(asked, "round", 1),
+    if stream not in get_args(LogStream):
+        raise _BadRequest(400, f"stream={stream[:40]!r}: one of {', '.join(get_args(LogStream))}")
+    limit = _integer(asked, "limit")
+    return LogRequest(
+        rank=_integer(asked, "rank") or 0,
+        round=_integer(asked, "round", 1),
         stream=stream,
-        offset=_whole(asked, "offset", -(1 << 50)) or 0,
-        limit=ranklogs.MOST_BYTES if limit is None else min(limit, ranklogs.MOST_BYTES),
+        offset=_integer(asked, "offset", -(1 << 50)) or 0,
+        limit=ranklogs.MAX_BYTES if limit is None else min(limit, ranklogs.MAX_BYTES),
     )
 
 
@@ -229,13 +236,13 @@ def _reason(body: bytes) -> str:
             return reason
     except (ValueError, RecursionError):
         pass
-    raise _Wrong(400, 'the body is {"reason": "…"}, or there is none')
+    raise _BadRequest(400, 'the body is {"reason": "…"}, or there is none')
 
 
-def _json(found: Mapping[str, Any], code: int = 200) -> Answer:
+def _json_response(found: Mapping[str, Any], code: int = 200) -> HttpResponse:
     text = json.dumps(found, ensure_ascii=False, default=str)
-    return Answer(code, text.encode("utf-8", "replace") + b"\n")
+    return HttpResponse(code, text.encode("utf-8", "replace") + b"\n")
 
 
-def _logs(found: Logs) -> Answer:
-    return Answer(200, found.data, "application/octet-stream", found.headers())
+def _log_response(found: LogChunk) -> HttpResponse:
+    return HttpResponse(200, found.data, "application/octet-stream", found.headers())

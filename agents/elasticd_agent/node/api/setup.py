@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elasticd_agent.config.agent_settings import Settings
+from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.config.limits import refusal
-from elasticd_agent.node.api.local import Here
+from elasticd_agent.node.api.local import LocalJobs
 from elasticd_agent.node.api.peers import Peers
-from elasticd_agent.node.api.routes import Api
-from elasticd_agent.node.api.server import DaemonServer, Listening, Routes
-from elasticd_agent.node.api.service import Desk
+from elasticd_agent.node.api.routes import ApiRoutes
+from elasticd_agent.node.api.server import ApiServer, ListenOptions, Routes
+from elasticd_agent.node.api.service import JobService
 from elasticd_agent.store import Store
-from elasticd_agent.system.http_auth import TokenDoor
-from elasticd_agent.telemetry.metrics_server import Pages
+from elasticd_agent.system.http_auth import TokenAuth
+from elasticd_agent.telemetry.metrics_server import MonitoringPages
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class RunningApi:
     """Open until closed. `address` is HOST:PORT's two parts; with `bind` 0.0.0.0 others need another host than that."""
 
-    server: DaemonServer
-    desk: Desk
+    server: ApiServer
+    service: JobService
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -37,16 +37,16 @@ class Serving:
         return self.server.close(within)
 
 
-Front = Callable[[Api, TokenDoor, bool], Routes]
+WrapRoutes = Callable[[ApiRoutes, TokenAuth, bool], Routes]
 """What is served before the routes of the API; it hears whether browsers see TLS."""
 
 
-def open_serving(
-    settings: Callable[[], Settings],
+def open_api(
+    settings: Callable[[], NodeSettings],
     store: Store,
-    pages: Callable[[Desk], Pages],
-    front: Front = lambda api, token, tls: api,
-) -> Serving:
+    pages: Callable[[JobService], MonitoringPages],
+    front: WrapRoutes = lambda api, token, tls: api,
+) -> RunningApi:
     """`settings` are those that count now; those of where to listen, only now. Raises UsageError."""
     chosen = settings()
     http = chosen.http
@@ -57,11 +57,11 @@ def open_serving(
         if wrong is not None:
             raise wrong
 
-    here = Here(chosen.node, chosen.state_dir)
-    token, tls = TokenDoor(http.token_file), http.tls_cert is not None
+    here = LocalJobs(chosen.node, chosen.state_dir)
+    token, tls = TokenAuth(http.token_file), http.tls_cert is not None
     peers = Peers(token.token, tls, http.tls_ca, http.tls_name)
-    desk = Desk(store, here, peers, check)
-    where = Listening(
-        chosen.socket, http.bind, http.port, http.token_file, http.tls_cert, http.tls_key, http.users, http.groups
+    desk = JobService(store, here, peers, check)
+    where = ListenOptions(
+        chosen.socket_path, http.bind, http.port, http.token_file, http.tls_cert, http.tls_key, http.users, http.groups
     )
-    return Serving(DaemonServer(where, front(Api(desk, pages(desk)), token, tls)), desk)
+    return RunningApi(ApiServer(where, front(ApiRoutes(desk, pages(desk)), token, tls)), desk)

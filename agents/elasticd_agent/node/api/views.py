@@ -9,52 +9,52 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from elasticd_agent.node.records import Cordon, Ending, NodeCard, Placement, Running, Submission
+from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, RunnerStatus, Submission
 from elasticd_agent.node.scheduler import policy as placing
-from elasticd_agent.node.scheduler.policy import View
+from elasticd_agent.node.scheduler.policy import ClusterView
 
-Key = tuple[str, int]
+JobKey = tuple[str, int]
 
-UNPLACED = "nobody has placed it yet: a daemon does so within seconds of starting"
+NOT_SCHEDULED_YET = "nobody has placed it yet: a daemon does so within seconds of starting"
 
 
-def jobs(view: View, now: float) -> list[dict[str, Any]]:
+def jobs(view: ClusterView, now: float) -> list[dict[str, Any]]:
     """Every job there is a record of: those that have not ended in the order of their numbers, then the ended ones."""
     names = {s.job for s in view.submissions}
-    known = _Known.of(view)
+    known = _Index.of(view)
     rows = [_row(s, known, now) for s in view.submissions]
-    rows += [_only_ended(e, now) for e in view.endings if e.job not in names]
+    rows += [_ended_row(e, now) for e in view.results if e.job not in names]
     return sorted(rows, key=lambda row: (row["ended_at"] is not None, row["ended_at"] or 0.0, row["number"]))
 
 
-def job(view: View, submission: Submission, now: float) -> dict[str, Any]:
-    return _row(submission, _Known.of(view), now)
+def job(view: ClusterView, submission: Submission, now: float) -> dict[str, Any]:
+    return _row(submission, _Index.of(view), now)
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Index:
     """The view by (job, number): hundreds of jobs are looked up at once. `ahead`: whom the others wait behind."""
 
-    endings: dict[Key, Ending]
-    placements: dict[Key, Placement]
-    running: dict[Key, dict[str, Running]]
+    endings: dict[JobKey, JobResult]
+    placements: dict[JobKey, Placement]
+    running: dict[JobKey, dict[str, RunnerStatus]]
     ahead: Submission | None
 
     @classmethod
-    def of(cls, view: View) -> _Known:
-        running: dict[Key, dict[str, Running]] = {}
-        for card in view.cards:
-            for one in card.running:
+    def of(cls, view: ClusterView) -> _Index:
+        running: dict[JobKey, dict[str, RunnerStatus]] = {}
+        for card in view.nodes:
+            for one in card.runners:
                 running.setdefault((one.job, one.number), {})[card.node] = one
-        endings = {(e.job, e.number): e for e in view.endings}
-        return cls(endings, {(p.job, p.number): p for p in view.placements}, running, placing.ahead(view))
+        endings = {(e.job, e.number): e for e in view.results}
+        return cls(endings, {(p.job, p.number): p for p in view.placements}, running, placing.head_of_queue(view))
 
 
-def _row(submission: Submission, known: _Known, now: float) -> dict[str, Any]:
+def _row(submission: Submission, known: _Index, now: float) -> dict[str, Any]:
     key = (submission.job, submission.number)
     ending, placement, there = known.endings.get(key), known.placements.get(key), known.running.get(key, {})
     running = {} if ending is not None else there
-    places = () if placement is None or ending is not None else placement.places
+    places = () if placement is None or ending is not None else placement.assignments
     state = _state(ending, placement, running)
     return {
         "job": submission.job,
@@ -66,50 +66,50 @@ def _row(submission: Submission, known: _Known, now: float) -> dict[str, Any]:
             "nodes": [submission.min_nodes, submission.max_nodes],
             "slots": [submission.min_slots, submission.max_slots],
         },
-        "submitted_at": submission.at,
-        "age_seconds": _since(submission.at, now),
-        "by": submission.by,
-        "ended_at": None if ending is None else ending.at,
-        "ended_seconds": None if ending is None else _since(ending.at, now),
+        "submitted_at": submission.submitted_at,
+        "age_seconds": _elapsed(submission.submitted_at, now),
+        "by": submission.submitted_by,
+        "ended_at": None if ending is None else ending.ended_at,
+        "ended_seconds": None if ending is None else _elapsed(ending.ended_at, now),
         "exit_code": None if ending is None else ending.exit_code,
-        "leaving": [] if ending is None else sorted(still_on(there)),
+        "leaving": [] if ending is None else sorted(nodes_still_running(there)),
         "reason": _reason(ending, placement, known.ahead),
     }
 
 
-def places(view: View, submission: Submission) -> list[dict[str, Any]]:
+def assignments(view: ClusterView, submission: Submission) -> list[dict[str, Any]]:
     """Where the job runs, or still does: each node's slots, and what its daemon says of the runner there."""
     placement = placement_of(view, submission)
-    running = running_on(view, submission.job, submission.number)
-    given = {} if placement is None else {place.node: place for place in placement.places}
+    running = runners_of(view, submission.job, submission.number)
+    given = {} if placement is None else {place.node: place for place in placement.assignments}
     rows = []
     for node in dict.fromkeys([*given, *running]):
         runner, place = running.get(node), given.get(node)
         slots = place.slots if place is not None else runner.slots if runner is not None else ()
-        here = any(card.node == node for card in view.cards)
+        here = any(card.node == node for card in view.nodes)
         state = runner.state if runner is not None else "starting" if here else "away"
         why = runner.why if runner is not None else "" if here else "its daemon says nothing"
         rows.append({"node": node, "slots": list(slots), "state": state, "reason": why})
-    for refusal in () if placement is None else placement.refused:
+    for refusal in () if placement is None else placement.refusals:
         if refusal.node not in {row["node"] for row in rows}:
             rows.append({"node": refusal.node, "slots": [], "state": "refused", "reason": refusal.why})
     return rows
 
 
-def nodes(view: View) -> list[dict[str, Any]]:
+def nodes(view: ClusterView) -> list[dict[str, Any]]:
     """Every node that a daemon has announced, or that is cordoned."""
-    cards = {card.node: card for card in view.cards}
+    cards = {card.node: card for card in view.nodes}
     cordons = {cordon.node: cordon for cordon in view.cordons}
     return [node(name, cards.get(name), cordons.get(name), view) for name in sorted(cards.keys() | cordons.keys())]
 
 
-def node(name: str, card: NodeCard | None, cordon: Cordon | None, view: View) -> dict[str, Any]:
-    running = [] if card is None else [one for one in card.running if one.state != "refused"]
-    over = {(e.job, e.number) for e in view.endings}
+def node(name: str, card: NodeStatus | None, cordon: Cordon | None, view: ClusterView) -> dict[str, Any]:
+    running = [] if card is None else [one for one in card.runners if one.state != "refused"]
+    over = {(e.job, e.number) for e in view.results}
     placed = {
         (p.job, p.number): place.slots
         for p in view.placements
-        for place in p.places
+        for place in p.assignments
         if place.node == name and (p.job, p.number) not in over
     }
     used = {slot for one in running for slot in one.slots} | {slot for slots in placed.values() for slot in slots}
@@ -129,41 +129,41 @@ def node(name: str, card: NodeCard | None, cordon: Cordon | None, view: View) ->
         "versions": {}
         if card is None
         else {"elasticd": card.elasticd, "python": card.python, "torch": card.torch, "driver": card.driver},
-        "cordoned_by": None if cordon is None else cordon.by,
+        "cordoned_by": None if cordon is None else cordon.cordoned_by,
     }
 
 
-def placement_of(view: View, submission: Submission) -> Placement | None:
+def placement_of(view: ClusterView, submission: Submission) -> Placement | None:
     return next((p for p in view.placements if (p.job, p.number) == (submission.job, submission.number)), None)
 
 
-def running_on(view: View, job: str, number: int) -> dict[str, Running]:
+def runners_of(view: ClusterView, job: str, number: int) -> dict[str, RunnerStatus]:
     """The job's runner on each node, as the node's own daemon says."""
-    return {card.node: one for card in view.cards for one in card.running if (one.job, one.number) == (job, number)}
+    return {card.node: one for card in view.nodes for one in card.runners if (one.job, one.number) == (job, number)}
 
 
-def still_on(running: dict[str, Running]) -> list[str]:
+def nodes_still_running(running: dict[str, RunnerStatus]) -> list[str]:
     """The nodes on which something runs: who has refused a job has nothing of it."""
     return [node for node, one in running.items() if one.state != "refused"]
 
 
-def _state(ending: Ending | None, placement: Placement | None, running: dict[str, Running]) -> str:
+def _state(ending: JobResult | None, placement: Placement | None, running: dict[str, RunnerStatus]) -> str:
     if ending is not None:
         return ending.outcome
-    if placement is None or not placement.places:
+    if placement is None or not placement.assignments:
         return "leaving" if any(one.state != "refused" for one in running.values()) else "waiting"
     return "running" if any(one.state == "running" for one in running.values()) else "starting"
 
 
-def _reason(ending: Ending | None, placement: Placement | None, ahead: Submission | None) -> str:
+def _reason(ending: JobResult | None, placement: Placement | None, ahead: Submission | None) -> str:
     if ending is not None:
         return ending.reason
-    return UNPLACED if placement is None else placing.spoken(placement.reason, ahead)
+    return NOT_SCHEDULED_YET if placement is None else placing.describe(placement.reason, ahead)
 
 
-def _node_state(card: NodeCard | None, cordon: Cordon | None, *, busy: bool) -> tuple[str, str]:
+def _node_state(card: NodeStatus | None, cordon: Cordon | None, *, busy: bool) -> tuple[str, str]:
     if cordon is not None:
-        by = f" (by {cordon.by})" if cordon.by else ""
+        by = f" (by {cordon.cordoned_by})" if cordon.cordoned_by else ""
         why = f"{cordon.reason}{by}".strip()
         if card is None:
             return "away", f"cordoned: {why}" if why else "cordoned"
@@ -174,7 +174,7 @@ def _node_state(card: NodeCard | None, cordon: Cordon | None, *, busy: bool) -> 
     return card.state, card.why
 
 
-def _only_ended(ending: Ending, now: float) -> dict[str, Any]:
+def _ended_row(ending: JobResult, now: float) -> dict[str, Any]:
     return {
         "job": ending.job,
         "number": ending.number,
@@ -185,13 +185,13 @@ def _only_ended(ending: Ending, now: float) -> dict[str, Any]:
         "submitted_at": None,
         "age_seconds": None,
         "by": "",
-        "ended_at": ending.at,
-        "ended_seconds": _since(ending.at, now),
+        "ended_at": ending.ended_at,
+        "ended_seconds": _elapsed(ending.ended_at, now),
         "exit_code": ending.exit_code,
         "leaving": [],
         "reason": ending.reason,
     }
 
 
-def _since(at: float, now: float) -> float:
+def _elapsed(at: float, now: float) -> float:
     return round(max(0.0, now - at), 1)

@@ -17,30 +17,30 @@ V = TypeVar("V")
 
 
 @dataclass(slots=True)
-class _Kept(Generic[V]):
+class _CacheEntry(Generic[V]):
     lock: threading.Lock = field(default_factory=threading.Lock)
     at: float = float("-inf")
     values: list[V] = field(default_factory=list)
     error: Exception | None = None
 
 
-class Fresh(Generic[V]):
+class ResponseCache(Generic[V]):
     """Thread-safe. `for_s` is how old an answer may be, `most` how many are kept."""
 
     def __init__(self, for_s: float, most: int = 64, clock: Callable[[], float] = time.monotonic) -> None:
-        self._for_s, self._most, self._clock = for_s, most, clock
+        self._max_age_s, self._max_entries, self._clock = for_s, most, clock
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, _Kept[V]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _CacheEntry[V]] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
         """Who comes while it is being made waits for that. Raises what `make` raised."""
         with self._lock:
-            kept = self._kept.setdefault(key, _Kept())
-            self._kept.move_to_end(key)
-            while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
+            kept = self._entries.setdefault(key, _CacheEntry())
+            self._entries.move_to_end(key)
+            while len(self._entries) > self._max_entries:
+                self._entries.popitem(last=False)
         with kept.lock:
-            if self._clock() - kept.at >= self._for_s:
+            if self._clock() - kept.at >= self._max_age_s:
                 kept.values, kept.error = [], None
                 try:
                     kept.values = [make()]

@@ -13,27 +13,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elasticd_agent.node.dashboard import format as words
-from elasticd_agent.node.dashboard.decode import Job, RoundRow
+from elasticd_agent.node.dashboard.decode import JobStatus, RoundStatus
 from elasticd_agent.node.dashboard.markup import Html, tag
 
 WIDTH, LEFT, RIGHT = 960, 56, 12
 TOP, RATE_H, GAP, BLOCKS_H, AXIS = 22, 130, 30, 40, 22
 HEIGHT = TOP + RATE_H + GAP + BLOCKS_H + AXIS
 COLUMNS = 180
-MOST_MARKS = 40
+MAX_MARKS = 40
 """Of more rounds in the window only the newest are marked with a line."""
 _TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800)
-_GOES_ON = 2.5
+_LAST_RATE_HOLDS = 2.5
 """After its last known point a rate is taken to hold for so many times as long as the points lay apart."""
 
-_APART_S = 1.0
+_MIN_POINT_GAP_S = 1.0
 """Two points that are nearer tell of a moment, not of a rate."""
 
 Point = tuple[float, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimeWindow:
     since: float
     until: float
 
@@ -42,23 +42,23 @@ class Window:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * min(1.0, max(0.0, share)), 1)
 
 
-def window(job: Job, now: float, seconds: float | None) -> Window:
+def window(job: JobStatus, now: float, seconds: float | None) -> TimeWindow:
     """From the job's beginning, or the last `seconds`, to now or its end."""
     until = job.ended_at if job.ended_at is not None else now
     began = [at for at in (job.began_at, job.rounds[0].at if job.rounds else None) if at]
     since = min(began, default=until - 60.0)
     if seconds is not None:
         since = max(since, until - seconds)
-    return Window(min(since, until - 10.0), until)
+    return TimeWindow(min(since, until - 10.0), until)
 
 
-def points(job: Job) -> tuple[Point, ...]:
+def points(job: JobStatus) -> tuple[Point, ...]:
     """Where it was when: as its runner says, and each round's first and last step, as its log tells."""
-    found = list(job.track)
+    found = list(job.step_samples)
     for one in job.rounds:
         if one.first_step_at is not None and one.first_step is not None:
             found.append((one.first_step_at, one.number, one.first_step))
-            over = one.over_at if one.over_at is not None else job.ended_at
+            over = one.ended_at if one.ended_at is not None else job.ended_at
             if over is not None and one.last_step is not None and over > one.first_step_at:
                 found.append((over, one.number, max(one.last_step, one.first_step)))
     kept: list[Point] = []
@@ -67,7 +67,7 @@ def points(job: Job) -> tuple[Point, ...]:
             kept.append((at, number, step))
         # Runner and log may be of two hosts, whose clocks differ: within a round steps only ever grow.
         elif number == kept[-1][1] and step >= kept[-1][2]:
-            near = at - kept[-1][0] < _APART_S
+            near = at - kept[-1][0] < _MIN_POINT_GAP_S
             first = len(kept) == 1 or kept[-2][1] != number
             if near and not first:
                 kept.pop()
@@ -76,7 +76,7 @@ def points(job: Job) -> tuple[Point, ...]:
     return tuple(kept)
 
 
-def rates(track: Sequence[Point], shown: Window, live: bool, columns: int = COLUMNS) -> list[float | None]:
+def rates(track: Sequence[Point], shown: TimeWindow, live: bool, columns: int = COLUMNS) -> list[float | None]:
     """Steps per second in each of so many equal parts of the window; None where nothing is known.
 
     Between two points of a round steps are spread evenly; from one round's last point to the next one's first none are
@@ -89,7 +89,7 @@ def rates(track: Sequence[Point], shown: Window, live: bool, columns: int = COLU
             pieces.append((then, at, (high - low) / (at - then) if same else 0.0))
     if live and pieces:
         then, at, last = pieces[-1]
-        holds = min(shown.until, at + _GOES_ON * max(at - then, 2.0))
+        holds = min(shown.until, at + _LAST_RATE_HOLDS * max(at - then, 2.0))
         pieces += [(at, holds, last), (holds, shown.until, 0.0)]
     width = (shown.until - shown.since) / columns
     ends = [end for _, end, _ in pieces]
@@ -106,29 +106,29 @@ def rates(track: Sequence[Point], shown: Window, live: bool, columns: int = COLU
     return found
 
 
-def chart(job: Job, now: float, seconds: float | None) -> Html:
+def chart(job: JobStatus, now: float, seconds: float | None) -> Html:
     """The drawing, or nothing before the first step."""
     shown = window(job, now, seconds)
     found = rates(points(job), shown, live=not job.ended)
     most = _round_up(max((one for one in found if one is not None), default=0.0))
-    rounds = [one for one in job.rounds if (one.over_at or shown.until) >= shown.since or one is job.newest]
+    rounds = [one for one in job.rounds if (one.ended_at or shown.until) >= shown.since or one is job.newest_round]
     size = max([one.world_size for one in rounds], default=1) or 1
     return tag(
         "svg",
         tag("title", f"Step rate and rounds of {job.job}, {words.clock(shown.since)} to {words.clock(shown.until)}"),
-        tag("desc", _said(job, found, rounds)),
+        tag("desc", _description(job, found, rounds)),
         [_lost(one, shown) for one in rounds if one.lost_s],
         _grid(shown, most, size),
         _area(found, shown, most),
         [_block(one, rounds, shown, size, job) for one in rounds],
-        [_mark(one, shown) for one in rounds[-MOST_MARKS:] if one.at > shown.since],
+        [_mark(one, shown) for one in rounds[-MAX_MARKS:] if one.at > shown.since],
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         role="img",
         class_="chart",
     )
 
 
-def _said(job: Job, found: Sequence[float | None], rounds: Sequence[RoundRow]) -> str:
+def _description(job: JobStatus, found: Sequence[float | None], rounds: Sequence[RoundStatus]) -> str:
     known = [one for one in found if one is not None]
     if not known:
         return "No step was made in this time."
@@ -137,7 +137,7 @@ def _said(job: Job, found: Sequence[float | None], rounds: Sequence[RoundRow]) -
     return f"{fastest} at most, {last} at the end, in {in_all}; the list of rounds has the rest."
 
 
-def _grid(shown: Window, most: float, size: int) -> list[Html]:
+def _grid(shown: TimeWindow, most: float, size: int) -> list[Html]:
     base, floor = TOP + RATE_H, TOP + RATE_H + GAP + BLOCKS_H
     lines = [
         tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid")
@@ -166,7 +166,7 @@ def _grid(shown: Window, most: float, size: int) -> list[Html]:
     return lines
 
 
-def _area(found: Sequence[float | None], shown: Window, most: float) -> list[Html]:
+def _area(found: Sequence[float | None], shown: TimeWindow, most: float) -> list[Html]:
     """Each stretch of known columns: what is below it, and its outline."""
     base, width = TOP + RATE_H, (WIDTH - LEFT - RIGHT) / COLUMNS
     drawn: list[Html] = []
@@ -187,10 +187,10 @@ def _area(found: Sequence[float | None], shown: Window, most: float) -> list[Htm
     return drawn
 
 
-def _block(one: RoundRow, rounds: Sequence[RoundRow], shown: Window, size: int, job: Job) -> list[Html]:
+def _block(one: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, size: int, job: JobStatus) -> list[Html]:
     """From its first step to its last: as high as it has workers. Before its first step it is only an outline."""
     after = next((later for later in rounds if later.number > one.number), None)
-    ends = [at for at in (one.over_at, after.at if after is not None else None) if at is not None]
+    ends = [at for at in (one.ended_at, after.at if after is not None else None) if at is not None]
     until = min(ends, default=shown.until)
     begin = one.first_step_at if one.first_step_at is not None else one.at
     left, right = shown.x(begin), shown.x(until)
@@ -212,18 +212,18 @@ def _block(one: RoundRow, rounds: Sequence[RoundRow], shown: Window, size: int, 
     ]
 
 
-def _lost(one: RoundRow, shown: Window) -> Html:
+def _lost(one: RoundStatus, shown: TimeWindow) -> Html:
     """From the last step of the round before to its own first one."""
     assert one.lost_s is not None
     until = one.first_step_at if one.first_step_at is not None else shown.until
     left, right = shown.x(until - one.lost_s), shown.x(until)
-    title = tag("title", f"{words.span(one.lost_s)} without a step")
+    title = tag("title", f"{words.duration(one.lost_s)} without a step")
     height = RATE_H + GAP + BLOCKS_H
     kind = "pause" if one.planned else "lost"
     return tag("rect", title, x=left, y=TOP, width=max(0.0, round(right - left, 1)), height=height, class_=kind)
 
 
-def _mark(one: RoundRow, shown: Window) -> Html:
+def _mark(one: RoundStatus, shown: TimeWindow) -> Html:
     x, bottom = shown.x(one.at), TOP + RATE_H + GAP + BLOCKS_H
     kind = "planned" if one.planned else "fault"
     return tag(

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-PLANNED = frozenset({"start", "resize", "join", "drain", ""})
+PLANNED_CAUSES = frozenset({"start", "resize", "join", "drain", ""})
 """Causes of rounds that are nobody's fault."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankProgress:
     rank: int
     node: str = ""
     slot: int | None = None
@@ -27,7 +27,7 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundRow:
+class RoundStatus:
     """Times are unix seconds. `over_at`: when it made its last step, None while it may make more."""
 
     number: int
@@ -39,38 +39,38 @@ class RoundRow:
     first_step: int | None = None
     first_step_at: float | None = None
     last_step: int | None = None
-    over_at: float | None = None
+    ended_at: float | None = None
     lost_s: float | None = None
     lost_steps: int | None = None
     lost: tuple[str, ...] = ()
 
     @property
     def planned(self) -> bool:
-        return self.cause in PLANNED and not self.lost
+        return self.cause in PLANNED_CAUSES and not self.lost
 
     @property
     def kind(self) -> str:
         """Why it began, in a word; as the metrics have it."""
-        return "node lost" if self.lost and self.cause in PLANNED else self.cause or "round"
+        return "node lost" if self.lost and self.cause in PLANNED_CAUSES else self.cause or "round"
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointStatus:
     round: int
     step: int
     age_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AssignmentStatus:
     node: str
     state: str
     slots: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobStatus:
     """All that is known of one job."""
 
     job: str
@@ -78,13 +78,13 @@ class Job:
     state: str = ""
     reason: str = ""
     nodes: tuple[str, ...] = ()
-    places: tuple[Place, ...] = ()
-    by: str = ""
+    assignments: tuple[AssignmentStatus, ...] = ()
+    submitted_by: str = ""
     age_s: float | None = None
     ended_at: float | None = None
     ended_s: float | None = None
     exit_code: int | None = None
-    most_workers: int | None = None
+    max_workers: int | None = None
     node: str = ""
     round: int | None = None
     phase: str = ""
@@ -94,41 +94,43 @@ class Job:
     restarts: int | None = None
     goodput: float | None = None
     began_at: float | None = None
-    checkpoint: Checkpoint | None = None
-    rounds: tuple[RoundRow, ...] = ()
-    ranks: tuple[Rank, ...] = ()
-    track: tuple[tuple[float, int, int], ...] = ()
-    silent: tuple[tuple[str, str], ...] = field(default=())
-    trouble: str = ""
+    checkpoint: CheckpointStatus | None = None
+    rounds: tuple[RoundStatus, ...] = ()
+    ranks: tuple[RankProgress, ...] = ()
+    step_samples: tuple[tuple[float, int, int], ...] = ()
+    unreachable_nodes: tuple[tuple[str, str], ...] = field(default=())
+    runner_problem: str = ""
 
     @property
     def ended(self) -> bool:
         return self.ended_at is not None
 
     @property
-    def newest(self) -> RoundRow | None:
+    def newest_round(self) -> RoundStatus | None:
         return self.rounds[-1] if self.rounds else None
 
 
-def job(said: Mapping[str, Any]) -> Job:
+def job_status(said: Mapping[str, Any]) -> JobStatus:
     """`said` is GET /v1/jobs/JOB."""
     wants, progress = _dict(said.get("wants")), _dict(said.get("progress"))
-    return Job(
+    return JobStatus(
         job=_text(said.get("job")),
         number=_whole(said.get("number")) or 0,
         state=_text(said.get("state")),
         reason=_text(said.get("reason")),
         nodes=_texts(said.get("nodes")),
-        places=tuple(
-            Place(_text(p.get("node")), _text(p.get("state")), len(_list(p.get("slots"))), _text(p.get("reason")))
+        assignments=tuple(
+            AssignmentStatus(
+                _text(p.get("node")), _text(p.get("state")), len(_list(p.get("slots"))), _text(p.get("reason"))
+            )
             for p in _dicts(said.get("places"))
         ),
-        by=_text(said.get("by")),
+        submitted_by=_text(said.get("by")),
         age_s=_real(said.get("age_seconds")),
         ended_at=_real(said.get("ended_at")),
         ended_s=_real(said.get("ended_seconds")),
         exit_code=_whole(said.get("exit_code"), least=-256),
-        most_workers=_most(wants),
+        max_workers=_most(wants),
         node=_text(progress.get("node")),
         round=_whole(progress.get("round")),
         phase=_text(progress.get("phase")),
@@ -141,9 +143,9 @@ def job(said: Mapping[str, Any]) -> Job:
         checkpoint=_checkpoint(_dict(progress.get("checkpoint"))),
         rounds=tuple(_round(one) for one in _dicts(progress.get("rounds"))),
         ranks=tuple(found for one in _dicts(progress.get("ranks")) if (found := _rank(one)) is not None),
-        track=_track(progress.get("track")),
-        silent=tuple((node, _text(why)) for node, why in _dict(progress.get("silent")).items()),
-        trouble=_text(progress.get("trouble")),
+        step_samples=_track(progress.get("track")),
+        unreachable_nodes=tuple((node, _text(why)) for node, why in _dict(progress.get("silent")).items()),
+        runner_problem=_text(progress.get("trouble")),
     )
 
 
@@ -153,13 +155,15 @@ def _most(wants: Mapping[str, Any]) -> int | None:
     return most[0] * most[1] if len(most) == 2 and most[0] is not None and most[1] is not None else None
 
 
-def _checkpoint(one: Mapping[str, Any]) -> Checkpoint | None:
+def _checkpoint(one: Mapping[str, Any]) -> CheckpointStatus | None:
     step = _whole(one.get("step"))
-    return None if step is None else Checkpoint(_whole(one.get("round")) or 0, step, _real(one.get("age_seconds")))
+    return (
+        None if step is None else CheckpointStatus(_whole(one.get("round")) or 0, step, _real(one.get("age_seconds")))
+    )
 
 
-def _round(one: Mapping[str, Any]) -> RoundRow:
-    return RoundRow(
+def _round(one: Mapping[str, Any]) -> RoundStatus:
+    return RoundStatus(
         _whole(one.get("round")) or 0,
         _real(one.get("at")) or 0.0,
         _whole(one.get("world_size")) or 0,
@@ -176,11 +180,11 @@ def _round(one: Mapping[str, Any]) -> RoundRow:
     )
 
 
-def _rank(one: Mapping[str, Any]) -> Rank | None:
+def _rank(one: Mapping[str, Any]) -> RankProgress | None:
     number = _whole(one.get("rank"))
     if number is None:
         return None
-    return Rank(
+    return RankProgress(
         number,
         _text(one.get("node")),
         _whole(one.get("slot")),

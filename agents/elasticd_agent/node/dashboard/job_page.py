@@ -11,10 +11,10 @@ from elasticd_agent.node.dashboard import format as words
 from elasticd_agent.node.dashboard import ranks
 from elasticd_agent.node.dashboard import rounds as history
 from elasticd_agent.node.dashboard.chart import chart
-from elasticd_agent.node.dashboard.decode import Job, RoundRow
+from elasticd_agent.node.dashboard.decode import JobStatus, RoundStatus
 from elasticd_agent.node.dashboard.layout import banner, chip, section
 from elasticd_agent.node.dashboard.markup import Child, Html, joined, tag
-from elasticd_agent.node.dashboard.status import state, trouble
+from elasticd_agent.node.dashboard.status import problem, state
 
 WINDOWS: dict[str, float | None] = {"10m": 600.0, "1h": 3600.0, "1d": 86400.0, "all": None}
 _NAMES = {"10m": "10 min", "1h": "1 hour", "1d": "1 day", "all": "all of it"}
@@ -22,7 +22,7 @@ STREAMS = ("stdout", "stderr", "elasticd")
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class PageQuery:
     """What of a job is looked at: the page's query, so that a link to it shows the same."""
 
     window: str = "1h"
@@ -31,11 +31,11 @@ class View:
 
     def link(self, job: str, **other: str) -> str:
         query = {"window": self.window, "rank": str(self.rank), "stream": self.stream, **other}
-        return words.link(job, f"?{urlencode(query)}")
+        return words.job_url(job, f"?{urlencode(query)}")
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class LogTail:
     """The end of a log. `text` without anything to say is "", `why`: there is none."""
 
     text: str = ""
@@ -43,12 +43,12 @@ class Tail:
     why: str = ""
 
 
-def jobpage(job: Job, view: View, now: float, tail: Tail, explained: Child) -> list[Child]:
+def job_page(job: JobStatus, view: PageQuery, now: float, tail: LogTail, explained: Child) -> list[Child]:
     return [
         tag("h1", job.job, " ", tag("span", chip(*state(job)), id="state", data_live=True, role="status")),
-        tag("div", _why(job), id="why", data_live=True),
+        tag("div", _summary(job), id="why", data_live=True),
         tag("dl", _tiles(job), class_="tiles", id="tiles", data_live=True),
-        section("course", "How it went", _course(job, view, now), more=_windows(job, view)),
+        section("course", "How it went", _history(job, view, now), more=_windows(job, view)),
         section("ranks", "Ranks", _ranks(job)),
         section("rounds", "Rounds", _rounds(job, now)),
         section("blame", "Who was to blame", explained),
@@ -56,24 +56,24 @@ def jobpage(job: Job, view: View, now: float, tail: Tail, explained: Child) -> l
     ]
 
 
-def _why(job: Job) -> list[Child]:
+def _summary(job: JobStatus) -> list[Child]:
     said: list[Child] = []
-    if wrong := trouble(job):
+    if wrong := problem(job):
         said.append(banner("warn", wrong[1]))
-    said += [banner("warn", f"{node} does not answer: {why}") for node, why in job.silent[:3]]
+    said += [banner("warn", f"{node} does not answer: {why}") for node, why in job.unreachable_nodes[:3]]
     if job.ended and job.ended_s is not None:
         code = f" with exit code {job.exit_code}" if job.exit_code is not None else ""
-        said.append(tag("p", f"Ended {words.span(job.ended_s)} ago{code}: {job.reason}", class_="why"))
+        said.append(tag("p", f"Ended {words.duration(job.ended_s)} ago{code}: {job.reason}", class_="why"))
     else:
         said.append(tag("p", job.reason, class_="why"))
     return said
 
 
-def _tiles(job: Job) -> list[Html]:
+def _tiles(job: JobStatus) -> list[Html]:
     faulty = [one for one in job.rounds if not one.planned]
     lost = [one.lost_s for one in faulty if one.lost_s is not None]
     again = sum(one.lost_steps for one in faulty if one.lost_steps is not None)
-    saved, most = job.checkpoint, job.most_workers
+    saved, most = job.checkpoint, job.max_workers
     workers = str(job.world_size) if job.world_size and not job.ended else "–"
     fewer = most is not None and most != job.world_size and not job.ended
     return [
@@ -83,12 +83,12 @@ def _tiles(job: Job) -> list[Html]:
         _tile(
             "Checkpoint",
             "none" if saved is None else f"step {saved.step:,}",
-            "" if saved is None or saved.age_s is None else f"{words.span(saved.age_s)} ago",
+            "" if saved is None or saved.age_s is None else f"{words.duration(saved.age_s)} ago",
         ),
         _tile("Goodput", "–" if job.goodput is None else f"{100 * job.goodput:.1f} %", "of its time counted"),
         _tile(
             "Lost",
-            words.span(sum(lost)) if lost else "nothing",
+            words.duration(sum(lost)) if lost else "nothing",
             f"{words.count(len(faulty), 'fault')}, {words.count(again, 'step')} again" if lost else "",
         ),
     ]
@@ -98,7 +98,7 @@ def _tile(name: str, value: str, more: str) -> Html:
     return tag("div", tag("dt", name), tag("dd", value, tag("span", more) if more else None))
 
 
-def _windows(job: Job, view: View) -> Html:
+def _windows(job: JobStatus, view: PageQuery) -> Html:
     links = [
         tag(
             "a",
@@ -111,8 +111,8 @@ def _windows(job: Job, view: View) -> Html:
     return tag("nav", links, aria_label="How much of it", class_="windows")
 
 
-def _course(job: Job, view: View, now: float) -> Child:
-    if not any(one.first_step_at for one in job.rounds) and not job.track:
+def _history(job: JobStatus, view: PageQuery, now: float) -> Child:
+    if not any(one.first_step_at for one in job.rounds) and not job.step_samples:
         return tag("p", "No step has been made yet.", class_="quiet")
     legend = [
         tag("span", tag("i", class_="key rate"), "steps per second"),
@@ -132,19 +132,19 @@ def _course(job: Job, view: View, now: float) -> Child:
     return [drawn, tag("p", legend, class_="legend")]
 
 
-def _ranks(job: Job) -> Child:
+def _ranks(job: JobStatus) -> Child:
     if job.ended:
         return tag("p", "The job has ended.", class_="quiet")
-    if not job.ranks and not job.places:
+    if not job.ranks and not job.assignments:
         return tag("p", "It has no place yet." if not job.rounds else "No workers at this moment.", class_="quiet")
     return ranks.grid(job)
 
 
-def _rounds(job: Job, now: float) -> Child:
+def _rounds(job: JobStatus, now: float) -> Child:
     return history.rounds(job, now) if job.rounds else tag("p", "No round has been agreed on yet.", class_="quiet")
 
 
-def hung(rounds: Sequence[RoundRow]) -> int:
+def last_hung_round(rounds: Sequence[RoundStatus]) -> int:
     """The newest round that began because the one before hung; 0 if there is none."""
     return max((one.number for one in rounds if one.cause == "hung"), default=0)
 
@@ -162,18 +162,18 @@ def explanation(job: str, rows: Sequence[dict[str, Any]], *, brief: bool) -> Chi
         for row in (told[:1] if brief else told)
     ]  # fmt: skip
     if brief and len(told) > 1:
-        link = words.link(job, "/explain")
+        link = words.job_url(job, "/explain")
         others = "node says" if len(told) == 2 else f"{len(told) - 1} nodes say"
         shown.append(tag("p", tag("a", f"What the other {others}", href=link), class_="below"))
     return shown
 
 
-def look_for_evidence(job: str) -> Html:
-    link = tag("a", "Look for evidence all the same", href=words.link(job, "/explain"))
+def evidence_link(job: str) -> Html:
+    link = tag("a", "Look for evidence all the same", href=words.job_url(job, "/explain"))
     return tag("p", "No round began because of a hang. ", link, ".", class_="quiet")
 
 
-def _log(job: Job, view: View, tail: Tail) -> Html:
+def _log(job: JobStatus, view: PageQuery, tail: LogTail) -> Html:
     """Its form stays where it is while the log itself is replaced."""
     size = max([job.world_size or 0, view.rank + 1, *(rank.rank + 1 for rank in job.ranks)])
     options = [tag("option", str(k), value=k, selected=k == view.rank) for k in range(min(size, 1024))]
@@ -185,7 +185,7 @@ def _log(job: Job, view: View, tail: Tail) -> Html:
         tag("input", type="hidden", name="window", value=view.window),
         tag("button", "Show"),
         method="get",
-        action=words.link(job.job, "#log"),
+        action=words.job_url(job.job, "#log"),
         id="which",
     )
     heading = tag("div", tag("h2", "Log", id="log-title"), form, class_="heading")

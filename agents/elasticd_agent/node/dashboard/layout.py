@@ -10,36 +10,36 @@ import base64
 import hashlib
 from importlib import resources
 
-from elasticd_agent.node.api.server import Answer
+from elasticd_agent.node.api.server import HttpResponse
 from elasticd_agent.node.dashboard import format as words
 from elasticd_agent.node.dashboard.markup import Child, Html, joined, tag, text
 
 HTML_TYPE = "text/html; charset=utf-8"
-EVERY_S = 2.0
+REFRESH_S = 2.0
 """How often a page's script asks for it again."""
 RELOAD_S = 10
 """How often a page without its script is loaded again."""
-FILES = {
+ASSETS = {
     "style.css": "text/css; charset=utf-8",
     "live.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
 
 
-def file(name: str) -> bytes:
+def asset(name: str) -> bytes:
     """One of FILES."""
     return resources.files(__package__).joinpath(name).read_bytes()
 
 
-_STYLE = file("style.css").decode()
+_STYLE = asset("style.css").decode()
 _HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 _POLICY = "default-src 'none'; {}; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
-INSIDE = _POLICY.format("script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'")
-OUTSIDE = _POLICY.format(f"style-src 'sha256-{_HASH}'; img-src data:")
+PAGE_POLICY = _POLICY.format("script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'")
+PUBLIC_POLICY = _POLICY.format(f"style-src 'sha256-{_HASH}'; img-src data:")
 """Of pages for who has not come in: the style is in them, since nothing else is to be had out there."""
 
 
-def answer(code: int, page: Html, policy: str = INSIDE, *headers: tuple[str, str]) -> Answer:
+def html_response(code: int, page: Html, policy: str = PAGE_POLICY, *headers: tuple[str, str]) -> HttpResponse:
     more = (
         ("Content-Security-Policy", policy),
         ("Referrer-Policy", "no-referrer"),
@@ -47,11 +47,11 @@ def answer(code: int, page: Html, policy: str = INSIDE, *headers: tuple[str, str
         ("Cross-Origin-Resource-Policy", "same-origin"),
         *headers,
     )
-    return Answer(code, page.encode("utf-8", "replace"), HTML_TYPE, more)
+    return HttpResponse(code, page.encode("utf-8", "replace"), HTML_TYPE, more)
 
 
 def page(
-    title: str, node: str, version: str, *content: Child, now: float, leave: bool, every_s: float | None = EVERY_S
+    title: str, node: str, version: str, *content: Child, now: float, leave: bool, every_s: float | None = REFRESH_S
 ) -> Html:
     """A page for who has come in. `leave`: there is a pass to give back. `every_s`: None if it stays as it is."""
     live = every_s is not None
@@ -70,7 +70,7 @@ def page(
         ),
         tag("form", tag("button", "Log out"), method="post", action="/logout") if leave else None,
     )
-    footer = tag("footer", f"elasticd {version} · times are {words.zone()} of node {node} · this page only reads")
+    footer = tag("footer", f"elasticd {version} · times are {words.time_zone()} of node {node} · this page only reads")
     head = [
         tag("link", rel="stylesheet", href="/page/style.css"),
         tag("link", rel="icon", href="/page/icon.svg", type="image/svg+xml"),
@@ -81,7 +81,7 @@ def page(
     return _document(title, head, body)
 
 
-def outside(title: str, *content: Child) -> Html:
+def public_page(title: str, *content: Child) -> Html:
     """A page for who has not come in."""
     head = [tag("style", Html(_STYLE)), tag("link", rel="icon", href="data:,")]
     brand = tag("p", _logo(), tag("span", "elasticd"), class_="brand")
@@ -112,7 +112,7 @@ def login(why: str, then: str) -> Html:
         class_="login",
     )
     hint = tag("p", "It is the one line in the agent's ", tag("code", "http.token_file"), ".", class_="quiet")
-    return outside("Log in · elasticd", tag("h1", "Log in"), tag("p", why, id="why"), form, hint)
+    return public_page("Log in · elasticd", tag("h1", "Log in"), tag("p", why, id="why"), form, hint)
 
 
 def _document(title: str, head: Child, body: Child) -> Html:

@@ -15,7 +15,7 @@ from typing import Union
 Child = Union["Html", str, int, float, None, Iterable["Child"]]
 """None is nothing; a float is shown as Python does."""
 
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 _VOID = frozenset({"br", "hr", "input", "link", "meta"})
 _NAME = re.compile(r"[a-z][a-zA-Z0-9:-]*")
 
@@ -28,7 +28,7 @@ class Html(str):
 
 def text(value: object) -> Html:
     """Escaped for both content and attributes; what would not be seen is shown as an escape."""
-    return Html(html.escape(_UNSEEN.sub(lambda found: repr(found.group())[1:-1], str(value)), quote=True))
+    return Html(html.escape(_INVISIBLE.sub(lambda found: repr(found.group())[1:-1], str(value)), quote=True))
 
 
 def tag(name: str, /, *children: Child, **attributes: object) -> Html:

@@ -9,9 +9,9 @@ from elasticd_agent.node.dashboard import decode as facts
 from elasticd_agent.node.dashboard import format as words
 from elasticd_agent.node.dashboard.layout import banner, chip, section
 from elasticd_agent.node.dashboard.markup import Child, Html, tag
-from elasticd_agent.node.dashboard.status import KINDS, state
+from elasticd_agent.node.dashboard.status import JOB_STATE_STYLES, state
 
-NODES = {
+NODE_STATE_STYLES = {
     "ready": "good",
     "draining": "busy",
     "drained": "idle",
@@ -25,7 +25,7 @@ def overview(
     jobs: Sequence[Mapping[str, Any]],
     nodes: Sequence[Mapping[str, Any]],
     here: str,
-    doing: Mapping[str, facts.Job],
+    doing: Mapping[str, facts.JobStatus],
     troubles: Sequence[str],
 ) -> list[Child]:
     """`jobs` and `nodes` as the API answers them; `doing`: how those on this node, `here`, are getting on."""
@@ -43,21 +43,21 @@ def overview(
             data_live=True,
         ),
         tag("div", [banner("bad", one) for one in troubles[:5]], id="troubles", data_live=True),
-        section("here", f"Jobs on {here}", _jobs(mine, doing) or _nothing("No job has a place on this node.")),
+        section("here", f"Jobs on {here}", _jobs(mine, doing) or _empty("No job has a place on this node.")),
         tag("div", section("jobs", "Other jobs", _jobs(others, {})) if others else None, id="others", data_live=True),
-        section("nodes", "Nodes", _nodes(nodes, here) or _nothing("No agent has announced one.")),
+        section("nodes", "Nodes", _nodes(nodes, here) or _empty("No agent has announced one.")),
     ]
 
 
-def _jobs(rows: Sequence[Mapping[str, Any]], doing: Mapping[str, facts.Job]) -> Html | None:
+def _jobs(rows: Sequence[Mapping[str, Any]], doing: Mapping[str, facts.JobStatus]) -> Html | None:
     return _table(
         ("Job", "State", "Step", "Nodes", "Since", "Why"),
         [
             (
-                tag("a", row["job"], href=words.link(row["job"])),
+                tag("a", row["job"], href=words.job_url(row["job"])),
                 chip(*_state(row, doing.get(row["job"]))),
                 _step(doing.get(row["job"])),
-                _some(row["nodes"]),
+                _short_list(row["nodes"]),
                 _since(row),
                 row["reason"],
             )
@@ -74,7 +74,7 @@ def _nodes(rows: Sequence[Mapping[str, Any]], here: str) -> Html | None:
                 tag(
                     "span", tag("b", row["node"]) if row["node"] == here else row["node"], title=row["address"] or None
                 ),
-                chip(row["state"], NODES.get(row["state"], "idle")),
+                chip(row["state"], NODE_STATE_STYLES.get(row["state"], "idle")),
                 [_slots(row["used"], row["slots"]), f" {row['used']} of {row['slots']}"],
                 str(len(row["gpus"]) or "–"),
                 _links(row["jobs"]),
@@ -96,11 +96,11 @@ def _slots(used: int, there: int) -> Html | None:
     return tag("svg", boxes, viewBox=f"0 0 {there * 9 - 2} 12", width=there * 9 - 2, class_="slots", aria_hidden="true")
 
 
-def _state(row: Mapping[str, Any], job: facts.Job | None) -> tuple[str, str]:
-    return state(job) if job is not None else (row["state"], KINDS.get(row["state"], "idle"))
+def _state(row: Mapping[str, Any], job: facts.JobStatus | None) -> tuple[str, str]:
+    return state(job) if job is not None else (row["state"], JOB_STATE_STYLES.get(row["state"], "idle"))
 
 
-def _step(job: facts.Job | None) -> Child:
+def _step(job: facts.JobStatus | None) -> Child:
     if job is None or job.step is None:
         return "–"
     return [f"{job.step:,}", tag("span", f" {words.rate(job.rate)}", class_="quiet") if job.rate is not None else None]
@@ -108,11 +108,11 @@ def _step(job: facts.Job | None) -> Child:
 
 def _since(row: Mapping[str, Any]) -> str:
     if row["ended_seconds"] is not None:
-        return f"ended {words.span(row['ended_seconds'])} ago"
-    return words.span(row["age_seconds"]) if row["age_seconds"] is not None else "–"
+        return f"ended {words.duration(row['ended_seconds'])} ago"
+    return words.duration(row["age_seconds"]) if row["age_seconds"] is not None else "–"
 
 
-def _some(names: Sequence[str]) -> str:
+def _short_list(names: Sequence[str]) -> str:
     more = f" +{len(names) - 4}" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more or "–"
 
@@ -120,11 +120,11 @@ def _some(names: Sequence[str]) -> str:
 def _links(jobs: Sequence[str]) -> Child:
     found: list[Child] = []
     for job in jobs[:4]:
-        found += [", " if found else None, tag("a", job, href=words.link(job))]
+        found += [", " if found else None, tag("a", job, href=words.job_url(job))]
     return [*found, f" +{len(jobs) - 4}" if len(jobs) > 4 else None] if found else "–"
 
 
-def _nothing(sentence: str) -> Html:
+def _empty(sentence: str) -> Html:
     return tag("p", sentence, class_="quiet")
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticd_agent.node.dashboard import format as words
-from elasticd_agent.node.dashboard.decode import Job, Place, Rank
+from elasticd_agent.node.dashboard.decode import AssignmentStatus, JobStatus, RankProgress
 from elasticd_agent.node.dashboard.layout import chip
 from elasticd_agent.node.dashboard.markup import Child, Html, tag
 
-STILL_S = 5.0
+STALLED_S = 5.0
 """Somebody who has not moved for so long is pointed out: the shortest time after which a hang is suspected."""
-_STEPS = 10
+_STALLED_STEPS = 10
 """… if that is longer than so many steps take."""
 
 
-def condition(rank: Rank, job: Job) -> tuple[str, str]:
+def condition(rank: RankProgress, job: JobStatus) -> tuple[str, str]:
     """What is shown of it in a word or two, and whether that is good, busy or bad."""
     if rank.exited:
         return "done", "idle"
@@ -24,7 +24,7 @@ def condition(rank: Rank, job: Job) -> tuple[str, str]:
     if rank.state in ("Z", "X"):
         return "dead", "bad"
     phase = f"at barrier {rank.barrier}" if rank.phase == "barrier" and rank.barrier else rank.phase or "unknown"
-    still = rank.idle_s > max(STILL_S, _STEPS / job.rate if job.rate else 0.0)
+    still = rank.idle_s > max(STALLED_S, _STALLED_STEPS / job.rate if job.rate else 0.0)
     if rank.state == "D" and still:
         return f"{phase}, blocked", "bad"
     if still and rank.phase == "step":
@@ -32,11 +32,11 @@ def condition(rank: Rank, job: Job) -> tuple[str, str]:
     return phase, "good" if rank.phase == "step" else "busy"
 
 
-def grid(job: Job) -> Child:
+def grid(job: JobStatus) -> Child:
     """One box for each node of the round, with its ranks; who said nothing is named."""
     names = list(dict.fromkeys([*job.nodes, *(rank.node for rank in job.ranks)]))
-    places = {place.node: place for place in job.places}
-    silent = dict(job.silent)
+    places = {place.node: place for place in job.assignments}
+    silent = dict(job.unreachable_nodes)
     behind = max((rank.step for rank in job.ranks), default=0)
     return tag(
         "div",
@@ -48,8 +48,10 @@ def grid(job: Job) -> Child:
     )
 
 
-def _node(name: str, place: Place | None, silent: str, ranks: Sequence[Rank], job: Job, behind: int) -> Html:
-    why = silent or (place.why if place is not None else "")
+def _node(
+    name: str, place: AssignmentStatus | None, silent: str, ranks: Sequence[RankProgress], job: JobStatus, behind: int
+) -> Html:
+    why = silent or (place.reason if place is not None else "")
     state = "silent" if silent else place.state if place is not None else ""
     kinds = {"running": "good", "silent": "bad", "away": "bad", "refused": "bad"}
     return tag(
@@ -62,7 +64,7 @@ def _node(name: str, place: Place | None, silent: str, ranks: Sequence[Rank], jo
     )
 
 
-def _cell(rank: Rank, job: Job, most: int) -> Html:
+def _cell(rank: RankProgress, job: JobStatus, most: int) -> Html:
     word, kind = condition(rank, job)
     behind = f" ({most - rank.step:,} behind)" if most - rank.step > 1 and rank.phase != "starting" else ""
     return tag(
@@ -70,6 +72,6 @@ def _cell(rank: Rank, job: Job, most: int) -> Html:
         tag("span", tag("span", "rank ", class_="quiet"), str(rank.rank), class_="which"),
         tag("span", word, class_="word"),
         tag("span", f"step {rank.step:,}{behind}", class_="step"),
-        tag("span", f"moved {words.span(rank.idle_s)} ago", class_="age"),
+        tag("span", f"moved {words.duration(rank.idle_s)} ago", class_="age"),
         class_=f"rank {kind}",
     )

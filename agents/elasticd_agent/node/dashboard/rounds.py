@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elasticd_agent.node.dashboard import format as words
-from elasticd_agent.node.dashboard.decode import Job, RoundRow
+from elasticd_agent.node.dashboard.decode import JobStatus, RoundStatus
 from elasticd_agent.node.dashboard.layout import chip
 from elasticd_agent.node.dashboard.markup import Child, Html, tag
 
@@ -11,7 +11,7 @@ SHOWN = 25
 _SHOWN_NODES = 6
 
 
-def rounds(job: Job, now: float) -> Child:
+def rounds(job: JobStatus, now: float) -> Child:
     newest_first = list(reversed(job.rounds))
     shown, older = newest_first[:SHOWN], newest_first[SHOWN:]
     listed = [tag("ol", [_round(one, job, now) for one in shown], class_="rounds", reversed=True)]
@@ -21,7 +21,7 @@ def rounds(job: Job, now: float) -> Child:
     return listed
 
 
-def _round(one: RoundRow, job: Job, now: float) -> Html:
+def _round(one: RoundStatus, job: JobStatus, now: float) -> Html:
     kind = "idle" if one.planned else "bad"
     many = len(one.nodes) - _SHOWN_NODES
     nodes = ", ".join(one.nodes[:_SHOWN_NODES]) + (f" +{many}" if many > 0 else "")
@@ -32,34 +32,34 @@ def _round(one: RoundRow, job: Job, now: float) -> Html:
         tag(
             "div",
             tag("p", chip(one.kind, kind), " ", one.reason, class_="reason"),
-            tag("p", words.moment(one.at, now), f" · {where} · {_did(one, job, now)}", class_="quiet"),
+            tag("p", words.timestamp(one.at, now), f" · {where} · {_outcome(one, job, now)}", class_="quiet"),
             class_="what",
         ),
-        tag("div", _lost(one), class_="lost") if one.lost_s is not None else tag("div", class_="lost"),
+        tag("div", _cost(one), class_="lost") if one.lost_s is not None else tag("div", class_="lost"),
         value=one.number,
-        class_="now" if one is job.newest and not job.ended else None,
+        class_="now" if one is job.newest_round and not job.ended else None,
     )
 
 
-def _did(one: RoundRow, job: Job, now: float) -> str:
+def _outcome(one: RoundStatus, job: JobStatus, now: float) -> str:
     """What became of it."""
-    newest = one is job.newest
+    newest = one is job.newest_round
     if one.first_step_at is None:
         return "no step yet" if newest and not job.ended else "made no step"
-    ends = one.over_at if one.over_at is not None else job.ended_at if newest else None
+    ends = one.ended_at if one.ended_at is not None else job.ended_at if newest else None
     if ends is None:
-        return f"training for {words.span(now - one.first_step_at)}" if newest else "trained"
-    trained = f"trained for {words.span(max(0.0, ends - one.first_step_at))}"
+        return f"training for {words.duration(now - one.first_step_at)}" if newest else "trained"
+    trained = f"trained for {words.duration(max(0.0, ends - one.first_step_at))}"
     made = (one.last_step or 0) - (one.first_step or 0)
     return trained + (f", steps {one.first_step:,} to {one.last_step:,}" if made > 0 else "")
 
 
-def _lost(one: RoundRow) -> Child:
+def _cost(one: RoundStatus) -> Child:
     assert one.lost_s is not None
     again = "" if one.lost_steps is None else f"{words.count(one.lost_steps, 'step')} again"
     if one.first_step_at is None:
-        return [tag("b", words.span(one.lost_s)), tag("span", "without a step so far", class_="quiet")]
+        return [tag("b", words.duration(one.lost_s)), tag("span", "without a step so far", class_="quiet")]
     if one.planned:
         less = again if one.lost_steps else "no step lost" if one.lost_steps == 0 else ""
-        return tag("span", f"paused {words.span(one.lost_s)}", tag("br"), less, class_="quiet")
-    return [tag("b", f"−{words.span(one.lost_s)}"), tag("span", again, class_="quiet") if again else None]
+        return tag("span", f"paused {words.duration(one.lost_s)}", tag("br"), less, class_="quiet")
+    return [tag("b", f"−{words.duration(one.lost_s)}"), tag("span", again, class_="quiet") if again else None]

@@ -16,34 +16,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from elasticd_agent.node.health.result import Reading, bad, skipped
+from elasticd_agent.node.health.result import CheckResult, failed, skipped
 
 CHECK = "all-reduce"
-WITHIN_S = 30.0
+TIMEOUT_S = 30.0
 """Four NCCL ranks on one machine need 2 to 5 s, eight gloo ranks on two busy cores 3 s."""
-IMPORT_S = 60.0
+IMPORT_TIMEOUT_S = 60.0
 """torch from a cold network file system; at most."""
 CLOSE_S = 2.0
 
 
-def look(
+def check_all_reduce(
     python: str,
     slots: Sequence[int],
     devices: Sequence[str],
     environ: Mapping[str, str],
     *,
-    within_s: float = WITHIN_S,
-    import_s: float = IMPORT_S,
+    within_s: float = TIMEOUT_S,
+    import_s: float = IMPORT_TIMEOUT_S,
     stop: int | None = None,
-) -> Reading:
+) -> CheckResult:
     """`devices`: what CUDA_VISIBLE_DEVICES is for each slot, none for CPUs. `stop`: an fd; when readable, give up."""
     if not devices and len(slots) < 2:
         return skipped(CHECK, "one slot without a GPU has nobody to add up with")
     with TemporaryDirectory(prefix="elasticd-health-") as directory:
-        return _asked(python, slots, devices, environ, directory, within_s, import_s, stop)
+        return _run(python, slots, devices, environ, directory, within_s, import_s, stop)
 
 
-def _asked(
+def _run(
     python: str,
     slots: Sequence[int],
     devices: Sequence[str],
@@ -52,7 +52,7 @@ def _asked(
     within_s: float,
     import_s: float,
     stop: int | None,
-) -> Reading:
+) -> CheckResult:
     world = len(slots)
     asked = {
         "slots": list(slots),
@@ -81,13 +81,13 @@ def _asked(
         left = _end(process)
     took_s = time.monotonic() - began
     if line is None:
-        return bad(CHECK, f"it was not over within {within_s + import_s + CLOSE_S:g} s{left}", took_s)
+        return failed(CHECK, f"it was not over within {within_s + import_s + CLOSE_S:g} s{left}", took_s)
     try:
         found = json.loads(line)
-        return Reading(CHECK, found["outcome"], f"{found['why']}{left}", took_s)
+        return CheckResult(CHECK, found["outcome"], f"{found['why']}{left}", took_s)
     except (ValueError, KeyError, TypeError):
         said = f"exit code {process.returncode}" if process.returncode is not None else "no answer"
-        return bad(CHECK, f"{python} ended in the middle of it ({said}){left}", took_s)
+        return failed(CHECK, f"{python} ended in the middle of it ({said}){left}", took_s)
 
 
 def _line(process: subprocess.Popen[bytes], asked: bytes, within_s: float, stop: int | None) -> bytes | None:

@@ -18,10 +18,10 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
-NUMBERS = 1 << 18
+ELEMENTS = 1 << 18
 """1 MiB: enough for gloo's and NCCL's ways with large messages, next to nothing to send."""
 STAGES = ("started", "has its device", "has met the others", "has added up")
-DIES_S = 2.0
+EXIT_TIMEOUT_S = 2.0
 
 
 def main() -> None:
@@ -34,13 +34,13 @@ def main() -> None:
     try:
         import torch  # noqa: F401  for those that are forked
     except Exception as error:  # noqa: BLE001  a torch that is broken in any way is one that cannot be used
-        say({"outcome": "skipped", "why": f"torch cannot be imported by {sys.executable}: {error}"})
+        send({"outcome": "skipped", "why": f"torch cannot be imported by {sys.executable}: {error}"})
         return
     imported_s = time.monotonic() - began
-    say({**added_up(asked), "import_s": imported_s})
+    send({**run_ranks(asked), "import_s": imported_s})
 
 
-def added_up(asked: dict[str, Any]) -> dict[str, Any]:
+def run_ranks(asked: dict[str, Any]) -> dict[str, Any]:
     slots: list[int] = asked["slots"]
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)  # our starter's end
@@ -50,7 +50,7 @@ def added_up(asked: dict[str, Any]) -> dict[str, Any]:
         ours, theirs = os.pipe()
         pids[slot] = os.fork()
         if pids[slot] == 0:
-            _take_part(rank, asked, theirs)
+            _rank_main(rank, asked, theirs)
         os.close(theirs)
         heard[slot] = b""
         selector.register(ours, selectors.EVENT_READ, slot)
@@ -69,10 +69,10 @@ def added_up(asked: dict[str, Any]) -> dict[str, Any]:
     found = {
         slot: [json.loads(line) for line in said.splitlines(True) if line[-1:] == b"\n"] for slot, said in heard.items()
     }
-    return judged(slots, found, asked)
+    return summarize(slots, found, asked)
 
 
-def judged(slots: list[int], found: dict[int, list[dict[str, Any]]], asked: dict[str, Any]) -> dict[str, Any]:
+def summarize(slots: list[int], found: dict[int, list[dict[str, Any]]], asked: dict[str, Any]) -> dict[str, Any]:
     """The first slot in the way of the others is the one to name: who failed, else who came least far."""
     failed = {slot: said[-1]["failed"] for slot, said in found.items() if said and "failed" in said[-1]}
     stage = {slot: sum("stage" in one for one in said) for slot, said in found.items()}
@@ -97,7 +97,7 @@ def judged(slots: list[int], found: dict[int, list[dict[str, Any]]], asked: dict
     return {"outcome": "good", "why": f"{len(slots)} slots, {asked['backend']}, {seconds:.2f} s"}
 
 
-def _take_part(rank: int, asked: dict[str, Any], out: int) -> NoReturn:
+def _rank_main(rank: int, asked: dict[str, Any], out: int) -> NoReturn:
     def tell(message: dict[str, Any]) -> None:
         os.write(out, json.dumps(message).encode() + b"\n")
 
@@ -113,7 +113,7 @@ def _take_part(rank: int, asked: dict[str, Any], out: int) -> NoReturn:
             os.environ["CUDA_VISIBLE_DEVICES"] = asked["devices"][rank]
             device = "cuda:0"
         began = time.monotonic()
-        numbers = torch.full((NUMBERS,), float(rank + 1), device=device)
+        numbers = torch.full((ELEMENTS,), float(rank + 1), device=device)
         tell({"stage": 1})
         dist.init_process_group(
             asked["backend"],
@@ -135,14 +135,14 @@ def _take_part(rank: int, asked: dict[str, Any], out: int) -> NoReturn:
 def _end(pids: Any) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    until = time.monotonic() + DIES_S
+    until = time.monotonic() + EXIT_TIMEOUT_S
     left = set(pids)
     while left and time.monotonic() < until:
         left = {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0] == 0}
         time.sleep(0.01 * bool(left))
 
 
-def say(message: dict[str, Any]) -> None:
+def send(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
 
 

@@ -21,42 +21,42 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
 from elasticd_agent.node.health import directories
-from elasticd_agent.node.health.result import Reading, bad, good, skipped
+from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
 from elasticd_agent.system.procfs import read, stat
 from elasticd_agent.workers.launcher.reaping import signal_name
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-MOST_OUTPUT = 1 << 20
-KEPT = 4096
-LONGEST_REASON = 200
-DIES_S = 1.0
+MAX_OUTPUT_BYTES = 1 << 20
+KEPT_OUTPUT_BYTES = 4096
+MAX_REASON_CHARS = 200
+EXIT_TIMEOUT_S = 1.0
 """How long after SIGKILL a process may take; one that hangs in the kernel takes for ever and is left."""
 CANNOT_RUN = 125
 """The exit code of a child that could not become the plugin; a plugin that exits so has said so itself."""
 
 
 @dataclass
-class Child:
+class CheckChild:
     check: str
     pid: int
     fd: int
     began: float
     until: float
-    read: Callable[[Child, int], Reading]
-    said: bytearray = field(default_factory=bytearray)
-    count: int = 0
+    read: Callable[[CheckChild, int], CheckResult]
+    output: bytearray = field(default_factory=bytearray)
+    output_bytes: int = 0
     killed: str = ""  # why
 
 
-class Examiner:
+class CheckRunner:
     """`look` is called once."""
 
     def __init__(self, say: Callable[[dict[str, Any]], None], leave: int) -> None:
         """`leave`: an fd that becomes readable when nobody wants an answer any more."""
-        self._say = say
+        self._send = say
         self._selector = selectors.DefaultSelector()
-        self._children: dict[int, Child] = {}
-        self._left = False
+        self._children: dict[int, CheckChild] = {}
+        self._stopped = False
         awake, wake = socket.socketpair()
         for end in (awake, wake):
             end.setblocking(False)
@@ -65,27 +65,27 @@ class Examiner:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._selector.register(awake, selectors.EVENT_READ)
         self._selector.register(leave, selectors.EVENT_READ)
-        self._leave = leave
+        self._stop_fd = leave
 
-    def look(self, asked: dict[str, Any]) -> None:
+    def run(self, asked: dict[str, Any]) -> None:
         waiting = [self._directory(one, asked) for one in asked["directories"]]
         waiting += [self._plugin(one, asked) for one in asked["plugins"]]
         waiting.reverse()
-        while (waiting or self._children) and not self._left:
+        while (waiting or self._children) and not self._stopped:
             while waiting and len(self._children) < asked["at_once"]:
                 waiting.pop()()
             self._turn()
-        self._sweep()
+        self._kill_descendants()
 
     # ---- starting
 
     def _directory(self, one: dict[str, Any], asked: dict[str, Any]) -> Callable[[], None]:
         def ask() -> None:
-            found = directories.look(one["check"], one["path"], one["free_min_bytes"], one["made"])
+            found = directories.check_directory(one["check"], one["path"], one["free_min_bytes"], one["made"])
             os.write(1, json.dumps(asdict(found)).encode())
             os._exit(0)
 
-        return lambda: self._start(one["check"], asked["directory_s"], ask, _of_directory)
+        return lambda: self._start(one["check"], asked["directory_s"], ask, _directory_result)
 
     def _plugin(self, one: dict[str, Any], asked: dict[str, Any]) -> Callable[[], None]:
         def become() -> None:
@@ -95,19 +95,19 @@ class Examiner:
                 os.write(1, f"{one['path']} cannot be executed: {error.strerror}".encode())
             os._exit(CANNOT_RUN)
 
-        return lambda: self._start(one["check"], asked["plugin_s"], become, _of_plugin)
+        return lambda: self._start(one["check"], asked["plugin_s"], become, _plugin_result)
 
     def _start(
-        self, check: str, within_s: float, act: Callable[[], None], read: Callable[[Child, int], Reading]
+        self, check: str, within_s: float, act: Callable[[], None], read: Callable[[CheckChild, int], CheckResult]
     ) -> None:
         ours, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         us = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _be_a_child(us, theirs, act)
+            _become_child(us, theirs, act)
         os.close(theirs)
         now = time.monotonic()
-        self._children[pid] = Child(check, pid, ours, now, now + within_s, read)
+        self._children[pid] = CheckChild(check, pid, ours, now, now + within_s, read)
         self._selector.register(ours, selectors.EVENT_READ, self._children[pid])
 
     # ---- waiting
@@ -115,25 +115,25 @@ class Examiner:
     def _turn(self) -> None:
         until = min(child.until for child in self._children.values())
         for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
-            if key.fd == self._leave:
-                self._left = True
+            if key.fd == self._stop_fd:
+                self._stopped = True
             elif key.data is not None:
-                self._listen(key.data)
-        self._awake_again()
+                self._read_output(key.data)
+        self._drain_wakeups()
         self._reap()
         now = time.monotonic()
         for child in list(self._children.values()):
             if now >= child.until:
-                self._late(child)
+                self._on_deadline(child)
 
-    def _awake_again(self) -> None:
+    def _drain_wakeups(self) -> None:
         try:
             while self._awake.recv(4096):
                 pass
         except BlockingIOError:
             pass
 
-    def _listen(self, child: Child) -> None:
+    def _read_output(self, child: CheckChild) -> None:
         try:
             data = os.read(child.fd, 1 << 16)
         except BlockingIOError:
@@ -141,10 +141,10 @@ class Examiner:
         if not data:
             self._selector.unregister(child.fd)
             return
-        child.count += len(data)
-        child.said += data[: KEPT - len(child.said)]
-        if child.count > MOST_OUTPUT and not child.killed:
-            self._kill(child, f"it wrote more than {MOST_OUTPUT >> 20} MiB; the first line is what counts")
+        child.output_bytes += len(data)
+        child.output += data[: KEPT_OUTPUT_BYTES - len(child.output)]
+        if child.output_bytes > MAX_OUTPUT_BYTES and not child.killed:
+            self._kill(child, f"it wrote more than {MAX_OUTPUT_BYTES >> 20} MiB; the first line is what counts")
 
     def _reap(self) -> None:
         while True:
@@ -156,45 +156,45 @@ class Examiner:
                 return
             child = self._children.pop(pid, None)
             if child is not None:
-                self._listen_to_the_end(child)
-                self._ended(child, child.read(child, status))
+                self._drain_output(child)
+                self._report(child, child.read(child, status))
 
-    def _listen_to_the_end(self, child: Child) -> None:
+    def _drain_output(self, child: CheckChild) -> None:
         if child.fd in self._selector.get_map():
-            self._listen(child)
+            self._read_output(child)
         if child.fd in self._selector.get_map():
             self._selector.unregister(child.fd)
         os.close(child.fd)
 
-    def _late(self, child: Child) -> None:
+    def _on_deadline(self, child: CheckChild) -> None:
         if not child.killed:
             self._kill(child, f"it has not answered within {child.until - child.began:g} s")
             return
         del self._children[child.pid]
-        self._listen_to_the_end(child)
+        self._drain_output(child)
         process = stat(child.pid)
         state = process.state if process is not None else "?"
         where = read(f"/proc/{child.pid}/wchan").decode("ascii", "replace")
         why = (
             f"{child.killed}; process {child.pid} does not die of SIGKILL (state {state}{' in ' * bool(where)}{where})"
         )
-        self._ended(child, bad(child.check, why))
+        self._report(child, failed(child.check, why))
         started = process.started if process is not None else 0
-        self._say({"stuck": {"check": child.check, "pid": child.pid, "started": started}})
+        self._send({"stuck": {"check": child.check, "pid": child.pid, "started": started}})
 
-    def _kill(self, child: Child, why: str) -> None:
+    def _kill(self, child: CheckChild, why: str) -> None:
         child.killed = why
-        child.until = time.monotonic() + DIES_S
+        child.until = time.monotonic() + EXIT_TIMEOUT_S
         _kill_group(child.pid)
         _kill(child.pid)
 
-    def _ended(self, child: Child, found: Reading) -> None:
+    def _report(self, child: CheckChild, found: CheckResult) -> None:
         took_s = time.monotonic() - child.began
-        self._say({"reading": asdict(replace(found, seconds=took_s))})
+        self._send({"reading": asdict(replace(found, seconds=took_s))})
 
-    def _sweep(self) -> None:
+    def _kill_descendants(self) -> None:
         """Nobody whom we started, or who became ours, outlives us, but for those who cannot die."""
-        until = time.monotonic() + DIES_S
+        until = time.monotonic() + EXIT_TIMEOUT_S
         while True:
             for child in read(f"/proc/self/task/{os.getpid()}/children", 1 << 20).split():
                 _kill_group(int(child))
@@ -207,10 +207,10 @@ class Examiner:
             if time.monotonic() >= until:
                 return
             self._selector.select(0.01)
-            self._awake_again()
+            self._drain_wakeups()
 
 
-def _be_a_child(parent: int, out: int, act: Callable[[], None]) -> NoReturn:
+def _become_child(parent: int, out: int, act: Callable[[], None]) -> NoReturn:
     """It must hold nothing of ours open: whoever waits for our end would wait for one that hangs, too."""
     try:
         os.setsid()
@@ -232,38 +232,40 @@ def _be_a_child(parent: int, out: int, act: Callable[[], None]) -> NoReturn:
     os._exit(CANNOT_RUN)
 
 
-def _of_directory(child: Child, status: int) -> Reading:
+def _directory_result(child: CheckChild, status: int) -> CheckResult:
     if child.killed:
-        return bad(child.check, f"{child.killed}: is it a mount whose server is gone?")
+        return failed(child.check, f"{child.killed}: is it a mount whose server is gone?")
     try:
-        found = json.loads(child.said)
-        return Reading(found["check"], found["outcome"], found["why"])
+        found = json.loads(child.output)
+        return CheckResult(found["check"], found["outcome"], found["why"])
     except (ValueError, KeyError, TypeError):
-        return skipped(child.check, f"it could not be looked at: {first_line(bytes(child.said)) or _ending(status)}")
+        return skipped(
+            child.check, f"it could not be looked at: {first_line(bytes(child.output)) or _describe_exit(status)}"
+        )
 
 
-def _of_plugin(child: Child, status: int) -> Reading:
-    reason = first_line(bytes(child.said))
+def _plugin_result(child: CheckChild, status: int) -> CheckResult:
+    reason = first_line(bytes(child.output))
     if child.killed:
-        return bad(child.check, child.killed)
+        return failed(child.check, child.killed)
     if os.WIFSIGNALED(status):
-        return bad(child.check, f"{_ending(status)}{': ' * bool(reason)}{reason}")
+        return failed(child.check, f"{_describe_exit(status)}{': ' * bool(reason)}{reason}")
     code = os.WEXITSTATUS(status)
     if code == CANNOT_RUN and "cannot be executed" in reason:
         return skipped(child.check, reason)
     if code:
-        return bad(child.check, reason or f"it exited with {code} and said nothing")
-    return good(child.check, reason or "exit code 0")
+        return failed(child.check, reason or f"it exited with {code} and said nothing")
+    return passed(child.check, reason or "exit code 0")
 
 
 def first_line(output: bytes) -> str:
     """What a person may be shown of it: one line, nothing a terminal would obey."""
     lines = output.decode("utf-8", "replace").strip().splitlines()
     text = "".join(letter if letter.isprintable() else "·" for letter in (lines[0].strip() if lines else ""))
-    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 1] + "…"
+    return text if len(text) <= MAX_REASON_CHARS else text[: MAX_REASON_CHARS - 1] + "…"
 
 
-def _ending(status: int) -> str:
+def _describe_exit(status: int) -> str:
     if os.WIFSIGNALED(status):
         return f"it was ended by {signal_name(os.WTERMSIG(status))}"
     return f"it exited with {os.WEXITSTATUS(status)}"
@@ -292,7 +294,7 @@ def main() -> None:
     def say(message: dict[str, Any]) -> None:
         os.write(1, json.dumps(message).encode() + b"\n")
 
-    Examiner(say, sys.stdin.fileno()).look(json.loads(line))
+    CheckRunner(say, sys.stdin.fileno()).run(json.loads(line))
     say({"done": True})
 
 

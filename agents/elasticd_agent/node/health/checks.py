@@ -25,19 +25,19 @@ from elasticd_agent.node.health import gpu_checks as gpus
 from elasticd_agent.node.health import host_memory as memory
 from elasticd_agent.node.health import plugins
 from elasticd_agent.node.health.nvml import Nvml
-from elasticd_agent.node.health.result import Reading, bad, skipped
+from elasticd_agent.node.health.result import CheckResult, failed, skipped
 from elasticd_agent.system import procfs
 
-AT_ONCE = 4
+MAX_PARALLEL = 4
 """Plugins and directories looked at side by side: what they cost is taken from a job that trains."""
-NVML_S = 10.0
+NVML_TIMEOUT_S = 10.0
 """Where the driver does not stay loaded, finding the GPUs takes a second or two each."""
-DIRECTORY_S = 5.0
+DIRECTORY_TIMEOUT_S = 5.0
 CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class CheckTargets:
     """What is looked at. `own`: directories that the daemon makes where they are not there yet.
 
     `devices`: what CUDA_VISIBLE_DEVICES is for each slot, () where slots are no GPUs; `chosen`: the GPUs that the
@@ -47,23 +47,23 @@ class Places:
     node: str
     slots: int
     devices: tuple[str, ...]
-    own: tuple[Path, ...]
+    own_directories: tuple[Path, ...]
     directories: tuple[Path, ...]
     disk_free_min_bytes: float
     plugins_dir: Path
     plugin_timeout_s: float
-    chosen: tuple[str, ...] | None = None
-    gpus: int | None = None
+    visible_gpus: tuple[str, ...] | None = None
+    expected_gpus: int | None = None
     python: str = sys.executable
 
 
-class Checks:
+class NodeChecks:
     """`look` and `close` belong to one thread. `heard` is called from another one: a look would find something now."""
 
-    def __init__(self, places: Places, environ: Mapping[str, str], heard: Callable[[], None]) -> None:
-        self._places, self._environ, self._heard = places, environ, heard
-        self._nvml = Nvml(self._event, NVML_S)
-        self._events: queue.SimpleQueue[Reading] = queue.SimpleQueue()
+    def __init__(self, places: CheckTargets, environ: Mapping[str, str], heard: Callable[[], None]) -> None:
+        self._targets, self._environ, self._on_event = places, environ, heard
+        self._nvml = Nvml(self._on_nvml_event, NVML_TIMEOUT_S)
+        self._events: queue.SimpleQueue[CheckResult] = queue.SimpleQueue()
         self._stuck: dict[str, tuple[int, int, str]] = {}
         self._stop, self._stopping = os.pipe2(os.O_CLOEXEC)
 
@@ -72,31 +72,31 @@ class Checks:
         os.write(self._stopping, b"x")
         self._nvml.stop()
 
-    def renew(self, places: Places) -> None:
+    def update(self, places: CheckTargets) -> None:
         """Look at these from now on. Belongs to the thread that looks."""
-        self._places = places
+        self._targets = places
 
     def close(self) -> None:
         self._nvml.close()
         for fd in (self._stop, self._stopping):
             os.close(fd)
 
-    def look(self, idle: bool, most_gpus: int) -> list[Reading]:
+    def run(self, idle: bool, most_gpus: int) -> list[CheckResult]:
         """All but the all-reduce. `idle`: no job runs here. `most_gpus`: as many were seen here once."""
-        return [memory.look(idle), *self._gpus(most_gpus), *self._examined()]
+        return [memory.check_memory(idle), *self._gpus(most_gpus), *self._directories_and_plugins()]
 
-    def all_reduce(self) -> Reading:
-        places = self._places
-        return reducing.look(
+    def all_reduce(self) -> CheckResult:
+        places = self._targets
+        return reducing.check_all_reduce(
             places.python, range(places.slots), places.devices[: places.slots], self._environ, stop=self._stop
         )
 
     # ---- GPUs
 
-    def _gpus(self, most: int) -> list[Reading]:
-        places = self._places
-        expected = len(places.devices) if places.chosen is not None else max(most, len(places.devices))
-        expected = places.gpus if places.gpus is not None else expected
+    def _gpus(self, most: int) -> list[CheckResult]:
+        places = self._targets
+        expected = len(places.devices) if places.visible_gpus is not None else max(most, len(places.devices))
+        expected = places.expected_gpus if places.expected_gpus is not None else expected
         if not expected and not places.devices:
             return [skipped(gpus.PRESENT, "this machine has no GPUs")]
         if find_spec("pynvml") is None:
@@ -105,48 +105,51 @@ class Checks:
         began = time.monotonic()
         said = self._nvml.look()
         return [
-            *gpus.readings(said, expected, places.chosen, time.monotonic() - began),
-            *self._happened(),
+            *gpus.gpu_results(said, expected, places.visible_gpus, time.monotonic() - began),
+            *self._xid_result(),
         ]
 
-    def _event(self, what: Mapping[str, Any]) -> None:
-        reading = gpus.event(what, self._places.chosen)
+    def _on_nvml_event(self, what: Mapping[str, Any]) -> None:
+        reading = gpus.event_result(what, self._targets.visible_gpus)
         if reading is not None:
             self._events.put(reading)
-            self._heard()
+            self._on_event()
 
-    def _happened(self) -> list[Reading]:
-        found: list[Reading] = []
+    def _xid_result(self) -> list[CheckResult]:
+        found: list[CheckResult] = []
         while not self._events.empty():
             found.append(self._events.get())
         if not found:
-            return [Reading(gpus.XIDS, "good", "none since the last look")]
+            return [CheckResult(gpus.XIDS, "good", "none since the last look")]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        return [Reading(gpus.XIDS, "bad", found[0].why + more, certain=True)]
+        return [CheckResult(gpus.XIDS, "bad", found[0].why + more, certain=True)]
 
     # ---- directories and plugins
 
-    def _examined(self) -> list[Reading]:
-        places = self._places
+    def _directories_and_plugins(self) -> list[CheckResult]:
+        places = self._targets
         found = plugins.find(places.plugins_dir)
         readings = [*found.refused]
         asked: dict[str, list[dict[str, Any]]] = {"directories": [], "plugins": []}
-        for path, made in {**dict.fromkeys(places.own, True), **dict.fromkeys(places.directories, False)}.items():
+        for path, made in {
+            **dict.fromkeys(places.own_directories, True),
+            **dict.fromkeys(places.directories, False),
+        }.items():
             one = {"check": f"disk {path}", "path": str(path), "free_min_bytes": places.disk_free_min_bytes}
             asked["directories"].append({**one, "made": made})
         for path in found.run:
             asked["plugins"].append({"check": plugins.check_name(path), "path": str(path)})
         for kind, ones in asked.items():
-            hanging = {one["check"]: why for one in ones if (why := self._still_hangs(one["check"]))}
-            readings += [bad(check, why) for check, why in hanging.items()]
+            hanging = {one["check"]: why for one in ones if (why := self._hang_reason(one["check"]))}
+            readings += [failed(check, why) for check, why in hanging.items()]
             asked[kind] = [one for one in ones if one["check"] not in hanging]
         names = [one["check"] for ones in asked.values() for one in ones]
         if names:
-            readings += self._examine(asked, names)
+            readings += self._run_check_process(asked, names)
         order = {name: index for index, name in enumerate(names)}
         return sorted(readings, key=lambda reading: order.get(reading.check, len(order)))
 
-    def _still_hangs(self, check: str) -> str:
+    def _hang_reason(self, check: str) -> str:
         pid, started, why = self._stuck.get(check, (0, 0, ""))
         process = procfs.stat(pid) if pid else None
         if process is None or process.started != started or process.state == "Z":
@@ -154,23 +157,23 @@ class Checks:
             return ""
         return f"{why}; still so"
 
-    def _examine(self, asked: Mapping[str, Any], names: Sequence[str]) -> list[Reading]:
-        places = self._places
+    def _run_check_process(self, asked: Mapping[str, Any], names: Sequence[str]) -> list[CheckResult]:
+        places = self._targets
         request = {
             **asked,
-            "at_once": AT_ONCE,
-            "directory_s": DIRECTORY_S,
+            "at_once": MAX_PARALLEL,
+            "directory_s": DIRECTORY_TIMEOUT_S,
             "plugin_s": places.plugin_timeout_s,
             "environment": plugins.environment(places.node, places.slots),
         }
-        turns = -(-len(names) // AT_ONCE)
-        within_s = turns * (max(DIRECTORY_S, places.plugin_timeout_s) + 1.0) + CLOSE_S
-        process = self._start_examiner()
-        found: dict[str, Reading] = {}
+        turns = -(-len(names) // MAX_PARALLEL)
+        within_s = turns * (max(DIRECTORY_TIMEOUT_S, places.plugin_timeout_s) + 1.0) + CLOSE_S
+        process = self._start_check_process()
+        found: dict[str, CheckResult] = {}
         try:
             for said in _lines(process, json.dumps(request).encode() + b"\n", within_s, self._stop):
                 if "reading" in said:
-                    reading = Reading(**said["reading"])
+                    reading = CheckResult(**said["reading"])
                     found[reading.check] = reading
                 elif "stuck" in said:
                     stuck = said["stuck"]
@@ -180,7 +183,7 @@ class Checks:
         missing = "the process that looks at directories and plugins did not get to it"
         return [found.get(name) or skipped(name, missing) for name in names]
 
-    def _start_examiner(self) -> subprocess.Popen[bytes]:
+    def _start_check_process(self) -> subprocess.Popen[bytes]:
         path = str(Path(__file__).parents[3])
         return subprocess.Popen(
             [sys.executable, "-S", "-m", "elasticd_agent.node.health.check_process"],

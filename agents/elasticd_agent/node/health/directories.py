@@ -9,41 +9,45 @@ import errno
 import os
 import stat
 
-from elasticd_agent.node.health.result import Reading, bad, good
+from elasticd_agent.node.health.result import CheckResult, failed, passed
 
-FEWEST_INODES = 1000
+MIN_FREE_INODES = 1000
 """A round of a job makes a few dozen files; some file systems count no inodes at all and say 0 of 0."""
-TRIED = b"\0" * 4096
+TEST_DATA = b"\0" * 4096
 """One page, and to the disk: a full file system may still take what it can keep in the inode."""
 
 
-def look(check: str, directory: str, free_min_bytes: float, made: bool = False) -> Reading:
+def check_directory(check: str, directory: str, free_min_bytes: float, made: bool = False) -> CheckResult:
     """`made`: who needs it makes it, so that while it is not there yet the place where it will be counts."""
     while made and not os.path.lexists(directory) and os.path.dirname(directory) != directory:
         directory = os.path.dirname(directory)
     try:
         if not stat.S_ISDIR(os.stat(directory).st_mode):
-            return bad(check, f"{directory} is not a directory")
+            return failed(check, f"{directory} is not a directory")
         room = os.statvfs(directory)
     except OSError as error:
-        return bad(check, f"{directory} cannot be looked at: {_said(error)}")
+        return failed(check, f"{directory} cannot be looked at: {_os_error(error)}")
     free = room.f_bavail * room.f_frsize
     if room.f_flag & os.ST_RDONLY:
-        return bad(check, f"{directory} is mounted read-only, which the kernel also does after disk errors: see dmesg")
+        return failed(
+            check, f"{directory} is mounted read-only, which the kernel also does after disk errors: see dmesg"
+        )
     if free < free_min_bytes:
-        return bad(check, f"{directory} has {size(free)} free, less than {size(free_min_bytes)}")
-    if room.f_files > 0 and room.f_favail < min(FEWEST_INODES, room.f_files / 2):
-        return bad(check, f"{directory} has {room.f_favail} of {room.f_files} inodes left: too many files")
+        return failed(check, f"{directory} has {format_size(free)} free, less than {format_size(free_min_bytes)}")
+    if room.f_files > 0 and room.f_favail < min(MIN_FREE_INODES, room.f_files / 2):
+        return failed(check, f"{directory} has {room.f_favail} of {room.f_files} inodes left: too many files")
     try:
-        write(directory)
+        try_write(directory)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM) and os.geteuid() == 0:  # only a server refuses root anything
-            return good(check, f"{size(free)} free; whether users can write there, root cannot tell (root_squash)")
-        return bad(check, f"{directory} cannot be written to: {_said(error)}")
-    return good(check, f"{size(free)} free, can be written to")
+            return passed(
+                check, f"{format_size(free)} free; whether users can write there, root cannot tell (root_squash)"
+            )
+        return failed(check, f"{directory} cannot be written to: {_os_error(error)}")
+    return passed(check, f"{format_size(free)} free, can be written to")
 
 
-def write(directory: str) -> None:
+def try_write(directory: str) -> None:
     """Raises OSError if it cannot be done."""
     path = os.path.join(directory, f".elasticd-health-{os.uname().nodename}")
     try:
@@ -56,14 +60,14 @@ def write(directory: str) -> None:
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         _remove(path)
     try:
-        if os.write(fd, TRIED) < len(TRIED):
+        if os.write(fd, TEST_DATA) < len(TEST_DATA):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(fd)
     finally:
         os.close(fd)
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     """ "1.5 GiB": what configuration files call 1G is 1.0 GiB."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
@@ -79,5 +83,5 @@ def _remove(path: str) -> None:
         pass
 
 
-def _said(error: OSError) -> str:
+def _os_error(error: OSError) -> str:
     return error.strerror or str(error)

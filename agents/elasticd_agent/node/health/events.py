@@ -9,17 +9,17 @@ from elasticd_agent.node.health.monitor import HealthChanged
 from elasticd_agent.telemetry import events
 
 
-class Happened(Protocol):
+class RecordEvent(Protocol):
     """`daemon.telling.Telling.happened`, safe from any thread."""
 
-    def __call__(self, kind: Callable[..., events.Record], sentence: str, **fields: object) -> None: ...
+    def __call__(self, kind: Callable[..., events.LogEvent], sentence: str, **fields: object) -> None: ...
 
 
-def tell(changed: HealthChanged, happened: Happened) -> None:
+def report_change(changed: HealthChanged, happened: RecordEvent) -> None:
     if changed.state == "healthy":
-        happened(events.NodeHealthy, "nothing is held against this node's health")
+        happened(events.NodeHealthyEvent, "nothing is held against this node's health")
     elif changed.state == "unhealthy":
-        happened(events.NodeUnhealthy, f"this node is not well, and is given no work: {changed.why}")
+        happened(events.NodeUnhealthyEvent, f"this node is not well, and is given no work: {changed.why}")
     else:
         sentence = f"this node is given no work for {changed.left_s:.0f} s: {changed.why}"
-        happened(events.NodeQuarantined, sentence, seconds=round(changed.left_s, 1))
+        happened(events.NodeQuarantinedEvent, sentence, seconds=round(changed.left_s, 1))

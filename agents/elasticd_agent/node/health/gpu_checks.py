@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elasticd_agent.node.health.result import Reading, bad, good, skipped
+from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
 
 PRESENT, ERRORS, ROWS, HEAT, XIDS = "gpus", "gpu ecc", "gpu rows", "gpu heat", "gpu xid"
 XID_EVENT, DOUBLE_BIT_EVENT = 0x8, 0x2
 """nvml.h: nvmlEventTypeXidCriticalError, nvmlEventTypeDoubleBitEccError"""
-SLOWED = {0x40: "too hot (hardware thermal slowdown)", 0x80: "short of power (hardware power brake)"}
+HARDWARE_SLOWDOWNS = {0x40: "too hot (hardware thermal slowdown)", 0x80: "short of power (hardware power brake)"}
 """nvml.h, nvmlClocksThrottleReason…; slowing down by software (0x20, 0x4) is what a GPU at full load does."""
-OF_PROGRAMS = {
+APPLICATION_XIDS = {
     13: "an exception in a kernel",
     31: "a page fault",
     43: "it stopped a program",
@@ -26,11 +26,13 @@ OF_PROGRAMS = {
 """XIDs that a faulty program can cause on a sound GPU: NVIDIA's device plugin for Kubernetes ignores the same."""
 
 
-def readings(said: Mapping[str, Any], expected: int, chosen: Sequence[str] | None, seconds: float) -> list[Reading]:
+def gpu_results(
+    said: Mapping[str, Any], expected: int, chosen: Sequence[str] | None, seconds: float
+) -> list[CheckResult]:
     """`said`: the answer of gpu.gpus(). `chosen`: indices and UUIDs that this daemon may use, None for all of them."""
     if said.get("trouble"):
-        return [_silent(str(said["trouble"]), expected, seconds)]
-    gpus = [gpu for gpu in said.get("gpus", ()) if _chosen(gpu, chosen)]
+        return [_no_answer(str(said["trouble"]), expected, seconds)]
+    gpus = [gpu for gpu in said.get("gpus", ()) if _is_visible(gpu, chosen)]
     return [
         _present(gpus, expected, seconds),
         _each(ERRORS, gpus, _errors, "no uncorrectable errors"),
@@ -39,40 +41,40 @@ def readings(said: Mapping[str, Any], expected: int, chosen: Sequence[str] | Non
     ]
 
 
-def event(what: Mapping[str, Any], chosen: Sequence[str] | None) -> Reading | None:
+def event_result(what: Mapping[str, Any], chosen: Sequence[str] | None) -> CheckResult | None:
     """What an NVML event means; None for one that is no fault of the GPU, or of one that is not ours."""
-    if not _chosen(what, chosen):
+    if not _is_visible(what, chosen):
         return None
     if what["type"] == DOUBLE_BIT_EVENT:
         why = f"{_name(what)} had an uncorrectable memory error"
-    elif what["type"] == XID_EVENT and what["data"] not in OF_PROGRAMS:
+    elif what["type"] == XID_EVENT and what["data"] not in APPLICATION_XIDS:
         why = f"{_name(what)} had XID {what['data']}; see dmesg, and XID {what['data']} in NVIDIA's list of XID errors"
     else:
         return None
-    return Reading(XIDS, "bad", why, certain=True)
+    return CheckResult(XIDS, "bad", why, certain=True)
 
 
-def _silent(trouble: str, expected: int, seconds: float) -> Reading:
+def _no_answer(trouble: str, expected: int, seconds: float) -> CheckResult:
     """Only where there are GPUs, or were."""
     if "pynvml is not installed" in trouble:
         return skipped(PRESENT, f"{expected} GPUs, and nobody looks after them: {trouble}", seconds)
-    return bad(PRESENT, f"{trouble}; {expected} GPUs were expected", seconds)
+    return failed(PRESENT, f"{trouble}; {expected} GPUs were expected", seconds)
 
 
-def _present(gpus: Sequence[Mapping[str, Any]], expected: int, seconds: float) -> Reading:
+def _present(gpus: Sequence[Mapping[str, Any]], expected: int, seconds: float) -> CheckResult:
     lost = [f"{_name(gpu)} does not answer: {gpu['error']}" for gpu in gpus if "error" in gpu]
     if len(gpus) < expected:
         lost.append(f"{len(gpus)} GPUs are here, {expected} were expected (health.gpus says how many there should be)")
     if lost:
-        return bad(PRESENT, "; ".join(lost), seconds)
+        return failed(PRESENT, "; ".join(lost), seconds)
     names = sorted({str(gpu.get("name", "GPU")) for gpu in gpus})
     past = "; ".join(f"{_name(gpu)}: last XID {gpu['last_xid']}" for gpu in gpus if gpu.get("last_xid"))
-    return good(PRESENT, f"{len(gpus)} × {', '.join(names)}{' – ' * bool(past)}{past}", seconds)
+    return passed(PRESENT, f"{len(gpus)} × {', '.join(names)}{' – ' * bool(past)}{past}", seconds)
 
 
-def _each(check: str, gpus: Sequence[Mapping[str, Any]], look: Any, fine: str) -> Reading:
+def _each(check: str, gpus: Sequence[Mapping[str, Any]], look: Any, fine: str) -> CheckResult:
     found = [f"{_name(gpu)} {why}" for gpu in gpus if "error" not in gpu and (why := look(gpu))]
-    return bad(check, "; ".join(found)) if found else good(check, fine)
+    return failed(check, "; ".join(found)) if found else passed(check, fine)
 
 
 def _errors(gpu: Mapping[str, Any]) -> str:
@@ -88,12 +90,12 @@ def _rows(gpu: Mapping[str, Any]) -> str:
 
 def _heat(gpu: Mapping[str, Any]) -> str:
     reasons = int(str(gpu.get("throttle_reasons", "0x0")), 16)
-    whys = [why for bit, why in SLOWED.items() if reasons & bit]
+    whys = [why for bit, why in HARDWARE_SLOWDOWNS.items() if reasons & bit]
     degrees = f" at {gpu['temperature_c']} °C" if "temperature_c" in gpu else ""
     return f"is slowed down{degrees}: {', '.join(whys)}" if whys else ""
 
 
-def _chosen(gpu: Mapping[str, Any], chosen: Sequence[str] | None) -> bool:
+def _is_visible(gpu: Mapping[str, Any], chosen: Sequence[str] | None) -> bool:
     if chosen is None or "index" not in gpu or any(name.startswith("MIG-") for name in chosen):
         return True
     uuid = str(gpu.get("uuid", ""))

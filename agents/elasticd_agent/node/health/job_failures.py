@@ -11,37 +11,37 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Key = tuple[str, int]
-CHARS = 1000
+MAX_CHARS = 1000
 """Of a sentence: it becomes part of the node's card, and a runner is its job's user's."""
 
 
-class Blames:
+class JobFailures:
     """One node's. A daemon that comes back has forgotten what it was told, so what it hears first is no news."""
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._times: dict[Key, dict[int, int]] = {}
+        self._counts: dict[Key, dict[int, int]] = {}
 
-    def heard(self, told: Mapping[Key, Mapping[str, Any]], adopted: Iterable[Key] = ()) -> list[str]:
+    def update(self, told: Mapping[Key, Mapping[str, Any]], adopted: Iterable[Key] = ()) -> list[str]:
         """`told`: what each runner here said last, of its status. A sentence for each time that is new."""
-        self._times = {key: times for key, times in self._times.items() if key in told}
+        self._counts = {key: times for key, times in self._counts.items() if key in told}
         sentences = []
         for key, said in told.items():
-            now = _times(said.get("benched"), self._node) if said.get("alone") is False else None
+            now = _quarantine_counts(said.get("benched"), self._node) if said.get("alone") is False else None
             if now is None:
                 continue
-            before = self._times.get(key, now if key in set(adopted) else {})
+            before = self._counts.get(key, now if key in set(adopted) else {})
             aside = sorted(slot for slot, times in now.items() if times > before.get(slot, 0))
             if aside:
                 slots = f"slot{'s' * (len(aside) > 1)} {', '.join(map(str, aside))}"
                 sentences.append(
-                    f"job {key[0]}, round {said.get('round')} set aside {slots}: {said.get('reason', '')}"[:CHARS]
+                    f"job {key[0]}, round {said.get('round')} set aside {slots}: {said.get('reason', '')}"[:MAX_CHARS]
                 )
-            self._times[key] = {**before, **{slot: max(times, before.get(slot, 0)) for slot, times in now.items()}}
+            self._counts[key] = {**before, **{slot: max(times, before.get(slot, 0)) for slot, times in now.items()}}
         return sentences
 
 
-def _times(benched: Any, node: str) -> dict[int, int] | None:
+def _quarantine_counts(benched: Any, node: str) -> dict[int, int] | None:
     """By slot of this node how often it was set aside; None if the runner, of another version, does not say it."""
     if not isinstance(benched, list):
         return None

@@ -122,7 +122,7 @@ class Nvml:
 # ---- the process
 
 
-class Listener:
+class NvmlEventListener:
     """Says what happens to the GPUs, from a thread of its own, for as long as the process lives."""
 
     def __init__(self, nvml: Any, say: Callable[[dict[str, Any]], None]) -> None:
@@ -192,7 +192,7 @@ def main() -> None:
     except ImportError:
         pynvml = None
     else:
-        Listener(pynvml, say)
+        NvmlEventListener(pynvml, say)
     while os.read(0, 4096):
         say({"look": _looked(pynvml)})
     os._exit(0)  # the listener may wait in the driver for seconds

@@ -14,79 +14,79 @@ from pathlib import Path
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document, Record
-from elasticd_agent.node.health.policy import Past, Row, rebooted
+from elasticd_agent.node.health.policy import CheckHistory, HealthHistory, after_reboot
 from elasticd_agent.system.procfs import read
 
 _log = logging.getLogger("elasticd.health")
 
 
 @dataclass(frozen=True, slots=True)
-class Failing(Record):
+class FailingCheck(Record):
     name: str
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Kept(Document):
+class HealthRecord(Document):
     """`at`: CLOCK_MONOTONIC of `boot` when it was written; the ages and `left_s` are of that moment."""
 
-    boot: str
+    boot_id: str
     at: float
-    joined: bool
-    times: int
+    fit_since_boot: bool
+    streak: int
     left_s: float
     why: str = ""
-    troubled_age_s: float | None = None
-    blame_ages_s: tuple[float, ...] = ()
-    failing: tuple[Failing, ...] = ()
+    failure_age_s: float | None = None
+    job_failure_ages_s: tuple[float, ...] = ()
+    failing: tuple[FailingCheck, ...] = ()
     gpus: int = 0
 
 
-class Remembered:
+class HealthFile:
     """One node's. `gpus`: the most that were ever seen here, so that one which is gone after a reboot is missed."""
 
     def __init__(self, path: Path | None, boot: str) -> None:
-        self._path, self._boot, self._said, self._there = path, boot, False, False
-        self.gpus = 0
+        self._path, self._boot, self._warned, self._exists = path, boot, False, False
+        self.max_gpus = 0
 
-    def load(self, now: float) -> Past:
+    def load(self, now: float) -> HealthHistory:
         if self._path is None:
-            return Past()
+            return HealthHistory()
         try:
-            kept = Kept.from_json(self._path.read_bytes())
+            kept = HealthRecord.from_json(self._path.read_bytes())
         except FileNotFoundError:
-            return Past()
+            return HealthHistory()
         except (OSError, WireError) as error:
             _log.warning("what was known of this node's health is lost: %s: %s", self._path, error)
-            return Past()
-        self.gpus, self._there = kept.gpus, True
-        same = kept.boot == self._boot and kept.at <= now
+            return HealthHistory()
+        self.max_gpus, self._exists = kept.gpus, True
+        same = kept.boot_id == self._boot and kept.at <= now
         then = kept.at if same else now
-        past = Past(
-            rows=tuple(Row(one.name, (True,), True, one.why) for one in kept.failing),
-            joined=kept.joined,
-            times=kept.times,
-            until=then + kept.left_s if kept.left_s > 0 else float("-inf"),
-            troubled=then - kept.troubled_age_s if kept.troubled_age_s is not None else float("-inf"),
+        past = HealthHistory(
+            checks=tuple(CheckHistory(one.name, (True,), True, one.why) for one in kept.failing),
+            fit_since_boot=kept.fit_since_boot,
+            streak=kept.streak,
+            quarantined_until=then + kept.left_s if kept.left_s > 0 else float("-inf"),
+            last_failure_at=then - kept.failure_age_s if kept.failure_age_s is not None else float("-inf"),
             why=kept.why,
-            blames=tuple(then - age_s for age_s in kept.blame_ages_s),
+            job_failures=tuple(then - age_s for age_s in kept.job_failure_ages_s),
         )
-        return past if same else rebooted(past)
+        return past if same else after_reboot(past)
 
-    def save(self, past: Past, now: float) -> None:
+    def save(self, past: HealthHistory, now: float) -> None:
         if self._path is None:
             return
-        kept = Kept(
-            boot=self._boot,
+        kept = HealthRecord(
+            boot_id=self._boot,
             at=now,
-            joined=past.joined,
-            times=past.times,
-            left_s=max(0.0, past.until - now),
+            fit_since_boot=past.fit_since_boot,
+            streak=past.streak,
+            left_s=max(0.0, past.quarantined_until - now),
             why=past.why,
-            troubled_age_s=now - past.troubled if past.troubled > float("-inf") else None,
-            blame_ages_s=tuple(now - at for at in past.blames),
-            failing=tuple(Failing(row.check, row.why) for row in past.failing),
-            gpus=self.gpus,
+            failure_age_s=now - past.last_failure_at if past.last_failure_at > float("-inf") else None,
+            job_failure_ages_s=tuple(now - at for at in past.job_failures),
+            failing=tuple(FailingCheck(row.check, row.why) for row in past.failing),
+            gpus=self.max_gpus,
         )
         new = self._path.with_suffix(".new")
         try:
@@ -95,15 +95,15 @@ class Remembered:
                 file.write(kept.to_json())
             os.replace(new, self._path)
         except OSError as error:
-            if not self._said:
+            if not self._warned:
                 _log.warning("%s cannot be written (%s): a restart of the agent forgets strikes", self._path, error)
-            self._said = True
+            self._warned = True
         else:
-            self._said, self._there = False, True
+            self._warned, self._exists = False, True
 
-    def taken_away(self) -> bool:
+    def was_deleted(self) -> bool:
         """Somebody has removed the file: that is how a person says that all of this is forgiven."""
-        return self._path is not None and self._there and not os.path.lexists(self._path)
+        return self._path is not None and self._exists and not os.path.lexists(self._path)
 
 
 def boot_id() -> str:

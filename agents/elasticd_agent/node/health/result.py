@@ -12,7 +12,7 @@ Outcome = Literal["good", "bad", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class CheckResult:
     """One check, looked at once. `why`: a sentence for a person, for each outcome.
 
     `certain`: it reports something that has happened and is over, so it is believed though the next look finds nothing.
@@ -25,13 +25,13 @@ class Reading:
     certain: bool = False
 
 
-def bad(check: str, why: str, seconds: float = 0.0) -> Reading:
-    return Reading(check, "bad", why, seconds)
+def failed(check: str, why: str, seconds: float = 0.0) -> CheckResult:
+    return CheckResult(check, "bad", why, seconds)
 
 
-def good(check: str, why: str, seconds: float = 0.0) -> Reading:
-    return Reading(check, "good", why, seconds)
+def passed(check: str, why: str, seconds: float = 0.0) -> CheckResult:
+    return CheckResult(check, "good", why, seconds)
 
 
-def skipped(check: str, why: str, seconds: float = 0.0) -> Reading:
-    return Reading(check, "skipped", why, seconds)
+def skipped(check: str, why: str, seconds: float = 0.0) -> CheckResult:
+    return CheckResult(check, "skipped", why, seconds)

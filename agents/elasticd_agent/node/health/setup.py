@@ -5,59 +5,59 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from elasticd_agent.config.agent_settings import Settings
-from elasticd_agent.node.health.checks import Checks, Places
-from elasticd_agent.node.health.monitor import Renewed, Watching
-from elasticd_agent.node.health.persistence import Remembered, boot_id
-from elasticd_agent.node.health.policy import Rules
+from elasticd_agent.config.agent_settings import NodeSettings
+from elasticd_agent.node.health.checks import CheckTargets, NodeChecks
+from elasticd_agent.node.health.monitor import HealthMonitor, MonitorSettings
+from elasticd_agent.node.health.persistence import HealthFile, boot_id
+from elasticd_agent.node.health.policy import HealthRules
 
 FILE = "health.json"
 
 
-def places(settings: Settings, environ: Mapping[str, str]) -> Places:
+def check_targets(settings: NodeSettings, environ: Mapping[str, str]) -> CheckTargets:
     health, devices = settings.health, settings.devices(environ)
     own = (settings.state_dir, *([settings.log_dir] if settings.log_dir is not None else []))
-    return Places(
+    return CheckTargets(
         node=settings.node,
         slots=settings.slot_count(environ),
         devices=devices,
-        own=own,
+        own_directories=own,
         directories=health.directories,
         disk_free_min_bytes=health.disk_free_min_bytes,
         plugins_dir=health.plugins_dir,
         plugin_timeout_s=health.plugin_timeout_s,
-        chosen=devices if "CUDA_VISIBLE_DEVICES" in environ else None,
-        gpus=health.gpus,
+        visible_gpus=devices if "CUDA_VISIBLE_DEVICES" in environ else None,
+        expected_gpus=health.gpus,
     )
 
 
-def remembered(settings: Settings) -> Remembered:
-    return Remembered(settings.state_dir / FILE, boot_id())
+def health_file(settings: NodeSettings) -> HealthFile:
+    return HealthFile(settings.state_dir / FILE, boot_id())
 
 
-def open_health(settings: Settings, environ: Mapping[str, str], idle: Callable[[], bool]) -> Watching:
+def open_health(settings: NodeSettings, environ: Mapping[str, str], idle: Callable[[], bool]) -> HealthMonitor:
     """`idle`: no runner lives on this node; asked from another thread, so it must be cheap."""
-    asked = renewed(settings, environ)
-    return Watching(
-        lambda heard: Checks(asked.places, environ, heard),
+    asked = monitor_settings(settings, environ)
+    return HealthMonitor(
+        lambda heard: NodeChecks(asked.targets, environ, heard),
         asked.rules,
-        remembered(settings),
+        health_file(settings),
         every_s=asked.every_s,
         all_reduce=asked.all_reduce,
         idle=idle,
-        count_gpus=len(asked.places.devices),
+        count_gpus=len(asked.targets.devices),
     )
 
 
-def renewed(settings: Settings, environ: Mapping[str, str]) -> Renewed:
+def monitor_settings(settings: NodeSettings, environ: Mapping[str, str]) -> MonitorSettings:
     """What these settings ask for."""
     health = settings.health
-    rules = Rules(health.strikes, float(health.cooloff_s), float(health.cooloff_max_s))
-    return Renewed(places(settings, environ), rules, float(health.every_s), health.all_reduce)
+    rules = HealthRules(health.strikes, float(health.cooloff_s), float(health.cooloff_max_s))
+    return MonitorSettings(check_targets(settings, environ), rules, float(health.every_s), health.all_reduce)
 
 
-def most_gpus(settings: Settings) -> int:
+def max_gpus_seen(settings: NodeSettings) -> int:
     """As many were once seen here by a daemon with this state directory."""
-    kept = remembered(settings)
+    kept = health_file(settings)
     kept.load(time.monotonic())
-    return kept.gpus
+    return kept.max_gpus

@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd_agent.node.runners.safe_open import opened
+from elasticd_agent.node.runners.safe_open import open_plain
 from elasticd_agent.system import procfs
 
-SIGNED_BYTES = 80
+OWNER_BYTES = 80
 """Always as long, so that a name is replaced by one write, and on a full disk, too."""
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessIdentity:
     """`started` is in ticks since `boot`."""
 
     pid: int
@@ -30,20 +30,20 @@ class Process:
     boot: str
 
     @classmethod
-    def of(cls, pid: int) -> Process | None:
+    def of(cls, pid: int) -> ProcessIdentity | None:
         """The process that has this id now; None if there is none, or it only waits to be reaped."""
         stat = procfs.stat(pid)
         return None if stat is None or stat.state in ("Z", "X") else cls(pid, stat.started, boot_id())
 
     @property
     def alive(self) -> bool:
-        return Process.of(self.pid) == self
+        return ProcessIdentity.of(self.pid) == self
 
     def __str__(self) -> str:
         return f"{self.pid} {self.started} {self.boot}"
 
     @classmethod
-    def parse(cls, text: str) -> Process | None:
+    def parse(cls, text: str) -> ProcessIdentity | None:
         """What `str` made, whatever else there may be."""
         words = text.split()
         if len(words) < 3 or not (words[0].isdecimal() and words[1].isdecimal()):
@@ -55,16 +55,16 @@ def boot_id() -> str:
     return procfs.read("/proc/sys/kernel/random/boot_id").decode("ascii", "replace").strip() or "unknown"
 
 
-def take(path: Path) -> int | None:
+def take_lock(path: Path) -> int | None:
     """Lock `path`, in which our name is then. Returns a file descriptor that holds it; None: somebody else does.
 
     The lock lasts until every copy of the descriptor is closed, also one that a child has. Raises OSError, also where
     `path` leads elsewhere: its folder may be another user's, who would like to be given what is there.
     """
-    fd = opened(path, os.O_RDWR | os.O_CREAT)
+    fd = open_plain(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        sign(fd)
+        write_owner(fd)
     except BlockingIOError:
         os.close(fd)
         return None
@@ -74,17 +74,17 @@ def take(path: Path) -> int | None:
     return fd
 
 
-def sign(fd: int, pid: int | None = None) -> None:
+def write_owner(fd: int, pid: int | None = None) -> None:
     """Write into the locked file who has it: this process, or `pid`."""
-    named = Process.of(os.getpid() if pid is None else pid)
+    named = ProcessIdentity.of(os.getpid() if pid is None else pid)
     with contextlib.suppress(OSError):  # a full disk: the lock is what counts
-        os.pwrite(fd, f"{named}\n".ljust(SIGNED_BYTES).encode(), 0)
+        os.pwrite(fd, f"{named}\n".ljust(OWNER_BYTES).encode(), 0)
 
 
-def held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """True while a process has the lock at `path`, or while that cannot be told."""
     try:
-        fd = opened(path, os.O_RDONLY)
+        fd = open_plain(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     except OSError:
@@ -100,29 +100,33 @@ def held(path: Path) -> bool:
     return False
 
 
-def holder(path: Path) -> Process | None:
+def lock_owner(path: Path) -> ProcessIdentity | None:
     """Who wrote its name there, if it lives, and is of the user whose file it is: nobody can name another's process."""
     try:
-        with open(opened(path, os.O_RDONLY), "rb") as file:
-            named = Process.parse(file.read(SIGNED_BYTES).decode("ascii", "replace"))
+        with open(open_plain(path, os.O_RDONLY), "rb") as file:
+            named = ProcessIdentity.parse(file.read(OWNER_BYTES).decode("ascii", "replace"))
             user = os.fstat(file.fileno()).st_uid
     except OSError:
         return None
-    return named if named is not None and user_of(named.pid) == user and named.alive else None
+    return named if named is not None and process_user(named.pid) == user and named.alive else None
 
 
-def unsigned(path: Path, name: bytes) -> Process | None:
+def find_unnamed_owner(path: Path, name: bytes) -> ProcessIdentity | None:
     """Who has a lock that does not say so: of the processes that go by this name and have the file, the oldest."""
     try:
         owner = path.stat().st_uid
     except OSError:
         return None
-    found = [pid for pid in keepers(path) if user_of(pid) == owner and procfs.read(f"/proc/{pid}/comm").strip() == name]
-    named = [process for process in map(Process.of, found) if process is not None]
+    found = [
+        pid
+        for pid in processes_with_open(path)
+        if process_user(pid) == owner and procfs.read(f"/proc/{pid}/comm").strip() == name
+    ]
+    named = [process for process in map(ProcessIdentity.of, found) if process is not None]
     return min(named, key=lambda process: process.started, default=None)
 
 
-def user_of(pid: int) -> int | None:
+def process_user(pid: int) -> int | None:
     """Whose process it is: the files in /proc of one that keeps secrets look like root's."""
     for line in procfs.read(f"/proc/{pid}/status").splitlines():
         if line.startswith(b"Uid:"):
@@ -130,7 +134,7 @@ def user_of(pid: int) -> int | None:
     return None
 
 
-def keepers(path: Path) -> Iterator[int]:
+def processes_with_open(path: Path) -> Iterator[int]:
     """Every process that has the file open, as far as we may look: who holds its lock is among them.
 
     Nobody, where there is a link instead: its folder's owner could name /dev/null, which everybody has open.
@@ -141,7 +145,7 @@ def keepers(path: Path) -> Iterator[int]:
         return
     if not stat.S_ISREG(wanted.st_mode) or wanted.st_nlink != 1:
         return
-    for pid in procfs.everybody():
+    for pid in procfs.all_pids():
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
             for entry in entries:
                 found = os.stat(entry.path)

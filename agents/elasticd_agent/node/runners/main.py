@@ -22,23 +22,23 @@ from elasticd.errors import UsageError, WireError
 from elasticd_agent.config import job_file as jobfile
 from elasticd_agent.job import preflight
 from elasticd_agent.job.loop import Message
-from elasticd_agent.job.reporting import Outputs
-from elasticd_agent.job.run import Host, run_job
+from elasticd_agent.job.reporting import Reporting
+from elasticd_agent.job.run import RunContext, run_job
 from elasticd_agent.model.job import AgentSettings, JobSpec, Policy
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.version import version
-from elasticd_agent.node.keys import RUNNER
+from elasticd_agent.node.keys import RUNNER_COMM
 from elasticd_agent.node.runners import liveness as alive
-from elasticd_agent.node.runners.history import Book, Rates
+from elasticd_agent.node.runners.history import RoundHistory, RunnerMetrics
 from elasticd_agent.node.runners.spec import (
-    WHY_CHARS,
-    Order,
-    Secrets,
-    keep_room,
-    last_word,
-    read_order,
-    why_leave,
+    MAX_WHY_CHARS,
+    RunnerSpec,
+    StoreSecrets,
+    exit_for,
+    leave_reason,
+    read_spec,
+    reserve_exit_space,
     write_exit,
 )
 from elasticd_agent.system.control_socket import Verb
@@ -47,8 +47,8 @@ from elasticd_agent.telemetry import event_log as eventlog
 from elasticd_agent.telemetry import metrics
 
 PR_SET_NAME = 15
-STOPPED = 128 + 15
-LATE_S = 2.0
+SIGTERM_EXIT = 128 + 15
+MAX_WAKE_DELAY_S = 2.0
 """Whoever wakes up so much later than it wanted to was stopped or starved, and has not heard the daemon meanwhile."""
 
 
@@ -60,19 +60,19 @@ def job(argv: Sequence[str]) -> int:
     if len(argv) != 3 or not all(text.isdecimal() for text in argv[1:]):
         raise UsageError("job is for the daemon to call: elasticd agent --config FILE")
     os.umask(0o077)
-    prctl(PR_SET_NAME, RUNNER)
-    _as_mortal_as_others()
+    prctl(PR_SET_NAME, RUNNER_COMM)
+    _reset_oom_score()
     files, lock, handed = JobFiles(Path(argv[0])), int(argv[1]), int(argv[2])
     os.set_inheritable(lock, False)
-    alive.sign(lock)
+    alive.write_owner(lock)
     try:
-        order, secrets = read_order(files), Secrets.taken(handed)
+        order, secrets = read_spec(files), StoreSecrets.from_fd(handed)
     except (OSError, WireError) as error:
-        raise UsageError(f"{files.order}: {error}") from None
-    return _to_its_end(order, secrets, files, lock)
+        raise UsageError(f"{files.runner_spec}: {error}") from None
+    return _run_to_end(order, secrets, files, lock)
 
 
-def _as_mortal_as_others() -> None:
+def _reset_oom_score() -> None:
     """The daemon may be spared when memory runs out; a job is not, lest it outlives what the machine needs."""
     with contextlib.suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
@@ -80,53 +80,57 @@ def _as_mortal_as_others() -> None:
             score.write_text("0")
 
 
-def _to_its_end(order: Order, secrets: Secrets, files: JobFiles, lock: int) -> int:
-    files.exit.unlink(missing_ok=True)
+def _run_to_end(spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, lock: int) -> int:
+    files.runner_exit.unlink(missing_ok=True)
     try:
-        keep_room(files)
+        reserve_exit_space(files)
     except OSError as error:
         print(f"elasticd job: {files.root}: {error.strerror}; the job runs all the same", file=sys.stderr, flush=True)
-    book = Book()
+    book = RoundHistory()
     try:
-        code = _run(order, secrets, files, lock, book)
+        code = _run(spec, secrets, files, lock, book)
         reason = book.ended.reason if book.ended is not None else f"exit code {code}"
     except UsageError as error:
         code, reason = 2, str(error)
         print(f"elasticd job: error: {reason}", file=sys.stderr, flush=True)
     step = book.ended.step if book.ended is not None else None
     try:
-        write_exit(files, last_word(order, code, reason, book.rounds, step or 0))
+        write_exit(files, exit_for(spec, code, reason, book.rounds, step or 0))
     except OSError as error:
-        print(f"elasticd job: {files.exit}: {error.strerror}; ended with {code}: {reason}", file=sys.stderr, flush=True)
+        print(
+            f"elasticd job: {files.runner_exit}: {error.strerror}; ended with {code}: {reason}",
+            file=sys.stderr,
+            flush=True,
+        )
     return code
 
 
-def _run(order: Order, secrets: Secrets, files: JobFiles, lock: int, book: Book) -> int:
-    wanted = jobfile.from_json(order.spec)
-    spec, policy, settings = jobfile.choices(
+def _run(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, lock: int, history: RoundHistory) -> int:
+    wanted = jobfile.from_json(runner_spec.job_file)
+    spec, policy, settings = jobfile.run_model(
         wanted,
-        job_id=order.job,
-        run=str(order.number),
-        node=order.node,
-        slots=order.slots,
-        rendezvous=order.rendezvous(secrets),
+        job_id=runner_spec.job,
+        run=str(runner_spec.number),
+        node=runner_spec.node,
+        slots=runner_spec.slots,
+        rendezvous=runner_spec.rendezvous(secrets),
         files=files,
-        devices=order.devices,
-        user=order.job_user,
+        devices=runner_spec.devices,
+        user=runner_spec.job_user,
     )
     spec = replace(spec, signals=tuple(dict.fromkeys(("SIGTERM", *spec.signals))))
     settings = replace(settings, event_log=files.events, metrics_port=None, live=False, runtime_dir=None)
     try:
-        preflight.check(spec, settings, spec.inherited(os.environ))
+        preflight.check(spec, settings, spec.base_environment(os.environ))
     except UsageError as error:
         raise jobfile.in_keys(str(error)) from None
-    host = Host(
-        outputs=lambda *how: RunnerOutputs(*how, order=order, book=book),
-        keep=(lock,),
-        holds=True,
-        leave_within_s=order.drain_timeout_s,
-        made=lambda runtime: _point(files.runtime, runtime),
-        why=lambda: why_leave(files),
+    host = RunContext(
+        reporting=lambda *how: RunnerReporting(*how, runner_spec=runner_spec, history=history),
+        kept_fds=(lock,),
+        pauses_before_stop=True,
+        leave_within_s=runner_spec.drain_timeout_s,
+        on_runtime_dir=lambda runtime: _link_runtime(files.runtime, runtime),
+        stop_reason=lambda: leave_reason(files),
     )
     try:
         return run_job(spec, policy, settings, host)
@@ -136,7 +140,7 @@ def _run(order: Order, secrets: Secrets, files: JobFiles, lock: int, book: Book)
         raise
 
 
-def _point(link: Path, runtime: Path) -> None:
+def _link_runtime(link: Path, runtime: Path) -> None:
     """The runtime directory is in memory, under a name of its own; the job's folder says where."""
     beside = link.with_name(f".{link.name}.new")
     beside.unlink(missing_ok=True)
@@ -144,7 +148,7 @@ def _point(link: Path, runtime: Path) -> None:
     os.rename(beside, link)
 
 
-class RunnerOutputs(Outputs):
+class RunnerReporting(Reporting):
     """What a runner tells, and what it answers."""
 
     def __init__(
@@ -155,45 +159,45 @@ class RunnerOutputs(Outputs):
         node: str,
         runtime: Path,
         *,
-        order: Order,
-        book: Book,
+        runner_spec: RunnerSpec,
+        history: RoundHistory,
     ) -> None:
-        self._order, self._book = order, book
+        self._runner_spec, self._history = runner_spec, history
         super().__init__(spec, policy, settings, node, runtime)
-        self._about |= {"number": order.number, "slots": list(order.slots), "version": version()}
+        self._about |= {"number": runner_spec.number, "slots": list(runner_spec.slots), "version": version()}
 
-    def open_events(self, job: str, node: str) -> eventlog.Events:
-        self._book.log = super().open_events(job, node)
-        return self._book
+    def open_events(self, job: str, node: str) -> eventlog.EventSink:
+        self._history.log = super().open_events(job, node)
+        return self._history
 
-    def open_metrics(self, job: str, node: str) -> metrics.Measures:
-        self._rates = Rates(job, node, version())
+    def open_metrics(self, job: str, node: str) -> metrics.MetricsRecorder:
+        self._rates = RunnerMetrics(job, node, version())
         return self._rates
 
     def verbs(self, status: Callable[[], dict[str, Any]], post: Callable[[Message], None]) -> Mapping[str, Verb]:
         def leave(why: str) -> None:
-            post(StopRequested("SIGTERM", STOPPED, time.monotonic(), why))
+            post(StopRequested("SIGTERM", SIGTERM_EXIT, time.monotonic(), why))
 
-        tether = Tether(self._order.adopt_timeout_s, leave)
+        tether = AgentWatchdog(self._runner_spec.adopt_timeout_s, leave)
         self.callback(tether.close)
 
         def brief() -> dict[str, Any]:
             now = status()
             said = {name: now[name] for name in ("phase", "round", "world_size", "step", "reason", "benched")}
-            alone = all(member["node"] == self._order.node for member in now["members"])
+            alone = all(member["node"] == self._runner_spec.node for member in now["members"])
             return said | {"alone": alone} | self._about
 
         def here(_: Mapping[str, Any]) -> Mapping[str, Any]:
-            tether.held()
+            tether.contacted()
             return brief()
 
         def whole(_: Mapping[str, Any]) -> Mapping[str, Any]:
-            rate = {"steps_per_second": self._rates.steps_per_second, "track": self._rates.track.points()}
+            rate = {"steps_per_second": self._rates.steps_per_second, "track": self._rates.step_track.points()}
             rate["goodput"] = round(self.story.spent().goodput, 4)
-            return {**status(), **self._about, "pid": os.getpid(), **rate, **self._book.told()}
+            return {**status(), **self._about, "pid": os.getpid(), **rate, **self._history.snapshot()}
 
         def asked_to_leave(request: Mapping[str, Any]) -> Mapping[str, Any]:
-            leave(str(request.get("why") or "asked to leave")[:WHY_CHARS])
+            leave(str(request.get("why") or "asked to leave")[:MAX_WHY_CHARS])
             return brief()
 
         return {
@@ -204,29 +208,31 @@ class RunnerOutputs(Outputs):
         }
 
 
-class Tether:
+class AgentWatchdog:
     """Calls `leave` once when `held` was not called for `seconds`, in time that this process could have heard it."""
 
-    def __init__(self, seconds: float, leave: Callable[[str], None]) -> None:
-        self._seconds, self._leave = seconds, leave
-        self._heard_at = time.monotonic()
-        self._over = threading.Event()
+    def __init__(self, timeout_s: float, leave: Callable[[str], None]) -> None:
+        self._timeout_s, self._leave = timeout_s, leave
+        self._contact_at = time.monotonic()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elasticd-tether", daemon=True)
         self._thread.start()
 
-    def held(self) -> None:
-        self._heard_at = time.monotonic()
+    def contacted(self) -> None:
+        self._contact_at = time.monotonic()
 
     def close(self) -> None:
-        self._over.set()
+        self._closing.set()
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        while (left := self._heard_at + self._seconds - time.monotonic()) > 0:
+        while (left := self._contact_at + self._timeout_s - time.monotonic()) > 0:
             wake_at = time.monotonic() + left
-            if self._over.wait(left):
+            if self._closing.wait(left):
                 return
-            if time.monotonic() > wake_at + LATE_S:
-                self._heard_at = max(self._heard_at, time.monotonic() - self._seconds + min(LATE_S, self._seconds))
+            if time.monotonic() > wake_at + MAX_WAKE_DELAY_S:
+                self._contact_at = max(
+                    self._contact_at, time.monotonic() - self._timeout_s + min(MAX_WAKE_DELAY_S, self._timeout_s)
+                )
         with contextlib.suppress(OSError):
-            self._leave(f"no daemon has spoken to this runner for {self._seconds:g} s")
+            self._leave(f"no daemon has spoken to this runner for {self._timeout_s:g} s")

@@ -20,59 +20,67 @@ from typing import Any, Literal
 
 from elasticd.errors import UsageError, WireError
 from elasticd_agent.model.job_dir import JobFiles, job_files
-from elasticd_agent.node.keys import RUNNER
-from elasticd_agent.node.reconcile import Over, Runs
+from elasticd_agent.node.keys import RUNNER_COMM
+from elasticd_agent.node.reconcile import LocalRunner, RunnerEnd
 from elasticd_agent.node.runners import liveness as alive
-from elasticd_agent.node.runners.liveness import Process
-from elasticd_agent.node.runners.poller import Visitor, ask
+from elasticd_agent.node.runners.liveness import ProcessIdentity
+from elasticd_agent.node.runners.poller import RunnerPoller, ask_runner
 from elasticd_agent.node.runners.spawn import Account, spawn
-from elasticd_agent.node.runners.spec import Order, Secrets, last_word, read_exit, read_order, replace_file, write_exit
+from elasticd_agent.node.runners.spec import (
+    RunnerSpec,
+    StoreSecrets,
+    exit_for,
+    read_exit,
+    read_spec,
+    replace_file,
+    write_exit,
+)
 from elasticd_agent.system import control_socket as control
 from elasticd_agent.system import procfs
 
-FORCE_S = 5.0
+KILL_DELAY_S = 5.0
 """From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
-REMAINS_S = 25.0
+REMNANT_GRACE_S = 25.0
 """The owner of a killed runner's processes has ended them by then, or cannot."""
-TOLD_S = 2.0
+SPEC_FROM_RUNNER_S = 2.0
 """All runners together whose orders cannot be read have so long to say what they run."""
-NAMED_S = 1.0
+SIGN_GRACE_S = 1.0
 """A runner signs its lock as soon as it runs; one that has not by then could not: the disk was full, or is damaged."""
 
 
 @dataclass(slots=True, eq=False)
-class Runner:
+class ManagedRunner:
     """One that lives, or of which something may be left."""
 
-    order: Order
+    spec: RunnerSpec
     files: JobFiles
     state: Literal["starting", "running", "leaving"] = "starting"
     why: str = ""
-    asked: bool = False
-    process: Process | None = None
+    stop_requested: bool = False
+    process: ProcessIdentity | None = None
     pidfd: int | None = None
     child: subprocess.Popen[bytes] | None = None
-    named_by: float = field(default_factory=lambda: time.monotonic() + NAMED_S)
-    leave_by: float | None = None
-    force_by: float | None = None
-    remains_by: float | None = None
-    tree: tuple[Process, ...] = ()
-    seen: Mapping[str, Any] | None = None
+    search_owner_at: float = field(default_factory=lambda: time.monotonic() + SIGN_GRACE_S)
+    leave_deadline: float | None = None
+    kill_at: float | None = None
+    remnants_deadline: float | None = None
+    process_tree: tuple[ProcessIdentity, ...] = ()
+    last_status: Mapping[str, Any] | None = None
 
     @property
     def key(self) -> tuple[str, int]:
-        return self.order.job, self.order.number
+        return self.spec.job, self.spec.number
 
     @property
-    def view(self) -> Runs:
-        return Runs(self.order, self.state, self.why)
+    def summary(self) -> LocalRunner:
+        return LocalRunner(self.spec, self.state, self.why)
 
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         """The runner itself; what it has left behind is the lock's to tell."""
         if self.child is not None:
             return self.child.poll() is None
         if self.process is None:
-            return alive.held(self.files.lock)  # whoever has it has not signed it yet, or could not
+            return alive.is_locked(self.files.lock)  # whoever has it has not signed it yet, or could not
         with contextlib.suppress(ChildProcessError):  # one of ours from before an exec of ourselves
             os.waitpid(self.process.pid, os.WNOHANG)
         if self.pidfd is None:
@@ -92,58 +100,60 @@ class Runner:
             self.pidfd = None
 
 
-class Runners:
+class RunnerManager:
     """Those of one state directory. `post` is called, from another thread, when it is worth while to `poll`."""
 
-    def __init__(self, state: Path, post: Callable[[], None], say: Callable[[str], None], visit_s: float = 2.0) -> None:
-        self._state, self._say = state, say
-        self._runners: dict[tuple[str, int], Runner] = {}
-        self._visitor = Visitor(post, visit_s)
+    def __init__(
+        self, state: Path, post: Callable[[], None], log: Callable[[str], None], poll_interval_s: float = 2.0
+    ) -> None:
+        self._state, self._log = state, log
+        self._runners: dict[tuple[str, int], ManagedRunner] = {}
+        self._poller = RunnerPoller(post, poll_interval_s)
 
     def close(self) -> None:
         """Look after nobody any more; who runs goes on."""
-        self._visitor.close()
+        self._poller.close()
         for runner in self._runners.values():
             runner.close()
 
     # --- what there is ----------------------------------------------------------------------------------------------
 
-    def alive(self) -> tuple[Runs, ...]:
+    def alive(self) -> tuple[LocalRunner, ...]:
         """Safe from any thread."""
-        return tuple(runner.view for runner in list(self._runners.values()))
+        return tuple(runner.summary for runner in list(self._runners.values()))
 
-    def heard(self) -> dict[tuple[str, int], Mapping[str, Any]]:
+    def statuses(self) -> dict[tuple[str, int], Mapping[str, Any]]:
         """By job and number what each runner said when it was visited last, if it has said something."""
-        return {runner.key: runner.seen for runner in self._runners.values() if runner.seen is not None}
+        return {runner.key: runner.last_status for runner in self._runners.values() if runner.last_status is not None}
 
-    def adopt(self) -> list[Over]:
+    def adopt(self) -> list[RunnerEnd]:
         """Find what an earlier daemon has started: who lives is ours from now on; how the others ended comes back."""
-        over, until = [], time.monotonic() + TOLD_S
+        over, until = [], time.monotonic() + SPEC_FROM_RUNNER_S
         for folder in sorted(self._folders()):
             files = JobFiles(folder)
             try:
-                order = read_order(files, ours=True)
+                order = read_spec(files, own_only=True)
                 if folder != job_files(self._state, order.job, order.number).root:
                     raise WireError(f"it is of job {order.job} number {order.number}")
             except FileNotFoundError:
                 continue
             except (OSError, WireError) as error:
                 # Where it is not ours somebody has put it there, who may answer anything.
-                told = _told(files, until) if isinstance(error, WireError) else None
+                told = _spec_from_runner(files, until) if isinstance(error, WireError) else None
                 if told is None:
-                    self._say(f"{files.order}: {error}; it is left alone")
+                    self._log(f"{files.runner_spec}: {error}; it is left alone")
                     continue
-                self._say(f"{files.order}: {error}; its runner itself says what it runs")
+                self._log(f"{files.runner_spec}: {error}; its runner itself says what it runs")
                 order = told
-            if alive.held(files.lock):
-                runner = Runner(order, files)
+            if alive.is_locked(files.lock):
+                runner = ManagedRunner(order, files)
                 self._runners[runner.key] = runner
                 self._identify(runner)
                 who = f"pid {runner.process.pid}" if runner.process is not None else "no pid yet"
-                self._say(f"job {order.job}: its runner ({who}) lives, and goes on")
+                self._log(f"job {order.job}: its runner ({who}) lives, and goes on")
             else:
-                over.append(Over(order, read_exit(files), asked=False))
-        self._look_after()
+                over.append(RunnerEnd(order, read_exit(files), requested=False))
+        self._update_poller()
         return over
 
     def _folders(self) -> list[Path]:
@@ -154,37 +164,37 @@ class Runners:
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
-    def start(self, order: Order, account: Account, secrets: Secrets) -> int:
+    def start(self, spec: RunnerSpec, account: Account, secrets: StoreSecrets) -> int:
         """Start a runner; its pid. Raises OSError when the folder or the process cannot be made, UsageError."""
-        files = self._folder(order, account)
-        replace_file(files.order, order.to_json(), account.gid if account.uid != os.geteuid() else None)
-        files.exit.unlink(missing_ok=True)
-        files.leave.unlink(missing_ok=True)
-        lock = alive.take(files.lock)
+        files = self._folder(spec, account)
+        replace_file(files.runner_spec, spec.to_json(), account.gid if account.uid != os.geteuid() else None)
+        files.runner_exit.unlink(missing_ok=True)
+        files.leave_reason.unlink(missing_ok=True)
+        lock = alive.take_lock(files.lock)
         if lock is None:
             raise UsageError(f"{files.root}: somebody has its lock already")
         try:
             os.fchown(lock, account.uid, account.gid)
             child = spawn(files, lock, account, secrets)
-            alive.sign(lock, child.pid)
+            alive.write_owner(lock, child.pid)
         finally:
             os.close(lock)
-        runner = Runner(order, files, child=child)
+        runner = ManagedRunner(spec, files, child=child)
         self._runners[runner.key] = runner
         self._identify(runner)
-        self._look_after()
+        self._update_poller()
         return child.pid
 
-    def refuse(self, order: Order, account: Account | None, why: str) -> Over:
+    def refuse(self, spec: RunnerSpec, account: Account | None, why: str) -> RunnerEnd:
         """Write down that this node cannot run the job, as its runner would have."""
-        files = self._folder(order, account)
-        replace_file(files.order, order.to_json())
-        last = last_word(order, 2, why, (), 0)
+        files = self._folder(spec, account)
+        replace_file(files.runner_spec, spec.to_json())
+        last = exit_for(spec, 2, why, (), 0)
         write_exit(files, last)
-        return Over(order, last, asked=False)
+        return RunnerEnd(spec, last, requested=False)
 
-    def _folder(self, order: Order, account: Account | None) -> JobFiles:
-        files = job_files(self._state, order.job, order.number)
+    def _folder(self, spec: RunnerSpec, account: Account | None) -> JobFiles:
+        files = job_files(self._state, spec.job, spec.number)
         files.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if account is not None and account.uid != os.geteuid():
             for above in (self._state, files.root.parent):
@@ -194,141 +204,150 @@ class Runners:
 
     # --- ending -----------------------------------------------------------------------------------------------------
 
-    def ask_to_leave(self, job: str, number: int, why: str, within_s: float) -> bool:
+    def request_stop(self, job: str, number: int, why: str, within_s: float) -> bool:
         """SIGTERM, and what must follow if that does not help; `poll` sees to it. False: it was asked before."""
         runner = self._runners.get((job, number))
-        if runner is None or runner.asked:
+        if runner is None or runner.stop_requested:
             return False
-        runner.asked, runner.state, runner.why = True, "leaving", why
-        runner.leave_by = time.monotonic() + within_s
-        self._say_why(runner)
+        runner.stop_requested, runner.state, runner.why = True, "leaving", why
+        runner.leave_deadline = time.monotonic() + within_s
+        self._write_reason(runner)
         runner.signal(signal.SIGTERM)
         return True
 
-    def _say_why(self, runner: Runner) -> None:
+    def _write_reason(self, runner: ManagedRunner) -> None:
         """In a file, which is there when the signal is: nobody waits for a runner that does not answer."""
         try:
             owner = runner.files.root.stat()
             group = owner.st_gid if owner.st_uid != os.geteuid() else None
-            replace_file(runner.files.leave, runner.why.encode(), group)
+            replace_file(runner.files.leave_reason, runner.why.encode(), group)
         except OSError as error:
-            self._say(f"job {runner.order.job}: its runner is not told why it leaves: {error.strerror}")
+            self._log(f"job {runner.spec.job}: its runner is not told why it leaves: {error.strerror}")
 
-    def hurry(self) -> None:
+    def expire_deadlines(self) -> None:
         """Who has been asked to leave has had its time."""
         for runner in self._runners.values():
-            if runner.leave_by is not None:
-                runner.leave_by = 0.0
+            if runner.leave_deadline is not None:
+                runner.leave_deadline = 0.0
 
-    def poll(self, now: float) -> list[Over]:
+    def poll(self, now: float) -> list[RunnerEnd]:
         """See to those that leave, and to those that have ended: these come back, each once."""
-        self._visitor.check()
+        self._poller.raise_failure()
         over = []
         for key, runner in list(self._runners.items()):
-            if (seen := self._visitor.seen.get(key)) is not None:
-                runner.seen = seen
+            if (seen := self._poller.statuses.get(key)) is not None:
+                runner.last_status = seen
                 if runner.state == "starting" and seen.get("phase"):
                     runner.state = "running"
             if runner.process is None:
                 self._identify(runner)
-            if runner.lives():
-                self._press(runner, now)
-            elif not alive.held(runner.files.lock):
+            if runner.is_running():
+                self._enforce_deadlines(runner, now)
+            elif not alive.is_locked(runner.files.lock):
                 del self._runners[key]
                 runner.close()
-                over.append(Over(runner.order, read_exit(runner.files), asked=runner.asked))
+                over.append(RunnerEnd(runner.spec, read_exit(runner.files), requested=runner.stop_requested))
             else:
-                self._clear(runner, now)
+                self._kill_remnants(runner, now)
         if over:
-            self._look_after()
+            self._update_poller()
         return over
 
-    def due(self) -> float | None:
+    def next_poll_at(self) -> float | None:
         """When `poll` must be called at the latest; None: when it is posted."""
-        times = [at for r in self._runners.values() for at in (r.leave_by, r.force_by, r.remains_by) if at is not None]
-        unknown = [time.monotonic() + 0.05 for r in self._runners.values() if r.process is None or not r.lives()]
+        times = [
+            at
+            for r in self._runners.values()
+            for at in (r.leave_deadline, r.kill_at, r.remnants_deadline)
+            if at is not None
+        ]
+        unknown = [time.monotonic() + 0.05 for r in self._runners.values() if r.process is None or not r.is_running()]
         return min([*times, *unknown], default=None)
 
-    def _press(self, runner: Runner, now: float) -> None:
-        job = runner.order.job
-        if runner.leave_by is not None and now >= runner.leave_by:
-            runner.leave_by, runner.force_by = None, now + FORCE_S
-            self._say(f"job {job}: its runner did not leave in time; its workers are killed")
+    def _enforce_deadlines(self, runner: ManagedRunner, now: float) -> None:
+        job = runner.spec.job
+        if runner.leave_deadline is not None and now >= runner.leave_deadline:
+            runner.leave_deadline, runner.kill_at = None, now + KILL_DELAY_S
+            self._log(f"job {job}: its runner did not leave in time; its workers are killed")
             runner.signal(signal.SIGTERM)
-        elif runner.force_by is not None and now >= runner.force_by:
-            runner.force_by, runner.tree = None, self._tree(runner)
-            self._say(f"job {job}: its runner does not end; it is killed, with all it has started")
+        elif runner.kill_at is not None and now >= runner.kill_at:
+            runner.kill_at, runner.process_tree = None, self._process_tree(runner)
+            self._log(f"job {job}: its runner does not end; it is killed, with all it has started")
             runner.signal(signal.SIGKILL)
 
-    def _clear(self, runner: Runner, now: float) -> None:
+    def _kill_remnants(self, runner: ManagedRunner, now: float) -> None:
         """The runner is dead, and its owner has not ended everything yet, or is dead as well."""
-        runner.state, runner.leave_by, runner.force_by = "leaving", None, None
-        if runner.remains_by is None:
+        runner.state, runner.leave_deadline, runner.kill_at = "leaving", None, None
+        if runner.remnants_deadline is None:
             runner.why = runner.why or "its runner has ended; what it started is being ended"
-            runner.remains_by = now + REMAINS_S
-        elif now >= runner.remains_by:
-            runner.remains_by = now + REMAINS_S
-            left = {process for process in runner.tree if process.alive} | set(self._keepers(runner))
+            runner.remnants_deadline = now + REMNANT_GRACE_S
+        elif now >= runner.remnants_deadline:
+            runner.remnants_deadline = now + REMNANT_GRACE_S
+            left = {process for process in runner.process_tree if process.alive} | set(self._lock_keepers(runner))
             named = ", ".join(str(process.pid) for process in sorted(left, key=lambda p: p.pid))
-            self._say(f"job {runner.order.job}: processes {named or 'nobody can name'} are left of it, and are killed")
+            self._log(f"job {runner.spec.job}: processes {named or 'nobody can name'} are left of it, and are killed")
             for process in left:
                 _kill(process)
 
-    def _tree(self, runner: Runner) -> tuple[Process, ...]:
+    def _process_tree(self, runner: ManagedRunner) -> tuple[ProcessIdentity, ...]:
         if runner.process is None:
             return ()
         found = procfs.trees([runner.process.pid], procfs.scan().values()).get(runner.process.pid, ())
-        return tuple(process for process in map(Process.of, found) if process is not None)
+        return tuple(process for process in map(ProcessIdentity.of, found) if process is not None)
 
-    def _keepers(self, runner: Runner) -> list[Process]:
+    def _lock_keepers(self, runner: ManagedRunner) -> list[ProcessIdentity]:
         try:
             owner = runner.files.root.stat().st_uid
         except OSError:
             return []
         # The job's user may have put a file in the lock's place that others have open: only its own end over that.
-        found = [pid for pid in alive.keepers(runner.files.lock) if pid != os.getpid() and alive.user_of(pid) == owner]
+        found = [
+            pid
+            for pid in alive.processes_with_open(runner.files.lock)
+            if pid != os.getpid() and alive.process_user(pid) == owner
+        ]
         trees = procfs.trees(found, procfs.scan().values())
-        pids = {pid for tree in trees.values() for pid in tree if alive.user_of(pid) == owner} - {os.getpid()}
-        return [process for process in map(Process.of, pids) if process is not None]
+        pids = {pid for tree in trees.values() for pid in tree if alive.process_user(pid) == owner} - {os.getpid()}
+        return [process for process in map(ProcessIdentity.of, pids) if process is not None]
 
     # --- who it is --------------------------------------------------------------------------------------------------
 
-    def _identify(self, runner: Runner) -> None:
+    def _identify(self, runner: ManagedRunner) -> None:
         """Get hold of the process that has the lock: by a descriptor that can never mean another one."""
-        named = alive.holder(runner.files.lock)
-        if named is None and time.monotonic() >= runner.named_by:
-            runner.named_by = time.monotonic() + NAMED_S
-            named = alive.unsigned(runner.files.lock, RUNNER)
+        named = alive.lock_owner(runner.files.lock)
+        if named is None and time.monotonic() >= runner.search_owner_at:
+            runner.search_owner_at = time.monotonic() + SIGN_GRACE_S
+            named = alive.find_unnamed_owner(runner.files.lock, RUNNER_COMM)
         if named is None:
             return
         try:
             fd = os.pidfd_open(named.pid)
         except OSError:
             return
-        if Process.of(named.pid) != named:
+        if ProcessIdentity.of(named.pid) != named:
             os.close(fd)
             return
         runner.process, runner.pidfd = named, fd
-        if runner.asked:
+        if runner.stop_requested:
             runner.signal(signal.SIGTERM)
-        self._look_after()
+        self._update_poller()
 
-    def _look_after(self) -> None:
-        self._visitor.visit({r.key: (r.files, r.process) for r in self._runners.values() if r.process is not None})
+    def _update_poller(self) -> None:
+        self._poller.set_targets({r.key: (r.files, r.process) for r in self._runners.values() if r.process is not None})
 
 
-def _told(files: JobFiles, until: float) -> Order | None:
+def _spec_from_runner(files: JobFiles, until: float) -> RunnerSpec | None:
     """What a runner whose order cannot be read says that it runs: its slots are taken, whatever is in the file."""
     job, _, number = files.root.name.rpartition(".")
     try:
-        said = ask(files, {"do": "here"}, max(0.1, until - time.monotonic()))
+        said = ask_runner(files, {"do": "here"}, max(0.1, until - time.monotonic()))
         slots = tuple(slot for slot in said["slots"] if type(slot) is int and slot >= 0)
-        return Order(job, int(number), str(said["node"]), slots, spec="") if job and slots else None
-    except (control.Unanswered, KeyError, TypeError, ValueError):
+        return RunnerSpec(job, int(number), str(said["node"]), slots, job_file="") if job and slots else None
+    except (control.ControlSocketError, KeyError, TypeError, ValueError):
         return None
 
 
-def _kill(process: Process) -> None:
+def _kill(process: ProcessIdentity) -> None:
     try:
         fd = os.pidfd_open(process.pid)
     except OSError:

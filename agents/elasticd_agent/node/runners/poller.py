@@ -15,43 +15,43 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elasticd_agent.model.job_dir import JobFiles
-from elasticd_agent.node.runners.liveness import Process
+from elasticd_agent.node.runners.liveness import ProcessIdentity
 from elasticd_agent.system import control_socket as control
 
-ASK_S = 1.0
-EAGER_S = 0.1
+TIMEOUT_S = 1.0
+STARTING_INTERVAL_S = 0.1
 """How often one is tried that has never answered: it is starting."""
 
 Key = tuple[str, int]
 
 
-class Visitor:
+class RunnerPoller:
     """Visits every `visit_s` seconds. `post` is called when a runner has died, or answers for the first time."""
 
-    def __init__(self, post: Callable[[], None], visit_s: float) -> None:
-        self._post, self._visit_s = post, visit_s
-        self.seen: dict[Key, Mapping[str, Any]] = {}
-        self._wanted: dict[Key, tuple[JobFiles, Process]] = {}
+    def __init__(self, post: Callable[[], None], interval_s: float) -> None:
+        self._post, self._interval_s = post, interval_s
+        self.statuses: dict[Key, Mapping[str, Any]] = {}
+        self._targets: dict[Key, tuple[JobFiles, ProcessIdentity]] = {}
         self._changed = False
         self._closing = False
-        self._broken: BaseException | None = None
+        self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._bell, self._ring = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._fds: dict[int, Key] = {}
         self._thread = threading.Thread(target=self._run, name="elasticd-visitor", daemon=True)
         self._thread.start()
 
-    def visit(self, runners: Mapping[Key, tuple[JobFiles, Process]]) -> None:
+    def set_targets(self, runners: Mapping[Key, tuple[JobFiles, ProcessIdentity]]) -> None:
         """Look after these from now on, and after nobody else."""
         with self._lock:
-            self._wanted = dict(runners)
+            self._targets = dict(runners)
             self._changed = True
         self._wake()
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raises what has ended the thread: without it every runner would take itself for an orphan."""
-        if self._broken is not None:
-            raise self._broken
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         self._closing = True
@@ -64,18 +64,18 @@ class Visitor:
 
     def _run(self) -> None:
         try:
-            self._look_after()
+            self._poll_until_closed()
         except BaseException as error:  # noqa: BLE001 nobody else would hear of it
-            self._broken = error
+            self._failure = error
             self._post()
 
-    def _look_after(self) -> None:
+    def _poll_until_closed(self) -> None:
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         due = 0.0
         while not self._closing:
             if self._changed:
-                self._follow(poll)
+                self._apply_targets(poll)
                 due = 0.0
             for fd, _ in poll.poll(max(0, int(1000 * (due - time.monotonic())) + 1)):
                 if fd == self._bell:
@@ -85,23 +85,23 @@ class Visitor:
                     poll.unregister(fd)
                     self._post()
             if time.monotonic() >= due and not self._closing:
-                due = time.monotonic() + self._visit_all()
+                due = time.monotonic() + self._poll_all()
         for fd in self._fds:
             os.close(fd)
         os.close(self._bell)
         os.close(self._ring)
 
-    def _follow(self, poll: select.poll) -> None:
+    def _apply_targets(self, poll: select.poll) -> None:
         with self._lock:
             self._changed = False
-            wanted = dict(self._wanted)
+            wanted = dict(self._targets)
         for fd, key in list(self._fds.items()):
             if key not in wanted:
                 with contextlib.suppress(KeyError):  # it has died, and nobody waits for that any more
                     poll.unregister(fd)
                 os.close(fd)
                 del self._fds[fd]
-        self.seen = {key: said for key, said in self.seen.items() if key in wanted}
+        self.statuses = {key: said for key, said in self.statuses.items() if key in wanted}
         for key in wanted.keys() - self._fds.values():
             process = wanted[key][1]
             try:
@@ -116,28 +116,28 @@ class Visitor:
             self._fds[fd] = key
             poll.register(fd, select.POLLIN)
 
-    def _visit_all(self) -> float:
+    def _poll_all(self) -> float:
         """Say to everybody that the daemon is here. Returns when to do so again."""
         eager = False
-        for key, (files, _) in list(self._wanted.items()):
+        for key, (files, _) in list(self._targets.items()):
             if self._closing or self._changed:
                 return 0.0
             try:
-                said = ask(files, {"do": "here"}, ASK_S)
-            except control.Unanswered:
-                eager = eager or key not in self.seen
+                said = ask_runner(files, {"do": "here"}, TIMEOUT_S)
+            except control.ControlSocketError:
+                eager = eager or key not in self.statuses
                 continue
-            first = key not in self.seen
-            self.seen[key] = said
+            first = key not in self.statuses
+            self.statuses[key] = said
             if first:
                 self._post()
-        return EAGER_S if eager else self._visit_s
+        return STARTING_INTERVAL_S if eager else self._interval_s
 
 
-def ask(files: JobFiles, request: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+def ask_runner(files: JobFiles, request: Mapping[str, Any], within_s: float) -> dict[str, Any]:
     """Ask the runner of this folder. Only who owns the folder, or root, may answer. Raises control.Unanswered."""
     try:
         owner = files.root.stat().st_uid
-        return control.ask(files.runtime / control.NAME, request, within_s, (0, os.geteuid(), owner))
+        return control.send_request(files.runtime / control.SOCKET_NAME, request, within_s, (0, os.geteuid(), owner))
     except OSError as error:  # it has not come so far, or is gone
-        raise control.Unanswered(f"its runner cannot be asked: {error.strerror}") from error
+        raise control.ControlSocketError(f"its runner cannot be asked: {error.strerror}") from error

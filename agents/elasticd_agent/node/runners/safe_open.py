@@ -12,10 +12,10 @@ import stat
 from pathlib import Path
 
 
-def opened(path: Path | str, flags: int, *, within: int | None = None) -> int:
+def open_plain(path: Path | str, flags: int, *, dir_fd: int | None = None) -> int:
     """A file descriptor; a file that is made is 0600. `within`: the directory's. Raises OSError."""
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    fd = os.open(path, flags, 0o600, dir_fd=within)
+    fd = os.open(path, flags, 0o600, dir_fd=dir_fd)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -28,12 +28,12 @@ def opened(path: Path | str, flags: int, *, within: int | None = None) -> int:
     return fd
 
 
-def read(path: Path, most: int, *, ours: bool = False) -> bytes:
+def read_plain(path: Path, max_bytes: int, *, own_only: bool = False) -> bytes:
     """All of it. `ours`: nobody else may have written it. Raises OSError, also for more than `most` bytes."""
-    with open(opened(path, os.O_RDONLY), "rb") as file:
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
         found = os.fstat(file.fileno())
-        if ours and found.st_uid != os.geteuid():
+        if own_only and found.st_uid != os.geteuid():
             raise OSError(errno.EPERM, f"user {found.st_uid} has written it", str(path))
-        if found.st_size > most:
-            raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
-        return file.read(most)
+        if found.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
+        return file.read(max_bytes)

@@ -18,11 +18,21 @@ from pathlib import Path
 
 from elasticd.errors import UsageError
 from elasticd_agent.model.job_dir import JobFiles
-from elasticd_agent.node.runners.safe_open import opened
-from elasticd_agent.node.runners.spec import Secrets
+from elasticd_agent.node.runners.safe_open import open_plain
+from elasticd_agent.node.runners.spec import StoreSecrets
 
-TOLD_BYTES = 1 << 20
-_OUR_OWN = ("ELASTICD_", "PET_", "LISTEN_", "NOTIFY_", "WATCHDOG_", "JOURNAL_", "INVOCATION_", "CREDENTIALS_", "GRPC_")
+MAX_RUNNER_LOG_BYTES = 1 << 20
+_AGENT_PREFIXES = (
+    "ELASTICD_",
+    "PET_",
+    "LISTEN_",
+    "NOTIFY_",
+    "WATCHDOG_",
+    "JOURNAL_",
+    "INVOCATION_",
+    "CREDENTIALS_",
+    "GRPC_",
+)
 """Variables that are meant for the daemon: no job shall speak for it, or see where its secrets are."""
 
 
@@ -55,13 +65,13 @@ class Account:
         return cls(entry.pw_name, entry.pw_uid, entry.pw_gid, entry.pw_dir, entry.pw_shell)
 
 
-def spawn(files: JobFiles, lock: int, account: Account, secrets: Secrets) -> subprocess.Popen[bytes]:
+def spawn(files: JobFiles, lock: int, account: Account, secrets: StoreSecrets) -> subprocess.Popen[bytes]:
     with contextlib.suppress(OSError):
-        if files.told.stat().st_size > TOLD_BYTES:
-            os.rename(files.told, files.told.with_suffix(".log.1"))
+        if files.output.stat().st_size > MAX_RUNNER_LOG_BYTES:
+            os.rename(files.output, files.output.with_suffix(".log.1"))
     other = account.uid != os.geteuid()
-    told = opened(files.told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    handed = secrets.handed()
+    told = open_plain(files.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    handed = secrets.to_fd()
     try:
         if other:
             os.fchown(told, account.uid, account.gid)
@@ -71,7 +81,7 @@ def spawn(files: JobFiles, lock: int, account: Account, secrets: Secrets) -> sub
             stdout=told,
             stderr=told,
             cwd="/",
-            env=environment(account),
+            env=runner_environment(account),
             pass_fds=[lock, handed],
             start_new_session=True,
             user=account.uid if other else None,
@@ -83,21 +93,21 @@ def spawn(files: JobFiles, lock: int, account: Account, secrets: Secrets) -> sub
         if not (executes or other):
             raise
         if os.fstat(told).st_size == 0:
-            files.told.unlink(missing_ok=True)  # nobody has said anything here
+            files.output.unlink(missing_ok=True)  # nobody has said anything here
         if not executes:
             raise UsageError(
                 f"this agent may not become user {account.name!r}: it is root without CAP_SETUID, CAP_SETGID or "
                 "CAP_CHOWN, which its unit takes from it (docs/systemd.md)"
             ) from error
         raise NotAllowed(
-            f"user {account.name!r} may not execute {sys.executable}{shut(account, Path(sys.executable))}"
+            f"user {account.name!r} may not execute {sys.executable}{blocked_directory(account, Path(sys.executable))}"
         ) from None
     finally:
         os.close(told)
         os.close(handed)
 
 
-def shut(account: Account, program: Path) -> str:
+def blocked_directory(account: Account, program: Path) -> str:
     """Where the way to the program ends for this user, as far as modes tell: it may go through links."""
     groups = os.getgrouplist(account.name, account.gid)
     places = [*reversed(program.parents), *reversed(program.resolve().parents)]
@@ -111,9 +121,9 @@ def shut(account: Account, program: Path) -> str:
     return ", or pass through to it"
 
 
-def environment(account: Account, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def runner_environment(account: Account, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What a runner inherits: the daemon's own, but for what is meant for the daemon, and as its user's."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(_OUR_OWN)}
+    kept = {name: value for name, value in environ.items() if not name.startswith(_AGENT_PREFIXES)}
     if account.uid != os.geteuid():
         kept |= {"HOME": account.home, "USER": account.name, "LOGNAME": account.name, "SHELL": account.shell}
     return kept

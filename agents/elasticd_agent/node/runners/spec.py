@@ -19,19 +19,19 @@ from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document
 from elasticd_agent.model.job import Rendezvous, Tls
 from elasticd_agent.model.job_dir import JobFiles
-from elasticd_agent.node.records import RoundNote
+from elasticd_agent.node.records import RoundSummary
 from elasticd_agent.node.runners import safe_open as plain
 from elasticd_agent.system.process import prctl
 
 PR_SET_DUMPABLE = 4
-ORDER_BYTES, EXIT_BYTES = 16 << 20, 512 << 10
+MAX_SPEC_BYTES, MAX_EXIT_BYTES = 16 << 20, 512 << 10
 """A job file has at most 1 MiB, and is in an order twice, once quoted twice. A last word becomes a record for etcd."""
-REASON_CHARS = 2000
-SPARE = "exit.spare"
-SPARE_BYTES = 64 << 10
+MAX_REASON_CHARS = 2000
+RESERVED_FILE = "exit.spare"
+RESERVED_BYTES = 64 << 10
 """Room for the last word, taken when the runner starts: a full disk then costs logs, but not the way a job ended."""
-WHY_CHARS = 500
-EXIT_ROUNDS = 100
+MAX_WHY_CHARS = 500
+MAX_EXIT_ROUNDS = 100
 """More rounds than this are the event log's to tell."""
 
 
@@ -39,7 +39,7 @@ Outcome = Literal["succeeded", "failed", "refused", "left"]
 
 
 @dataclass(frozen=True, slots=True)
-class Secrets(Document):
+class StoreSecrets(Document):
     """What opens the store: the password, and PEM texts. It is handed to a runner in memory, and is in no file.
 
     A job's user can read whatever lies in files of its own; and who can write the store can run anything on every node.
@@ -52,15 +52,15 @@ class Secrets(Document):
 
     def files(self) -> Tls:
         """The texts as files that only this process can open, and that go with it."""
-        ca, cert, key = (None if text is None else _unnamed(text) for text in (self.ca, self.cert, self.key))
+        ca, cert, key = (None if text is None else _unnamed_file(text) for text in (self.ca, self.cert, self.key))
         return Tls(ca, cert, key)
 
-    def handed(self) -> int:
+    def to_fd(self) -> int:
         """A file descriptor for the child that it is passed to, from which `taken` reads it."""
-        return _in_memory(self.to_json())
+        return _memory_file(self.to_json())
 
     @classmethod
-    def taken(cls, fd: int) -> Secrets:
+    def from_fd(cls, fd: int) -> StoreSecrets:
         """What `handed` made; nobody else can look into this process from now on. Raises WireError, OSError."""
         prctl(PR_SET_DUMPABLE, 0)
         with open(fd, "rb") as file:
@@ -68,19 +68,19 @@ class Secrets(Document):
             return cls.from_json(file.read())
 
 
-def _in_memory(data: bytes) -> int:
+def _memory_file(data: bytes) -> int:
     fd = os.memfd_create("elasticd", os.MFD_CLOEXEC)
     os.write(fd, data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
 
 
-def _unnamed(text: str) -> Path:
-    return Path(f"/proc/self/fd/{_in_memory(text.encode())}")
+def _unnamed_file(text: str) -> Path:
+    return Path(f"/proc/self/fd/{_memory_file(text.encode())}")
 
 
 @dataclass(frozen=True, slots=True)
-class Order(Document):
+class RunnerSpec(Document):
     """One run of one job on one node. `spec` is the job file as JSON, `slots` are the node's.
 
     `submission` is the job's record as the store had it, so that a store that has forgotten the job can be told again.
@@ -91,7 +91,7 @@ class Order(Document):
     number: int
     node: str
     slots: tuple[int, ...]
-    spec: str
+    job_file: str
     submission: str = ""
     adopt_timeout_s: float = 60.0
     drain_timeout_s: float = 60.0
@@ -109,7 +109,7 @@ class Order(Document):
         if not self.job or self.number < 1 or not self.node or not self.slots:
             raise WireError(f"order for {self.job!r}: it needs a job, a number from 1, a node and slots")
 
-    def rendezvous(self, secrets: Secrets) -> Rendezvous:
+    def rendezvous(self, secrets: StoreSecrets) -> Rendezvous:
         """Where the runners of this job meet, as this node."""
         if self.backend == "memory":
             return Rendezvous(node=self.node)
@@ -127,7 +127,7 @@ class Order(Document):
 
 
 @dataclass(frozen=True, slots=True)
-class Exit(Document):
+class RunnerExit(Document):
     """How a runner ended. `refused`: this node cannot run the job at all. `left`: the job is not over."""
 
     job: str
@@ -135,63 +135,63 @@ class Exit(Document):
     exit_code: int
     outcome: Outcome
     reason: str
-    rounds: tuple[RoundNote, ...] = ()
+    rounds: tuple[RoundSummary, ...] = ()
     step: int = 0
-    at: float = 0.0
+    ended_at: float = 0.0
 
 
-def read_order(files: JobFiles, *, ours: bool = False) -> Order:
+def read_spec(files: JobFiles, *, own_only: bool = False) -> RunnerSpec:
     """`ours`: only one that this very user has written. Raises WireError in a whole sentence, OSError."""
-    return Order.from_json(plain.read(files.order, ORDER_BYTES, ours=ours))
+    return RunnerSpec.from_json(plain.read_plain(files.runner_spec, MAX_SPEC_BYTES, own_only=own_only))
 
 
-def read_exit(files: JobFiles) -> Exit | None:
+def read_exit(files: JobFiles) -> RunnerExit | None:
     """None while the runner has not ended, or where it could not say how."""
     try:
-        last = Exit.from_json(plain.read(files.exit, EXIT_BYTES))
-        return replace(last, reason=last.reason[:REASON_CHARS])  # it goes on into the node's card
+        last = RunnerExit.from_json(plain.read_plain(files.runner_exit, MAX_EXIT_BYTES))
+        return replace(last, reason=last.reason[:MAX_REASON_CHARS])  # it goes on into the node's card
     except (OSError, WireError):
         return None
 
 
-def write_exit(files: JobFiles, last: Exit) -> None:
+def write_exit(files: JobFiles, last: RunnerExit) -> None:
     """The runner's last word, whole or not at all, also on a full disk if there was room at the start."""
-    spare = files.root / SPARE
-    with open(plain.opened(spare, os.O_WRONLY | os.O_CREAT), "wb") as file:
+    spare = files.root / RESERVED_FILE
+    with open(plain.open_plain(spare, os.O_WRONLY | os.O_CREAT), "wb") as file:
         file.write(last.to_json())
         file.truncate()
         os.fsync(file.fileno())
-    os.rename(spare, files.exit)
+    os.rename(spare, files.runner_exit)
 
 
-def why_leave(files: JobFiles) -> str:
+def leave_reason(files: JobFiles) -> str:
     """What the daemon wrote before its SIGTERM, in one line; "" where it wrote nothing, or somebody else sent that."""
     try:
-        with open(files.leave, "rb") as file:
-            return " ".join(file.read(4 * WHY_CHARS).decode(errors="replace").split())[:WHY_CHARS]
+        with open(files.leave_reason, "rb") as file:
+            return " ".join(file.read(4 * MAX_WHY_CHARS).decode(errors="replace").split())[:MAX_WHY_CHARS]
     except OSError:
         return ""
 
 
-def keep_room(files: JobFiles) -> None:
+def reserve_exit_space(files: JobFiles) -> None:
     """Take the room for the last word now. Raises OSError on a disk that is full already."""
-    with open(plain.opened(files.root / SPARE, os.O_WRONLY | os.O_CREAT), "wb") as file:
-        file.write(b" " * SPARE_BYTES)
+    with open(plain.open_plain(files.root / RESERVED_FILE, os.O_WRONLY | os.O_CREAT), "wb") as file:
+        file.write(b" " * RESERVED_BYTES)
 
 
-def last_word(order: Order, exit_code: int, reason: str, rounds: Sequence[RoundNote], step: int) -> Exit:
+def exit_for(spec: RunnerSpec, exit_code: int, reason: str, rounds: Sequence[RoundSummary], step: int) -> RunnerExit:
     """What this exit code means to the daemon."""
     outcomes: dict[int, Outcome] = {0: "succeeded", 1: "failed", 2: "refused"}
     outcome = outcomes.get(exit_code, "left")
-    kept = tuple(rounds)[-EXIT_ROUNDS:]
-    return Exit(order.job, order.number, exit_code, outcome, reason, kept, step, time.time())
+    kept = tuple(rounds)[-MAX_EXIT_ROUNDS:]
+    return RunnerExit(spec.job, spec.number, exit_code, outcome, reason, kept, step, time.time())
 
 
 def replace_file(path: Path, data: bytes, group: int | None = None) -> None:
     """Write `path` whole, 0600; with a `group` that may read it, 0640. Raises OSError: then nothing has changed."""
     beside = path.with_name(f".{path.name}.new")
     beside.unlink(missing_ok=True)
-    fd = plain.opened(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    fd = plain.open_plain(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         with open(fd, "wb") as file:
             file.write(data)

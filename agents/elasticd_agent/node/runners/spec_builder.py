@@ -11,26 +11,26 @@ from dataclasses import dataclass
 from elasticd.errors import UsageError
 from elasticd_agent.config import job_file as jobfile
 from elasticd_agent.config import limits
-from elasticd_agent.config.agent_settings import Settings
+from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.model.job import Rendezvous
-from elasticd_agent.node.reconcile import Start
+from elasticd_agent.node.reconcile import RunnerStart
 from elasticd_agent.node.runners.spawn import Account
-from elasticd_agent.node.runners.spec import Order, Secrets
+from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class SpecBuilder:
     """`devices` is what the node's slots stand for, `meets` where the runners find the store."""
 
-    settings: Settings
-    meets: Rendezvous
+    settings: NodeSettings
+    rendezvous: Rendezvous
     devices: tuple[str, ...]
 
-    def order(self, start: Start) -> Order:
-        wants, settings, meets = start.wants, self.settings, self.meets
+    def build(self, start: RunnerStart) -> RunnerSpec:
+        wants, settings, meets = start.submission, self.settings, self.rendezvous
         shared = meets.backend == "etcd"
-        return Order(
+        return RunnerSpec(
             wants.job,
             wants.number,
             settings.node,
@@ -50,22 +50,22 @@ class Orders:
             max_nodes=wants.max_nodes,
         )
 
-    def secrets(self) -> Secrets:
+    def secrets(self) -> StoreSecrets:
         """Read anew each time: certificates are replaced while the daemon runs. Raises OSError."""
-        tls = self.meets.tls
+        tls = self.rendezvous.tls
         paths = (None, None, None) if tls is None else (tls.ca, tls.cert, tls.key)
         ca, cert, key = (None if path is None else path.read_text() for path in paths)
-        return Secrets(self.meets.password, ca, cert, key)
+        return StoreSecrets(self.rendezvous.password, ca, cert, key)
 
-    def account(self, order: Order) -> Account:
+    def account(self, spec: RunnerSpec) -> Account:
         """As whom it runs. Raises UsageError, in one sentence, for a job that this node may not or cannot run."""
-        job = jobfile.from_json(order.spec)
+        job = jobfile.from_json(spec.job_file)
         if (refusal := limits.refusal(self.settings.limits, job, self.settings.user)) is not None:
             raise UsageError(str(refusal))
         return Account.of(job.user or self.settings.user)
 
 
-def wanted(job: JobFile) -> str:
+def required_id(job: JobFile) -> str:
     """The job's own name for it, without which an agent.toml cannot hand it in. Raises UsageError."""
     if job.id is None:
         raise UsageError("a [[job]] needs an id, so that it is handed in only once")

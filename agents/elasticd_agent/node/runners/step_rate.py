@@ -12,28 +12,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 FINE_S = 2.0
-FINE = 300
+FINE_POINTS = 300
 """The last ten minutes, a point every two seconds."""
-COARSE = 256
+COARSE_POINTS = 256
 """When there are so many, every second one goes, and the next ones come as far apart as those that are left."""
 
 Point = tuple[float, int, int]
 """Unix seconds, round, step."""
-_Kept = tuple[int, Point]
+_NumberedPoint = tuple[int, Point]
 """With its place among all that ever came."""
 
 
 @dataclass(slots=True)
-class Track:
+class StepTrack:
     """Fed by one thread, read by others."""
 
-    _fine: deque[_Kept] = field(default_factory=lambda: deque(maxlen=FINE))
-    _coarse: list[_Kept] = field(default_factory=list)
+    _fine: deque[_NumberedPoint] = field(default_factory=lambda: deque(maxlen=FINE_POINTS))
+    _coarse: list[_NumberedPoint] = field(default_factory=list)
     _count: int = 0
     _every_s: float = FINE_S
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def at(self, wall: float, round: int, step: int) -> None:
+    def add(self, wall: float, round: int, step: int) -> None:
         """A round's first point is always kept, others only if the one before is long enough ago."""
         with self._lock:
             self._count += 1
@@ -42,7 +42,7 @@ class Track:
                 self._fine.append(kept)
             if _due(self._coarse, kept, self._every_s):
                 self._coarse.append(kept)
-                if len(self._coarse) >= COARSE:
+                if len(self._coarse) >= COARSE_POINTS:
                     # The newest stays: what comes next is measured from it.
                     self._coarse = self._coarse[-1::-2][::-1]
                     span = self._coarse[-1][1][0] - self._coarse[0][1][0]
@@ -55,7 +55,7 @@ class Track:
         return [point for count, point in coarse if not fine or count < fine[0][0]] + [point for _, point in fine]
 
 
-def _due(before: Sequence[_Kept], kept: _Kept, every_s: float) -> bool:
+def _due(before: Sequence[_NumberedPoint], kept: _NumberedPoint, every_s: float) -> bool:
     if not before:
         return True
     (then, number, _), (now, round, _) = before[-1][1], kept[1]

@@ -20,52 +20,52 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from elasticd_agent.node.records import Cordon, Ending, NodeCard, Place, Placement, Refusal, Submission
+from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Refusal, SlotAssignment, Submission
 
-SHOWN = 6
+MAX_NAMED = 6
 """Nodes that a sentence names; of more it says how many there are."""
-BEHIND = "waits behind those that came first"
+BEHIND_OTHERS = "waits behind those that came first"
 """Of whoever is not at the head of the queue. It names nobody: each start would rewrite it for all who wait."""
-HOLDS_UP_NOBODY = "it holds up nobody"
+BLOCKS_NOBODY = "it holds up nobody"
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ClusterView:
     """All that is known. `away`: the last cards of nodes that have none now, but not for long enough to be given up.
 
     `lost`: (job, node) where the job has already gone on without such a node.
     """
 
-    cards: tuple[NodeCard, ...] = ()
+    nodes: tuple[NodeStatus, ...] = ()
     cordons: tuple[Cordon, ...] = ()
     submissions: tuple[Submission, ...] = ()
     placements: tuple[Placement, ...] = ()
-    endings: tuple[Ending, ...] = ()
-    away: tuple[NodeCard, ...] = ()
-    lost: frozenset[tuple[str, str]] = frozenset()
+    results: tuple[JobResult, ...] = ()
+    absent: tuple[NodeStatus, ...] = ()
+    left_behind: frozenset[tuple[str, str]] = frozenset()
 
-    def ending(self, job: str, number: int) -> Ending | None:
-        return next((e for e in self.endings if (e.job, e.number) == (job, number)), None)
+    def result(self, job: str, number: int) -> JobResult | None:
+        return next((e for e in self.results if (e.job, e.number) == (job, number)), None)
 
-    def unended(self) -> tuple[Submission, ...]:
+    def unfinished(self) -> tuple[Submission, ...]:
         """In the order in which they were handed in."""
-        over = {e.job: e.number for e in self.endings}
+        over = {e.job: e.number for e in self.results}
         left = [s for s in self.submissions if s.number > over.get(s.job, 0) and not s.removed]
         return tuple(sorted(left, key=lambda s: (s.number, s.job)))
 
-    def strange(self) -> tuple[Placement, ...]:
+    def orphaned(self) -> tuple[Placement, ...]:
         """Of jobs that nothing else is known of: whoever placed them may know more. They stay as they are."""
         known = {s.job for s in self.submissions}
-        over = {e.job: e.number for e in self.endings}
+        over = {e.job: e.number for e in self.results}
         found = [p for p in self.placements if p.job not in known and p.number > over.get(p.job, 0)]
         return tuple(sorted(found, key=lambda p: p.job))
 
 
-def place(view: View) -> tuple[Placement, ...]:
+def schedule(view: ClusterView) -> tuple[Placement, ...]:
     """The placements that differ from those in the view, in order of their numbers; () if all is as it shall be."""
     nodes = _nodes(view)
     written = {(p.job, p.number): p for p in view.placements}
-    jobs = [_job(s, written.get((s.job, s.number)), view, nodes) for s in view.unended()]
+    jobs = [_job(s, written.get((s.job, s.number)), view, nodes) for s in view.unfinished()]
     _refill(jobs, nodes)
     _start(jobs, nodes)
     _grow(jobs, nodes)
@@ -73,19 +73,23 @@ def place(view: View) -> tuple[Placement, ...]:
     return tuple(p for p in decided if p != written.get((p.job, p.number)))
 
 
-def spoken(reason: str, ahead: Submission | None) -> str:
+def describe(reason: str, ahead: Submission | None) -> str:
     """A placement's reason as people read it: with the name of the job that the others wait behind."""
-    if ahead is None or not reason.endswith(BEHIND):
+    if ahead is None or not reason.endswith(BEHIND_OTHERS):
         return reason
-    return f"{reason.removesuffix(BEHIND)}waits behind {ahead.job}, which came first and {_wish(ahead)}"
+    return f"{reason.removesuffix(BEHIND_OTHERS)}waits behind {ahead.job}, which came first and {_wish(ahead)}"
 
 
-def ahead(view: View) -> Submission | None:
+def head_of_queue(view: ClusterView) -> Submission | None:
     """The job at the head of the queue, which holds up those behind it; None if nobody is held up."""
     written = {(p.job, p.number): p for p in view.placements}
-    for submission in view.unended():
+    for submission in view.unfinished():
         placement = written.get((submission.job, submission.number))
-        if placement is not None and not placement.places and not placement.reason.endswith((BEHIND, HOLDS_UP_NOBODY)):
+        if (
+            placement is not None
+            and not placement.assignments
+            and not placement.reason.endswith((BEHIND_OTHERS, BLOCKS_NOBODY))
+        ):
             return submission
     return None
 
@@ -97,7 +101,7 @@ def ahead(view: View) -> Submission | None:
 class _Node:
     """What a node has to give. `why_not`: why it takes no new work; `leave`: why nothing may stay on it."""
 
-    card: NodeCard
+    card: NodeStatus
     away: bool
     why_not: str
     leave: str
@@ -109,29 +113,29 @@ class _Node:
         """Whatever it was told: a slot is free only once nothing runs in it any more."""
         return tuple(slot for slot in range(self.card.slots) if slot not in self.busy and slot not in self.given)
 
-    def give(self, place: Place, job: str) -> None:
+    def give(self, place: SlotAssignment, job: str) -> None:
         self.given |= dict.fromkeys(place.slots, job)
 
-    def take_back(self, place: Place) -> None:
+    def take_back(self, place: SlotAssignment) -> None:
         for slot in place.slots:
             del self.given[slot]
 
 
-def _nodes(view: View) -> dict[str, _Node]:
+def _nodes(view: ClusterView) -> dict[str, _Node]:
     cordons = {cordon.node: cordon for cordon in view.cordons}
     found = {}
-    for card, away in [*((c, True) for c in view.away), *((c, False) for c in view.cards)]:
+    for card, away in [*((c, True) for c in view.absent), *((c, False) for c in view.nodes)]:
         cordon = cordons.get(card.node)
-        busy = frozenset(slot for running in card.running if running.state != "refused" for slot in running.slots)
+        busy = frozenset(slot for running in card.runners if running.state != "refused" for slot in running.slots)
         found[card.node] = _Node(card, away, _why_not(card, cordon, away), _leave(card, cordon), busy)
-    for placement in view.strange():
-        for place in placement.places:
+    for placement in view.orphaned():
+        for place in placement.assignments:
             if place.node in found:
                 found[place.node].give(place, placement.job)
     return found
 
 
-def _leave(card: NodeCard, cordon: Cordon | None) -> str:
+def _leave(card: NodeStatus, cordon: Cordon | None) -> str:
     if cordon is not None and cordon.drain:
         return f"{card.node} is {cordon.text}"
     if card.state in ("draining", "quarantined"):
@@ -139,7 +143,7 @@ def _leave(card: NodeCard, cordon: Cordon | None) -> str:
     return ""
 
 
-def _why_not(card: NodeCard, cordon: Cordon | None, away: bool) -> str:
+def _why_not(card: NodeStatus, cordon: Cordon | None, away: bool) -> str:
     if leave := _leave(card, cordon):
         return leave
     if cordon is not None:
@@ -162,7 +166,7 @@ class _Job:
 
     wants: Submission
     written: Placement | None
-    places: dict[str, Place]
+    places: dict[str, SlotAssignment]
     refused: dict[str, str]
     said: list[str]
     waits: str = ""
@@ -175,28 +179,28 @@ class _Job:
         """What was written if nothing has changed, so that a reason goes on saying what once happened."""
         wants, written, places = self.wants, self.written, tuple(self.places.values())
         refused = tuple(Refusal(node, why) for node, why in sorted(self.refused.items()))
-        same = written is not None and (places, refused) == (written.places, written.refused)
+        same = written is not None and (places, refused) == (written.assignments, written.refusals)
         if written is not None and same and (places or written.reason.endswith(self.waits)):
             return written
         reason = f"runs on {_listed(_slots(p) for p in places)}" if places else self.waits
-        last = () if written is None else written.left(self.places)
+        last = () if written is None else written.previous_nodes_after(self.places)
         # Who has refused it is what it waits for, too: once is enough.
         told = () if places else {_refused((node,), why) for node, why in self.refused.items()}
         said = [sentence for sentence in self.said if sentence not in told]
         return Placement(wants.job, wants.number, places, "; ".join([*said, reason]), refused, last)
 
 
-def _job(wants: Submission, written: Placement | None, view: View, nodes: dict[str, _Node]) -> _Job:
+def _job(wants: Submission, written: Placement | None, view: ClusterView, nodes: dict[str, _Node]) -> _Job:
     """The job with the places it keeps; their slots are taken from now on."""
     mine = (wants.job, wants.number)
     cordoned = {cordon.node for cordon in view.cordons}
-    refused = {} if written is None else {r.node: r.why for r in written.refused if r.node not in cordoned}
-    for card in view.cards:
-        for running in card.running:
+    refused = {} if written is None else {r.node: r.why for r in written.refusals if r.node not in cordoned}
+    for card in view.nodes:
+        for running in card.runners:
             if (running.job, running.number) == mine and running.state == "refused" and card.node not in cordoned:
                 refused[card.node] = running.why
     job = _Job(wants, written, {}, refused, [])
-    for place in _running(mine, view) if written is None else written.places:
+    for place in _running(mine, view) if written is None else written.assignments:
         if gone := _gone(place, job, nodes.get(place.node), view):
             job.said.append(gone)
         else:
@@ -205,18 +209,18 @@ def _job(wants: Submission, written: Placement | None, view: View, nodes: dict[s
     return job
 
 
-def _running(mine: tuple[str, int], view: View) -> tuple[Place, ...]:
+def _running(mine: tuple[str, int], view: ClusterView) -> tuple[SlotAssignment, ...]:
     """Where a job runs that has no placement: the store has lost it, the nodes have not."""
     found = {
-        card.node: Place(card.node, running.slots)
-        for card in view.cards
-        for running in card.running
+        card.node: SlotAssignment(card.node, running.slots)
+        for card in view.nodes
+        for running in card.runners
         if (running.job, running.number) == mine and running.slots and running.state in ("starting", "running")
     }
     return tuple(found.values())
 
 
-def _gone(place: Place, job: _Job, node: _Node | None, view: View) -> str:
+def _gone(place: SlotAssignment, job: _Job, node: _Node | None, view: ClusterView) -> str:
     """Why a job cannot keep a place; "" if it can."""
     if node is None:
         return f"{place.node} is gone"
@@ -224,7 +228,7 @@ def _gone(place: Place, job: _Job, node: _Node | None, view: View) -> str:
         return node.leave
     if place.node in job.refused:
         return _refused((place.node,), job.refused[place.node])
-    if node.away and (job.wants.job, place.node) in view.lost:
+    if node.away and (job.wants.job, place.node) in view.left_behind:
         return f"{place.node} is away, and the job went on without it"
     if others := {node.given[slot] for slot in place.slots if slot in node.given}:
         return f"{place.node}'s slots are {_listed(sorted(others))}'s"
@@ -232,7 +236,7 @@ def _gone(place: Place, job: _Job, node: _Node | None, view: View) -> str:
     if (
         not node.away
         and max(place.slots) >= node.card.slots
-        and not any((r.job, r.number) == mine for r in node.card.running)
+        and not any((r.job, r.number) == mine for r in node.card.runners)
     ):
         return f"{place.node} has {_count(node.card.slots, 'slot')} now"
     return ""
@@ -262,12 +266,12 @@ def _start(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
         if ahead is None and _take(job, nodes):
             continue
         if not _possible(job, nodes):
-            job.waits = f"waits: {_missing(job, nodes)}; {HOLDS_UP_NOBODY}"
+            job.waits = f"waits: {_missing(job, nodes)}; {BLOCKS_NOBODY}"
         elif ahead is None:
             job.waits = f"waits: {_wish(job.wants)}; {_lack(job, nodes)}"
             ahead = job.wants
         else:
-            job.waits = BEHIND
+            job.waits = BEHIND_OTHERS
 
 
 def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
@@ -285,7 +289,7 @@ def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
 def _take(job: _Job, nodes: dict[str, _Node]) -> bool:
     """Give the job nodes up to its maximum, if that makes at least its minimum. False: nothing was given."""
     wants = job.wants
-    used = () if job.written is None else (*job.written.last, *(p.node for p in job.written.places))
+    used = () if job.written is None else (*job.written.previous_nodes, *(p.node for p in job.written.assignments))
     fit = [n for name, n in nodes.items() if name not in job.places and _fits(job, n)]
     # Where it was before and may have checkpoints; then whoever gives most; then the tightest fit: whole nodes stay so.
     fit.sort(key=lambda n: (n.card.node not in used, -min(len(n.free), wants.max_slots), len(n.free), n.card.node))
@@ -293,7 +297,7 @@ def _take(job: _Job, nodes: dict[str, _Node]) -> bool:
         return False
     for node in fit[: wants.max_nodes - len(job.places)]:
         slots = node.free[: wants.max_slots]
-        job.places[node.card.node] = Place(node.card.node, slots)
+        job.places[node.card.node] = SlotAssignment(node.card.node, slots)
         node.give(job.places[node.card.node], wants.job)
     return True
 
@@ -374,7 +378,7 @@ def _refused(names: Iterable[str], why: str) -> str:
     return _because(f"{_listed(names)} refused it", why)
 
 
-def _slots(place: Place) -> str:
+def _slots(place: SlotAssignment) -> str:
     """`n1 (slots 0-3, 6)`."""
     runs = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in _runs(sorted(place.slots)))
     return f"{place.node} ({'slot' if len(place.slots) == 1 else 'slots'} {runs})"
@@ -392,7 +396,7 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 def _listed(words: Iterable[str]) -> str:
     words = list(words)
-    shown = words if len(words) <= SHOWN else [*words[:SHOWN], f"{len(words) - SHOWN} more"]
+    shown = words if len(words) <= MAX_NAMED else [*words[:MAX_NAMED], f"{len(words) - MAX_NAMED} more"]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}" if shown else "none"
 
 

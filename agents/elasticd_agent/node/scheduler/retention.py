@@ -16,28 +16,28 @@ from pathlib import Path
 
 from elasticd.errors import WireError
 from elasticd_agent.model.job_dir import JobFiles
-from elasticd_agent.model.keys import Keys, understood
+from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.records import Round
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import Ending, Placement, Submission
-from elasticd_agent.node.runners.liveness import held
-from elasticd_agent.node.scheduler.policy import View
+from elasticd_agent.node.records import JobResult, Placement, Submission
+from elasticd_agent.node.runners.liveness import is_locked
+from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Lease, Store, Versioned
 
-KEEP_S = 7 * 86400.0
-KEPT = 500
+RETENTION_S = 7 * 86400.0
+MAX_RESULTS = 500
 """Ended jobs whose records are kept at most: every look at the queue reads them."""
-KEPT_FILES = 500
+MAX_RUN_FOLDERS = 500
 """Ended jobs whose files are kept on a node at most."""
-TICK_S = 600.0
+SAVE_CLOCK_S = 600.0
 """The placers' clock is written down so often; a change of placers loses that much at most."""
-A_TURN = 4
+REMOVALS_PER_TURN = 4
 """Jobs whose records are removed in one turn, so that it stays short."""
 Guard = tuple[str, int]
 
 
 @dataclass(slots=True)
-class Clock:
+class SchedulerClock:
     """Seconds that placers have been at work. Times given to it are the caller's monotonic seconds."""
 
     store: Store
@@ -45,7 +45,7 @@ class Clock:
     _base_s: float = 0.0
     _since: float | None = None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Somebody else may have gone on with it."""
         self._since = None
 
@@ -56,21 +56,21 @@ class Clock:
             text = b"" if self._found is None else self._found.value
             known_s = float(text) if text.isdigit() and len(text) < 16 else 0.0
             self._base_s, self._since = max(known_s, at_least), now
-        elif now >= self._since + TICK_S:
+        elif now >= self._since + SAVE_CLOCK_S:
             self._base_s, self._since = self._base_s + now - self._since, now
             version = None if self._found is None else self._found.version
             if not self.store.compare_and_swap(names.CLOCK, version, b"%d" % self._base_s, guard):
-                self.forget()  # it, or the placer, was somebody else's; what was counted is not much
+                self.reset()  # it, or the placer, was somebody else's; what was counted is not much
                 return self._base_s
             self._found = self.store.read(names.CLOCK)
         return self._base_s + now - self._since
 
 
-def first_seen(view: View, clock_s: float) -> tuple[Placement, ...]:
+def stamp_results(view: ClusterView, clock_s: float) -> tuple[Placement, ...]:
     """Pure. The placements of ended jobs that do not say yet since when, now saying it."""
     placed = {placement.job: placement for placement in view.placements}
     found = []
-    for ending in view.endings:
+    for ending in view.results:
         placement = placed.get(ending.job)
         if placement is None or placement.number < ending.number:
             placement = Placement(ending.job, ending.number, (), ending.reason)
@@ -79,24 +79,24 @@ def first_seen(view: View, clock_s: float) -> tuple[Placement, ...]:
     return tuple(found)
 
 
-def outdated(view: View, clock_s: float, keep_s: float, kept: int = KEPT) -> tuple[Ending, ...]:
+def expired(view: ClusterView, clock_s: float, keep_s: float, kept: int = MAX_RESULTS) -> tuple[JobResult, ...]:
     """Pure. The endings whose time is over, and the oldest of those that are too many; the oldest first."""
     since = {(p.job, p.number): p.ended_s for p in view.placements if p.ended_s is not None}
     seen = sorted(
-        (e for e in view.endings if (e.job, e.number) in since), key=lambda e: (since[e.job, e.number], e.job)
+        (e for e in view.results if (e.job, e.number) in since), key=lambda e: (since[e.job, e.number], e.job)
     )
-    many = len(view.endings) - kept
+    many = len(view.results) - kept
     return tuple(e for i, e in enumerate(seen) if i < many or clock_s >= since[e.job, e.number] + keep_s)
 
 
-def remove(store: Store, ending: Ending, node: str, lease_s: float) -> bool:
+def remove_records(store: Store, ending: JobResult, node: str, lease_s: float) -> bool:
     """Remove all records of one ended run. False: somebody was faster, or uses its id again. Raises StoreUnavailable.
 
     Its records are taken, each at the version that was read, under a lease that is then given up: whoever submits the
     id again meanwhile either loses or is not touched; and should we die on the way, they go by themselves or are found
     again.
     """
-    lease = store.announce(names.CLEANING, node.encode(), lease_s)
+    lease = store.announce(names.CLEANUP, node.encode(), lease_s)
     if lease is None:
         return False
     try:
@@ -105,14 +105,14 @@ def remove(store: Store, ending: Ending, node: str, lease_s: float) -> bool:
         lease.withdraw()
 
 
-def _remove(store: Store, ending: Ending, lease: Lease) -> bool:
-    key = names.SUBMITTED + ending.job
+def _remove(store: Store, ending: JobResult, lease: Lease) -> bool:
+    key = names.SUBMISSIONS + ending.job
     found = store.read(key)
     try:
         if found is None:
             wants = Submission(ending.job, ending.number, "", 1, 1, 1, 1)
         else:
-            wants = understood(Submission, key, found.value)
+            wants = decode_record(Submission, key, found.value)
     except WireError:
         return False
     if wants.number != ending.number:
@@ -122,16 +122,16 @@ def _remove(store: Store, ending: Ending, lease: Lease) -> bool:
         return False
     if not _remove_own(store, ending, lease):
         return False
-    return all(_taken(store, lease, prefix + ending.job, ending.number) for prefix in (names.PLACED, names.ENDED))
+    return all(_taken(store, lease, prefix + ending.job, ending.number) for prefix in (names.PLACEMENTS, names.RESULTS))
 
 
-def _remove_own(store: Store, ending: Ending, lease: Lease) -> bool:
+def _remove_own(store: Store, ending: JobResult, lease: Lease) -> bool:
     """The job's own keys, unless somebody else uses its name, too (`elasticd run` may)."""
     keys = Keys(ending.job)
     found = store.read(keys.round)
     if found is not None:
         try:
-            last = understood(Round, keys.round, found.value)
+            last = decode_record(Round, keys.round, found.value)
         except WireError:
             return True
         if last.run != str(ending.number) or store.list(keys.nodes):
@@ -148,11 +148,11 @@ def _taken(store: Store, lease: Lease, key: str, number: int) -> bool:
     if found is None:
         return True
     try:
-        known: Placement | Ending
-        if key.startswith(names.PLACED):
-            known = understood(Placement, key, found.value)
+        known: Placement | JobResult
+        if key.startswith(names.PLACEMENTS):
+            known = decode_record(Placement, key, found.value)
         else:
-            known = understood(Ending, key, found.value)
+            known = decode_record(JobResult, key, found.value)
         if known.number != number:
             return False
     except WireError:
@@ -163,8 +163,12 @@ def _taken(store: Store, lease: Lease, key: str, number: int) -> bool:
 # ---- files
 
 
-def sweep(
-    state: Path, needed: Collection[tuple[str, int]], now: float, keep_s: float = KEEP_S, kept: int = KEPT_FILES
+def remove_files(
+    state: Path,
+    needed: Collection[tuple[str, int]],
+    now: float,
+    keep_s: float = RETENTION_S,
+    kept: int = MAX_RUN_FOLDERS,
 ) -> list[str]:
     """Remove the files of runs that are over for `keep_s`, and the oldest of those that are too many; say which.
 
@@ -194,10 +198,10 @@ def _runs_over(jobs: Path, needed: Collection[tuple[str, int]]) -> Mapping[Path,
         job, dot, number = folder.name.rpartition(".")
         if not (dot and number.isdigit() and folder.is_dir(follow_symlinks=False)):
             continue
-        if (job, int(number)) in needed or held((files := JobFiles(Path(folder.path))).lock):
+        if (job, int(number)) in needed or is_locked((files := JobFiles(Path(folder.path))).lock):
             continue
         try:
-            found[files.root] = max(path.stat().st_mtime for path in (files.root, files.exit) if path.exists())
+            found[files.root] = max(path.stat().st_mtime for path in (files.root, files.runner_exit) if path.exists())
         except (OSError, ValueError):
             continue
     return found

@@ -16,27 +16,27 @@ from typing import TypeVar
 
 from elasticd.errors import StoreUnavailable, WireError
 from elasticd_agent.model.codec import Document
-from elasticd_agent.model.keys import Keys, understood
+from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.records import Round
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import Cordon, Ending, NodeCard, Placement, Submission
+from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Submission
 from elasticd_agent.node.scheduler import policy as placing
 from elasticd_agent.node.scheduler import retention as ended
 from elasticd_agent.store import Lease, Store, Watch
-from elasticd_agent.store.cache import Copies
+from elasticd_agent.store.cache import StoreCache
 
 D = TypeVar("D", bound=Document)
 
 REFRESH_S = 20.0
 """Everything is read again so often, in case a watch missed something."""
-FORGET_S = 3600.0
+DROP_DECODED_S = 3600.0
 """What was understood of records is kept for so long, so that reading them all again costs little."""
-SPARED_S = 600.0
+RETRY_REMOVAL_S = 600.0
 """What an ended job has left and cannot be removed now is looked at again after so long."""
 
 
 @dataclass(slots=True)
-class Placer:
+class Scheduler:
     """One daemon's. `turn` belongs to one thread and is to be called at least every `renewal_s`.
 
     Times are monotonic seconds. `changed` is called, from any thread, when something to look at has happened.
@@ -49,8 +49,8 @@ class Placer:
     lease_s: float = 3.0
     renewal_s: float = 1.0
     adopt_timeout_s: float = 60.0
-    keep_ended_s: float = ended.KEEP_S
-    kept: int = ended.KEPT
+    retention_s: float = ended.RETENTION_S
+    max_results: int = ended.MAX_RESULTS
     changed: Callable[[], None] = lambda: None
     announce: Callable[[str, bytes, float], Lease | None] | None = None
     version: int | None = None  # the key's, while it is ours
@@ -60,22 +60,22 @@ class Placer:
     _key_watch: Watch | None = None
     _read_at: float = float("-inf")
     _forget_at: float = float("-inf")
-    _cards: dict[str, NodeCard] = field(default_factory=dict)
+    _cards: dict[str, NodeStatus] = field(default_factory=dict)
     _away: dict[str, float] = field(default_factory=dict)
     _sentences: list[str] = field(default_factory=list)
     _stale: threading.Event = field(default_factory=threading.Event)
     _wrote: bool = False
     _spared: dict[tuple[str, int], float] = field(default_factory=dict)
-    _copies: Copies = field(init=False)
-    _clock: ended.Clock = field(init=False)
+    _copies: StoreCache = field(init=False)
+    _clock: ended.SchedulerClock = field(init=False)
     _watch: Watch | None = None
 
     def __post_init__(self) -> None:
-        self._clock = ended.Clock(self.store)
-        self._copies = Copies(self.store, self._sentences.append)
+        self._clock = ended.SchedulerClock(self.store)
+        self._copies = StoreCache(self.store, self._sentences.append)
 
     @property
-    def places(self) -> bool:
+    def is_leader(self) -> bool:
         """True while this daemon is the one."""
         return self.version is not None
 
@@ -89,7 +89,7 @@ class Placer:
             if self._hold(now):
                 self._place(now)
         except StoreUnavailable:
-            self._copies.forget()
+            self._copies.clear()
             self._stale.set()
             self._try_at = 0.0
             self._away.clear()
@@ -118,18 +118,18 @@ class Placer:
             if now < self._try_at:
                 return False
             if self._key_watch is None:
-                self._key_watch = self.store.watch(names.PLACER, self._freed)
+                self._key_watch = self.store.watch(names.SCHEDULER, self._freed)
             self._lost()
             value = json.dumps({"node": self.node, "incarnation": self.incarnation}).encode()
             # To ask every second would cost a large store more than all else; its watch says when the key is free, and
             # may say so while we ask.
             self._try_at = now + REFRESH_S
-            self._lease = (self.announce or self.store.announce)(names.PLACER, value, self.lease_s)
+            self._lease = (self.announce or self.store.announce)(names.SCHEDULER, value, self.lease_s)
             if self._lease is None:
                 return False
             self._renew_at = now + min(self.renewal_s, self._lease.ttl_s / 3)
         if self.version is None:
-            found = self.store.read(names.PLACER)
+            found = self.store.read(names.SCHEDULER)
             if found is None or not self._mine(found.value):
                 self.close()
                 return False
@@ -150,8 +150,8 @@ class Placer:
             self._watch.close()
             self._watch = None
         self.version = None
-        self._clock.forget()
-        self._copies.forget()
+        self._clock.reset()
+        self._copies.clear()
         self._stale.set()
         self._cards.clear()
         self._away.clear()
@@ -163,7 +163,7 @@ class Placer:
 
     def _hint(self, key: str) -> None:
         if not key.startswith(f"{names.ROOT}/jobs/"):
-            self._copies.hint(key)
+            self._copies.invalidate(key)
             self._stale.set()
             self.changed()
 
@@ -175,17 +175,17 @@ class Placer:
             self._copies.drop((names.ROOT,))
             self._read_at = now
         if now >= self._forget_at:
-            self._copies.forget()
-            self._forget_at = now + FORGET_S
+            self._copies.clear()
+            self._forget_at = now + DROP_DECODED_S
         if not self._stale.is_set():
             return
         self._stale.clear()  # before the first look: what changes from now on is looked at in the next turn
         view = self._view(now)
         self._wrote = False
-        if all(self._placed(placement) for placement in placing.place(view)):
+        if all(self._placed(placement) for placement in placing.schedule(view)):
             self._clean(view, now)
         if self._wrote:
-            self._copies.hint(names.PLACED)  # a watch will say so, too; but perhaps not yet
+            self._copies.invalidate(names.PLACEMENTS)  # a watch will say so, too; but perhaps not yet
             self._stale.set()
         if self._away:
             self._stale.set()  # they are given up at some moment, whether anything changes or not
@@ -198,82 +198,82 @@ class Placer:
 
     def _write(self, placement: Placement) -> bool:
         """False: somebody else has written, perhaps another placer; the next turn looks again."""
-        key = names.PLACED + placement.job
-        before = self._copies.list(names.PLACED).get(key)
+        key = names.PLACEMENTS + placement.job
+        before = self._copies.list(names.PLACEMENTS).get(key)
         version = None if before is None else before.version
         if self.store.compare_and_swap(key, version, placement.to_json(), self._guard):
             self._wrote = True
             return True
-        self._copies.forget()
+        self._copies.clear()
         self._stale.set()
-        found = self.store.read(names.PLACER)
+        found = self.store.read(names.SCHEDULER)
         if found is None or found.version != self.version:
             self._sentences.append("another daemon places jobs now")
             self._lost()
         return False
 
-    def _clean(self, view: placing.View, now: float) -> None:
+    def _clean(self, view: placing.ClusterView, now: float) -> None:
         """Remove what is left of jobs that ended long ago."""
         reached_s = max((p.ended_s for p in view.placements if p.ended_s is not None), default=0.0)
         clock_s = self._clock.now_s(now, self._guard, reached_s)
-        for placement in ended.first_seen(view, clock_s):
+        for placement in ended.stamp_results(view, clock_s):
             if not self._write(placement):
                 return
-        outdated = ended.outdated(view, clock_s, self.keep_ended_s, self.kept)
+        outdated = ended.expired(view, clock_s, self.retention_s, self.max_results)
         keys = {(ending.job, ending.number) for ending in outdated}
         self._spared = {key: until for key, until in self._spared.items() if key in keys and now < until}
-        for ending in [e for e in outdated if (e.job, e.number) not in self._spared][: ended.A_TURN]:
-            self._copies.forget()
+        for ending in [e for e in outdated if (e.job, e.number) not in self._spared][: ended.REMOVALS_PER_TURN]:
+            self._copies.clear()
             self._stale.set()
-            if ended.remove(self.store, ending, self.node, self.lease_s):
+            if ended.remove_records(self.store, ending, self.node, self.lease_s):
                 self._sentences.append(f"the records of job {ending.job}, number {ending.number}, were removed")
             else:
-                self._spared[ending.job, ending.number] = now + SPARED_S
+                self._spared[ending.job, ending.number] = now + RETRY_REMOVAL_S
 
     @property
     def _guard(self) -> tuple[str, int]:
         assert self.version is not None
-        return names.PLACER, self.version
+        return names.SCHEDULER, self.version
 
-    def _view(self, now: float) -> placing.View:
-        found, odd = self._copies.understood(names.NODES, NodeCard)
+    def _view(self, now: float) -> placing.ClusterView:
+        found, odd = self._copies.decoded(names.NODES, NodeStatus)
         cards = {card.node: card for card in found}
-        placements = tuple(self._records(names.PLACED, Placement))
+        placements = tuple(self._records(names.PLACEMENTS, Placement))
         for node in [key.removeprefix(names.NODES) for key in odd]:
             # One that another version wrote: what runs there stays, nothing new comes.
-            slots = [slot for p in placements if (place := p.place(node)) is not None for slot in place.slots]
-            card = self._cards.get(node, NodeCard(node, "", max(slots, default=-1) + 1))
+            slots = [slot for p in placements if (place := p.assignment(node)) is not None for slot in place.slots]
+            card = self._cards.get(node, NodeStatus(node, "", max(slots, default=-1) + 1))
             cards[node] = replace(card, state="cordoned", why="its card cannot be understood")
         self._cards |= cards
-        placed = {place.node for placement in placements for place in placement.places}
+        placed = {place.node for placement in placements for place in placement.assignments}
         absent = (self._cards.keys() | placed) - cards.keys()
         self._away = {node: self._away.get(node, now) for node in sorted(absent)}
         given_up = {node for node, since in self._away.items() if now >= since + self.adopt_timeout_s}
         for node in given_up - placed:
             self._cards.pop(node, None)
             del self._away[node]
-        away = tuple(self._cards.get(node) or NodeCard(node, "", 0) for node in self._away if node not in given_up)
-        return placing.View(
-            cards=tuple(cards.values()),
-            cordons=tuple(self._records(names.CORDONED, Cordon)),
+        away = tuple(self._cards.get(node) or NodeStatus(node, "", 0) for node in self._away if node not in given_up)
+        return placing.ClusterView(
+            nodes=tuple(cards.values()),
+            cordons=tuple(self._records(names.CORDONS, Cordon)),
             submissions=self._readable(),
             placements=placements,
-            endings=tuple(self._records(names.ENDED, Ending)),
-            away=away,
-            lost=self._left_behind(placements),
+            results=tuple(self._records(names.RESULTS, JobResult)),
+            absent=away,
+            left_behind=self._left_behind(placements),
         )
 
     def _readable(self) -> tuple[Submission, ...]:
         """Without those whose placement or ending cannot be understood: they are left as they are."""
-        odd = {key.removeprefix(names.PLACED) for key in self._copies.understood(names.PLACED, Placement)[1]}
-        odd |= {key.removeprefix(names.ENDED) for key in self._copies.understood(names.ENDED, Ending)[1]}
-        return tuple(s for s in self._records(names.SUBMITTED, Submission) if s.job not in odd)
+        odd = {key.removeprefix(names.PLACEMENTS) for key in self._copies.decoded(names.PLACEMENTS, Placement)[1]}
+        odd |= {key.removeprefix(names.RESULTS) for key in self._copies.decoded(names.RESULTS, JobResult)[1]}
+        return tuple(s for s in self._records(names.SUBMISSIONS, Submission) if s.job not in odd)
 
     def _left_behind(self, placements: tuple[Placement, ...]) -> frozenset[tuple[str, str]]:
         """Places on absent nodes that their jobs have gone on without: the job's own Round does not have the node."""
         found = set()
         for placement in placements:
-            absent = [place.node for place in placement.places if place.node in self._away]
+            absent = [place.node for place in placement.assignments if place.node in self._away]
             if absent and (round := self._round(placement)) is not None:
                 found |= {(placement.job, node) for node in absent if round.member(node) is None}
         return frozenset(found)
@@ -283,7 +283,7 @@ class Placer:
         key = Keys(placement.job).round
         found = self.store.read(key)
         try:
-            round = None if found is None else understood(Round, key, found.value)
+            round = None if found is None else decode_record(Round, key, found.value)
         except WireError:
             return None
         return round if round is not None and round.run == str(placement.number) and not round.terminal else None

@@ -12,16 +12,16 @@ from typing import TypeVar
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document
-from elasticd_agent.model.keys import understood
+from elasticd_agent.model.keys import decode_record
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import Cordon, Ending, NodeCard, Placement, Submission
-from elasticd_agent.node.scheduler.policy import View
+from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Submission
+from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Store, Versioned
 
 D = TypeVar("D", bound=Document)
 
 
-class Looking:
+class StoreSnapshot:
     """Safe from any thread. Each look raises StoreUnavailable, and says what cannot be understood and is left out."""
 
     def __init__(self, store: Store) -> None:
@@ -29,17 +29,17 @@ class Looking:
         self._lock = threading.Lock()
         self._known: dict[str, dict[str, tuple[Versioned, Document]]] = {}
 
-    def view(self, say: Callable[[str], None] = lambda sentence: None) -> View:
-        return View(
-            cards=self._all(NodeCard, names.NODES, say),
-            cordons=self._all(Cordon, names.CORDONED, say),
-            submissions=self._all(Submission, names.SUBMITTED, say),
-            placements=self._all(Placement, names.PLACED, say),
-            endings=self._all(Ending, names.ENDED, say),
+    def view(self, say: Callable[[str], None] = lambda sentence: None) -> ClusterView:
+        return ClusterView(
+            nodes=self._all(NodeStatus, names.NODES, say),
+            cordons=self._all(Cordon, names.CORDONS, say),
+            submissions=self._all(Submission, names.SUBMISSIONS, say),
+            placements=self._all(Placement, names.PLACEMENTS, say),
+            results=self._all(JobResult, names.RESULTS, say),
         )
 
     def submissions(self) -> tuple[Submission, ...]:
-        return self._all(Submission, names.SUBMITTED, lambda sentence: None)
+        return self._all(Submission, names.SUBMISSIONS, lambda sentence: None)
 
     def _all(self, kind: type[D], prefix: str, say: Callable[[str], None]) -> tuple[D, ...]:
         with self._lock:
@@ -49,7 +49,7 @@ class Looking:
         for key, item in self._store.list(prefix).items():
             before = known.get(key)
             try:
-                record = before[1] if before is not None and before[0] == item else understood(kind, key, item.value)
+                record = before[1] if before is not None and before[0] == item else decode_record(kind, key, item.value)
             except WireError as error:
                 say(str(error))
                 continue

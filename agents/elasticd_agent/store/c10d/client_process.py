@@ -29,26 +29,26 @@ from elasticd_agent.store.c10d.envelope import (
     VERSION,
     WATCHED,
     Envelope,
-    State,
+    KeyState,
     counter_key,
+    decode,
+    entries,
+    entry,
     event_key,
-    held_key,
     index_key,
     lease_key,
-    line,
-    lines,
-    number,
-    opened,
-    presence_key,
-    split,
+    lease_members_key,
+    parse_number,
+    split_key,
     value_key,
+    watchers_key,
 )
-from elasticd_agent.store.c10d.wire import Wire
+from elasticd_agent.store.c10d.wire import TcpStoreConnection
 
 PROTOCOL = "1"
 MARKER_WAIT_S = 2.5
 """Between a TCPStore's first answer and its host's mark lie milliseconds, on a crowded machine some more."""
-WATCH_TURN_S = 120.0
+WATCH_RECHECK_S = 120.0
 """How long a watch waits before it looks whether it missed something. Seven of them, a planner's, cost a quarter of a
 request a second; the host mends a change that got lost long before."""
 _FIRST_COUNT = 1 << 40
@@ -56,34 +56,34 @@ _FIRST_COUNT = 1 << 40
 _BUSY_S = 0.002
 
 
-class Busy(Exception):
+class HostBusy(Exception):
     """The deadline came while the host was removing what the request needs."""
 
 
-class _Refused(Exception):
+class _Incompatible(Exception):
     """The store there is not for us."""
 
 
 class Operations:
     """The verbs. `deadline` is set for each request; only waiting for the host's own work looks at it."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: TcpStoreConnection) -> None:
         self._wire = wire
         self.deadline = 0.0
 
     def read(self, key: str) -> list[Any] | None:
-        found = opened(self._wire.read(value_key(key)))
-        return None if found is None or found.state is not State.HERE else [found.version, _text(found.value)]
+        found = decode(self._wire.read(value_key(key)))
+        return None if found is None or found.state is not KeyState.PRESENT else [found.version, _text(found.value)]
 
     def found_below(self, prefix: str) -> dict[str, list[Any]]:
         keys: list[str] = []
-        for directory in lines(self._wire.read(DIRECTORIES)):
+        for directory in entries(self._wire.read(DIRECTORIES)):
             if directory.startswith(prefix) or prefix.startswith(directory):
-                leaves = lines(self._wire.read(index_key(directory)))
+                leaves = entries(self._wire.read(index_key(directory)))
                 keys += [directory + leaf for leaf in leaves if (directory + leaf).startswith(prefix)]
         keys = sorted(set(keys))
-        found = zip(keys, map(opened, self._wire.read_all([value_key(key) for key in keys])), strict=True)
-        return {k: [e.version, _text(e.value)] for k, e in found if e is not None and e.state is State.HERE}
+        found = zip(keys, map(decode, self._wire.read_all([value_key(key) for key in keys])), strict=True)
+        return {k: [e.version, _text(e.value)] for k, e in found if e is not None and e.state is KeyState.PRESENT}
 
     def swap(self, key: str, expected: int | None, value: str, guard: list[Any] | None = None) -> bool:
         if guard is not None and (self.read(guard[0]) or [None])[0] != guard[1]:
@@ -98,7 +98,7 @@ class Operations:
             return None
         lease, first = secrets.token_hex(8), _FIRST_COUNT + secrets.randbits(32)
         self._wire.set(lease_key(lease), str(first).encode())
-        self._wire.append(LEASES, line(f"{lease} {round(ttl_s * 1000)}"))
+        self._wire.append(LEASES, entry(f"{lease} {round(ttl_s * 1000)}"))
         if self.hold(lease, first, key, value, None) is None:
             self.withdraw(lease, first)
             return None
@@ -108,7 +108,7 @@ class Operations:
         if not self._alive(lease, first):
             return None
         # Before the key itself, so that whatever happens to us in between, the host finds the key when the lease ends.
-        self._wire.append(held_key(lease), line(key))
+        self._wire.append(lease_members_key(lease), entry(key))
         version = self._swap(key, expected, base64.b64decode(value), lease)
         if version is not None and not self._alive(lease, first):
             remove(self._wire, key, lease)
@@ -124,22 +124,22 @@ class Operations:
     def withdraw(self, lease: str, first: int) -> None:
         if self._alive(lease, first):
             self._wire.set(lease_key(lease), ENDED)
-            for key in lines(self._wire.read(held_key(lease))):
+            for key in entries(self._wire.read(lease_members_key(lease))):
                 remove(self._wire, key, lease)
 
     def _alive(self, lease: str, first: int) -> bool:
-        return (number(self._wire.read(lease_key(lease))) or 0) >= first
+        return (parse_number(self._wire.read(lease_key(lease))) or 0) >= first
 
     def _swap(self, key: str, expected: int | None, value: bytes, lease: str | None) -> int | None:
         """`lease` None: the key stays with the lease it has. Returns the new version; None: the race was lost."""
         while True:
             raw = self._wire.read(value_key(key))
-            found = opened(raw)
-            here = found if found is not None and found.state is State.HERE else None
+            found = decode(raw)
+            here = found if found is not None and found.state is KeyState.PRESENT else None
             if (None if here is None else here.version) != expected:
                 return None
-            if found is not None and found.state is State.BURIED:
-                self._let_the_host_work()
+            if found is not None and found.state is KeyState.REMOVING:
+                self._wait_for_host()
                 continue
             if raw is None:
                 self._index(key)
@@ -147,67 +147,67 @@ class Operations:
             if found is not None and version <= found.version:
                 version = self._wire.add(VERSION, found.version - version + 1)
             owner = lease if lease is not None else here.lease if here is not None else ""
-            if self._wire.swap(value_key(key), raw, Envelope(State.HERE, version, owner, value).seal()):
+            if self._wire.swap(value_key(key), raw, Envelope(KeyState.PRESENT, version, owner, value).encode()):
                 if raw is None:
                     self._index(key)
-                tell(self._wire, key)
+                notify_watchers(self._wire, key)
                 return version
             # Somebody was faster, or a gravestone was removed: what is there now decides.
 
     def _index(self, key: str) -> None:
         """Make `list` find `key`. Called before it is created, since we may be killed right after, and a name too many
         hurts nobody; and after it, since only then the host will not take the name for one that never came."""
-        directory, leaf = split(key)
+        directory, leaf = split_key(key)
         while True:
             index = self._wire.read(index_key(directory))
             if index is not None and CLOSING in index:
-                self._let_the_host_work()
-            elif leaf in lines(index):
+                self._wait_for_host()
+            elif leaf in entries(index):
                 break
             else:
-                self._wire.append(index_key(directory), line(leaf))
-        if directory not in lines(self._wire.read(DIRECTORIES)):
-            self._wire.append(DIRECTORIES, line(directory))
+                self._wire.append(index_key(directory), entry(leaf))
+        if directory not in entries(self._wire.read(DIRECTORIES)):
+            self._wire.append(DIRECTORIES, entry(directory))
 
-    def _let_the_host_work(self) -> None:
+    def _wait_for_host(self) -> None:
         if time.monotonic() > self.deadline:
-            raise Busy
+            raise HostBusy
         time.sleep(_BUSY_S)
 
 
-def remove(wire: Wire, key: str, lease: str | None) -> bool:
+def remove(wire: TcpStoreConnection, key: str, lease: str | None) -> bool:
     """Turn `key` into a gravestone, if it is there and, where a lease is given, that lease's."""
     while True:
         raw = wire.read(value_key(key))
-        found = opened(raw)
-        if found is None or found.state is not State.HERE or lease not in (None, found.lease):
+        found = decode(raw)
+        if found is None or found.state is not KeyState.PRESENT or lease not in (None, found.lease):
             return False
-        if wire.swap(value_key(key), raw, found.become(State.GONE)):
-            tell(wire, key)
+        if wire.swap(value_key(key), raw, found.as_tombstone(KeyState.TOMBSTONE)):
+            notify_watchers(wire, key)
             return True
 
 
-def tell(wire: Wire, key: str) -> None:
+def notify_watchers(wire: TcpStoreConnection, key: str) -> None:
     """Wake whoever watches `key`."""
-    for prefix in lines(wire.read(WATCHED)):
+    for prefix in entries(wire.read(WATCHED)):
         if key.startswith(prefix):
             count = wire.add(counter_key(prefix), 1)
             wire.set(event_key(prefix, count), key.encode(errors="surrogateescape"))
 
 
-def register(wire: Wire, prefix: str) -> int:
+def register_watch(wire: TcpStoreConnection, prefix: str) -> int:
     """Begin or go on watching `prefix`; the host strikes it off when nobody has said so for long."""
-    wire.add(presence_key(prefix), 1)
+    wire.add(watchers_key(prefix), 1)
     count = wire.add(counter_key(prefix), 0)
-    if prefix not in lines(wire.read(WATCHED)):
-        wire.append(WATCHED, line(prefix))
+    if prefix not in entries(wire.read(WATCHED)):
+        wire.append(WATCHED, entry(prefix))
     return count
 
 
-class Client:
+class C10dClient:
     """Serves one agent over `channel`, a stream of JSON lines, until its end or until the store is lost."""
 
-    def __init__(self, connect: Callable[[], Wire], channel: socket.socket) -> None:
+    def __init__(self, connect: Callable[[], TcpStoreConnection], channel: socket.socket) -> None:
         self._connect = connect
         self._channel = channel
         self._sending = threading.Lock()
@@ -219,18 +219,18 @@ class Client:
 
     def serve(self) -> NoReturn:
         """Only reads, so that the agent's end is noticed even while torch blocks for good."""
-        threading.Thread(target=self._guarded, args=(self._work,), daemon=True).start()
+        threading.Thread(target=self._run_guarded, args=(self._work,), daemon=True).start()
         for text in self._channel.makefile("rb"):
             self._requests.put(json.loads(text))
         os._exit(0)
 
-    def _guarded(self, run: Callable[..., None], *args: Any) -> None:
+    def _run_guarded(self, run: Callable[..., None], *args: Any) -> None:
         """`run` in a thread; whatever it fails of ends the process, in words where the words are for people."""
         done = False
         try:
             run(*args)
             done = True
-        except _Refused as refused:
+        except _Incompatible as refused:
             self._send({"refused": str(refused)})
         except OSError as error:
             self._send({"lost": error.strerror or str(error) or type(error).__name__})
@@ -246,12 +246,12 @@ class Client:
     def _work(self) -> None:
         wire = self._connect()
         if not wire.wait(MARKER, MARKER_WAIT_S):
-            raise _Refused("a TCPStore answers there, but no elasticd agent keeps it")
+            raise _Incompatible("a TCPStore answers there, but no elasticd agent keeps it")
         protocol, _, start = (wire.read(MARKER) or b"").decode(errors="replace").partition(" ")
         if protocol != PROTOCOL:
             theirs = repr(protocol[:32])
-            raise _Refused(f"the store there speaks elasticd's c10d protocol {theirs}, this agent {PROTOCOL}")
-        self._send({"ready": start, "counts": wire.taken_counts()})
+            raise _Incompatible(f"the store there speaks elasticd's c10d protocol {theirs}, this agent {PROTOCOL}")
+        self._send({"ready": start, "counts": wire.take_counts()})
         operations = Operations(wire)
         while True:
             request = self._requests.get()
@@ -266,24 +266,24 @@ class Client:
                         answer = {"ok": True}
                     case verb:
                         answer = {"ok": getattr(operations, verb)(**request["args"])}
-            except Busy:
+            except HostBusy:
                 answer = {"busy": True}
-            self._send({"id": request["id"], "counts": wire.taken_counts(), **answer})
+            self._send({"id": request["id"], "counts": wire.take_counts(), **answer})
 
-    def _watch(self, wire: Wire, prefix: str) -> None:
+    def _watch(self, wire: TcpStoreConnection, prefix: str) -> None:
         """Changes from now on will be heard of."""
         with self._watch_lock:
             self._watched.add(prefix)
             if prefix in self._watching:
                 return
             self._watching.add(prefix)
-        count = register(wire, prefix)
-        threading.Thread(target=self._guarded, args=(self._attend, prefix, count), daemon=True).start()
+        count = register_watch(wire, prefix)
+        threading.Thread(target=self._run_guarded, args=(self._follow_changes, prefix, count), daemon=True).start()
 
-    def _attend(self, prefix: str, seen: int) -> None:
+    def _follow_changes(self, prefix: str, seen: int) -> None:
         wire = self._connect()
         while True:
-            came = wire.wait(event_key(prefix, seen + 1), WATCH_TURN_S)
+            came = wire.wait(event_key(prefix, seen + 1), WATCH_RECHECK_S)
             with self._watch_lock:
                 if prefix not in self._watched:
                     self._watching.discard(prefix)
@@ -293,15 +293,15 @@ class Client:
                 raw = wire.read(event_key(prefix, seen)) or b""
                 self._changed(wire, prefix, raw.decode(errors="surrogateescape") or prefix)
                 continue
-            count = register(wire, prefix)
+            count = register_watch(wire, prefix)
             if count != seen:
                 seen = count
                 self._changed(wire, prefix, prefix)
             else:
-                self._send({"counts": wire.taken_counts()})
+                self._send({"counts": wire.take_counts()})
 
-    def _changed(self, wire: Wire, prefix: str, key: str) -> None:
-        self._send({"changed": prefix, "key": key, "counts": wire.taken_counts()})
+    def _changed(self, wire: TcpStoreConnection, prefix: str, key: str) -> None:
+        self._send({"changed": prefix, "key": key, "counts": wire.take_counts()})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"

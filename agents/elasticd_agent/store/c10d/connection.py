@@ -20,16 +20,16 @@ from typing import Any
 
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store import Traffic
-from elasticd_agent.store.c10d.envelope import APART
-from elasticd_agent.store.c10d.helper import END_DEADLINE_S, Helper, Lost, listen
+from elasticd_agent.store.c10d.envelope import STANDALONE
+from elasticd_agent.store.c10d.helper import END_DEADLINE_S, Helper, HelperLost, listen
 
 CONNECT_DEADLINE_S = 8.0
 """A client that is not ready by then is tried anew; while the host is frozen, it would wait for ever."""
 BIND_DEADLINE_S = 2.0
 """A host that died a moment ago may hold its port still."""
-LEAST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.8
+MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 0.8
 """Between two attempts, doubling, jittered; the longest is below a third of the lease's 3 s."""
-LONGEST_RESTART_PAUSE_S = 8.0
+MAX_RESTART_PAUSE_S = 8.0
 """Before another helper is started, since importing torch takes a second of a core that the workers need."""
 CHUNK = 1 << 16
 
@@ -40,7 +40,7 @@ class _Call:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-class Link:
+class C10dConnection:
     """`hear` is called from the link's thread with (watched prefix, key); a prefix as the key means: look at it all."""
 
     def __init__(
@@ -49,23 +49,23 @@ class Link:
         port: int,
         *,
         serve: bool,
-        apart: bool,
+        standalone: bool,
         python: str,
         timeout_s: float,
         start_timeout_s: float,
-        say: Callable[[str], None],
-        hear: Callable[[str, str], None],
+        log: Callable[[str], None],
+        on_change: Callable[[str, str], None],
     ) -> None:
         self.traffic = Traffic()
-        self.apart = apart
+        self.standalone = standalone
         """Whether the host is no agent of a job, as it says itself."""
         self._host, self._port, self._serve, self._python = host, port, serve, python
-        self._timeout_s, self._say, self._hear = timeout_s, say, hear
+        self._timeout_s, self._say, self._hear = timeout_s, log, on_change
         self._start_by = time.monotonic() + start_timeout_s
         self._state = threading.Condition()
         self._sending = threading.Lock()
         self._channel: socket.socket | None = None
-        self._ready = self._was_ready = self._away = False
+        self._ready = self._was_ready = self._in_outage = False
         self._refused = ""
         self._why = "it has not answered yet"
         self._closing = threading.Event()
@@ -148,7 +148,7 @@ class Link:
             del self._prefixes[prefix]
             channel = self._channel if self._ready else None
         if channel is not None:
-            self._tell(channel, "unwatch", prefix, self._timeout_s)
+            self._send_without_answer(channel, "unwatch", prefix, self._timeout_s)
 
     def close(self) -> None:
         self._closing.set()
@@ -161,7 +161,7 @@ class Link:
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * END_DEADLINE_S)
 
-    def _tell(self, channel: socket.socket, op: str, prefix: str, within: float) -> None:
+    def _send_without_answer(self, channel: socket.socket, op: str, prefix: str, within: float) -> None:
         """Ask without waiting for the answer."""
         data = json.dumps({"id": 0, "op": op, "args": {"prefix": prefix}, "within": within}).encode() + b"\n"
         self._send(channel, data, time.monotonic() + within)
@@ -195,38 +195,40 @@ class Link:
                 pass
 
     def _begin_outage(self) -> None:
-        if not self._away and not self._closing.is_set():
-            self._away = True
+        if not self._in_outage and not self._closing.is_set():
+            self._in_outage = True
             self._say(f"{self._sentence()}; trying on, what runs goes on meanwhile")
 
     def _sentence(self) -> str:
-        what = "hosted here" if self._serve and self.apart else "this agent hosts" if self._serve else "of this job"
-        who = "its host" if self.apart else "its host's agent"
+        what = (
+            "hosted here" if self._serve and self.standalone else "this agent hosts" if self._serve else "of this job"
+        )
+        who = "its host" if self.standalone else "its host's agent"
         hint = "" if self._serve else f"; see that {who} runs and that nothing blocks the port"
         return f"the c10d store {what} at {self.where} does not answer ({self._why}){hint}"
 
     # What the thread does
 
     def _run(self) -> None:
-        pause = LEAST_PAUSE_S
+        pause = MIN_PAUSE_S
         while not self._closing.is_set():
             was_ready = False
             try:
                 was_ready = self._connection()
-                longest = LONGEST_PAUSE_S
-            except Lost as lost:
+                longest = MAX_PAUSE_S
+            except HelperLost as lost:
                 self._end_helper()
-                self._why, longest = str(lost), LONGEST_RESTART_PAUSE_S
+                self._why, longest = str(lost), MAX_RESTART_PAUSE_S
             except StoreRefused as refused:
-                self._why, longest = str(refused), LONGEST_RESTART_PAUSE_S
+                self._why, longest = str(refused), MAX_RESTART_PAUSE_S
                 if not self._was_ready:  # else what worked once may work again, and a job depends on it
                     with self._state:
                         self._refused = str(refused)
                         self._state.notify_all()
                     break
             except OSError as error:  # no file descriptor left, say: nobody else would ever connect again
-                self._why, longest = error.strerror or str(error), LONGEST_PAUSE_S
-            pause = LEAST_PAUSE_S if was_ready else min(2 * pause, longest)
+                self._why, longest = error.strerror or str(error), MAX_PAUSE_S
+            pause = MIN_PAUSE_S if was_ready else min(2 * pause, longest)
             self._closing.wait(pause * random.uniform(0.5, 1.0))
         self._end_helper()
         if self._listener is not None:
@@ -252,7 +254,7 @@ class Link:
                 return False
             helper.wait_until_ready()
         if self._serve:
-            self._see_to_the_server(helper)
+            self._ensure_server(helper)
         mine, theirs = socket.socketpair()
         with mine:
             with theirs:
@@ -262,7 +264,7 @@ class Link:
             with self._state:
                 self._channel = mine
             try:
-                return self._attend(mine)
+                return self._read_messages(mine)
             finally:
                 with self._state:
                     self._channel = None
@@ -272,7 +274,7 @@ class Link:
                 if not self._closing.is_set():
                     helper.ask({"do": "end", "pid": pid})
 
-    def _see_to_the_server(self, helper: Helper) -> None:
+    def _ensure_server(self, helper: Helper) -> None:
         if self._server and helper.ask({"do": "living", "pid": self._server})["living"]:
             return
         listening = self._bind()
@@ -280,7 +282,7 @@ class Link:
         self._server_channel, theirs = socket.socketpair()
         with listening as listener, theirs:
             self._listener = None
-            self._server = helper.ask({"do": "serve", "apart": self.apart}, listener, theirs)["pid"]
+            self._server = helper.ask({"do": "serve", "apart": self.standalone}, listener, theirs)["pid"]
 
     def _bind(self) -> socket.socket:
         give_up_at = time.monotonic() + BIND_DEADLINE_S
@@ -301,18 +303,18 @@ class Link:
         if channel is not None:
             channel.close()
 
-    def _attend(self, channel: socket.socket) -> bool:
+    def _read_messages(self, channel: socket.socket) -> bool:
         """Hand out what the client says until it has no more to say."""
         ready = False
         deadline = time.monotonic() + CONNECT_DEADLINE_S
-        lines = _Lines(channel, self._server_channel)
+        lines = _LineReader(channel, self._server_channel)
         while (text := lines.next(None if ready else deadline - time.monotonic())) is not None:
             message: dict[str, Any] = json.loads(text)
             self._count(message.get("counts", (0, 0, 0)))
             match message:
                 case {"ready": start}:
                     ready = True
-                    self.apart = start.endswith(APART)
+                    self.standalone = start.endswith(STANDALONE)
                     self._connected(channel)
                 case {"id": number}:
                     with self._state:
@@ -337,11 +339,11 @@ class Link:
         with self._state:
             prefixes = list(self._prefixes)
         for prefix in prefixes:
-            self._tell(channel, "watch", prefix, CONNECT_DEADLINE_S)
+            self._send_without_answer(channel, "watch", prefix, CONNECT_DEADLINE_S)
         with self._state:
-            back = self._away
+            back = self._in_outage
             self._ready = self._was_ready = True
-            self._away = False
+            self._in_outage = False
             self._state.notify_all()
         if back:
             self._say(f"the c10d store at {self.where} answers again")
@@ -354,7 +356,7 @@ class Link:
         self.traffic.received_bytes += counts[2]
 
 
-class _Lines:
+class _LineReader:
     """The lines of a stream, which counts as ended with `other`, on which nothing is said."""
 
     def __init__(self, channel: socket.socket, other: socket.socket | None) -> None:

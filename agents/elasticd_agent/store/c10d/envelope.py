@@ -15,7 +15,7 @@ from enum import Enum
 ROOT = b"elasticd/1/"
 MARKER = ROOT + b"host"
 """Which host start this is. Set last, so that whoever reads it finds everything else in place."""
-APART = " apart"
+STANDALONE = " apart"
 """Ends the mark of a host that is no agent of a job: any of its agents may plan then."""
 VERSION = ROOT + b"version"
 """The counter all versions are drawn from."""
@@ -41,7 +41,7 @@ def lease_key(lease: str) -> bytes:
     return ROOT + b"lease/" + _bytes(lease)
 
 
-def held_key(lease: str) -> bytes:
+def lease_members_key(lease: str) -> bytes:
     """The keys that may belong to a lease."""
     return ROOT + b"held/" + _bytes(lease)
 
@@ -51,7 +51,7 @@ def counter_key(prefix: str) -> bytes:
     return ROOT + b"changes/" + _bytes(prefix)
 
 
-def presence_key(prefix: str) -> bytes:
+def watchers_key(prefix: str) -> bytes:
     """Moves as long as anyone watches the prefix."""
     return ROOT + b"watching/" + _bytes(prefix)
 
@@ -61,18 +61,18 @@ def event_key(prefix: str, number: int) -> bytes:
     return ROOT + b"change/%d/" % number + _bytes(prefix)
 
 
-def split(key: str) -> tuple[str, str]:
+def split_key(key: str) -> tuple[str, str]:
     """A key's directory, with its last '/', and its name in there."""
     directory, slash, leaf = key.rpartition("/")
     return directory + slash, leaf
 
 
-def line(text: str) -> bytes:
+def entry(text: str) -> bytes:
     """One entry of a register, which is a value that everyone only appends to."""
     return b"=" + _bytes(text) + b"\n"
 
 
-def lines(raw: bytes | None) -> dict[str, None]:
+def entries(raw: bytes | None) -> dict[str, None]:
     """The entries of a register, each once, in order; what is none of ours is passed over."""
     return dict.fromkeys(_lines(raw or b""))
 
@@ -83,12 +83,12 @@ def _lines(raw: bytes) -> Iterator[str]:
             yield part[1:].decode(errors="surrogateescape")
 
 
-def joined(entries: Iterable[str]) -> bytes:
+def join_entries(entries: Iterable[str]) -> bytes:
     """A register with these entries. Never empty: to a TCPStore an empty value is like none."""
-    return b"".join(map(line, entries)) or b"\n"
+    return b"".join(map(entry, entries)) or b"\n"
 
 
-def number(raw: bytes | None) -> int | None:
+def parse_number(raw: bytes | None) -> int | None:
     try:
         return None if raw is None else int(raw)
     except ValueError:
@@ -99,31 +99,31 @@ def _bytes(text: str) -> bytes:
     return text.encode(errors="surrogateescape")
 
 
-class State(Enum):
-    HERE = b"here"
-    GONE = b"gone"
+class KeyState(Enum):
+    PRESENT = b"here"
+    TOMBSTONE = b"gone"
     """Deleted; the next creation replaces it."""
-    BURIED = b"buried"
+    REMOVING = b"buried"
     """The host removes it at this moment; nobody may replace it, so that nothing new is removed with it."""
 
 
-_HEAD = b"elasticd1"
+_MAGIC = b"elasticd1"
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """A value, its version and its lease ("": none). The nonce makes any two envelopes differ, and so any two swaps."""
 
-    state: State
+    state: KeyState
     version: int
     lease: str
     value: bytes
     nonce: str = ""
 
-    def seal(self) -> bytes:
+    def encode(self) -> bytes:
         nonce = secrets.token_hex(8)
         return b"%s %s %d %s %s\n%s" % (
-            _HEAD,
+            _MAGIC,
             self.state.value,
             self.version,
             nonce.encode(),
@@ -131,21 +131,21 @@ class Envelope:
             self.value,
         )
 
-    def become(self, state: State) -> bytes:
+    def as_tombstone(self, state: KeyState) -> bytes:
         """The gravestone of this value."""
-        return replace(self, state=state, lease="", value=b"").seal()
+        return replace(self, state=state, lease="", value=b"").encode()
 
 
-def opened(raw: bytes | None) -> Envelope | None:
+def decode(raw: bytes | None) -> Envelope | None:
     """What `raw` holds; None: nothing. Bytes that are not ours are a value of version 0, for others to complain of."""
     if not raw:
         return None
     head, newline, value = raw.partition(b"\n")
     try:
         name, state, version, nonce, lease = head.split(b" ")
-        if name != _HEAD or not newline:
+        if name != _MAGIC or not newline:
             raise ValueError
         owner = "" if lease == b"-" else lease.decode("ascii")
-        return Envelope(State(state), int(version), owner, value, nonce.decode("ascii"))
+        return Envelope(KeyState(state), int(version), owner, value, nonce.decode("ascii"))
     except ValueError:
-        return Envelope(State.HERE, 0, "", raw)
+        return Envelope(KeyState.PRESENT, 0, "", raw)

@@ -24,7 +24,7 @@ REQUEST_DEADLINE_S = 5.0
 END_DEADLINE_S = 2.0
 
 
-class Lost(Exception):
+class HelperLost(Exception):
     """The helper, its client, or the store is gone; says which and why."""
 
 
@@ -62,7 +62,7 @@ class Helper:
             self._control.settimeout(REQUEST_DEADLINE_S)
             socket.send_fds(self._control, [json.dumps(request).encode()], [sock.fileno() for sock in passed])
         except OSError as error:
-            raise Lost(f"the helper process is gone: {error}") from None
+            raise HelperLost(f"the helper process is gone: {error}") from None
         return self._receive(REQUEST_DEADLINE_S)
 
     def _receive(self, seconds: float) -> dict[str, Any]:
@@ -70,9 +70,9 @@ class Helper:
             self._control.settimeout(seconds)
             packet = self._control.recv(PACKET)
         except OSError as error:
-            raise Lost(f"the helper process does not answer: {error}") from None
+            raise HelperLost(f"the helper process does not answer: {error}") from None
         if not packet:
-            raise Lost("the helper process has ended")
+            raise HelperLost("the helper process has ended")
         message: dict[str, Any] = json.loads(packet)
         return message
 

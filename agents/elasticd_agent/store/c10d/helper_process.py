@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path[0] = str(Path(__file__).parents[3])  # where elasticd_agent is: the job's interpreter need not have it
-from elasticd_agent.store.c10d.client_process import Client  # noqa: E402
-from elasticd_agent.store.c10d.server_process import keep  # noqa: E402
-from elasticd_agent.store.c10d.wire import Wire, look_up_hosts  # noqa: E402
-from elasticd_agent.system.process import DEAF_TO  # noqa: E402
+from elasticd_agent.store.c10d.client_process import C10dClient  # noqa: E402
+from elasticd_agent.store.c10d.server_process import serve  # noqa: E402
+from elasticd_agent.store.c10d.wire import TcpStoreConnection, set_host_lookup  # noqa: E402
+from elasticd_agent.system.process import IGNORED_SIGNALS  # noqa: E402
 
 del sys.path[0]
 
@@ -46,7 +46,7 @@ def main() -> None:
     die_with(libc, int(sys.argv[2]))
     # Both must be final before the import: a second thread would make a fork unsafe.
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
-    for number in DEAF_TO:  # a terminal signals its process group, a batch system every process of a job
+    for number in IGNORED_SIGNALS:  # a terminal signals its process group, a batch system every process of a job
         signal.signal(number, signal.SIG_IGN)
     try:
         tcp_store = importlib.import_module("torch.distributed").TCPStore
@@ -55,7 +55,7 @@ def main() -> None:
         return
     gc.freeze()
     control.send(json.dumps({"ready": os.getpid()}).encode())
-    Forker(tcp_store, control, libc).serve()
+    ForkServer(tcp_store, control, libc).serve()
 
 
 def die_with(libc: ctypes.CDLL, parent: int) -> None:
@@ -65,7 +65,7 @@ def die_with(libc: ctypes.CDLL, parent: int) -> None:
         os._exit(1)
 
 
-class Forker:
+class ForkServer:
     def __init__(self, tcp_store: Callable[..., Any], control: socket.socket, libc: ctypes.CDLL) -> None:
         self._tcp_store = tcp_store
         self._control = control
@@ -94,7 +94,7 @@ class Forker:
                 self._end(request["pid"])
                 return {"pid": request["pid"]}
             case _:
-                return {"living": self._living(request["pid"])}
+                return {"living": self._is_alive(request["pid"])}
 
     def _fork(self, run: Callable[[], None]) -> int:
         me = os.getpid()
@@ -121,27 +121,27 @@ class Forker:
         port, timeout_s = request["port"], request["timeout_s"]
         address = ""
 
-        def connect() -> Wire:
+        def connect() -> TcpStoreConnection:
             nonlocal address
             # torch keeps trying a refused connection, and says why only in many lines of C++; this says it in one.
             with socket.create_connection((address or request["host"], port), timeout_s) as probe:
                 if probe.getsockname() == probe.getpeername():  # a port that nobody listens at can be its own peer
                     raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
                 address = probe.getpeername()[0]
-            look_up_hosts(b"files")
-            return Wire(self._tcp_store, address, port, timeout_s)
+            set_host_lookup(b"files")
+            return TcpStoreConnection(self._tcp_store, address, port, timeout_s)
 
-        Client(connect, channel).serve()
+        C10dClient(connect, channel).serve()
 
     def _host(self, listener: socket.socket, channel: socket.socket, apart: bool) -> None:
         self._libc.prctl(PR_SET_NAME, b"elasticd-c10d-h", 0, 0, 0)
-        look_up_hosts(b"files")
+        set_host_lookup(b"files")
         # A connection for each agent and each watch of an agent: thousands in a large job.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        keep(self._tcp_store, listener, channel, apart)
+        serve(self._tcp_store, listener, channel, apart)
 
-    def _living(self, pid: int) -> bool:
+    def _is_alive(self, pid: int) -> bool:
         """Whoever has ended is waited for here, so that no other process can have the number meanwhile."""
         if pid not in self._children:
             return False
@@ -151,7 +151,7 @@ class Forker:
         return False
 
     def _end(self, pid: int) -> None:
-        if self._living(pid):
+        if self._is_alive(pid):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             self._children.remove(pid)

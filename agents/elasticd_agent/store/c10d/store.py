@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticd_agent.store import Lease, Traffic, Versioned, Watch
-from elasticd_agent.store.c10d.connection import Link
+from elasticd_agent.store.c10d.connection import C10dConnection
 
 
-def _silent(sentence: str) -> None:
+def _ignore(sentence: str) -> None:
     pass
 
 
@@ -36,73 +36,75 @@ class C10dStore:
         port: int,
         *,
         serve: bool,
-        apart: bool = False,
+        standalone: bool = False,
         python: str = sys.executable,
         timeout_s: float = 0.9,
         start_timeout_s: float = 30.0,
-        say: Callable[[str], None] = _silent,
+        log: Callable[[str], None] = _ignore,
     ) -> None:
         self._lock = threading.RLock()
         self._watches: list[_C10dWatch] = []
-        self._link = Link(
+        self._connection = C10dConnection(
             host,
             port,
             serve=serve,
-            apart=apart,
+            standalone=standalone,
             python=python,
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
-            say=say,
-            hear=self._hear,
+            log=log,
+            on_change=self._on_change,
         )
 
     @property
     def port(self) -> int:
-        return self._link.port
+        return self._connection.port
 
     @property
-    def apart(self) -> bool:
+    def standalone(self) -> bool:
         """Whether whoever hosts it is no agent of a job; False before it has answered."""
-        return self._link.apart
+        return self._connection.standalone
 
     @property
     def traffic(self) -> Traffic:
         """What the client asked; what the host does for its own leases stays on its machine and is not in here."""
-        return self._link.traffic
+        return self._connection.traffic
 
     def read(self, key: str) -> Versioned | None:
-        found = self._link.call("read", key=_named(key))
+        found = self._connection.call("read", key=_named(key))
         return None if found is None else _versioned(found)
 
     def list(self, prefix: str) -> dict[str, Versioned]:
-        return {key: _versioned(found) for key, found in self._link.call("found_below", prefix=prefix).items()}
+        return {key: _versioned(found) for key, found in self._connection.call("found_below", prefix=prefix).items()}
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
     ) -> bool:
         looked_at = None if guard is None else [_named(guard[0]), guard[1]]
-        return bool(self._link.call("swap", key=_named(key), expected=expected, value=_text(value), guard=looked_at))
+        return bool(
+            self._connection.call("swap", key=_named(key), expected=expected, value=_text(value), guard=looked_at)
+        )
 
     def delete(self, key: str) -> bool:
-        return bool(self._link.call("delete", key=_named(key)))
+        return bool(self._connection.call("delete", key=_named(key)))
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
-        granted = self._link.call("announce", key=_named(key), value=_text(value), ttl_s=ttl_s)
-        return None if granted is None else _C10dLease(self._link, ttl_s, *granted)
+        granted = self._connection.call("announce", key=_named(key), value=_text(value), ttl_s=ttl_s)
+        return None if granted is None else _C10dLease(self._connection, ttl_s, *granted)
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
         watch = _C10dWatch(self, prefix, callback)
         with self._lock:
             self._watches.append(watch)
-        self._link.watch(prefix)
+        self._connection.watch(prefix)
         return watch
 
     def close(self) -> None:
         with self._lock:
             self._watches.clear()
-        self._link.close()
+        self._connection.close()
 
-    def _hear(self, prefix: str, key: str) -> None:
+    def _on_change(self, prefix: str, key: str) -> None:
         # With the lock, so that no call is begun after a watch's close has returned.
         with self._lock:
             for watch in [watch for watch in self._watches if watch.prefix == prefix]:
@@ -113,12 +115,12 @@ class C10dStore:
             if watch not in self._watches:
                 return
             self._watches.remove(watch)
-        self._link.unwatch(watch.prefix)
+        self._connection.unwatch(watch.prefix)
 
 
 @dataclass(eq=False, slots=True)
 class _C10dLease:
-    link: Link
+    connection: C10dConnection
     ttl_s: float
     name: str
     first: int
@@ -129,17 +131,19 @@ class _C10dLease:
         if self.ended:
             return None
         args = {"lease": self.name, "first": self.first}
-        version: int | None = self.link.call("hold", key=_named(key), value=_text(value), expected=expected, **args)
+        version: int | None = self.connection.call(
+            "hold", key=_named(key), value=_text(value), expected=expected, **args
+        )
         return version
 
     def renew(self) -> bool:
-        if not self.ended and not self.link.call("renew", lease=self.name, first=self.first):
+        if not self.ended and not self.connection.call("renew", lease=self.name, first=self.first):
             self.ended = True
         return not self.ended
 
     def withdraw(self) -> None:
         if not self.ended:
-            self.link.call("withdraw", lease=self.name, first=self.first)
+            self.connection.call("withdraw", lease=self.name, first=self.first)
             self.ended = True
 
 

@@ -25,10 +25,10 @@ from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.model.job import Tls
 from elasticd_agent.store import Traffic
 from elasticd_agent.store.etcd import diagnose as etcd_first_contact
-from elasticd_agent.store.etcd.errors import Kind, Verdict, judge
-from elasticd_agent.store.etcd.outage import Outage
+from elasticd_agent.store.etcd.errors import ClassifiedError, ErrorKind, classify
+from elasticd_agent.store.etcd.outage import OutageLog
 from elasticd_agent.store.etcd.proto import rpc
-from elasticd_agent.store.etcd.watch_stream import Stream
+from elasticd_agent.store.etcd.watch_stream import WatchStream
 
 # A third of the default lease is 1 s; whoever comes back must be heard of well before that.
 PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 0.4
@@ -55,7 +55,7 @@ _OPTIONS = (
 _HAS_LEADER = ("hasleader", "true")
 
 
-class Verb(Enum):
+class Method(Enum):
     RANGE = "Range"
     TXN = "Txn"
     DELETE = "DeleteRange"
@@ -72,9 +72,9 @@ class _Member:
     host: str
     port: int
     channel: Any = None
-    verbs: dict[Verb, Any] = field(default_factory=dict)
+    methods: dict[Method, Any] = field(default_factory=dict)
     watch: Any = None
-    met: bool = False
+    answered: bool = False
     streams: set[Any] = field(default_factory=set)
 
     @property
@@ -82,7 +82,7 @@ class _Member:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Link:
+class EtcdConnection:
     """Thread-safe. Every call ends within `timeout_s`, give or take the time a thread waits for a processor."""
 
     def __init__(
@@ -92,28 +92,28 @@ class Link:
         user: str | None,
         password: str | None,
         timeout_s: float,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         traffic: Traffic,
     ) -> None:
         self.timeout_s = timeout_s
         self.traffic = traffic
         self.closing = threading.Event()
-        self._say = say
+        self._say = log
         self._user = user
         self._password = password
-        self._handshake: ssl.SSLContext | None = etcd_first_contact.context(tls) if tls else None
-        self._credentials = _credentials(tls, self._handshake) if tls and self._handshake else None
+        self._tls_context: ssl.SSLContext | None = etcd_first_contact.context(tls) if tls else None
+        self._credentials = _credentials(tls, self._tls_context) if tls and self._tls_context else None
         self._members = [_Member(host, port) for host, port in endpoints]
         # Agents spread themselves over the members.
         self._at = random.randrange(len(self._members))
         self._ready: _Member | None = None
         self._token: str | None = None
-        self._passwordless = False
+        self._without_auth = False
         self._lock = threading.Lock()  # guards everything above, never held while waiting for etcd
         self._connecting = threading.Lock()  # one thread looks for a member, the others wait for what it finds
-        self.outage = Outage(say, ", ".join(m.where for m in self._members))
+        self.outage = OutageLog(log, ", ".join(m.where for m in self._members))
 
-    def call(self, verb: Verb, request: Any, *, key: str = "", repeatable: bool = False) -> Any:
+    def call(self, verb: Method, request: Any, *, key: str = "", repeatable: bool = False) -> Any:
         """The answer. `repeatable`: to ask twice does no harm, so it is retried for as long as `timeout_s` allows.
 
         Raises StoreUnavailable, StoreRefused; LeaseGone when the request names a lease that has ended.
@@ -121,27 +121,31 @@ class Link:
         deadline = time.monotonic() + self.timeout_s
         try:
             if repeatable:
-                answer = self._patience()(self._once, verb, request, key, deadline, len(self._members) > 1)
+                answer = self._retrying()(self._try_once, verb, request, key, deadline, len(self._members) > 1)
             else:
-                answer = self._once(verb, request, key, deadline, False)
+                answer = self._try_once(verb, request, key, deadline, False)
         except StoreUnavailable as error:
             if not self.closing.is_set():
-                self.outage.goes_on(str(error))
+                self.outage.failed(str(error))
             raise
-        self.outage.is_over()
+        self.outage.succeeded()
         return answer
 
-    def follow(self) -> Stream:
+    def follow(self) -> WatchStream:
         """Watch responses to what it is asked. Raises as `call`; itself it ends without a word when it breaks."""
-        member = self._find(time.monotonic() + self.timeout_s)
+        member = self._find_member(time.monotonic() + self.timeout_s)
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with self._lock:
             try:
-                stream = self._on_open(member).watch(iter(requests.get, None), metadata=self._metadata(self._token))
+                stream = self._with_channel(member).watch(
+                    iter(requests.get, None), metadata=self._metadata(self._token)
+                )
             except ValueError as error:  # the channel was closed meanwhile
                 raise StoreUnavailable("the store has been closed") from error
             member.streams.add(stream)
-        return Stream(stream, requests, self._count_sent, self._count_received, lambda: self._forget(member, stream))
+        return WatchStream(
+            stream, requests, self._count_sent, self._count_received, lambda: self._discard_stream(member, stream)
+        )
 
     def close(self) -> None:
         self.closing.set()
@@ -150,7 +154,7 @@ class Link:
         for channel in channels:
             channel.close()
 
-    def _forget(self, member: _Member, stream: Any) -> None:
+    def _discard_stream(self, member: _Member, stream: Any) -> None:
         with self._lock:
             member.streams.discard(stream)
 
@@ -163,7 +167,7 @@ class Link:
         with self._lock:
             self.traffic.received_bytes += message.ByteSize()
 
-    def _patience(self) -> tenacity.Retrying:
+    def _retrying(self) -> tenacity.Retrying:
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(StoreUnavailable),
             wait=tenacity.wait_random_exponential(multiplier=PAUSE_MIN_S, max=PAUSE_MAX_S),
@@ -172,23 +176,23 @@ class Link:
             reraise=True,
         )
 
-    def _once(self, verb: Verb, request: Any, key: str, deadline: float, leave_time: bool) -> Any:
-        member = self._find(deadline)
+    def _try_once(self, verb: Method, request: Any, key: str, deadline: float, leave_time: bool) -> Any:
+        member = self._find_member(deadline)
         if leave_time:
             # For one more member, should this one be frozen.
             deadline -= (deadline - time.monotonic()) / 2
         try:
-            return self._ask(member, verb, request, deadline)
+            return self._send_authenticated(member, verb, request, deadline)
         except grpc.RpcError as error:
-            self._fail(member, self._judge(error, member, key))
+            self._raise_error(member, self._classify(error, member, key))
 
-    def _ask(self, member: _Member, verb: Verb, request: Any, deadline: float) -> Any:
+    def _send_authenticated(self, member: _Member, verb: Method, request: Any, deadline: float) -> Any:
         """With a good token. Raises grpc.RpcError."""
         token = self._current_token(member, deadline)
         try:
             return self._send(member, verb, request, token, deadline)
         except grpc.RpcError as error:
-            if self._user is None or self._judge(error, member, "").kind is not Kind.TOKEN:
+            if self._user is None or self._classify(error, member, "").kind is not ErrorKind.TOKEN:
                 raise
         # Refused before it was looked at, so asking again cannot do it twice.
         with self._lock:
@@ -198,27 +202,27 @@ class Link:
 
     def _current_token(self, member: _Member, deadline: float) -> str | None:
         with self._lock:
-            token, asked = self._token, self._passwordless
+            token, asked = self._token, self._without_auth
         if token is not None or asked or self._user is None:
             return token
         request = rpc.AuthenticateRequest(name=self._user, password=self._password or "")
         try:
-            token = str(self._send(member, Verb.AUTHENTICATE, request, None, deadline).token)
+            token = str(self._send(member, Method.AUTHENTICATE, request, None, deadline).token)
         except grpc.RpcError as error:
-            if self._judge(error, member, "").kind is not Kind.NO_PASSWORDS:
+            if self._classify(error, member, "").kind is not ErrorKind.AUTH_DISABLED:
                 raise
             self._say(f"etcd at {member.where} asks nobody for a password; going on without")
             with self._lock:
-                self._passwordless = True
+                self._without_auth = True
             return None
         with self._lock:
             self._token = token
         return token
 
-    def _send(self, member: _Member, verb: Verb, request: Any, token: str | None, deadline: float) -> Any:
+    def _send(self, member: _Member, verb: Method, request: Any, token: str | None, deadline: float) -> Any:
         left = deadline - time.monotonic()
         with self._lock:
-            send = self._on_open(member).verbs[verb]
+            send = self._with_channel(member).methods[verb]
             self.traffic.requests += 1
             self.traffic.sent_bytes += request.ByteSize()
         try:
@@ -228,82 +232,82 @@ class Link:
         self._count_received(answer)
         return answer
 
-    def _find(self, deadline: float) -> _Member:
+    def _find_member(self, deadline: float) -> _Member:
         """A member that answers. Raises StoreUnavailable, or StoreRefused when every member refuses us."""
-        if found := self._found():
+        if found := self._ready_member():
             return found
         if not self._connecting.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise StoreUnavailable(f"no etcd has answered within {self.timeout_s} s")
         try:
-            if found := self._found():
+            if found := self._ready_member():
                 return found
             with self._lock:
                 order = self._members[self._at :] + self._members[: self._at]
-            return self._greet_in_turn(order, deadline)
+            return self._check_members(order, deadline)
         finally:
             self._connecting.release()
 
-    def _found(self) -> _Member | None:
+    def _ready_member(self) -> _Member | None:
         with self._lock:
             return self._ready
 
-    def _greet_in_turn(self, order: list[_Member], deadline: float) -> _Member:
+    def _check_members(self, order: list[_Member], deadline: float) -> _Member:
         refused: list[StoreRefused] = []
         away: list[StoreUnavailable] = []
         for number, member in enumerate(order):
             share = (deadline - time.monotonic()) / (len(order) - number)
             try:
-                self._greet(member, time.monotonic() + share)
+                self._check_member(member, time.monotonic() + share)
             except StoreRefused as error:
                 refused.append(error)
             except StoreUnavailable as error:
                 away.append(error)
             else:
                 with self._lock:
-                    member.met = True
+                    member.answered = True
                     self._ready = member
                     self._at = self._members.index(member)
                 return member
         # Once a member has had us, what another one says is no reason to give up while members are away.
-        if refused and not (away and any(member.met for member in order)):
+        if refused and not (away and any(member.answered for member in order)):
             raise refused[0]
         raise away[0]
 
-    def _greet(self, member: _Member, deadline: float) -> None:
+    def _check_member(self, member: _Member, deadline: float) -> None:
         """Ask for something that needs a leader and harms nobody. Raises StoreUnavailable or StoreRefused."""
-        if self._handshake is not None and not member.met:
+        if self._tls_context is not None and not member.answered:
             left = deadline - time.monotonic()
-            etcd_first_contact.shake_hands(member.host, member.port, self._handshake, left)
+            etcd_first_contact.check_tls(member.host, member.port, self._tls_context, left)
         try:
-            self._ask(member, Verb.RANGE, rpc.RangeRequest(key=b"\0", count_only=True), deadline)
+            self._send_authenticated(member, Method.RANGE, rpc.RangeRequest(key=b"\0", count_only=True), deadline)
         except grpc.RpcError as error:
-            verdict = self._judge(error, member, "")
-            if verdict.kind is Kind.NOT_ALLOWED:
+            verdict = self._classify(error, member, "")
+            if verdict.kind is ErrorKind.PERMISSION_DENIED:
                 return
-            if verdict.kind is Kind.REFUSED:
+            if verdict.kind is ErrorKind.REFUSED:
                 raise StoreRefused(verdict.sentence) from error
-            self._doubt(member, error, deadline)
+            self._raise_if_not_etcd(member, error, deadline)
             raise StoreUnavailable(verdict.sentence) from error
 
-    def _doubt(self, member: _Member, error: grpc.RpcError, deadline: float) -> None:
+    def _raise_if_not_etcd(self, member: _Member, error: grpc.RpcError, deadline: float) -> None:
         """Raises StoreRefused if what is there has never been an etcd, or not one that we can talk to."""
         # What gRPC could not resolve would keep us waiting for longer than we have.
-        if member.met or self._handshake or error.code() is not grpc.StatusCode.UNAVAILABLE:
+        if member.answered or self._tls_context or error.code() is not grpc.StatusCode.UNAVAILABLE:
             return
         if "failed to connect to all addresses" not in (error.details() or ""):
             return
-        if why := etcd_first_contact.doubt(member.host, member.port, max(deadline - time.monotonic(), 0.05)):
+        if why := etcd_first_contact.find_mismatch(member.host, member.port, max(deadline - time.monotonic(), 0.05)):
             raise StoreRefused(why) from error
 
-    def _fail(self, member: _Member, verdict: Verdict) -> NoReturn:
-        if verdict.kind is Kind.LEASE_GONE:
-            raise LeaseGone(verdict.sentence)
-        if verdict.kind in (Kind.REFUSED, Kind.NOT_ALLOWED):
+    def _raise_error(self, member: _Member, verdict: ClassifiedError) -> NoReturn:
+        if verdict.kind is ErrorKind.LEASE_NOT_FOUND:
+            raise LeaseNotFound(verdict.sentence)
+        if verdict.kind in (ErrorKind.REFUSED, ErrorKind.PERMISSION_DENIED):
             raise StoreRefused(verdict.sentence)
-        self._leave(member)
+        self._abandon(member)
         raise StoreUnavailable(verdict.sentence)
 
-    def _leave(self, member: _Member) -> None:
+    def _abandon(self, member: _Member) -> None:
         """The next request looks for a member anew, beginning with another one; streams go with it."""
         streams: list[Any] = []
         with self._lock:
@@ -315,15 +319,15 @@ class Link:
         for stream in streams:
             stream.cancel()
 
-    def _judge(self, error: grpc.RpcError, member: _Member, key: str) -> Verdict:
-        return judge(error.code().name, error.details() or "", member.where, key)
+    def _classify(self, error: grpc.RpcError, member: _Member, key: str) -> ClassifiedError:
+        return classify(error.code().name, error.details() or "", member.where, key)
 
     @staticmethod
     def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
         # Not as call credentials, which gRPC sends over TLS only.
         return (_HAS_LEADER,) if token is None else (_HAS_LEADER, ("token", token))
 
-    def _on_open(self, member: _Member) -> _Member:
+    def _with_channel(self, member: _Member) -> _Member:
         """The lock is held. Makes the channel if there is none; gRPC connects it when it is first used."""
         if self.closing.is_set():
             raise StoreUnavailable("the store has been closed")
@@ -335,16 +339,16 @@ class Link:
             )
             member.channel = channel
             keys, leases, users = rpc.KVStub(channel), rpc.LeaseStub(channel), rpc.AuthStub(channel)
-            member.verbs = {
-                Verb.RANGE: keys.Range,
-                Verb.TXN: keys.Txn,
-                Verb.DELETE: keys.DeleteRange,
-                Verb.GRANT: leases.LeaseGrant,
-                Verb.REVOKE: leases.LeaseRevoke,
-                Verb.AUTHENTICATE: users.Authenticate,
+            member.methods = {
+                Method.RANGE: keys.Range,
+                Method.TXN: keys.Txn,
+                Method.DELETE: keys.DeleteRange,
+                Method.GRANT: leases.LeaseGrant,
+                Method.REVOKE: leases.LeaseRevoke,
+                Method.AUTHENTICATE: users.Authenticate,
                 # A stream of one request and one answer is, on the wire, a plain call: with its own deadline, on the
                 # one connection there is, and without the two threads that gRPC's Python runs for a stream.
-                Verb.KEEP_ALIVE: channel.unary_unary(
+                Method.KEEP_ALIVE: channel.unary_unary(
                     "/etcdserverpb.Lease/LeaseKeepAlive",
                     request_serializer=rpc.LeaseKeepAliveRequest.SerializeToString,
                     response_deserializer=rpc.LeaseKeepAliveResponse.FromString,
@@ -358,7 +362,7 @@ class Link:
         return member
 
 
-class LeaseGone(Exception):
+class LeaseNotFound(Exception):
     """The request names a lease that has ended; nothing has changed. The store makes a value of it."""
 
 

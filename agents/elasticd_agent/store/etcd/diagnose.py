@@ -14,9 +14,9 @@ import time
 
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.model.job import Tls
-from elasticd_agent.store.etcd.errors import not_an_etcd
-from elasticd_agent.store.tls import trusting
-from elasticd_agent.system.addresses import joined
+from elasticd_agent.store.etcd.errors import not_etcd_message
+from elasticd_agent.store.tls import tls_context
+from elasticd_agent.system.addresses import format_endpoint
 
 # RFC 9113, 3.4: what a client says first, followed by a SETTINGS frame; the server answers with a SETTINGS frame.
 _EMPTY_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
@@ -27,7 +27,7 @@ _FRAME_TYPE, _SETTINGS = 3, 4
 def context(tls: Tls) -> ssl.SSLContext:
     """Raises StoreRefused for files that cannot be read, are no PEM, or do not belong together."""
     try:
-        made = trusting(tls.ca)
+        made = tls_context(tls.ca)
     except (OSError, ssl.SSLError) as error:
         raise StoreRefused(f"{tls.ca} cannot be used as the store's CA: {error}; give a PEM file") from error
     if tls.cert is not None:
@@ -46,12 +46,12 @@ def _no_passphrase() -> str:
     raise ValueError("the key is encrypted")
 
 
-def shake_hands(host: str, port: int, tls: ssl.SSLContext, timeout_s: float) -> None:
+def check_tls(host: str, port: int, tls: ssl.SSLContext, timeout_s: float) -> None:
     """Returns when the endpoint speaks TLS, we trust it and it accepts us. Raises StoreRefused or StoreUnavailable."""
-    where = f"https://{joined(host, port)}"
+    where = f"https://{format_endpoint(host, port)}"
     deadline = time.monotonic() + timeout_s
     try:
-        with _connected(host, port, deadline) as plain, tls.wrap_socket(plain, server_hostname=host) as secure:
+        with _connect(host, port, deadline) as plain, tls.wrap_socket(plain, server_hostname=host) as secure:
             # With TLS 1.3 a server that does not like our certificate says so only now.
             secure.sendall(_PREFACE)
             secure.recv(9)
@@ -78,14 +78,14 @@ def shake_hands(host: str, port: int, tls: ssl.SSLContext, timeout_s: float) -> 
         raise StoreUnavailable(f"etcd at {where} cannot be reached: {error}") from error
 
 
-def doubt(host: str, port: int, timeout_s: float) -> str | None:
+def find_mismatch(host: str, port: int, timeout_s: float) -> str | None:
     """Why a plain endpoint that accepts connections is not what we were told; None: nothing speaks against it."""
-    where = joined(host, port)
+    where = format_endpoint(host, port)
     deadline = time.monotonic() + timeout_s
     try:
-        said = _answer(host, port, deadline)
+        said = _first_bytes(host, port, deadline)
         if said and not _is_settings(said):
-            return not_an_etcd(where, "something else answers there")
+            return not_etcd_message(where, "something else answers there")
         if not said and _speaks_tls(host, port, deadline):
             return f"etcd at {where} uses TLS; write https:// before the endpoint"
     except OSError:  # nobody there, or not in time: an outage, as far as one can tell
@@ -93,7 +93,7 @@ def doubt(host: str, port: int, timeout_s: float) -> str | None:
     return None
 
 
-def _connected(host: str, port: int, deadline: float) -> socket.socket:
+def _connect(host: str, port: int, deadline: float) -> socket.socket:
     """Raises OSError. A resolver has no deadline of its own, so it is asked in a thread that may stay behind."""
     found: list[str] = []
 
@@ -118,8 +118,8 @@ def _connected(host: str, port: int, deadline: float) -> socket.socket:
     raise failed
 
 
-def _answer(host: str, port: int, deadline: float) -> bytes:
-    with _connected(host, port, deadline) as plain:
+def _first_bytes(host: str, port: int, deadline: float) -> bytes:
+    with _connect(host, port, deadline) as plain:
         try:
             plain.sendall(_PREFACE)
             said = plain.recv(9)
@@ -135,7 +135,7 @@ def _is_settings(said: bytes) -> bool:
 
 def _speaks_http2(host: str, port: int, deadline: float) -> bool:
     try:
-        return _is_settings(_answer(host, port, deadline))
+        return _is_settings(_first_bytes(host, port, deadline))
     except OSError:
         return False
 
@@ -144,7 +144,7 @@ def _speaks_tls(host: str, port: int, deadline: float) -> bool:
     unchecked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     unchecked.check_hostname = False
     unchecked.verify_mode = ssl.CERT_NONE
-    with _connected(host, port, deadline) as plain:
+    with _connect(host, port, deadline) as plain:
         try:
             with unchecked.wrap_socket(plain, server_hostname=host):
                 return True

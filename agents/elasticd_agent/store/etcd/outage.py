@@ -7,22 +7,22 @@ import time
 from collections.abc import Callable
 
 
-class Outage:
+class OutageLog:
     """Says the first sentence of an outage, and when it is over."""
 
-    def __init__(self, say: Callable[[str], None], where: str) -> None:
-        self._say = say
+    def __init__(self, log: Callable[[str], None], where: str) -> None:
+        self._say = log
         self._where = where
         self._lock = threading.Lock()
         self._since: float | None = None
 
-    def goes_on(self, why: str) -> None:
+    def failed(self, why: str) -> None:
         with self._lock:
             begun, self._since = self._since, self._since or time.monotonic()
         if begun is None:
             self._say(f"the store is away: {why}; asking on")
 
-    def is_over(self) -> None:
+    def succeeded(self) -> None:
         if self._since is None:
             return
         with self._lock:

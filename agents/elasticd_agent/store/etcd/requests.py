@@ -9,19 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 from elasticd_agent.store import Versioned
-from elasticd_agent.store.etcd.connection import LeaseGone, Link, Verb
+from elasticd_agent.store.etcd.connection import EtcdConnection, LeaseNotFound, Method
 from elasticd_agent.store.etcd.proto import rpc
-from elasticd_agent.store.etcd.watch_stream import Stream
+from elasticd_agent.store.etcd.watch_stream import WatchStream
 
 
-class Requests:
+class EtcdRequests:
     """Each raises StoreUnavailable or StoreRefused."""
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
+    def __init__(self, link: EtcdConnection) -> None:
+        self.connection = link
 
     def read(self, key: str) -> Versioned | None:
-        answer = self.link.call(Verb.RANGE, rpc.RangeRequest(key=data(key)), key=key, repeatable=True)
+        answer = self.connection.call(Method.RANGE, rpc.RangeRequest(key=data(key)), key=key, repeatable=True)
         return Versioned(answer.kvs[0].value, answer.kvs[0].mod_revision) if answer.kvs else None
 
     def list(self, prefix: str) -> dict[str, Versioned]:
@@ -32,7 +32,7 @@ class Requests:
         """How many are there: the cheapest question about a prefix that etcd answers or refuses."""
         return int(self._range(prefix, count_only=True).count)
 
-    def put_if(
+    def put_if_version(
         self,
         key: str,
         expected: int | None,
@@ -47,46 +47,46 @@ class Requests:
         compare = [_at(key, expected), *([_at(*guard)] if guard else [])]
         request = rpc.TxnRequest(compare=compare, success=[rpc.RequestOp(request_put=put)])
         try:
-            answer = self.link.call(Verb.TXN, request, key=key)
-        except LeaseGone:
+            answer = self.connection.call(Method.TXN, request, key=key)
+        except LeaseNotFound:
             return None
         return int(answer.header.revision) if answer.succeeded else None
 
     def delete(self, key: str) -> bool:
-        return bool(self.link.call(Verb.DELETE, rpc.DeleteRangeRequest(key=data(key)), key=key).deleted)
+        return bool(self.connection.call(Method.DELETE, rpc.DeleteRangeRequest(key=data(key)), key=key).deleted)
 
     def grant(self, ttl_s: int) -> tuple[int, int]:
         """(lease, seconds granted)."""
-        answer = self.link.call(Verb.GRANT, rpc.LeaseGrantRequest(TTL=ttl_s))
+        answer = self.connection.call(Method.GRANT, rpc.LeaseGrantRequest(TTL=ttl_s))
         return answer.ID, answer.TTL
 
     def renew(self, lease: int) -> bool:
-        answer = self.link.call(Verb.KEEP_ALIVE, rpc.LeaseKeepAliveRequest(ID=lease), repeatable=True)
+        answer = self.connection.call(Method.KEEP_ALIVE, rpc.LeaseKeepAliveRequest(ID=lease), repeatable=True)
         # A lease that is gone is no error to etcd: it has 0 s left.
         return bool(answer.TTL > 0)
 
     def revoke(self, lease: int) -> None:
         try:
-            self.link.call(Verb.REVOKE, rpc.LeaseRevokeRequest(ID=lease), repeatable=True)
-        except LeaseGone:
+            self.connection.call(Method.REVOKE, rpc.LeaseRevokeRequest(ID=lease), repeatable=True)
+        except LeaseNotFound:
             return
 
-    def follow(self) -> Stream:
+    def follow(self) -> WatchStream:
         """A stream for watches."""
-        return self.link.follow()
+        return self.connection.follow()
 
-    def begin_watch(self, stream: Stream, prefix: str) -> None:
+    def begin_watch(self, stream: WatchStream, prefix: str) -> None:
         """What happens to these keys after the response that says `created`, and which number the watch has."""
         first, end = _span(prefix)
-        stream.ask(rpc.WatchRequest(create_request=rpc.WatchCreateRequest(key=first, range_end=end)))
+        stream.send(rpc.WatchRequest(create_request=rpc.WatchCreateRequest(key=first, range_end=end)))
 
-    def end_watch(self, stream: Stream, number: int) -> None:
-        stream.ask(rpc.WatchRequest(cancel_request=rpc.WatchCancelRequest(watch_id=number)))
+    def end_watch(self, stream: WatchStream, number: int) -> None:
+        stream.send(rpc.WatchRequest(cancel_request=rpc.WatchCancelRequest(watch_id=number)))
 
     def _range(self, prefix: str, *, count_only: bool = False) -> Any:
         first, end = _span(prefix)
         request = rpc.RangeRequest(key=first, range_end=end, count_only=count_only)
-        return self.link.call(Verb.RANGE, request, key=prefix, repeatable=True)
+        return self.connection.call(Method.RANGE, request, key=prefix, repeatable=True)
 
 
 def data(key: str) -> bytes:

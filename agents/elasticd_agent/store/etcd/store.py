@@ -18,11 +18,11 @@ from elasticd_agent.model.job import Tls
 from elasticd_agent.store import Lease, Traffic, Versioned, Watch
 
 if TYPE_CHECKING:
-    from elasticd_agent.store.etcd.requests import Requests
+    from elasticd_agent.store.etcd.requests import EtcdRequests
     from elasticd_agent.store.etcd.watch import EtcdWatches
 
 
-def _silent(sentence: str) -> None:
+def _ignore(sentence: str) -> None:
     """For those who do not want to hear of outages."""
 
 
@@ -41,7 +41,7 @@ class EtcdStore:
         user: str | None = None,
         password: str | None = None,
         timeout_s: float = 0.9,
-        say: Callable[[str], None] = _silent,
+        log: Callable[[str], None] = _ignore,
     ) -> None:
         if not endpoints:
             raise UsageError("etcd needs an endpoint; give host:port, or several with commas between them")
@@ -50,39 +50,39 @@ class EtcdStore:
         self._user = user
         self._password = password
         self._timeout_s = timeout_s
-        self._say = say
+        self._say = log
         self.traffic = Traffic()
         self._lock = threading.Lock()
-        self._made: Requests | None = None
+        self._opened: EtcdRequests | None = None
         self._closed = False
         self._watches: EtcdWatches | None = None
-        self._unsure: list[int] = []
+        self._uncertain_leases: list[int] = []
 
     def read(self, key: str) -> Versioned | None:
-        return self._etcd().read(key)
+        return self._requests().read(key)
 
     def list(self, prefix: str) -> dict[str, Versioned]:
-        return self._etcd().list(prefix)
+        return self._requests().list(prefix)
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
     ) -> bool:
-        return self._etcd().put_if(key, expected, value, guard) is not None
+        return self._requests().put_if_version(key, expected, value, guard) is not None
 
     def delete(self, key: str) -> bool:
-        return self._etcd().delete(key)
+        return self._requests().delete(key)
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         """etcd counts whole seconds, and grants no less than 1.5 of its election timeouts (2 s by default)."""
-        etcd = self._etcd()
-        self._take_back_what_is_unsure(etcd)
+        etcd = self._requests()
+        self._revoke_uncertain_leases(etcd)
         number, granted_s = etcd.grant(math.ceil(ttl_s))
         try:
-            made = etcd.put_if(key, None, value, lease=number)
+            made = etcd.put_if_version(key, None, value, lease=number)
         except StoreUnavailable:
             # The key may be there now, under a lease that nobody renews: our next try must not lose against it.
             with self._lock:
-                self._unsure.append(number)
+                self._uncertain_leases.append(number)
             raise
         if made is None:
             etcd.revoke(number)
@@ -91,7 +91,7 @@ class EtcdStore:
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
         """Also during an outage: it begins when etcd is back, and names then the whole prefix."""
-        etcd = self._etcd()
+        etcd = self._requests()
         from elasticd_agent.store.etcd.watch import EtcdWatches
 
         with self._lock:
@@ -103,34 +103,34 @@ class EtcdStore:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            made, watches = self._made, self._watches
+            made, watches = self._opened, self._watches
         if made is not None:
-            made.link.close()
+            made.connection.close()
         if watches is not None:
             watches.close()
 
-    def _take_back_what_is_unsure(self, etcd: Requests) -> None:
+    def _revoke_uncertain_leases(self, etcd: EtcdRequests) -> None:
         with self._lock:
-            unsure, self._unsure = self._unsure, []
+            unsure, self._uncertain_leases = self._uncertain_leases, []
         while unsure:
             try:
                 etcd.revoke(unsure[-1])
             except StoreUnavailable:
                 with self._lock:
-                    self._unsure += unsure
+                    self._uncertain_leases += unsure
                 raise
             unsure.pop()
 
-    def _etcd(self) -> Requests:
+    def _requests(self) -> EtcdRequests:
         with self._lock:
             if self._closed:
                 raise StoreUnavailable("the store has been closed")
-            if self._made is None:
-                from elasticd_agent.store.etcd.connection import Link
-                from elasticd_agent.store.etcd.requests import Requests
+            if self._opened is None:
+                from elasticd_agent.store.etcd.connection import EtcdConnection
+                from elasticd_agent.store.etcd.requests import EtcdRequests
 
-                self._made = Requests(
-                    Link(
+                self._opened = EtcdRequests(
+                    EtcdConnection(
                         self._endpoints,
                         self._tls,
                         self._user,
@@ -140,11 +140,11 @@ class EtcdStore:
                         self.traffic,
                     )
                 )
-            return self._made
+            return self._opened
 
 
 class _EtcdLease:
-    def __init__(self, etcd: Requests, number: int, ttl_s: float) -> None:
+    def __init__(self, etcd: EtcdRequests, number: int, ttl_s: float) -> None:
         self._etcd = etcd
         self._number = number
         self._ttl_s = ttl_s
@@ -154,7 +154,7 @@ class _EtcdLease:
         return self._ttl_s
 
     def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
-        return self._etcd.put_if(key, expected, value, lease=self._number)
+        return self._etcd.put_if_version(key, expected, value, lease=self._number)
 
     def renew(self) -> bool:
         return self._etcd.renew(self._number)

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 
-class Stream:
+class WatchStream:
     """Watch responses, until it is cancelled or breaks; both end the iteration."""
 
     def __init__(
@@ -29,12 +29,12 @@ class Stream:
         self._stream, self._requests = stream, requests
         self._sent, self._received, self._ended = sent, received, over
 
-    def ask(self, request: Any) -> None:
+    def send(self, request: Any) -> None:
         """Send it if the stream still is; never waits."""
         self._sent(request)
         self._requests.put(request)
 
-    def __iter__(self) -> Stream:
+    def __iter__(self) -> WatchStream:
         return self
 
     def __next__(self) -> Any:

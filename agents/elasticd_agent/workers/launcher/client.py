@@ -25,7 +25,7 @@ END_DEADLINE_S = 12.0
 
 
 @dataclass(frozen=True, slots=True)
-class OwnerSaid:
+class OwnerMessage:
     """A message of the owner's, as owner.py's docstring lists them."""
 
     message: dict[str, Any]
@@ -40,7 +40,7 @@ class OwnerClient:
     """One owner process. `post` is called with OwnerSaid and OwnerLost from a thread of this object's own."""
 
     def __init__(
-        self, runtime_dir: Path, post: Callable[[OwnerSaid | OwnerLost], None], keep: Sequence[int] = ()
+        self, runtime_dir: Path, post: Callable[[OwnerMessage | OwnerLost], None], keep: Sequence[int] = ()
     ) -> None:
         """`keep`: file descriptors that the owner, too, has open until nothing is left of what it owns."""
         # Should the owner be killed, its descendants become ours to end.
@@ -91,7 +91,7 @@ class OwnerClient:
                 self._stuck.update(stuck["pid"] for stuck in message["stuck"])
             elif message["is"] == "freed":
                 self._stuck.discard(message["pid"])
-            self._post(OwnerSaid(message))
+            self._post(OwnerMessage(message))
         if not self._closing:
             self._post(OwnerLost())
 
@@ -115,4 +115,4 @@ class OwnerClient:
                 pass  # it hangs in the kernel itself
         self._reader.join(END_DEADLINE_S)
         self._socket.close()
-        end_children(END_DEADLINE_S, but_for=self._stuck)  # what a killed owner has left to us
+        end_children(END_DEADLINE_S, except_pids=self._stuck)  # what a killed owner has left to us

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 
-class Traces:
+class ImportSideEffects:
     """What an import leaves outside its modules: warning filters, exit handlers, and loggers that can be disabled."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Traces:
         self.loggers: list[logging.Logger] = []
 
     @contextlib.contextmanager
-    def of_import(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Collect what the imports in the body leave. Their exit handlers come after the script's until `restore`."""
         filters, loggers, register = list(warnings.filters), set(logging.root.manager.loggerDict), atexit.register
 
@@ -68,14 +68,14 @@ def set_warning_filters(filters: list[Any]) -> None:
         warnings.filters[:] = filters  # type: ignore[index]
 
 
-class Batch:
+class PreloadedBatch:
     """What one preload statement loaded: `trigger` is the module it named."""
 
     def __init__(self, trigger: str) -> None:
         self.trigger = trigger
         self.modules: dict[str, ModuleType] = {}
         self.detached: list[tuple[ModuleType, str, ModuleType]] = []  # parent, attribute, child
-        self.traces = Traces()
+        self.traces = ImportSideEffects()
 
     @property
     def family(self) -> str:
@@ -99,14 +99,14 @@ class HiddenModules(importlib.abc.MetaPathFinder):
     """A finder, first on `sys.meta_path` until everything it hides has been imported."""
 
     def __init__(self) -> None:
-        self.batches: list[Batch] = []
+        self.batches: list[PreloadedBatch] = []
         self.waiting: dict[str, Callable[[], None]] = {}
 
     @contextlib.contextmanager
     def loading(self, trigger: str) -> Iterator[None]:
         """The body imports `trigger`; what that loads vanishes when `activate` is called."""
-        batch, before = Batch(trigger), set(sys.modules)
-        with batch.traces.of_import():
+        batch, before = PreloadedBatch(trigger), set(sys.modules)
+        with batch.traces.recording():
             yield
         # __mp_main__ is `multiprocessing`'s name for __main__, and the standard library stays
         stays = {"__mp_main__", *sys.stdlib_module_names}
@@ -150,7 +150,9 @@ class HiddenModules(importlib.abc.MetaPathFinder):
             if fullname in batch.modules:
                 real = batch.modules[fullname].__spec__
                 origin = real.origin if real else None
-                spec = importlib.machinery.ModuleSpec(fullname, Loaded(self, batch, fullname), origin=origin)
+                spec = importlib.machinery.ModuleSpec(
+                    fullname, HiddenModuleLoader(self, batch, fullname), origin=origin
+                )
                 if real is not None:
                     spec.submodule_search_locations = real.submodule_search_locations
                     spec.cached = real.cached
@@ -158,7 +160,7 @@ class HiddenModules(importlib.abc.MetaPathFinder):
                 return spec
         return None
 
-    def restore(self, batch: Batch, name: str) -> None:
+    def restore(self, batch: PreloadedBatch, name: str) -> None:
         """Put back what importing `name` would have loaded: its whole batch if it names one, else its own package.
 
         What was preloaded before it, of other packages, comes too: torch's own import loads numpy.
@@ -185,10 +187,10 @@ class HiddenModules(importlib.abc.MetaPathFinder):
             self.waiting.pop(name)()
 
 
-class Loaded(importlib.abc.Loader):
+class HiddenModuleLoader(importlib.abc.Loader):
     """Hands a hidden module back instead of loading it; answers all else as the module's own loader does."""
 
-    def __init__(self, hidden: HiddenModules, batch: Batch, name: str) -> None:
+    def __init__(self, hidden: HiddenModules, batch: PreloadedBatch, name: str) -> None:
         self.hidden, self.batch, self.module = hidden, batch, batch.modules[name]
         self.name, self.spec = name, self.module.__spec__
 

@@ -29,15 +29,15 @@ from typing import Any
 if __name__ == "__main__":  # run as a file, isolated: the standard library comes first, what we are part of last
     sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
 
-from elasticd_agent.system.process import DEAF_TO, prctl, spawn
-from elasticd_agent.workers.launcher.owned_group import LEFTOVER_GRACE_S, STORE, Group
+from elasticd_agent.system.process import IGNORED_SIGNALS, prctl, spawn
+from elasticd_agent.workers.launcher.owned_group import LEFTOVER_GRACE_S, STORE_RANK, OwnedGroup
 from elasticd_agent.workers.launcher.reaping import (
     CLEANER_GRACE_S,
     children,
-    end,
+    describe_status,
     end_children,
-    how_it_ended,
     is_cleaner,
+    signal_child,
 )
 from elasticd_agent.workers.launcher.sockets import PACKET, encode, listen, pair
 
@@ -51,11 +51,11 @@ class Owner:
     def __init__(self, agent: socket.socket, runtime_dir: str) -> None:
         self.agent = agent
         self.runtime_dir = runtime_dir
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, OwnedGroup] = {}
         self.template: socket.socket | None = None
         self.template_pid = 0
-        self.early: dict[int, tuple[int, float]] = {}  # exits of children we have not been told of yet
-        self.stuck: set[int] = set()  # were sent SIGKILL and do not die; their groups are gone
+        self.early_exits: dict[int, tuple[int, float]] = {}  # exits of children we have not been told of yet
+        self.unkillable: set[int] = set()  # were sent SIGKILL and do not die; their groups are gone
         self.running = True
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -65,7 +65,7 @@ class Owner:
         for fd in (self.agent.fileno(), read):
             self.poll.register(fd, select.POLLIN)
 
-    def say(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         try:
             self.agent.send(encode(message))
         except OSError:
@@ -84,14 +84,14 @@ class Owner:
                 if fd == self.wakeup:
                     os.read(fd, 4096)
                 elif fd == self.agent.fileno():
-                    self.hear_agent()
+                    self.receive_from_agent()
                 elif self.template is not None and fd == self.template.fileno():
-                    self.hear_template()
+                    self.receive_from_template()
             self.reap()
             for group in list(self.groups.values()):
                 self.finish(group)
 
-    def hear_agent(self) -> None:
+    def receive_from_agent(self) -> None:
         try:
             packet = self.agent.recv(PACKET)
         except OSError:  # a reset, not an end of file, when the agent died with words of ours unread
@@ -109,7 +109,7 @@ class Owner:
             group = self.groups.get(message.get("group"))
             if group is not None and not group.running:
                 self.drop(group)
-            self.say(**{"is": "refused", "group": message.get("group"), "why": f"{message['do']}: {error}"})
+            self.send(**{"is": "refused", "group": message.get("group"), "why": f"{message['do']}: {error}"})
 
     # --- the template -------------------------------------------------------------------------------------------
 
@@ -126,16 +126,16 @@ class Owner:
 
     def do_end_template(self, message: Message) -> None:
         if self.template_pid:
-            end(self.template_pid, signal.SIGKILL)
+            signal_child(self.template_pid, signal.SIGKILL)
 
-    def hear_template(self) -> None:
+    def receive_from_template(self) -> None:
         assert self.template is not None
         try:
             packet = self.template.recv(PACKET)
         except OSError:
             packet = b""
         if not packet:
-            self.forget_template("closed its socket")
+            self.template_lost("closed its socket")
             return
         message = json.loads(packet)
         if message["is"] == "forked":
@@ -143,9 +143,9 @@ class Owner:
             return
         if message["is"] == "refused" and message["group"] in self.groups:
             self.drop(self.groups[message["group"]])
-        self.say(**message)
+        self.send(**message)
 
-    def forget_template(self, why: str) -> None:
+    def template_lost(self, why: str) -> None:
         if self.template is not None:
             self.poll.unregister(self.template.fileno())
             self.template.close()
@@ -153,10 +153,10 @@ class Owner:
         for group in list(self.groups.values()):
             if not group.running and not group.alive:  # asked for, never forked
                 self.drop(group)
-                self.say(**{"is": "refused", "group": group.name, "why": f"the template ended: {why}"})
+                self.send(**{"is": "refused", "group": group.name, "why": f"the template ended: {why}"})
         if self.template_pid:
-            end(self.template_pid, signal.SIGKILL)
-            self.say(**{"is": "template_gone", "why": why})
+            signal_child(self.template_pid, signal.SIGKILL)
+            self.send(**{"is": "template_gone", "why": why})
             self.template_pid = 0
 
     # --- groups -------------------------------------------------------------------------------------------------
@@ -166,14 +166,14 @@ class Owner:
 
         With a `store` there is one more process, which starts to serve at once if the port is 0, else at release.
         """
-        name, ranks = message["group"], [*[STORE] * message["store"], *range(message["workers"])]
+        name, ranks = message["group"], [*[STORE_RANK] * message["store"], *range(message["workers"])]
         if self.template is None:
             raise OSError("there is no template")
         ours, theirs = {}, []
         for rank in ranks:
             ours[rank], end_for_child = pair()
             theirs.append(end_for_child)
-        group = Group(name, ours)
+        group = OwnedGroup(name, ours)
         if message["store"] and message["port"] == 0:
             self.give_store_its_port(group, message["host"], 0)
         self.groups[name] = group
@@ -186,13 +186,13 @@ class Owner:
         group = self.groups.get(message["group"])
         if group is None:  # dropped meanwhile
             for pid in message["pids"]:
-                end(pid, signal.SIGKILL)
+                signal_child(pid, signal.SIGKILL)
             return
         for rank, pid in zip(group.channels, message["pids"], strict=True):
             group.alive[pid] = rank
-        self.say(**{"is": "parked", "group": group.name, "pids": message["pids"]})
+        self.send(**{"is": "parked", "group": group.name, "pids": message["pids"]})
         for pid in list(group.alive):
-            status, at = self.early.pop(pid, (0, 0.0))
+            status, at = self.early_exits.pop(pid, (0, 0.0))
             if at > group.since:  # otherwise another process had that number before
                 self.member_exited(group, pid, status, at)
 
@@ -208,7 +208,7 @@ class Owner:
         if message["store"]:
             if group.port == 0:
                 self.give_store_its_port(group, message["host"], message["port"])
-            self.tell_port(group)
+            self.report_port(group)
         else:
             group.port = 0  # a parked store that is not wanted serves nobody
         pids = {rank: pid for pid, rank in group.alive.items()}
@@ -217,10 +217,12 @@ class Owner:
                 group.channels[rank].send(encode(self.with_port(group, worker)))
             except OSError:
                 pass  # it died while parked: its exit is told like any other
-        for rank in [rank for rank in pids if rank >= len(message["workers"]) or (rank == STORE and not group.port)]:
+        for rank in [
+            rank for rank in pids if rank >= len(message["workers"]) or (rank == STORE_RANK and not group.port)
+        ]:
             del group.alive[pids[rank]]
-            end(pids.pop(rank), signal.SIGKILL)
-        for rank in [rank for rank in group.channels if rank != STORE or rank not in pids]:
+            signal_child(pids.pop(rank), signal.SIGKILL)
+        for rank in [rank for rank in group.channels if rank != STORE_RANK or rank not in pids]:
             group.channels.pop(rank).close()
         self.begin(group, pids, message["keep"])
 
@@ -229,7 +231,7 @@ class Owner:
 
         A worker's `env` is what it has besides everybody's. `store` is {argv} or None; all else is as in `do_release`.
         """
-        group = self.groups[message["group"]] = Group(message["group"], {})
+        group = self.groups[message["group"]] = OwnedGroup(message["group"], {})
         if message["store"] is not None:
             self.exec_store(group, message)
         for rank, worker in enumerate(message["workers"]):
@@ -237,33 +239,33 @@ class Owner:
             group.alive[spawn(worker["argv"], env, message["cwd"], worker["stdout"], worker["stderr"])] = rank
         self.begin(group, {rank: pid for pid, rank in group.alive.items()}, message["keep"])
 
-    def begin(self, group: Group, pids: dict[int, int], keeps_store: bool) -> None:
+    def begin(self, group: OwnedGroup, pids: dict[int, int], keeps_store: bool) -> None:
         group.running, group.keeps_store, group.ranks = True, keeps_store, dict(group.alive)
-        workers = [pids[rank] for rank in sorted(pids) if rank != STORE]
-        self.say(**{"is": "started", "group": group.name, "pids": workers, "store": pids.get(STORE, 0)})
+        workers = [pids[rank] for rank in sorted(pids) if rank != STORE_RANK]
+        self.send(**{"is": "started", "group": group.name, "pids": workers, "store": pids.get(STORE_RANK, 0)})
 
     # --- the round's store --------------------------------------------------------------------------------------
 
-    def give_store_its_port(self, group: Group, host: str, port: int) -> None:
+    def give_store_its_port(self, group: OwnedGroup, host: str, port: int) -> None:
         with listen(host, port) as listener:
             group.port = listener.getsockname()[1]
-            socket.send_fds(group.channels[STORE], [encode({"host": host})], [listener.fileno()])
+            socket.send_fds(group.channels[STORE_RANK], [encode({"host": host})], [listener.fileno()])
 
-    def exec_store(self, group: Group, message: Message) -> None:
-        group.channels[STORE], theirs = pair()
+    def exec_store(self, group: OwnedGroup, message: Message) -> None:
+        group.channels[STORE_RANK], theirs = pair()
         with theirs, listen(message["host"], message["port"]) as listener:
             group.port = listener.getsockname()[1]
             for fd in (listener.fileno(), theirs.fileno()):
                 os.set_inheritable(fd, True)
             argv = [*message["store"]["argv"], message["host"], str(listener.fileno()), str(theirs.fileno())]
-            group.alive[spawn(argv, message["env"], message["cwd"], None, None)] = STORE
-        self.tell_port(group)
+            group.alive[spawn(argv, message["env"], message["cwd"], None, None)] = STORE_RANK
+        self.report_port(group)
 
-    def tell_port(self, group: Group) -> None:
+    def report_port(self, group: OwnedGroup) -> None:
         """Before a worker runs: who listens accepts, and other nodes' workers need the port as soon as ours."""
-        self.say(**{"is": "store_ready", "group": group.name, "port": group.port})
+        self.send(**{"is": "store_ready", "group": group.name, "port": group.port})
 
-    def with_port(self, group: Group, worker: Message) -> Message:
+    def with_port(self, group: OwnedGroup, worker: Message) -> Message:
         """The worker, told of the group's own store if it has one."""
         own = {"MASTER_PORT": str(group.port)} if group.port else {}
         return {**worker, "env": {**worker["env"], **own}}
@@ -283,19 +285,19 @@ class Owner:
             self.kill_members(group)
         else:
             for pid in group.workers():
-                end(pid, message["signal"])
+                signal_child(pid, message["signal"])
 
-    def kill_members(self, group: Group) -> None:
+    def kill_members(self, group: OwnedGroup) -> None:
         if group.killed_at is None:
             group.killed_at = time.monotonic()
         for pid in group.alive:
-            end(pid, signal.SIGKILL)
+            signal_child(pid, signal.SIGKILL)
 
-    def drop(self, group: Group) -> None:
+    def drop(self, group: OwnedGroup) -> None:
         for channel in group.channels.values():
             channel.close()
         for pid in group.alive:
-            end(pid, signal.SIGKILL)
+            signal_child(pid, signal.SIGKILL)
         self.groups.pop(group.name, None)
 
     # --- deaths -------------------------------------------------------------------------------------------------
@@ -313,31 +315,31 @@ class Owner:
             group = next((g for g in self.groups.values() if dead in g.alive), None)
             if group is not None:
                 self.member_exited(group, dead, status, now)
-            elif dead in self.stuck:
-                self.stuck.discard(dead)
-                self.say(**{"is": "freed", "pid": dead})
+            elif dead in self.unkillable:
+                self.unkillable.discard(dead)
+                self.send(**{"is": "freed", "pid": dead})
             elif dead == self.template_pid:
                 self.template_pid = 0
-                why = how_it_ended(status)
-                self.say(**{"is": "template_gone", "why": why})
-                self.forget_template(why)
+                why = describe_status(status)
+                self.send(**{"is": "template_gone", "why": why})
+                self.template_lost(why)
             else:
-                self.early[dead] = (status, now)
-                while len(self.early) > 1024:
-                    self.early.pop(next(iter(self.early)))
+                self.early_exits[dead] = (status, now)
+                while len(self.early_exits) > 1024:
+                    self.early_exits.pop(next(iter(self.early_exits)))
 
-    def member_exited(self, group: Group, pid: int, status: int, at: float) -> None:
+    def member_exited(self, group: OwnedGroup, pid: int, status: int, at: float) -> None:
         rank = group.alive.pop(pid)
-        group.bereaved_at = at
+        group.last_exit_at = at
         if not group.running:
             self.drop(group)
-            self.say(**{"is": "refused", "group": group.name, "why": f"a parked process {how_it_ended(status)}"})
+            self.send(**{"is": "refused", "group": group.name, "why": f"a parked process {describe_status(status)}"})
             return
         if group.gone:  # its store was all that was left of it
             self.drop(group)
-        self.say(**{"is": "exited", "group": group.name, "local_rank": rank, "pid": pid, "status": status, "at": at})
+        self.send(**{"is": "exited", "group": group.name, "local_rank": rank, "pid": pid, "status": status, "at": at})
 
-    def finish(self, group: Group) -> None:
+    def finish(self, group: OwnedGroup) -> None:
         """A running group whose last worker ended is over, and what its workers left behind; and its store, mostly.
 
         What was sent SIGKILL and does not die is not waited for: it is told of, and reaped whenever it ends.
@@ -355,37 +357,37 @@ class Owner:
             group.leftovers_since = now
             if not group.failed:
                 for pid in leftovers:
-                    end(pid, signal.SIGTERM)
-        waited = now - max(group.leftovers_since or now, group.bereaved_at)
+                    signal_child(pid, signal.SIGTERM)
+        waited = now - max(group.leftovers_since or now, group.last_exit_at)
         if leftovers and (group.failed or waited > LEFTOVER_GRACE_S):
             for pid in leftovers:
                 if waited > CLEANER_GRACE_S or not is_cleaner(pid):
-                    end(pid, signal.SIGKILL)
+                    signal_child(pid, signal.SIGKILL)
         if group.alive and not keeps_store and not group.overdue(now):
             return
         if leftovers and now <= group.leftovers_dead_by():
             return
-        self.over(group, keeps_store, leftovers)
+        self.group_ended(group, keeps_store, leftovers)
 
-    def over(self, group: Group, keeps_store: bool, leftovers: list[int]) -> None:
+    def group_ended(self, group: OwnedGroup, keeps_store: bool, leftovers: list[int]) -> None:
         """Nothing is left of the group but what it keeps and what does not die."""
         undying = [*leftovers, *([] if keeps_store else group.alive)]
-        stuck = group.stuck(undying)
-        self.stuck.update(undying)
+        stuck = group.describe_unkillable(undying)
+        self.unkillable.update(undying)
         group.gone = True
         if not keeps_store:
             group.alive.clear()
             self.drop(group)
-        self.say(**{"is": "gone", "group": group.name, "stuck": stuck})
+        self.send(**{"is": "gone", "group": group.name, "stuck": stuck})
 
     def leftovers(self) -> list[int]:
         """Our children that are neither the template nor in a group: orphans of ended workers."""
-        known = {self.template_pid, *self.stuck, *(pid for group in self.groups.values() for pid in group.alive)}
+        known = {self.template_pid, *self.unkillable, *(pid for group in self.groups.values() for pid in group.alive)}
         return [pid for pid in children() if pid not in known]
 
     def end_everything(self) -> None:
         """Kill every descendant: each death hands us its children, until none is left. Bounded."""
-        end_children(2 * LEFTOVER_GRACE_S, but_for=self.stuck)
+        end_children(2 * LEFTOVER_GRACE_S, except_pids=self.unkillable)
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
 
@@ -393,7 +395,7 @@ def main() -> None:
     fd, runtime_dir = int(sys.argv[1]), sys.argv[2]
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_NAME, b"elasticd-owner")
-    for deaf_to in DEAF_TO:
+    for deaf_to in IGNORED_SIGNALS:
         if signal.getsignal(deaf_to) is not signal.SIG_IGN:  # the agent's end of file is the one thing that ends us
             signal.signal(deaf_to, lambda *_: None)  # a handler, since what is ignored stays ignored in the workers
     agent = socket.socket(fileno=fd)

@@ -17,7 +17,7 @@ CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 together with them they would leave it behind."""
 
 
-def end_children(within_s: float, but_for: Collection[int] = ()) -> None:
+def end_children(within_s: float, except_pids: Collection[int] = ()) -> None:
     """Kill and reap our children and theirs, each of whose deaths makes more of them ours. Bounded.
 
     `but_for`: children that are known not to die of it, and are not waited for.
@@ -26,14 +26,14 @@ def end_children(within_s: float, but_for: Collection[int] = ()) -> None:
     while now < started + within_s:
         for pid in children():
             if now > started + CLEANER_GRACE_S or not is_cleaner(pid):
-                end(pid, signal.SIGKILL)
+                signal_child(pid, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
         if not set(children()).difference(
-            but_for
+            except_pids
         ):  # what another thread of ours has started is neither an orphan nor ours to wait for
             return
         time.sleep(0.002)
@@ -57,17 +57,17 @@ def parent_of(pid: int) -> int:
         return 0
 
 
-def in_the_kernel(pid: int) -> dict[str, str]:
+def kernel_state(pid: int) -> dict[str, str]:
     """`state` and `wchan` of a process that does not die, "" where they cannot be known.
 
     Only what the kernel tells without the process's own memory: reading its command line could wait for the very lock
     that it holds.
     """
-    wchan = _told(pid, "wchan").strip()
-    return {"state": _told(pid, "stat").rpartition(")")[2].strip()[:1], "wchan": "" if wchan == "0" else wchan}
+    wchan = _read_proc(pid, "wchan").strip()
+    return {"state": _read_proc(pid, "stat").rpartition(")")[2].strip()[:1], "wchan": "" if wchan == "0" else wchan}
 
 
-def _told(pid: int, name: str) -> str:
+def _read_proc(pid: int, name: str) -> str:
     try:
         with open(f"/proc/{pid}/{name}") as file:
             return file.read()
@@ -76,7 +76,7 @@ def _told(pid: int, name: str) -> str:
 
 
 def is_cleaner(pid: int) -> bool:
-    if in_the_kernel(pid)["state"] == "D":
+    if kernel_state(pid)["state"] == "D":
         return False
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as cmdline:
@@ -86,7 +86,7 @@ def is_cleaner(pid: int) -> bool:
         return False
 
 
-def end(pid: int, signum: int) -> None:
+def signal_child(pid: int, signum: int) -> None:
     """Signal a child that is not reaped yet, so that the pid is still its own, and once only.
 
     The process group it leads hears of everything but SIGKILL, as it would of a terminal's signals: who is left of a
@@ -101,7 +101,7 @@ def end(pid: int, signum: int) -> None:
         pass
 
 
-def how_it_ended(status: int) -> str:
+def describe_status(status: int) -> str:
     if os.WIFSIGNALED(status):
         return f"was killed by {signal_name(os.WTERMSIG(status))}"
     return f"exited with code {os.WEXITSTATUS(status)}"

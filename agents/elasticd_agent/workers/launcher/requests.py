@@ -39,16 +39,16 @@ LIBRARY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerSpec:
     """One worker to start: what differs from the job's base environment, and where its output and its beat go."""
 
     env: dict[str, str]
     stdout: str | None
     stderr: str | None
-    beat: str
+    heartbeat: str
 
 
-class Commands:
+class LaunchRequests:
     """Composes one job's messages to the owner."""
 
     def __init__(self, spec: JobSpec, base_env: dict[str, str], preload: Preload) -> None:
@@ -59,7 +59,7 @@ class Commands:
         """The fields of "template"."""
         spec = self._spec
         module = spec.mode is Mode.MODULE
-        launch = self._launch(
+        launch = self._launch_config(
             mode="template",
             preload=self._preload.modules,
             required=self._preload.required,
@@ -68,11 +68,11 @@ class Commands:
         env = {**self._base_env, "PYTHONPATH": self._hooked_path()}
         return {"argv": self._argv(0), "env": env, "cwd": str(spec.cwd), "launch": launch}
 
-    def cold(self, workers: tuple[Worker, ...], *, with_store: bool) -> dict[str, Any]:
+    def cold(self, workers: tuple[WorkerSpec, ...], *, with_store: bool) -> dict[str, Any]:
         """The fields of "exec", but for who the group is and where its store listens."""
         spec, hook = self._spec, {}
         if spec.mode is not Mode.EXEC:
-            hook = {"PYTHONPATH": self._hooked_path(), "ELASTICD_LAUNCH": json.dumps(self._launch(mode="cold"))}
+            hook = {"PYTHONPATH": self._hooked_path(), "ELASTICD_LAUNCH": json.dumps(self._launch_config(mode="cold"))}
         return {
             "cwd": str(spec.cwd),
             "env": self._base_env,
@@ -90,7 +90,7 @@ class Commands:
             return [spec.entrypoint, *args]
         return [spec.python, "-u", *(["-m"] if spec.mode is Mode.MODULE else []), spec.entrypoint, *args]
 
-    def _launch(self, **launch: Any) -> dict[str, Any]:
+    def _launch_config(self, **launch: Any) -> dict[str, Any]:
         """What the start-up hook needs to know; `agent` may look into the workers, and so may what it starts."""
         files = {name: str(path) for name, path in LAUNCHER_FILES.items()}
         ours = {"library": LIBRARY, "agent": os.getpid()}

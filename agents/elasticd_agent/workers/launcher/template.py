@@ -30,7 +30,7 @@ from typing import Any
 PACKET = 1 << 20
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_GET_NAME = 1, 15, 16
 ADOPTION_DEADLINE_S = 10.0
-DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """A batch system signals every process of a job: one more import of torch is nothing to do while it makes room."""
 
 Config = dict[str, Any]
@@ -41,7 +41,7 @@ def main(config: Config) -> None:
     library = load_library(config["library"])
     if config["mode"] == "cold":
         if "ELASTICD_BEAT" in os.environ:
-            after_import("torch.optim.optimizer", start_beating(config, library))
+            after_import("torch.optim.optimizer", start_heartbeat(config, library))
         return
     Template(config, library).serve()
 
@@ -85,37 +85,39 @@ class Template:
         self.comm = ctypes.create_string_buffer(16)
         self.libc.prctl(PR_GET_NAME, self.comm, 0, 0, 0)
         self.env = dict(os.environ)
-        self.heard: dict[int, Any] = {}
+        self.signal_handlers: dict[int, Any] = {}
         self.store = load_file("_elasticd_store", config["store_module"])
         self.hidden = load_file("_elasticd_hidden", config["hidden_module"]).HiddenModules()
 
     def serve(self) -> None:
         """Return only in a forked worker that was released."""
         try:
-            release = self.released()
+            release = self.wait_for_release()
         except BaseException:  # noqa: BLE001 site.py would print it, and run the script: here, as nobody's worker
             traceback.print_exc()
             os._exit(1)
         self.become_worker(release)
 
-    def released(self) -> Config:
+    def wait_for_release(self) -> Config:
         """Preload, and fork whenever the owner asks: what a worker was released with, in that worker."""
         os.set_inheritable(self.control.fileno(), False)
         self.libc.prctl(PR_SET_NAME, b"elasticd-templ", 0, 0, 0)
-        for number in DEAF_TO:
+        for number in IGNORED_SIGNALS:
             if (before := signal.getsignal(number)) is not signal.SIG_IGN:
-                self.heard[number] = before
-                signal.signal(number, ignored)  # a handler, since what is ignored stays ignored in what imports start
+                self.signal_handlers[number] = before
+                signal.signal(
+                    number, ignore_signal
+                )  # a handler, since what is ignored stays ignored in what imports start
         started = time.monotonic()
         try:
             self.preload()
         except BaseException as error:  # noqa: BLE001 the job's own modules may raise anything, and the cold start will show it
-            self.say(is_="template_ready", cold=f"preloading failed: {type(error).__name__}: {error}", seconds=0.0)
+            self.send(is_="template_ready", cold=f"preloading failed: {type(error).__name__}: {error}", seconds=0.0)
             os._exit(0)
         gc.collect()
         gc.freeze()  # collections in the workers then leave the shared pages alone
         cold = self.unfit() or self.shadowed() or self.bad_fork()
-        self.say(is_="template_ready", cold=cold, seconds=time.monotonic() - started)
+        self.send(is_="template_ready", cold=cold, seconds=time.monotonic() - started)
         while True:
             try:
                 packet, fds, _, _ = socket.recv_fds(self.control, PACKET, 253)
@@ -128,7 +130,7 @@ class Template:
             if released is not None:
                 return released
 
-    def say(self, is_: str, **fields: Any) -> None:
+    def send(self, is_: str, **fields: Any) -> None:
         try:
             self.control.send(json.dumps({"is": is_, **fields}).encode())
         except OSError:
@@ -204,19 +206,19 @@ class Template:
         """Fork a store, if asked for, and workers by an intermediate; None in the template, the release in a worker."""
         unfit = self.unfit()
         if unfit is not None:
-            self.say(is_="refused", group=request["fork"], why=unfit)
+            self.send(is_="refused", group=request["fork"], why=unfit)
             return None
         try:
             intermediate = os.fork()
         except OSError as error:  # no room for another process, here or in the job's cgroup
-            self.say(is_="refused", group=request["fork"], why=f"fork: {error.strerror}")
+            self.send(is_="refused", group=request["fork"], why=f"fork: {error.strerror}")
             return None
         if intermediate:
             for channel in channels:
                 channel.close()
             _, status = os.waitpid(intermediate, 0)
             if status:  # whom it has forked sees the channels closed, and goes
-                self.say(is_="refused", group=request["fork"], why="the template could not fork all of its workers")
+                self.send(is_="refused", group=request["fork"], why="the template could not fork all of its workers")
             return None
         pids = []
         self.intermediate = os.getpid()
@@ -229,7 +231,7 @@ class Template:
                         other.close()
                 return self.child(is_store=role == 0 and request["store"], channel=channel)
             pids.append(pid)
-        self.say(is_="forked", group=request["fork"], pids=pids)
+        self.send(is_="forked", group=request["fork"], pids=pids)
         os._exit(0)
 
     def child(self, is_store: bool, channel: socket.socket) -> Config:
@@ -242,8 +244,8 @@ class Template:
             if packet:
                 self.store.serve(self.tcp_store, json.loads(packet)["host"], fds[0], channel)
             os._exit(0)
-        for number, before in self.heard.items():
-            if signal.getsignal(number) is ignored:  # else a preloaded module wants it
+        for number, before in self.signal_handlers.items():
+            if signal.getsignal(number) is ignore_signal:  # else a preloaded module wants it
                 signal.signal(number, before)
         packet = channel.recv(PACKET)
         if not packet:
@@ -278,9 +280,9 @@ class Template:
                 os.dup2(opened, fd)
                 os.close(opened)
         self.reseed()
-        self.forget()
+        self.reset_standard_library()
         self.hidden.when_imported("numpy", self.give_blas_its_threads)
-        begin = start_beating(self.config, self.library)
+        begin = start_heartbeat(self.config, self.library)
         optimizer = self.hidden.get("torch.optim.optimizer")
         if optimizer is None:
             after_import("torch.optim.optimizer", begin)
@@ -299,7 +301,7 @@ class Template:
         if multiprocessing is not None:
             multiprocessing.current_process().authkey = os.urandom(32)
 
-    def forget(self) -> None:
+    def reset_standard_library(self) -> None:
         """What the standard library remembers from the template and would find out anew in a fresh interpreter."""
         known: dict[str, Any] = {**sys.modules}
         if "tempfile" in known:
@@ -331,7 +333,7 @@ class Template:
                     break
 
 
-def ignored(number: int, frame: Any) -> None:
+def ignore_signal(number: int, frame: Any) -> None:
     pass
 
 
@@ -377,13 +379,13 @@ def after_import(name: str, then: Callable[[Any], None]) -> None:
         sys.meta_path.insert(0, _AfterImport(name, then))
 
 
-def start_beating(config: Config, library: dict[str, Any]) -> Callable[[Any], None]:
+def start_heartbeat(config: Config, library: dict[str, Any]) -> Callable[[Any], None]:
     """Give this worker its beat; return what takes torch.optim.optimizer, and is to be called once that is imported."""
     beat = library["elasticd.heartbeat.record"]
     writer = beat.from_environment()
     # Exit handlers run last in, first out: the last words come last, just after the pulse has ended.
     library["elasticd.heartbeat.exit_report"].install_last_words(writer)
-    pulse = library["elasticd.heartbeat.thread"].Pulse(writer, os.environ.get("ELASTICD_FLIGHT", ""))
+    pulse = library["elasticd.heartbeat.thread"].HeartbeatThread(writer, os.environ.get("ELASTICD_FLIGHT", ""))
     stacks = load_file("_elasticd_stacks", config["stacks_module"])
     stacks.allow(config["agent"])
     if "ELASTICD_STACKS" in os.environ:
