@@ -1,30 +1,41 @@
-"""A job's event log on one node, line by line -> how the job does: rounds, steps, checkpoints, goodput.
+"""A job's event log on one node, line by line -> its timeline: rounds, steps, checkpoints, goodput. Pure.
 
-It exists so that `elasticd status` can tell a job's history whatever has become of its agents: the log is on the disk.
-It is fed each line once and keeps a bounded amount of it. Pure: it reads no file and no clock.
+The log is on the disk, so `elasticd status` has a job's history after its runner has ended. Each line is fed once, and
+a bounded amount of it is kept.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elasticd_agent.telemetry import events
 from elasticd_agent.telemetry.goodput import GoodputLedger
 
 CLOCK_STEP_S = 2.0
-"""More than a clock that is only slowed or sped up (by 500 ppm) differs from a monotonic one within an hour."""
-_GROUP_EVENTS = frozenset(
-    ("group_started", "first_step", "caught_up", "checkpoint_saved", "hung", "worker_exited", "group_gone")
-)
+"""A clock that is only slewed (by 500 ppm) differs from a monotonic one by less than this within an hour."""
 MAX_ROUNDS = 1000
-"""Of more only the newest are kept; what they add up to is kept of all."""
+"""Of more rounds only the newest are kept; sums cover all."""
+_GROUP_EVENTS = frozenset(
+    event.kind
+    for event in (
+        events.GroupStartedEvent,
+        events.FirstStepEvent,
+        events.WorkRecoveredEvent,
+        events.CheckpointSavedEvent,
+        events.HangDetectedEvent,
+        events.WorkerExitedEvent,
+        events.GroupEndedEvent,
+    )
+)
+"""Their `mono` is one process's monotonic clock."""
 
 
 @dataclass(slots=True)
 class RoundTimeline:
-    """One round, as this node's log tells it. Times are unix seconds; `ranks` are those on this node."""
+    """One round, as this node's log has it. Times are unix seconds."""
 
     number: int
     world_size: int = 0
@@ -35,6 +46,7 @@ class RoundTimeline:
     restarts: int = 0
     at: float = 0.0
     ranks: tuple[int, ...] = ()
+    """Those on this node."""
     first_step_at: float | None = None
     first_step: int = 0
     last_step_at: float | None = None
@@ -44,15 +56,34 @@ class RoundTimeline:
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
-    """From the last step of the round before to a round's first one; and how many steps were made again, if known."""
-
     seconds: float
+    """From the last step of the round before to this round's first one."""
     steps: int | None
+    """Steps that were trained again; None if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of the log that has a time and a round."""
+
+    fields: Mapping[str, Any]
+    round: int
+    at: float
+    ledger_at: float
+    """`at` without the steps of the clock since the first line."""
+
+    @property
+    def step(self) -> int | None:
+        return _whole(self.fields.get("step"))
+
+    @property
+    def seconds(self) -> float:
+        return _number(self.fields.get("seconds")) or 0.0
 
 
 @dataclass(slots=True)
 class JobTimeline:
-    """What the lines so far add up to."""
+    """The sum of the lines so far."""
 
     rounds: OrderedDict[int, RoundTimeline] = field(default_factory=OrderedDict)
     began_at: float | None = None
@@ -64,64 +95,43 @@ class JobTimeline:
     checkpoint_step: int | None = None
     checkpoint_round: int | None = None
     checkpoint_at: float | None = None
-    _ledger: GoodputLedger | None = None
-    _lost_before_fault_s: float = 0.0  # before the fault that is being made good
-    _training_round: int | None = None  # the round that was seen to step last
-    _clock_offset_s: float = 0.0  # by how much the node's clock has been set forward, or back, since the first line
-    _clock_base: tuple[int, float] | None = None  # in which round, and unix seconds less monotonic ones there
+    _ledger: GoodputLedger = field(default_factory=lambda: GoodputLedger(0.0))
+    _lost_before_fault_s: float = 0.0
+    """Lost time up to the fault whose work is being recovered."""
+    _training_round: int | None = None
+    """The round whose first step came last."""
+    _clock_offset_s: float = 0.0
+    """How far the node's clock has been stepped forward since the first line."""
+    _clock_base: tuple[int, float] | None = None
+    """A round, and unix time minus monotonic time in it."""
 
     def feed(self, line: Mapping[str, Any]) -> None:
-        """One line of the log; what makes no sense is passed over."""
+        """One line of the log; a line without a time or a round is ignored."""
         at, number = _number(line.get("wall")), _whole(line.get("round"))
         if at is None or number is None:
             return
         if self.began_at is None:
             self.began_at = at
+            self._ledger = GoodputLedger(at)
         self._detect_clock_step(at, number, line)
-        self._account(at - self._clock_offset_s, line)
-        match line.get("kind"):
-            case "round_published":
-                self._on_round_published(number, at, line)
-            case "group_started":
-                self._round(number, at).ranks = tuple(r for r in _listed(line.get("ranks")) if isinstance(r, int))
-            case "resumed":
-                step = self._round(number, at).resumed_step = _whole(line.get("step"))
-                if step is not None and (self.checkpoint_step is None or step > self.checkpoint_step):
-                    self.checkpoint_step, self.checkpoint_round, self.checkpoint_at = step, number, at  # another node's
-            case "first_step":
-                # Of a hang that another node judged, only this says here when it began: the clock is the node's own.
-                if (ago := _number(line.get("recovery_seconds"))) is not None and self._training_round != number:
-                    self._end_training(self._training_round, at - ago)
-                self._on_first_step(number, at, _whole(line.get("step")) or 1)
-            case "checkpoint_saved":
-                self.checkpoint_step, self.checkpoint_round, self.checkpoint_at = _whole(line.get("step")), number, at
-                self._on_step(number, at, self.checkpoint_step)
-            case "hung":
-                self._end_training(number, at - (_number(line.get("seconds")) or 0.0))
-            case "worker_exited":
-                self._on_step(number, None, _whole(line.get("step")))
-                self._end_training(number, at)
-            case "hold_over" if number in self.rounds:
-                self.rounds[number].last_step_at = None
-            case "group_gone" | "holding":
-                self._end_training(number, at)
-            case "job_ended":
-                self._on_job_ended(number, at, line)
+        handler = _HANDLERS.get(str(line.get("kind")))
+        if handler is not None:
+            handler(self, _Line(line, number, at, at - self._clock_offset_s))
 
     def goodput(self, now: float) -> float | None:
         """The useful part of the time since the start, as `elasticd_time_seconds_total` counts it on this node.
 
-        None before the first step. `now` is unix seconds. Where the log does not tell yet when the last step before a
-        fault was made, the time until its first sign counts as useful.
+        None before the first step. `now` is unix seconds. While the log does not have the last step before a fault
+        yet, the time until the fault's first sign counts as useful.
         """
-        if self._ledger is None or not self._ledger.high_water:
+        if not self._ledger.high_water:
             return None
         return self._ledger.totals_at(
             (self.ended_at if self.ended_at is not None else now) - self._clock_offset_s
         ).goodput
 
     def costs(self, now: float) -> dict[int, RoundCost]:
-        """What each round that followed another cost. `now` is unix seconds: until then the newest one still does."""
+        """The cost of each round that followed another. The newest round without a step costs until `now`."""
         found: dict[int, RoundCost] = {}
         before: RoundTimeline | None = None
         newest = self.newest()
@@ -130,9 +140,10 @@ class JobTimeline:
             if until is None and one is newest:
                 until = self.ended_at if self.ended_at is not None else now
             if before is not None and before.last_step_at is not None and until is not None:
-                # A script that counts its own steps from 1 in every process does not say what it went on from.
-                went_on = one.resumed_step if one.resumed_step is not None else one.first_step - 1 or None
-                steps = None if one.first_step_at is None or went_on is None else max(0, before.last_step - went_on)
+                # A script that counts its steps from 1 in every process does not report the step it resumed from.
+                resumed = one.resumed_step if one.resumed_step is not None else one.first_step - 1 or None
+                known = one.first_step_at is not None and resumed is not None
+                steps = max(0, before.last_step - resumed) if known and resumed is not None else None
                 found[one.number] = RoundCost(max(0.0, until - before.last_step_at), steps)
             if one.first_step_at is not None:
                 before = one
@@ -141,9 +152,111 @@ class JobTimeline:
     def newest(self) -> RoundTimeline | None:
         return next(reversed(self.rounds.values()), None)
 
+    # ---- one method for each kind of event: the ledger first, since it needs the state before the event
+
+    def _on_round_published(self, line: _Line) -> None:
+        fields = line.fields
+        nodes = tuple(str(node) for node in _list(fields.get("nodes")))
+        lost = tuple(str(node) for node in _list(fields.get("lost")))
+        if fields.get("cause", "start") not in ("", "start", "resize") or lost:
+            self._on_fault(line.ledger_at)
+        is_member = "node" not in fields or fields["node"] in nodes
+        self._on_pause(line)
+        ledger = self._ledger
+        self._ledger = ledger.on_resume(line.ledger_at) if is_member else ledger.on_wait(line.ledger_at)
+
+        self._end_training(self._training_round, line.at)
+        self.ended_at, self.outcome = None, ""  # a later runner of the same job continues it
+        one = self._round(line)
+        one.at = line.at
+        one.world_size = _whole(fields.get("world_size")) or 0
+        one.nodes = nodes
+        one.reason, one.cause = str(fields.get("reason", "")), str(fields.get("cause", ""))
+        one.lost = lost
+        one.restarts = self.restarts = max(self.restarts, _whole(fields.get("restarts")) or 0)
+
+    def _on_group_started(self, line: _Line) -> None:
+        self._round(line).ranks = tuple(rank for rank in _list(line.fields.get("ranks")) if isinstance(rank, int))
+
+    def _on_resumed(self, line: _Line) -> None:
+        step = self._round(line).resumed_step = line.step
+        if step is not None and (self.checkpoint_step is None or step > self.checkpoint_step):
+            self._checkpoint(step, line)  # another node saved it
+
+    def _on_first_step(self, line: _Line) -> None:
+        step = line.step or 1
+        self._ledger = self._ledger.on_step(step, line.ledger_at)
+        # Of a hang that another node judged, only this line has the time of its begin on this node's clock.
+        if (ago := _number(line.fields.get("recovery_seconds"))) is not None and self._training_round != line.round:
+            self._end_training(self._training_round, line.at - ago)
+        one = self._round(line)
+        if one.first_step_at is None:
+            one.first_step_at = line.at
+            one.first_step = one.last_step = self.step = step
+            self._training_round = line.round
+
+    def _on_work_recovered(self, line: _Line) -> None:
+        if step := line.step:
+            self._ledger = self._ledger.on_step(max(step, self._ledger.high_water + 1), line.ledger_at)
+            self._ledger = _with_measured_loss(self._ledger, self._lost_before_fault_s, line.seconds)
+
+    def _on_checkpoint_saved(self, line: _Line) -> None:
+        step, ledger = line.step, self._ledger
+        if step and ledger.high_water and step > ledger.high_water:
+            one = self.rounds.get(self._training_round) if self._training_round is not None else None
+            is_training = one is not None and one.number == line.round and one.last_step_at is None
+            at = line.ledger_at
+            self._ledger = ledger.on_step(step, at) if is_training else ledger.on_late_step(step, at)
+        self._checkpoint(step, line)
+        self._on_step(line)
+
+    def _on_worker_exited(self, line: _Line) -> None:
+        requested, at = line.fields.get("asked"), line.ledger_at
+        if not requested and line.fields.get("exit_code") == 0:
+            self._ledger = self._ledger.on_progress(at)
+        else:
+            if not requested:
+                self._on_fault(at)
+            self._ledger = self._ledger.on_late_step(line.step or 0, at)
+        self._on_step(line)
+        self._end_training(line.round, line.at)
+
+    def _on_hang_detected(self, line: _Line) -> None:
+        self._on_fault(line.ledger_at - line.seconds)
+        self._end_training(line.round, line.at - line.seconds)
+
+    def _on_store_exited(self, line: _Line) -> None:
+        self._on_fault(line.ledger_at)
+
+    def _on_waiting(self, line: _Line) -> None:
+        if line.fields.get("nodes") and self._ledger.state == "lost":
+            self._ledger = self._ledger.on_wait(line.ledger_at)
+
+    def _on_pause(self, line: _Line) -> None:
+        self._ledger = self._ledger.on_progress(line.ledger_at).on_pause()
+
+    def _on_training_stopped(self, line: _Line) -> None:
+        self._on_pause(line)
+        self._end_training(line.round, line.at)
+
+    def _on_pause_ended(self, line: _Line) -> None:
+        if line.round in self.rounds:
+            self.rounds[line.round].last_step_at = None
+
+    def _on_job_ended(self, line: _Line) -> None:
+        self._on_pause(line)
+        self._on_step(line)
+        self._end_training(self._training_round, line.at)
+        self.ended_at = line.at
+        self.outcome = str(line.fields.get("outcome", ""))
+        self.reason = str(line.fields.get("reason", ""))
+        self.restarts = max(self.restarts, _whole(line.fields.get("restarts")) or 0)
+
+    # ---- what they share
+
     def _detect_clock_step(self, at: float, number: int, line: Mapping[str, Any]) -> None:
-        """A clock that is set is no time that has passed. Seen within a round: before another the node may have been
-        restarted, which begins another monotonic clock.
+        """A clock that is set is no time that has passed. Two lines of one round are compared: between rounds the node
+        may have been restarted, which begins another monotonic clock.
         """
         mono = _number(line.get("mono"))
         if mono is None or line.get("kind") not in _GROUP_EVENTS:
@@ -152,29 +265,22 @@ class JobTimeline:
         if before is not None and before[0] == number and abs(forward_s := at - mono - before[1]) > CLOCK_STEP_S:
             self._clock_offset_s += forward_s
 
-    def _on_round_published(self, number: int, at: float, line: Mapping[str, Any]) -> None:
-        self._end_training(self._training_round, at)
-        self.ended_at, self.outcome = None, ""  # another runner of the same job went on
-        one = self._round(number, at)
-        one.at = at
-        one.world_size = _whole(line.get("world_size")) or 0
-        one.nodes = tuple(str(node) for node in _listed(line.get("nodes")))
-        one.reason, one.cause = str(line.get("reason", "")), str(line.get("cause", ""))
-        one.lost = tuple(str(node) for node in _listed(line.get("lost")))
-        one.restarts = self.restarts = max(self.restarts, _whole(line.get("restarts")) or 0)
+    def _on_fault(self, at: float) -> None:
+        self._ledger = self._ledger.on_progress(at)
+        if self._ledger.state != "lost":
+            self._lost_before_fault_s = self._ledger.totals.lost
+        self._ledger = self._ledger.on_fault(at)
 
-    def _on_first_step(self, number: int, at: float, step: int) -> None:
-        one = self._round(number, at)
-        if one.first_step_at is not None:
-            return
-        one.first_step_at, one.first_step, one.last_step = at, step, step
-        self.step, self._training_round = step, number
-
-    def _on_step(self, number: int, at: float | None, step: int | None) -> None:
-        one = self.rounds.get(number)
+    def _on_step(self, line: _Line) -> None:
+        one, step = self.rounds.get(line.round), line.step
         if one is not None and step is not None:
             one.last_step = max(one.last_step, step)
             self.step = step if self.step is None else max(step, self.step)
+
+    def _checkpoint(self, step: int | None, line: _Line) -> None:
+        self.checkpoint_step = step
+        self.checkpoint_round = line.round
+        self.checkpoint_at = line.at
 
     def _end_training(self, number: int | None, at: float) -> None:
         """Whatever this round still does after `at` is no training."""
@@ -182,70 +288,40 @@ class JobTimeline:
         if one is not None and one.first_step_at is not None and (one.last_step_at is None or at < one.last_step_at):
             one.last_step_at = max(at, one.first_step_at)
 
-    def _account(self, at: float, line: Mapping[str, Any]) -> None:
-        """What the line says of the time, as the ledger that its writer kept would."""
-        spent = GoodputLedger(at) if self._ledger is None else self._ledger
-        step = _whole(line.get("step"))
-        match line.get("kind"):
-            case "round_published":
-                if line.get("cause", "start") not in ("", "start", "resize") or _listed(line.get("lost")):
-                    spent = self._on_fault(spent, at)
-                nodes = _listed(line.get("nodes"))
-                member = "node" not in line or line["node"] in nodes
-                spent = spent.on_progress(at).on_pause()
-                spent = spent.on_resume(at) if member else spent.on_wait(at)
-            case "first_step":
-                spent = spent.on_step(step or 1, at)
-            case "caught_up" if step:
-                spent = spent.on_step(max(step, spent.high_water + 1), at)
-                spent = _corrected(spent, self._lost_before_fault_s, _number(line.get("seconds")) or 0.0)
-            case "checkpoint_saved" if step and spent.high_water and step > spent.high_water:
-                one = self.rounds.get(self._training_round) if self._training_round is not None else None
-                goes_on = one is not None and one.number == line.get("round") and one.last_step_at is None
-                spent = spent.on_step(step, at) if goes_on else spent.on_late_step(step, at)
-            case "worker_exited" if not line.get("asked") and line.get("exit_code") == 0:
-                spent = spent.on_progress(at)
-            case "worker_exited":
-                spent = (spent if line.get("asked") else self._on_fault(spent, at)).on_late_step(step or 0, at)
-            case "hung":
-                spent = self._on_fault(spent, at - (_number(line.get("seconds")) or 0.0))
-            case "store_exited":
-                spent = self._on_fault(spent, at)
-            case "waiting" if line.get("nodes") and spent.state == "lost":
-                spent = spent.on_wait(at)
-            case "holding" | "stop_requested" | "group_gone" | "job_ended":
-                spent = spent.on_progress(at).on_pause()
-        self._ledger = spent
-
-    def _on_fault(self, spent: GoodputLedger, at: float) -> GoodputLedger:
-        spent = spent.on_progress(at)
-        if spent.state != "lost":
-            self._lost_before_fault_s = spent.totals.lost
-        return spent.on_fault(at)
-
-    def _on_job_ended(self, number: int, at: float, line: Mapping[str, Any]) -> None:
-        step = _whole(line.get("step"))
-        self._on_step(number, at, step)
-        self._end_training(self._training_round, at)
-        self.ended_at, self.outcome = at, str(line.get("outcome", ""))
-        self.reason = str(line.get("reason", ""))
-        self.restarts = max(self.restarts, _whole(line.get("restarts")) or 0)
-
-    def _round(self, number: int, at: float) -> RoundTimeline:
-        if number not in self.rounds:
-            self.rounds[number] = RoundTimeline(number, at=at)
+    def _round(self, line: _Line) -> RoundTimeline:
+        if line.round not in self.rounds:
+            self.rounds[line.round] = RoundTimeline(line.round, at=line.at)
             while len(self.rounds) > MAX_ROUNDS:
                 self.rounds.popitem(last=False)
-        return self.rounds[number]
+        return self.rounds[line.round]
 
 
-def _corrected(spent: GoodputLedger, before_s: float, cost_s: float) -> GoodputLedger:
-    """The writer knew when the last step before the fault had been made, and for how long nodes were waited for."""
-    times = spent.totals
-    more = max(before_s - times.lost, min(cost_s - (times.lost - before_s), times.useful))
+_HANDLERS: dict[str, Callable[[JobTimeline, _Line], None]] = {
+    events.RoundPublishedEvent.kind: JobTimeline._on_round_published,
+    events.GroupStartedEvent.kind: JobTimeline._on_group_started,
+    events.ResumedEvent.kind: JobTimeline._on_resumed,
+    events.FirstStepEvent.kind: JobTimeline._on_first_step,
+    events.WorkRecoveredEvent.kind: JobTimeline._on_work_recovered,
+    events.CheckpointSavedEvent.kind: JobTimeline._on_checkpoint_saved,
+    events.WorkerExitedEvent.kind: JobTimeline._on_worker_exited,
+    events.HangDetectedEvent.kind: JobTimeline._on_hang_detected,
+    events.StoreExitedEvent.kind: JobTimeline._on_store_exited,
+    events.WaitingEvent.kind: JobTimeline._on_waiting,
+    events.StopRequestedEvent.kind: JobTimeline._on_pause,
+    events.PausedEvent.kind: JobTimeline._on_training_stopped,
+    events.PauseEndedEvent.kind: JobTimeline._on_pause_ended,
+    events.GroupEndedEvent.kind: JobTimeline._on_training_stopped,
+    events.JobEndedEvent.kind: JobTimeline._on_job_ended,
+}
+
+
+def _with_measured_loss(ledger: GoodputLedger, lost_before_s: float, cost_s: float) -> GoodputLedger:
+    """The writer measured the time since the last step before the fault, without waits for nodes: its value counts."""
+    totals = ledger.totals
+    more = max(lost_before_s - totals.lost, min(cost_s - (totals.lost - lost_before_s), totals.useful))
     if more > 0:
-        return replace(spent, totals=replace(times, lost=times.lost + more, useful=times.useful - more))
-    return replace(spent, totals=replace(times, lost=times.lost + more, idle=times.idle - more))
+        return replace(ledger, totals=replace(totals, lost=totals.lost + more, useful=totals.useful - more))
+    return replace(ledger, totals=replace(totals, lost=totals.lost + more, idle=totals.idle - more))
 
 
 def _number(value: object) -> float | None:
@@ -257,5 +333,5 @@ def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
 
 
-def _listed(value: object) -> list[Any]:
+def _list(value: object) -> list[Any]:
     return value[:10_000] if isinstance(value, list) else []
