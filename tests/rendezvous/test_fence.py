@@ -6,8 +6,8 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import NodeRecord
 from elasticd_agent.rendezvous.member import RendezvousMember
-from elasticd_agent.rendezvous.plan import Requirements
 from elasticd_agent.rendezvous.planner import LocalFacts, Planner
+from elasticd_agent.rendezvous.view import Requirements
 from elasticd_agent.store.memory import MemoryStore
 
 KEYS = Keys("job")

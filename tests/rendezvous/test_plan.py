@@ -7,7 +7,8 @@ from dataclasses import replace
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.records import BudgetState, Failure, Member, NodeRecord, QuarantinedSlot, Round
-from elasticd_agent.rendezvous.plan import PresentNode, Requirements, View, Wait, plan
+from elasticd_agent.rendezvous.plan import plan
+from elasticd_agent.rendezvous.view import PresentNode, Requirements, View, Wait
 
 POLICY = Policy()
 STOP = StopRequested("SIGTERM", 143, 5.0)

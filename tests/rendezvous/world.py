@@ -30,7 +30,8 @@ from elasticd_agent.model.messages import (
     TimerExpired,
 )
 from elasticd_agent.model.records import Failure, NodeRecord, Round
-from elasticd_agent.rendezvous.plan import Pause, PresentNode, Requirements, View, Wait, plan
+from elasticd_agent.rendezvous.plan import plan
+from elasticd_agent.rendezvous.view import Pause, PresentNode, Requirements, View, Wait
 
 NODE = "a"
 

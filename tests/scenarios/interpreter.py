@@ -46,7 +46,7 @@ from elasticd_agent.model.messages import (
     WorkerExitReport,
 )
 from elasticd_agent.model.records import Round
-from elasticd_agent.rendezvous.plan import Requirements
+from elasticd_agent.rendezvous.view import Requirements
 from tests.rendezvous.world import NODE, World
 
 

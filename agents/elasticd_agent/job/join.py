@@ -23,11 +23,11 @@ from elasticd_agent.model.records import NodeRecord
 from elasticd_agent.rendezvous.driver import DriverFailed, InlineDriver, ThreadedDriver
 from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.rendezvous.peer_links import PeerLinks
-from elasticd_agent.rendezvous.plan import Requirements
 from elasticd_agent.rendezvous.planner import LocalFacts, Planner
 from elasticd_agent.rendezvous.probe import ProbeServer, probe_nodes
 from elasticd_agent.rendezvous.registration import RenewalListener
 from elasticd_agent.rendezvous.spec_check import mismatch, spec_document
+from elasticd_agent.rendezvous.view import Requirements
 from elasticd_agent.store.open import any_agent_may_lead, open_store
 from elasticd_agent.system.addresses import format_endpoint, local_address
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within

@@ -1,103 +1,219 @@
-"""Pure: which nodes are in a Round: who of the last one is lost, who must wait, who comes first, with which slots.
+"""Pure: the nodes of a Round. Members lost from the current one, nodes that may join, the next members, their slots.
 
-It exists so that everything about membership is in one place and each answer carries its reason. Nothing here looks at
-failures of the script, and nothing keeps anything between calls.
+Every answer carries its reason. Failures of the script are `plan`'s subject.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Exclusion, Member, NodeRecord, QuarantinedSlot, Round
-from elasticd_agent.rendezvous.view import PresentNode, View, Wait
+from elasticd_agent.rendezvous.view import PresentNode, ProbeResult, View, Wait
 
 STALLED_S = 0.5
-"""Workers that train together stop within a step of a peer's end; a step that takes longer is told apart by waiting."""
+"""Workers that train together stop within a step of a peer's end; only waiting tells that from a longer step."""
 RETURN_S = 1.5
 """An agent that has lost the store, or its record in it, is back within a retry (0.8 s) once the store answers."""
 START_LIMIT_S = 30.0
-"""What a node may take from seeing a Round to having started its group: the old one is killed, or stops for so long."""
+"""From seeing a Round to having started its group: the old group is killed, or stops for as long as this."""
 WARM_UP_LIMIT_S = 60.0
-"""A newcomer that takes longer than this to import what its workers need is taken all the same."""
+"""A joiner that takes longer than this to import what its workers need is taken all the same."""
 MAX_BRANCHES = 100
-"""How many times the search for the largest set that reaches itself may branch: 0.3 s where 300 nodes are cut up."""
+"""How often the search for the largest connected set may branch: 0.3 s where 300 nodes are partitioned."""
 EXCLUSION_EXPIRES_S = 600.0
-"""A node that stayed for so long after it came back is a node like any other."""
+"""A node that stayed for so long after its return is a node like any other."""
+
+
+# ---- lost members
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Members that are lost, each with its reason, and when to look again. `awaited`: those who should be back soon."""
-
     nodes: dict[str, str]
+    """Lost members, each with its reason."""
     until: float | None
+    """When to evaluate again."""
     returning: tuple[str, ...] = ()
+    """Members whose record should be back soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """A rule's answer about a member: lost because of `why`, undecided before `until`, or present (neither)."""
+
+    why: str = ""
+    until: float | None = None
+    returning: bool = False
+
+
+_PRESENT = _Finding()
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One member of the current Round, with everything the loss rules look at."""
+
+    view: View
+    current: Round
+    policy: Policy
+    now: float
+    member: Member
+    record: NodeRecord | None
+    probe: ProbeResult | None
+    absent_since: float
+    silent_since: float | None
+    stalled: bool
+    failure_reported: bool
+
+    @property
+    def node(self) -> str:
+        return self.member.node
+
+    def lost_from(self, due: float, why: str) -> _Finding:
+        """Lost once it is `due`."""
+        return _Finding(why) if self.now >= due else _Finding(until=due)
 
 
 def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
-    """Who of `current` cannot go on. A node that is done cannot be lost."""
-    lost: dict[str, str] = {}
-    until: list[float] = []
-    knocked = dict(view.probe_results)
+    """The members of `current` that cannot continue: by the first rule that applies, or by a partition."""
+    probes = dict(view.probe_results)
     absent = dict(view.absent_since)
     silent = dict(view.silent_since)
-    stuck = view.next_step_due is not None and now >= view.next_step_due + STALLED_S
-    awaited = []
-    heard_of = {f.node for f in view.failures if f.round == current.number}
+    stalled = view.next_step_due is not None and now >= view.next_step_due + STALLED_S
+    failed = {f.node for f in view.failures if f.round == current.number}
+    found: dict[str, _Finding] = {}
     for member in current.members:
         node = member.node
-        if node in view.done:
-            continue
-        record = view.record(node)
-        if record is not None and record.incarnation != member.incarnation:
-            lost[node] = f"{node} started anew"
-        elif knocked.get(node) == "refused":
-            lost[node] = f"{node} is lost: nothing of the job listens there any more"
-        elif record is None and view.failures:
-            # The group is broken: what matters is who can be in the next one.
-            back_by = max(absent.get(node, now), view.store_up_since) + RETURN_S
-            if knocked.get(node) == "silent":
-                lost[node] = f"{node} is lost: it has no lease, and does not answer"
-            elif now >= back_by:
-                lost[node] = f"{node} is lost: its lease has ended"
-            else:
-                awaited.append(node)
-                until.append(back_by)
-        elif record is None:
-            counts_at = _absence_proves_loss_at(view, policy, absent.get(node, now))
-            if now >= counts_at:
-                lost[node] = f"{node} is lost: its lease has ended"
-            else:
-                until.append(counts_at)
-        elif node in heard_of:
-            continue
-        elif record.seen_round < current.number:
-            due = view.round_at + policy.seen_timeout_s
-            if now < due:
-                until.append(due)
-            elif knocked.get(node) != "answered":
-                lost[node] = f"{node} has not seen round {current.number} within {policy.seen_timeout_s:g} s"
-        elif stuck and node in silent:
-            due = silent[node] + policy.lease_s
-            if now >= due:
-                lost[node] = f"{node} cannot be reached, and no worker has made a step meanwhile"
-            else:
-                until.append(due)
-        elif record.ready_round < current.number and set(member.slots) <= set(record.slots):
-            due = view.round_at + START_LIMIT_S
-            if now < due:
-                until.append(due)
-            else:
-                lost[node] = f"{node} has not started round {current.number} within {START_LIMIT_S:g} s"
-    if stuck or view.failures:
+        case = _Case(
+            view,
+            current,
+            policy,
+            now,
+            member,
+            view.record(node),
+            probes.get(node),
+            absent.get(node, now),
+            silent.get(node),
+            stalled,
+            node in failed,
+        )
+        found[node] = next(finding for rule in _LOSS_RULES if (finding := rule(case)) is not None)
+    lost = {node: finding.why for node, finding in found.items() if finding.why}
+    if stalled or view.failures:
         lost |= _partitioned(view, current, lost)
-    return Losses(lost, min(until, default=None), tuple(awaited))
+    return Losses(
+        lost,
+        min((finding.until for finding in found.values() if finding.until is not None), default=None),
+        tuple(node for node, finding in found.items() if finding.returning),
+    )
+
+
+def _done(case: _Case) -> _Finding | None:
+    """A node whose workers have all ended with code 0 cannot be lost."""
+    return _PRESENT if case.node in case.view.done else None
+
+
+def _restarted(case: _Case) -> _Finding | None:
+    """A new incarnation has none of the old one's workers."""
+    if case.record is not None and case.record.incarnation != case.member.incarnation:
+        return _Finding(f"{case.node} started anew")
+    return None
+
+
+def _refused_probe(case: _Case) -> _Finding | None:
+    """Its machine answers that the agent's port is closed: proof, where silence is none."""
+    if case.probe == "refused":
+        return _Finding(f"{case.node} is lost: nothing of the job listens there any more")
+    return None
+
+
+def _absent_from_a_broken_group(case: _Case) -> _Finding | None:
+    """The group has failed, so all that matters is who can be in the next one: a short wait for the record."""
+    if case.record is not None or not case.view.failures:
+        return None
+    if case.probe == "silent":
+        return _Finding(f"{case.node} is lost: it has no lease, and does not answer")
+    back_by = max(case.absent_since, case.view.store_up_since) + RETURN_S
+    finding = case.lost_from(back_by, f"{case.node} is lost: its lease has ended")
+    return replace(finding, returning=not finding.why)
+
+
+def _absent(case: _Case) -> _Finding | None:
+    """The record is missing while the group may still train: a missing lease proves a loss late."""
+    if case.record is not None:
+        return None
+    due = _absence_proves_loss_at(case.view, case.policy, case.absent_since)
+    return case.lost_from(due, f"{case.node} is lost: its lease has ended")
+
+
+def _has_reported(case: _Case) -> _Finding | None:
+    """A node that reported a failure of this Round has seen and started it."""
+    return _PRESENT if case.failure_reported else None
+
+
+def _round_not_seen(case: _Case) -> _Finding | None:
+    """Every agent reads a new Round within `seen_timeout_s`; a probe that is answered excuses a slower one."""
+    if case.record is None or case.record.seen_round >= case.current.number:
+        return None
+    due = case.view.round_at + case.policy.seen_timeout_s
+    why = f"{case.node} has not seen round {case.current.number} within {case.policy.seen_timeout_s:g} s"
+    if case.now >= due and case.probe == "answered":
+        return _PRESENT
+    return case.lost_from(due, why)
+
+
+def _silent(case: _Case) -> _Finding | None:
+    """No worker advances, and the agent has answered no probe for as long as a lease lives."""
+    if not case.stalled or case.silent_since is None:
+        return None
+    why = f"{case.node} cannot be reached, and no worker has made a step meanwhile"
+    return case.lost_from(case.silent_since + case.policy.lease_s, why)
+
+
+def _not_started(case: _Case) -> _Finding | None:
+    """It has the slots and has seen the Round, but has not started its group."""
+    if case.record is None or case.record.ready_round >= case.current.number:
+        return None
+    if not set(case.member.slots) <= set(case.record.slots):
+        return None
+    why = f"{case.node} has not started round {case.current.number} within {START_LIMIT_S:g} s"
+    return case.lost_from(case.view.round_at + START_LIMIT_S, why)
+
+
+def _no_sign(case: _Case) -> _Finding | None:
+    return _PRESENT
+
+
+_LOSS_RULES: tuple[Callable[[_Case], _Finding | None], ...] = (
+    _done,
+    _restarted,
+    _refused_probe,
+    _absent_from_a_broken_group,
+    _absent,
+    _has_reported,
+    _round_not_seen,
+    _silent,
+    _not_started,
+    _no_sign,
+)
+
+
+def _absence_proves_loss_at(view: View, policy: Policy, since: float) -> float:
+    """When a missing lease is a lost node: not while the job trains on, nor soon after a store outage."""
+    trusted = view.store_up_since + policy.lease_s + policy.renewal_s
+    at_last = since + policy.adopt_timeout_s
+    if view.next_step_due is None:
+        return max(trusted, at_last)
+    return max(trusted, min(at_last, max(since, view.next_step_due) + STALLED_S))
+
+
+# ---- partitions
 
 
 def _partitioned(view: View, current: Round, lost: dict[str, str]) -> dict[str, str]:
-    """Those whom the largest set of members that reach each other leaves out; a node that is done needs nobody."""
+    """Members outside the largest set of members that reach each other. A node that is done needs no peers."""
     here = [m.node for m in current.members if m.node not in lost and m.node not in view.done]
     cuts = _unreachable_pairs(view, here, current.number)
     kept = largest_connected(here, cuts)
@@ -114,43 +230,43 @@ def _partitioned(view: View, current: Round, lost: dict[str, str]) -> dict[str, 
 
 
 def _unreachable_pairs(view: View, nodes: Collection[str], number: int) -> set[frozenset[str]]:
-    """Pairs of these nodes of which one has not reached the other in round `number`."""
+    """Pairs of these nodes of which one does not reach the other in round `number`."""
     records = [p.record for p in view.nodes if p.record.id in nodes and p.record.seen_round == number]
     return {frozenset((r.id, other)) for r in records for other in r.unreachable if other in nodes and other != r.id}
 
 
 def largest_connected(nodes: Sequence[str], cuts: Collection[frozenset[str]]) -> list[str]:
-    """The largest set of `nodes`, in order, no two of which are cut from each other; of equal ones, one with the first.
+    """The largest set of `nodes`, in order, without a pair of `cuts`; of equal ones, one with the first node.
 
-    With many cuts all over it is a large one, found in bounded time: no more can be asked (largest independent set).
+    This is the largest independent set, which is NP-hard: with many cuts the search is bounded, and a large set is
+    returned instead of the largest.
     """
-    foes: dict[str, set[str]] = {node: set() for node in nodes}
+    conflicts: dict[str, set[str]] = {node: set() for node in nodes}
     for one, other in cuts:
-        if one in foes and other in foes:
-            foes[one].add(other)
-            foes[other].add(one)
-    if not any(foes.values()):
+        if one in conflicts and other in conflicts:
+            conflicts[one].add(other)
+            conflicts[other].add(one)
+    if not any(conflicts.values()):
         return list(nodes)
-    budget = [MAX_BRANCHES]
     first = nodes[0]
-    with_first = {first} | _largest_independent([n for n in nodes[1:] if n not in foes[first]], foes, budget)
-    budget = [MAX_BRANCHES]
-    without = _largest_independent(list(nodes[1:]), foes, budget)
+    compatible = [n for n in nodes[1:] if n not in conflicts[first]]
+    with_first = {first} | _largest_independent(compatible, conflicts, [MAX_BRANCHES])
+    without = _largest_independent(list(nodes[1:]), conflicts, [MAX_BRANCHES])
     kept = with_first if len(with_first) >= len(without) else without
     return [node for node in nodes if node in kept]
 
 
-def _largest_independent(nodes: list[str], foes: dict[str, set[str]], budget: list[int]) -> set[str]:
+def _largest_independent(nodes: list[str], conflicts: dict[str, set[str]], budget: list[int]) -> set[str]:
     kept: set[str] = set()
     while nodes:
         among = set(nodes)
-        degrees = {node: len(foes[node] & among) for node in nodes}
+        degrees = {node: len(conflicts[node] & among) for node in nodes}
         kept |= {node for node in nodes if not degrees[node]}
         nodes = [node for node in nodes if degrees[node]]
         easy = next((node for node in nodes if degrees[node] == 1), None)
-        if easy is not None:  # nothing is lost by keeping it
+        if easy is not None:  # keeping it excludes one node only, so some largest set has it
             kept.add(easy)
-            nodes = [n for n in nodes if n != easy and n not in foes[easy]]
+            nodes = [n for n in nodes if n != easy and n not in conflicts[easy]]
             continue
         if not nodes:
             break
@@ -158,24 +274,19 @@ def _largest_independent(nodes: list[str], foes: dict[str, set[str]], budget: li
         others = [n for n in nodes if n != worst]
         budget[0] -= 1
         if budget[0] > 0:
-            keeping = {worst} | _largest_independent([n for n in others if n not in foes[worst]], foes, budget)
-            dropping = _largest_independent(others, foes, budget)
+            compatible = [n for n in others if n not in conflicts[worst]]
+            keeping = {worst} | _largest_independent(compatible, conflicts, budget)
+            dropping = _largest_independent(others, conflicts, budget)
             return kept | (keeping if len(keeping) > len(dropping) else dropping)
         nodes = others
     return kept
 
 
-def _absence_proves_loss_at(view: View, policy: Policy, since: float) -> float:
-    """When a missing lease is a lost node: not while the job trains on, nor soon after the store was away."""
-    trusted = view.store_up_since + policy.lease_s + policy.renewal_s
-    at_last = since + policy.adopt_timeout_s
-    if view.next_step_due is None:
-        return max(trusted, at_last)
-    return max(trusted, min(at_last, max(since, view.next_step_due) + STALLED_S))
+# ---- excluded nodes and quarantined slots
 
 
 def exclusions(view: View, current: Round, lost: dict[str, str], now: float) -> tuple[Exclusion, ...]:
-    """What is held against nodes that were left out, these losses included."""
+    """The exclusions of the next Round: those of `current`, aged, and these losses."""
     elapsed_s = max(0.0, now - view.round_at)
     ledger = {e.node: replace(e, age_s=e.age_s + elapsed_s) for e in current.excluded}
     ledger = {node: e for node, e in ledger.items() if e.age_s < EXCLUSION_EXPIRES_S}
@@ -186,7 +297,7 @@ def exclusions(view: View, current: Round, lost: dict[str, str], now: float) -> 
 
 
 def cooloff_left_s(node: str, excluded: tuple[Exclusion, ...], policy: Policy) -> float:
-    """For how much longer a node is not taken again: nothing the first time, then twice as long each time."""
+    """For how much longer a node is not taken again: 0 after its first loss, then doubled with each one."""
     for e in excluded:
         if e.node == node:
             cooloff_s = 0.0 if e.times == 1 else policy.node_cooloff_s * 2.0 ** (min(e.times, 16) - 2)
@@ -195,7 +306,7 @@ def cooloff_left_s(node: str, excluded: tuple[Exclusion, ...], policy: Policy) -
 
 
 def short_of_slots(view: View, current: Round) -> list[str]:
-    """Why members cannot run the workers that `current` gives them: a slot of theirs cannot be used (any more)."""
+    """Reasons of members that cannot run the workers `current` gives them: a slot is not usable any more."""
     found = []
     for member in current.members:
         record = view.record(member.node)
@@ -207,26 +318,28 @@ def short_of_slots(view: View, current: Round) -> list[str]:
 
 
 def current_quarantine(view: View, current: Round, now: float) -> tuple[QuarantinedSlot, ...]:
-    """What is held against slots, with the cool-off that is left by now."""
+    """The slots that `current` holds something against, with the cool-off that is left now."""
     elapsed_s = max(0.0, now - view.round_at)
-    return tuple(replace(b, left_s=max(0.0, b.left_s - elapsed_s)) for b in current.quarantined_slots)
+    return tuple(replace(slot, left_s=max(0.0, slot.left_s - elapsed_s)) for slot in current.quarantined_slots)
 
 
-def usable_slots(record: NodeRecord, benched: tuple[QuarantinedSlot, ...]) -> list[int]:
-    """The node's slots that are not set aside."""
-    out = {b.slot for b in benched if b.node == record.id and b.left_s}
+def usable_slots(record: NodeRecord, quarantined: tuple[QuarantinedSlot, ...]) -> list[int]:
+    out = {q.slot for q in quarantined if q.node == record.id and q.left_s}
     return [slot for slot in record.slots if slot not in out]
 
 
-def has_enough_slots(record: NodeRecord, view: View, benched: tuple[QuarantinedSlot, ...]) -> bool:
-    """True if the node has enough slots that are not set aside."""
-    return len(usable_slots(record, benched)) >= max(1, min(view.requirements.min_workers, len(record.slots)))
+def has_enough_slots(record: NodeRecord, view: View, quarantined: tuple[QuarantinedSlot, ...]) -> bool:
+    needed = max(1, min(view.requirements.min_workers, len(record.slots)))
+    return len(usable_slots(record, quarantined)) >= needed
+
+
+# ---- the next members
 
 
 def joiners(view: View, current: Round, policy: Policy, now: float) -> list[PresentNode]:
-    """Nodes that are here, not in `current`, and may be taken, the longest waiting first."""
+    """Nodes outside `current` that may join it, the longest waiting first."""
     excluded = exclusions(view, current, {}, now)
-    benched = current_quarantine(view, current, now)
+    quarantined = current_quarantine(view, current, now)
     here = {(m.node, m.incarnation) for m in current.members}
     members = {m.node for m in current.members}
     found = [
@@ -234,13 +347,11 @@ def joiners(view: View, current: Round, policy: Policy, now: float) -> list[Pres
         for p in view.nodes
         if (p.record.id, p.record.incarnation) not in here
         and p.record.seen_round == current.number
-        and (p.record.warm or now >= p.joined_at + WARM_UP_LIMIT_S)  # or everybody would wait while it imports torch
-        and not p.record.leaving
-        and p.record.slots
-        and p.record.id not in view.unreachable
+        and (p.record.warm or now >= p.joined_at + WARM_UP_LIMIT_S)  # or all members would wait while it imports torch
+        and _can_take_part(p.record, view)
         and not members.intersection(p.record.unreachable)
         and not cooloff_left_s(p.record.id, excluded, policy)
-        and has_enough_slots(p.record, view, benched)
+        and has_enough_slots(p.record, view, quarantined)
     ]
     return sorted(found, key=lambda p: (p.joined_at, p.record.id))
 
@@ -251,54 +362,72 @@ def select_members(
     now: float,
     lost: dict[str, str],
     excluded: tuple[Exclusion, ...],
-    benched: tuple[QuarantinedSlot, ...] = (),
+    quarantined: tuple[QuarantinedSlot, ...] = (),
 ) -> list[NodeRecord] | Wait:
-    """The nodes of the next Round in order: survivors of the current one as they were, then newcomers by arrival.
+    """The nodes of the next Round in order: survivors of the current one as they were, then joiners by arrival.
 
-    So rank 0 stays where it was if it can, and what a survivor knows of its place stays true if it can. The first one
-    has the checkpoint directory that the job has used so far, if anyone has.
+    So rank 0 stays on its node if it can, and a survivor keeps its group rank if it can.
     """
-    current, asked = view.current, view.requirements
-    running = current is not None and not current.terminal
-    old = {(m.node, m.incarnation): i for i, m in enumerate(current.members)} if current and running else {}
-    # A newcomer has seen the Round that runs; the record of a dead one has not, and stays until its lease ends.
-    number = current.number if current is not None and running else 0
-    here = [
+    requirements = view.requirements
+    running = view.current if view.current is not None and not view.current.terminal else None
+    previous_order = {(m.node, m.incarnation): i for i, m in enumerate(running.members)} if running else {}
+    candidates = _candidates(view, lost, previous_order, running.number if running else 0)
+    willing = [
         p
-        for p in view.nodes
-        if not p.record.leaving
-        and p.record.slots
-        and p.record.id not in view.unreachable
-        and _not_lost(p.record, lost, old)
-        and (p.record.seen_round >= number or (p.record.id, p.record.incarnation) in old)
+        for p in candidates
+        if not cooloff_left_s(p.record.id, excluded, policy) and has_enough_slots(p.record, view, quarantined)
     ]
-    placed = sorted((old.get((p.record.id, p.record.incarnation), len(old)), p.joined_at, p.record.id) for p in here)
-    reaching = _mutually_reachable(
-        view, [node for _, _, node in placed], len([p for p in placed if p[0] < len(old)]), number
+    if len(willing) < requirements.min_nodes:  # a node that keeps failing is better than none
+        willing = candidates
+    if len(willing) < requirements.min_nodes:
+        why = f"{len(willing)} of at least {count(requirements.min_nodes, 'node')} here"
+        return Wait(why, None, too_few_nodes=True)
+    survived = any((p.record.id, p.record.incarnation) in previous_order for p in candidates)
+    if not survived and (wait := _last_call(view, willing, now)) is not None:
+        return wait
+    chosen = [p.record for p in willing[: requirements.max_nodes]]
+    return chosen if running is None else _reader_first(chosen, running)
+
+
+def _candidates(
+    view: View, lost: dict[str, str], previous_order: dict[tuple[str, str], int], number: int
+) -> list[PresentNode]:
+    """Nodes that may be members and reach each other: survivors first, in their order, then the others by arrival."""
+    found = sorted(
+        (p for p in view.nodes if _is_candidate(p.record, view, lost, previous_order, number)),
+        key=lambda p: (
+            previous_order.get((p.record.id, p.record.incarnation), len(previous_order)),
+            p.joined_at,
+            p.record.id,
+        ),
     )
-    placed = [p for p in placed if p[2] in reaching]
-    by_id = {p.record.id: p for p in here}
-    willing = [by_id[node] for _, _, node in placed if not cooloff_left_s(node, excluded, policy)]
-    willing = [p for p in willing if has_enough_slots(p.record, view, benched)]
-    if len(willing) < asked.min_nodes:  # better one that keeps failing than none
-        willing = [by_id[node] for _, _, node in placed]
-    if len(willing) < asked.min_nodes:
-        return Wait(f"{len(willing)} of at least {count(asked.min_nodes, 'node')} here", None, too_few_nodes=True)
-    survivors = any(first < len(old) for first, *_ in placed)
-    if len(willing) < asked.max_nodes and not survivors:
-        newest = max(p.joined_at for p in willing)
-        if now < newest + asked.last_call_s:
-            why = f"{len(willing)} of {asked.max_nodes} nodes here; last call, {asked.last_call_s:g} s after the newest"
-            return Wait(why, newest + asked.last_call_s)
-    chosen = [p.record for p in willing[: asked.max_nodes]]
-    if current is not None and running:
-        reader = next((record for record in chosen if record.directory == current.directory), None)
-        chosen.sort(key=lambda record: record is not reader)
-    return chosen
+    survivors = sum((p.record.id, p.record.incarnation) in previous_order for p in found)
+    connected = _mutually_reachable(view, [p.record.id for p in found], survivors, number)
+    return [p for p in found if p.record.id in connected]
+
+
+def _can_take_part(record: NodeRecord, view: View) -> bool:
+    return not record.leaving and bool(record.slots) and record.id not in view.unreachable
+
+
+def _is_candidate(
+    record: NodeRecord, view: View, lost: dict[str, str], previous_order: dict[tuple[str, str], int], number: int
+) -> bool:
+    """True for a survivor, and for another node that has seen round `number`.
+
+    A dead node's record stays until its lease ends, but has not seen the Round. A member that was lost by starting
+    anew is a candidate in its new incarnation.
+    """
+    survivor = (record.id, record.incarnation) in previous_order
+    return (
+        _can_take_part(record, view)
+        and not (survivor and record.id in lost)
+        and (survivor or record.seen_round >= number)
+    )
 
 
 def _mutually_reachable(view: View, nodes: list[str], survivors: int, number: int) -> list[str]:
-    """Of these, those that reach each other: survivors come first, and nobody new takes one's place."""
+    """Of these, those that reach each other. Survivors come first: a joiner never displaces one."""
     cuts = _unreachable_pairs(view, nodes, number)
     found = largest_connected(nodes[:survivors], cuts)
     for node in nodes[survivors:]:
@@ -307,29 +436,41 @@ def _mutually_reachable(view: View, nodes: list[str], survivors: int, number: in
     return found
 
 
-def _not_lost(record: NodeRecord, lost: dict[str, str], old: dict[tuple[str, str], int]) -> bool:
-    """A node that was lost because it started anew is here anew."""
-    return record.id not in lost or (record.id, record.incarnation) not in old
+def _last_call(view: View, willing: list[PresentNode], now: float) -> Wait | None:
+    """Where no survivor waits, more nodes than the fewest may still come, for a bounded time after the newest."""
+    requirements = view.requirements
+    if len(willing) >= requirements.max_nodes:
+        return None
+    until = max(p.joined_at for p in willing) + requirements.last_call_s
+    if now >= until:
+        return None
+    here = f"{len(willing)} of {requirements.max_nodes} nodes here"
+    return Wait(f"{here}; last call, {requirements.last_call_s:g} s after the newest", until)
+
+
+def _reader_first(chosen: list[NodeRecord], running: Round) -> list[NodeRecord]:
+    """Rank 0's node has the checkpoint directory that the job has used so far, if any node has."""
+    reader = next((record for record in chosen if record.directory == running.directory), None)
+    return sorted(chosen, key=lambda record: record is not reader)
 
 
 def assign_slots(
-    view: View, chosen: list[NodeRecord], benched: tuple[QuarantinedSlot, ...]
+    view: View, chosen: list[NodeRecord], quarantined: tuple[QuarantinedSlot, ...]
 ) -> tuple[Member, ...] | Wait:
-    """Their slots. What each node's own command line gave it is the most it may have."""
-    left_s = {(b.node, b.slot): b.left_s for b in benched}
+    """The members with their slots. Each node's own command line bounds what it gets."""
+    left_s = {(q.node, q.slot): q.left_s for q in quarantined}
+    requirements = view.requirements
     found = []
     for node in chosen:
-        # Slots set aside come last, those nearest their return first, and only to reach the fewest workers asked for.
-        fewest = (
-            min(view.requirements.min_workers, len(node.slots)) if len(chosen) > 1 else view.requirements.min_workers
-        )
-        usable = usable_slots(node, benched)
+        # Quarantined slots come last, those nearest their return first, and only up to the fewest workers needed.
+        fewest = min(requirements.min_workers, len(node.slots)) if len(chosen) > 1 else requirements.min_workers
+        usable = usable_slots(node, quarantined)
         rest = sorted((s for s in node.slots if s not in usable), key=lambda s: left_s[node.id, s])
         missing = max(0, fewest - len(usable))
-        most = len(node.slots) if view.requirements.max_nodes > 1 else view.requirements.max_workers
+        most = len(node.slots) if requirements.max_nodes > 1 else requirements.max_workers
         slots = sorted((usable + rest[:missing])[:most])
         if len(slots) < fewest:
-            workers = count(view.requirements.min_workers, "worker")
+            workers = count(requirements.min_workers, "worker")
             return Wait(f"{node.id} has {count(len(slots), 'slot')}, the job needs {workers} on each node", None)
         found.append(Member(node.id, node.incarnation, tuple(slots), node.role))
     return tuple(found)

@@ -1,17 +1,28 @@
-"""Pure: `plan(view, policy, now) -> Round | Wait`, which Round the job should have next, if any, and why.
+"""Pure: `plan(view, policy, now) -> Round | Pause | Wait`, the job's next Round, if any, and the reason.
 
-It exists so that membership, restarts, slots set aside and the end of a job are decided in one place, from a view
-that can be written down. It keeps nothing between calls: counters and cool-offs ride in the Round, ages are taken on
-the caller's monotonic clock, and asking twice with the same view gives the same answer. It never publishes.
+Membership, restarts, quarantined slots and the end of a job are decided here, from a view that can be written down.
+Nothing is kept between calls: counters and cool-offs are in the Round, ages are taken on the caller's monotonic clock,
+and the same view gives the same answer. The caller publishes.
+
+The rules are tried in order, and the first one with an answer decides: `_RULES` for a running Round, `_FAILURE_RULES`
+once a member has reported a failure, `_RESIZE_RULES` while nothing is wrong.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.messages import StopForced, StopRequested
-from elasticd_agent.model.records import BudgetState, Exclusion, Failure, NodeRecord, Outcome, QuarantinedSlot, Round
+from elasticd_agent.model.records import (
+    BudgetState,
+    Failure,
+    NodeRecord,
+    Outcome,
+    QuarantinedSlot,
+    Round,
+)
 from elasticd_agent.rendezvous.membership import (
     RETURN_S,
     Losses,
@@ -26,128 +37,294 @@ from elasticd_agent.rendezvous.membership import (
     short_of_slots,
 )
 from elasticd_agent.rendezvous.restart_budget import RestartGranted, RestartRefused, carry_over, round_progressed, spend
-from elasticd_agent.rendezvous.view import Pause, PresentNode, Requirements, View, Wait
-
-__all__ = ["Pause", "PresentNode", "Requirements", "View", "Wait", "plan"]
+from elasticd_agent.rendezvous.view import Pause, PresentNode, View, Wait
 
 ALL_LEFT_EXIT_CODE = 143
-"""As a shell says it of SIGTERM, which is how schedulers ask; unless one other signal has asked all of them."""
+"""As a shell reports SIGTERM, which schedulers send; unless one other signal was sent to all agents."""
 ROOT_CAUSE_WAIT_S = 0.15
-"""How long to wait for the one that failed first, when all that was heard are those who lost a peer by it."""
+"""How long to wait for the root cause while all reported failures are of ranks that lost a peer."""
 
 Verdict = Round | Pause | Wait
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A Round that runs, and what its rules look at."""
+
+    view: View
+    current: Round
+    policy: Policy
+    now: float
+
+    @cached_property
+    def failures(self) -> tuple[Failure, ...]:
+        """Of members, of this round."""
+        here = {m.node for m in self.current.members}
+        return tuple(f for f in self.view.failures if f.round == self.current.number and f.node in here)
+
+    @cached_property
+    def losses(self) -> Losses:
+        return losses(self.view, self.current, self.policy, self.now)
+
+    @cached_property
+    def records(self) -> tuple[NodeRecord | None, ...]:
+        """The members' records, in their order."""
+        return tuple(self.view.record(m.node) for m in self.current.members)
+
+    @property
+    def rank_0(self) -> NodeRecord | None:
+        """The record of rank 0's node."""
+        return self.records[0]
+
+    @property
+    def first_failure(self) -> Failure:
+        """The first one that names a culprit, else the first."""
+        return next((f for f in self.failures if f.culprits), self.failures[0])
+
+    @cached_property
+    def leaving(self) -> list[str]:
+        """The reasons of the members that leave."""
+        return [r.leaving for r in self.records if r is not None and r.leaving]
+
+    @cached_property
+    def joining(self) -> list[PresentNode]:
+        """Joiners that fit, once rank 0 has made a step of this round: before it, a restart would lose the start-up."""
+        stepped = self.rank_0 is not None and self.rank_0.stepped_round == self.current.number
+        if not stepped or self.policy.grow == "never":
+            return []
+        room = self.view.requirements.max_nodes - len(self.current.members) + len(self.leaving)
+        return joiners(self.view, self.current, self.policy, self.now)[: max(0, room)]
+
+    @property
+    def resize_reason(self) -> str:
+        return "; ".join([*self.leaving, *([f"{_names(self.joining)} joined"] if self.joining else [])])
 
 
 def plan(view: View, policy: Policy, now: float) -> Verdict:
     """The next Round, numbered above the current one; or what must happen before it; or why there is none."""
     verdict = _plan(view, policy, now)
     if isinstance(verdict, Wait) and verdict.too_few_nodes and view.short_since is not None:
-        return _bound_shortage(view, policy, verdict, now)
+        return _bound_shortage(view, policy, verdict, view.short_since, now)
     return verdict
 
 
 def _plan(view: View, policy: Policy, now: float) -> Verdict:
     current = view.current
-    if current is None or (current.terminal and (current.run != view.requirements.run or _may_continue(view, current))):
-        if view.stop:
-            return _final_round(view, "stopped", view.stop.exit_code, _stop_phrase(view.stop))
-        return _first_round(view, policy, now)
+    if current is None or (current.terminal and _begins_anew(view, current)):
+        return _stop_round(view) or _first_round(view, policy, now)
     if current.terminal:
         return Wait(f"the job has {current.outcome}: {current.reason}", None)
-    here = {m.node for m in current.members}
-    failures = tuple(f for f in view.failures if f.round == current.number and f.node in here)
-    if not failures and all(m.node in view.done for m in current.members):
-        workers = count(current.world_size, "worker")
-        if why := _all_leave_reasons(view, current):
-            return _final_round(
-                view,
-                "stopped",
-                _leaving_exit_code(view),
-                f"{why}; {workers} ended with code 0 in round {current.number}",
-            )
-        return _final_round(view, "succeeded", 0, f"{workers} ended with code 0 in round {current.number}")
-    if view.stop is not None:
-        return _final_round(view, "stopped", view.stop.exit_code, _stop_phrase(view.stop))
-    if twins := _conflicting_nodes(view, current):
-        why = f"{_names(twins)} ran another round {current.number}, which an empty store did not know"
-        return _uncounted_round(view, current, why, {}, policy, now)
-    lost = losses(view, current, policy, now)
-    if failures and lost.returning:
-        first = next((f for f in failures if f.culprits), failures[0])
-        return Wait(f"{first.why}; waiting for {', '.join(lost.returning)} to be back in the store", lost.until)
-    if failures and not (lost.nodes and not any(f.culprits or f.kind == "user_error" for f in failures)):
-        return _after_failure(view, current, failures, lost, policy, now)
-    if lost.nodes:
-        return _uncounted_round(view, current, "; ".join(lost.nodes.values()), lost.nodes, policy, now)
-    if unusable := short_of_slots(view, current):
-        return _uncounted_round(view, current, "; ".join(unusable), {}, policy, now)
-    wanted = _resize(view, current, policy, now)
-    if isinstance(wanted, Round):
-        return wanted
-    return replace(wanted, until=min((at for at in (lost.until, wanted.until) if at is not None), default=None))
+    running = _Running(view, current, policy, now)
+    return next(verdict for rule in _RULES if (verdict := rule(running)) is not None)
 
 
-def _uncounted_round(
-    view: View, current: Round, why: str, lost: dict[str, str], policy: Policy, now: float
-) -> Round | Wait:
-    """A Round that costs nothing of the restart budget: nodes came or went."""
-    progress = round_progressed(current, view.failures, view.high_water)
-    budget = carry_over(current.budget, progress=progress, high_water=view.high_water)
-    benched, _ = _update_strikes(view, current, (), policy, progress, now)
-    return _next_round(view, current, budget, benched, why, lost, policy, now, cause="resize")
-
-
-def _bound_shortage(view: View, policy: Policy, wait: Wait, now: float) -> Round | Wait:
-    """Too few nodes: for how long that goes on is bounded."""
-    assert view.short_since is not None
-    started = view.current is not None
-    bound_s, name = (
-        (policy.replace_timeout_s, "--replace-timeout") if started else (policy.join_timeout_s, "join_timeout")
-    )
-    until = view.short_since + bound_s
+def _bound_shortage(view: View, policy: Policy, wait: Wait, since: float, now: float) -> Round | Wait:
+    """Too few nodes: the wait for more is bounded."""
+    bound_s, name = (policy.join_timeout_s, "join_timeout")
+    if view.current is not None:
+        bound_s, name = (policy.replace_timeout_s, "--replace-timeout")
+    until = since + bound_s
     if now >= until:
         return _final_round(view, "failed", 1, f"{wait.why}, and no more came within {bound_s:g} s ({name})")
     return replace(wait, until=min(until, wait.until) if wait.until is not None else until)
 
 
-# ---- who comes and who leaves
+def _begins_anew(view: View, ended: Round) -> bool:
+    """Another run of the job begins; or all nodes were asked to leave, as a scheduler does, and some are back."""
+    back = ended.outcome == "stopped" and view.stop is None and any(not p.record.leaving for p in view.nodes)
+    return ended.run != view.requirements.run or back
 
 
-def _resize(view: View, current: Round, policy: Policy, now: float) -> Verdict:
-    """A Round with other nodes because some want to leave or have come, once it costs no step."""
-    runs = Wait(f"round {current.number} runs with {count(current.world_size, 'worker')}", None)
-    if view.done:
-        return runs
-    leaving = [r.leaving for m in current.members if (r := view.record(m.node)) is not None and r.leaving]
-    first = view.record(current.members[0].node)
-    stepped = first is not None and first.stepped_round == current.number
-    room = view.requirements.max_nodes - len(current.members) + len(leaving)
-    came = joiners(view, current, policy, now)[: max(0, room)] if stepped and policy.grow != "never" else []
-    if came:
-        settled = max(p.joined_at for p in came) + policy.grow_debounce_s
-        if now < settled and not leaving:
-            return Wait(f"{_names(came)} joined; waiting whether more come", settled)
-    if not (leaving or came):
-        return runs
-    why = "; ".join([*leaving, *([f"{_names(came)} joined"] if came else [])])
-    if len(leaving) == len(current.members) and not came and all(p.record.leaving for p in view.nodes):
-        if _can_pause(first, current) or _will_be_able_to_pause(view, first, current):
-            return Pause(current.number, why)
-        return _final_round(view, "stopped", _leaving_exit_code(view), why)
-    if len(current.members) - len(leaving) + len(came) < view.requirements.min_nodes:
-        return Wait(f"{why}; too few nodes would be left", None, notable=True)
-    if _can_pause(first, current) or (leaving and _will_be_able_to_pause(view, first, current)):
-        return Pause(current.number, why)
-    if leaving or policy.grow == "always" or (first is not None and first.paused == current.number):
-        return _uncounted_round(view, current, "; ".join(leaving), {}, policy, now)
+# ---- the rules of a running Round
+
+
+def _all_done(running: _Running) -> Round | None:
+    """All workers ended with code 0. If all members were asked to leave, the same signal may have ended the workers."""
+    view, current = running.view, running.current
+    if running.failures or not all(m.node in view.done for m in current.members):
+        return None
+    why = f"{count(current.world_size, 'worker')} ended with code 0 in round {current.number}"
+    if len(running.leaving) == len(current.members):
+        return _final_round(view, "stopped", _leaving_exit_code(view), f"{'; '.join(running.leaving)}; {why}")
+    return _final_round(view, "succeeded", 0, why)
+
+
+def _stopped(running: _Running) -> Round | None:
+    return _stop_round(running.view)
+
+
+def _round_conflict(running: _Running) -> Round | Wait | None:
+    """Nodes outside this round have started another one of its number; the next number ends both.
+
+    They were the first in a store that came back empty, and numbered theirs like the one that runs.
+    """
+    current = running.current
+    members = {(m.node, m.incarnation) for m in current.members}
+    conflicting = [
+        p
+        for p in running.view.nodes
+        if p.record.ready_round == current.number and (p.record.id, p.record.incarnation) not in members
+    ]
+    if not conflicting:
+        return None
+    why = f"{_names(conflicting)} ran another round {current.number}, which an empty store did not know"
+    return _uncounted_round(running, why)
+
+
+def _await_returning(running: _Running) -> Wait | None:
+    """The group has failed while members' records are missing: they are due back before its successor is planned."""
+    if not running.failures or not running.losses.returning:
+        return None
+    who = ", ".join(running.losses.returning)
+    return Wait(f"{running.first_failure.why}; waiting for {who} to be back in the store", running.losses.until)
+
+
+def _failed(running: _Running) -> Round | Wait | None:
+    """The group failed. Where nodes are lost and no failure names a cause of its own, the loss is the cause."""
+    if not running.failures:
+        return None
+    has_cause = any(f.culprits or f.kind == "user_error" for f in running.failures)
+    if running.losses.nodes and not has_cause:
+        return None
+    return next(verdict for rule in _FAILURE_RULES if (verdict := rule(running)) is not None)
+
+
+def _members_lost(running: _Running) -> Round | Wait | None:
+    lost = running.losses.nodes
+    return _uncounted_round(running, "; ".join(lost.values()), lost) if lost else None
+
+
+def _slots_missing(running: _Running) -> Round | Wait | None:
+    unusable = short_of_slots(running.view, running.current)
+    return _uncounted_round(running, "; ".join(unusable)) if unusable else None
+
+
+def _resize(running: _Running) -> Verdict:
+    """Nodes leave or join, once that costs no step. The last rule: it always answers."""
+    verdict = next(verdict for rule in _RESIZE_RULES if (verdict := rule(running)) is not None)
+    if isinstance(verdict, Round):
+        return verdict
+    return replace(
+        verdict, until=min((at for at in (running.losses.until, verdict.until) if at is not None), default=None)
+    )
+
+
+_RULES: tuple[Callable[[_Running], Verdict | None], ...] = (
+    _all_done,
+    _stopped,
+    _round_conflict,
+    _await_returning,
+    _failed,
+    _members_lost,
+    _slots_missing,
+    _resize,
+)
+
+
+def _uncounted_round(running: _Running, why: str, lost: dict[str, str] | None = None) -> Round | Wait:
+    """A Round that costs nothing of the restart budget: nodes came or went."""
+    view, current = running.view, running.current
+    progress = round_progressed(current, view.failures, view.high_water)
+    budget = carry_over(current.budget, progress=progress, high_water=view.high_water)
+    quarantined, _ = _update_strikes(running, (), progress)
+    return _next_round(running, budget, quarantined, why, lost or {}, cause="resize")
+
+
+# ---- nodes that leave and join
+
+
+def _workers_ending(running: _Running) -> Wait | None:
+    """Workers of a node have ended with code 0, so the others are about to: a new Round would only repeat work."""
+    return _unchanged(running) if running.view.done else None
+
+
+def _more_may_join(running: _Running) -> Wait | None:
+    """Nodes often come in groups: one restart for all of them."""
+    if not running.joining or running.leaving:
+        return None
+    settled = max(p.joined_at for p in running.joining) + running.policy.grow_debounce_s
+    if running.now >= settled:
+        return None
+    return Wait(f"{_names(running.joining)} joined; waiting whether more come", settled)
+
+
+def _no_change(running: _Running) -> Wait | None:
+    return None if running.leaving or running.joining else _unchanged(running)
+
+
+def _all_leave(running: _Running) -> Verdict | None:
+    """Every node was asked to leave, as a scheduler does: the job stops, at a checkpoint if it can pause."""
+    view, current = running.view, running.current
+    some_stay = running.joining or any(not p.record.leaving for p in view.nodes)
+    if len(running.leaving) < len(current.members) or some_stay:
+        return None
+    if _pausable(running):
+        return Pause(current.number, running.resize_reason)
+    return _final_round(view, "stopped", _leaving_exit_code(view), running.resize_reason)
+
+
+def _too_few_would_be_left(running: _Running) -> Wait | None:
+    left = len(running.current.members) - len(running.leaving) + len(running.joining)
+    if left >= running.view.requirements.min_nodes:
+        return None
+    return Wait(f"{running.resize_reason}; too few nodes would be left", None, notable=True)
+
+
+def _pause_first(running: _Running) -> Pause | None:
+    """A pause at a checkpoint makes the new Round cost no step."""
+    return Pause(running.current.number, running.resize_reason) if _pausable(running) else None
+
+
+def _resize_now(running: _Running) -> Round | Wait | None:
+    """The group is paused; or somebody wants the change at the price of some steps."""
+    paused = running.rank_0 is not None and running.rank_0.paused == running.current.number
+    if running.leaving or running.policy.grow == "always" or paused:
+        return _uncounted_round(running, "; ".join(running.leaving))
+    return None
+
+
+def _join_at_restart(running: _Running) -> Wait:
     cannot = "the script cannot be held at a checkpoint, so that waits for the next restart"
-    return Wait(f"{why}; {cannot}", None, notable=True)
+    return Wait(f"{running.resize_reason}; {cannot}", None, notable=True)
 
 
-def _all_leave_reasons(view: View, current: Round) -> str:
-    """Who asked, if all members were asked to leave: workers that the same signal reached may have ended well by it."""
-    records = [view.record(m.node) for m in current.members]
-    return "; ".join(r.leaving for r in records if r) if all(r is not None and r.leaving for r in records) else ""
+_RESIZE_RULES: tuple[Callable[[_Running], Verdict | None], ...] = (
+    _workers_ending,
+    _more_may_join,
+    _no_change,
+    _all_leave,
+    _too_few_would_be_left,
+    _pause_first,
+    _resize_now,
+    _join_at_restart,
+)
+
+
+def _unchanged(running: _Running) -> Wait:
+    current = running.current
+    return Wait(f"round {current.number} runs with {count(current.world_size, 'worker')}", None)
+
+
+def _pausable(running: _Running) -> bool:
+    return _can_pause(running) or (bool(running.leaving) and _will_be_able_to_pause(running))
+
+
+def _can_pause(running: _Running) -> bool:
+    """True if rank 0's workers can be asked to pause, and have not paused yet."""
+    rank_0, number = running.rank_0, running.current.number
+    return rank_0 is not None and rank_0.can_pause == number and rank_0.paused != number
+
+
+def _will_be_able_to_pause(running: _Running) -> bool:
+    """True if an earlier round could pause, and no step of this one is reported yet.
+
+    It may have made some: rank 0 reads the request at its first. A node that leaves does not wait for it longer than
+    its own stop may take.
+    """
+    rank_0, number = running.rank_0, running.current.number
+    if rank_0 is None or rank_0.stepped_round == number or rank_0.paused == number:
+        return False
+    return any(record is not None and record.can_pause for record in running.records)
 
 
 def _leaving_exit_code(view: View) -> int:
@@ -155,139 +332,126 @@ def _leaving_exit_code(view: View) -> int:
     return codes.pop() if len(codes) == 1 else ALL_LEFT_EXIT_CODE
 
 
-def _can_pause(first: NodeRecord | None, current: Round) -> bool:
-    """True if rank 0's workers can still be asked to hold, and do not yet."""
-    return first is not None and first.can_pause == current.number and first.paused != current.number
+def _names(nodes: list[PresentNode]) -> str:
+    return ", ".join(p.record.id for p in nodes)
 
 
-def _will_be_able_to_pause(view: View, first: NodeRecord | None, current: Round) -> bool:
-    """True if an earlier round could be held, and nobody has told of a step of this one yet, though it may have taken
-    some: rank 0 hears of the request at its first. Who leaves does not wait for it longer than its own stop may take.
-    """
-    if first is None or first.stepped_round == current.number or first.paused == current.number:
-        return False
-    records = (view.record(m.node) for m in current.members)
-    return any(record is not None and record.can_pause for record in records)
+# ---- the rules of a failure
 
 
-def _may_continue(view: View, ended: Round) -> bool:
-    """A job whose nodes were all asked to leave, as a scheduler does, goes on when they are started again."""
-    return ended.outcome == "stopped" and view.stop is None and any(not p.record.leaving for p in view.nodes)
+def _await_root_cause(running: _Running) -> Wait | None:
+    """All failures so far are of ranks that lost a peer: the peer's node is about to report."""
+    until = running.view.failed_at + ROOT_CAUSE_WAIT_S
+    if _all_secondary(running) and len(running.failures) < len(running.current.members) and running.now < until:
+        return Wait(f"{running.first_failure.why}; waiting for word of what it lost them by", until)
+    return None
 
 
-def _names(came: list[PresentNode]) -> str:
-    return ", ".join(p.record.id for p in came)
+def _user_error(running: _Running) -> Round | Wait | None:
+    """All nodes report the same error of the script, so a restart would repeat it."""
+    errors = [f for f in running.failures if f.kind == "user_error"]
+    if len(errors) < len(running.failures) or len({f.error for f in errors}) > 1:
+        return None
+    first = running.first_failure
+    missing = len(running.current.members) - len({f.node for f in errors})
+    if not missing:
+        return _final_round(running.view, "failed", 1, f"an error in the script, not restarted: {first.why}")
+    settled = running.view.failed_at + running.policy.user_error_wait_s
+    if running.now < settled:
+        return Wait(f"{first.why}; waiting whether {count(missing, 'more node')} will say the same", settled)
+    return None
 
 
-def _conflicting_nodes(view: View, current: Round) -> list[PresentNode]:
-    """Who has started a round of this number and is no member of it.
-
-    Strangers were the first in a store that came back empty, and numbered theirs as the one that runs. The next one
-    ends both.
-    """
-    members = {(m.node, m.incarnation) for m in current.members}
-    return [
-        p
-        for p in view.nodes
-        if p.record.ready_round == current.number and (p.record.id, p.record.incarnation) not in members
-    ]
-
-
-# ---- what a failure leads to
-
-
-def _after_failure(
-    view: View, current: Round, failures: tuple[Failure, ...], lost: Losses, policy: Policy, now: float
-) -> Round | Wait:
-    first = next((f for f in failures if f.culprits), failures[0])
-    victims = all(f.kind == "crash" and not f.culprits for f in failures)
-    if victims and len(failures) < len(current.members) and now < view.failed_at + ROOT_CAUSE_WAIT_S:
-        return Wait(f"{first.why}; waiting for word of what it lost them by", view.failed_at + ROOT_CAUSE_WAIT_S)
-    raised = _pending_exception(view, current) if victims else ""
-    if raised and not first.why.startswith(raised.partition("raised ")[0]):  # who raised has ended since, and says so
-        first = replace(first, why=f"{raised}, and then {first.why}")
-    mistakes = [f for f in failures if f.kind == "user_error"]
-    if len(mistakes) == len(failures) and len({f.error for f in mistakes}) == 1:
-        missing = len(current.members) - len({f.node for f in mistakes})
-        if not missing:
-            return _final_round(view, "failed", 1, f"an error in the script, not restarted: {first.why}")
-        settled = view.failed_at + policy.user_error_wait_s
-        if now < settled:
-            return Wait(f"{first.why}; waiting whether {count(missing, 'more node')} will say the same", settled)
+def _restart(running: _Running) -> Round | Wait:
+    """One restart of the budget, after its backoff; or the end, if none is left."""
+    view, current, failures = running.view, running.current, running.failures
+    first = _with_pending_exception(running)
     high_water = max(view.high_water, *(f.high_water for f in failures))
     progress = round_progressed(current, failures, high_water)
-    benched, set_aside = _update_strikes(view, current, failures, policy, progress, now)
-    elapsed_s = now - view.round_at
+    quarantined, new = _update_strikes(running, failures, progress)
     verdict = spend(
         current.budget,
-        policy,
+        running.policy,
         progress=progress,
         high_water=high_water,
-        elapsed_s=elapsed_s,
-        forgiven=bool(set_aside),
+        elapsed_s=running.now - view.round_at,
+        forgiven=bool(new),
     )
     match verdict:
         case RestartRefused(why):
             return _final_round(view, "failed", 1, f"{why}: {first.why}")
         case RestartGranted(state, delay_s):
             until = view.failed_at + delay_s
-            if now < until:
+            if running.now < until:
                 return Wait(f"{first.why}; restarting {delay_s:g} s after it (backoff)", until, notable=True)
-            why = "; ".join([first.why, *(_quarantine_phrase(b) for b in set_aside), *lost.nodes.values()])
-            return _next_round(view, current, state, benched, why, lost.nodes, policy, now, cause=first.kind)
+            lost = running.losses.nodes
+            why = "; ".join([first.why, *map(_quarantine_phrase, new), *lost.values()])
+            return _next_round(running, state, quarantined, why, lost, cause=first.kind)
 
 
-def _pending_exception(view: View, current: Round) -> str:
-    """What a rank that takes its time to end has ended its peers by, if its node has said so."""
-    records = (view.record(member.node) for member in current.members)
-    return next(
-        (
-            r.pending_exception
-            for r in records
-            if r is not None and r.pending_exception and r.ready_round == current.number
-        ),
-        "",
+_FAILURE_RULES: tuple[Callable[[_Running], Round | Wait | None], ...] = (_await_root_cause, _user_error, _restart)
+
+
+def _all_secondary(running: _Running) -> bool:
+    return all(f.kind == "crash" and not f.culprits for f in running.failures)
+
+
+def _with_pending_exception(running: _Running) -> Failure:
+    """The first failure; a rank that has raised and not exited yet explains secondary ones.
+
+    Once it has exited, its node's failure names it, so it is not added again.
+    """
+    first = running.first_failure
+    if not _all_secondary(running):
+        return first
+    number = running.current.number
+    raised = next(
+        (r.pending_exception for r in running.records if r and r.pending_exception and r.ready_round == number), ""
     )
+    if raised and not first.why.startswith(raised.partition("raised ")[0]):
+        return replace(first, why=f"{raised}, and then {first.why}")
+    return first
 
 
 def _update_strikes(
-    view: View, current: Round, failures: tuple[Failure, ...], policy: Policy, progress: bool, now: float
+    running: _Running, failures: tuple[Failure, ...], progress: bool
 ) -> tuple[tuple[QuarantinedSlot, ...], list[QuarantinedSlot]]:
-    """What is held against each slot after these failures, and which of them are set aside because of them.
+    """The strikes of each slot after these failures, and the slots quarantined because of them.
 
-    Progress shows that a slot works, but not that it will not hang again: that is held against it until somebody else
-    is to blame.
+    Progress shows that a slot works, but not that it will not hang again: a hang's strike stays until another slot is
+    the culprit.
     """
+    current, policy = running.current, running.policy
     used = {(node, slot) for _, node, _, slot in current.assignments()}
-    ledger = {(b.node, b.slot): b for b in current_quarantine(view, current, now)}
+    ledger = {(q.node, q.slot): q for q in current_quarantine(running.view, current, running.now)}
     blamed = {(f.node, slot) for f in failures for _, slot in f.culprits} & used
     hung = {(f.node, slot) for f in failures if f.kind == "hung" for _, slot in f.culprits}
-    if progress:  # who took part in it has shown that it works
-        again = hung or used if not blamed - hung else set()
-        ledger = {place: b for place, b in ledger.items() if place not in used or (b.hung and place in again)}
-    set_aside: list[QuarantinedSlot] = []
-    for place in sorted(blamed):
-        held = ledger.get(place, QuarantinedSlot(*place, strikes=0))
-        held = replace(held, strikes=held.strikes + 1, hung=place in hung)
-        if held.strikes >= policy.slot_strikes and _can_spare(view, ledger, place):
-            times = held.times + 1
-            held = replace(held, times=times, left_s=policy.cooloff_s(times))
-            set_aside.append(held)
-        ledger[place] = held
-    return tuple(ledger[place] for place in sorted(ledger)), set_aside
+    if progress:  # a slot that took part in it has shown that it works
+        repeated = hung or used if not blamed - hung else set()
+        ledger = {at: q for at, q in ledger.items() if at not in used or (q.hung and at in repeated)}
+    new: list[QuarantinedSlot] = []
+    for at in sorted(blamed):
+        slot = ledger.get(at, QuarantinedSlot(*at, strikes=0))
+        slot = replace(slot, strikes=slot.strikes + 1, hung=at in hung)
+        if slot.strikes >= policy.slot_strikes and _can_spare(running.view, ledger, at):
+            times = slot.times + 1
+            slot = replace(slot, times=times, left_s=policy.cooloff_s(times))
+            new.append(slot)
+        ledger[at] = slot
+    return tuple(ledger[at] for at in sorted(ledger)), new
 
 
-def _can_spare(view: View, ledger: dict[tuple[str, int], QuarantinedSlot], place: tuple[str, int]) -> bool:
-    """True if the node has enough slots without this one, or the job enough nodes without it."""
-    benched = (*(b for at, b in ledger.items() if at != place), QuarantinedSlot(*place, strikes=0, left_s=1.0))
-    here = [p.record for p in view.nodes if not p.record.leaving and has_enough_slots(p.record, view, benched)]
-    return place[0] in {record.id for record in here} or len(here) >= view.requirements.min_nodes
+def _can_spare(view: View, ledger: dict[tuple[str, int], QuarantinedSlot], at: tuple[str, int]) -> bool:
+    """True if the node has enough slots without this one, or the job enough nodes without the node."""
+    quarantined = (*(q for other, q in ledger.items() if other != at), QuarantinedSlot(*at, strikes=0, left_s=1.0))
+    here = [p.record for p in view.nodes if not p.record.leaving and has_enough_slots(p.record, view, quarantined)]
+    return at[0] in {record.id for record in here} or len(here) >= view.requirements.min_nodes
 
 
-def _quarantine_phrase(bench: QuarantinedSlot) -> str:
-    where = f"slot {bench.slot} of {bench.node}"
-    what = "hangs or failures" if bench.hung else "failures without progress"
-    return f"{where} set aside for {bench.left_s:g} s after {bench.strikes} {what}"
+def _quarantine_phrase(slot: QuarantinedSlot) -> str:
+    where = f"slot {slot.slot} of {slot.node}"
+    what = "hangs or failures" if slot.hung else "failures without progress"
+    return f"{where} set aside for {slot.left_s:g} s after {slot.strikes} {what}"
 
 
 # ---- the next Round
@@ -311,30 +475,34 @@ def _first_round(view: View, policy: Policy, now: float) -> Round | Wait:
     if isinstance(found, Wait):
         return found
     workers = sum(len(m.slots) for m in found)
-    # A job that is handed in again, or whose agent was killed where no store remembers it, has had others.
+    # A job that is submitted again, or whose agent was killed where no store remembers it, has had other rounds.
     begins = "first round" if number == 1 else f"begun anew after round {number - 1}"
-    reason = f"{begins}: {_size_phrase(view, workers, [m.node for m in found])}"
-    run = view.requirements.run
-    return Round(number, found, view.checkpoint, directory=chosen[0].directory, reason=reason, cause="start", run=run)
+    return Round(
+        number,
+        found,
+        view.checkpoint,
+        directory=chosen[0].directory,
+        reason=f"{begins}: {_size_phrase(view, workers, [m.node for m in found])}",
+        cause="start",
+        run=view.requirements.run,
+    )
 
 
 def _next_round(
-    view: View,
-    current: Round,
+    running: _Running,
     budget: BudgetState,
-    benched: tuple[QuarantinedSlot, ...],
+    quarantined: tuple[QuarantinedSlot, ...],
     why: str,
     lost: dict[str, str],
-    policy: Policy,
-    now: float,
     *,
     cause: str,
 ) -> Round | Wait:
-    excluded: tuple[Exclusion, ...] = exclusions(view, current, lost, now)
-    chosen = select_members(view, policy, now, lost, excluded, benched)
+    view, current = running.view, running.current
+    excluded = exclusions(view, current, lost, running.now)
+    chosen = select_members(view, running.policy, running.now, lost, excluded, quarantined)
     if isinstance(chosen, Wait):
         return replace(chosen, why="; ".join(filter(None, [why, chosen.why])))
-    found = assign_slots(view, chosen, benched)
+    found = assign_slots(view, chosen, quarantined)
     if isinstance(found, Wait):
         return found
     restarts = current.restarts + 1
@@ -352,7 +520,7 @@ def _next_round(
         last_checkpoint=view.checkpoint,
         restarts=restarts,
         budget=budget,
-        quarantined_slots=benched,
+        quarantined_slots=quarantined,
         excluded=excluded,
         directory=chosen[0].directory,
         reason=reason,
@@ -360,11 +528,23 @@ def _next_round(
     )
 
 
-# ---- the end, and words
+def _size_phrase(view: View, world_size: int, nodes: list[str]) -> str:
+    where = nodes[0] if len(nodes) == 1 else count(len(nodes), "node")
+    start = "from the beginning" if view.checkpoint is None else "from checkpoint r{}-s{}".format(*view.checkpoint)
+    return f"{count(world_size, 'worker')} on {where}, {start}"
+
+
+# ---- the end
+
+
+def _stop_round(view: View) -> Round | None:
+    """The end of a job that was asked to stop."""
+    stop = view.stop
+    return _final_round(view, "stopped", stop.exit_code, f"stopped by {stop.signal}") if stop is not None else None
 
 
 def _final_round(view: View, outcome: Outcome, exit_code: int, why: str) -> Round:
-    """The terminal Round. It has no members: nobody runs anything in it."""
+    """The terminal Round. It has no members: nothing runs in it."""
     current = view.current
     if current is None:
         return Round(view.first_number, (), reason=why, outcome=outcome, exit_code=exit_code, run=view.requirements.run)
@@ -379,13 +559,3 @@ def _final_round(view: View, outcome: Outcome, exit_code: int, why: str) -> Roun
         outcome=outcome,
         exit_code=exit_code,
     )
-
-
-def _stop_phrase(stop: StopRequested | StopForced) -> str:
-    return f"stopped by {stop.signal}"
-
-
-def _size_phrase(view: View, world_size: int, nodes: list[str]) -> str:
-    where = nodes[0] if len(nodes) == 1 else count(len(nodes), "node")
-    start = "from the beginning" if view.checkpoint is None else "from checkpoint r{}-s{}".format(*view.checkpoint)
-    return f"{count(world_size, 'worker')} on {where}, {start}"
