@@ -224,8 +224,9 @@ EXITS = {
 def test_the_terminal_is_given_back_however_the_agent_ends(terminal: Terminal, how: str) -> None:
     code = (
         "import os, sys, time; from elasticd_agent.telemetry.console import *\n"
-        "from elasticd_agent.system.nonblocking_writer import Outlet\n"
-        "console = open_console(Outlet(2), 2, 'j'); console.progress(ProgressView(7, 2, step=1)); time.sleep(0.8)\n"
+        "from elasticd_agent.system.nonblocking_writer import NonBlockingWriter\n"
+        "console = open_console(NonBlockingWriter(2), 2, 'j'); console.progress(ProgressView(7, 2, step=1))\n"
+        "time.sleep(0.8)\n"
     )
     program = [sys.executable, "-c", code + EXITS[how]]
     child = subprocess.Popen(program, stderr=terminal.slave, start_new_session=True)

@@ -126,7 +126,7 @@ def test_two_processes_never_mix_within_a_line(tmp_path: Path) -> None:
         "from elasticd_agent.telemetry.event_log import *; from elasticd_agent.telemetry.events import *\n"
         "log = EventLog(Path(sys.argv[1]), 'j', sys.argv[2])\n"
         "for i in range(300):\n"
-        "    log.write(StopRequested(round=i, mono=time.monotonic(), reason='x' * 3000, by='me', grace_seconds=1.0))\n"
+        "    log.write(StopRequestedEvent(round=i, mono=0.0, reason='x' * 3000, by='me', grace_seconds=1))\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(path), node]) for node in "ab"]
     assert [w.wait(30) for w in writers] == [0, 0]

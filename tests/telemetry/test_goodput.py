@@ -91,7 +91,7 @@ def test_a_step_that_was_made_before_counts_once() -> None:
 
 moments = st.floats(BEGAN - 5, BEGAN + 100)
 moves: st.SearchStrategy[tuple[str, int, float]] = st.tuples(
-    st.sampled_from(["stepped", "proceeded", "late", "broke", "paused", "waits", "goes_on", "read"]),
+    st.sampled_from(["on_step", "on_progress", "on_late_step", "on_fault", "on_pause", "on_wait", "on_resume", "read"]),
     st.integers(1, 12),
     moments,
 )
@@ -99,9 +99,9 @@ moves: st.SearchStrategy[tuple[str, int, float]] = st.tuples(
 
 def moved(spent: GoodputLedger, what: str, step: int, at: float) -> GoodputLedger:
     match what:
-        case "stepped" | "late":
+        case "on_step" | "on_late_step":
             return getattr(spent, what)(step, at)  # type: ignore[no-any-return]
-        case "paused":
+        case "on_pause":
             return spent.on_pause()
         case _:
             return getattr(spent, what)(at)  # type: ignore[no-any-return]
