@@ -220,7 +220,7 @@ def test_a_lease_ends_its_time_after_the_last_renewal_while_the_host_was_awake(p
     place.pass_time(0.6)
     assert place.verbs.read("n/a") is None
     assert not place.verbs.renew(lease, first)
-    assert place.verbs.hold(lease, first, "n/b", VALUE, None) is None
+    assert place.verbs.put(lease, first, "n/b", VALUE, None) is None
     place.pass_time(TOMBSTONE_S + 1)
     assert entries(place.wire.read(LEASES)) == {}
     assert place.wire.read(lease_key(lease)) is None

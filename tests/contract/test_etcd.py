@@ -271,7 +271,7 @@ def test_a_frozen_etcd_keeps_nobody_waiting(etcd: EtcdServers, opened: Open, unt
     fails_promptly(lambda: store.delete("other"), PROMPT_S)
     fails_promptly(lambda: store.announce("other", b"", 30.0), PROMPT_S)
     fails_promptly(lease.renew, PROMPT_S)
-    fails_promptly(lambda: lease.hold("other", b""), PROMPT_S)
+    fails_promptly(lambda: lease.put("other", b""), PROMPT_S)
     began = time.monotonic()
     late = store.watch("late", heard.append)
     late.close()
@@ -356,7 +356,7 @@ def test_a_lease_ended_behind_our_back(etcd: EtcdServers, opened: Open, until: U
     number = etcd.ctl("lease", "list").split()[-1]
     etcd.ctl("lease", "revoke", number)
     assert not lease.renew()
-    assert lease.hold("planner", b"") is None
+    assert lease.put("planner", b"") is None
     assert store.read("node") is None
     lease.withdraw()
     until(lambda: len(heard) >= 2, SOON_S)

@@ -68,7 +68,7 @@ def test_what_was_written_is_there_again_and_what_was_leased_is_not(folder: Path
     assert lease is not None
     taken = store.read("taken")
     assert taken is not None
-    assert lease.hold("taken", b"2", taken.version) is not None
+    assert lease.put("taken", b"2", taken.version) is not None
     versions = {key: found.version for key, found in store.list("").items()}
     store.close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -124,7 +124,7 @@ def test_it_is_a_memory_store_that_forgets_only_leases(folder: Path, operations:
         elif leases and what == "hold":
             for store, lease in zip((kept, memory), leases[-1], strict=True):
                 found = store.read(key)
-                lease.hold(key, value, None if found is None else found.version)  # type: ignore[attr-defined]
+                lease.put(key, value, None if found is None else found.version)  # type: ignore[attr-defined]
         elif leases:
             for lease in leases.pop():
                 lease.withdraw()  # type: ignore[attr-defined]
@@ -348,7 +348,7 @@ def test_versions_of_leased_keys_do_not_come_again_after_a_crash(folder: Path) -
     assert lease is not None
     version: int | None = 1
     for _ in range(2 * RESERVED_VERSIONS + 500):
-        version = lease.hold("n", b"1", version)
+        version = lease.put("n", b"1", version)
     assert version is not None
     shutil.copyfile(folder / "kept", folder / "copy")  # as a crash would leave it
     store.close()

@@ -80,11 +80,11 @@ class Fleet:
         store: MemoryStore | None = None,
         clock: Clock | None = None,
         *,
-        keep_ended_s: float = 1e9,
+        retention_s: float = 1e9,
         steady: int = 0,
     ) -> None:
         """The daemons of the first `steady` machines never die."""
-        self.keep_ended_s, self.steady = keep_ended_s, steady
+        self.retention_s, self.steady = retention_s, steady
         self.chance = random.Random(seed)
         self.clock = clock or Clock()
         self.memory = store or MemoryStore(self.clock)
@@ -255,7 +255,7 @@ class Fleet:
                 raise StoreUnavailable("cut off")
 
         store.before = cut
-        times = {"lease_s": LEASE_S, "adopt_timeout_s": ADOPT_S, "keep_ended_s": self.keep_ended_s}
+        times = {"lease_s": LEASE_S, "adopt_timeout_s": ADOPT_S, "retention_s": self.retention_s}
         placer = Scheduler(store, machine.node, f"i{self.started}", **times)
         machine.agent = FleetAgent(store, placer)
         for runner in machine.runners:
@@ -306,7 +306,7 @@ class Fleet:
                 daemon.written, daemon.version = value, None
             elif value != daemon.written:
                 found = daemon.store.read(key)
-                daemon.lease.hold(key, value, None if found is None else found.version)
+                daemon.lease.put(key, value, None if found is None else found.version)
                 daemon.written = value
         except StoreUnavailable:
             return

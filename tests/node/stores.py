@@ -18,6 +18,9 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
 
 class InterruptedStore:
     """What one client sees of `memory`. `before[n]` is called before its n-th request, and may raise.
@@ -83,9 +86,9 @@ class InterruptedLease:
     def ttl_s(self) -> float:
         return self._lease.ttl_s
 
-    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
-        self._store._request("hold", key)
-        return self._lease.hold(key, value, expected)
+    def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+        self._store._request("put", key)
+        return self._lease.put(key, value, expected)
 
     def renew(self) -> bool:
         self._store._request("renew", "")

@@ -72,7 +72,7 @@ def quiet(fleet: Fleet, path: Path) -> Footprint:
 
 def live_through(store: tuple[MemoryStore, Clock, Path], turns: int, chapters: int) -> None:
     memory, clock, path = store
-    fleet = Fleet(7, NODES, memory, clock, keep_ended_s=KEEP_S, steady=1)
+    fleet = Fleet(7, NODES, memory, clock, retention_s=KEEP_S, steady=1)
     placed = submitted = begun = 0
     before: list[Footprint] = []
     for chapter in range(chapters):

@@ -106,8 +106,8 @@ class NodeLease:
     def ttl_s(self) -> float:
         return self.lease.ttl_s
 
-    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
-        return self.way.ask(lambda: self.lease.hold(key, self.way.written(value), expected))
+    def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+        return self.way.ask(lambda: self.lease.put(key, self.way.written(value), expected))
 
     def renew(self) -> bool:
         return self.way.ask(lambda: self.lease.renew())

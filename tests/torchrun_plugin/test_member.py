@@ -101,9 +101,9 @@ class LineLease:
     def ttl_s(self) -> float:
         return self._lease.ttl_s
 
-    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+    def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         self._line._there()
-        return self._lease.hold(key, value, expected)
+        return self._lease.put(key, value, expected)
 
     def renew(self) -> bool:
         self._line._there()

@@ -25,9 +25,9 @@ from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.rendezvous.peer_links import PeerLinks
 from elasticd_agent.rendezvous.planner import LocalFacts, Planner
 from elasticd_agent.rendezvous.probe import ProbeServer, probe_nodes
-from elasticd_agent.rendezvous.registration import RenewalListener
 from elasticd_agent.rendezvous.spec_check import mismatch, spec_document
 from elasticd_agent.rendezvous.view import Requirements
+from elasticd_agent.store.lease import RenewalListener, ignore_renewals
 from elasticd_agent.store.open import any_agent_may_lead, open_store
 from elasticd_agent.system.addresses import format_endpoint, local_address
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
@@ -113,7 +113,7 @@ def join_job(
         single_key_cas=meets.backend == "c10d",
         attentive=attentive,
         keep_links=lines.keep,
-        renewed=renewed if shared else lambda lives_s, renewal_s: None,
+        renewed=renewed if shared else ignore_renewals,
     )
     if not shared:
         return JobMembership(node, incarnation, shared, InlineDriver(coordinator, facts), own)

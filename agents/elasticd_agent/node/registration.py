@@ -1,29 +1,25 @@
-"""Keeps this node's card in the store, under a lease: taken, renewed, replaced, and taken again after an outage.
+"""Registers this node: keeps its status in the store under a lease, and other keys of this agent under the same lease.
 
-It exists so that the deciding loop need not know how a name is kept. A card of this very daemon's, left by a process
-of it that was killed or replaced, is taken over at once; another daemon's is never touched while its lease lives. Other
-keys of this daemon's may live under the same lease, so that an idle daemon asks for one renewal.
+A status left by an earlier process of this agent, killed or replaced, is taken over at once. Another agent's is never
+touched while its lease lives.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from elasticd.errors import ElasticdError, StoreUnavailable, WireError
 from elasticd_agent.model.keys import decode_record
 from elasticd_agent.node import keys as names
 from elasticd_agent.node.records import NodeStatus
-from elasticd_agent.rendezvous.registration import RenewalListener, renew
 from elasticd_agent.store import Lease, Store
+from elasticd_agent.store.lease import LeasedKey, RenewalListener, ignore_renewals
 
 
 class NameTaken(ElasticdError):
-    """Another daemon has this node's name; the sentence says which."""
+    """Another agent has this node's name; the sentence says which."""
 
 
 class NodeStatusPublisher:
-    """Belongs to one thread."""
+    """Belongs to one thread. Every method may raise StoreUnavailable."""
 
     def __init__(
         self,
@@ -31,117 +27,56 @@ class NodeStatusPublisher:
         status: NodeStatus,
         lease_s: float,
         renewal_s: float,
-        on_renewal: RenewalListener = lambda lives_s, took_s: None,
+        on_renewal: RenewalListener = ignore_renewals,
     ) -> None:
-        self._store, self._key = store, names.NODES + status.node
-        self._lease_s, self._renewal_s = lease_s, renewal_s
-        self._on_renewal = on_renewal
-        self._written = status
-        self._version: int | None = None
-        self._lease: Lease | None = None
-        self.renew_at = 0.0
+        self._status = status
+        self._key = LeasedKey(
+            store, names.NODES + status.node, lease_s, renewal_s, is_own=self._is_own, on_renewal=on_renewal
+        )
 
     @property
     def registered(self) -> bool:
-        return self._lease is not None
+        return self._key.lease is not None
 
     def turn(self, status: NodeStatus, now: float) -> bool:
-        """Have `card` in the store. True if it was taken anew. Raises StoreUnavailable, NameTaken."""
-        lease = self._lease
-        if lease is not None and now >= self.renew_at:
-            if renew(lease, self._on_renewal):
-                self.renew_at = now + min(self._renewal_s, lease.ttl_s / 3)
-            else:
-                self._lease = lease = None
-        if lease is not None and (status == self._written or self._replace(lease, status)):
+        """Have `status` in the store. True if the node was registered anew. Raises NameTaken."""
+        alive = self._key.renew(now)
+        if alive and (status == self._status or self._key.replace(status.to_json())):
+            self._status = status
             return False
-        self._lease = None
-        self._announce(status, now)
+        if not self._key.create(status.to_json(), now, self._may_replace):
+            raise StoreUnavailable(f"{self._key.key}: other agents write it as fast as this one")
+        self._status = status
         return True
 
-    def _announce(self, status: NodeStatus, now: float) -> None:
-        for _ in range(3):
-            lease = self._store.announce(self._key, status.to_json(), self._lease_s)
-            if lease is not None:
-                self._lease, self._written, self._version = lease, status, None
-                self.renew_at = now + min(self._renewal_s, lease.ttl_s / 3)
-                self._on_renewal(lease.ttl_s, None)
-                return
-            found = self._store.read(self._key)
-            if found is None:
-                continue
-            other = self._read(found.value)
-            if other is None or other.incarnation != status.incarnation:
-                where = f", at {other.address}" if other is not None and other.address else ""
-                raise NameTaken(
-                    f"another agent is node {status.node!r}{where}: give this one another name (node in agent.toml), "
-                    "or stop that one"
-                )
-            self._store.delete(self._key)
-        raise StoreUnavailable(f"{self._key}: others write it as fast as we do")
-
-    def _replace(self, lease: Lease, status: NodeStatus) -> bool:
-        for _ in range(2):  # the second time with the version that a lost answer did not tell us
-            if self._version is None:
-                found = self._store.read(self._key)
-                other = None if found is None else self._read(found.value)
-                if found is None or other is None or other.incarnation != status.incarnation:
-                    return False
-                self._version = found.version
-            self._version = lease.hold(self._key, status.to_json(), self._version)
-            if self._version is not None:
-                self._written = status
-                return True
-        return False
-
     def check(self) -> None:
-        """Somebody may have removed the card behind our back: then it is taken anew. Raises StoreUnavailable."""
-        if self._lease is not None and self._store.read(self._key) is None:
-            lease, self._lease = self._lease, None
-            lease.withdraw()
+        """Give the lease up if the status was deleted; the next turn registers the node again."""
+        self._key.check()
 
     def withdraw(self) -> None:
-        """Take the card away. Raises StoreUnavailable; then it runs out by itself."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.withdraw()
+        """Delete the status. On StoreUnavailable it expires by itself."""
+        self._key.withdraw()
 
     def announce_with_node(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
-        """As `Store.announce`, for a key that shall live as long as the card does: it costs no renewal of its own.
+        """See LeasedKey.announce_beside."""
+        return self._key.announce_beside(key, value, ttl_s)
 
-        None: the key is there already, or the card is not. Raises StoreUnavailable.
-        """
-        lease = self._lease
-        if lease is None or lease.hold(key, value) is None:
-            return None
-        return _NodeLeaseKey(self._store, key, lease, lambda: self._lease is lease)
+    def _may_replace(self, value: bytes) -> bool:
+        other = self._decode(value)
+        if other is not None and other.incarnation == self._status.incarnation:
+            return True
+        where = f", at {other.address}" if other is not None and other.address else ""
+        raise NameTaken(
+            f"another agent is node {self._status.node!r}{where}: give this one another name (node in agent.toml), "
+            "or stop that one"
+        )
 
-    def _read(self, value: bytes) -> NodeStatus | None:
+    def _is_own(self, value: bytes) -> bool:
+        other = self._decode(value)
+        return other is not None and other.incarnation == self._status.incarnation
+
+    def _decode(self, value: bytes) -> NodeStatus | None:
         try:
-            return decode_record(NodeStatus, self._key, value)
+            return decode_record(NodeStatus, self._key.key, value)
         except WireError:
             return None
-
-
-@dataclass(frozen=True, slots=True)
-class _NodeLeaseKey:
-    """A key under the card's lease. `lives`: that lease is still the card's."""
-
-    store: Store
-    key: str
-    lease: Lease
-    alive: Callable[[], bool]
-
-    @property
-    def ttl_s(self) -> float:
-        return self.lease.ttl_s
-
-    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
-        return self.lease.hold(key, value, expected)
-
-    def renew(self) -> bool:
-        return self.alive()
-
-    def withdraw(self) -> None:
-        if self.alive():
-            self.store.delete(self.key)

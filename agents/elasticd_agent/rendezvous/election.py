@@ -129,7 +129,7 @@ class LeaderElection:
         assert lease is not None
         self._reread()
         self.preempt_at = None
-        version = lease.hold(self._key, self._presence.record.to_json(), expected)
+        version = lease.put(self._key, self._presence.record.to_json(), expected)
         if version is not None:
             self._key_taken(version)
         return now

@@ -38,13 +38,13 @@ from elasticd_agent.rendezvous.registration import (
     HangReportPublisher,
     NodeRegistration,
     Outbox,
-    RenewalListener,
     SpecAgreement,
     agree_on_spec,
     stopped_round,
 )
 from elasticd_agent.rendezvous.view import Wait
 from elasticd_agent.store import Store, Versioned, Watch
+from elasticd_agent.store.lease import RenewalListener, ignore_renewals
 from elasticd_agent.system.addresses import try_parse_endpoint
 
 NAME_RETRY_S = 0.5
@@ -78,7 +78,7 @@ class RendezvousMember:
         single_key_cas: bool = False,
         attentive: Callable[[], bool] = lambda: True,
         keep_links: Callable[[Mapping[str, tuple[str, int]]], None] = lambda nodes: None,
-        renewed: RenewalListener = lambda lives_s, renewal_s: None,
+        renewed: RenewalListener = ignore_renewals,
     ) -> None:
         """`keep_lines` is told to whom a standing connection shall be kept; `hung_up` hears of those that break.
 
@@ -216,7 +216,7 @@ class RendezvousMember:
         if self._away_since is not None:
             self._news.append(StoreAvailability(False, "the store answers again", now - self._away_since))
             self._away_since, self._tries = None, 0
-        times = (self._presence.renew_at, self._reread_at, until, self._chair.preempt_at, reach_at)
+        times = (self._presence.key.renew_at, self._reread_at, until, self._chair.preempt_at, reach_at)
         return min(at for at in times if at is not None)
 
     def _away(self, why: str, now: float) -> float:
@@ -226,7 +226,7 @@ class RendezvousMember:
             self._planner.reset()
         self._planner.store_up_since = float("inf")
         self._read_again()
-        self._presence.renew_at = now
+        self._presence.key.renew_at = now
         away_s = now - self._away_since
         if not self._agreement.done and away_s >= min(FIRST_CONTACT_S, self._policy.join_timeout_s):
             self._news.append(Rejected(f"no answer from the store within {away_s:.0f} s: {why}"))

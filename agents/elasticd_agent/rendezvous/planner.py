@@ -412,7 +412,7 @@ class Planner:
             for key in (self.keys.round, self.keys.spec):
                 found = self.store.read(key)
                 if found is not None:
-                    lease.hold(key, found.value, found.version)
+                    lease.put(key, found.value, found.version)
 
     def _delete_garbage(self) -> None:
         """A few at a time: nobody waits for it."""

@@ -7,7 +7,6 @@ behind our back is announced anew; one that is another agent's is never touched 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,21 +20,11 @@ from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeRefused
 from elasticd_agent.rendezvous.spec_check import is_later_run
 from elasticd_agent.store import Lease, Store
+from elasticd_agent.store.lease import LeasedKey, RenewalListener, ignore_renewals
 
 _ABANDONED_RUN = "a later run of this job has come, and nobody of this one is left"
 STOPPED_EXIT_CODE = 143
 """As a shell says it of SIGTERM: somebody wanted it to end."""
-RenewalListener = Callable[[float, float | None], None]
-"""Hears how long a lease lives, and how long it was tried to renew it; None: it has just been granted."""
-
-
-def renew(lease: Lease, tell: RenewalListener) -> bool:
-    """Renew it, and tell how long that took, or was tried. Raises StoreUnavailable."""
-    began = time.monotonic()
-    try:
-        return lease.renew()
-    finally:
-        tell(lease.ttl_s, time.monotonic() - began)
 
 
 def agree_on_spec(store: Store, keys: Keys, agreed: bytes, differences: Callable[[bytes, bytes], str | None]) -> str:
@@ -96,7 +85,7 @@ class SpecAgreement:
 
 
 class NodeRegistration:
-    """`turn` and `send` belong to one thread, `update` to any."""
+    """This node's record in the store. `turn` and `send` belong to one thread, `update` to any."""
 
     def __init__(
         self,
@@ -106,15 +95,18 @@ class NodeRegistration:
         record: NodeRecord,
         knock: Callable[[NodeRecord], object],
         attentive: Callable[[], bool],
-        renewed: RenewalListener = lambda lives_s, renewal_s: None,
+        renewed: RenewalListener = ignore_renewals,
     ) -> None:
-        self._store, self._key, self._policy = store, key, policy
-        self._knock, self._attentive, self._tell = knock, attentive, renewed
-        self._record, self._written, self._version = record, b"", 0
+        self.key = LeasedKey(store, key, policy.lease_s, policy.renewal_s, is_own=self._is_own, on_renewal=renewed)
+        self._knock = knock
+        self._attentive = attentive
+        self._record = record
         self._sent: NodeRecord | None = None
         self._lock = threading.Lock()
-        self.lease: Lease | None = None
-        self.renew_at = 0.0
+
+    @property
+    def lease(self) -> Lease | None:
+        return self.key.lease
 
     @property
     def record(self) -> NodeRecord:
@@ -126,89 +118,49 @@ class NodeRegistration:
             self._record = replace(self._record, **fields)
 
     def turn(self, now: float) -> bool:
-        """Keep the record alive, announce it where it is not. False: somebody else has the name.
+        """Renew the lease, or register the node if it is not registered. False: another agent has the name.
 
-        Raises StoreRefused if that is a living agent, StoreUnavailable.
+        Raises StoreRefused if that agent is alive, StoreUnavailable.
         """
-        if self.lease is not None and now >= self.renew_at and self._attentive():
-            if renew(self.lease, self._tell):
-                self._renewed(now, self.lease)
-            else:
-                self.lease = None
-        return self.lease is not None or self._register(now) or (self._free_name() and self._register(now))
-
-    def _renewed(self, now: float, lease: Lease) -> None:
-        self.renew_at = now + min(self._policy.renewal_s, lease.ttl_s / 3)
-
-    def _register(self, now: float) -> bool:
-        record = self._record
-        value = record.to_json()
-        self.lease = self._store.announce(self._key, value, self._policy.lease_s)
+        if self._attentive():
+            self.key.renew(now)
         if self.lease is None:
-            return False
-        self._written, self._version, self._sent = value, 0, record
-        self._tell(self.lease.ttl_s, None)
-        self._renewed(now, self.lease)
+            record = self._record
+            if not self.key.create(record.to_json(), now, self._may_replace):
+                return False
+            self._sent = record
         return True
 
-    def _free_name(self) -> bool:
-        """Somebody has our name: another agent, or we before we were killed, whose record may go."""
-        found = self._store.read(self._key)
-        if found is None:
+    def _may_replace(self, value: bytes) -> bool:
+        """Whether the record under our name may go: of this agent before it was killed, or of an agent that is gone."""
+        other = decode_record(NodeRecord, self.key.key, value)
+        if other.incarnation == self._record.incarnation:
             return True
-        other = decode_record(NodeRecord, self._key, found.value)
-        if other.incarnation != self._record.incarnation:
-            answer = self._knock(other)
-            if isinstance(answer, ProbeAlive) and answer.incarnation == other.incarnation:
-                raise StoreRefused(
-                    f"another agent takes part in this job as node {other.id!r}, at {other.address}; "
-                    "give this one another name with --node-id"
-                )
-            if not isinstance(answer, ProbeRefused):
-                return False  # it does not speak: its lease decides
-        self._store.delete(self._key)
-        return True
+        answer = self._knock(other)
+        if isinstance(answer, ProbeAlive) and answer.incarnation == other.incarnation:
+            raise StoreRefused(
+                f"another agent takes part in this job as node {other.id!r}, at {other.address}; "
+                "give this one another name with --node-id"
+            )
+        return isinstance(answer, ProbeRefused)  # the lease of an agent that does not answer decides
 
     def send(self) -> bool:
-        """Write the record if it has changed. False: the lease has ended behind our back, or the record is gone."""
-        record, lease = self._record, self.lease
-        if record is self._sent or lease is None:  # most turns
-            return lease is not None
-        value = record.to_json()
-        if value == self._written:
+        """Write the record if it has changed. False: the record or its lease is lost."""
+        record = self._record
+        if record is not self._sent and self.key.replace(record.to_json()):  # it is the same in most turns
             self._sent = record
-            return True
-        for _ in range(2):  # the second time with the version that a lost answer did not tell us
-            if not self._version:
-                found = self._store.read(self._key)
-                if found is None or not self._mine(found.value):
-                    break
-                self._version = found.version
-            version = lease.hold(self._key, value, self._version)
-            if version is not None:
-                self._version, self._written, self._sent = version, value, record
-                return True
-            self._version = 0
-        self.lease = None
-        return False
+        return self.lease is not None
 
     def check(self) -> None:
-        """Somebody may have deleted the record and left its lease alive: then both must come anew."""
-        if self.lease is None:
-            return
-        found = self._store.read(self._key)
-        if found is None or not self._mine(found.value):
-            lease, self.lease = self.lease, None
-            lease.withdraw()
-
-    def _mine(self, value: bytes) -> bool:
-        return decode_record(NodeRecord, self._key, value).incarnation == self._record.incarnation
+        """Give the lease up if the record was deleted or replaced; the next turn registers the node again."""
+        self.key.check()
 
     def withdraw(self) -> None:
-        """Take the record away, and whatever else is held by its lease. Raises StoreUnavailable."""
-        lease, self.lease = self.lease, None
-        if lease is not None:
-            lease.withdraw()
+        """Delete the record and every key under its lease. Raises StoreUnavailable."""
+        self.key.withdraw()
+
+    def _is_own(self, value: bytes) -> bool:
+        return decode_record(NodeRecord, self.key.key, value).incarnation == self._record.incarnation
 
 
 class Outbox:
@@ -268,10 +220,10 @@ class HangReportPublisher:
             self._version = None
         if seen is not None:
             key, value = self._keys.hang_reports(seen.round) + self._node, seen.to_json()
-            version = lease.hold(key, value, self._version)
+            version = lease.put(key, value, self._version)
             if version is None:
                 found = self._store.read(key)
-                version = lease.hold(key, value, None if found is None else found.version)
+                version = lease.put(key, value, None if found is None else found.version)
             self._version = version
         self._told = seen
         return True

@@ -28,7 +28,7 @@ class Lease(Protocol):
         """What the store granted, which may differ from what was asked for."""
         ...
 
-    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+    def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         """Set `key` if its version is `expected` (None: if it is not there), to live as long as this lease.
 
         Returns its version; None: the race was lost, nothing has changed.

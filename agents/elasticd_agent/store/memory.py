@@ -64,7 +64,7 @@ class MemoryStore:
         with self._lock:
             self._expire()
             lease = _MemoryLease(self, ttl_s, self._clock() + ttl_s)
-            return lease if lease.hold(key, value) is not None else None
+            return lease if lease.put(key, value) is not None else None
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
         with self._lock:
@@ -108,7 +108,7 @@ class _MemoryLease:
     ttl_s: float
     expires_at: float
 
-    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+    def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         with self.store._lock:
             self.store._expire()
             if self.store._version_of(key) != expected or self.expires_at <= self.store._clock():

@@ -1,12 +1,11 @@
-"""One node's part in a torchrun job's rounds: it is announced under a lease, sees the others, and helps to form rounds.
+"""One node's part in the rounds of a torchrun job: registers it under a lease, follows the job, proposes rounds.
 
-It exists so that torchrun's agent, which only asks now and then, has an answer at once: a thread keeps the lease, looks
-at the job and remembers it. What the agent asks every 0.1 s (`waiting`) never talks to the store. It never restarts
-anything, and never reads another machine's clock.
+torchrun's agent polls its handler every 0.1 s (`membership_change`) and must not wait for the store, so a thread of the
+participant's own keeps the lease, reads the job after each change and stores what it read.
 
-    /elasticd/v1/jobs/<id>/torchrun/nodes/<node>.<n>   Candidate, under the node's lease; n: its n-th announcement
+    /elasticd/v1/jobs/<id>/torchrun/nodes/<node>.<n>   Candidate, under the node's lease; n: its n-th registration
     /elasticd/v1/jobs/<id>/torchrun/round              TorchrunRound, by compare-and-swap only
-    /elasticd/v1/jobs/<id>/torchrun/closed             Closed; it and the round go CLOSED_S later
+    /elasticd/v1/jobs/<id>/torchrun/closed             JobClosed; it and the round are deleted RETENTION_S later
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from dataclasses import dataclass
 
 from elasticd.errors import ElasticdError, StoreRefused, StoreUnavailable, WireError
 from elasticd_agent.model.codec import Document
-from elasticd_agent.store import Lease, Store, Versioned, Watch
+from elasticd_agent.store import Store, Versioned, Watch
+from elasticd_agent.store.lease import LeasedKey
 from elasticd_agent.torchrun_plugin.plan import (
     Candidate,
     LiveCandidate,
@@ -34,18 +34,18 @@ from elasticd_agent.torchrun_plugin.plan import (
 )
 
 RETENTION_S = 600.0
-"""As any ended job's records: late nodes are told, then the id may be used again."""
+"""As for every ended job: nodes that start late are refused until then; afterwards the id can be used again."""
 DEBOUNCE_S = 0.05
-"""Changes that come together are looked at together."""
+"""Changes within this time are read together."""
 REREAD_RENEWALS = 5
-"""A watch is a hint: in peace the job is looked at every so many renewals anyway."""
+"""Renewals between two reads without a change, because a watch is a hint and may miss something."""
 OUTAGE_LEASES = 10
-"""How long a join bears with a store that is away, in leases (30 s by default): as long as a slow restart of etcd."""
+"""Leases for which a join tolerates a store outage (30 s by default): as long as a slow restart of etcd takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobClosed(Document):
-    """The job has ended, for all nodes; `by` is the one that said so."""
+    """The job has ended for all nodes."""
 
     closed_by: str
 
@@ -57,9 +57,10 @@ class JoinTimedOut:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """Seconds. `lease_s` is asked for; what the store grants counts."""
+    """Seconds."""
 
     lease_s: float
+    """Requested; the store may grant another time."""
     renewal_s: float
 
 
@@ -71,76 +72,81 @@ class Participant:
         store: Store,
         job: str,
         node: str,
-        asked: TorchrunRequirements,
+        requirements: TorchrunRequirements,
         times: LeaseTimes,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._node, self._asked, self._times, self._say, self._clock = (
-            *(store, node, asked, times),
-            *(say, clock),
-        )
+        self._store = store
+        self._node = node
+        self._requirements = requirements
+        self._times = times
+        self._log = log
+        self._clock = clock
         self._root = f"/elasticd/v1/jobs/{job}/torchrun/"
-        self._round_key, self._closed_key = f"{self._root}round", f"{self._root}closed"
+        self._round_key = f"{self._root}round"
+        self._closed_key = f"{self._root}closed"
         # Shared with the thread, under this condition:
         self._changed = threading.Condition()
         self._candidate: Candidate | None = None
-        self._mine: TorchrunRound | None = None
-        self._past = 0
+        self._own_round: TorchrunRound | None = None
+        self._last_number = 0
         self._view: TorchrunView | None = None
-        self._why = "the store has not been reached yet"
-        self._fault: ElasticdError | None = None
+        self._why = "the store has not answered yet"
+        self._error: ElasticdError | None = None
         self._up_since: float | None = None
         self._down_since: float | None = None
         self._granted_s = times.lease_s
-        # Set from anywhere; a watch's callback must not take a lock:
+        # Set from any thread; a watch's callback must not take a lock:
         self._wake = threading.Event()
         self._stopping = False
-        self._dirty = self._urgent = True
+        self._dirty = True
+        self._urgent = True
         # The thread's own:
         self._thread: threading.Thread | None = None
         self._watch: Watch | None = None
-        self._lease: Lease | None = None
-        self._announced: tuple[Candidate, str, int] | None = None
-        self._announcements = 0
-        self._renewed_at = self._looked_at = 0.0
+        self._registration: LeasedKey | None = None
+        self._registrations = 0
+        self._read_at = 0.0
         self._round_version: int | None = None
         self._since: dict[tuple[str, int, int], float] = {}
-        self._garbage: set[str] = set()
+        self._undecodable: set[str] = set()
 
     # ---- for torchrun's thread
 
-    def join(self, seat: TorchrunMember, deadline: float) -> TorchrunRound | JobClosed | JoinTimedOut:
-        """Wait for a round with this seat in it. Raises StoreUnavailable after a long outage, StoreRefused, WireError.
+    def join(self, member: TorchrunMember, deadline: float) -> TorchrunRound | JobClosed | JoinTimedOut:
+        """Wait for a round with this member. Raises StoreUnavailable after a long outage, StoreRefused, WireError.
 
-        Whatever comes of it but a round, this node is no candidate any more.
+        Unless it returns a round, this node is no candidate afterwards.
         """
         with self._changed:
-            self._mine = None
-            self._candidate = Candidate(seat, self._past)
-            self._nudge()
+            self._own_round = None
+            self._candidate = Candidate(member, self._last_number)
+            self._hurry()
             self._start()
             try:
-                while (outcome := self._joined(seat, deadline)) is None:
+                while (outcome := self._outcome(member, deadline)) is None:
                     self._changed.wait(max(0.0, min(deadline - self._clock(), self._times.renewal_s)))
             finally:
-                if self._mine is None:
+                if self._own_round is None:
                     self._candidate = None
-                    self._nudge()
+                    self._hurry()
             return outcome
 
     def membership_change(self) -> MembershipChange:
-        """Whose coming or going calls for a new round. Nobody's while the store is away: nothing is known then."""
+        """The changes that need a new round; none during a store outage, when nothing is known."""
         with self._changed:
-            if self._view is None or self._mine is None or self._down_since is not None:
+            if self._view is None or self._own_round is None or self._down_since is not None:
                 return MembershipChange(0, "")
             now = self._clock()
-            return membership_change(self._view, self._mine, self._asked, now, settled=self._settled(now))
+            return membership_change(
+                self._view, self._own_round, self._requirements, now, settled=self._is_settled(now)
+            )
 
     @property
     def is_member(self) -> bool:
-        """True from a successful join to the next one."""
-        return self._mine is not None
+        """True from a successful join to the next join."""
+        return self._own_round is not None
 
     def closed(self) -> JobClosed | None:
         """Raises StoreUnavailable, StoreRefused, WireError."""
@@ -149,18 +155,18 @@ class Participant:
 
     def close(self) -> None:
         """End the job for all nodes. Raises StoreUnavailable, StoreRefused."""
-        # Never renewed: both keys go by themselves, also when everybody has left.
+        # The lease is never renewed: both keys expire by themselves, also when every node has left.
         lease = self._store.announce(self._closed_key, JobClosed(self._node).to_json(), RETENTION_S)
         found = self._store.read(self._round_key) if lease is not None else None
         if lease is not None and found is not None:
-            lease.hold(self._round_key, found.value, found.version)
+            lease.put(self._round_key, found.value, found.version)
 
     def wait_for_others(self, deadline: float) -> bool:
-        """Wait until no other member of this node's round is there any more. False: they are still."""
+        """Wait until no other member of this node's round is registered. False: some still are."""
         with self._changed:
-            while (members := self._mine) is not None and self._view is not None and self._down_since is None:
-                there = {p.node for p in self._view.candidates} - {self._node}
-                if not there & {m.node for m in members.members}:
+            while (own := self._own_round) is not None and self._view is not None and self._down_since is None:
+                registered = {p.node for p in self._view.candidates} - {self._node}
+                if not registered & {m.node for m in own.members}:
                     return True
                 if self._clock() >= deadline:
                     return False
@@ -178,157 +184,145 @@ class Participant:
     def _start(self) -> None:
         if self._thread is None:
             self._stopping = False
-            self._thread = threading.Thread(target=self._keep, name="elasticd-rendezvous", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="elasticd-rendezvous", daemon=True)
             self._thread.start()
 
-    def _joined(self, seat: TorchrunMember, deadline: float) -> TorchrunRound | JobClosed | JoinTimedOut | None:
-        if self._fault is not None:
-            raise self._fault
+    def _outcome(self, member: TorchrunMember, deadline: float) -> TorchrunRound | JobClosed | JoinTimedOut | None:
+        if self._error is not None:
+            raise self._error
         view, now = self._view, self._clock()
         if view is not None and view.closed_by is not None:
             return JobClosed(view.closed_by)
         current = view.current if view is not None else None
-        if current is not None and current.number > self._past and (rank := current.rank(self._node)) is not None:
-            self._past = current.number
-            if current.members[rank] == seat:
-                self._mine = current
-                return current
-            # A round formed for an earlier join of this node, which has given up since.
-            self._candidate = Candidate(seat, self._past)
-            self._nudge()
+        if current is not None and current.number > self._last_number:
+            rank = current.rank(self._node)
+            if rank is not None:
+                self._last_number = current.number
+                if current.members[rank] == member:
+                    self._own_round = current
+                    return current
+                # The round was formed for an earlier join of this node that has timed out since.
+                self._candidate = Candidate(member, self._last_number)
+                self._hurry()
         if now >= deadline:
             return JoinTimedOut(self._why)
         if self._down_since is not None and now - self._down_since >= OUTAGE_LEASES * self._times.lease_s:
             raise StoreUnavailable(self._why)
         return None
 
-    def _settled(self, now: float) -> bool:
-        """True once every node that lives has had the time to be announced again after an outage."""
+    def _is_settled(self, now: float) -> bool:
+        """Whether every live node has had the time to register again after an outage."""
         return self._up_since is not None and now - self._up_since >= self._granted_s + self._times.renewal_s
 
-    def _nudge(self) -> None:
+    def _hurry(self) -> None:
         self._urgent = True
         self._wake.set()
 
     # ---- the thread
 
-    def _keep(self) -> None:
+    def _run(self) -> None:
         while not self._stopping:
             self._wake.clear()
             try:
                 pause = self._turn()
             except StoreUnavailable as e:
-                self._away(e)
+                self._on_outage(e)
                 pause = self._times.renewal_s / 2
             except (StoreRefused, WireError) as e:
                 with self._changed:
-                    self._fault = e
+                    self._error = e
                     self._changed.notify_all()
                 pause = self._times.renewal_s
             self._wake.wait(pause)
         try:
             self._withdraw()
         except (StoreUnavailable, StoreRefused) as e:
-            self._say(f"the announcement runs out by itself: {e}")
+            self._log(f"the registration stays until its lease ends: {e}")
         if self._watch is not None:
             self._watch.close()
             self._watch = None
 
     def _turn(self) -> float:
-        """One look at everything that is due. Returns how long nothing else will be. Raises what the store raises."""
+        """Do what is due. Returns the seconds until something else is. Raises what the store raises."""
         if self._watch is None:
-            self._watch = self._store.watch(self._root, self._told)
-        self._announce()
-        if self._look_in(self._clock()) <= 0:
-            self._look()
-        until = self._decide()
+            self._watch = self._store.watch(self._root, self._on_change)
+        renewal_at = self._register()
+        if self._read_in(self._clock()) <= 0:
+            self._read()
+        again_at = self._decide()
         now = self._clock()
-        due = [self._renewed_at + self._times.renewal_s - now, self._look_in(now)]
-        if until is not None:
-            due.append(until - now)
+        due = [self._read_in(now), *(at - now for at in (renewal_at, again_at) if at is not None)]
         return max(0.0, min(due))
 
-    def _told(self, key: str) -> None:
+    def _on_change(self, key: str) -> None:
         self._dirty = True
         if key in (self._round_key, self._closed_key):
             self._urgent = True
         self._wake.set()
 
-    def _announce(self) -> None:
+    def _register(self) -> float | None:
+        """Have the candidate in the store. Returns when its lease has to be renewed."""
         with self._changed:
             candidate = self._candidate
         if candidate is None:
             self._withdraw()
-            return
-        now = self._clock()
-        if self._lease is not None and now >= self._renewed_at + self._times.renewal_s:
-            if self._lease.renew():
-                self._renewed_at = now
-            else:
-                self._lease = None
-        if self._lease is not None and self._announced is not None and self._announced[0] != candidate:
-            _, key, version = self._announced
-            now_version = self._lease.hold(key, candidate.to_json(), version)
-            if now_version is None:
-                self._lease = None
-            else:
-                self._announced = (candidate, key, now_version)
-        if self._lease is None:
-            self._announce_anew(candidate)
-
-    def _announce_anew(self, candidate: Candidate) -> None:
-        # A name never used before: an earlier announcement may still be there, of a request whose answer got lost.
-        self._announcements += 1
-        key = f"{self._root}nodes/{self._node}.{self._announcements}"
-        now = self._clock()
-        lease = self._store.announce(key, candidate.to_json(), self._times.lease_s)
-        found = None if lease is None else self._store.read(key)
-        if lease is None or found is None:
-            raise StoreUnavailable(f"{key} was announced and is gone")
-        self._lease, self._announced, self._renewed_at = lease, (candidate, key, found.version), now
-        with self._changed:
-            self._granted_s = lease.ttl_s
-        self._urgent = True
+            return None
+        now, value = self._clock(), candidate.to_json()
+        registration = self._registration
+        if registration is None or not registration.renew(now) or not registration.replace(value):
+            # A name never used before: an earlier registration may exist, made by a request whose answer was lost.
+            self._registrations += 1
+            key = f"{self._root}nodes/{self._node}.{self._registrations}"
+            times = self._times
+            registration = LeasedKey(self._store, key, times.lease_s, times.renewal_s, is_own=lambda value: True)
+            if not registration.create(value, now) or registration.lease is None:
+                raise StoreUnavailable(f"{key} exists already")
+            self._registration = registration
+            with self._changed:
+                self._granted_s = registration.lease.ttl_s
+            self._urgent = True
+        return registration.renew_at
 
     def _withdraw(self) -> None:
-        if self._lease is not None:
-            lease, self._lease, self._announced = self._lease, None, None
-            lease.withdraw()
+        registration, self._registration = self._registration, None
+        if registration is not None:
+            registration.withdraw()
 
-    def _look_in(self, now: float) -> float:
-        """Seconds until the next look. Of those that wait, only the first in line follows every change: else N nodes
-        that join would each read N records N times. The others see the round, or after a renewal that it does not come.
+    def _read_in(self, now: float) -> float:
+        """Seconds until the next read. Only the first node in the join queue follows every change, or N joining nodes
+        would each read N records N times. The others read when a round is published, or after a renewal.
         """
         with self._changed:
-            view, joining, settled = self._view, self._mine is None, self._settled(now)
+            view, joining, settled = self._view, self._own_round is None, self._is_settled(now)
         if view is None or self._urgent:
             return 0.0
         queue = join_queue(view) if joining else []
         if self._dirty and (not queue or queue[0].node == self._node):
-            return self._looked_at + DEBOUNCE_S - now
+            return self._read_at + DEBOUNCE_S - now
         often = joining or not settled
-        return self._looked_at + self._times.renewal_s * (1 if often else REREAD_RENEWALS) - now
+        return self._read_at + self._times.renewal_s * (1 if often else REREAD_RENEWALS) - now
 
-    def _look(self) -> None:
-        self._dirty = self._urgent = False  # before reading: what changes meanwhile is looked at again
+    def _read(self) -> None:
+        self._dirty = False  # before the read: a change during it is read again
+        self._urgent = False
         found = self._store.list(self._root)
-        now = self._looked_at = self._clock()
+        now = self._read_at = self._clock()
         current, closed = found.get(self._round_key), found.get(self._closed_key)
         view = TorchrunView(
             current=None if current is None else TorchrunRound.from_json(current.value),
-            candidates=self._here(found, now),
+            candidates=self._candidates(found, now),
             closed_by=None if closed is None else JobClosed.from_json(closed.value).closed_by,
         )
         self._round_version = None if current is None else current.version
         with self._changed:
             if self._down_since is not None:
-                self._say(f"the store answers again after {now - self._down_since:.1f} s")
+                self._log(f"the store answers again after {now - self._down_since:.1f} s")
             if self._down_since is not None or self._up_since is None:
                 self._down_since, self._up_since = None, now
-            self._view, self._fault = view, None
+            self._view, self._error = view, None
             self._changed.notify_all()
 
-    def _here(self, found: dict[str, Versioned], now: float) -> tuple[LiveCandidate, ...]:
+    def _candidates(self, found: dict[str, Versioned], now: float) -> tuple[LiveCandidate, ...]:
         newest: dict[str, tuple[int, Candidate]] = {}
         for key, item in found.items():
             if not key.startswith(f"{self._root}nodes/"):
@@ -336,29 +330,31 @@ class Participant:
             try:
                 candidate = Candidate.from_json(item.value)
             except WireError as e:
-                if key not in self._garbage:
-                    self._say(f"{key} is not understood and ignored: {e}")
-                self._garbage.add(key)
+                if key not in self._undecodable:
+                    self._log(f"{key} cannot be decoded and is ignored: {e}")
+                self._undecodable.add(key)
                 continue
             node = candidate.member.node
             if node not in newest or newest[node][0] < item.version:
                 newest[node] = (item.version, candidate)
-        names = {(c.member.node, c.after_round, c.member.port): c for _, c in newest.values()}
-        self._since = {name: self._since.get(name, now) for name in names}
-        return tuple(LiveCandidate(candidate, self._since[name]) for name, candidate in names.items())
+        joins = {(c.member.node, c.after_round, c.member.port): c for _, c in newest.values()}
+        self._since = {join: self._since.get(join, now) for join in joins}
+        return tuple(LiveCandidate(candidate, self._since[join]) for join, candidate in joins.items())
 
     def _decide(self) -> float | None:
-        """Form the next round if it is time; give an emptied store its round back. Returns when to ask again."""
+        """Publish the next round if it is due; publish ours again in a store that lost its data. Returns when to ask
+        again.
+        """
         now = self._clock()
         with self._changed:
-            view, mine, settled = self._view, self._mine, self._settled(now)
-            joining = self._candidate is not None and mine is None
+            view, own, settled = self._view, self._own_round, self._is_settled(now)
+            joining = self._candidate is not None and own is None
         if view is None or view.closed_by is not None:
             return None
-        if mine is not None and (view.current is None or view.current.number < mine.number):
-            self._publish(mine)
+        if own is not None and (view.current is None or view.current.number < own.number):
+            self._publish(own)
         elif joining:
-            verdict = next_round(view, self._asked, now, settled=settled)
+            verdict = next_round(view, self._requirements, now, settled=settled)
             if isinstance(verdict, NoRoundYet):
                 with self._changed:
                     self._why = verdict.why
@@ -367,15 +363,15 @@ class Participant:
         return None
 
     def _publish(self, proposal: TorchrunRound) -> None:
-        """A lost race is no news: the round that won is seen next."""
+        """If another node's round wins the race, the next read returns it."""
         self._urgent = True
         if self._store.compare_and_swap(self._round_key, self._round_version, proposal.to_json()):
-            self._say(f"round {proposal.number}, {len(proposal.members)} node(s), rank 0 on {proposal.members[0].node}")
+            self._log(f"round {proposal.number}, {len(proposal.members)} node(s), rank 0 on {proposal.members[0].node}")
 
-    def _away(self, error: StoreUnavailable) -> None:
+    def _on_outage(self, error: StoreUnavailable) -> None:
         with self._changed:
             if self._down_since is None:
-                self._say(f"the store is away, which restarts nothing: {error}")
+                self._log(f"the store does not answer, which restarts nothing: {error}")
                 self._down_since = self._clock()
             self._why = str(error)
             self._changed.notify_all()

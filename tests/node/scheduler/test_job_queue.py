@@ -48,7 +48,7 @@ def store(opened: tuple[Store, Callable[[], Store]]) -> Store:
 
 
 def submit(store: Store, job: str | None = "llm", **more: object) -> Submission:
-    fields: dict[str, object] = {"nodes": (1, 2), "slots": (2, 4), "by": "ann", "at": 5.0, **more}
+    fields: dict[str, object] = {"nodes": (1, 2), "slots": (2, 4), "submitted_by": "ann", "submitted_at": 5.0, **more}
     return queue.submit(store, '{"command": ["train.py"]}', job=job, **fields)  # type: ignore[arg-type]
 
 
@@ -94,7 +94,7 @@ def test_many_at_once_are_all_there_with_a_number_each(opened: tuple[Store, Call
 
 def test_of_two_with_one_id_at_once_one_is_told_that_the_other_was_faster(store: Store) -> None:
     for turn in range(10):
-        answers = at_once([partial(submit, store, f"j{turn}", by=by) for by in ("ann", "bob")])
+        answers = at_once([partial(submit, store, f"j{turn}", submitted_by=by) for by in ("ann", "bob")])
         made = [a for a in answers if isinstance(a, Submission)]
         (refused,) = [a for a in answers if isinstance(a, UsageError)]
         assert len(made) == 1
@@ -196,12 +196,12 @@ def test_what_was_understood_once_is_not_again_and_what_has_changed_is(
         understood.append(key)
         return keys.decode_record(kind, key, value)
 
-    monkeypatch.setattr(looking, "understood", counted)
+    monkeypatch.setattr(looking, "decode_record", counted)
     eye = looking.StoreSnapshot(store)
     made = [submit(store, f"job{i}", token=f"word{i}") for i in range(5)]
     understood.clear()
     assert set(eye.view().submissions) == set(made)
-    assert submit(store, "job3", token="word3", looking=eye) == made[3]
+    assert submit(store, "job3", token="word3", snapshot=eye) == made[3]
     assert sorted(understood) == [names.SUBMISSIONS + f"job{i}" for i in range(5)]
     understood.clear()
     ending = queue.cancel(store, "job2", "ann", 7.0)

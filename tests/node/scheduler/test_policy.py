@@ -258,7 +258,7 @@ def test_a_job_that_ended_leaves_its_slots_to_others_and_its_record_alone() -> N
 
 
 def test_an_ending_of_an_earlier_run_ends_nothing() -> None:
-    again = view(job(number=7), nodes={"n1": 4}, endings=(JobResult("a", 3, "failed", 1, ""),))
+    again = view(job(number=7), nodes={"n1": 4}, results=(JobResult("a", 3, "failed", 1, ""),))
     (placement,) = schedule(replace(again, placements=(Placement("a", 3, (SlotAssignment("n1", (0,)),), ""),)))
     assert (placement.number, placement.assignments) == (7, (SlotAssignment("n1", (0, 1, 2, 3)),))
 

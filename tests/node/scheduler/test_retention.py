@@ -74,7 +74,7 @@ class Queue:
 
 
 def test_records_go_after_their_time_all_of_them_and_nobody_elses() -> None:
-    over = Queue(keep_ended_s=100.0)
+    over = Queue(retention_s=100.0)
     before = set(over.memory.list(""))
     over.run("llm")
     over.memory.compare_and_swap(Keys("llmer").round, None, b"somebody else's")
@@ -90,7 +90,7 @@ def test_records_go_after_their_time_all_of_them_and_nobody_elses() -> None:
 
 @pytest.mark.parametrize("at", [0.0, -1e12, 4e12])
 def test_no_hosts_time_of_day_decides_it_and_placers_go_on_where_others_were(at: float) -> None:
-    over = Queue(keep_ended_s=10 * HOUR, lease_s=2000.0, renewal_s=600.0)
+    over = Queue(retention_s=10 * HOUR, lease_s=2000.0, renewal_s=600.0)
     over.run("llm", at)
     for _ in range(9):
         over.turns(HOUR, 600.0)
@@ -105,7 +105,7 @@ def test_no_hosts_time_of_day_decides_it_and_placers_go_on_where_others_were(at:
 
 
 def test_while_nobody_places_nothing_grows_old() -> None:
-    over = Queue(keep_ended_s=2 * HOUR, lease_s=2000.0)
+    over = Queue(retention_s=2 * HOUR, lease_s=2000.0)
     over.run("llm")
     over.turns(HOUR, 600.0)
     over.placer.close()
@@ -119,7 +119,7 @@ def test_while_nobody_places_nothing_grows_old() -> None:
 
 @pytest.mark.parametrize("text", [None, b"", b"x", b"-1", b"9" * 300])
 def test_a_clock_that_is_lost_or_damaged_goes_on_where_records_say_it_was(text: bytes | None) -> None:
-    over = Queue(keep_ended_s=5 * HOUR, lease_s=2000.0)
+    over = Queue(retention_s=5 * HOUR, lease_s=2000.0)
     over.turns(3 * HOUR, 600.0)
     over.run("llm")
     over.turns(HOUR, 600.0)
@@ -138,7 +138,7 @@ def test_a_clock_that_is_lost_or_damaged_goes_on_where_records_say_it_was(text: 
 
 
 def test_too_many_are_too_many_the_oldest_go_first() -> None:
-    over = Queue(keep_ended_s=1e9, kept=5)
+    over = Queue(retention_s=1e9, max_results=5)
     for n in range(20):
         over.run(f"j{n}")
         over.turns(1)
@@ -149,7 +149,7 @@ def test_too_many_are_too_many_the_oldest_go_first() -> None:
 
 def test_a_jobs_keys_that_somebody_else_uses_stay() -> None:
     """`elasticd run` may have a job of the same name in the same store."""
-    over = Queue(keep_ended_s=10.0)
+    over = Queue(retention_s=10.0)
     for job, other in (("run", "theirs"), ("garbage", None), ("live", "")):
         wants = over.run(job)
         found = over.memory.read(Keys(job).round)
@@ -166,7 +166,7 @@ def test_a_jobs_keys_that_somebody_else_uses_stay() -> None:
 
 
 def test_an_ended_job_that_never_had_a_place_goes_too() -> None:
-    over = Queue(keep_ended_s=10.0)
+    over = Queue(retention_s=10.0)
     queue.submit(over.memory, "{}", job="huge", nodes=(9, 9), slots=(1, 1), submitted_by="", submitted_at=0.0)
     queue.cancel(over.memory, "huge", "", 0.0)
     over.turns(5)
@@ -176,7 +176,7 @@ def test_an_ended_job_that_never_had_a_place_goes_too() -> None:
 
 
 def test_what_cannot_be_removed_costs_little_and_holds_up_nobody() -> None:
-    over = Queue(keep_ended_s=10.0)
+    over = Queue(retention_s=10.0)
     for n in range(10):
         over.run(f"j{n}")
     broken = [f"j{n}" for n in range(6)]
@@ -196,7 +196,7 @@ def test_what_cannot_be_removed_costs_little_and_holds_up_nobody() -> None:
 
 
 def test_an_ending_whose_submission_is_gone_goes_too() -> None:
-    over = Queue(keep_ended_s=10.0)
+    over = Queue(retention_s=10.0)
     over.run("llm")
     over.memory.delete(names.SUBMISSIONS + "llm")
     over.turns(12 + REFRESH_S)
@@ -256,7 +256,7 @@ def over_again(over: Queue) -> Submission:
 def test_a_placer_that_dies_at_any_moment_of_the_removal_leaves_nothing_for_good() -> None:
     count = each_request(lambda over: over.run("llm"))
     for at in range(1, count + 1):
-        over = Queue(keep_ended_s=10.0)
+        over = Queue(retention_s=10.0)
         over.run("llm")
         over.placer.turn(over.clock.now)
         (ending,) = queue.read_view(over.memory).results

@@ -118,7 +118,7 @@ def _remove(store: Store, ending: JobResult, lease: Lease) -> bool:
     if wants.number != ending.number:
         return False
     going = replace(wants, spec="", removed=True).to_json()
-    if lease.hold(key, going, None if found is None else found.version) is None:
+    if lease.put(key, going, None if found is None else found.version) is None:
         return False
     if not _remove_own(store, ending, lease):
         return False
@@ -157,7 +157,7 @@ def _taken(store: Store, lease: Lease, key: str, number: int) -> bool:
             return False
     except WireError:
         pass  # nobody can tell what it is about: it goes with the rest
-    return lease.hold(key, found.value, found.version) is not None
+    return lease.put(key, found.value, found.version) is not None
 
 
 # ---- files

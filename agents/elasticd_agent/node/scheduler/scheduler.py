@@ -24,6 +24,7 @@ from elasticd_agent.node.scheduler import policy as placing
 from elasticd_agent.node.scheduler import retention as ended
 from elasticd_agent.store import Lease, Store, Watch
 from elasticd_agent.store.cache import StoreCache
+from elasticd_agent.store.lease import LeasedKey
 
 D = TypeVar("D", bound=Document)
 
@@ -54,8 +55,7 @@ class Scheduler:
     changed: Callable[[], None] = lambda: None
     announce: Callable[[str, bytes, float], Lease | None] | None = None
     version: int | None = None  # the key's, while it is ours
-    _lease: Lease | None = None
-    _renew_at: float = 0.0
+    _key: LeasedKey = field(init=False)
     _try_at: float = 0.0  # while another daemon has the key
     _key_watch: Watch | None = None
     _read_at: float = float("-inf")
@@ -73,6 +73,9 @@ class Scheduler:
     def __post_init__(self) -> None:
         self._clock = ended.SchedulerClock(self.store)
         self._copies = StoreCache(self.store, self._sentences.append)
+        self._key = LeasedKey(
+            self.store, names.SCHEDULER, self.lease_s, self.renewal_s, is_own=self._is_own, announce=self.announce
+        )
 
     @property
     def is_leader(self) -> bool:
@@ -102,19 +105,12 @@ class Scheduler:
         if self._key_watch is not None:
             self._key_watch.close()
             self._key_watch = None
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.withdraw()
+        self._key.withdraw()
 
     # ---- the key
 
     def _hold(self, now: float) -> bool:
-        if self._lease is not None and now >= self._renew_at:
-            if self._lease.renew():
-                self._renew_at = now + min(self.renewal_s, self._lease.ttl_s / 3)
-            else:
-                self._lease = None
-        if self._lease is None:
+        if not self._key.renew(now):
             if now < self._try_at:
                 return False
             if self._key_watch is None:
@@ -124,21 +120,19 @@ class Scheduler:
             # To ask every second would cost a large store more than all else; its watch says when the key is free, and
             # may say so while we ask.
             self._try_at = now + REFRESH_S
-            self._lease = (self.announce or self.store.announce)(names.SCHEDULER, value, self.lease_s)
-            if self._lease is None:
+            if not self._key.create(value, now):
                 return False
-            self._renew_at = now + min(self.renewal_s, self._lease.ttl_s / 3)
         if self.version is None:
-            found = self.store.read(names.SCHEDULER)
-            if found is None or not self._mine(found.value):
+            version = self._key.read_version()
+            if version is None:
                 self.close()
                 return False
-            self.version = found.version
+            self.version = version
             self._watch = self.store.watch(f"{names.ROOT}/", self._hint)
             self._sentences.append(f"{self.node} places jobs from now on")
         return True
 
-    def _mine(self, value: bytes) -> bool:
+    def _is_own(self, value: bytes) -> bool:
         try:
             said = json.loads(value)
         except ValueError:

@@ -99,12 +99,12 @@ class Operations:
         lease, first = secrets.token_hex(8), _FIRST_COUNT + secrets.randbits(32)
         self._wire.set(lease_key(lease), str(first).encode())
         self._wire.append(LEASES, entry(f"{lease} {round(ttl_s * 1000)}"))
-        if self.hold(lease, first, key, value, None) is None:
+        if self.put(lease, first, key, value, None) is None:
             self.withdraw(lease, first)
             return None
         return [lease, first]
 
-    def hold(self, lease: str, first: int, key: str, value: str, expected: int | None) -> int | None:
+    def put(self, lease: str, first: int, key: str, value: str, expected: int | None) -> int | None:
         if not self._alive(lease, first):
             return None
         # Before the key itself, so that whatever happens to us in between, the host finds the key when the lease ends.

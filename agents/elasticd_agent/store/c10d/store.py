@@ -127,12 +127,12 @@ class _C10dLease:
     ended: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+    def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         if self.ended:
             return None
         args = {"lease": self.name, "first": self.first}
         version: int | None = self.connection.call(
-            "hold", key=_named(key), value=_text(value), expected=expected, **args
+            "put", key=_named(key), value=_text(value), expected=expected, **args
         )
         return version
 

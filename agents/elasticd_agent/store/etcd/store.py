@@ -153,7 +153,7 @@ class _EtcdLease:
     def ttl_s(self) -> float:
         return self._ttl_s
 
-    def hold(self, key: str, value: bytes, expected: int | None = None) -> int | None:
+    def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         return self._etcd.put_if_version(key, expected, value, lease=self._number)
 
     def renew(self) -> bool:
