@@ -314,7 +314,7 @@ class WorkerManager:
         member = group.round.member(self._node)
         assert member is not None
         rank = group.round.ranks(self._node)[local_rank]
-        words = read_exit_report(group.workers[local_rank].beat)
+        words = read_exit_report(group.workers[local_rank].heartbeat)
         return [WorkerExited(number, rank, local_rank, member.slots[local_rank], status, words, at)]
 
     def _group_ended(self, message: dict[str, Any]) -> list[OwnerEvent]:

@@ -129,7 +129,7 @@ HOLDS = """
 import sys
 from pathlib import Path
 from elasticd_agent.node.runners import liveness as alive
-lock = alive.take(Path(sys.argv[1]))
+lock = alive.take_lock(Path(sys.argv[1]))
 print("has it", flush=True)
 sys.stdin.read()
 """

@@ -169,10 +169,10 @@ import sys
 from pathlib import Path
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.runners import spawn as spawning
-from elasticd_agent.node.runners.spec import Secrets
+from elasticd_agent.node.runners.spec import StoreSecrets
 with open(JobFiles(Path(sys.argv[1])).lock, "w") as lock:
     try:
-        spawning.spawn(JobFiles(Path(sys.argv[1])), lock.fileno(), spawning.Account.of("nobody"), Secrets())
+        spawning.spawn(JobFiles(Path(sys.argv[1])), lock.fileno(), spawning.Account.of("nobody"), StoreSecrets())
     except spawning.UsageError as error:
         print(type(error).__name__, error)
 """
@@ -196,8 +196,10 @@ def test_a_root_that_may_not_become_others_is_told_what_it_lacks(tmp_path: Path,
 
 def test_what_is_handed_over_in_memory_is_whole() -> None:
     fd = StoreSecrets("word", "ca", None, "key").to_fd()
-    read = "import sys; from elasticd_agent.node.runners.spec import Secrets; print(Secrets.taken(int(sys.argv[1])))"
-    done = subprocess.run([sys.executable, "-c", read, str(fd)], pass_fds=[fd], capture_output=True, text=True)
+    program = (
+        "import sys; from elasticd_agent.node.runners.spec import StoreSecrets as S; print(S.from_fd(int(sys.argv[1])))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(fd)], pass_fds=[fd], capture_output=True, text=True)
     os.close(fd)
     assert "password='word'" in done.stdout, done.stderr
     assert "ca='ca', cert=None, key='key'" in done.stdout
