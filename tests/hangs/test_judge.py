@@ -158,7 +158,7 @@ def test_who_waits_at_the_same_place_of_the_same_step_again_is_given_longer_each
     found = turn(judge, 4, 60.0)
     assert found is not None
     assert found.why.endswith(
-        "without using CPU, for 60.0 s; 1 rank waits in all_reduce (ddp.py:1) for it, as at the last hang"
+        "without using CPU, for 60.0 s; 1 rank waits in all_reduce (ddp.py:1) for it, as in the previous hang"
     )
     assert turn(judge, 5, 119.0) is None
     assert turn(judge, 5, 120.0) is not None, "no pause that is meant costs more than a few restarts"

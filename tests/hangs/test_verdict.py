@@ -42,7 +42,7 @@ def test_a_node_is_suspicious_early_enough_for_its_evidence(deadline_s: float, f
         return reason_to_suspect(report(*aged(seconds, WAITS, SLEEPS), deadline_s=deadline_s), POLICY)
 
     assert quiet(first - 0.05) is None
-    assert f"for {first + 0.05:.1f} s; it is judged after {deadline_s:.1f} s" in (quiet(first + 0.05) or "")
+    assert f"for {first + 0.05:.1f} s; the deadline is {deadline_s:.1f} s" in (quiet(first + 0.05) or "")
 
 
 def test_one_rank_that_goes_on_keeps_its_node_from_suspicion() -> None:
@@ -195,7 +195,7 @@ def test_a_stopped_process_has_its_own_time_however_short_the_floor() -> None:
     stopped = replace(WAITS, rank=1, slot=1, state="T", stopped_s=2.4, alive_s=2.4, idle_s=2.5)
     verdict = judge([report(*aged(2.5, WAITS), stopped, deadline_s=1)], ["a"], POLICY)
     assert isinstance(verdict, SuspectedHang)
-    assert verdict.why.endswith("is stopped (state T) for 2.4 s; it counts after 2.5 s")
+    assert verdict.why.endswith("is stopped (state T) for 2.4 s; the limit is 2.5 s")
     verdict = judge([report(*aged(2.6, WAITS), replace(stopped, stopped_s=2.5), deadline_s=1)], ["a"], POLICY)
     assert isinstance(verdict, Hang)
     assert (verdict.culprits, verdict.cause) == ((RankLocation("a", 1, 1),), "stopped")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.model.reports import HANG_CAUSES as HANGS
+from elasticd_agent.hangs.causes import CAUSES as HANGS
 from elasticd_agent.telemetry.goodput import TimeSplit
 from elasticd_agent.telemetry.metric_table import (
     EXIT_KINDS,

@@ -1,8 +1,8 @@
-"""Pure: a group that makes no progress -> who the others wait for, what is wrong with it, and how that is known.
+"""Pure: a group without progress -> the culprits, the cause, and how that is known.
 
-It exists so that the question who is to blame is apart from the question whether anybody is. The order of its rules
-is the order of what can be trusted: who has ended, who has issued fewer collectives, whose stack is not in a wait, who
-waits in something else than the others. Where nothing tells ranks apart it blames nobody.
+`blame` tries RULES in their order, which is the order of what can be trusted: which ranks have exited, which have
+issued fewer collectives, which stacks are outside of any wait, which ranks wait in something else than the others.
+Without a difference between ranks nobody is blamed.
 """
 
 from __future__ import annotations
@@ -10,203 +10,257 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP
 from elasticd_agent.hangs.rank import RankState, describe_waits, labels
 
 LONG_KERNEL_S = 60.0
-"""A rank that others wait for, and that waits for its device, may run a long kernel, or evaluate: it is given this."""
+"""A rank that others wait for, and that waits for its device, may run a long kernel or evaluate: it gets this long."""
 _WORST_FIRST = ("stopped", "zombie", "gil", "blocked", "spinning")
-"""Of several to blame: one that works may go on by itself."""
+"""Of several culprits the worst names the cause: one that works may still finish by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """`patience_s`: until nobody has made progress for so long, this may be nothing."""
+    """The answer of one rule."""
 
     culprits: tuple[RankState, ...]
     cause: str
     why: str
     patience_s: float = 0.0
+    """Until no rank has made progress for this long, the group may be healthy."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The ranks of a group without progress; `live` is not empty, `exited` have ended with code 0."""
+
+    live: Sequence[RankState]
+    exited: Sequence[RankState]
+    nodes: int
+
+    @cached_property
+    def outside(self) -> list[RankState]:
+        """The live ranks that wait for no other rank."""
+        stuck = [rank for rank in self.live if rank.holds_gil]
+        if len(stuck) == len(self.live) > 1:  # that is the machine, or the heartbeat thread
+            stuck = []
+        return [rank for rank in self.live if not rank.waits or rank in stuck]
+
+    @cached_property
+    def suspects(self) -> list[RankState]:
+        """Of the ranks outside of any wait those that the others wait for, as far as that can be told."""
+        suspects = [rank for rank in self.outside if rank.report.phase != "exit"] or self.outside
+        if suspects and any(rank.report.collectives >= 0 for rank in self.live):
+            least = min(rank.report.collectives for rank in suspects)
+            suspects = [rank for rank in suspects if rank.report.collectives == least]
+        if len(suspects) == len(self.live) > 1:
+            # No wait is visible: the script waits in its own way for ranks that save or evaluate.
+            suspects = [rank for rank in suspects if rank.report.phase in ("checkpoint", "eval")] or suspects
+        return suspects
+
+    @cached_property
+    def behind(self) -> list[RankState]:
+        """The live ranks that have issued fewer collectives than others."""
+        most = max(rank.report.collectives for rank in self.live)
+        return [rank for rank in self.live if rank.report.collectives < most]
+
+    def others(self, ranks: Sequence[RankState]) -> list[RankState]:
+        return [rank for rank in self.live if rank not in ranks]
 
 
 def blame(live: Sequence[RankState], exited: Sequence[RankState], nodes: int) -> Blame:
-    """Who of `live`, not empty, holds up the group on so many nodes. `ended`: ranks that have ended with code 0."""
-    outside = _outside(live)
-    done = max((rank.report.step for rank in exited), default=0)
-    last = [
-        rank for rank in live if 0 < done <= rank.report.step and (rank in outside or rank.report.where == "device")
-    ]
-    if all(rank.report.phase == "exit" or rank in last for rank in live):
-        return _blame_exiting(live, exited)
-    if outside:
-        return _blame_outside(outside, live, exited)
-    if exited:
-        return _blame_exited(live, exited)
-    if len(live) == 1:
-        alone = live[0]
-        return Blame(
-            (alone,), "blocked", f"{alone.label()} {alone.activity()}, and there is no other rank", LONG_KERNEL_S
-        )
-    return _blame_waiting(live, nodes)
+    """Which of `live`, not empty, hold up the group on that many nodes. `exited`: ranks that ended with code 0."""
+    group = _Group(live, exited, nodes)
+    return next(found for rule in RULES if (found := rule(group)) is not None)
 
 
-def _outside(live: Sequence[RankState]) -> list[RankState]:
-    stuck = [rank for rank in live if rank.holds_gil]
-    if len(stuck) == len(live) > 1:  # that is the machine, or the pulse
-        stuck = []
-    return [rank for rank in live if not rank.waits or rank in stuck]
+# ---- rules: some ranks do not wait for others
 
 
-def _blame_exiting(live: Sequence[RankState], ended: Sequence[RankState]) -> Blame:
-    culprits = _outside(live) or (list(live) if ended else [])
+def _exiting(group: _Group) -> Blame | None:
+    """Training is done: every live rank is in its exit handlers, or did its last step and computes on."""
+    done = max((rank.report.step for rank in group.exited), default=0)
+    for rank in group.live:
+        computes = rank in group.outside or rank.report.where == "device"
+        if rank.report.phase != "exit" and not (0 < done <= rank.report.step and computes):
+            return None
+    culprits = group.outside or (list(group.live) if group.exited else [])
     if not culprits:
-        return Blame((), "exiting", f"all ranks wait for each other while they exit: {describe_waits(live)}")
-    others = f"; {len(ended)} of the others ha{'s' if len(ended) == 1 else 've'} ended" if ended else ""
-    return Blame(tuple(culprits), "exiting", f"{labels(culprits)} {_does(culprits)} after training is done{others}")
+        return Blame((), "exiting", f"all ranks wait for each other while they exit: {describe_waits(group.live)}")
+    gone = len(group.exited)
+    others = f"; {gone} of the others ha{'s' if gone == 1 else 've'} exited" if gone else ""
+    return Blame(tuple(culprits), "exiting", f"{labels(culprits)} {_activity(culprits)} after training is done{others}")
 
 
-# ---- somebody is not waiting for anybody
+def _all_idle(group: _Group) -> Blame | None:
+    """No rank can be told from the others, and none waits for another."""
+    if not len(group.suspects) == len(group.live) > 1:
+        return None
+    each = "; ".join(f"{rank.label()} {rank.activity()}" for rank in group.live[:3])
+    more = "; …" if len(group.live) > 3 else ""
+    return Blame((), "everyone", f"all {len(group.live)} ranks are idle and none waits for another: {each}{more}")
 
 
-def _blame_outside(outside: list[RankState], live: Sequence[RankState], ended: Sequence[RankState]) -> Blame:
-    joined = any(rank.report.collectives >= 0 for rank in live)
-    suspects = [rank for rank in outside if rank.report.phase != "exit"] or outside
-    if joined:
-        suspects = _fewest(suspects)
-    if len(suspects) == len(live) > 1:
-        suspects = _in_a_phase_of_their_own(suspects)
-    if len(suspects) == len(live) > 1:
-        return Blame((), "everyone", f"all {len(live)} ranks are quiet and none waits for another: {_each(live)}")
-    others = [rank for rank in live if rank not in suspects]
+def _not_joined(group: _Group) -> Blame | None:
+    """Others make a process group, and the suspects have never been in one."""
+    suspects = group.suspects
+    joining = [rank for rank in group.others(suspects) if rank.is_joining]
+    if not suspects or not joining or any(rank.report.collectives >= 0 for rank in suspects):
+        return None
+    call = min(rank.report.function or INIT_PROCESS_GROUP for rank in joining)
+    why = f"{labels(suspects)} ha{_s(suspects)} not reached {call}{_namely(suspects)}{_activity(suspects)}"
+    return Blame(tuple(suspects), "never_joined", why + _held_up(group.others(suspects), suspects))
+
+
+def _outside_a_wait(group: _Group) -> Blame | None:
+    """The suspects are at work, blocked or ending while others wait."""
+    suspects = group.suspects
+    if not suspects:
+        return None
+    others = group.others(suspects)
     cause = min((rank.likely_cause for rank in suspects), key=_WORST_FIRST.index)
     if cause == "blocked" and all(rank.report.phase == "exit" for rank in suspects):
         cause = "missed_collective"
-    waits = [rank for rank in others if rank.waits]
-    joining = sorted({rank.report.function or INIT_PROCESS_GROUP for rank in waits if rank.is_joining})
-    if joining and all(rank.report.collectives < 0 for rank in suspects):
-        cause = "never_joined"
-        said = f"{labels(suspects)} ha{_s(suspects)} not come to {joining[0]}{_namely(suspects)}"
-    else:
-        said = f"{labels(suspects)} {_issued(suspects, others)}"
-    said += _does(suspects)
-    held_up = describe_waits(others)
-    return Blame(tuple(suspects), cause, said + (f"; {held_up} for {_whom(suspects)}" if held_up else ""))
+    why = f"{labels(suspects)} {_issued(suspects, others)}{_activity(suspects)}"
+    return Blame(tuple(suspects), cause, why + _held_up(others, suspects))
 
 
-def _fewest(ranks: Sequence[RankState]) -> list[RankState]:
-    least = min(rank.report.collectives for rank in ranks)
-    return [rank for rank in ranks if rank.report.collectives == least]
+# ---- rules: all live ranks wait
 
 
-def _in_a_phase_of_their_own(ranks: list[RankState]) -> list[RankState]:
-    """Nobody waits where we can see it: who saves or evaluates is waited for in some way of the script's own."""
-    return [rank for rank in ranks if rank.report.phase in ("checkpoint", "eval")] or ranks
+def _exited_early(group: _Group) -> Blame | None:
+    """Some ranks have exited while others still wait; the minority is to blame."""
+    live, exited = group.live, group.exited
+    if not exited:
+        return None
+    if len(exited) > len(live):
+        why = f"{labels(live)} {_activity(live)} for ranks that have all exited with code 0"
+        return Blame(tuple(live), "missed_collective", why)
+    fewer = _issued(exited, live)
+    done = f"{fewer}{_activity(exited)}" if fewer else f"ha{_s(exited)} exited with code 0"
+    return Blame(tuple(exited), "missed_collective", f"{labels(exited)} {done}{_held_up(live, exited)}")
 
 
-# ---- everybody waits
+def _single_rank(group: _Group) -> Blame | None:
+    if len(group.live) > 1:
+        return None
+    rank = group.live[0]
+    return Blame((rank,), "blocked", f"{rank.label()} {rank.activity()}, and there is no other rank", LONG_KERNEL_S)
 
 
-def _blame_exited(live: Sequence[RankState], ended: Sequence[RankState]) -> Blame:
-    if len(ended) > len(live):
-        said = f"{labels(live)} {_does(live)} for ranks that have all ended with code 0"
-        return Blame(tuple(live), "missed_collective", said)
-    fewer = _issued(ended, live)
-    said = f"{labels(ended)} {fewer}{_does(ended)}" if fewer else f"{labels(ended)} ha{_s(ended)} ended with code 0"
-    return Blame(tuple(ended), "missed_collective", f"{said}; {describe_waits(live)} for {_whom(ended)}")
+def _skipped_in_last_step(group: _Group) -> Blame | None:
+    """A minority issued fewer collectives in its last step than the others in theirs, and is not behind them."""
+    live = group.live
+    minority = _minority(live, [rank.report.usual for rank in live], max)
+    step = max(rank.report.step for rank in live)
+    odd = tuple(rank for rank, common in minority if -1 < rank.report.usual < common and rank.report.step == step)
+    if not odd:
+        return None
+    _, common = minority[0]
+    why = f"{labels(odd)} issued {odd[0].report.usual:,} collectives in its last step, the others {common:,} in theirs"
+    return Blame(odd, "missed_collective", f"{why}: {describe_waits(live)}")
 
 
-def _blame_waiting(live: Sequence[RankState], nodes: int) -> Blame:
-    skipped = _skipped_one(live)
-    if skipped is not None:
-        return skipped
-    behind = [rank for rank in live if rank.report.collectives < max(rank.report.collectives for rank in live)]
-    if behind and _apart_by_nodes(live):
-        return _network(live, nodes, f"ranks on {' and '.join(sorted({rank.node for rank in behind}))} are behind")
-    crossed = _mismatched(live)
-    if crossed is not None:
-        return crossed
-    if behind and 2 * len(behind) < len(live):
-        first = behind[0]
-        long = first.report.where == "device"
-        others = [rank for rank in live if rank not in behind]
-        said = (
-            f"{labels(behind)} {_issued(behind, others)}{_does(behind)}; {describe_waits(others)} for {_whom(behind)}"
-        )
-        return Blame(tuple(behind), "blocked" if long else "missed_collective", said, LONG_KERNEL_S if long else 0.0)
-    ahead = None if behind else _ahead(live)
-    if ahead is not None:
-        return ahead
-    issued = live[0].report.collectives
-    alike = f" after {issued:,} collectives" if not behind and issued >= 0 else ""
-    return _network(live, nodes, "nobody can be told from the others" if behind else f"none is behind{alike}")
+def _split_by_node(group: _Group) -> Blame | None:
+    """Some are behind, and all ranks of each node are at the same place: a fault of one rank looks different.
 
-
-def _network(live: Sequence[RankState], nodes: int, but: str) -> Blame:
-    idle = f"for {min(rank.report.idle_s for rank in live):.1f} s"
-    what = f"the network between {nodes} nodes, or the backend" if nodes > 1 else "the backend, or tensors that differ"
-    return Blame((), "network", f"{describe_waits(live)} {idle}, {but}: {what}")
-
-
-def _apart_by_nodes(live: Sequence[RankState]) -> bool:
-    """All ranks of each node stand at the same place: what one of them alone does wrong looks otherwise.
-
-    Who is ahead was done with what the others wait in: the root of a broadcast does not wait for who receives.
+    The ranks ahead were done with what the others wait in: the root of a broadcast does not wait for its receivers.
     """
-    return len({rank.node for rank in live}) > 1 and all(
-        len({(rank.report.collectives, _kind(rank)) for rank in live if rank.node == one.node}) == 1 for one in live
-    )
+    at: dict[str, set[tuple[int, str]]] = {}
+    for rank in group.live:
+        at.setdefault(rank.node, set()).add((rank.report.collectives, _kind(rank)))
+    if not group.behind or len(at) < 2 or any(len(places) > 1 for places in at.values()):
+        return None
+    return _no_culprit(group, f"ranks on {' and '.join(sorted({rank.node for rank in group.behind}))} are behind")
 
 
-def _mismatched(live: Sequence[RankState]) -> Blame | None:
-    """Ranks that wait in different collectives, or barriers: they wait for each other."""
+def _mismatched(group: _Group) -> Blame | None:
+    """Ranks wait in different collectives or barriers, and so for each other."""
+    live = group.live
     kinds = Counter(_kind(rank) for rank in live if rank.report.where != "device")
     if len(kinds) < 2:
         return None
     at_barriers = [rank for rank in live if rank.at_barrier]
-    others = [rank for rank in live if rank not in at_barriers]
-    if at_barriers and others and (went_past := _issued(at_barriers, others)) and len(at_barriers) <= len(others):
-        said = (
-            f"{labels(at_barriers)} {went_past}{_does(at_barriers)}; {describe_waits(others)} for {_whom(at_barriers)}"
-        )
-        return Blame(tuple(at_barriers), "missed_collective", said)
+    others = group.others(at_barriers)
+    if at_barriers and len(at_barriers) <= len(others) and (fewer := _issued(at_barriers, others)):
+        why = f"{labels(at_barriers)} {fewer}{_activity(at_barriers)}"
+        return Blame(tuple(at_barriers), "missed_collective", why + _held_up(others, at_barriers))
     (common, most), (_, next_most) = kinds.most_common(2)
-    said = f"ranks wait in different collectives: {describe_waits(live)}"
+    why = f"ranks wait in different collectives: {describe_waits(live)}"
     if most == next_most:
-        return Blame((), "mismatched_collectives", said)
+        return Blame((), "mismatched_collectives", why)
     odd = tuple(rank for rank in live if rank.report.where != "device" and _kind(rank) != common)
-    return Blame(odd, "mismatched_collectives", f"{said}; {labels(odd)} {'is' if len(odd) == 1 else 'are'} the odd one")
+    differ = "differs" if len(odd) == 1 else "differ"
+    return Blame(odd, "mismatched_collectives", f"{why}; {labels(odd)} {differ} from the others")
+
+
+def _minority_behind(group: _Group) -> Blame | None:
+    """Fewer than half of the ranks are behind."""
+    behind = group.behind
+    if not behind or 2 * len(behind) >= len(group.live):
+        return None
+    long = behind[0].report.where == "device"
+    others = group.others(behind)
+    why = f"{labels(behind)} {_issued(behind, others)}{_activity(behind)}{_held_up(others, behind)}"
+    return Blame(tuple(behind), "blocked" if long else "missed_collective", why, LONG_KERNEL_S if long else 0.0)
+
+
+def _ahead_in_steps(group: _Group) -> Blame | None:
+    """All have issued as many collectives, and a minority has made more steps with them."""
+    if group.behind:
+        return None
+    odd = tuple(rank for rank, _ in _minority(group.live, [rank.report.step for rank in group.live], min))
+    if not odd:
+        return None
+    why = f"{labels(odd)} issued {odd[0].report.collectives:,} collectives, as many as others in another step"
+    return Blame(odd, "missed_collective", f"{why}: {describe_waits(group.live)}")
+
+
+def _network(group: _Group) -> Blame:
+    """Nothing tells the ranks apart."""
+    if group.behind:
+        return _no_culprit(group, "no rank stands out")
+    issued = group.live[0].report.collectives
+    return _no_culprit(group, "none is behind" + (f" after {issued:,} collectives" if issued >= 0 else ""))
+
+
+def _no_culprit(group: _Group, finding: str) -> Blame:
+    idle = f"for {min(rank.report.idle_s for rank in group.live):.1f} s"
+    what = "the backend, or tensors that differ"
+    if group.nodes > 1:
+        what = f"the network between {group.nodes} nodes, or the backend"
+    return Blame((), "network", f"{describe_waits(group.live)} {idle}, {finding}: {what}")
+
+
+RULES: tuple[Callable[[_Group], Blame | None], ...] = (
+    _exiting,
+    _all_idle,
+    _not_joined,
+    _outside_a_wait,
+    # From here on all live ranks wait.
+    _exited_early,
+    _single_rank,
+    _skipped_in_last_step,
+    _split_by_node,
+    _mismatched,
+    _minority_behind,
+    _ahead_in_steps,
+    _network,
+)
+"""The first one that answers decides; the last one always does."""
 
 
 def _kind(rank: RankState) -> str:
+    """What the rank waits in."""
     return f"barrier {rank.report.barrier!r}" if rank.at_barrier else rank.report.function or rank.report.where
-
-
-def _skipped_one(live: Sequence[RankState]) -> Blame | None:
-    """Somebody issued fewer in its last step than the others in theirs, and is not behind them."""
-    usual = _minority(live, [rank.report.usual for rank in live], max)
-    step = max(rank.report.step for rank in live)
-    odd = tuple(rank for rank, common in usual if -1 < rank.report.usual < common and rank.report.step == step)
-    if not odd:
-        return None
-    _, common = usual[0]
-    said = f"{labels(odd)} issued {odd[0].report.usual:,} collectives in its last step, the others {common:,} in theirs"
-    return Blame(odd, "missed_collective", f"{said}: {describe_waits(live)}")
-
-
-def _ahead(live: Sequence[RankState]) -> Blame | None:
-    """As many collectives, but somebody has made more steps with them."""
-    odd = tuple(rank for rank, common in _minority(live, [rank.report.step for rank in live], min))
-    if not odd:
-        return None
-    said = f"{labels(odd)} issued {odd[0].report.collectives:,} collectives, as many as others in another step"
-    return Blame(odd, "missed_collective", f"{said}: {describe_waits(live)}")
 
 
 def _minority(
     live: Sequence[RankState], values: Sequence[int], of_two: Callable[[Iterable[int]], int]
 ) -> list[tuple[RankState, int]]:
-    """Who differs from most of the ranks, and from what. Two ranks have no majority: `of_two` says what is usual."""
+    """Ranks whose value differs from the majority's, with the latter. Of two ranks `of_two` chooses the usual one."""
     (common, most), *_ = Counter(values).most_common(1)
     if len(live) == 2:
         common = of_two(values)
@@ -219,6 +273,7 @@ def _minority(
 
 
 def _issued(ranks: Sequence[RankState], others: Sequence[RankState]) -> str:
+    """How far `ranks` are behind, "" if they are not."""
     mine = max(rank.report.collectives for rank in ranks)
     counts = [rank.report.collectives for rank in others]
     if not counts or mine < 0 or max(counts) <= mine:
@@ -227,15 +282,16 @@ def _issued(ranks: Sequence[RankState], others: Sequence[RankState]) -> str:
     return f"ha{_s(ranks)} issued {mine:,} collectives, the others {theirs}{_namely(ranks)}"
 
 
-def _does(ranks: Sequence[RankState]) -> str:
+def _activity(ranks: Sequence[RankState]) -> str:
     if len(ranks) == 1:
         return ranks[0].activity()
     more = "; …" if len(ranks) > 3 else ""
     return f"({'; '.join(f'rank {rank.report.rank} {rank.activity()}' for rank in ranks[:3])}{more})"
 
 
-def _each(ranks: Sequence[RankState]) -> str:
-    return "; ".join(f"{rank.label()} {rank.activity()}" for rank in ranks[:3]) + ("; …" if len(ranks) > 3 else "")
+def _held_up(waiting: Sequence[RankState], culprits: Sequence[RankState]) -> str:
+    waits = describe_waits(waiting)
+    return f"; {waits} for {'it' if len(culprits) == 1 else 'them'}" if waits else ""
 
 
 def _s(ranks: Sequence[RankState]) -> str:
@@ -243,9 +299,5 @@ def _s(ranks: Sequence[RankState]) -> str:
 
 
 def _namely(ranks: Sequence[RankState]) -> str:
-    """Between what they have or have not done, and what each of them does."""
+    """Between what the ranks have or have not done, and what each of them does."""
     return ": it " if len(ranks) == 1 else " "
-
-
-def _whom(ranks: Sequence[RankState]) -> str:
-    return "it" if len(ranks) == 1 else "them"

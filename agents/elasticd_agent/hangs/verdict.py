@@ -1,16 +1,24 @@
-"""Pure: what every node says of its ranks -> Healthy | Suspect(why) | Hung(culprits, cause, why).
+"""The judgement on a group: every node's report -> NoHang | SuspectedHang(why) | Hang(culprits, cause, why).
 
-It exists so that a hang is judged in one place, on facts that can be written down and replayed. It reads no clock: ages
-are in the facts. It ends nothing and remembers nothing; duplicates and the order of reports change nothing. Who is to
-blame is `blame`'s; here is decided whether there is anything to blame anybody for, and whether it is time.
+Pure, so that recordings of real hangs can be replayed: ages are in the reports, the caller keeps what is remembered
+(`PreviousHang`), and neither duplicates nor the order of reports change the result. `judge` tries RULES in this order:
+
+1. Stopped processes, zombies and a stopped store do not resume whatever the others do.
+2. A group that has never trained, or has made progress within its deadline, is not hung.
+3. A group in which a rank works or data flows is slow, not hung, until the slow ceiling. To end a job that is only slow
+   is the worst error, so a missing fact counts for the group.
+4. Else `blame` names culprits and cause; some causes get more patience than the deadline.
+
+A Hang also needs the evidence of every node, or the end of the time for it: no group is ended before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from elasticd_agent.hangs.blame import LONG_KERNEL_S, blame
+from elasticd_agent.hangs.blame import LONG_KERNEL_S, Blame, blame
 from elasticd_agent.hangs.rank import FLOW_BYTES_PER_S, RankLocation, RankState, labels
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.reports import HangReport
@@ -24,7 +32,9 @@ ZOMBIE_S = 1.0
 GROUP_TIMEOUT_S = 1800.0
 """torch's own default for a process group, where the group's is unknown."""
 BARRIER_GRACE_S = 3.0
-"""A barrier whose time is over takes up to 2 s to say so if its store does not answer, and the script ends by that."""
+"""A barrier that times out takes up to 2 s to report that if its store does not answer, and the script ends by it."""
+REPEAT_FACTOR = 2.0
+"""A group idle at the same place again gets this many times as long: in the end an intended pause fits in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +46,14 @@ class NoHang:
 
 @dataclass(frozen=True, slots=True)
 class SuspectedHang:
-    """Wait, and look again."""
+    """Wait, and judge again."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """The group will not go on by itself. `culprits` may be empty: nobody in particular is to blame."""
+    """The group will not resume by itself. `culprits` may be empty."""
 
     culprits: tuple[RankLocation, ...]
     cause: str
@@ -52,50 +62,46 @@ class Hang:
 
 Judgement = NoHang | SuspectedHang | Hang
 StallScene = frozenset[tuple[int, str]]
-"""Where those stood that wait for nobody, as (step, function)."""
+"""(step, function) of the ranks that wait for no other rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousHang:
-    """The last hang, in a round before this one: its scene, and for how long nobody made progress then."""
+    """The last hang of an earlier round: its scene, and for how long no rank had made progress."""
 
     scene: StallScene = frozenset()
     idle_s: float = 0.0
 
 
-REPEAT_FACTOR = 2.0
-"""Whoever stands at the same place again is given so many times as long: a pause that is meant is outlived at last."""
-
-
 def reason_to_suspect(report: HangReport, policy: Policy) -> str | None:
-    """Why one node's ranks are reason to gather evidence and to ask the others; None while they are not."""
+    """Why one node should gather evidence and ask the other nodes; None while it should not."""
     live = [rank for rank in _ranks([report]) if not rank.report.exited]
     early_s = EARLY_FRACTION * policy.stopped_after_s
     for rank in live:
         if (rank.report.state == "T" and rank.report.stopped_s >= early_s) or _zombie(rank):
             return f"{rank.label()} {rank.activity()}"
     if report.store_state == "T" and report.store_stopped_s >= early_s:
-        return f"the round's store on {report.node} is stopped (state T) for {report.store_stopped_s:.1f} s"
+        return _store_activity(report)
     if not live or report.deadline_s <= 0:
         return None
-    deadline_s, quiet_s = _deadline_s(live, report.deadline_s, policy), _idle_s(live)
-    if quiet_s >= max(EARLY_FRACTION * deadline_s, deadline_s - policy.evidence_s):
-        return f"no rank on {report.node} has made progress for {quiet_s:.1f} s; it is judged after {deadline_s:.1f} s"
-    return None
+    deadline_s = _deadline_s(live, report.deadline_s, policy)
+    idle_s = _idle_s(live)
+    if idle_s < max(EARLY_FRACTION * deadline_s, deadline_s - policy.evidence_s):
+        return None
+    return f"no rank on {report.node} has made progress for {idle_s:.1f} s; the deadline is {deadline_s:.1f} s"
 
 
 def previous_hang(reports: Sequence[HangReport]) -> PreviousHang:
-    """What the next round's verdict should know of this hang."""
-    live = [rank for rank in _ranks(list(_latest(reports).values())) if not rank.report.exited]
+    """What the next round's judgement needs to know of this hang."""
+    live = [rank for rank in _ranks(_latest(reports).values()) if not rank.report.exited]
     return PreviousHang(_scene(live), _idle_s(live)) if live else PreviousHang()
 
 
 def _scene(live: Sequence[RankState]) -> StallScene:
-    """Of ranks that have been seen to do something of their own; nothing where that is not known of all of them."""
-    free = [rank.report for rank in live if not rank.waits]
-    return (
-        frozenset((seen.step, seen.function) for seen in free) if all(seen.function for seen in free) else StallScene()
-    )
+    """Where the ranks outside of any wait are; empty unless that is known of all of them."""
+    outside = [rank.report for rank in live if not rank.waits]
+    known = all(report.function for report in outside)
+    return frozenset((report.step, report.function) for report in outside) if known else StallScene()
 
 
 def judge(
@@ -106,38 +112,82 @@ def judge(
     deadline_passed: bool = False,
     previous: PreviousHang = PreviousHang(),
 ) -> Judgement:
-    """The verdict on the whole group, which runs on `nodes`.
+    """The judgement on the whole group, which runs on `nodes`.
 
-    It takes all nodes' reports with their evidence; `late`: who has not answered by now will not, judge without.
+    A Hang needs the evidence of all nodes, or `deadline_passed`: what has not been reported by now will not be.
     """
-    told = _latest(reports)
-    ranks = _ranks(list(told.values()))
-    live = [rank for rank in ranks if not rank.report.exited]
-    if not live:
-        return NoHang("no rank that runs has been reported")
-    last_s = previous.idle_s if previous.scene and previous.scene == _scene(live) else 0.0
-    verdict = (
-        _stopped(live, policy) or _store(list(told.values()), policy) or _quiet(ranks, told, nodes, policy, last_s)
-    )
-    if not isinstance(verdict, Hang):
-        return _stopping(live, policy) or verdict
-    awaited = [node for node in sorted(set(nodes)) if node not in told or not told[node].gathered]
-    if not awaited:
-        return verdict
+    case = _Case(_latest(reports), len(set(nodes)), policy, previous)
+    if not case.live:
+        return NoHang("no running rank has been reported")
+    judgement = next(found for rule in RULES if (found := rule(case)) is not None)
+    if not isinstance(judgement, Hang):
+        return _stopped_recently(case.live, policy, EARLY_FRACTION * policy.stopped_after_s) or judgement
+    missing = [node for node in sorted(set(nodes)) if node not in case.reports or not case.reports[node].gathered]
+    if not missing:
+        return judgement
     if not deadline_passed:
-        return SuspectedHang(f"{verdict.why}; waiting for the evidence of {', '.join(awaited)}")
-    silent = [node for node in awaited if node not in told]
-    if silent and not verdict.culprits and verdict.cause == "network" and _idle_s(live) < LONG_KERNEL_S:
-        return SuspectedHang(f"{verdict.why}; {', '.join(silent)} did not answer, and may be what they wait for")
-    if silent:
-        return Hang(verdict.culprits, verdict.cause, f"{verdict.why}; {', '.join(silent)} did not answer")
-    return verdict
+        return SuspectedHang(f"{judgement.why}; waiting for the evidence of {', '.join(missing)}")
+    silent = ", ".join(node for node in missing if node not in case.reports)
+    if not silent:
+        return judgement
+    if not judgement.culprits and judgement.cause == "network" and case.idle_s < LONG_KERNEL_S:
+        return SuspectedHang(f"{judgement.why}; {silent} did not answer and may be the cause")
+    return replace(judgement, why=f"{judgement.why}; {silent} did not answer")
 
 
-def _stopped(live: Sequence[RankState], policy: Policy) -> Hang | None:
-    """A process that is stopped, or a zombie, will not go on whatever the others do."""
-    stopped = [rank for rank in live if rank.report.state == "T" and rank.report.stopped_s >= policy.stopped_after_s]
-    zombies = [rank for rank in live if _zombie(rank)]
+@dataclass(frozen=True)
+class _Case:
+    """What the rules decide on, with what several of them need."""
+
+    reports: Mapping[str, HangReport]
+    """Every node's latest one."""
+    nodes: int
+    policy: Policy
+    previous: PreviousHang
+
+    @cached_property
+    def live(self) -> list[RankState]:
+        return [rank for rank in _ranks(self.reports.values()) if not rank.report.exited]
+
+    @cached_property
+    def idle_s(self) -> float:
+        return _idle_s(self.live)
+
+    @cached_property
+    def learned_s(self) -> float:
+        """The longest deadline that any node has learned; 0 if no node has seen this script train."""
+        return max(self.reports[rank.node].deadline_s for rank in self.live)
+
+    @cached_property
+    def deadline_s(self) -> float:
+        return _deadline_s(self.live, self.learned_s, self.policy)
+
+    @cached_property
+    def ceiling_s(self) -> float:
+        """For how long a rank may be slow."""
+        timeout_s = max(rank.report.timeout_s for rank in self.live) or GROUP_TIMEOUT_S
+        return timeout_s if self.policy.slow_ceiling_s is None else self.policy.slow_ceiling_s
+
+    @cached_property
+    def blame(self) -> Blame:
+        exited = [rank for rank in _ranks(self.reports.values()) if rank.report.exited]
+        return blame(self.live, exited, self.nodes)
+
+    @cached_property
+    def repeated_s(self) -> float:
+        """How long the previous hang took if this group is idle at the same place of the same step, else 0."""
+        same = bool(self.previous.scene) and self.previous.scene == _scene(self.live)
+        return self.previous.idle_s if same and self.blame.cause in ("blocked", "everyone", "exiting") else 0.0
+
+
+# ---- the rules, in their order
+
+
+def _stopped_process(case: _Case) -> Hang | None:
+    """A process that is stopped, or a zombie, does not resume whatever the others do."""
+    limit_s = case.policy.stopped_after_s
+    stopped = [rank for rank in case.live if rank.report.state == "T" and rank.report.stopped_s >= limit_s]
+    zombies = [rank for rank in case.live if _zombie(rank)]
     for cause, culprits in (("stopped", stopped), ("zombie", zombies)):
         if culprits:
             more = f"; so {'is' if len(culprits) == 2 else 'are'} {labels(culprits[1:])}" if culprits[1:] else ""
@@ -146,60 +196,96 @@ def _stopped(live: Sequence[RankState], policy: Policy) -> Hang | None:
     return None
 
 
-def _stopping(live: Sequence[RankState], policy: Policy, of: float = EARLY_FRACTION) -> SuspectedHang | None:
-    for rank in live:
-        if rank.report.state == "T" and rank.report.stopped_s >= of * policy.stopped_after_s:
-            return SuspectedHang(f"{rank.label()} {rank.activity()}; it counts after {policy.stopped_after_s:g} s")
+def _stopped_store(case: _Case) -> Hang | None:
+    """The process that hosts the round's store is stopped."""
+    for report in case.reports.values():
+        if report.store_state == "T" and report.store_stopped_s >= case.policy.stopped_after_s:
+            return Hang((), "store", _store_activity(report))
     return None
 
 
-def _store(reports: Sequence[HangReport], policy: Policy) -> Hang | None:
-    for report in reports:
-        if report.store_state == "T" and report.store_stopped_s >= policy.stopped_after_s:
-            why = f"the round's store on {report.node} is stopped (state T) for {report.store_stopped_s:.1f} s"
-            return Hang((), "store", why)
-    return None
+def _never_trained(case: _Case) -> NoHang | None:
+    if case.learned_s > 0:
+        return None
+    return NoHang("this script has never been seen to train, so being idle is no evidence of a hang")
 
 
-def _quiet(
-    ranks: Sequence[RankState], told: dict[str, HangReport], nodes: Sequence[str], policy: Policy, last_s: float
-) -> Judgement:
-    """No progress anywhere for longer than the longest deadline of any node, and nobody who may still be busy.
+def _recent_progress(case: _Case) -> NoHang | None:
+    if case.idle_s >= case.deadline_s:
+        return None
+    return NoHang(f"the last progress was {case.idle_s:.1f} s ago; the deadline is {case.deadline_s:.1f} s")
 
-    `last_s`: for how long nobody made progress at the last hang, if that was at the same place of the same step.
+
+def _slow_rank(case: _Case) -> SuspectedHang | None:
+    """A rank works outside of any wait."""
+    busy = next((rank for rank in case.live if rank.is_busy), None)
+    if busy is None or case.idle_s >= case.ceiling_s:
+        return None
+    return SuspectedHang(f"slow, not hung: {busy.label()} {busy.activity()}; the limit is {case.ceiling_s:g} s")
+
+
+def _stopped_culprits(case: _Case) -> SuspectedHang | None:
+    """Stopped processes have a limit of their own, however short the floor is."""
+    culprits = case.blame.culprits
+    if not culprits or any(rank.report.state != "T" for rank in culprits):
+        return None
+    return _stopped_recently(culprits, case.policy, 0.0) or SuspectedHang(case.blame.why)
+
+
+def _slow_collective(case: _Case) -> SuspectedHang | None:
+    """All ranks wait in one collective, and data flows."""
+    sender = next((rank for rank in case.live if rank.bytes_per_s > FLOW_BYTES_PER_S), None)
+    if case.blame.cause != "network" or sender is None or case.idle_s >= case.ceiling_s:
+        return None
+    flow = f"{sender.label()} moves {sender.bytes_per_s / 1e6:.0f} MB/s"
+    return SuspectedHang(f"slow, not hung: {case.blame.why}; but {flow}; the limit is {case.ceiling_s:g} s")
+
+
+def _patience(case: _Case) -> SuspectedHang | None:
+    """Some causes may be a healthy wait, and get more time than the deadline.
+
+    No rank waits for a rank whose peers are done: a last upload may be idle for as long as one without a checkpoint.
+    Nor does a restart cure a wait at the same place of the same step as before: the script may intend it.
     """
-    live = [rank for rank in ranks if not rank.report.exited]
-    ended = [rank for rank in ranks if rank.report.exited]
-    quiet_s = _idle_s(live)
-    deadline_s = max(told[rank.node].deadline_s for rank in live)
-    if deadline_s <= 0:
-        return NoHang("nobody has seen this script train: it is not judged for being quiet")
-    deadline_s = _deadline_s(live, deadline_s, policy)
-    if quiet_s < deadline_s:
-        return NoHang(f"the last progress was {quiet_s:.1f} s ago; {deadline_s:.1f} s is the deadline")
-    timeout_s = max(rank.report.timeout_s for rank in live) or GROUP_TIMEOUT_S
-    ceiling_s = timeout_s if policy.slow_ceiling_s is None else policy.slow_ceiling_s
-    busy = [rank for rank in live if rank.is_busy]
-    if busy and quiet_s < ceiling_s:
-        return SuspectedHang(f"slow, not hung: {busy[0].label()} {busy[0].activity()}; it may be for {ceiling_s:g} s")
-    found = blame(live, ended, len(set(nodes)))
-    if found.culprits and all(rank.report.state == "T" for rank in found.culprits):
-        return _stopping(found.culprits, policy, of=0.0) or SuspectedHang(found.why)  # it has a time of its own
-    sends = [rank for rank in live if rank.bytes_per_s > FLOW_BYTES_PER_S]
-    if found.cause == "network" and sends and quiet_s < ceiling_s:
-        moving = f"{sends[0].label()} moves {sends[0].bytes_per_s / 1e6:.0f} MB/s"
-        return SuspectedHang(f"slow, not hung: {found.why}; but {moving}; it may take {ceiling_s:g} s")
-    # Nobody waits for a rank whose peers are done: a last upload may be idle for as long as one without a checkpoint.
-    # Nor does a restart help who waits at the same place of the same step again: perhaps the script means to.
-    again = last_s > 0 and found.cause in ("blocked", "everyone", "exiting")
-    patience_s = (
-        policy.effective_hang_floor_s(attached=False) if again or found.cause == "exiting" else found.patience_s
-    )
-    patience_s = max(patience_s, REPEAT_FACTOR * last_s) if again else patience_s
-    why = f"{found.why}, as at the last hang" if again else found.why
-    if quiet_s < min(patience_s, ceiling_s):
-        return SuspectedHang(f"{why}; it may take {min(patience_s, ceiling_s):g} s")
-    return Hang(tuple(rank.location for rank in found.culprits), found.cause, why)
+    patience_s = case.blame.patience_s
+    if case.blame.cause == "exiting" or case.repeated_s > 0:
+        patience_s = case.policy.effective_hang_floor_s(attached=False)
+    limit_s = min(max(patience_s, REPEAT_FACTOR * case.repeated_s), case.ceiling_s)
+    return SuspectedHang(f"{_why(case)}; the limit is {limit_s:g} s") if case.idle_s < limit_s else None
+
+
+def _hang(case: _Case) -> Hang:
+    return Hang(tuple(rank.location for rank in case.blame.culprits), case.blame.cause, _why(case))
+
+
+RULES: tuple[Callable[[_Case], Judgement | None], ...] = (
+    _stopped_process,
+    _stopped_store,
+    _never_trained,
+    _recent_progress,
+    # From here on no rank has made progress for longer than the longest deadline of any node.
+    _slow_rank,
+    _stopped_culprits,
+    _slow_collective,
+    _patience,
+    _hang,
+)
+"""The first one that answers decides; the last one always does."""
+
+
+def _why(case: _Case) -> str:
+    return f"{case.blame.why}, as in the previous hang" if case.repeated_s > 0 else case.blame.why
+
+
+def _stopped_recently(ranks: Sequence[RankState], policy: Policy, from_s: float) -> SuspectedHang | None:
+    for rank in ranks:
+        if rank.report.state == "T" and rank.report.stopped_s >= from_s:
+            return SuspectedHang(f"{rank.label()} {rank.activity()}; the limit is {policy.stopped_after_s:g} s")
+    return None
+
+
+def _store_activity(report: HangReport) -> str:
+    return f"the round's store on {report.node} is stopped (state T) for {report.store_stopped_s:.1f} s"
 
 
 def _zombie(rank: RankState) -> bool:
@@ -207,11 +293,14 @@ def _zombie(rank: RankState) -> bool:
 
 
 def _deadline_s(live: Sequence[RankState], learned_s: float, policy: Policy) -> float:
-    """Ranks that were asked to wait for the next round do so for --hold-timeout; one at a barrier for as long as the
-    script has told that, which then ends it, and says who is missing."""
-    held_s = policy.hold_timeout_s if any(rank.is_paused for rank in live) else 0.0
+    """The learned deadline, and more for ranks that wait with a time limit of their own.
+
+    A rank that pauses for the next round does so for up to --hold-timeout. A barrier with a timeout ends by itself, and
+    its error names the missing ranks.
+    """
+    pause_s = policy.hold_timeout_s if any(rank.is_paused for rank in live) else 0.0
     barrier_s = max((rank.report.barrier_s for rank in live if rank.at_barrier), default=0.0)
-    return max(learned_s + held_s, barrier_s + BARRIER_GRACE_S if barrier_s else 0.0)
+    return max(learned_s + pause_s, barrier_s + BARRIER_GRACE_S if barrier_s else 0.0)
 
 
 def _idle_s(live: Sequence[RankState]) -> float:
@@ -219,14 +308,15 @@ def _idle_s(live: Sequence[RankState]) -> float:
 
 
 def _latest(reports: Sequence[HangReport]) -> dict[str, HangReport]:
-    """Every node's newest report of the newest round. Equal turns cannot differ; if they do, the order decides not."""
+    """By node, sorted, the newest report of the newest round.
+
+    Reports of one turn are equal; the whole text breaks ties, so that the order of arrival never decides.
+    """
     newest = max((report.round for report in reports), default=0)
-    latest: dict[str, HangReport] = {}
-    for report in sorted(reports, key=lambda report: (report.turn, report.to_json())):
-        if report.round == newest:
-            latest[report.node] = report
+    current = [report for report in reports if report.round == newest]
+    latest = {report.node: report for report in sorted(current, key=lambda one: (one.turn, one.to_json()))}
     return dict(sorted(latest.items()))
 
 
-def _ranks(reports: Sequence[HangReport]) -> list[RankState]:
-    return sorted((RankState(r.node, seen) for r in reports for seen in r.ranks), key=lambda rank: rank.report.rank)
+def _ranks(reports: Iterable[HangReport]) -> list[RankState]:
+    return sorted((RankState(r.node, rank) for r in reports for rank in r.ranks), key=lambda one: one.report.rank)

@@ -16,12 +16,6 @@ Where = Literal["", "collective", "device", "init", "barrier", "elsewhere"]
 """Where a rank's main thread was when its stack was taken: in (or waiting for) a collective, in a device
 synchronisation, making the process group, in `session.barrier`, somewhere else. "": no stack has been taken."""
 
-HANG_CAUSES = (
-    "stopped", "zombie", "blocked", "spinning", "gil", "missed_collective", "mismatched_collectives", "network",
-    "never_joined", "exiting", "store", "everyone",
-)  # fmt: skip
-"""What a hang can be: a label of a metric, so the list is closed. docs/hangs.md says what each means."""
-
 
 @dataclass(frozen=True, slots=True)
 class RankReport(Record):

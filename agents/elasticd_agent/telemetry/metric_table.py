@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from elasticd_agent.hangs.causes import CAUSES as HANGS
 from elasticd_agent.model.messages import Phase
-from elasticd_agent.model.reports import HANG_CAUSES as HANGS
 from elasticd_agent.telemetry.goodput_tracker import AGREEMENT_S
 
 RESTART_CAUSES = ("crash", "hung", "store_lost", "start_failed", "resize", "other")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from elasticd_agent.model.reports import HANG_CAUSES as HANGS
+from elasticd_agent.hangs.causes import CAUSES as HANGS
 from elasticd_agent.telemetry import metric_table as names
 from elasticd_agent.telemetry.goodput import TimeSplit, monotonic_counters
 from elasticd_agent.telemetry.metric_table import MetricSpec

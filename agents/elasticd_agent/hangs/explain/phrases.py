@@ -53,23 +53,6 @@ DUMP_REASON = "asked for by elasticd dump"
 """What detector.py says of evidence that nobody's suspicion is the reason for."""
 _BUSY = 10.0
 """Per cent of a CPU: hang's rules take a rank that uses more for one that works."""
-ADVICE = {
-    "stopped": "find who stopped it (a debugger, SIGSTOP, the batch system); a stopped process goes on with SIGCONT",
-    "zombie": "its main thread ended while others live on: look at its last log lines",
-    "blocked": "look at what its innermost call waits for: a file, a pipe, a lock, another process; if it may wait "
-    'there so long, say so: session.phase("eval") around it, or --hang-floor',
-    "spinning": "the loop in its stack does not end; if it is only slow, raise --slow-ceiling",
-    "gil": "a C extension keeps Python's lock: its stack says which call",
-    "missed_collective": "its path through the code has one collective less: a condition that differs between ranks",
-    "mismatched_collectives": "the ranks call different collectives or sizes: compare the stacks and the recorder",
-    "network": "everyone waits inside the same collective: look at links, NICs, switches between the nodes",
-    "never_joined": "it never came to init_process_group: look at its log, its imports, its data",
-    "exiting": "training was done; an exit handler or a thread keeps it: see its stack",
-    "store": "the process that hosts the round's store was stopped or starved",
-    "everyone": "all ranks are blocked alike: look at what they share (a file system, a GPU driver, a service); if "
-    'they may wait there so long, say so: session.phase("eval") around it, or --hang-floor',
-}
-"""What a person can look at next, by cause."""
 
 
 def headline(

@@ -12,9 +12,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from elasticd_agent.hangs.causes import ADVICE
 from elasticd_agent.hangs.explain.flight_recorder import GroupComparison
 from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, StackGroup, name_ranks
-from elasticd_agent.hangs.explain.phrases import ADVICE, STATE_NAMES
+from elasticd_agent.hangs.explain.phrases import STATE_NAMES
 from elasticd_agent.hangs.explain.stacks import FoldedFrames, ShownFrame, ShownThread, fold_frames
 
 WIDTH = 110
