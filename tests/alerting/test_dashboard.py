@@ -80,7 +80,7 @@ def test_every_query_returns_data_on_a_job_with_faults(watched: Watched) -> None
     nodes.etcd.cont()
     until(lambda: len(watch.query("elasticd_node_store_up == 1")) == 2, watch.told)
     nodes.fall_ill("n2")
-    until(lambda: watch.query("elasticd_health_check_bad == 1"), watch.told)
+    until(lambda: watch.query("elasticd_health_check_failing == 1"), watch.told)
     until(lambda: watch.query('ALERTS{alertstate="firing"}'), watch.told)
     found = asked_of(watch, board, start)
     empty = [where for where, result in found.items() if not any(map(numbers, result))]

@@ -162,7 +162,7 @@ def test_it_shows_what_it_is_for(board: Any) -> None:
     for name in (
         "elasticd_time_seconds_total", "elasticd_round_info", "elasticd_steps_per_second",
         "elasticd_recovery_part_seconds_bucket", "elasticd_checkpoint_last_timestamp_seconds", "elasticd_world_size{",
-        "elasticd_hangs_total", "elasticd_node_state", "elasticd_health_check_bad", "elasticd_node_store_up",
+        "elasticd_hangs_total", "elasticd_node_state", "elasticd_health_check_failing", "elasticd_node_store_up",
     ):  # fmt: skip
         assert name in everything, name
     rounds = next(one for one in board["annotations"]["list"] if one["name"] == "Rounds")

@@ -44,8 +44,8 @@ def test_what_the_node_says_of_itself() -> None:
     assert found["elasticd_node_state", "state=ready"] == 0
     assert found["elasticd_node_runners", "state=running"] == 2
     assert found["elasticd_node_runner_starts_total",] == 1
-    assert found["elasticd_node_runner_ends_total", "outcome=lost"] == 1
-    assert found["elasticd_node_runner_ends_total", "outcome=succeeded"] == 0
+    assert found["elasticd_node_runner_exits_total", "outcome=lost"] == 1
+    assert found["elasticd_node_runner_exits_total", "outcome=succeeded"] == 0
     assert found["elasticd_node_store_outages_total",] == 1
     with pytest.raises(KeyError):
         node.runner_ended("elsewhere")

@@ -38,9 +38,11 @@ STATE = MetricSpec(
     label_sets=len(NODE_STATES),
 )
 REGISTERED = MetricSpec(
-    "elasticd_node_joined", "gauge", "1 while the node's card is in the store, as far as the agent knows."
+    "elasticd_node_registered", "gauge", "1 while the node's card is in the store, as far as the agent knows."
 )
-IS_SCHEDULER = MetricSpec("elasticd_node_places", "gauge", "1 on the one node whose agent places jobs at the time.")
+IS_SCHEDULER = MetricSpec(
+    "elasticd_node_is_scheduler", "gauge", "1 on the one node whose agent places jobs at the time."
+)
 RUNNERS = MetricSpec(
     "elasticd_node_runners",
     "gauge",
@@ -53,7 +55,7 @@ JOBS_WAITING = MetricSpec(
 )
 RUNNER_STARTS = MetricSpec("elasticd_node_runner_starts_total", "counter", "Runners started by this agent.")
 RUNNER_EXITS = MetricSpec(
-    "elasticd_node_runner_ends_total",
+    "elasticd_node_runner_exits_total",
     "counter",
     f"Runners that ended, by how: {', '.join(OUTCOMES)}.",
     ("outcome",),
@@ -71,10 +73,10 @@ LEASE_RENEWAL = MetricSpec(
     buckets=LEASE_BUCKETS,
 )
 LOOP_LAG = MetricSpec(
-    "elasticd_node_late_seconds", "gauge", "For how long the agent's deciding thread should have turned."
+    "elasticd_node_loop_lag_seconds", "gauge", "For how long the agent's deciding thread should have turned."
 )
 EVENT_LOG_LINES_LOST = MetricSpec(
-    "elasticd_node_event_lines_lost", "gauge", "Lines of the agent's event log that were not written."
+    "elasticd_node_event_log_lines_lost", "gauge", "Lines of the agent's event log that were not written."
 )
 
 METRICS = (

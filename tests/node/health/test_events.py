@@ -56,9 +56,9 @@ def test_metrics_say_what_stands() -> None:
         ("elasticd_node_healthy", ""): 0,
         ("elasticd_node_quarantined", ""): 1,
         ("elasticd_node_quarantine_left_seconds", ""): 12.5,
-        ("elasticd_node_troubles", ""): 3,
-        ("elasticd_health_check_bad", "gpus"): 0,
-        ("elasticd_health_check_bad", 'disk /"odd"\n'): 1,
+        ("elasticd_node_failure_streak", ""): 3,
+        ("elasticd_health_check_failing", "gpus"): 0,
+        ("elasticd_health_check_failing", 'disk /"odd"\n'): 1,
         ("elasticd_health_check_seconds", "gpus"): 0.5,
         ("elasticd_health_check_seconds", 'disk /"odd"\n'): 0.01,
     }

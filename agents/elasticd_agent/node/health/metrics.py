@@ -20,10 +20,10 @@ QUARANTINE_LEFT = MetricSpec(
     "elasticd_node_quarantine_left_seconds", "gauge", "How long that cool-off still lasts; 0 without one."
 )
 FAILURE_STREAK = MetricSpec(
-    "elasticd_node_troubles", "gauge", "How often in a row the node was in trouble; a long good time forgives."
+    "elasticd_node_failure_streak", "gauge", "How often in a row the node was in trouble; a long good time forgives."
 )
 CHECK_FAILING = MetricSpec(
-    "elasticd_health_check_bad", "gauge", "1 if the last look at this found it bad.", ("check",), label_sets=0
+    "elasticd_health_check_failing", "gauge", "1 if the last look at this found it bad.", ("check",), label_sets=0
 )
 CHECK_SECONDS = MetricSpec(
     "elasticd_health_check_seconds", "gauge", "How long the last look at this took.", ("check",), label_sets=0
