@@ -1,4 +1,4 @@
-"""Many agents as threads of one process: real coordinators, stores and knock ports, but no workers.
+"""Many agents as threads of one process: real members, stores and knock ports, but no workers.
 
 Started by rendezvous.py as `python -m benchmarks.agents STORE HOST PORT JOB MIN MAX LEASE NAME…`. It reads one command
 a line ("go", "kill NAME…", "fail NUMBER NAME", "start NAME…", "traffic", "end") and answers with JSON lines: what each
@@ -25,9 +25,8 @@ from elasticd_agent.model.records import Failure, NodeRecord
 from elasticd_agent.rendezvous.driver import DriverFailed, ThreadedDriver
 from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.rendezvous.peer_links import PeerLinks
-from elasticd_agent.rendezvous.planner import LocalFacts, Planner
 from elasticd_agent.rendezvous.probe import ProbeServer, probe_nodes
-from elasticd_agent.rendezvous.view import Requirements
+from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store import Store
 from elasticd_agent.store.c10d.store import C10dStore
 from elasticd_agent.store.etcd.store import EtcdStore
@@ -58,32 +57,34 @@ class SimulatedAgent:
         self.name, self.store = name, store
         incarnation = f"{name}-{time.monotonic_ns()}"
         self.knock = ProbeServer("127.0.0.1", name, incarnation)
-        facts, keys = LocalFacts(), Keys(job)
+        keys = Keys(job)
         record = NodeRecord(name, incarnation, f"127.0.0.1:{self.knock.port}", (0,))
         knock_s = KNOCK_S * policy.lease_s / Policy().lease_s
-        planner = Planner(store, keys, policy, asked, facts, lambda nodes: probe_nodes(nodes, knock_s), name, self.said)
-        self.lines = PeerLinks(lambda node: coordinator.peer_disconnected(node))
-        coordinator = RendezvousMember(
+        self.lines = PeerLinks(lambda node: member.peer_disconnected(node))
+        member = RendezvousMember(
             store,
             keys,
             policy,
             record,
-            planner,
+            asked,
+            LocalFacts(),
             b"{}",
             lambda a, b: None,
+            lambda nodes: probe_nodes(nodes, knock_s),
+            self.said,
             may_lead=lambda: kind == "etcd" or hosts,
             others_may_lead=lambda: kind == "etcd",
             single_key_cas=kind != "etcd",
             keep_links=self.lines.keep,
         )
-        self._coordinator = coordinator
-        self.meeting = ThreadedDriver(coordinator, facts, self.heard, hosts)
-        coordinator.on_hint(self.meeting.wake)
+        self._member = member
+        self.meeting = ThreadedDriver(member, self.heard, hosts)
+        member.on_hint(self.meeting.wake)
         self.meeting.start()
 
     @property
     def plans(self) -> bool:
-        return self._coordinator.leads
+        return self._member.leads
 
     def said(self, sentence: str) -> None:
         say(kind="said", node=self.name, sentence=sentence)

@@ -14,8 +14,8 @@ from tests.faults.job import REPOSITORY
 FIELD = "mood"
 _RECORDS = {
     "agents/elasticd_agent/model/records.py": ("Member", "Exclusion", "BudgetState", "Round", "NodeRecord", "Failure"),
-    "agents/elasticd_agent/rendezvous/probe.py": ("KnockAnswer",),
-    "agents/elasticd_agent/model/reports.py": ("Report",),
+    "agents/elasticd_agent/rendezvous/probe.py": ("ProbeAnswer",),
+    "agents/elasticd_agent/model/reports.py": ("HangReport",),
 }
 
 

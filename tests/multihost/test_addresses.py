@@ -35,8 +35,8 @@ print(json.dumps([answer(what) for what in json.loads(sys.argv[1])]))
 
 AGENT = """
 import sys
-from elasticd_agent.rendezvous.probe import KnockServer
-server = KnockServer(sys.argv[1], "b", "i1")
+from elasticd_agent.rendezvous.probe import ProbeServer
+server = ProbeServer(sys.argv[1], "b", "i1")
 print(server.port, flush=True)
 sys.stdin.read()
 """

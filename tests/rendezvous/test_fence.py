@@ -6,8 +6,7 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import NodeRecord
 from elasticd_agent.rendezvous.member import RendezvousMember
-from elasticd_agent.rendezvous.planner import LocalFacts, Planner
-from elasticd_agent.rendezvous.view import Requirements
+from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.memory import MemoryStore
 
 KEYS = Keys("job")
@@ -23,12 +22,20 @@ class SingleKeyStore(MemoryStore):
 
 
 def agent(store: MemoryStore, name: str) -> RendezvousMember:
-    policy, facts = Policy(), LocalFacts(first_number=1, checkpoint=None)
-    planner = Planner(
-        store, KEYS, policy, Requirements(1, 1, 1, 2, 0.0, "0"), facts, lambda nodes: {}, name, lambda said: None
-    )
     record = NodeRecord(name, f"{name}1", "", (0,), "", 0, warm=1)
-    return RendezvousMember(store, KEYS, policy, record, planner, b"{}", lambda mine, theirs: None, single_key_cas=True)
+    return RendezvousMember(
+        store,
+        KEYS,
+        Policy(),
+        record,
+        Requirements(1, 1, 1, 2, 0.0, "0"),
+        LocalFacts(),
+        b"{}",
+        lambda mine, theirs: None,
+        lambda nodes: {},
+        lambda sentence: None,
+        single_key_cas=True,
+    )
 
 
 def test_who_takes_the_planners_key_makes_the_rounds_version_another() -> None:

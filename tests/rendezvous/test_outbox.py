@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticd.errors import StoreUnavailable
-from elasticd_agent.rendezvous.registration import Outbox
+from elasticd_agent.rendezvous.outbox import Outbox
 from elasticd_agent.store import Versioned
 from elasticd_agent.store.memory import MemoryStore
 

@@ -19,8 +19,8 @@ from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeServer, probe_nodes
 WITHIN_S = 20.0
 AGENT = """
 import sys, time
-from elasticd_agent.rendezvous.probe import KnockServer
-server = KnockServer("127.0.0.1", "a", "i1")
+from elasticd_agent.rendezvous.probe import ProbeServer
+server = ProbeServer("127.0.0.1", "a", "i1")
 print(server.port, flush=True)
 sys.stdin.read()
 server.close()
@@ -134,8 +134,8 @@ def test_whoever_talks_is_hung_up_on() -> None:
 PLANNER = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from elasticd_agent.rendezvous.peer_links import Lines
-lines = Lines(lambda node: None)
+from elasticd_agent.rendezvous.peer_links import PeerLinks
+lines = PeerLinks(lambda node: None)
 lines.keep({f"n{i}": ("127.0.0.1", int(sys.argv[1])) for i in range(100)})
 sys.stdin.readline()
 spare = [os.open("/dev/null", os.O_RDONLY) for _ in range(32)]

@@ -36,8 +36,8 @@ SHORT = 0.3  # where silence is expected: this long it takes
 
 AGENT = """
 import sys
-from elasticd_agent.rendezvous.probe import KnockServer
-server = KnockServer("127.0.0.1", "a", "i1")
+from elasticd_agent.rendezvous.probe import ProbeServer
+server = ProbeServer("127.0.0.1", "a", "i1")
 print(server.port, flush=True)
 sys.stdin.read()
 """
@@ -260,7 +260,7 @@ def test_a_machine_that_drops_everything_is_silent() -> None:
     [
         (b"", "closed the connection without an answer"),
         (b'{"node":"a","incarnation":"i1","version":"1.0"}', "closed the connection without an answer"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "not as an agent does: KnockAnswer: not JSON"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "not as an agent does: ProbeAnswer: not JSON"),
         (b"[1]\n", "expected an object"),
         (b'{"node":"","incarnation":"i1","version":"1.0"}\n', "needs a node"),
         (b'{"node":"a","incarnation":"i1","version":"2.0"}\n', "version 2.0 cannot be read"),
@@ -362,22 +362,22 @@ def test_hostile_callers_hold_nobody_up() -> None:
 
 CRAMPED = """
 import os, resource, sys
-from elasticd_agent.rendezvous.probe import knock
+from elasticd_agent.rendezvous.probe import probe_nodes
 print(0, flush=True)
 nodes = {str(i): ("127.0.0.1", int(sys.argv[1])) for i in range(200)}
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-few = knock(nodes, 10.0)
-mute = knock({str(i): ("127.0.0.1", int(sys.argv[2])) for i in range(100)}, 0.1)
+few = probe_nodes(nodes, 10.0)
+mute = probe_nodes({str(i): ("127.0.0.1", int(sys.argv[2])) for i in range(100)}, 0.1)
 taken = []
 try:
     while True:
         taken.append(os.open("/dev/null", os.O_RDONLY))
 except OSError:
     pass
-none = knock(nodes, 10.0)
+none = probe_nodes(nodes, 10.0)
 for fd in taken[-3:]:  # the selector's, and two to knock with
     os.close(fd)
-fewer = knock(nodes, 10.0)
+fewer = probe_nodes(nodes, 10.0)
 os.close(taken[0])
 print(*({str(answer) for answer in found.values()} for found in (few, none, fewer)), sep="\\n")
 print(sum("connected" in answer.why for answer in mute.values()))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import Exclusion, Member, NodeRecord, Round
+from elasticd_agent.rendezvous.observations import PeerObservations
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
 from elasticd_agent.rendezvous.reachability import (
     EXCLUDED_INTERVAL_S,
@@ -31,7 +32,7 @@ class Network:
         for port, name in enumerate("abcd", 1):
             record = NodeRecord(name, "i", f"{name}:{port}", (0,))
             assert store.compare_and_swap(KEYS.node(name), None, record.to_json())
-        self.reach = ReachabilityMonitor(store, KEYS, POLICY, ("b", "i"), self._knock, set())
+        self.reach = ReachabilityMonitor(store, KEYS, POLICY, ("b", "i"), PeerObservations("b", self._knock))
         self.round = Round(1, tuple(Member(name, "i", (0,)) for name in "abcd"))
         self.stepped = 0
         self.advances_by: float | None = self.now

@@ -60,10 +60,9 @@ from elasticd_agent.model.notices import (
 from elasticd_agent.model.records import NodeRecord, Round
 from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.rendezvous.member import RendezvousMember
-from elasticd_agent.rendezvous.planner import LocalFacts, Planner
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
 from elasticd_agent.rendezvous.spec_check import mismatch
-from elasticd_agent.rendezvous.view import Requirements
+from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_agent.workers.group import ProcessReaped, ProcessUnkillable
 from tests.scenarios.hanging import FakeEvidence, observation
@@ -130,35 +129,36 @@ class Cluster:
         port = len(self.agents) + 1
         incarnation = f"{name}{port}"
         highest = self.highest.get(name, 0)
-        facts, away = LocalFacts(first_number=1 + highest, checkpoint=self.saved), Partition()
-        way = NodeStore(
+        away = Partition()
+        store = NodeStore(
             self.store, lambda: self.store_up and not away.store, lambda deliver: self.hints(deliver), version
         )
-        planner = Planner(
-            way,
+        record = NodeRecord(name, incarnation, f"{label}:{port}", tuple(range(self.slots)), "d", highest, role=role)
+        spec = {"role": role, "args": [], "min_nodes": self.asked.min_nodes, "max_nodes": self.asked.max_nodes}
+        spec["run"] = self.asked.run
+
+        def log(sentence: str) -> None:
+            self.tell(label, sentence)
+
+        member = RendezvousMember(
+            store,
             self.keys,
             self.policy,
+            record,
             self.asked,
-            facts,
-            lambda them: self._knock(node, them),
-            name,
-            lambda sentence: self.tell(label, sentence),
-        )
-        record = NodeRecord(name, incarnation, f"{label}:{port}", tuple(range(self.slots)), "d", highest, role=role)
-        asked = {"role": role, "args": [], "min_nodes": self.asked.min_nodes, "max_nodes": self.asked.max_nodes}
-        asked["run"] = self.asked.run
-        agreed = way.written(json.dumps({"version": VERSION, **asked}).encode())
-        say = planner.say
-        coordinator = RendezvousMember(
-            way, self.keys, self.policy, record, planner, agreed, lambda a, b: mismatch(a, b, say)
+            LocalFacts(first_number=1 + highest, checkpoint=self.saved),
+            store.written(json.dumps({"version": VERSION, **spec}).encode()),
+            lambda mine, theirs: mismatch(mine, theirs, log),
+            lambda nodes: self._knock(node, nodes),
+            log,
         )
         rules = StepRules(name, incarnation=incarnation, multi_node=True, leave_on_stop=True)
         slots = Slots(name, record.slots, self.asked.min_workers)
-        node = Node(label, name, incarnation, rules, facts, coordinator, way, away, slots, due=self.now)
-        coordinator.on_hint(lambda: self._hinted(node))
+        node = Node(label, name, incarnation, rules, member, store, away, slots, due=self.now)
+        member.on_hint(lambda: self._hinted(node))
         evidence = FakeEvidence(node, self._at, lambda: self.now)
         node.suspicion = HangDetector(
-            name, self.policy, evidence, coordinator.report_hang, _HangListener(self, label), report_every_look=False
+            name, self.policy, evidence, member.report_hang, _HangListener(self, label), report_every_look=False
         )
         self.nodes[label] = self.agents[incarnation] = node
         return node
@@ -373,7 +373,7 @@ class Cluster:
                 targets = [EvidenceTarget(rank, 1) for rank in round.ranks(node.name)]
                 node.suspicion.begin(round.number, targets, Path("evidence"))
                 node.stuck = ""
-                node.facts.next_step_due = self.now
+                node.member.update_facts(next_step_due=self.now)
                 node.member.update_record(ready_round=round.number)
                 if round.group_rank(node.name) == 0:
                     node.master = round.number
@@ -385,7 +385,7 @@ class Cluster:
                 self._at(STUCK_S if self._clinging(node) else 0.01, lambda: self._gone(node, number))
             case ReportFailure(failure):
                 self.tell(node.label, f"reports {failure.kind}: {failure.why}")
-                failure = replace(failure, high_water=self.step, checkpoint=node.facts.checkpoint)
+                failure = replace(failure, high_water=self.step, checkpoint=node.member.facts.checkpoint)
                 node.member.report_failure(failure, self.now)
             case ReportDone(number):
                 self.tell(node.label, "is done")
@@ -440,8 +440,8 @@ class Cluster:
             self.tell("", f"round {round.number} trains on {' '.join(m.node for m in round.members)}")
         self.trained[round.number] = self.now
         for node in self._members(round):
-            node.facts.high_water = self.step
-            node.facts.next_step_due = self.now + 2 * STEP_S
+            node.member.update_facts(high_water=self.step)
+            node.member.update_facts(next_step_due=self.now + 2 * STEP_S)
             if node.stepping != round.number:
                 node.stepping = round.number
                 node.member.update_record(stepped_round=round.number, can_pause=round.number if self.can_pause else 0)
@@ -463,7 +463,8 @@ class Cluster:
     def _hold(self, node: Node, number: int) -> None:
         if node.group is not None and node.group.number == number == node.pause_round and not node.dead:
             node.pause_round = 0
-            node.facts.checkpoint = self.saved = (number, self.step)
+            self.saved = (number, self.step)
+            node.member.update_facts(checkpoint=self.saved)
             self.tell(node.label, f"holds round {number} at a checkpoint of its step {self.step}")
             node.member.update_record(paused=number, checkpoint=(number, self.step), high_water=self.step)
             node.due = self.now
@@ -478,7 +479,7 @@ class Cluster:
         round, node.group = node.group, None
         if node.suspicion is not None:
             node.suspicion.end()
-        node.facts.next_step_due = None
+        node.member.update_facts(next_step_due=None)
         self._feed(node, GroupEnded(number))
         self._lose_peers(round, node)
 

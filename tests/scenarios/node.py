@@ -9,7 +9,6 @@ from elasticd_agent.job.slots import Slots
 from elasticd_agent.model.messages import Joining, Leave, Phase, StepRules
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous.member import RendezvousMember
-from elasticd_agent.rendezvous.planner import LocalFacts
 from tests.scenarios.waystore import NodeStore
 
 
@@ -35,7 +34,6 @@ class Node:
     name: str
     incarnation: str
     rules: StepRules
-    facts: LocalFacts
     member: RendezvousMember
     store: NodeStore
     partition: Partition

@@ -23,10 +23,9 @@ from elasticd_agent.model.records import NodeRecord
 from elasticd_agent.rendezvous.driver import DriverFailed, InlineDriver, ThreadedDriver
 from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.rendezvous.peer_links import PeerLinks
-from elasticd_agent.rendezvous.planner import LocalFacts, Planner
 from elasticd_agent.rendezvous.probe import ProbeServer, probe_nodes
 from elasticd_agent.rendezvous.spec_check import mismatch, spec_document
-from elasticd_agent.rendezvous.view import Requirements
+from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.lease import RenewalListener, ignore_renewals
 from elasticd_agent.store.open import any_agent_may_lead, open_store
 from elasticd_agent.system.addresses import format_endpoint, local_address
@@ -95,32 +94,35 @@ def join_job(
     stack.callback(store.close)
     keys, times = Keys(spec.job_id), policy if shared else _without_renewal(policy)
     last_call_s = policy.last_call_s if shared else 0.0
-    asked = Requirements(spec.min_workers, spec.max_workers, meets.min_nodes, meets.max_nodes, last_call_s, spec.run)
-    facts = LocalFacts(first_number=1 + highest, checkpoint=resume)
-    planner = Planner(store, keys, times, asked, facts, lambda nodes: probe_nodes(nodes, PROBE_S), node, log)
-    lines = PeerLinks(lambda node: coordinator.peer_disconnected(node))
-    stack.callback(lines.close)
-    coordinator = RendezvousMember(
+    requirements = Requirements(
+        spec.min_workers, spec.max_workers, meets.min_nodes, meets.max_nodes, last_call_s, spec.run
+    )
+    links = PeerLinks(lambda node: member.peer_disconnected(node))
+    stack.callback(links.close)
+    member = RendezvousMember(
         store,
         keys,
         times,
         record,
-        planner,
+        requirements,
+        LocalFacts(first_number=1 + highest, checkpoint=resume),
         json.dumps(spec_document(spec, policy), sort_keys=True).encode(),
         lambda mine, theirs: mismatch(mine, theirs, log),
+        lambda nodes: probe_nodes(nodes, PROBE_S),
+        log,
         may_lead=lambda: hosts or any_agent_may_lead(meets.backend, store),
         others_may_lead=lambda: any_agent_may_lead(meets.backend, store),
         single_key_cas=meets.backend == "c10d",
         attentive=attentive,
-        keep_links=lines.keep,
+        keep_links=links.keep,
         renewed=renewed if shared else ignore_renewals,
     )
     if not shared:
-        return JobMembership(node, incarnation, shared, InlineDriver(coordinator, facts), own)
-    meeting = ThreadedDriver(coordinator, facts, post, hosts)
-    coordinator.on_hint(meeting.wake)
-    stack.callback(meeting.close)
-    return JobMembership(node, incarnation, shared, meeting, own)
+        return JobMembership(node, incarnation, shared, InlineDriver(member), own)
+    driver = ThreadedDriver(member, post, hosts)
+    member.on_hint(driver.wake)
+    stack.callback(driver.close)
+    return JobMembership(node, incarnation, shared, driver, own)
 
 
 def _without_renewal(policy: Policy) -> Policy:

@@ -284,7 +284,7 @@ class JobLoop:
         while self._events and self._exit_code is None:
             event = self._events.popleft()
             if isinstance(event, StopRequested | StopForced) and not self._rules.leave_on_stop:
-                self._rendezvous.facts.stop = event
+                self._rendezvous.update_facts(stop=event)
             if isinstance(event, RoundPublished) and (self._round is None or event.round.number > self._round.number):
                 self._round = event.round
                 self._listener.round_published(event.round, time.monotonic())

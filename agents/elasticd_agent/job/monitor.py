@@ -107,7 +107,7 @@ class GroupMonitor:
         self._wait_shares.begin()
         self._at, self._step_at = now + EAGER_INTERVAL_S, (0, now)
         self._eager_until = now + EAGER_S
-        self._rendezvous.facts.next_step_due = now
+        self._rendezvous.update_facts(next_step_due=now)
         self._pending_exception = ""
         self._rendezvous.update_record(ready_round=round.number, wait_counts=(), pending_exception="")
 
@@ -132,7 +132,7 @@ class GroupMonitor:
     def end(self, number: int) -> FirstStep | None:
         """The group of round `number` is gone: read what its workers noted last, and look no more."""
         self.ending()
-        self._rendezvous.facts.next_step_due = None
+        self._rendezvous.update_facts(next_step_due=None)
         first = self.observe(time.monotonic()) if self.number == number else None
         if self.number == number:
             self.drop()
@@ -157,7 +157,7 @@ class GroupMonitor:
         for note in seen.worker_events:
             self._worker_event(note)
         self._find_pending_exception(seen)
-        self._rendezvous.facts.high_water = self._history.high_water(seen)
+        self._rendezvous.update_facts(high_water=self._history.high_water(seen))
         self._advanced(seen.step, now)
         if (counts := self._wait_shares.update(seen)) is not None:
             self._rendezvous.update_record(wait_counts=counts)
@@ -183,7 +183,7 @@ class GroupMonitor:
         if step > before:
             step_s = (now - at) / (step - before)
             self._step_at = step, now
-            self._rendezvous.facts.next_step_due = now + 2 * step_s
+            self._rendezvous.update_facts(next_step_due=now + 2 * step_s)
 
     def _worker_event(self, note: WorkerEvent) -> None:
         """What a Session said that other agents must know."""
@@ -191,7 +191,7 @@ class GroupMonitor:
         match note.kind:
             case "checkpoint_saved" if step is not None:
                 self._history.checkpoint_saved(float(note.extra.get("seconds", 0.0)))
-                self._rendezvous.facts.checkpoint = (number, step)
+                self._rendezvous.update_facts(checkpoint=(number, step))
                 now = time.monotonic()
                 if self._shared and now >= self._checkpoint_reported_at + REPORT_CHECKPOINT_S:
                     self._checkpoint_reported_at = now

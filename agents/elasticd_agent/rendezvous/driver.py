@@ -1,7 +1,6 @@
-"""How the deciding loop takes part in its job: at once where the store is this process's memory, else through a thread.
+"""Drives a RendezvousMember for the deciding loop: inline where the store is this process's memory, else in a thread.
 
-Both ways have the same face, so that the loop is one. The thread owns the coordinator's turns: a store that does not
-answer costs the loop nothing. Neither decides anything.
+Both drivers have one interface. With the thread, a store that does not answer costs the loop nothing.
 """
 
 from __future__ import annotations
@@ -17,20 +16,21 @@ from elasticd_agent.model.notices import Notice
 from elasticd_agent.model.records import Failure
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.member import RendezvousMember, TurnResult
-from elasticd_agent.rendezvous.planner import LocalFacts
+from elasticd_agent.rendezvous.view import LocalFacts
 
 LINGER_S = 5.0
-"""How long the host of a store waits, once the job has ended, for the others to have heard of it."""
+"""How long the host of a store waits for the other nodes to leave, once the job has ended."""
 CLOSE_S = 5.0
 MAX_REST_S = 0.05
-"""The planner rests after a turn for as long as the turn took, and no longer than this."""
+"""The leader rests after a turn for as long as the turn took, and no longer than this."""
 
 
 class RendezvousDriver(Protocol):
-    """What the loop may say to the other agents of its job, and when it hears from them."""
+    """The deciding loop's side of the rendezvous. RendezvousMember documents each method."""
 
     @property
     def facts(self) -> LocalFacts: ...
+    def update_facts(self, **fields: Any) -> None: ...
     def update_record(self, **fields: Any) -> None: ...
     def report_failure(self, failure: Failure) -> None: ...
     def report_done(self, number: int) -> None: ...
@@ -38,28 +38,31 @@ class RendezvousDriver(Protocol):
     def report_hang(self, report: HangReport | None) -> None: ...
 
     def turn(self, now: float) -> TurnResult:
-        """What there is to hear, and when to ask again at the latest."""
+        """The notices so far, and when to ask again at the latest."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DriverFailed:
-    """The thread that talks to the store has ended by a mistake of ours."""
+    """The driver's thread has ended by an error in elasticd."""
 
     error: BaseException
 
 
 class InlineDriver:
-    """Every turn of the loop is a turn of the coordinator."""
+    """Every turn of the loop is a turn of the member."""
 
-    def __init__(self, member: RendezvousMember, facts: LocalFacts) -> None:
-        self._member, self.facts = member, facts
-        self.update_record, self.report_done, self.report_master = (
-            member.update_record,
-            member.report_done,
-            member.report_master,
-        )
+    def __init__(self, member: RendezvousMember) -> None:
+        self._member = member
+        self.update_facts = member.update_facts
+        self.update_record = member.update_record
+        self.report_done = member.report_done
+        self.report_master = member.report_master
         self.report_hang = member.report_hang
+
+    @property
+    def facts(self) -> LocalFacts:
+        return self._member.facts
 
     def report_failure(self, failure: Failure) -> None:
         self._member.report_failure(failure, time.monotonic())
@@ -69,15 +72,20 @@ class InlineDriver:
 
 
 class ThreadedDriver:
-    """The coordinator's turns are a thread's, which puts what the loop must hear into its inbox."""
+    """The member's turns belong to a thread, which posts their notices to the loop's inbox."""
 
-    def __init__(
-        self, member: RendezvousMember, facts: LocalFacts, post: Callable[[Notice | DriverFailed], None], hosts: bool
-    ) -> None:
-        self._member, self.facts, self._post, self._hosts = member, facts, post, hosts
+    def __init__(self, member: RendezvousMember, post: Callable[[Notice | DriverFailed], None], hosts: bool) -> None:
+        self._member = member
+        self._post = post
+        self._hosts = hosts
+        self.update_facts = member.update_facts  # facts are read at the next turn; they need none of their own
         self._changed = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elasticd-store", daemon=True)
+
+    @property
+    def facts(self) -> LocalFacts:
+        return self._member.facts
 
     def start(self) -> None:
         self._thread.start()
@@ -114,15 +122,15 @@ class ThreadedDriver:
             while not self._closing:
                 self._changed.clear()
                 began = time.monotonic()
-                news, until = self._member.turn(began)
+                notices, until = self._member.turn(began)
                 took_s = time.monotonic() - began
-                for said in news:
-                    self._post(said)
+                for notice in notices:
+                    self._post(notice)
                 self._changed.wait(None if until is None else max(0.0, until - time.monotonic()))
                 if self._member.leads and not self._closing:
-                    # What many nodes say at once is answered by one look at all of them.
+                    # Many nodes report at once: one turn answers all of them.
                     time.sleep(min(took_s, MAX_REST_S))
-        except BaseException as error:  # noqa: BLE001 nobody else would hear of it
+        except BaseException as error:  # noqa: BLE001 the loop must end with it
             self._post(DriverFailed(error))
 
     def abandon(self) -> None:
@@ -132,12 +140,12 @@ class ThreadedDriver:
         self._thread.join(CLOSE_S)
 
     def close(self) -> None:
-        """Leave the job's table; a host waits until the others have, too. Bounded."""
+        """Leave the job; the host of the store waits until the other nodes have left, too. Bounded."""
         self.abandon()
         deadline = time.monotonic() + LINGER_S
         try:
             while self._hosts and time.monotonic() < deadline and not self._member.others_left():
                 time.sleep(0.05)
         except ElasticdError:
-            pass  # nobody can be told any more
+            pass  # the store is gone, and nothing can be reported any more
         self._member.close()

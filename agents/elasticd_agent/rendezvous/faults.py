@@ -1,14 +1,14 @@
-"""Pure: what has ended the round that ran, in one word, and whose fault it was: what the metrics count.
+"""Pure: the fault that ended the round that ran, in one word, and the node at fault: what the metrics count.
 
-It exists so that a fault is counted when it is known, also where no Round can follow for a while, and once, by whoever
-plans. It words nothing and decides nothing: what follows from a fault is `plan`'s.
+A fault is counted once it is settled, also where no Round can follow for a while, and once, by the leader.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elasticd_agent.model.job import Policy
+from elasticd_agent.model.records import Failure
 from elasticd_agent.rendezvous.membership import losses
 from elasticd_agent.rendezvous.plan import ROOT_CAUSE_WAIT_S
 from elasticd_agent.rendezvous.view import View
@@ -16,10 +16,10 @@ from elasticd_agent.rendezvous.view import View
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`cause` is the kind of the Failure, or node_lost; `culprit` the node at fault, "" where no single one is."""
-
     cause: str
+    """The kind of the Failure, or node_lost."""
     culprit: str
+    """The node at fault, "" where no single one is."""
 
 
 def find_faults(view: View, policy: Policy, now: float) -> tuple[Fault, ...]:
@@ -30,32 +30,39 @@ def find_faults(view: View, policy: Policy, now: float) -> tuple[Fault, ...]:
     failures = [f for f in view.failures if f.round == current.number and current.member(f.node) is not None]
     if not failures and all(member.node in view.done for member in current.members):
         return ()
+    blamed = next((f for f in failures if f.culprits or f.kind in ("user_error", "start_failed")), None)
+    if blamed is not None:
+        return (Fault("crash" if blamed.kind == "user_error" else blamed.kind, blamed.node),)
     lost = losses(view, current, policy, now)
-    to_blame = next((f for f in failures if f.culprits or f.kind in ("user_error", "start_failed")), None)
-    if lost.nodes and to_blame is None:
+    if lost.nodes:
         return tuple(Fault("node_lost", node) for node in sorted(lost.nodes))
-    if to_blame is not None:
-        return (Fault("crash" if to_blame.kind == "user_error" else to_blame.kind, to_blame.node),)
-    victims = all(f.kind == "crash" for f in failures) and len(failures) < len(current.members)
-    if not failures or lost.returning or (victims and now < view.failed_at + ROOT_CAUSE_WAIT_S):
-        return ()
-    return (Fault(failures[0].kind, ""),)
+    if failures and not lost.returning and _all_reported(view, failures, len(current.members), now):
+        return (Fault(failures[0].kind, ""),)
+    return ()
 
 
-@dataclass(slots=True)
+def _all_reported(view: View, failures: list[Failure], members: int, now: float) -> bool:
+    """No node is still about to report the root cause of what were secondary failures."""
+    secondary = all(f.kind == "crash" for f in failures)
+    return not secondary or len(failures) >= members or now >= view.failed_at + ROOT_CAUSE_WAIT_S
+
+
 class FaultLog:
-    """Which have been seen, each once: (round, Fault), in `new` until somebody takes them out."""
+    """The faults of the current round, each once."""
 
-    policy: Policy
-    new: list[tuple[int, Fault]] = field(default_factory=list)
-    _seen: tuple[int, frozenset[Fault]] = (0, frozenset())
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._known: tuple[int, frozenset[Fault]] = (0, frozenset())
 
-    def observe(self, view: View, now: float) -> None:
-        """What is heard after a round's first is brought about by it, but for other nodes that are lost."""
+    def observe(self, view: View, now: float) -> list[tuple[int, Fault]]:
+        """The new ones, with their round.
+
+        Failures after a round's first are its consequences; only a further lost node is a fault of its own.
+        """
         number = view.current.number if view.current is not None else 0
-        seen = self._seen[1] if self._seen[0] == number else frozenset()
-        blamed = {fault.culprit for fault in seen}
-        found = [f for f in find_faults(view, self.policy, now) if not seen or f.cause == "node_lost"]
-        new = [f for f in found if f.culprit not in blamed]
-        self.new += [(number, fault) for fault in new]
-        self._seen = number, seen.union(new)
+        known = self._known[1] if self._known[0] == number else frozenset()
+        culprits = {fault.culprit for fault in known}
+        found = [f for f in find_faults(view, self._policy, now) if not known or f.cause == "node_lost"]
+        new = [f for f in found if f.culprit not in culprits]
+        self._known = number, known.union(new)
+        return [(number, fault) for fault in new]

@@ -65,7 +65,7 @@ class ProbeAnswer(Document):
 
     def check(self) -> None:
         if not self.node or not self.incarnation:
-            raise WireError("KnockAnswer: needs a node and an incarnation")
+            raise WireError("ProbeAnswer: needs a node and an incarnation")
 
 
 class ProbeServer:

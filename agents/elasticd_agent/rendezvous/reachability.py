@@ -1,138 +1,156 @@
-"""Whom of its round's members this node does not reach, asked where nothing else may say why its workers stand still.
+"""Detects members this node cannot reach; it probes only while local workers are stalled.
 
-It exists because the planner sees its own connections and no others: two members that it reaches may not reach each
-other. So each node says in its record whom it misses, and `membership` chooses. A member asks once its workers have not
-advanced for a lease's time, and misses another one that has been silent for as long again; one that was left out asks
-before it is taken again. Silence means something where there was an answer before (each is asked once while all is
-well), or, before a round's first step, where others answer: a firewall between agents must not part those who train
-together. Who refuses is the planner's to judge; whom we have met serves us, too, should we plan next. It decides
-nothing.
+The leader sees its own connections and no others: two members that it reaches may not reach each other. So each node
+publishes in its record the members it does not reach, and `membership` chooses.
+
+- A member probes once its workers have not advanced for a lease's time, and counts another one as unreachable that has
+  been silent for as long again. A node that was left out of the Round probes before it can join again.
+- Silence counts after an earlier answer: each member is probed once while all is well. Before a round's first step it
+  counts where other members answer. Otherwise a firewall between agents would separate nodes that train together.
+- A refusal is left to the leader. Members that have answered are remembered, in case this node leads next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from elasticd.errors import WireError
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import NodeRecord, Round
+from elasticd_agent.rendezvous.observations import Address, Identity, PeerObservations
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
 from elasticd_agent.store import Store
 from elasticd_agent.system.addresses import try_parse_endpoint
 
 RETRY_INTERVAL_S = 1.0
 MAX_INTERVAL_S = 30.0
-"""How far apart knocks get while everybody answers: it may be a long evaluation."""
+"""Between probes while every member answers: it may be a long evaluation."""
 EXCLUDED_INTERVAL_S = 5.0
-"""How often a node that was left out asks whether it reaches the members now."""
+"""Between probes of a node that was left out."""
 INTRODUCTION_SPREAD_S = 5.0
-"""The members of a round that trains get to know each other within this, one after the other."""
+"""Within this the members of a round that trains probe each other for the first time, one after the other."""
 INTRODUCTION_TRIES = 3
-
-Probe = Callable[[Mapping[str, tuple[str, int]]], Mapping[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]]
 
 
 class ReachabilityMonitor:
-    """`turn` belongs to the thread that talks to the store: knocks may take a moment."""
+    """`turn` belongs to the thread that talks to the store: probes may take a moment."""
 
-    def __init__(
-        self, store: Store, keys: Keys, policy: Policy, me: tuple[str, str], knock: Probe, met: set[tuple[str, str]]
-    ) -> None:
-        """`met`: incarnations that have answered a knock of this agent's; it grows here."""
-        self._store, self._keys, self._policy, self._me, self._knock = store, keys, policy, me, knock
+    def __init__(self, store: Store, keys: Keys, policy: Policy, me: Identity, observations: PeerObservations) -> None:
+        self._store = store
+        self._keys = keys
+        self._policy = policy
+        self._me = me
+        self._observations = observations
         self._number = 0
-        self._incarnations: set[tuple[str, str]] = set()
-        self._members: dict[str, tuple[str, int]] = {}
-        self._met = met
-        self._missed: set[tuple[str, str]] = set()  # their silence means something though they never answered
-        self._silent: dict[str, float] = {}
-        self._pause_s = RETRY_INTERVAL_S
-        self._at = float("-inf")
-        self._meet_at: float | None = None
-        self._tries = 0
+        self._incarnations: set[Identity] = set()
+        self._addresses: dict[str, Address] = {}
+        self._missed: set[Identity] = set()
+        """Members that counted as unreachable: their silence counts again although they never answered."""
+        self._silent_since: dict[str, float] = {}
+        self._interval_s = RETRY_INTERVAL_S
+        self._next_at = float("-inf")
+        self._introduce_at: float | None = None
+        self._introductions = 0
         self.unreachable: tuple[str, ...] = ()
+        """Members of the current Round that this node does not reach."""
 
-    def turn(self, round: Round | None, stepped: int, advances_by: float | None, now: float) -> float | None:
-        """Knock if it is time; `unreached` is up to date then. Returns when to come back. Raises StoreUnavailable.
+    def turn(self, round: Round | None, stepped: int, next_step_due: float | None, now: float) -> float | None:
+        """Probe if it is due, and update `unreachable`. Returns when to come back. Raises StoreUnavailable.
 
-        `stepped`: the last round that made a step here. `advances_by`: when the workers here should have made their
+        `stepped`: the last round that made a step here. `next_step_due`: when the workers here should have made their
         next one, None if there are none.
         """
         if round is None or round.terminal:
-            self._forget()
+            self._reset()
             return None
         if round.number != self._number:
-            self._number, self._members, self._meet_at, self._tries = round.number, {}, None, 0
-            self._incarnations = {(m.node, m.incarnation) for m in round.members}
-            self._forget()
-        inside = self._me in self._incarnations
-        if not inside and self._me[0] not in {e.node for e in round.excluded}:
-            self._forget()
+            self._begin(round)
+        member = self._me in self._incarnations
+        if not member and self._me[0] not in {e.node for e in round.excluded}:
+            self._reset()
             return None
-        if inside and advances_by is None:
-            return None  # its workers have ended: what was seen until then is all that will be
-        if inside and advances_by is not None and now < advances_by + self._policy.lease_s:
-            self._forget()
+        if member and next_step_due is None:
+            return None  # its workers have ended: the result so far is final
+        if member and next_step_due is not None and now < next_step_due + self._policy.lease_s:
+            self._reset()
             if stepped == round.number:
-                self._meet(round, now)
+                self._introduce(round, now)
             return None
-        if now >= self._at:
-            self._ask(round, inside, stepped == round.number, now)
-        return self._at
+        if now >= self._next_at:
+            self._probe_members(round, member, stepped == round.number, now)
+        return self._next_at
 
-    def _forget(self) -> None:
-        self._pause_s, self._at = RETRY_INTERVAL_S, float("-inf")
-        self._silent.clear()
+    def _begin(self, round: Round) -> None:
+        self._number = round.number
+        self._addresses = {}
+        self._introduce_at = None
+        self._introductions = 0
+        self._incarnations = {(m.node, m.incarnation) for m in round.members}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._interval_s = RETRY_INTERVAL_S
+        self._next_at = float("-inf")
+        self._silent_since.clear()
         self.unreachable = ()
 
-    def _meet(self, round: Round, now: float) -> None:
-        """Ask those who have never been asked, while all is well. Nobody need wake up for it."""
-        if self._tries >= INTRODUCTION_TRIES:
+    def _introduce(self, round: Round, now: float) -> None:
+        """Probe members that have never been probed, while all is well. It is not worth a turn of its own."""
+        if self._introductions >= INTRODUCTION_TRIES:
             return
-        unknown = self._incarnations - self._met - {self._me}
+        unknown = {m for m in self._incarnations - {self._me} if not self._observations.has_answered(m)}
         if not unknown:
-            self._tries = INTRODUCTION_TRIES
+            self._introductions = INTRODUCTION_TRIES
             return
-        if self._meet_at is None:
-            self._meet_at = now + INTRODUCTION_SPREAD_S * round.group_rank(self._me[0]) / len(round.members)
-        if now >= self._meet_at:
-            self._tries += 1
-            self._meet_at = now + MAX_INTERVAL_S
-            self._asked({node for node, _ in unknown})
+        if self._introduce_at is None:
+            self._introduce_at = now + INTRODUCTION_SPREAD_S * round.group_rank(self._me[0]) / len(round.members)
+        if now >= self._introduce_at:
+            self._introductions += 1
+            self._introduce_at = now + MAX_INTERVAL_S
+            self._probe({node for node, _ in unknown})
 
-    def _ask(self, round: Round, inside: bool, stepped: bool, now: float) -> None:
-        answers = self._asked({m.node for m in round.members})
-        self._silent = {n: self._silent.get(n, now) for n in sorted(answers) if isinstance(answers[n], ProbeNoAnswer)}
-        alone = len(self._silent) == len(answers)
-        since_s = self._policy.lease_s if inside else 0.0
-        incarnations = {m.node: (m.node, m.incarnation) for m in round.members}
+    def _probe_members(self, round: Round, member: bool, stepped: bool, now: float) -> None:
+        answers = self._probe({m.node for m in round.members})
+        silent = sorted(node for node, answer in answers.items() if isinstance(answer, ProbeNoAnswer))
+        self._silent_since = {node: self._silent_since.get(node, now) for node in silent}
+        any_silence_counts = not stepped and len(silent) < len(answers)
+        silence_s = self._policy.lease_s if member else 0.0
+        identities = {m.node: (m.node, m.incarnation) for m in round.members}
         self.unreachable = tuple(
             node
-            for node, since in self._silent.items()
-            if now >= since + since_s and (incarnations[node] in self._met | self._missed or not (stepped or alone))
+            for node, since in self._silent_since.items()
+            if now >= since + silence_s and (any_silence_counts or self._silence_counts(identities[node]))
         )
-        self._missed |= {incarnations[node] for node in self.unreachable}
-        self._pause_s = EXCLUDED_INTERVAL_S if not inside else RETRY_INTERVAL_S if self._silent else self._pause_s
-        self._at = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, MAX_INTERVAL_S)
+        self._missed |= {identities[node] for node in self.unreachable}
+        if not member:
+            self._interval_s = EXCLUDED_INTERVAL_S
+        elif self._silent_since:
+            self._interval_s = RETRY_INTERVAL_S
+        self._next_at = now + self._interval_s
+        self._interval_s = min(2 * self._interval_s, MAX_INTERVAL_S)
 
-    def _asked(self, whom: set[str]) -> Mapping[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
-        addresses = {node: address for node, address in self._addresses().items() if node in whom}
-        answers = self._knock(addresses) if addresses else {}
-        self._met |= {(a.node, a.incarnation) for a in answers.values() if isinstance(a, ProbeAlive)}
+    def _silence_counts(self, identity: Identity) -> bool:
+        return self._observations.has_answered(identity) or identity in self._missed
+
+    def _probe(self, nodes: set[str]) -> Mapping[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
+        addresses = {node: address for node, address in self._member_addresses().items() if node in nodes}
+        answers = self._observations.probe(addresses) if addresses else {}
+        for answer in answers.values():
+            if isinstance(answer, ProbeAlive):
+                self._observations.record_answer((answer.node, answer.incarnation))
         return answers
 
-    def _addresses(self) -> dict[str, tuple[str, int]]:
+    def _member_addresses(self) -> dict[str, Address]:
         """Where the other members answer; read once in a round, since an incarnation keeps its address."""
-        wanted = self._incarnations - {self._me}
-        if len(self._members) < len(wanted):
+        needed = self._incarnations - {self._me}
+        if len(self._addresses) < len(needed):
             for item in self._store.list(self._keys.nodes).values():
                 try:
                     record = NodeRecord.from_json(item.value)
                 except WireError:
-                    continue  # the planner says so
-                where = try_parse_endpoint(record.address)
-                if (record.id, record.incarnation) in wanted and where is not None:
-                    self._members[record.id] = where
-        return self._members
+                    continue  # the leader reports it
+                address = try_parse_endpoint(record.address)
+                if (record.id, record.incarnation) in needed and address is not None:
+                    self._addresses[record.id] = address
+        return self._addresses

@@ -1,9 +1,8 @@
-"""What all nodes of one job must have been asked alike, and how to say where two of them differ.
+"""What all nodes of one job must have in common, how to word a difference, and the agreement through the store.
 
-It exists so that a node started as part of another job, or by rules of its own, is refused with the field that differs,
-instead of training something else beside the others. As under torchrun, roles and arguments are each node's own; nodes
-of one role run one script. What is a machine's own affair is left out: its slots, its interpreter's and its script's
-directory, where it writes, its name and its addresses. Nothing here talks to a store.
+A node started as part of another job, or with other rules, is refused with the field that differs. As under torchrun,
+roles and arguments are each node's own; nodes of one role run one script. A machine's own settings are left out: its
+slots, its interpreter's and its script's directory, its output, its name and its addresses.
 """
 
 from __future__ import annotations
@@ -11,11 +10,20 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
+from elasticd.errors import StoreRefused
 from elasticd_agent.model.codec import VERSION
 from elasticd_agent.model.job import JobSpec, Mode, Policy
+from elasticd_agent.model.keys import Keys, decode_record
+from elasticd_agent.model.records import Round
+from elasticd_agent.store import Store
+
+_ABANDONED_RUN = "a later run of this job has come, and nobody of this one is left"
+STOPPED_EXIT_CODE = 143
+"""As a shell reports SIGTERM: the end was requested."""
 
 _LABELS = {
     "entrypoint": "the script",
@@ -138,3 +146,74 @@ def _cut(text: str, parted: int) -> str:
     begin = max(0, parted - _MAX_VALUE_CHARS // 2)
     end = begin + _MAX_VALUE_CHARS
     return ("…" if begin else "") + text[begin:end] + ("…" if end < len(text) else "")
+
+
+# ---- the agreement
+
+
+def stopped_round(round: Round, why: str) -> Round:
+    """The same Round as a terminal one."""
+    return replace(
+        round, members=(), last_checkpoint=None, cause="", reason=why, outcome="stopped", exit_code=STOPPED_EXIT_CODE
+    )
+
+
+class SpecAgreement:
+    """The first agent of a job writes the job's spec to the store; every other one compares its own with it.
+
+    An earlier run whose nodes are all gone may have no recorded end: all of its nodes were killed, or each of them left
+    it to another one. Then a later run records it. The wait for an earlier run's nodes is bounded.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        spec: bytes,
+        mismatch: Callable[[bytes, bytes], str | None],
+        within_s: float,
+        log: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._spec = spec
+        self._mismatch = mismatch
+        self._within_s = within_s
+        self._log = log
+        self._until: float | None = None
+        self.done = False
+
+    def is_reached(self, now: float) -> bool:
+        """True once this node's spec is the job's. Raises StoreRefused for another job, and StoreUnavailable."""
+        if self.done:
+            return True
+        why = self._compare()
+        if not why:
+            self.done = True
+        elif self._until is None:
+            self._until = now + self._within_s
+            self._log(f"{why}; it is waited for")
+        elif now >= self._until:
+            raise StoreRefused(f"{why}, for {self._within_s:g} s (join_timeout)")
+        return self.done
+
+    def _compare(self) -> str:
+        """Write or compare the spec; the nodes of an earlier run that must leave first, in words, or ""."""
+        store, keys = self._store, self._keys
+        found = store.read(keys.spec)
+        if found is None:
+            return "" if store.compare_and_swap(keys.spec, None, self._spec) else self._compare()
+        if found.value == self._spec or (why := self._mismatch(self._spec, found.value)) is None:
+            return ""
+        stored = store.read(keys.round)
+        last = None if stored is None else decode_record(Round, keys.round, stored.value)
+        if last is None or not last.terminal:
+            if not is_later_run(self._spec, found.value):
+                raise StoreRefused(f"job {keys.job!r} runs with another command: {why}")
+            if left := sorted(key.removeprefix(keys.nodes) for key in store.list(keys.nodes)):
+                return f"an earlier run of this job has not left {', '.join(left)}"
+            if stored is not None and last is not None:
+                over = stopped_round(replace(last, number=last.number + 1), _ABANDONED_RUN)
+                if not store.compare_and_swap(keys.round, stored.version, over.to_json()):
+                    return self._compare()
+        return "" if store.compare_and_swap(keys.spec, found.version, self._spec) else self._compare()

@@ -39,6 +39,17 @@ class PresentNode:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalFacts:
+    """What this node's deciding loop knows and a planner here uses. Replaced whole, so that any thread may read it."""
+
+    first_number: int = 1
+    checkpoint: tuple[int, int] | None = None
+    high_water: int = 0
+    stop: StopRequested | StopForced | None = None
+    next_step_due: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """All the planner knows. Times are the planner's own monotonic seconds."""
 

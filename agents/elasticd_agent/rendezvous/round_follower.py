@@ -1,0 +1,179 @@
+"""The Round this node follows and the requests to its members: each key is read again once a watch has named it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticd.errors import StoreUnavailable
+from elasticd_agent.model.keys import Keys, decode_address, decode_record
+from elasticd_agent.model.notices import HangReportRequested, MasterKnown, Notice, PauseRequested
+from elasticd_agent.model.records import Round
+from elasticd_agent.rendezvous.observations import Identity
+from elasticd_agent.rendezvous.spec_check import stopped_round
+from elasticd_agent.store import Store, Versioned
+
+
+class RoundFollower:
+    """One node's. It belongs to the thread that talks to the store; `invalidate` may be called from any."""
+
+    def __init__(self, store: Store, keys: Keys, me: Identity, run: str) -> None:
+        self._store = store
+        self._keys = keys
+        self._me = me
+        self._run = run
+        self.keys = (keys.round, keys.planner, keys.master(), keys.pause, keys.hang_report_request)
+        """What every agent watches."""
+        self._stale: set[str] = set()
+        self._round: Round | None = None
+        self._stored: Versioned | None = None
+        self._accepted: Versioned | None = None
+        self._ended_before_joining = False
+        self._master_of = 0  # the newest round whose store a watch has named
+        self._master_known = 0
+        self._pause_of = 0
+        self._reports_of = 0
+        self._replaced = False
+
+    @property
+    def round(self) -> Round | None:
+        return self._round
+
+    @property
+    def number(self) -> int:
+        return self._round.number if self._round is not None else 0
+
+    @property
+    def running(self) -> Round | None:
+        """The Round, unless it is terminal."""
+        return self._round if self._round is not None and not self._round.terminal else None
+
+    def is_replaced(self) -> bool:
+        """True once a later run of the job has begun: this node has no part in it."""
+        return self._replaced
+
+    @property
+    def stored(self) -> Versioned | None:
+        """The round key as it was last read: what a planner's verdict builds on."""
+        return self._stored
+
+    @property
+    def ended_before_joining(self) -> bool:
+        """The first Round this node read was terminal."""
+        return self._ended_before_joining
+
+    @property
+    def is_non_member(self) -> bool:
+        """True if a Round runs without this node."""
+        return self.running is not None and self._me not in {(m.node, m.incarnation) for m in self.running.members}
+
+    def invalidate(self, key: str) -> None:
+        """A watch has named `key`."""
+        master = self._keys.master()
+        if (number := key.removeprefix(master)) != key and number.isdecimal():
+            self._master_of = max(self._master_of, int(number))
+        self._stale |= {master if key.startswith(master) else key} & set(self.keys)
+
+    def invalidate_all(self) -> None:
+        """Read everything again, in case a watch missed something.
+
+        A missed request for hang reports costs nothing: a node whose group stands still reports unasked. A missed end
+        of that request does: the node would report for ever.
+        """
+        self._stale |= set(self.keys) - (set() if self._reports_of else {self._keys.hang_report_request})
+
+    def take(self, key: str) -> bool:
+        """True once after `key` was invalidated."""
+        if key not in self._stale:
+            return False
+        self._stale.discard(key)
+        return True
+
+    def read_round(self) -> Round | None:
+        """The Round in the store, if it is news; once replaced, the end of this run. Raises StoreUnavailable."""
+        if not self.take(self._keys.round):
+            return None
+        try:
+            self._stored = found = self._store.read(self._keys.round)
+        except StoreUnavailable:
+            self._stale.add(self._keys.round)
+            raise
+        known = self.running
+        if found is not None and found == self._accepted:
+            return None  # read again in case a watch missed something; it did not
+        if found is None:
+            if known is not None:
+                self._restore(known, None)  # the store came back empty
+            return None
+        round = decode_record(Round, self._keys.round, found.value)
+        if known is not None and round.number < known.number:
+            self._restore(known, found.version)
+            return None
+        self._accepted = found
+        if round.number <= self.number:
+            return None
+        if self._round is not None and round.run != self._round.run == self._run:
+            self._replaced = True
+            why = f"a later run of this job, {round.run}, has begun"
+            return stopped_round(replace(round, number=round.number - 1), why)
+        other_run = round.run != self._run or (self._round is None and round.outcome == "stopped")
+        return None if round.terminal and other_run else round
+
+    def follow(self, round: Round) -> None:
+        """Take `round` for the current one."""
+        self._ended_before_joining = self._round is None and round.terminal
+        self._round = round
+        self._stale.add(self._keys.pause)
+        # The round's store usually starts later, and its watch names it then; it may also have started earlier.
+        if self._master_of >= round.number:
+            self._stale.add(self._keys.master())
+
+    def publish(self, round: Round) -> None:
+        """`round` is this node's own, just published."""
+        self._accepted = None
+        self._stale.add(self._keys.round)
+        self.follow(round)
+
+    def fence(self) -> None:
+        """Give the round key another version, its value unchanged.
+
+        For a store that compares one key at a time: a former leader that read the leader key before it was taken, and
+        was then held up, must find another version of the round than the one its verdict builds on.
+        """
+        if self._stored is not None:
+            self._store.compare_and_swap(self._keys.round, self._stored.version, self._stored.value)
+            self._stale.add(self._keys.round)  # lost or won, the version is another
+
+    def read_requests(self) -> list[Notice]:
+        """What the leader asks of this node, and where the workers' store is. Raises StoreUnavailable."""
+        round, keys = self.running, self._keys
+        if round is None or round.member(self._me[0]) is None:
+            return []
+        notices: list[Notice] = []
+        if self.take(keys.hang_report_request):
+            requested = self._requested(keys.hang_report_request, round)
+            if requested != self._reports_of:
+                self._reports_of = requested
+                notices.append(HangReportRequested(round.number, bool(requested)))
+        rank_0_here = round.group_rank(self._me[0]) == 0
+        if not rank_0_here and self._master_known != round.number and self.take(keys.master()):
+            found = self._store.read(keys.master(round.number))
+            if found is not None:
+                host, port = decode_address(keys.master(round.number), found.value)
+                self._master_known = round.number
+                notices.append(MasterKnown(round.number, host, port))
+        if rank_0_here and self.take(keys.pause):
+            requested = self._requested(keys.pause, round)
+            if requested != self._pause_of:
+                self._pause_of = requested
+                notices.append(PauseRequested(round.number, bool(requested)))
+        return notices
+
+    def _restore(self, round: Round, version: int | None) -> None:
+        """Every member of a Round writes it again where the store has lost it; the highest number wins."""
+        self._store.compare_and_swap(self._keys.round, version, round.to_json())
+        self._stale.add(self._keys.round)
+
+    def _requested(self, key: str, round: Round) -> int:
+        """The round's number if `key` requests something of it, else 0."""
+        found = self._store.read(key)
+        return round.number if found is not None and found.value == str(round.number).encode() else 0
