@@ -120,7 +120,7 @@ def test_it_leaves_the_shared_flags_alone(pipe: tuple[int, int]) -> None:
 def test_output_and_error_to_one_place_share_an_outlet(err: int, same: bool) -> None:
     code = (
         "from elasticd_agent.system.nonblocking_writer import *\n"
-        "out, err = open_outlets(); out.put(b'%d\\n' % (out is err)); out.close(); err.close()"
+        "out, err = open_std_writers(); out.put(b'%d\\n' % (out is err)); out.close(); err.close()"
     )
     ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=err, timeout=30)
     assert ran.stdout == b"%d\n" % same
