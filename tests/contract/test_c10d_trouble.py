@@ -20,8 +20,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from elasticd.errors import StoreRefused, StoreUnavailable
-from elasticd_agent.store.c10d.helper import HELPER
 from elasticd_agent.store.c10d.store import C10dStore
+from elasticd_agent.system.installation import program
 
 Until = Callable[[Callable[[], object], float], object]
 SOON_S = 60.0
@@ -348,7 +348,7 @@ def test_a_tcp_store_that_is_not_ours_is_refused(theirs: TCPStore) -> None:
 
 def test_a_helper_whose_agent_gives_up_while_torch_is_imported_says_nothing() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-u", str(HELPER), str(theirs.fileno()), str(os.getpid())]
+    command = [sys.executable, "-u", program("c10d_fork_server"), str(theirs.fileno()), str(os.getpid())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as helper:
         theirs.close()
         ours.close()

@@ -7,14 +7,10 @@ their whole session at their deadline. What a helper has told by then counts. It
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import queue
-import select
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,11 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import elasticd
 from elasticd_agent.hangs.collector.request import CollectRequest, PublishRequest, WorkerRequest
-from elasticd_agent.hangs.tools import find_nvml, find_py_spy
+from elasticd_agent.hangs.tools import find_py_spy
 from elasticd_agent.model.reports import Where
 from elasticd_agent.system import procfs
+from elasticd_agent.system.helper_process import HelperError, HelperProcess, HelperTimeout
+from elasticd_agent.system.installation import import_path, program
+from elasticd_agent.system.nvml import find_nvml
 
 GATHER_PART, KILL_PART = 0.6, 0.7
 """Of the budget: how long a helper gathers, and when it is killed. The rest is for the way to the log directory."""
@@ -44,7 +42,6 @@ CLOSE_S = 3.0
 ORPHAN_S = 5.0
 """A helper whose agent has been killed ends so long after it should have."""
 REAP_S = 0.5
-_HELPER = Path(__file__).with_name("collector") / "__main__.py"
 
 _log = logging.getLogger("elasticd.evidence")
 
@@ -141,7 +138,7 @@ class EvidenceCollector:
         self._next: deque[_Gather | _Write | None] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._helper: subprocess.Popen[bytes] | None = None
+        self._helper: HelperProcess | None = None
         self._busy = self._taking = self._publishing = self._dropped = self._closing = self._warned = False
         self._redirected: dict[Path, Path] = {}
 
@@ -174,20 +171,20 @@ class EvidenceCollector:
             if self._busy and not self._publishing:
                 self._dropped = True
                 if self._helper is not None:
-                    _kill(self._helper)
+                    self._helper.kill()
 
     def close(self) -> None:
         """Finish what is to be written, end everything else. Bounded; safe to call again."""
         with self._lock:
             self._closing = True
             if self._taking and self._helper is not None:
-                _kill(self._helper)
+                self._helper.kill()
         if self._thread is not None:
             self._requests.put(None)
             self._thread.join(CLOSE_S)
             with self._lock:
                 if self._helper is not None:
-                    _kill(self._helper)
+                    self._helper.kill()
             self._thread.join(2 * REAP_S)
 
     def _enqueue(self, what: _Gather | _Write) -> bool:
@@ -321,37 +318,28 @@ class EvidenceCollector:
         """Run a helper until it ends, or until its time is over. "" or what went wrong."""
         began = time.monotonic()
         seconds = f"{max(0.0, until - began) + ORPHAN_S:.1f}"
-        paths = [str(Path(__file__).parents[2]), str(Path(elasticd.__file__).parents[1])]
-        command = [sys.executable, "-I", "-S", str(_HELPER), what, seconds, *dict.fromkeys(paths)]
+        command = [sys.executable, "-I", "-S", program("evidence_collector"), what, seconds, *import_path()]
         try:
-            with open(os.memfd_create("request"), "w+b") as stdin, open(os.memfd_create("said"), "w+b") as stderr:
-                stdin.write(json.dumps(request).encode("utf-8", "surrogateescape"))
-                stdin.seek(0)
-                helper = subprocess.Popen(
-                    command, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True, cwd="/"
-                )
-                done = self._attend(helper, until, hear)
-                stderr.seek(0)
-                said = stderr.read(1 << 16).decode("utf-8", "replace").strip().splitlines()
+            helper = HelperProcess(command, cwd="/", keep_errors=True)
         except OSError as error:
             return f"no helper can be started: {error.strerror or error}"
-        if done:
-            return ""
-        if time.monotonic() >= until:
-            return f"it did not answer within {until - began:.1f} s"
-        return f"the helper ended: {said[-1] if said else f'exit status {helper.returncode}'}"
-
-    def _attend(self, helper: subprocess.Popen[bytes], until: float, hear: Callable[[dict[str, Any]], object]) -> bool:
         try:
             with self._lock:
                 self._helper = helper
                 if (self._closing and self._taking) or self._dropped:
-                    _kill(helper)
-            return _listen(helper, until, hear)
+                    helper.kill()
+            helper.send(request, until)
+            for message in helper.messages(until):
+                hear(message)
+        except HelperTimeout:
+            return f"it did not answer within {until - began:.1f} s"
+        except HelperError as error:
+            return f"the helper ended: {error}"
         finally:
             with self._lock:
                 self._helper = None
-            _end(helper)
+            helper.close(within_s=REAP_S)
+        return ""
 
 
 def _of(target: EvidenceTarget, line: dict[str, Any]) -> RankEvidence:
@@ -365,40 +353,3 @@ def _of(target: EvidenceTarget, line: dict[str, Any]) -> RankEvidence:
         line.get("source", ""),
         line.get("trouble", "there was no time for its stack"),
     )
-
-
-def _listen(helper: subprocess.Popen[bytes], until: float, hear: Callable[[dict[str, Any]], object]) -> bool:
-    """Hand on what it says. True if it said that it is done."""
-    assert helper.stdout is not None
-    poll, pending, done = select.poll(), b"", False
-    poll.register(helper.stdout, select.POLLIN)
-    while (left_s := until - time.monotonic()) > 0 and not done:
-        if not poll.poll(left_s * 1000):
-            break
-        data = os.read(helper.stdout.fileno(), 1 << 16)
-        if not data:
-            break
-        *lines, pending = (pending + data).split(b"\n")
-        for line in lines:
-            said = json.loads(line)
-            done = done or said.get("done") is True
-            hear(said)
-    return done
-
-
-def _kill(helper: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(helper.pid, signal.SIGKILL)
-
-
-def _end(helper: subprocess.Popen[bytes]) -> None:
-    """Kill it and all it has started, and reap what is dead. What hangs in the kernel is left to whoever reaps last."""
-    _kill(helper)
-    assert helper.stdout is not None
-    helper.stdout.close()
-    with suppress(subprocess.TimeoutExpired):
-        helper.wait(REAP_S)
-    until = time.monotonic() + REAP_S
-    with suppress(ChildProcessError):  # an agent adopts what its descendants leave behind
-        while time.monotonic() < until and os.waitpid(-helper.pid, os.WNOHANG) is not None:
-            time.sleep(0.002)

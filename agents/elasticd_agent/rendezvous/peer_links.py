@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from elasticd_agent.system.waker import Waker
+
 Address = tuple[str, int]
 
 RECONNECT_AFTER_S = 5.0
@@ -32,8 +34,7 @@ class PeerLinks:
         self._most = sys.maxsize if soft == resource.RLIM_INFINITY else soft // 8  # the rest of them is for others
         self._wanted: dict[str, Address] = {}
         self._lock = threading.Lock()
-        self._bell, self._ring = socket.socketpair()
-        self._ring.setblocking(False)
+        self._waker = Waker()
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -46,29 +47,22 @@ class PeerLinks:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="elasticd-lines", daemon=False)
                 self._thread.start()
-        self._wake()
+        self._waker.wake()
 
     def close(self) -> None:
         """Hang up everywhere. May be called again."""
         with self._lock:
             self._closing = True
-        self._wake()
+        self._waker.wake()
         if self._thread is not None:
             self._thread.join()
-        for sock in (self._bell, self._ring):
-            sock.close()
-
-    def _wake(self) -> None:
-        try:
-            self._ring.send(b"!")
-        except OSError:
-            pass  # full: it is awake already; closed: there is nobody to wake
+        self._waker.close()
 
     def _run(self) -> None:
         held: dict[str, tuple[Address, socket.socket]] = {}
         tried: dict[str, float] = {}
         with selectors.DefaultSelector() as selector:
-            selector.register(self._bell, selectors.EVENT_READ, None)
+            selector.register(self._waker, selectors.EVENT_READ, None)
             while not self._closing and threading.main_thread().is_alive():
                 with self._lock:
                     wanted = dict(self._wanted)
@@ -84,7 +78,7 @@ class PeerLinks:
                             selector.register(sock, selectors.EVENT_READ, node)
                 for key, _ in selector.select(ORPHAN_S):
                     if key.data is None:
-                        self._bell.recv(4096)
+                        self._waker.drain()
                     elif _has_ended(held[key.data][1]):
                         _disconnect(selector, held.pop(key.data)[1])
                         if key.data in wanted:

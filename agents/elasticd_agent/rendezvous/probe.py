@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from elasticd.errors import UsageError, WireError
 from elasticd_agent.model.codec import Document
+from elasticd_agent.system.waker import Waker
 
 # A thousand agents at once are the most this is measured with; the kernel keeps their connections until we take them.
 BACKLOG = 1024
@@ -92,7 +93,7 @@ class ProbeServer:
         self.port: int = self._listener.getsockname()[1]
         self._most_kept = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4  # the rest of them is for others
         self._closing = threading.Event()
-        self._bell, self._ring = socket.socketpair()
+        self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name="elasticd-knock", daemon=False)
         self._thread.start()
 
@@ -101,16 +102,16 @@ class ProbeServer:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._ring.send(b"!")
+        self._waker.wake()
         self._thread.join()
-        for sock in (self._listener, self._bell, self._ring):
-            sock.close()
+        self._listener.close()
+        self._waker.close()
 
     def _run(self) -> None:
         kept: set[socket.socket] = set()
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._bell, selectors.EVENT_READ)
+            selector.register(self._waker, selectors.EVENT_READ)
             while not self._closing.is_set() and threading.main_thread().is_alive():
                 ready = [key.fileobj for key, _ in selector.select(ORPHAN_S)]
                 for caller in kept.intersection(ready):

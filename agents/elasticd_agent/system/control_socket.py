@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elasticd_agent.system.waker import Waker
+
 SOCKET_NAME = "control"
 """The socket's name in the agent's runtime directory."""
 MAX_CALLERS = 8
@@ -92,11 +94,9 @@ class ControlServer:
         self._replies: deque[tuple[int, dict[str, Any]]] = deque()
         self._numbers = 0
         self._closing = False
-        self._bell, self._ring = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ring.setblocking(False)
+        self._waker = Waker()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._waker, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="elasticd-control", daemon=True)
         self._thread.start()
@@ -106,7 +106,7 @@ class ControlServer:
         if self._closing:
             return
         self._closing = True
-        self._wake()
+        self._waker.wake()
         self._thread.join(1.0)
         with contextlib.suppress(OSError):
             self._path.unlink()
@@ -117,8 +117,8 @@ class ControlServer:
             for key, _ in self._selector.select(max(0.0, min(until - time.monotonic(), _ORPHAN_S))):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif key.fileobj is self._bell:
-                    self._hear_bell()
+                elif key.fileobj is self._waker:
+                    self._waker.drain()
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._callers:
                     self._receive(key.fileobj)
             self._send_replies()
@@ -127,8 +127,8 @@ class ControlServer:
         for sock in list(self._callers):
             self._drop(sock)
         self._selector.close()
-        for sock in (self._listener, self._bell, self._ring):
-            sock.close()
+        self._listener.close()
+        self._waker.close()
 
     def _accept(self) -> None:
         try:
@@ -190,7 +190,7 @@ class ControlServer:
 
     def _reply(self, number: int, said: Path | str) -> None:
         self._replies.append((number, {"path": str(said)} if isinstance(said, Path) else {"error": said}))
-        self._wake()
+        self._waker.wake()
 
     def _send_replies(self) -> None:
         while self._replies:
@@ -208,14 +208,6 @@ class ControlServer:
         self._selector.unregister(sock)
         del self._callers[sock]
         sock.close()
-
-    def _hear_bell(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._bell.recv(4096)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake anyway; closed: nobody listens any more
-            self._ring.send(b"!")
 
 
 class NullControlServer:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from elasticd_agent.system.waker import Waker
+
 _log = logging.getLogger("elasticd.http")
 
 
@@ -52,12 +54,11 @@ class HttpListener(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, _Connection] = {}
         self._closing = False
-        self._bell, self._ring = socket.socketpair()
+        self._waker = Waker()
         try:
             super().__init__(address, handler)
         except BaseException:
-            self._bell.close()
-            self._ring.close()
+            self._waker.close()
             raise
         self._serving = threading.Thread(target=self._serve, name="elasticd-http", daemon=True)
 
@@ -68,7 +69,7 @@ class HttpListener(ThreadingHTTPServer):
         """Accept connections, and cut those that are late. It wakes up for nothing else: waiting costs nothing."""
         with selectors.PollSelector() as selector:  # which takes no descriptor: there may be none left
             selector.register(self.socket, selectors.EVENT_READ)
-            selector.register(self._bell, selectors.EVENT_READ)
+            selector.register(self._waker, selectors.EVENT_READ)
             while not self._closing:
                 ready = selector.select(self._until_next_cut())
                 if any(key.fileobj is self.socket for key, _ in ready):
@@ -155,16 +156,14 @@ class HttpListener(ThreadingHTTPServer):
         """Stop listening, cut every connection; True when every thread is gone within `within` seconds."""
         until = time.monotonic() + within
         self._closing = True
-        with contextlib.suppress(OSError):
-            self._ring.send(b"!")
+        self._waker.wake()
         if self._serving.is_alive():
             self._serving.join(max(0.0, until - time.monotonic()))
         self.server_close()
         self.cut_expired(math.inf)
         threads = [self._serving, *self.threads()]
         if not self._serving.is_alive():
-            self._bell.close()
-            self._ring.close()
+            self._waker.close()
         for thread in (thread for thread in threads if thread.ident is not None):
             thread.join(max(0.0, until - time.monotonic()))
         stuck = [thread.name for thread in threads if thread.is_alive()]

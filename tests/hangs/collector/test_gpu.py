@@ -7,14 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticd_agent.hangs.evidence import EvidenceTarget
-from elasticd_agent.system import nvml_dump as gpu
+from elasticd_agent.system import nvml_process
 from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker
 
-GPU = Path(gpu.__file__)
+PROGRAM = Path(nvml_process.__file__)
 
 # A small NVML with one good GPU, one of a kind that knows little, and one that has fallen off the bus.
 NVML = """
@@ -45,16 +46,22 @@ def nvmlDeviceGetComputeRunningProcesses(gpu): return [Thing(pid=42)]
 """
 
 
-def asked(directory: Path, init: str) -> dict[str, object]:
-    (directory / "pynvml.py").write_text(NVML.replace("{init}", init))
-    command = [sys.executable, "-I", "-S", str(GPU), str(directory)]
-    found: dict[str, object] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+def gpus(directory: Path | str) -> dict[str, Any]:
+    """The answer of the NVML process with the pynvml of `directory`."""
+    command = [sys.executable, "-I", "-S", str(PROGRAM), str(directory)]
+    ran = subprocess.run(command, input=b'{"do": "gpus"}\n', capture_output=True, check=True, timeout=60)
+    found: dict[str, Any] = json.loads(ran.stdout)
     return found
+
+
+def asked(directory: Path, init: str) -> dict[str, Any]:
+    (directory / "pynvml.py").write_text(NVML.replace("{init}", init))
+    return gpus(directory)
 
 
 def test_gpus_say_what_they_know(tmp_path: Path) -> None:
     found = asked(tmp_path, "pass")
-    first, second, third = found["gpus"]  # type: ignore[misc]
+    first, second, third = found["gpus"]
     assert found["driver"] == "580.1"
     assert (first["name"], first["bus"], first["utilization_percent"]) == ("H200", "00000000:3B:00.0", 100)
     assert (first["memory_used_bytes"], first["ecc_uncorrected"], first["corrected"]) == (5, 4, 1)
@@ -72,8 +79,7 @@ def test_one_that_is_lost_after_its_handle_was_given_says_only_that(tmp_path: Pa
             'nvmlDeviceGetName(gpu): return b"H200"', f"nvmlDeviceGetName(gpu):\n{lost}"
         )
     )
-    command = [sys.executable, "-I", "-S", str(GPU), str(tmp_path)]
-    found = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)["gpus"]
+    found = gpus(tmp_path)["gpus"]
     assert (found[0], found[1]["name"]) == ({"index": 0, "error": "GPU is lost"}, "H200")
 
 
@@ -85,9 +91,7 @@ def test_a_driver_that_cannot_be_asked_is_trouble_in_words(tmp_path: Path) -> No
 
 
 def test_without_pynvml_it_says_what_to_install() -> None:
-    command = [sys.executable, "-I", "-S", str(GPU), ""]
-    said = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
-    assert "nvidia-ml-py" in json.loads(said)["trouble"]
+    assert "nvidia-ml-py" in gpus("")["trouble"]
 
 
 def test_the_last_xid_of_each_gpu_is_in_the_kernels_log(tmp_path: Path) -> None:
@@ -98,17 +102,17 @@ def test_the_last_xid_of_each_gpu_is_in_the_kernels_log(tmp_path: Path) -> None:
         "4,3,2500000,-;NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n"
         "4,4,3000000,c;NVRM: Xid (PCI:0000:af:00): 63, Row Remapper\n"
     )
-    found = gpu.xids(str(log))
+    found = nvml_process.xids(str(log))
     assert found == {
         "0000:3b:00": "79 at 2 s after boot: GPU has fallen off the bus.",
         "0000:af:00": "63 at 3 s after boot: Row Remapper",
     }
-    assert gpu.xids(str(tmp_path / "none")) == {}
+    assert nvml_process.xids(str(tmp_path / "none")) == {}
 
 
 @pytest.mark.parametrize("bus", ["00000000:3B:00.0", "0000:3b:00"])
 def test_a_gpu_is_the_same_by_either_of_its_names(bus: str) -> None:
-    assert gpu.short_bus(bus) == "0000:3b:00"
+    assert nvml_process.short_bus(bus) == "0000:3b:00"
 
 
 @pytest.mark.parametrize(

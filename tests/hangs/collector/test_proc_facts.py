@@ -9,11 +9,8 @@ import subprocess
 from pathlib import Path
 
 from elasticd_agent.hangs.collector import proc_facts as facts
-from elasticd_agent.system import nvml_dump as gpu
 from elasticd_agent.system import procfs
 from tests.hangs.stuck_worker import StartWorker, Until
-
-GPU = Path(gpu.__file__)
 
 READS_A_PIPE = """
 import os, sys

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.node.health import checks, nvml
+from elasticd_agent.node.health import checks
 from elasticd_agent.node.health import gpu_checks as gpus
 from elasticd_agent.system import procfs
+from elasticd_agent.system.nvml import NvmlClient
 from tests.node.health.conftest import Node, Says, until
 
 
@@ -87,8 +88,8 @@ def test_only_those_it_may_use_are_judged(gpu_node: Node, nvml: Says) -> None:
     ("broken", "why"),
     [
         ("init", "NVML: Driver Not Loaded; 2 GPUs were expected"),
-        ("dies", "the process that asks NVML has ended by itself"),
-        ("hangs", "NVML has not answered within 0.5 s"),
+        ("dies", "the NVML process ended by itself"),
+        ("hangs", "NVML did not answer within 0.5 s"),
     ],
 )
 def test_a_driver_in_trouble_is_trouble_until_it_is_not(
@@ -103,7 +104,7 @@ def test_a_driver_in_trouble_is_trouble_until_it_is_not(
         assert found.outcome == "bad"
         assert found.why.startswith(why)
     nvml([], [])
-    gpu_node.checks()._nvml._within_s = 30.0  # starting the process may take longer on a busy machine
+    monkeypatch.setattr(checks, "NVML_TIMEOUT_S", 30.0)  # starting the process may take longer on a busy machine
     assert gpu_node.run()["gpus"].why == "2 × Fake 100"
 
 
@@ -111,26 +112,26 @@ def test_a_process_that_was_stopped_is_given_up_and_followed_by_another(
     gpu_node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu_node.run()
-    asker = gpu_node.checks()._nvml
-    asker._within_s = 0.3
-    assert asker._process is not None
-    os.kill(asker._process.pid, signal.SIGSTOP)
-    assert gpu_node.run()["gpus"].outcome == "bad"
-    asker._within_s = 30.0
+    helper = gpu_node.checks()._nvml._helper
+    assert helper is not None
+    os.kill(helper.pid, signal.SIGSTOP)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(checks, "NVML_TIMEOUT_S", 0.3)
+        assert gpu_node.run()["gpus"].outcome == "bad"
     assert gpu_node.run()["gpus"].outcome == "good"
 
 
 def test_a_daemon_that_is_killed_leaves_nobody_in_the_driver(gpu_node: Node, nvml: Says) -> None:
     nvml([], [], broken="hangs")
-    program = "from elasticd_agent.node.health.nvml import Nvml; Nvml(print, 60).look()"
+    program = "from elasticd_agent.system.nvml import NvmlClient; NvmlClient('events').request({'do': 'gpus'}, 60)"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", program], env=environ) as daemon:
         children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children")
-        asker = int(until(lambda: children.read_text().split(), "process that asks NVML")[0])
+        asker = int(until(lambda: children.read_text().split(), "NVML process")[0])
         until(lambda: (gpu_node.tmp / "asked").exists(), "question to the driver")
         daemon.kill()
         daemon.wait(10)
-    until(lambda: procfs.state(asker) in ("", "Z"), "end of the process that asks NVML")
+    until(lambda: procfs.state(asker) in ("", "Z"), "end of the NVML process")
 
 
 def happens(tmp: Path, line: str) -> None:
@@ -175,7 +176,7 @@ def test_what_programs_do_to_themselves_is_not_the_gpus_fault(gpu_node: Node) ->
 
 
 def test_a_machine_without_gpus_asks_nobody(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml.Nvml, "look", lambda self: pytest.fail("it was asked"))
+    monkeypatch.setattr(NvmlClient, "request", lambda *_: pytest.fail("it was asked"))
     found = node.run()
     assert found["gpus"].why == "this machine has no GPUs"
     assert not [name for name in found if name.startswith("gpu ")]

@@ -17,7 +17,8 @@ import pytest
 
 from elasticd.heartbeat import record as beat
 from elasticd.heartbeat.record import STACKS_SIGNAL
-from elasticd_agent.workers.launcher.requests import HERE, LAUNCHER_FILES, LIBRARY
+from elasticd_agent.system.installation import library_file, program
+from elasticd_agent.workers.launcher.requests import LAUNCHER_FILES, LIBRARY
 
 Worker = subprocess.Popen[str]
 
@@ -26,14 +27,19 @@ Worker = subprocess.Popen[str]
 def start(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
     """Starts a script as the owner starts a cold worker, but that it is read here; it says "ready" by itself."""
     workers: list[Worker] = []
-    launch: dict[str, Any] = {name: str(path) for name, path in LAUNCHER_FILES.items()}
-    launch |= {"library": LIBRARY, "agent": os.getpid(), "pythonpath": None, "mode": "cold"}
+    launch: dict[str, Any] = {name: program(name) for name in LAUNCHER_FILES}
+    launch |= {
+        "library": {name: library_file(name) for name in LIBRARY},
+        "agent": os.getpid(),
+        "pythonpath": None,
+        "mode": "cold",
+    }
 
     def start_script(script: str, stacks: bool = True, prefix: tuple[str, ...] = ()) -> Worker:
         beat.create(tmp_path / "beat")
         file = tmp_path / "script.py"
         file.write_text("import os, sys\n" + textwrap.dedent(script))
-        env = {**os.environ, "PYTHONPATH": str(HERE / "hook"), "ELASTICD_LAUNCH": json.dumps(launch)}
+        env = {**os.environ, "PYTHONPATH": program("start_up_hook"), "ELASTICD_LAUNCH": json.dumps(launch)}
         env |= {"ELASTICD_BEAT": str(tmp_path / "beat"), "PYTHONUNBUFFERED": "1"}
         env |= {"ELASTICD_STACKS": str(tmp_path / "stacks")} if stacks else {}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

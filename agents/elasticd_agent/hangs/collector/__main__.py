@@ -18,7 +18,7 @@ def main() -> None:
     what, seconds, *paths = sys.argv[1:]
     signal.setitimer(signal.ITIMER_REAL, float(seconds))  # nobody catches SIGALRM here
     sys.path += [path for path in paths if path not in sys.path]
-    request = json.load(sys.stdin)
+    request = json.loads(sys.stdin.readline())
     lock = threading.Lock()
 
     def say(line: dict[str, Any]) -> None:

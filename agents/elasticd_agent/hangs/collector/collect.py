@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import linecache
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from elasticd.errors import WireError
@@ -27,8 +25,9 @@ from elasticd_agent.hangs.collector import flight_recorder as flight
 from elasticd_agent.hangs.collector import proc_facts as facts
 from elasticd_agent.hangs.collector import stacks
 from elasticd_agent.hangs.collector.request import NO_STACKS, CollectRequest, WorkerRequest
-from elasticd_agent.hangs.collector.run_program import run_program
 from elasticd_agent.system import procfs
+from elasticd_agent.system.helper_process import HelperError, HelperProcess, HelperTimeout
+from elasticd_agent.system.nvml import start_nvml_process
 
 SPARE_PART = 0.2
 """Of the time: programs are given up so much before its end, to have time to say so and to ask faulthandler."""
@@ -188,18 +187,28 @@ class Collection:
             disk.write(self._path(f"rank-{asked.rank}.flight.json"), recorded)
 
     def _gpus(self) -> None:
-        """In a process of its own: a driver that hangs may never let go of whoever asks it."""
         if self._request.nvml is None:
             return
-        program = str(Path(__file__).parents[2] / "system" / "nvml_dump.py")
-        command = [sys.executable, "-I", "-S", program, self._request.nvml]
-        ran = run_program(command, self._until - self._spare_s)
-        said = ran.stdout
-        if ran.code != 0:
-            trouble = f"the GPUs' driver {ran.trouble}" if ran.code is None else ran.stderr.strip().rpartition("\n")[2]
-            said = json.dumps({"gpus": [], "trouble": trouble}).encode()
-        if said.strip():
-            disk.write(self._path(f"gpu-{os.uname().nodename}.json"), said)
+        try:
+            helper = start_nvml_process(self._request.nvml)
+        except OSError as error:
+            facts = {"gpus": [], "trouble": f"the NVML process cannot be started: {error.strerror or error}"}
+        else:
+            facts = self._ask_nvml(helper)
+        disk.write(self._path(f"gpu-{os.uname().nodename}.json"), json.dumps(facts).encode())
+
+    def _ask_nvml(self, helper: HelperProcess) -> dict[str, Any]:
+        began, deadline = time.monotonic(), self._until - self._spare_s
+        try:
+            helper.send({"do": "gpus"}, deadline)
+            return helper.receive(deadline)
+        except HelperTimeout:
+            trouble = f"the GPUs' driver did not answer within {time.monotonic() - began:.1f} s"
+        except HelperError as error:
+            trouble = str(error)
+        finally:
+            helper.kill()
+        return {"gpus": [], "trouble": trouble}
 
 
 def _beat(path: str) -> dict[str, Any]:

@@ -6,17 +6,12 @@ answer and cannot be killed is not asked again as long as it lives, or a dead mo
 
 from __future__ import annotations
 
-import json
 import os
 import queue
-import select
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +19,12 @@ from elasticd_agent.node.health import all_reduce as reducing
 from elasticd_agent.node.health import gpu_checks as gpus
 from elasticd_agent.node.health import host_memory as memory
 from elasticd_agent.node.health import plugins
-from elasticd_agent.node.health.nvml import Nvml
 from elasticd_agent.node.health.result import CheckResult, failed, skipped
 from elasticd_agent.system import procfs
+from elasticd_agent.system.helper_process import HelperError, HelperProcess
+from elasticd_agent.system.installation import import_path
+from elasticd_agent.system.nvml import NvmlClient, find_pynvml
+from elasticd_agent.system.waker import Waker
 
 MAX_PARALLEL = 4
 """Plugins and directories looked at side by side: what they cost is taken from a job that trains."""
@@ -62,14 +60,14 @@ class NodeChecks:
 
     def __init__(self, places: CheckTargets, environ: Mapping[str, str], heard: Callable[[], None]) -> None:
         self._targets, self._environ, self._on_event = places, environ, heard
-        self._nvml = Nvml(self._on_nvml_event, NVML_TIMEOUT_S)
+        self._nvml = NvmlClient("events", self._on_nvml_event)
         self._events: queue.SimpleQueue[CheckResult] = queue.SimpleQueue()
         self._stuck: dict[str, tuple[int, int, str]] = {}
-        self._stop, self._stopping = os.pipe2(os.O_CLOEXEC)
+        self._stop = Waker()
 
     def stop(self) -> None:
         """From any thread: a look that is under way ends soon."""
-        os.write(self._stopping, b"x")
+        self._stop.wake()
         self._nvml.stop()
 
     def update(self, places: CheckTargets) -> None:
@@ -78,8 +76,7 @@ class NodeChecks:
 
     def close(self) -> None:
         self._nvml.close()
-        for fd in (self._stop, self._stopping):
-            os.close(fd)
+        self._stop.close()
 
     def run(self, idle: bool, most_gpus: int) -> list[CheckResult]:
         """All but the all-reduce. `idle`: no job runs here. `most_gpus`: as many were seen here once."""
@@ -88,7 +85,7 @@ class NodeChecks:
     def all_reduce(self) -> CheckResult:
         places = self._targets
         return reducing.check_all_reduce(
-            places.python, range(places.slots), places.devices[: places.slots], self._environ, stop=self._stop
+            places.python, range(places.slots), places.devices[: places.slots], self._environ, stop=self._stop.fileno()
         )
 
     # ---- GPUs
@@ -99,11 +96,11 @@ class NodeChecks:
         expected = places.expected_gpus if places.expected_gpus is not None else expected
         if not expected and not places.devices:
             return [skipped(gpus.PRESENT, "this machine has no GPUs")]
-        if find_spec("pynvml") is None:
+        if not find_pynvml():
             why = f"{expected} GPUs, and nobody looks after them: pynvml is not installed (pip install 'elasticd[gpu]')"
             return [skipped(gpus.PRESENT, why)]
         began = time.monotonic()
-        said = self._nvml.look()
+        said = self._nvml.request({"do": "gpus"}, NVML_TIMEOUT_S)
         return [
             *gpus.gpu_results(said, expected, places.visible_gpus, time.monotonic() - began),
             *self._xid_result(),
@@ -168,73 +165,25 @@ class NodeChecks:
         }
         turns = -(-len(names) // MAX_PARALLEL)
         within_s = turns * (max(DIRECTORY_TIMEOUT_S, places.plugin_timeout_s) + 1.0) + CLOSE_S
-        process = self._start_check_process()
+        deadline = time.monotonic() + within_s
+        helper = HelperProcess(
+            [sys.executable, "-S", "-m", "elasticd_agent.node.health.check_process"],
+            env={**self._environ, "PYTHONPATH": os.pathsep.join(import_path())},
+            cwd="/",
+        )
         found: dict[str, CheckResult] = {}
         try:
-            for said in _lines(process, json.dumps(request).encode() + b"\n", within_s, self._stop):
-                if "reading" in said:
-                    reading = CheckResult(**said["reading"])
+            helper.send(request, deadline)
+            for message in helper.messages(deadline, cancel=self._stop.fileno()):
+                if "reading" in message:
+                    reading = CheckResult(**message["reading"])
                     found[reading.check] = reading
-                elif "stuck" in said:
-                    stuck = said["stuck"]
+                elif "stuck" in message:
+                    stuck = message["stuck"]
                     self._stuck[stuck["check"]] = (stuck["pid"], stuck["started"], found[stuck["check"]].why)
+        except HelperError:
+            pass  # the results received so far count
         finally:
-            _end(process)
+            helper.close(grace_s=CLOSE_S)  # it ends with its input, and ends first what it has started
         missing = "the process that looks at directories and plugins did not get to it"
         return [found.get(name) or skipped(name, missing) for name in names]
-
-    def _start_check_process(self) -> subprocess.Popen[bytes]:
-        path = str(Path(__file__).parents[3])
-        return subprocess.Popen(
-            [sys.executable, "-S", "-m", "elasticd_agent.node.health.check_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**self._environ, "PYTHONPATH": os.pathsep.join([path, str(_library())])},
-            cwd="/",
-            start_new_session=True,
-        )
-
-
-def _library() -> Path:
-    """Where the package `elasticd` is: beside this one when installed, elsewhere in a checkout."""
-    spec = find_spec("elasticd")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parents[1]
-
-
-def _lines(process: subprocess.Popen[bytes], request: bytes, within_s: float, stop: int) -> list[dict[str, Any]]:
-    """What it says until it is done, has ended, time is up, or `stop` becomes readable."""
-    assert process.stdin is not None and process.stdout is not None
-    until = time.monotonic() + within_s
-    said = b""
-    try:
-        process.stdin.write(request)
-        process.stdin.flush()
-    except OSError:
-        return []
-    fd = process.stdout.fileno()
-    while fd in select.select([fd, stop], [], [], max(0.0, until - time.monotonic()))[0]:
-        data = os.read(fd, 1 << 16)
-        said += data
-        if not data or b'{"done"' in said:
-            break
-    return [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith(b"\n")]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """With its standard input it ends by itself, and with it, by PDEATHSIG, what it has started; else by SIGKILL."""
-    assert process.stdin is not None and process.stdout is not None
-    for stream in (process.stdin, process.stdout):
-        try:
-            stream.close()
-        except OSError:
-            pass
-    try:
-        process.wait(CLOSE_S)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        try:
-            process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            pass  # a process that waits for nothing but its children; then the kernel itself is in trouble

@@ -17,6 +17,7 @@ from typing import Any
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.runners.liveness import ProcessIdentity
 from elasticd_agent.system import control_socket as control
+from elasticd_agent.system.waker import Waker
 
 TIMEOUT_S = 1.0
 STARTING_INTERVAL_S = 0.1
@@ -36,7 +37,7 @@ class RunnerPoller:
         self._closing = False
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
-        self._bell, self._ring = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._waker = Waker()
         self._fds: dict[int, Key] = {}
         self._thread = threading.Thread(target=self._run, name="elasticd-visitor", daemon=True)
         self._thread.start()
@@ -46,7 +47,7 @@ class RunnerPoller:
         with self._lock:
             self._targets = dict(runners)
             self._changed = True
-        self._wake()
+        self._waker.wake()
 
     def raise_failure(self) -> None:
         """Raises what has ended the thread: without it every runner would take itself for an orphan."""
@@ -55,12 +56,8 @@ class RunnerPoller:
 
     def close(self) -> None:
         self._closing = True
-        self._wake()
+        self._waker.wake()
         self._thread.join(5.0)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._ring, b"!")
 
     def _run(self) -> None:
         try:
@@ -71,16 +68,15 @@ class RunnerPoller:
 
     def _poll_until_closed(self) -> None:
         poll = select.poll()
-        poll.register(self._bell, select.POLLIN)
+        poll.register(self._waker, select.POLLIN)
         due = 0.0
         while not self._closing:
             if self._changed:
                 self._apply_targets(poll)
                 due = 0.0
             for fd, _ in poll.poll(max(0, int(1000 * (due - time.monotonic())) + 1)):
-                if fd == self._bell:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._bell, 4096)
+                if fd == self._waker.fileno():
+                    self._waker.drain()
                 else:
                     poll.unregister(fd)
                     self._post()
@@ -88,8 +84,7 @@ class RunnerPoller:
                 due = time.monotonic() + self._poll_all()
         for fd in self._fds:
             os.close(fd)
-        os.close(self._bell)
-        os.close(self._ring)
+        self._waker.close()
 
     def _apply_targets(self, poll: select.poll) -> None:
         with self._lock:

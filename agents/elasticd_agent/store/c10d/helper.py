@@ -5,17 +5,16 @@ Every answer is waited for with a deadline. It does not speak to the store; conn
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import subprocess
-from pathlib import Path
 from typing import Any
 
 from elasticd.errors import StoreRefused
+from elasticd_agent.system.helper_process import end_process
+from elasticd_agent.system.installation import program
 
-HELPER = Path(__file__).with_name("helper_process.py")
 PACKET = 1 << 16
 IMPORT_DEADLINE_S = 120.0
 """torch from a cold network file system; the callers have their own, shorter deadlines."""
@@ -38,7 +37,7 @@ class Helper:
         with theirs:
             try:
                 self.process = subprocess.Popen(
-                    [python, "-u", str(HELPER), str(theirs.fileno()), str(os.getpid())],
+                    [python, "-u", program("c10d_fork_server"), str(theirs.fileno()), str(os.getpid())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
@@ -86,14 +85,8 @@ class Helper:
     def end(self) -> None:
         """It ends its children first, and waits for them; it is killed, and they with it, if it does not."""
         self.interrupt()
-        if not self._ready:  # it imports torch, hears nothing meanwhile, and has no children
-            self.process.kill()
-        try:
-            self.process.wait(END_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
-                self.process.wait(END_DEADLINE_S)
+        # Until it is ready it imports torch, reads nothing, and has no children.
+        end_process(self.process, grace_s=END_DEADLINE_S if self._ready else 0.0, within_s=END_DEADLINE_S)
         self._control.close()
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import UsageError
+from elasticd_agent.system.helper_process import end_process
+from elasticd_agent.system.installation import program
 from elasticd_agent.workers.launcher.reaping import end_children
 from elasticd_agent.workers.launcher.sockets import PACKET, encode, pair
 
-HERE = Path(__file__).parent
 PR_SET_CHILD_SUBREAPER = 36
 END_DEADLINE_S = 12.0
 """The owner gives SIGKILLed processes 10 s to vanish; then it says goodbye, whoever would not die."""
@@ -47,7 +48,7 @@ class OwnerClient:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._socket, theirs = pair()
         with theirs:
-            owner = [sys.executable, "-I", "-S", str(HERE / "owner.py"), str(theirs.fileno()), str(runtime_dir)]
+            owner = [sys.executable, "-I", "-S", program("owner"), str(theirs.fileno()), str(runtime_dir)]
             self._process = subprocess.Popen(
                 [*owner, *map(str, keep)], pass_fds=[theirs.fileno(), *keep], start_new_session=True
             )
@@ -105,14 +106,7 @@ class OwnerClient:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
-        try:
-            self._process.wait(END_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            try:
-                self._process.wait(END_DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                pass  # it hangs in the kernel itself
+        end_process(self._process, END_DEADLINE_S, END_DEADLINE_S)
         self._reader.join(END_DEADLINE_S)
         self._socket.close()
         end_children(END_DEADLINE_S, except_pids=self._stuck)  # what a killed owner has left to us

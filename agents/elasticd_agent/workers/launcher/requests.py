@@ -8,34 +8,23 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import elasticd
 from elasticd_agent.model.job import JobSpec, Mode
+from elasticd_agent.system.installation import library_file, program
 from elasticd_agent.workers.launcher.preload import Preload
 
-HERE = Path(__file__).parent
-LAUNCHER_FILES = {
-    "template": HERE / "template.py",
-    "store_module": HERE.parents[1] / "system" / "tcp_store.py",
-    "hidden_module": HERE / "hidden_modules.py",
-    "stacks_module": HERE / "debug_hooks.py",
-}
-_LIBRARY_ROOT = Path(elasticd.__file__).parent
-LIBRARY = {
-    f"elasticd.{name}": str(_LIBRARY_ROOT / f"{name.replace('.', '/')}.py")
-    for name in (
-        "errors",
-        "heartbeat.exit_report",
-        "heartbeat.shared_memory",
-        "heartbeat.record",
-        "heartbeat.collectives",
-        "heartbeat.optimizer_hook",
-        "heartbeat.thread",
-    )
-}
-"""What of the library every worker gets, in the order in which one imports the other."""
+LAUNCHER_FILES = ("template", "tcp_store", "hidden_modules", "debug_hooks")
+LIBRARY = (
+    "elasticd.errors",
+    "elasticd.heartbeat.exit_report",
+    "elasticd.heartbeat.shared_memory",
+    "elasticd.heartbeat.record",
+    "elasticd.heartbeat.collectives",
+    "elasticd.heartbeat.optimizer_hook",
+    "elasticd.heartbeat.thread",
+)
+"""Modules of the library that every worker loads by path, each after those that it imports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +65,7 @@ class LaunchRequests:
         return {
             "cwd": str(spec.cwd),
             "env": self._base_env,
-            "store": {"argv": [spec.python, "-u", str(LAUNCHER_FILES["store_module"])]} if with_store else None,
+            "store": {"argv": [spec.python, "-u", program("tcp_store")]} if with_store else None,
             "workers": [
                 {"argv": self._argv(rank), "env": {**hook, **w.env}, "stdout": w.stdout, "stderr": w.stderr}
                 for rank, w in enumerate(workers)
@@ -92,10 +81,10 @@ class LaunchRequests:
 
     def _launch_config(self, **launch: Any) -> dict[str, Any]:
         """What the start-up hook needs to know; `agent` may look into the workers, and so may what it starts."""
-        files = {name: str(path) for name, path in LAUNCHER_FILES.items()}
-        ours = {"library": LIBRARY, "agent": os.getpid()}
+        files = {name: program(name) for name in LAUNCHER_FILES}
+        ours = {"library": {name: library_file(name) for name in LIBRARY}, "agent": os.getpid()}
         return {**files, **ours, "pythonpath": self._base_env.get("PYTHONPATH"), **launch}
 
     def _hooked_path(self) -> str:
         """The PYTHONPATH on which the interpreter finds our start-up hook first."""
-        return os.pathsep.join(filter(None, [str(HERE / "hook"), self._base_env.get("PYTHONPATH")]))
+        return os.pathsep.join(filter(None, [program("start_up_hook"), self._base_env.get("PYTHONPATH")]))

@@ -86,8 +86,8 @@ class Template:
         self.libc.prctl(PR_GET_NAME, self.comm, 0, 0, 0)
         self.env = dict(os.environ)
         self.signal_handlers: dict[int, Any] = {}
-        self.store = load_file("_elasticd_store", config["store_module"])
-        self.hidden = load_file("_elasticd_hidden", config["hidden_module"]).HiddenModules()
+        self.store = load_file("_elasticd_store", config["tcp_store"])
+        self.hidden = load_file("_elasticd_hidden", config["hidden_modules"]).HiddenModules()
 
     def serve(self) -> None:
         """Return only in a forked worker that was released."""
@@ -386,7 +386,7 @@ def start_heartbeat(config: Config, library: dict[str, Any]) -> Callable[[Any], 
     # Exit handlers run last in, first out: the last words come last, just after the pulse has ended.
     library["elasticd.heartbeat.exit_report"].install_last_words(writer)
     pulse = library["elasticd.heartbeat.thread"].HeartbeatThread(writer, os.environ.get("ELASTICD_FLIGHT", ""))
-    stacks = load_file("_elasticd_stacks", config["stacks_module"])
+    stacks = load_file("_elasticd_stacks", config["debug_hooks"])
     stacks.allow(config["agent"])
     if "ELASTICD_STACKS" in os.environ:
         stacks.write_on(beat.STACKS_SIGNAL, os.environ["ELASTICD_STACKS"])

@@ -1,0 +1,121 @@
+"""Asks NVML through its process (nvml_process.py), which is abandoned when it does not answer."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from elasticd_agent.system import procfs
+from elasticd_agent.system.helper_process import CLOSE_S, HelperError, HelperProcess, HelperTimeout
+from elasticd_agent.system.installation import program
+from elasticd_agent.system.waker import Waker
+
+_DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
+"""One of them exists where NVIDIA's driver is loaded; the last one is WSL's."""
+
+
+def find_pynvml() -> str:
+    """The directory that has pynvml; "" if it is not installed."""
+    spec = importlib.util.find_spec("pynvml")
+    return str(Path(spec.origin).parent) if spec is not None and spec.origin is not None else ""
+
+
+def find_nvml() -> str | None:
+    """As find_pynvml; None on a machine without NVIDIA's driver."""
+    return find_pynvml() if any(os.path.exists(path) for path in _DRIVER_FILES) else None
+
+
+def start_nvml_process(pynvml: str) -> HelperProcess:
+    """`pynvml` is what find_pynvml returned. The process dies with the calling thread. Raises OSError."""
+    return HelperProcess([sys.executable, "-I", "-S", program("nvml"), pynvml])
+
+
+class NvmlClient:
+    """One NVML process: started by the first request, and anew after it failed to answer.
+
+    A process that does not die of SIGKILL is not followed by another one while it lives. `stop` may be called from any
+    thread; all else belongs to one thread, with which the process dies.
+    """
+
+    def __init__(
+        self,
+        at_start: Literal["initialize", "events"],
+        on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
+    ) -> None:
+        """`at_start` is sent to every new process. `on_event` is called in another thread, with an event as it came."""
+        self._at_start, self._on_event = at_start, on_event
+        self._helper: HelperProcess | None = None
+        self._reader: threading.Thread | None = None
+        self._stop_reader: Waker | None = None
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._unkillable: HelperProcess | None = None
+
+    def start(self) -> HelperProcess:
+        """Start the process ahead of the first request. Raises OSError and HelperError."""
+        helper = self._helper = start_nvml_process(find_pynvml())
+        self._answers = queue.SimpleQueue()
+        self._stop_reader = Waker()
+        reader_args = (helper, self._answers, self._stop_reader.fileno())
+        self._reader = threading.Thread(target=self._read, args=reader_args, name="elasticd-nvml", daemon=True)
+        self._reader.start()
+        helper.send({"do": self._at_start}, time.monotonic() + CLOSE_S)
+        return helper
+
+    def request(self, message: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+        """The answer, or {"trouble": why there is none}."""
+        if self._unkillable is not None and self._unkillable.alive():
+            pid = self._unkillable.pid
+            return {"trouble": f"NVML does not answer; process {pid} hangs in the driver (state {procfs.state(pid)})"}
+        self._unkillable = None
+        deadline = time.monotonic() + within_s
+        trouble = "the NVML process ended by itself: a crash in the driver's library?"
+        try:
+            helper = self._helper or self.start()
+            helper.send(message, deadline)
+            answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            if answer is not None:
+                return answer
+        except (queue.Empty, HelperTimeout):
+            trouble = f"NVML did not answer within {within_s:g} s"
+        except HelperError:
+            pass
+        except OSError as error:
+            trouble = f"the NVML process cannot be started: {error.strerror or error}"
+        self.close()
+        return {"trouble": trouble}
+
+    def stop(self) -> None:
+        """End a request that waits, without an answer."""
+        self._answers.put(None)
+
+    def close(self) -> None:
+        """End the process. Bounded: one that hangs in the driver is left behind."""
+        helper, self._helper = self._helper, None
+        if helper is None:
+            return
+        helper.kill()
+        if self._stop_reader is not None and self._reader is not None:
+            self._stop_reader.wake()
+            self._reader.join(CLOSE_S)
+            self._stop_reader.close()
+        if helper.close():
+            self._unkillable = helper
+
+    def _read(self, helper: HelperProcess, answers: queue.SimpleQueue[dict[str, Any] | None], stop: int) -> None:
+        with suppress(HelperError):
+            while True:
+                message = helper.receive(math.inf, cancel=stop)
+                if "event" in message:
+                    self._on_event(message["event"])
+                else:
+                    answers.put(message)
+        answers.put(None)

@@ -1,0 +1,295 @@
+"""The process that calls NVML: `python -I -S nvml_process.py DIRECTORY`, with the directory that has pynvml.
+
+A call into a broken driver may never return, so no other process of ours makes one. One JSON object a line: requests on
+standard input, answers on standard output, and, once asked for, events between them. It runs without our packages, and
+ends with its standard input or with the thread that started it.
+
+    {"do": "gpus"}                                 -> {"gpus": [{fact: value, ...}, ...], "driver": ..., "trouble": ...}
+    {"do": "holders", "pids": [...], "within_s"}   -> {"holders": [[pid, GPU index], ...]}, as soon as it is empty
+    {"do": "initialize"}                           without an answer: the first "holders" is then answered sooner
+    {"do": "events"}                               -> {"event": {...}} for every critical XID and double-bit ECC error
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+KMSG_LIMIT = 4 << 20
+"""The kernel's own buffer is nearly always smaller."""
+LOST = (15, 16)
+"""nvml.h: NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED. Some drivers still return a handle then."""
+MISSING: dict[str, Any] = {"gpus": [], "trouble": "pynvml is not installed: pip install nvidia-ml-py"}
+POLL_S = 0.02
+EVENT_WAIT_MS = 10_000
+"""An event ends the wait at once."""
+EVENT_RETRY_S = 5.0
+"""After NVML refused to deliver events: the driver is being replaced, or a GPU is being reset."""
+_XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \(([^)]*)\): (\d+),? ?(.*)", re.MULTILINE)
+
+
+# ---- facts
+
+
+def gpus(nvml: Any) -> dict[str, Any]:
+    """Facts by GPU, under "gpus"; a fact that this GPU or driver does not know is left out."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return {"gpus": [], "trouble": f"NVML: {error}"}
+    try:
+        last_xids = xids()
+        return {
+            "driver": _query(nvml, nvml.nvmlSystemGetDriverVersion),
+            "gpus": [_gpu(nvml, index, last_xids) for index in range(nvml.nvmlDeviceGetCount())],
+        }
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int, last_xids: dict[str, str]) -> dict[str, Any]:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    except nvml.NVMLError as error:
+        return {"index": index, "error": str(error)}
+
+    lost: list[str] = []
+
+    def query(function: str, *arguments: object) -> Any:
+        try:
+            return _query(nvml, lambda: getattr(nvml, function)(handle, *arguments))
+        except nvml.NVMLError as error:
+            lost.append(str(error))
+            return None
+
+    memory, busy = query("nvmlDeviceGetMemoryInfo"), query("nvmlDeviceGetUtilizationRates")
+    throttled = query("nvmlDeviceGetCurrentClocksThrottleReasons")
+    remapped = query("nvmlDeviceGetRemappedRows") or (None,) * 4
+    pci = query("nvmlDeviceGetPciInfo")
+    bus = text(pci.busId) if pci is not None else None
+    facts = {
+        "index": index,
+        "name": query("nvmlDeviceGetName"),
+        "uuid": query("nvmlDeviceGetUUID"),
+        "bus": bus,
+        "utilization_percent": busy.gpu if busy is not None else None,
+        "memory_used_bytes": memory.used if memory is not None else None,
+        "memory_total_bytes": memory.total if memory is not None else None,
+        "temperature_c": query("nvmlDeviceGetTemperature", getattr(nvml, "NVML_TEMPERATURE_GPU", 0)),
+        "power_w": _scaled(query("nvmlDeviceGetPowerUsage"), 1000),
+        "sm_clock_mhz": query("nvmlDeviceGetClockInfo", getattr(nvml, "NVML_CLOCK_SM", 1)),
+        "throttle_reasons": hex(throttled) if throttled is not None else None,
+        "ecc_uncorrected": query("nvmlDeviceGetTotalEccErrors", 1, 0),
+        "corrected": query("nvmlDeviceGetTotalEccErrors", 0, 0),
+        "remap_rows_uncorrected": remapped[1],
+        "remap_pending": remapped[2],
+        "remap_failed": remapped[3],
+        "last_xid": last_xids.get(short_bus(bus)) if bus is not None else None,
+        "pids": [process.pid for process in query("nvmlDeviceGetComputeRunningProcesses") or ()],
+    }
+    if lost:
+        return {"index": index, "error": lost[0]}
+    return {name: text(value) for name, value in facts.items() if value is not None}
+
+
+def xids(path: str = "/dev/kmsg") -> dict[str, str]:
+    """By bus id the last XID in the kernel's log, the driver's report of a GPU fault; {} if it cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return {}
+    found: dict[str, str] = {}
+    try:
+        size = 0
+        while size < KMSG_LIMIT:
+            record = os.read(fd, 1 << 16)  # /dev/kmsg returns one record a read
+            if not record:
+                break
+            size += len(record)
+            for match in _XID.finditer(record):
+                at_us, bus, number, what = (text(part) for part in match.groups())
+                found[short_bus(bus.removeprefix("PCI:"))] = (
+                    f"{number} at {int(at_us) / 1e6:.0f} s after boot: {what[:120]}"
+                )
+    except OSError:  # EAGAIN: that was all; EPIPE: it was overwritten meanwhile
+        pass
+    finally:
+        os.close(fd)
+    return found
+
+
+def short_bus(bus: str) -> str:
+    """ "00000000:3B:00.0" and "0000:3b:00" are the same."""
+    return bus.lower().rpartition(".")[0][-10:] if "." in bus else bus.lower()[-10:]
+
+
+def text(value: Any) -> Any:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def _query(nvml: Any, act: Callable[[], Any]) -> Any:
+    """None if this GPU, driver or binding does not know it. Raises NVMLError if the GPU is lost."""
+    try:
+        return act()
+    except AttributeError:
+        return None
+    except nvml.NVMLError as error:
+        if getattr(error, "value", None) in LOST:
+            raise
+        return None
+
+
+def _scaled(value: Any, by: int) -> Any:
+    return value / by if value is not None else None
+
+
+# ---- memory
+
+
+class MemoryHolders:
+    """Which processes hold GPU memory. NVML stays initialised: initialising takes seconds where no client does that."""
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+        nvml.nvmlInit()
+        self._gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+
+    def wait(self, pids: set[int], within_s: float) -> list[tuple[int, int]]:
+        """(pid, GPU index) of those of `pids` that hold memory: none as soon as none does, else after `within_s`."""
+        until = time.monotonic() + within_s
+        while (holders := self._holders(pids)) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return holders
+
+    def _holders(self, pids: set[int]) -> list[tuple[int, int]]:
+        """A GPU that cannot be queried, because it fell off the bus, holds nothing."""
+        holders = []
+        for index, gpu in enumerate(self._gpus):
+            try:
+                processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
+            except self._nvml.NVMLError:
+                continue
+            holders += [(process.pid, index) for process in processes if process.pid in pids]
+        return holders
+
+
+# ---- events
+
+
+class EventThread:
+    """Reports critical XIDs and double-bit ECC errors for as long as the process lives."""
+
+    def __init__(self, nvml: Any, send: Callable[[dict[str, Any]], None]) -> None:
+        self._nvml, self._send = nvml, send
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._wait_for_events()
+            except (self._nvml.NVMLError, AttributeError):  # no events in this driver or binding, or a GPU is lost
+                pass
+            time.sleep(EVENT_RETRY_S)
+
+    def _wait_for_events(self) -> None:
+        nvml = self._nvml
+        nvml.nvmlInit()
+        try:
+            events = nvml.nvmlEventSetCreate()
+            try:
+                registered = self._register(events)
+                while registered:
+                    try:
+                        self._report(nvml.nvmlEventSetWait(events, EVENT_WAIT_MS))
+                    except nvml.NVMLError as error:
+                        if error.value != nvml.NVML_ERROR_TIMEOUT:
+                            raise
+            finally:
+                nvml.nvmlEventSetFree(events)
+        finally:
+            nvml.nvmlShutdown()
+
+    def _register(self, events: Any) -> int:
+        nvml, registered = self._nvml, 0
+        types = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                nvml.nvmlDeviceRegisterEvents(handle, types & nvml.nvmlDeviceGetSupportedEventTypes(handle), events)
+                registered += 1
+            except nvml.NVMLError:
+                continue  # a lost GPU is found by "gpus"; one without events is too old
+        return registered
+
+    def _report(self, data: Any) -> None:
+        event: dict[str, Any] = {"type": int(data.eventType), "data": int(data.eventData)}
+        try:
+            event["index"] = self._nvml.nvmlDeviceGetIndex(data.device)
+            event["uuid"] = text(self._nvml.nvmlDeviceGetUUID(data.device))
+        except self._nvml.NVMLError:
+            pass  # it has fallen off the bus
+        self._send({"event": event})
+
+
+# ---- the process
+
+
+class Server:
+    """Answers requests one at a time."""
+
+    def __init__(self, nvml: Any, send: Callable[[dict[str, Any]], None]) -> None:
+        self._nvml, self._send = nvml, send
+        self._memory: MemoryHolders | None = None
+
+    def handle(self, request: dict[str, Any]) -> None:
+        try:
+            answer = MISSING if self._nvml is None else self._answer(request)
+        except self._nvml.NVMLError as error:
+            answer = {"gpus": [], "trouble": f"NVML: {error}"}
+        if request["do"] in ("gpus", "holders"):
+            self._send(answer)
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        match request["do"]:
+            case "gpus":
+                return gpus(self._nvml)
+            case "events":
+                EventThread(self._nvml, self._send)
+            case "initialize" | "holders":
+                self._memory = self._memory or MemoryHolders(self._nvml)
+                if request["do"] == "holders":
+                    return {"holders": self._memory.wait(set(request["pids"]), request["within_s"])}
+        return {}
+
+
+def main() -> None:
+    # The process that started us may be killed while a call hangs, and nobody would read the end of our input.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    sys.path += [path for path in sys.argv[1:] if path]
+    try:
+        import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError:
+        pynvml = None
+    lock = threading.Lock()
+
+    def send(message: dict[str, Any]) -> None:
+        with lock:
+            os.write(1, json.dumps(message).encode() + b"\n")
+
+    server = Server(pynvml, send)
+    for line in sys.stdin.buffer:
+        server.handle(json.loads(line))
+    os._exit(0)  # the event thread may wait in the driver for seconds
+
+
+if __name__ == "__main__":
+    main()
