@@ -1,17 +1,17 @@
-"""Every error elasticd raises on purpose, in one tree.
+"""Every error that elasticd raises on purpose, in one tree.
 
     ElasticdError
-    ├── UsageError              something the user typed or configured; the command line answers with exit code 2
-    │   └── StoreRefused        the store answered, and will not have us: credentials, TLS, not that kind of server
-    ├── WireError               a record from a file, a process or the network that cannot be understood
+    ├── UsageError              something a person typed or configured; the command line exits with code 2
+    │   └── StoreRefused        the store answered and refused: credentials, TLS, another kind of server
+    ├── WireError               a record from a file, a process or the network that cannot be decoded
     ├── StoreUnavailable        the coordination store did not answer (a lost race is a value, never an error)
-    ├── DecisionTimeout         rank 0's verdict at a decision point did not arrive in time
-    ├── BarrierTimeout          ranks did not come to `session.barrier` in time; names them
-    ├── SamplerError            the elastic batch sampler was used in a way that would lose or repeat samples
+    ├── DecisionTimeout         rank 0's decision at a decision point did not arrive in time
+    ├── BarrierTimeout          ranks did not reach `session.barrier` in time; names them
+    ├── SamplerError            a use of the elastic batch sampler that would lose or repeat samples
     └── CheckpointError
-        ├── CheckpointRefused   the state holds something `torch.load(weights_only=True)` would not load; names the key
-        ├── CheckpointCorrupt   a checkpoint failed its checksum or its manifest makes no sense
-        └── DirectoryInUse      another run holds the checkpoint directory
+        ├── CheckpointRefused   the state holds something that `torch.load(weights_only=True)` would not load; names the
+        key ├── CheckpointCorrupt   a checkpoint failed its checksum, or its manifest is invalid └── DirectoryInUse
+        another run holds the checkpoint directory
 
 A message says what happened, where, and what to do about it.
 """
@@ -20,43 +20,48 @@ from __future__ import annotations
 
 
 class ElasticdError(Exception):
-    """Base of every error elasticd raises on purpose."""
+    """Base of every error that elasticd raises on purpose."""
 
 
 class UsageError(ElasticdError):
-    """Something the user typed or configured cannot work; the message says what would."""
+    """Something a person typed or configured cannot work; the message says what would."""
 
 
 class StoreRefused(UsageError):
-    """The coordination store answered and refused; trying again will not help."""
+    """The coordination store answered and refused; a retry will not help."""
 
 
 class WireError(ElasticdError):
-    """A record that crossed a process or the network could not be understood."""
+    """A record that crossed a process or the network could not be decoded."""
 
 
 class StoreUnavailable(ElasticdError):
-    """The coordination store did not answer in time; nothing is known about the outcome of the request."""
+    """The coordination store did not answer in time; the outcome of the request is unknown."""
 
 
 class DecisionTimeout(ElasticdError):
-    """Rank 0's verdict at a decision point did not arrive before the deadline."""
+    """Rank 0's decision at a decision point did not arrive before the deadline."""
 
 
 class BarrierTimeout(ElasticdError):
-    """A barrier ended without all ranks; the message says where the missing ones are, as they last said.
+    """A barrier ended without all ranks; the message gives the last known status of the missing ones."""
 
-    `name` is the barrier's. `missing` holds the ranks that had not come, and is empty where the round's store itself
-    did not answer. `waited_s`: how long this rank waited.
-    """
+    name: str
+    """The barrier's name."""
+    missing: tuple[int, ...]
+    """The ranks that did not come; empty where the round's store itself did not answer."""
+    waited_s: float
+    """How long this rank waited."""
 
     def __init__(self, message: str, *, name: str = "", missing: tuple[int, ...] = (), waited_s: float = 0.0) -> None:
         super().__init__(message)
-        self.name, self.missing, self.waited_s = name, missing, waited_s
+        self.name = name
+        self.missing = missing
+        self.waited_s = waited_s
 
 
 class SamplerError(ElasticdError):
-    """The sampler was used in a way that would lose or repeat samples."""
+    """A use of the sampler that would lose or repeat samples."""
 
 
 class CheckpointError(ElasticdError):
@@ -68,7 +73,7 @@ class CheckpointRefused(CheckpointError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A checkpoint failed its checksum, or its manifest is missing or makes no sense."""
+    """A checkpoint failed its checksum, or its manifest is missing or invalid."""
 
 
 class DirectoryInUse(CheckpointError):

@@ -1,8 +1,7 @@
-"""Where this process stands among its ranks, and the process group it trains in, however the script was started.
+"""This process's rank and its default process group, whatever started the script.
 
-Under elasticd and torchrun the environment says everything (env://); plain `python train.py` becomes a group of one,
-over a store in its own memory, so that DDP works without a port. A group that the script made itself is taken as it
-is. Nothing here reads a checkpoint, beats, or talks to other ranks beyond making the group.
+Under elasticd and torchrun the environment has everything (env://); plain `python train.py` becomes a group of one,
+over a store in its own memory, so that DDP works without a port. A group that the script made itself is used as it is.
 """
 
 from __future__ import annotations
@@ -20,45 +19,49 @@ from elasticd.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-LAST_WORK_S = 0.02
-"""Gloo's thread may still want the GIL to drop its last collective; if DDP's reducer is then the last to hold the
-process group, it joins that thread under the GIL, for ever (pytorch/pytorch#56297). A pause lets the thread finish."""
+LAST_COLLECTIVE_S = 0.02
+"""A sleep before the group is destroyed. Gloo's thread may still need the GIL to release its last collective; if DDP's
+reducer then holds the last reference to the process group, it joins that thread under the GIL, for ever
+(pytorch/pytorch#56297). The sleep lets the thread finish."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnvironment:
-    """What the environment says: `round` is 0 where no elasticd agent started this process."""
+    """What elasticd's and torchrun's variables say of this process."""
 
     local_rank: int
     round: int
+    """0 where no elasticd agent started this process."""
     restarts: int
     job: str
     run: str
+    """The token of one run of the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class DefaultGroup:
-    """The process group as this process found or made it; `made` says which."""
+    """The default process group."""
 
     rank: int
     world_size: int
     device: torch.device
     created: bool
+    """By `join`; False: the script had made it."""
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> WorkerEnvironment:
-    """Read elasticd's and torchrun's variables. Raises UsageError for a number that is none."""
+    """Raises UsageError for a variable that must be a number and is not."""
     return WorkerEnvironment(
         local_rank=_number(environment, "LOCAL_RANK"),
         round=_number(environment, "ELASTICD_ROUND"),
         restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT"),
         job=environment.get("ELASTICD_JOB") or environment.get("TORCHELASTIC_RUN_ID") or "python",
-        # The token of one run. Ranks of a plain `python` script are one process, so nobody else needs to know it.
+        # A plain `python` script is one process, so no other one needs the random token.
         run=environment.get("ELASTICD_RUN") or environment.get("TORCHELASTIC_RUN_ID") or secrets.token_hex(8),
     )
 
 
-def join(here: WorkerEnvironment, timeout: timedelta | None) -> DefaultGroup:
+def join(environment: WorkerEnvironment, timeout: timedelta | None) -> DefaultGroup:
     """Choose this rank's device and make the default process group, unless there is one already.
 
     The backend is the device's default: nccl for CUDA, gloo for the CPU. `timeout` is the group's, torch's default if
@@ -67,24 +70,24 @@ def join(here: WorkerEnvironment, timeout: timedelta | None) -> DefaultGroup:
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
-    device = _device(here.local_rank)
-    made = not dist.is_initialized()
-    if made:
+    device = _device(environment.local_rank)
+    created = not dist.is_initialized()
+    if created:
         arguments: dict[str, Any] = {"backend": _backend(device)}
         if timeout is not None:
             arguments["timeout"] = timeout
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             arguments.update(store=HashStore(), rank=0, world_size=1)
         dist.init_process_group(**arguments)
-    return DefaultGroup(dist.get_rank(), dist.get_world_size(), device, made)
+    return DefaultGroup(dist.get_rank(), dist.get_world_size(), device, created)
 
 
 def leave(group: DefaultGroup) -> None:
-    """Destroy the process group if `join` made it and nobody has since."""
+    """Destroy the process group if `join` made it and it still exists."""
     import torch.distributed as dist
 
     if group.created and dist.is_initialized():
-        time.sleep(LAST_WORK_S)
+        time.sleep(LAST_COLLECTIVE_S)
         dist.destroy_process_group()
 
 
@@ -98,7 +101,7 @@ def _device(local_rank: int) -> torch.device:
     if local_rank >= count:
         raise UsageError(
             f"LOCAL_RANK={local_rank} but this process sees {count} {accelerator.type} device(s); start at most one "
-            "worker per device (--nproc-per-node), or look at CUDA_VISIBLE_DEVICES"
+            "worker per device (--nproc-per-node), or check CUDA_VISIBLE_DEVICES"
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
@@ -110,7 +113,7 @@ def _backend(device: torch.device) -> str:
     backend = dist.Backend.default_device_backend_map.get(device.type)
     if backend is None:
         raise UsageError(
-            f"torch knows no process group backend for {device.type} devices; call init_process_group() yourself "
+            f"torch has no default process group backend for {device.type} devices; call init_process_group() yourself "
             "before elasticd.init()"
         )
     return str(backend)

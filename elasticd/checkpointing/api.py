@@ -3,9 +3,8 @@
     <dir>/r<round>-s<step>/state.pt         plain torch.load(weights_only=True) opens it
     <dir>/r<round>-s<step>/manifest.json    what it is, where it comes from, its checksum
 
-This is the face of that: what a session and an agent call. Only `save` and `load` import torch, so that the agent can
-read lineages. It decides nothing about when to save, and one process saves one checkpoint at a time.
-docs/checkpoints.md says what is guaranteed, and when that ends.
+Sessions and agents call these functions. Only `save` and `load` import torch, so that the agent can read lineages. One
+process saves one checkpoint at a time. docs/checkpoints.md lists the guarantees and their limits.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ __all__ = [
     "verify",
 ]
 
-# What pickle and torch raise for a value that got past our own list of types.
+# What pickle and torch raise for a value that passed our own list of types.
 _UNPICKLABLE = (pickle.PicklingError, RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
 
 
@@ -68,8 +67,8 @@ def save(
     """Write one checkpoint; when this returns it is on the disk under its name, and replaces one of the same step.
 
     `parent`: the (round, step) this round resumed from. A round has one parent: once it has a checkpoint, that one's
-    parent counts. Raises CheckpointRefused, before writing, for what would not load again; OSError when the disk is
-    full or the directory cannot be written, and then leaves no checkpoint; ValueError for numbers that make no sense.
+    parent counts. Raises CheckpointRefused, before writing, for a state that would not load again; OSError when the
+    disk is full or the directory cannot be written, and then leaves no checkpoint; ValueError for invalid numbers.
     """
     import torch
 
@@ -98,16 +97,16 @@ def save(
 
 
 def load(entry: Entry, map_location: Any = "cpu") -> dict[str, Any]:
-    """What `save` was given. Reads the file once, into memory, and checks it on the way, before anything is unpickled.
+    """The state that `save` wrote. Reads the file once, into memory, and checks it before anything is unpickled.
 
-    Raises CheckpointCorrupt for a checkpoint that cannot be used (the lineage's next one may), OSError if it cannot be
-    opened.
+    Raises CheckpointCorrupt for a checkpoint that cannot be used (the next one of the lineage may be good), OSError if
+    it cannot be opened.
     """
     import torch
 
     buffer = io.BytesIO()
     if entry.manifest.bytes:
-        # Memory is committed only as it is read into; a wrong size is found before.
+        # Memory is committed only as it is filled; a wrong size is found before.
         buffer.seek(entry.manifest.bytes - 1)
         buffer.write(b"\0")
     with buffer.getbuffer() as into:
@@ -116,7 +115,7 @@ def load(entry: Entry, map_location: Any = "cpu") -> dict[str, Any]:
     try:
         state = torch.load(buffer, map_location=map_location, weights_only=True)
     except (*_UNPICKLABLE, pickle.UnpicklingError, EOFError, KeyError) as error:
-        raise CheckpointCorrupt(f"{STATE} is as it was written, but this torch cannot load it: {error}") from error
+        raise CheckpointCorrupt(f"{STATE} is undamaged, but this torch cannot load it: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointCorrupt(f"{STATE} holds {type(state).__name__}, not a dict")
     return state
@@ -126,8 +125,8 @@ def relink(directory: str | os.PathLike[str], entry: Entry, round: int) -> Entry
     """Make `entry`, which round `round` has loaded, that round's own first checkpoint, before its first step.
 
     From then on nothing that an older round writes is in the lineage. A hard link of state.pt where the file system has
-    them, else a copy. Doing it twice, or for an entry of this round, changes nothing. Raises OSError; with ESTALE when
-    the checkpoint is not anymore what was loaded.
+    them, else a copy. A second call, or one for an entry of this round, changes nothing. Raises OSError; with ESTALE
+    when the checkpoint has changed since it was loaded.
     """
     base, source = Path(directory), entry.manifest
     if source.round == round:
@@ -137,13 +136,13 @@ def relink(directory: str | os.PathLike[str], entry: Entry, round: int) -> Entry
             there = examine(own)
             if isinstance(there, Manifest) and there.checksum == source.checksum:
                 return Entry(own.path, there)
-    # The parent is the round that trained it: then re-linked checkpoints in between are not needed and may go.
+    # The parent is the round that trained it, so that re-linked checkpoints in between may be deleted.
     parent = source.parent if source.relinked else (source.round, source.step)
     manifest = replace(source, round=round, parent=parent, relinked=True, wall=time.time())
     sweep(base, round)
     fd = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # From one open directory come both the manifest and the state, so they belong together whatever is renamed.
+        # Manifest and state come from one open directory, so they belong together whatever is renamed.
         if _manifest_in(fd) != source:
             raise OSError(errno.ESTALE, "the checkpoint was replaced after it was loaded", str(entry.path))
         with Staging(base, round, source.step) as staging:
@@ -161,7 +160,7 @@ def _manifest_in(directory: int) -> Manifest | Unreadable:
 
 
 def _parent(base: Path, round: int, given: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The parent of a round's checkpoints: what its first one says, else the given one, seen through re-links."""
+    """The parent of a round's checkpoints: the one in its first manifest, else the given one, through re-links."""
     present = [each for each in names(base) if each.hidden is None]
     for own in sorted((each for each in present if each.round == round), key=lambda each: each.step):
         found = examine(own)

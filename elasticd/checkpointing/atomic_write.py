@@ -1,8 +1,7 @@
-"""How a checkpoint comes into the directory whole or not at all, and how it leaves: staged, fsynced, renamed.
+"""How a checkpoint is written whole or not at all, and how it is deleted: staged, fsynced, renamed.
 
 Everything is written under a hidden name first; one rename makes it a checkpoint. A writer that dies leaves only hidden
-names behind, which the next save clears once it sees by their lock that nobody writes there anymore. Nothing here knows
-what a state is or which checkpoint is worth keeping.
+names, which the next save deletes once their lock shows that the writer is gone.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _COPY_BYTES = 1 << 20
 
 
 class HashingFile:
-    """What `torch.save` writes into: each byte goes to the descriptor and into the checksum, once.
+    """The file for `torch.save`: each byte goes to the descriptor and into the checksum, once.
 
-    After an OSError it swallows what follows and keeps the error: an exception must not pass through torch's C++
+    After an OSError it keeps the error and ignores further bytes: an exception must not pass through torch's C++
     writer, whose own clean-up then fails, too, with a message that hides the cause.
     """
 
@@ -62,7 +61,8 @@ class Staging:
     """A checkpoint being written. Leaving the `with` block without `publish` removes what was written."""
 
     def __init__(self, directory: Path, round: int, step: int) -> None:
-        self._directory, self._final = directory, directory / f"r{round}-s{step}"
+        self._directory = directory
+        self._final = directory / f"r{round}-s{step}"
         self.path = directory / f".{self._final.name}.{secrets.token_hex(4)}.staging"
         self._manifest = -1
 
@@ -70,7 +70,8 @@ class Staging:
         try:
             self.path.mkdir(mode=0o700)
             self._manifest = os.open(self.path / MANIFEST, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            # Says that somebody lives here. Where there are no locks, nobody clears a staging directory by them either.
+            # Marks the directory as in use. On a file system without locks no lock can show that it is abandoned
+            # either.
             with contextlib.suppress(OSError):
                 fcntl.lockf(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
@@ -110,39 +111,40 @@ class Staging:
         try:
             os.link(STATE, self.path / STATE, src_dir_fd=source)
         except OSError:
-            # No hard links here, too many of them, or not ours to link (fs.protected_hardlinks). Copying says the rest.
+            # No hard links here, too many of them, or not ours to link (fs.protected_hardlinks). The copy raises other
+            # errors.
             return self.write_state(lambda file: _copy(source, file))
         return None
 
     def publish(self, manifest: Manifest) -> Path:
-        """Make it a checkpoint; returns its path. Raises OSError."""
+        """Rename it to a checkpoint; returns its path. Raises OSError."""
         data = memoryview(manifest.to_json())
         while len(data):
             data = data[os.write(self._manifest, data) :]
         os.fsync(self._manifest)
         fsync_directory(self.path)
-        again = self._final.with_name(f"{self._final.name}.again")
-        if os.path.lexists(again):
-            self._settle(again)
+        replacement = self._final.with_name(f"{self._final.name}.again")
+        if os.path.lexists(replacement):
+            self._replace(replacement)
         try:
             os.rename(self.path, self._final)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            os.rename(self.path, again)
+            os.rename(self.path, replacement)
             fsync_directory(self._directory)
-            self._settle(again)
+            self._replace(replacement)
         fsync_directory(self._directory)
         return self._final
 
-    def _settle(self, again: Path) -> None:
+    def _replace(self, replacement: Path) -> None:
         """Give the replacement of a checkpoint its name. At any moment one of the two is there, whole."""
         discard(self._final)
-        os.rename(again, self._final)
+        os.rename(replacement, self._final)
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint: by one rename it is none anymore, then its files go. OSError if it cannot be moved."""
+    """Delete a checkpoint: one rename makes it invalid, then its files go. Raises OSError if it cannot be renamed."""
     trash = path.with_name(f".{path.name.removesuffix('.again')}.{secrets.token_hex(4)}.trash")
     try:
         os.rename(path, trash)
@@ -152,9 +154,10 @@ def discard(path: Path) -> None:
 
 
 def sweep(directory: Path, own_round: int, settled: bool = False) -> None:
-    """Remove what is half deleted, and what writers of this or an older round left unfinished when they died.
+    """Remove half-deleted checkpoints, and unfinished ones of dead writers of this or an older round.
 
-    `settled`: this round has a good checkpoint of its own, so that older rounds' unfinished ones go whoever lives.
+    `settled`: this round has a good checkpoint of its own, so older rounds' unfinished ones go even if the writer
+    lives.
     """
     for each in names(directory):
         if each.hidden == "trash" or (
@@ -166,7 +169,7 @@ def sweep(directory: Path, own_round: int, settled: bool = False) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable. File systems that cannot are left as they are."""
+    """Make the names in a directory durable, where the file system can."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -181,7 +184,7 @@ def _is_abandoned(staging: CheckpointName) -> bool:
     try:
         fd = os.open(staging.path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        return True  # made, but never filled, or already half removed
+        return True  # created but never filled, or already half removed
     except OSError:
         return False
     try:

@@ -1,9 +1,8 @@
 """One directory, one job: a POSIX record lock on `.lock` in the checkpoint directory, which names (job, run).
 
 Every process of one run shares it, so that a zombie never locks out its successor; another run is refused while any of
-them holds it. The kernel drops it when its holder dies, however it dies. POSIX locks belong to a process and end when
-it closes any descriptor of the file: use one DirectoryLock per directory and process. Never waits longer than a second,
-never deletes the file.
+them holds it. The kernel releases it when its holder dies. POSIX locks belong to a process and end when it closes any
+descriptor of the file: use one DirectoryLock per directory and process. The file is never deleted.
 """
 
 from __future__ import annotations
@@ -25,26 +24,29 @@ logger = logging.getLogger("elasticd")
 NAME = ".lock"
 _BUSY = (errno.EACCES, errno.EAGAIN)  # POSIX allows either
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
-# Who takes the lock holds it exclusively only while it writes its name, microseconds.
-_PATIENCE_S = 0.5
+# A new holder locks exclusively only while it writes its name, for microseconds.
+_TIMEOUT_S = 0.5
 _PAUSE_S = 0.02
 _MAX_BYTES = 1 << 16
 
 
 class DirectoryLock:
-    """`unlocked` is None, or the sentence that says why this file system gave no lock."""
+    """The lock of one directory, as one process holds it."""
+
+    unlocked: str | None
+    """Why this file system gave no lock; None: it did."""
 
     def __init__(self, directory: str | os.PathLike[str], job: str, run: str) -> None:
         self._path = Path(directory) / NAME
         self._own = {"job": job, "run": run}
         self._fd: int | None = None
-        self.unlocked: str | None = None
+        self.unlocked = None
 
     def acquire(self) -> None:
-        """Take the lock, making the directory where there is none. Holding it already is fine.
+        """Take the lock, creating the directory if needed; does nothing if it is held already.
 
         Raises DirectoryInUse, naming job and run of the holder, and OSError for a directory that cannot be written.
-        Where the file system has no locks, says so in the log and in `unlocked`, and goes on.
+        Where the file system has no locks, a warning and `unlocked` say so.
         """
         if self._fd is not None:
             return
@@ -58,7 +60,7 @@ class DirectoryLock:
         self._fd = fd
 
     def release(self) -> None:
-        """Give it up; the name stays in the file and means nothing without the lock."""
+        """Release it; the name stays in the file and means nothing without the lock."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -71,7 +73,7 @@ class DirectoryLock:
         self.release()
 
     def _lock(self, fd: int) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         try:
             while not self._try(fd):
                 if time.monotonic() >= deadline:
@@ -82,22 +84,22 @@ class DirectoryLock:
                 raise
             self.unlocked = (
                 f"{self._path.parent}: this file system has no locks ({error.strerror}); nothing keeps a second job "
-                "out of the directory, so take care that only one uses it"
+                "out of the directory, so make sure that only one uses it"
             )
             logger.warning(self.unlocked)
 
     def _try(self, fd: int) -> bool:
-        """One attempt. With the exclusive lock nobody else is here: the name is ours to write. Then it is shared."""
+        """One attempt. The exclusive lock means that the directory is free: write our name, then share the lock."""
         if _set(fd, fcntl.LOCK_EX):
             host, pid = socket.gethostname(), os.getpid()
             line = json.dumps({"version": "1.0", **self._own, "host": host, "pid": pid}).encode() + b"\n"
             os.pwrite(fd, line, 0)
             os.ftruncate(fd, len(line))
-            # Turning one's own exclusive lock into a shared one is atomic.
+            # The change of an exclusive lock into a shared one is atomic.
             return _set(fd, fcntl.LOCK_SH)
         if not _set(fd, fcntl.LOCK_SH):
             return False
-        # While anybody shares the lock the name does not change.
+        # While any process shares the lock the name does not change.
         holder = _holder(fd)
         if all(holder.get(key) == value for key, value in self._own.items()):
             return True
@@ -109,8 +111,7 @@ class DirectoryLock:
         who = "run {run!r} of job {job!r} (first process {pid} on {host})" if holder else "another run"
         return DirectoryInUse(
             f"checkpoint directory {self._path.parent} is held by {who.format(**holder)}; this is run "
-            f"{self._own['run']!r} of job {self._own['job']!r}. Wait for the other one to end, stop it, or use another "
-            "directory"
+            f"{self._own['run']!r} of job {self._own['job']!r}. Wait for it to end, stop it, or use another directory"
         )
 
 

@@ -1,9 +1,10 @@
-"""Which checkpoints a directory holds, and which of them descend from one another: read from names and manifests alone.
+"""Which checkpoints a directory holds and which of them form the lineage, by names and manifests alone.
 
-The lineage runs from the highest-numbered round along the parents in the manifests. It passes by what a rank 0 of an
-older round wrote after a newer round had gone on from an earlier step: such a zombie may write, but nobody loads it. A
-damaged checkpoint is skipped with a sentence, yet its manifest, while it can be read, still says where its round came
-from. Nothing here writes, deletes or imports torch.
+The lineage runs from the highest-numbered round along the parents in the manifests. Invariant: a checkpoint of an older
+round is in the lineage only up to the step from which the newer round continued. So a zombie, a rank 0 of an older
+round, may still write, but what it writes past that step is never loaded. A damaged checkpoint is skipped with a
+reason, but its manifest, while it can be read, still links its round to the parent. This module only reads, without
+torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from elasticd.errors import CheckpointCorrupt
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
 _NAME = re.compile(rf"r{_NUMBER}-s{_NUMBER}(\.again)?")
-# Not checkpoints, but they tell that a round was here: being written, being deleted.
+# Not checkpoints, but they show that a round was here: being written, being deleted.
 _HIDDEN = re.compile(rf"\.r{_NUMBER}-s{_NUMBER}\.[0-9a-f]+\.(staging|trash)")
 _READ_BYTES = 1 << 20
 
@@ -37,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class SkippedCheckpoint:
-    """A checkpoint that is not used, and why: a sentence."""
+    """A checkpoint that is not used, and why."""
 
     path: Path
     why: str
@@ -45,28 +46,31 @@ class SkippedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointName:
-    """A name in the directory. `again`: it replaces the checkpoint of the same round and step; `hidden`: it is none."""
+    """A name in the directory."""
 
     path: Path
     round: int
     step: int
     replacement: bool = False
+    """It replaces the checkpoint of the same round and step."""
     hidden: str | None = None
+    """"staging" or "trash" for a directory that is no checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineageWalk:
-    """The lineage, newest first; what was passed by on the way; of each round, newest first, the path that says where
-    it came from, be its state damaged or not; the oldest round that belongs to it."""
+    """The lineage of a directory."""
 
     entries: list[Entry]
+    """Newest first."""
     skipped: list[SkippedCheckpoint]
     links: dict[int, Path]
+    """Of each round, newest first, the checkpoint whose manifest names the parent; its state may be damaged."""
     oldest_round: int
 
 
 def names(directory: str | os.PathLike[str]) -> list[CheckpointName]:
-    """Every name of ours, valid or not; none if there is no such directory. Raises OSError if it cannot be listed."""
+    """Every name of elasticd's, valid or not; none without a directory. Raises OSError if it cannot be listed."""
     try:
         found = os.listdir(directory)
     except FileNotFoundError:
@@ -86,7 +90,7 @@ def highest_round(directory: str | os.PathLike[str]) -> int:
 
 
 def lineage(directory: str | os.PathLike[str], verify: bool = False) -> tuple[list[Entry], list[SkippedCheckpoint]]:
-    """The checkpoints that may be resumed from, newest first, and those passed by on the way, with their whys.
+    """The checkpoints that may be loaded, newest first, and the skipped ones with their reasons.
 
     Reads manifests and file sizes; with `verify` every state is read and its checksum checked. A missing directory
     holds none. Raises OSError if the directory cannot be listed.
@@ -106,7 +110,7 @@ def lineage(directory: str | os.PathLike[str], verify: bool = False) -> tuple[li
 
 
 def walk(directory: str | os.PathLike[str]) -> LineageWalk:
-    """As `lineage`, for those who also need to know where it ends."""
+    """As `lineage`, with links and end, for retention."""
     rounds: dict[int, list[CheckpointName]] = defaultdict(list)
     for each in names(directory):
         if each.hidden is None:
@@ -138,8 +142,9 @@ def walk(directory: str | os.PathLike[str]) -> LineageWalk:
         newer = number
         if not manifests:
             if entered:
-                break  # nobody knows where this round came from; an older one may be of another lineage
-            # Only names are left of the newest round. It went on from its first step at the latest: that much is known.
+                break  # the parent of this round is unknown; an older round may be of another lineage
+            # Only names are left of the newest round. It continued from its first step at the latest: that much is
+            # known.
             first = min(rounds[number], key=lambda each: each.step)
             links[number] = first.path
             limit = first.step if limit is None else min(limit, first.step)
@@ -159,12 +164,12 @@ def examine(named: CheckpointName) -> Manifest | Unreadable:
     """The manifest under a name, if the two agree."""
     found = read(named.path)
     if isinstance(found, Manifest) and (found.round, found.step) != (named.round, named.step):
-        return Unreadable(f"its manifest is of r{found.round}-s{found.step}: the directory was renamed or copied")
+        return Unreadable(f"its manifest belongs to r{found.round}-s{found.step}: the directory was renamed or copied")
     return found
 
 
 def verify(entry: Entry) -> None:
-    """Read the whole state. Raises CheckpointCorrupt if it is not what was written, OSError if it cannot be opened."""
+    """Read the whole state. Raises CheckpointCorrupt if it is damaged, OSError if it cannot be opened."""
     read_state(entry, None)
 
 
@@ -190,11 +195,11 @@ def read_state(entry: Entry, into: memoryview | None) -> None:
                 raise CheckpointCorrupt(_wrong_size(size, expected))
             while done < size:
                 part = min(_READ_BYTES, size - done)
-                place = scratch[:part] if scratch is not None else into[done : done + part]  # type: ignore[index]
-                count = file.readinto(place)
+                piece = scratch[:part] if scratch is not None else into[done : done + part]  # type: ignore[index]
+                count = file.readinto(piece)
                 if not count:
                     raise CheckpointCorrupt(f"{STATE} ended early while being read")
-                digest.update(place[:count])
+                digest.update(piece[:count])
                 done += count
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EIO, errno.ENODATA, errno.EBADMSG, errno.ESTALE, errno.EISDIR):
@@ -208,9 +213,9 @@ def _beyond(found: Manifest, limit: int | None, newer: int, parent_checksum: str
     if limit is None:
         return None
     if found.step > limit:
-        return f"round {newer} had gone on from step {limit}: what round {found.round} wrote past it counts no more"
+        return f"round {newer} continued from step {limit}: later steps of round {found.round} are not in the lineage"
     if found.step == limit and parent_checksum is not None and found.checksum != parent_checksum:
-        return f"round {found.round} wrote it again after round {newer} had gone on from step {limit}"
+        return f"round {found.round} wrote it again after round {newer} continued from step {limit}"
     return None
 
 

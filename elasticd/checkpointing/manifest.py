@@ -1,9 +1,8 @@
-"""What a checkpoint says about itself: `manifest.json`, read and written without torch.
+"""`manifest.json`, the description of a checkpoint, read and written without torch.
 
-It carries the lineage (which checkpoint its round resumed from), the size and checksum of `state.pt`, and a seal, the
-checksum of the manifest's own fields, so that a flipped bit in it is as visible as one in the state. What cannot be
-trusted comes back as a value with a sentence; nothing here raises for the content of a file. Nothing here decides which
-checkpoint is used.
+It holds the parent (the checkpoint that its round resumed from), the size and checksum of `state.pt`, and a seal, the
+checksum of the manifest's own fields, so that a flipped bit in it is as visible as one in the state. A manifest that
+cannot be trusted is a value with a reason; the content of a file never raises.
 """
 
 from __future__ import annotations
@@ -31,54 +30,58 @@ _LARGEST = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One checkpoint. `parent` is the (round, step) its round resumed from; None: the round began from nothing.
-
-    `bytes` and `checksum` ("sha256:<hex>") are of state.pt. `world_size`, `job` and `run` are of the round that trained
-    it. `cursor` is the sampler's position, JSON. `wall` is for people only. `relinked`: the round did not train this,
-    it made its parent's checkpoint its own. `unknown` holds what a newer minor version wrote.
-
-    Raises ValueError for fields that make no sense together.
-    """
+    """One checkpoint. Raises ValueError for fields that contradict each other."""
 
     round: int
     step: int
     parent: tuple[int, int] | None
+    """The (round, step) its round resumed from; None: the round began from nothing."""
     world_size: int
+    """Of the round that trained it, as are `job` and `run`."""
     bytes: int
+    """Of state.pt, as is `checksum`."""
     checksum: str
+    """sha256:<hex>"""
     job: str
     run: str
     cursor: dict[str, Any] | None = None
+    """The sampler's position, JSON."""
     wall: float = 0.0
+    """For people only."""
     relinked: bool = False
+    """The round did not train this: it made its parent's checkpoint its own."""
     version: str = VERSION
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Fields of a newer minor version."""
 
     def __post_init__(self) -> None:
         if min(self.round, self.step, self.bytes) < 0 or self.world_size < 1:
-            raise ValueError(f"round {self.round}, step {self.step}: no number may be negative, no world empty")
+            raise ValueError(
+                f"round {self.round}, step {self.step}: no number may be negative, and world_size must be at least 1"
+            )
         if max(self.round, self.step, self.bytes, self.world_size) >= _LARGEST:
             raise ValueError("a number does not fit 64 bits")
         if self.parent is not None and not (0 <= self.parent[0] < self.round and 0 <= self.parent[1] <= self.step):
             raise ValueError(
-                f"r{self.round}-s{self.step} cannot come from r{self.parent[0]}-s{self.parent[1]}: "
-                "a parent is of an older round and not of a later step"
+                f"r{self.round}-s{self.step} cannot have the parent r{self.parent[0]}-s{self.parent[1]}: "
+                "a parent has an older round and no later step"
             )
 
     def to_json(self) -> builtins.bytes:
         """Readable JSON with its seal. Raises TypeError or ValueError for a cursor that is not JSON."""
         content = {**self.unknown, **{name: getattr(self, name) for name in _CHECKS}}
-        content = json.loads(json.dumps(content, allow_nan=False))  # as it will be read: lists, and names as strings
+        content = json.loads(json.dumps(content, allow_nan=False))  # as a reader gets it: lists, and names as strings
         content["seal"] = _seal(content)
         return json.dumps(content, indent=1).encode() + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Why a manifest cannot be used. `hopeless`: it never will be. Else a newer elasticd, or a later try, may do."""
+    """Why a manifest cannot be used."""
 
     why: str
     permanent: bool = True
+    """False: a newer elasticd, or a later try, may read it."""
 
 
 def read(checkpoint: Path) -> Manifest | Unreadable:
@@ -94,7 +97,7 @@ def read(checkpoint: Path) -> Manifest | Unreadable:
 
 
 def parse(data: bytes) -> Manifest | Unreadable:
-    """What `to_json` wrote, perhaps by another minor version."""
+    """The inverse of `to_json`, also of another minor version."""
     if len(data) > _MAX_BYTES:
         return Unreadable(f"{MANIFEST} is longer than {_MAX_BYTES} bytes")
     try:
@@ -108,14 +111,16 @@ def parse(data: bytes) -> Manifest | Unreadable:
     if not (dot and _is_digits(major) and _is_digits(minor)):
         return Unreadable(f"{MANIFEST}: version is {version!r}, not 'major.minor'")
     if major != VERSION.partition(".")[0]:
-        why = f"{MANIFEST} is of version {version}; this elasticd reads {VERSION}. Load it with the one that wrote it"
+        why = (
+            f"{MANIFEST} has version {version}; this elasticd reads {VERSION}. Load it with the elasticd that wrote it"
+        )
         return Unreadable(why, permanent=False)
     seal = raw.pop("seal", None)
     if seal != _seal(raw):
-        return Unreadable(f"{MANIFEST} does not match its seal: it was damaged, or changed by hand")
-    for name, right in _CHECKS.items():
-        if name not in raw or not right(raw[name]):
-            return Unreadable(f"{MANIFEST}: {name} is missing or makes no sense")
+        return Unreadable(f"{MANIFEST} does not match its seal: it was damaged or edited")
+    for name, check in _CHECKS.items():
+        if name not in raw or not check(raw[name]):
+            return Unreadable(f"{MANIFEST}: {name} is missing or invalid")
     known = {name: raw[name] for name in _CHECKS}
     if known["parent"] is not None:
         known["parent"] = tuple(known["parent"])

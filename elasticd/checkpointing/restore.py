@@ -1,8 +1,8 @@
-"""How the ranks go back to a checkpoint together: rank 0 chooses, all load the same one, all succeed or all raise.
+"""How the ranks load a checkpoint together: rank 0 chooses, all load the same one, all succeed or all raise.
 
-Rank 0 walks the lineage from the newest checkpoint, checks each while reading it and says which it skipped and why. The
-other ranks read the same file where they can see it, and get rank 0's copy over the process group where they cannot.
-Nothing here writes a checkpoint, but for the re-link that makes the chosen one this round's own.
+Rank 0 walks the lineage from the newest checkpoint, checks each while reading it and reports which it skipped and why.
+The other ranks read the same file where they can, and get rank 0's copy over the process group where they cannot. The
+re-link then makes the chosen checkpoint this round's own.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ _PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What `restore()` went back to; `notes` say, on every rank, what of it could not be used and by which rank."""
+    """The checkpoint that `restore()` loaded."""
 
     round: int
     step: int
     world_size: int
     notes: tuple[str, ...] = ()
+    """What could not be used of it, and on which rank; the same on every rank."""
 
 
 def restore(
-    attached: Mapping[str, Any], saver: Saver, group: DefaultGroup, channel: StoreChannel, notes: WorkerEventWriter
+    attached: Mapping[str, Any], saver: Saver, group: DefaultGroup, channel: StoreChannel, events: WorkerEventWriter
 ) -> Resumed | None:
     """Load the newest valid checkpoint into `attached`; None where there is none. All ranks call it.
 
-    Raises CheckpointError on every rank when any of them could not load it; what a load_state_dict raised comes first.
+    Raises CheckpointError on every rank when any of them could not load it; a rank whose load_state_dict raised raises
+    that.
     """
     assert saver.directory is not None
-    restoring = _Restoring(saver.directory, attached, saver, group, channel, notes)
-    return restoring.run()
+    return _Restore(saver.directory, attached, saver, group, channel, events).run()
 
 
-class _Restoring:
+class _Restore:
     """One restore, from the choice to the agreement."""
 
     def __init__(
@@ -61,10 +62,14 @@ class _Restoring:
         saver: Saver,
         group: DefaultGroup,
         channel: StoreChannel,
-        notes: WorkerEventWriter,
+        events: WorkerEventWriter,
     ) -> None:
-        self._directory, self._attached, self._saver = directory, attached, saver
-        self._group, self._channel, self._notes = group, channel, notes
+        self._directory = directory
+        self._attached = attached
+        self._saver = saver
+        self._group = group
+        self._channel = channel
+        self._events = events
         self._entry: Entry | None = None
         self._content: dict[str, Any] | None = None
 
@@ -78,13 +83,13 @@ class _Restoring:
         try:
             assert self._content is not None
             notes += state.scatter(self._attached, self._content)
-            notes += self._take_random_state(self._content[state.RESERVED]["rng"])
-        except Exception as raised:  # noqa: BLE001 - whatever a script's load_state_dict raises, all ranks must hear of it
+            notes += self._restore_random_state(self._content[state.RESERVED]["rng"])
+        except Exception as raised:  # noqa: BLE001 - all ranks must learn of any error of a load_state_dict
             error = raised
         resumed = self._agree(chosen, error, notes)
         self._saver.parent = (resumed.round, resumed.step)
         if self._entry is not None:
-            self._make_own(self._entry, resumed)
+            self._relink(self._entry, resumed)
         return resumed
 
     def _choose(self) -> dict[str, Any]:
@@ -114,26 +119,26 @@ class _Restoring:
     def _skip(self, path: Path, why: str) -> None:
         reason = f"checkpoint {path.name} skipped: {why}"
         logger.warning(reason)
-        self._notes.write("checkpoint_skipped", reason, None, path=str(path))
+        self._events.write("checkpoint_skipped", reason, None, path=str(path))
 
     def _read_everywhere(self, chosen: Mapping[str, Any]) -> None:
-        """Every rank gets the content: from its own file system, else from rank 0."""
+        """Load the content on every rank: from its own file system, else from rank 0."""
         if self._group.world_size == 1:
             return
-        why = "" if self._group.rank == 0 else self._read_here(chosen)
-        answers = self._channel.collect("read", why.encode(), "whether it can read the checkpoint")
-        blind = [rank for rank, answer in enumerate(answers) if answer]
+        error = "" if self._group.rank == 0 else self._read_here(chosen)
+        answers = self._channel.collect("read", error.encode(), "whether it can read the checkpoint")
+        unable = [rank for rank, answer in enumerate(answers) if answer]
         size = 0
         packed = b""
-        if blind:
+        if unable:
             packed = state.to_bytes(self._content)
             size = len(packed)
             reason = (
-                f"rank {', '.join(map(str, blind))} cannot read {self._directory / chosen['name']} "
-                f"({answers[blind[0]].decode()}); rank 0 sends it. Is the checkpoint directory shared by all nodes?"
+                f"rank {', '.join(map(str, unable))} cannot read {self._directory / chosen['name']} "
+                f"({answers[unable[0]].decode()}); rank 0 sends it. Is the checkpoint directory shared by all nodes?"
             )
             logger.warning(reason)
-            self._notes.write("said", reason, chosen["step"], path=str(self._directory))
+            self._events.write("message", reason, chosen["step"], path=str(self._directory))
         size = self._channel.on_rank0("send", "whether it sends the checkpoint", lambda: {"size": size})["size"]
         if size:
             data = _broadcast(packed, size, self._group)
@@ -141,7 +146,7 @@ class _Restoring:
                 self._content = state.from_bytes(data)
 
     def _read_here(self, chosen: Mapping[str, Any]) -> str:
-        """Another rank than 0: load the same checkpoint; returns why it could not."""
+        """On other ranks than 0: load the same checkpoint; returns the error, "" for none."""
         from elasticd.checkpointing import api as checkpoint
 
         try:
@@ -154,8 +159,8 @@ class _Restoring:
             return str(error)
         return f"there is no {chosen['name']} with rank 0's checksum"
 
-    def _take_random_state(self, every_rank: list[Any]) -> list[str]:
-        """Last, so that no loading moves the streams again."""
+    def _restore_random_state(self, every_rank: list[Any]) -> list[str]:
+        """Last, so that no load_state_dict moves the streams again."""
         rank, ranks, world_size = self._group.rank, len(every_rank), self._group.world_size
         counts = f"saved by {ranks} rank{'s' if ranks > 1 else ''}, now {world_size}"
         notes: list[str] = []
@@ -167,7 +172,7 @@ class _Restoring:
         return notes + state.set_random_state(every_rank[rank], self._group.device)
 
     def _agree(self, chosen: Mapping[str, Any], error: Exception | None, notes: list[str]) -> Resumed:
-        """All ranks raise if one could not load; else all know all the notes."""
+        """All ranks raise if one could not load; else all get all notes."""
         own = {"error": f"{type(error).__name__}: {error}" if error else "", "notes": notes}
         answers = [
             json.loads(each) for each in self._channel.collect("loaded", json.dumps(own).encode(), "its loading")
@@ -176,31 +181,31 @@ class _Restoring:
             "answers"
         ]
         if any(answer["error"] for answer in every):
-            self._channel.leave("restored/heard")  # rank 0 may serve the store itself, and is about to leave
+            self._channel.leave("restored/received")  # rank 0 may serve the store itself, and is about to leave
         if error is not None:
             raise error
         failed = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(every) if answer["error"]]
         if failed:
             raise CheckpointError(f"{chosen['name']} could not be restored by every rank: {'; '.join(failed)}")
-        said = tuple(dict.fromkeys(note for answer in every for note in answer["notes"]))
-        return Resumed(chosen["round"], chosen["step"], chosen["world_size"], said)
+        merged = tuple(dict.fromkeys(note for answer in every for note in answer["notes"]))
+        return Resumed(chosen["round"], chosen["step"], chosen["world_size"], merged)
 
-    def _make_own(self, entry: Entry, resumed: Resumed) -> None:
-        """Rank 0: the chosen checkpoint becomes this round's first: what an older round still writes is never read."""
+    def _relink(self, entry: Entry, resumed: Resumed) -> None:
+        """Rank 0: the chosen checkpoint becomes this round's first, so later writes of older rounds are not loaded."""
         from elasticd.checkpointing import api as checkpoint
 
         where = f"resumed from step {resumed.step} of round {resumed.round}"
         reason = "; ".join([where, *resumed.notes])
         origin = {"from_round": resumed.round, "from_step": resumed.step}
-        self._notes.write("resumed", reason, resumed.step, path=str(entry.path), **origin)
+        self._events.write("resumed", reason, resumed.step, path=str(entry.path), **origin)
         for note in resumed.notes:
             logger.warning("%s: %s", where, note)
         try:
             checkpoint.relink(self._directory, entry, self._saver.round)
         except OSError as error:
-            reason = f"{entry.path.name} could not be made round {self._saver.round}'s own first checkpoint: {error}"
+            reason = f"{entry.path.name} could not become round {self._saver.round}'s first checkpoint: {error}"
             logger.warning(reason)
-            self._notes.write("checkpoint_failed", reason, resumed.step, path=str(entry.path))
+            self._events.write("checkpoint_failed", reason, resumed.step, path=str(entry.path))
 
 
 def _broadcast(packed: bytes, size: int, group: DefaultGroup) -> bytearray:

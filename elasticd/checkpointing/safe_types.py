@@ -1,8 +1,7 @@
-"""What `torch.load(weights_only=True)` will load, decided before anything is written, by an explicit list of types.
+"""What `torch.load(weights_only=True)` will load, checked before anything is written, by an explicit list of types.
 
-The list is what the oldest and the newest supported torch both load, pickled as `torch.save` does by default. Refusing
-at the save names the key and says what to store instead; refusing at the load, hours later, would lose the work.
-Nothing here changes the state.
+The list is what the oldest and the newest supported torch both load, pickled as `torch.save` does by default. A refusal
+at the save names the key and what to store instead; a refusal at the load, hours later, would lose the work.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ if TYPE_CHECKING:
     import torch
 
 # Pickle and this walk recurse; both stay far below Python's own limit.
-_DEEPEST = 100
+_MAX_DEPTH = 100
 # The restricted unpickler knows integers of up to 255 bytes.
 _INT_BITS = 255 * 8 - 1
 
 
 def check_loadable(state: Any) -> None:
-    """Raise CheckpointRefused, naming the path of keys, for the first thing in `state` that would not load again."""
+    """Raise CheckpointRefused, naming the path of keys, for the first value in `state` that would not load again."""
     if type(state) is not dict:
-        raise CheckpointRefused(f"a checkpoint is a dict of what was attached, not {_name(state)}")
+        raise CheckpointRefused(f"a checkpoint is a dict of attached objects, not {_name(state)}")
     _Walk().visit(state, ())
 
 
@@ -62,11 +61,11 @@ class _Walk:
 
     def _container(self, value: Any, path: tuple[Any, ...]) -> None:
         if id(value) in self._open:
-            raise _refusal(path, "contains itself", "break the circle")
+            raise _refusal(path, "contains itself", "remove the cycle")
         if id(value) in self._seen:
             return
-        if len(path) >= _DEEPEST:
-            raise _refusal((*path[:8], "..."), f"is nested deeper than {_DEEPEST} levels", "flatten it")
+        if len(path) >= _MAX_DEPTH:
+            raise _refusal((*path[:8], "..."), f"is nested deeper than {_MAX_DEPTH} levels", "flatten it")
         self._open.add(id(value))
         if isinstance(value, dict):
             for key, item in value.items():
@@ -80,7 +79,7 @@ class _Walk:
         self._seen.add(id(value))
 
     def _attributes(self, value: Any, path: tuple[Any, ...]) -> None:
-        """Those that pickle writes with the value: torch hangs `_metadata` on an OrderedDict."""
+        """Attributes that pickle writes with the value: torch sets `_metadata` on an OrderedDict."""
         for name, item in getattr(value, "__dict__", {}).items():
             self.visit(item, (*path, name))
 
@@ -124,7 +123,7 @@ def _name(value: Any) -> str:
 
 
 def _instead(value: Any, torch: Any) -> str:
-    """What to store in its place: one sentence a person can act on."""
+    """What to store instead."""
     if isinstance(value, type):
         return "store its name, and look it up in load_state_dict()"
     numpy = sys.modules.get("numpy")
@@ -156,4 +155,4 @@ def _instead(value: Any, torch: Any) -> str:
         return "store dataclasses.asdict(x)"
     if callable(value):
         return "store its name, and look it up in load_state_dict()"
-    return "store what it is made of: tensors, numbers, strings, lists and dicts"
+    return "store its parts: tensors, numbers, strings, lists and dicts"

@@ -1,8 +1,8 @@
-"""When a checkpoint is due and how the ranks write one together: all give their random state, rank 0 writes.
+"""When a checkpoint is due and how the ranks write one together: all send their random state, rank 0 writes.
 
-No rank waits for the disk: those that are not rank 0 hand over a few kilobytes and train on. The first save is the
-exception, because what it refuses (a state that could not be loaded again) every rank must hear of. A disk that is full
-or read-only is said and tried again at the next due turn; training goes on. Nothing here reads a checkpoint.
+No other rank waits for the disk: each sends a few kilobytes and trains on. The first save is the exception, because
+every rank must learn that it is refused (a state that could not be loaded again). A full or read-only disk is reported,
+training continues, and the save is tried again when the next one is due.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("elasticd")
 
+DEFAULT_KEEP = 3
+"""Checkpoints that stay, unless the script says otherwise."""
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
 class SaveInterval:
-    """How often: a number of steps, or seconds of time as rank 0 measures it. The other one is None."""
+    """How often: a number of steps, or seconds by rank 0's clock. The other one is None."""
 
     steps: int | None
     seconds: float | None
@@ -61,40 +63,52 @@ class SaveInterval:
 class Saver:
     """The checkpoint directory as one session uses it. All ranks call the same methods at the same steps."""
 
+    directory: Path | None
+    round: int
+    """The number under which this session saves: the agent's, else one more than the highest in the directory."""
+    parent: tuple[int, int] | None
+    """The (round, step) that this round resumed from."""
+    every: SaveInterval | None
+    keep: int
+
     def __init__(
         self,
-        here: WorkerEnvironment,
+        environment: WorkerEnvironment,
         group: DefaultGroup,
         channel: StoreChannel,
-        notes: WorkerEventWriter,
-        beat: HeartbeatWriter,
+        events: WorkerEventWriter,
+        heartbeat: HeartbeatWriter,
     ) -> None:
-        self._here, self._group, self._channel, self._notes, self._beat = here, group, channel, notes, beat
-        self.directory: Path | None = None
-        self.round = here.round
-        self.parent: tuple[int, int] | None = None
-        self.every: SaveInterval | None = None
-        self.keep = 3
+        self._environment = environment
+        self._group = group
+        self._channel = channel
+        self._events = events
+        self._heartbeat = heartbeat
+        self.directory = None
+        self.round = environment.round
+        self.parent = None
+        self.every = None
+        self.keep = DEFAULT_KEEP
         self._lock: DirectoryLock | None = None
         self._last_at = time.monotonic()
         self._saves = 0
 
     def open(self, directory: str | os.PathLike[str] | None, caller: str) -> Path:
-        """Settle on the directory (the argument, else ELASTICD_CHECKPOINT_DIR) and lock it; a second call checks only.
+        """Choose the directory (the argument, else ELASTICD_CHECKPOINT_DIR) and lock it; a second call only checks it.
 
-        Raises UsageError without a directory or with another one than before, DirectoryInUse when another run has it.
+        Raises UsageError without a directory or with another one than before, DirectoryInUse when another run holds it.
         """
-        wanted = directory or os.environ.get("ELASTICD_CHECKPOINT_DIR")
+        chosen = directory or os.environ.get("ELASTICD_CHECKPOINT_DIR")
         if self.directory is not None and (directory is None or Path(directory).absolute() == self.directory):
             return self.directory
         if self.directory is not None:
             raise UsageError(f"{caller}(directory={directory!r}): this session already uses {self.directory}")
-        if not wanted:
+        if not chosen:
             raise UsageError(
                 f"{caller}(): there is no checkpoint directory. Give one with `elasticd run --checkpoint-dir DIR`, or "
                 f"in the script with {caller}(directory=...), or set ELASTICD_CHECKPOINT_DIR"
             )
-        path = Path(wanted).absolute()
+        path = Path(chosen).absolute()
         what = f"the lock of the checkpoint directory {path}"
         self.round = self._channel.on_rank0("directory", what, lambda: self._open_first(path))["round"]
         self.directory = path
@@ -106,33 +120,35 @@ class Saver:
         try:
             self._take_lock(path)
         except OSError as error:
-            self._say("said", f"checkpoint directory {path}: {error}; training goes on, saving will be tried", path)
-        if self._here.round:
-            return {"round": self._here.round}
-        # No agent numbers our rounds: each start is the next one, so that its checkpoints come after all others.
+            self._warn(
+                "message", f"checkpoint directory {path}: {error}; training continues, saves will be tried", path
+            )
+        if self._environment.round:
+            return {"round": self._environment.round}
+        # Without an agent each start is a round of its own, so that its checkpoints come after all others.
         return {"round": checkpoint.highest_round(path) + 1}
 
     def _take_lock(self, path: Path) -> None:
         from elasticd.checkpointing.api import DirectoryLock
 
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = DirectoryLock(path, self._here.job, self._here.run)
+        lock = DirectoryLock(path, self._environment.job, self._environment.run)
         lock.acquire()
         self._lock = lock
         if lock.unlocked:
-            self._notes.write("said", lock.unlocked, None, path=str(path))
+            self._events.write("message", lock.unlocked, None, path=str(path))
 
     def due_by_steps(self, step: int) -> bool:
-        """True on every rank alike."""
+        """The same on every rank."""
         return self.every is not None and self.every.steps is not None and step % self.every.steps == 0
 
     def due_by_time(self) -> bool:
-        """Rank 0's own opinion, for a decision point."""
+        """By rank 0's clock, for a decision point."""
         seconds = self.every.seconds if self.every else None
         return seconds is not None and time.monotonic() - self._last_at >= seconds
 
     def save(self, step: int, attached: Mapping[str, Any], why: str) -> bool:
-        """Save the attached objects and all ranks' random states; True on rank 0 once it is on the disk.
+        """Save the attached objects and all ranks' random states; True on rank 0 if the checkpoint is on the disk.
 
         Raises UsageError with nothing attached, CheckpointRefused (at the first save on every rank), DecisionTimeout
         when a rank does not take part, and what a state_dict() raises.
@@ -142,9 +158,9 @@ class Saver:
         self._saves += 1
         self._last_at = time.monotonic()
         mine = state.to_bytes(state.random_state(self._group.device))
-        every_rank = self._channel.collect(f"random/{self._saves}", mine, f"random states for a save at step {step}")
+        every_rank = self._channel.collect(f"random/{self._saves}", mine, f"random states for the save at step {step}")
         if self._saves == 1:
-            what = f"whether what it would save at step {step} can be loaded again"
+            what = f"whether the state of step {step} can be loaded again"
             self._channel.on_rank0("first save", what, lambda: self._check(step, attached, every_rank))
         return self._group.rank == 0 and self._write(step, attached, every_rank, why)
 
@@ -164,8 +180,8 @@ class Saver:
 
         assert self.directory is not None
         saved = False
-        before = self._beat.current_phase
-        self._beat.set_phase(Phase.CHECKPOINT)
+        before = self._heartbeat.current_phase
+        self._heartbeat.set_phase(Phase.CHECKPOINT)
         start = time.monotonic()
         path = self.directory / f"r{self.round}-s{step}"
         try:
@@ -177,26 +193,26 @@ class Saver:
                 step=step,
                 parent=self.parent,
                 world_size=self._group.world_size,
-                job=self._here.job,
-                run=self._here.run,
+                job=self._environment.job,
+                run=self._environment.run,
                 cursor=_cursor(attached),
                 state=self._content(step, attached, every_rank),
             )
             saved = True
             seconds, size = time.monotonic() - start, entry.manifest.bytes
             reason = f"checkpoint of step {step} saved ({why})"
-            self._notes.write("checkpoint_saved", reason, step, path=str(entry.path), bytes=size, seconds=seconds)
+            self._events.write("checkpoint_saved", reason, step, path=str(entry.path), bytes=size, seconds=seconds)
             checkpoint.retain(self.directory, self.round, self.keep)
         except OSError as error:
-            again = f"tried again {self.every}" if self.every else "not tried again by itself"
-            self._say("checkpoint_failed", f"checkpoint of step {step} failed ({error}); {again}", path, step)
+            again = f"it is tried again {self.every}" if self.every else "it is not tried again"
+            self._warn("checkpoint_failed", f"checkpoint of step {step} failed ({error}); {again}", path, step)
         finally:
-            self._beat.set_phase(before)
+            self._heartbeat.set_phase(before)
         return saved
 
-    def _say(self, kind: str, reason: str, path: Path, step: int | None = None) -> None:
+    def _warn(self, kind: str, reason: str, path: Path, step: int | None = None) -> None:
         logger.warning(reason)
-        self._notes.write(kind, reason, step, path=str(path))
+        self._events.write(kind, reason, step, path=str(path))
 
     def close(self) -> None:
         """Release the lock."""

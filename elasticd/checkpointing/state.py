@@ -1,8 +1,7 @@
-"""What a checkpoint holds of the attached objects and of every rank's random streams, and how it is put back.
+"""What a checkpoint holds of the attached objects and of every rank's random streams, and how it is restored.
 
-Modules are saved bare: DDP's and torch.compile's wrappers leave no trace in the names, so a state saved wrapped loads
-unwrapped and the other way round. Random states are plain tensors, lists and numbers, so that
-`torch.load(weights_only=True)` opens them. Nothing here touches a file, the store or the network.
+Modules are saved without DDP's and torch.compile's wrappers, so a state saved wrapped loads unwrapped and the other way
+round. Random states are plain tensors, lists and numbers, so that `torch.load(weights_only=True)` opens them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _COMPILED = "_orig_mod"
 
 
 def check_attachable(name: str, obj: Any) -> None:
-    """Raises UsageError for what cannot be saved and loaded."""
+    """Raises UsageError for an object that cannot be saved and loaded."""
     if name == RESERVED:
         raise UsageError(f"attach({name}=...): that name is elasticd's own part of a checkpoint; choose another")
     missing = [f"{name}()" for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
@@ -53,9 +52,9 @@ def gather(attached: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scatter(attached: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """Load every attached object; returns sentences about what of the checkpoint found no taker.
+    """Load every attached object; returns sentences about the parts of the checkpoint that were not used.
 
-    Raises CheckpointError when an attached object has nothing in the checkpoint, and whatever its load_state_dict does.
+    Raises CheckpointError when the checkpoint has nothing for an attached object, and what its load_state_dict raises.
     """
     missing = [name for name in attached if name not in state]
     if missing:
@@ -66,7 +65,7 @@ def scatter(attached: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
         )
     for name, obj in attached.items():
         target = unwrap(obj)
-        target.load_state_dict(_dressed(state[name], target))
+        target.load_state_dict(_wrapped(state[name], target))
     extra = [name for name in state if name not in attached and name != RESERVED]
     return [f"nothing is attached as {name}: that part of the checkpoint was not used" for name in extra]
 
@@ -82,7 +81,7 @@ def _bare(state: Any) -> Any:
     return state
 
 
-def _dressed(state: Any, target: Any) -> Any:
+def _wrapped(state: Any, target: Any) -> Any:
     from torch.nn import Module
 
     if not isinstance(target, Module):
@@ -117,9 +116,9 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> list[str]:
-    """Put this rank's random streams back; returns sentences about those that could not be.
+    """Restore this rank's random streams; returns sentences about those that could not be restored.
 
-    Raises CheckpointError for a state that makes no sense.
+    Raises CheckpointError for an invalid state.
     """
     import torch
 
@@ -157,7 +156,7 @@ def to_bytes(state: Any) -> bytes:
 
 
 def from_bytes(data: bytes | bytearray) -> Any:
-    """What `to_bytes` was given, on the CPU. Only plain data and tensors: nothing that was sent can run code."""
+    """The inverse of `to_bytes`, on the CPU. Only plain data and tensors: received bytes cannot run code."""
     import torch
 
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -1,17 +1,17 @@
-"""`session.barrier`: all ranks meet, out of band, and a rank that does not come is named.
+"""`session.barrier`: all ranks meet, out of band, and the error names a rank that does not come.
 
 It uses the round's store and never a collective, so it works on any backend and while the process group is broken. The
-n-th barrier of every rank is the same barrier, whatever its name; the first to come fixes the name, and another name is
-an error on all ranks at once. A barrier has one outcome, the same for all, fixed by one compare-and-set: the last to
-come releases it, or a rank whose time is over breaks it, with the sentence that says who is missing. Those who wait
-block in the store until the outcome is there. So a barrier of N ranks costs about 5 N messages, whichever way it ends;
-only the rank that came first looks, now and then, for where the missing ones are.
+n-th barrier of every rank is the same barrier, whatever its name; the first rank to come fixes the name, and another
+name is an error on all ranks at once. A barrier has one outcome, the same for all, fixed by one compare-and-set: the
+last rank to come releases it, or a rank whose timeout is over breaks it, with the sentence that names the missing
+ranks. Waiting ranks block in the store until the outcome is there. So a barrier of N ranks costs about 5 N messages,
+whichever way it ends; only the rank that came first reads, now and then, the status of the missing ones.
 
-A TCPStore client waits for ever for a store that is frozen, so the caller's thread never talks to the store: it lends
-the channel's connection to a thread that does, and waits for it up to the deadline and a little more.
+A TCPStore client waits for ever for a frozen store, so the caller's thread never uses the store: another thread uses
+the channel's connection, and the caller waits for that thread up to the deadline and a little more.
 
-Keys, under the session's prefix: `came/<rank>` the number of the last barrier this rank came to; `barrier/<n>/name`,
-`…/count`, `…/outcome`, deleted once all ranks have come to the next one.
+Keys, under the session's prefix: `came/<rank>` is the number of the last barrier this rank came to; `barrier/<n>/name`,
+`…/count` and `…/outcome` are deleted once all ranks have come to the next one.
 """
 
 from __future__ import annotations
@@ -28,29 +28,35 @@ from typing import Any
 from elasticd.coordination.rank_status import StatusPublisher, StatusReader
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import BarrierTimeout, UsageError
-from elasticd.heartbeat import record as beats
+from elasticd.heartbeat.record import HeartbeatWriter, Phase
 
-# The first to come looks for the others so long after it came, then after as long again, and then at least so often:
-# what it learns is how old a last word is.
-_FIRST_LOOK_S, _BETWEEN_LOOKS_S = 1.0, 15.0
-# Words are said once a period: the look before the last one is a period and this before it, and so shows who is mute.
+# The first rank to come reads the status of the others this long after it came, then after as long again, and then at
+# least this often: two reads bound the age of a status.
+_FIRST_READ_S = 1.0
+_BETWEEN_READS_S = 15.0
+# Statuses are published once a period: the read before the last one is a period and this before it, which shows who is
+# mute.
 _SLACK_S = 0.3
-# After its deadline a rank leaves the verdict to the first to come for so long, before it gives one itself (the higher
+# After its deadline a rank leaves the outcome to the first to come for this long, before it decides itself (the higher
 # the rank the later: one is enough) ...
-_FALLBACK_S, _SPREAD_S = 0.5, 0.4
-# ... and after so many looks the caller leaves without one, 1.7 s later: the store has not answered. They are counted,
-# so that on a machine that gives this process no turn, the other thread gets none of the blame.
-_GRACE_LOOKS, _LOOK_S = 34, 0.05
+_FALLBACK_S = 0.5
+_SPREAD_S = 0.4
+# ... and after so many waits the caller leaves without one, 1.7 s later: the store has not answered. The waits are
+# counted, so that the other thread gets no blame on a machine that gives this process no turn.
+_GRACE_WAITS = 34
+_GRACE_WAIT_S = 0.05
 _LONGEST_WAIT_S = 86_400.0
-# Any name will do, but a sentence shows no more of it.
-_SHOWN = 80
+# Any name is valid, but a sentence shows at most this much of it.
+_SHOWN_CHARACTERS = 80
 
 
 class Barriers:
     """The barriers of one session. A group of one passes through all of them."""
 
-    def __init__(self, channel: StoreChannel, roll: StatusPublisher, beat: beats.HeartbeatWriter) -> None:
-        self._channel, self._roll, self._beat = channel, roll, beat
+    def __init__(self, channel: StoreChannel, publisher: StatusPublisher, heartbeat: HeartbeatWriter) -> None:
+        self._channel = channel
+        self._publisher = publisher
+        self._heartbeat = heartbeat
         self._number = 0
         self._one_at_a_time = threading.Lock()
         self._closed = False
@@ -67,64 +73,72 @@ class Barriers:
             return
         if not self._one_at_a_time.acquire(blocking=False):
             raise UsageError(f"barrier({name!r}) while another thread waits at {self.waiting_at!r}: one at a time")
-        before = self._beat.current_phase
+        before = self._heartbeat.current_phase
         try:
-            self._meet(name, seconds, said_s=0.0 if timeout is None else seconds)
+            self._wait(name, seconds, own_timeout_s=0.0 if timeout is None else seconds)
         finally:
             self.waiting_at = None
-            self._beat.set_phase(before)
+            self._heartbeat.set_phase(before)
             self._one_at_a_time.release()
 
     def close(self) -> None:
-        """No more barriers. The roll's thread is closed by who made it, and after this."""
+        """Refuse further barriers. The session closes the publisher's thread after this."""
         self._closed = True
 
-    def _meet(self, name: str, seconds: float, said_s: float) -> None:
+    def _wait(self, name: str, seconds: float, own_timeout_s: float) -> None:
         self._number += 1
-        visit = _Visit(self._channel, self._roll, self._number, name, seconds)
-        thread = threading.Thread(target=self._attend, args=(visit,), name="elasticd-barrier", daemon=True)
+        barrier = _Barrier(self._channel, self._publisher, self._number, name, seconds)
+        thread = threading.Thread(target=self._attend, args=(barrier,), name="elasticd-barrier", daemon=True)
         try:
-            self._beat.set_phase(beats.Phase.BARRIER, name, said_s)
+            self._heartbeat.set_phase(Phase.BARRIER, name, own_timeout_s)
             self.waiting_at = name
             thread.start()
-            visit.over.wait(min(seconds, threading.TIMEOUT_MAX))
-            visit.linger()
+            barrier.over.wait(min(seconds, threading.TIMEOUT_MAX))
+            barrier.linger()
         except BaseException as error:
-            # A signal's handler raised. The others must not wait for a rank that has left.
-            visit.leave(f"{type(error).__name__} was raised in it")
-            visit.linger()
+            # A signal handler raised. The others must not wait for a rank that has left.
+            barrier.leave(f"{type(error).__name__} was raised in it")
+            barrier.linger()
             raise
         finally:
-            self._roll.set_task(None)
-        visit.result()
+            self._publisher.set_task(None)
+        barrier.result()
 
-    def _attend(self, visit: _Visit) -> None:
+    def _attend(self, barrier: _Barrier) -> None:
         self._channel.in_use = True
         try:
-            visit.attend(self._channel.store)
+            barrier.attend(self._channel.store)
         except Exception as error:  # noqa: BLE001 - raised by the thread that waits for this one
-            visit.error = error
+            barrier.error = error
         self._channel.in_use = False
-        visit.over.set()
+        barrier.over.set()
 
 
-class _Visit:
-    """One rank at one barrier: what its threads ask of the store, and what comes of it."""
+class _Barrier:
+    """One rank at one barrier: what its threads do with the store, and the outcome."""
 
-    def __init__(self, channel: StoreChannel, roll: StatusPublisher, number: int, name: str, seconds: float) -> None:
-        self._rank, self._world_size, self._roll = channel.rank, channel.world_size, roll
-        self._prefix, self._number, self._name, self._seconds = channel.prefix, number, name, seconds
+    def __init__(
+        self, channel: StoreChannel, publisher: StatusPublisher, number: int, name: str, seconds: float
+    ) -> None:
+        self._rank = channel.rank
+        self._world_size = channel.world_size
+        self._publisher = publisher
+        self._prefix = channel.prefix
+        self._number = number
+        self._name = name
+        self._seconds = seconds
         self._key = f"{self._prefix}barrier/{number}/"
-        self._what = f"barrier {name if len(name) <= _SHOWN else name[: _SHOWN - 3] + '...'!r}"
+        shown = name if len(name) <= _SHOWN_CHARACTERS else name[: _SHOWN_CHARACTERS - 3] + "..."
+        self._what = f"barrier {shown!r}"
         self._began = time.monotonic()
         self._came = False
         self._left = ""  # why this rank does not wait any more
-        self._looks = StatusReader(self._prefix)
-        # Before the deadline by as much as shows who still speaks, where there is that much.
-        margin_s = roll.period_s + _SLACK_S
-        self._last_look_s = seconds - margin_s if seconds > margin_s else seconds / 2
+        self._statuses = StatusReader(self._prefix)
+        # Before the deadline by as much as shows which ranks still publish, where there is that much time.
+        margin_s = publisher.period_s + _SLACK_S
+        self._last_read_s = seconds - margin_s if seconds > margin_s else seconds / 2
         self._outcome: dict[str, Any] | None = None
-        self.due = self._began + min(_FIRST_LOOK_S, self._last_look_s)
+        self.due = self._began + min(_FIRST_READ_S, self._last_read_s)
         self.over = threading.Event()
         self.error: Exception | None = None
 
@@ -136,20 +150,21 @@ class _Visit:
         self._came = True
         if first["name"] != self._name:
             why = (
-                f"{self._what} on rank {self._rank} is barrier {first['name'][:_SHOWN]!r} on rank {first['rank']}: all "
-                f"ranks must call the same barriers in the same order (this is number {self._number} of each)"
+                f"{self._what} on rank {self._rank} is barrier {first['name'][:_SHOWN_CHARACTERS]!r} on rank "
+                f"{first['rank']}: all ranks must call the same barriers in the same order (this is number "
+                f"{self._number} of each)"
             )
             self._decide(store, {"usage": why})
         elif store.add(self._key + "count", 1) == self._world_size and not self._left:
             self._decide(store, {"released": True})
             if self._number > 1:
-                self._roll.submit(self._forget_last)
+                self._publisher.submit(self._delete_last)
         elif self._left:
-            self._decide(store, self._leaving())
+            self._decide(store, self._left_outcome())
         else:
-            # Who came first gives up first, unless this rank has less patience.
+            # The rank that came first times out first, unless this rank has a shorter timeout.
             if first["rank"] == self._rank or self._seconds < first["seconds"]:
-                self._roll.set_task(self)
+                self._publisher.set_task(self)
             self._await_outcome(store)
 
     def _await_outcome(self, store: Any) -> None:
@@ -159,93 +174,93 @@ class _Visit:
         while self._outcome is None:
             left = until - time.monotonic()
             if left <= 0:
-                self._give_up(store, at_once=True)
+                self._time_out(store, at_once=True)
                 return
-            asked, piece = time.monotonic(), min(left, _LONGEST_WAIT_S)
+            start, piece = time.monotonic(), min(left, _LONGEST_WAIT_S)
             try:
                 store.wait([self._key + "outcome"], timedelta(seconds=max(piece, 0.001)))
             except DistStoreError:
-                if time.monotonic() - asked < piece / 2:
-                    raise  # not a wait that ran out: the store itself failed
+                if time.monotonic() - start < piece / 2:
+                    raise  # no timeout: the store itself failed
             else:
                 self._outcome = json.loads(store.get(self._key + "outcome"))
 
     def turn(self, store: Any) -> None:
-        """The roll's thread: look where the missing ranks are; at the deadline, say so and end the barrier."""
+        """In the publisher's thread: read the status of missing ranks; at the deadline, end the barrier."""
         waited_s = time.monotonic() - self._began
         if waited_s >= self._seconds:
             self.due = math.inf
-            self._give_up(store)
+            self._time_out(store)
             return
-        self._looks.read(store, self._missing(store))
-        next_s = waited_s + min(max(waited_s, _FIRST_LOOK_S), _BETWEEN_LOOKS_S)
-        self.due = self._began + (min(next_s, self._last_look_s) if waited_s < self._last_look_s else self._seconds)
+        self._statuses.read(store, self._missing(store))
+        next_s = waited_s + min(max(waited_s, _FIRST_READ_S), _BETWEEN_READS_S)
+        self.due = self._began + (min(next_s, self._last_read_s) if waited_s < self._last_read_s else self._seconds)
 
     def leave(self, why: str) -> None:
         """This rank does not wait any more, and the others need not."""
         self._left = why
 
-        def tell(store: Any) -> None:
-            self._decide(store, self._leaving())
+        def publish(store: Any) -> None:
+            self._decide(store, self._left_outcome())
             self.over.set()
 
-        self._roll.submit(tell, now=True)
+        self._publisher.submit(publish, now=True)
 
-    def _leaving(self) -> dict[str, Any]:
-        told = f"{self._what}: rank {self._rank} has left it: {self._left}"
-        return {"why": told, "missing": [self._rank], "by": self._rank}
+    def _left_outcome(self) -> dict[str, Any]:
+        why = f"{self._what}: rank {self._rank} has left it: {self._left}"
+        return {"why": why, "missing": [self._rank], "by": self._rank}
 
     def linger(self) -> None:
-        """Give the threads the time they need to find out what came of it, but no more."""
-        for _ in range(_GRACE_LOOKS):
-            if self.over.wait(_LOOK_S):
+        """Give the threads the time they need to learn the outcome, but no more."""
+        for _ in range(_GRACE_WAITS):
+            if self.over.wait(_GRACE_WAIT_S):
                 return
 
     def result(self) -> None:
-        """Return if the barrier was released, else raise what came of it."""
+        """Return if the barrier was released, else raise its outcome."""
         waited_s = time.monotonic() - self._began
         if self.error is not None:
             raise self.error
-        told = self._outcome
-        if told is None:
+        outcome = self._outcome
+        if outcome is None:
             self._left = "the store answered too late"
-            raise BarrierTimeout(self._silence(waited_s), name=self._name, missing=(), waited_s=waited_s)
-        if "usage" in told:
-            raise UsageError(told["usage"])
-        if "why" in told:
-            missing = tuple(told["missing"])
-            late = self._rank in missing and told["by"] != self._rank
-            why = f"rank {self._rank} came too late to {told['why']}" if late else told["why"]
+            raise BarrierTimeout(self._no_answer(waited_s), name=self._name, missing=(), waited_s=waited_s)
+        if "usage" in outcome:
+            raise UsageError(outcome["usage"])
+        if "why" in outcome:
+            missing = tuple(outcome["missing"])
+            late = self._rank in missing and outcome["by"] != self._rank
+            why = f"rank {self._rank} came too late to {outcome['why']}" if late else outcome["why"]
             raise BarrierTimeout(why, name=self._name, missing=missing, waited_s=waited_s)
 
     def _missing(self, store: Any) -> list[int]:
-        return [rank for rank in range(self._world_size) if not self._is_here(store, rank)]
+        return [rank for rank in range(self._world_size) if not self._has_come(store, rank)]
 
-    def _is_here(self, store: Any, rank: int) -> bool:
+    def _has_come(self, store: Any, rank: int) -> bool:
         key = f"{self._prefix}came/{rank}"
         return bool(store.check([key])) and int(store.get(key)) >= self._number
 
-    def _give_up(self, store: Any, at_once: bool = False) -> None:
+    def _time_out(self, store: Any, at_once: bool = False) -> None:
         missing = self._missing(store)
         if not missing and not at_once:
             return  # the last one has just come, and is about to release all
-        self._looks.read(store, missing)
+        self._statuses.read(store, missing)
         count = f"{len(missing)} of {self._world_size} ranks {'is' if len(missing) == 1 else 'are'} missing"
-        told = f"{count} after {self._seconds:g} s: {self._looks.describe_all(missing)}"
+        why = f"{count} after {self._seconds:g} s: {self._statuses.describe_all(missing)}"
         if not missing:
-            told = f"every rank has come, but the last of them did not say so within {self._seconds:g} s"
-        self._decide(store, {"why": f"{self._what}: {told}", "missing": missing, "by": self._rank})
+            why = f"every rank has come, but the last one did not release it within {self._seconds:g} s"
+        self._decide(store, {"why": f"{self._what}: {why}", "missing": missing, "by": self._rank})
 
-    def _decide(self, store: Any, told: dict[str, Any]) -> None:
-        """Fix the outcome, unless another rank has; either way it is known then."""
-        self._outcome = json.loads(store.compare_set(self._key + "outcome", "", json.dumps(told)))
+    def _decide(self, store: Any, outcome: dict[str, Any]) -> None:
+        """Fix the outcome, unless another rank has; either way it is known afterwards."""
+        self._outcome = json.loads(store.compare_set(self._key + "outcome", "", json.dumps(outcome)))
 
-    def _forget_last(self, store: Any) -> None:
+    def _delete_last(self, store: Any) -> None:
         for key in ("name", "count", "outcome"):
             with contextlib.suppress(RuntimeError):
                 store.delete_key(f"{self._prefix}barrier/{self._number - 1}/{key}")
 
-    def _silence(self, waited_s: float) -> str:
+    def _no_answer(self, waited_s: float) -> str:
         since = f"for {waited_s - self._seconds:.1f} s" if self._came else f"since this rank came {waited_s:.1f} s ago"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             served = "served by a process of its own on rank 0's node"
@@ -255,7 +270,7 @@ class _Visit:
 
 
 def timeout_seconds(timeout: float | timedelta, what: str) -> float:
-    """A timeout in seconds. Raises UsageError for one that cannot be."""
+    """A timeout in seconds. Raises UsageError unless it is a positive, finite time."""
     seconds: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise UsageError(f"{what} is {timeout!r}: give seconds, more than 0, or a timedelta")

@@ -1,14 +1,14 @@
-"""Where every rank stands, in its own last word: so that a rank that does not come can be told from one that is slow.
+"""The status of every rank, published by the rank itself: to tell a missing rank from a slow one.
 
-Each rank's process says once a second which step it is at, in which phase, and for how long. The word goes to the
-round's store from a thread with a connection of its own, and it is a plain `set`, which TCPStore does not answer: it
-costs some 20 µs, waits for nobody, and nothing reads it until somebody is missed. It is said all the time, not
-only while a rank waits, for two reasons. To ask once a second whether anybody waits would be as many messages; to wait
-for the question would be none, but torch prints two lines whenever such a wait runs out, and python aborts a process
-that exits while a thread comes back from one. And a rank that is stopped cannot be asked any more: its last word must
-have been said before. In a large group words come more seldom, so that the store gets a few hundred of them a second.
+Each rank's process publishes once a second its step, its phase, and for how long it has been there. The status goes to
+the round's store from a thread with a connection of its own, as a plain `set`, which TCPStore does not answer: it costs
+some 20 µs, waits for nobody, and is read only when a rank is missed. It is published all the time, not only while a
+rank waits, for two reasons. A poll once a second for waiting ranks would be as many messages, and a blocking wait for
+the question would make torch print two lines whenever it times out, and make Python abort a process that exits while a
+thread returns from one. And a stopped rank cannot answer a question: its status must have been published before. In a
+large group statuses are published less often, so that the store gets a few hundred of them a second.
 
-Ages are those of an observer's own looks: no two clocks are compared. Nothing here decides anything.
+Ages are measured by the observer's own reads: no two clocks are compared.
 """
 
 from __future__ import annotations
@@ -24,99 +24,101 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 PERIOD_S = 1.0
-# Above so many ranks the period grows: a word takes 10 µs of the store's time (benchmarks/barrier.py), all of them then
+# With more ranks the period grows: a status takes 10 µs of the store's time (benchmarks/barrier.py), all of them then
 # half a hundredth of a core.
-_WORDS_A_SECOND = 500
-# A file store keeps every word ever written; there the words are few.
+_STATUSES_PER_SECOND = 500
+# A file store keeps every value ever written; there the period is longer.
 _FILE_PERIOD_S = 60.0
-_FAREWELL_S = 1.0
-# Nobody reads a list of hundreds of ranks; a look stays cheap, too.
+_CLOSE_TIMEOUT_S = 1.0
 MAX_RANKS_LISTED = 16
+"""Nobody reads a list of hundreds of ranks; it also bounds what a read costs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What a rank says of itself; `for_s` by its own clock, with a period's resolution."""
+    """Where a rank is."""
 
     step: int
     phase: str
     barrier: str = ""
-    for_s: float = 0.0
+    duration_s: float = 0.0
+    """For how long, by the rank's own clock, with a period's resolution."""
 
     def __str__(self) -> str:
         where = f"waits at barrier {self.barrier!r}" if self.phase == "barrier" else f"phase {self.phase}"
-        lasting = f" for {self.for_s:.0f} s" if self.for_s >= 2 else ""
-        return f"step {self.step}, {where}{lasting}"
+        duration = f" for {self.duration_s:.0f} s" if self.duration_s >= 2 else ""
+        return f"step {self.step}, {where}{duration}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
-    """A rank's newest word. It was said before `seen_at`, and after `not_before` if an earlier look knows that."""
+class _Received:
+    """A rank's newest status and when it was published, as far as the reader can know."""
 
     number: int
-    standing: RankStatus
-    seen_at: float
-    not_before: float | None
+    status: RankStatus
+    before: float
+    after: float | None
+    """The time of an earlier read that did not find it; None: there was none."""
 
 
 class StatusReader:
-    """What one observer has heard of other ranks, look by look; all times are its own."""
+    """What one observer has read of other ranks; all times are its own."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._looked: dict[int, float] = {}
-        self._heard: dict[int, _Heard] = {}
+        self._read_at: dict[int, float] = {}
+        self._received: dict[int, _Received] = {}
 
     def read(self, store: Any, ranks: Iterable[int]) -> None:
-        """Read the words of these ranks, or of the first few of them. Raises what the store does."""
+        """Read the status of these ranks, or of the first few of them. Raises what the store does."""
         for rank in list(ranks)[:MAX_RANKS_LISTED]:
-            word = _read(store, f"{self._prefix}word/{rank}")
+            found = _read(store, f"{self._prefix}status/{rank}")
             now = time.monotonic()
-            known = self._heard.get(rank)
-            if word is not None and (known is None or known.number != word[0]):
-                self._heard[rank] = _Heard(*word, seen_at=now, not_before=self._looked.get(rank))
-            self._looked[rank] = now
+            known = self._received.get(rank)
+            if found is not None and (known is None or known.number != found[0]):
+                self._received[rank] = _Received(*found, before=now, after=self._read_at.get(rank))
+            self._read_at[rank] = now
 
     def has_status(self, rank: int) -> bool:
-        """True if the rank has said anything."""
-        return rank in self._heard
+        """True if the rank has published a status."""
+        return rank in self._received
 
     def describe(self, rank: int) -> str:
-        """The rank's last word and how old it is, as far as this observer can know."""
-        heard = self._heard.get(rank)
-        if heard is None:
-            return "never heard of since the round began" if rank in self._looked else "not looked at"
+        """The rank's last status and its age, as far as this observer can know."""
+        received = self._received.get(rank)
+        if received is None:
+            return "no status since the round began" if rank in self._read_at else "status not read"
         now = time.monotonic()
-        least = now - heard.seen_at
-        if heard.not_before is None:
-            age = f"said more than {least:.1f} s ago" if least >= 0.1 else "said at some time before"
+        least = now - received.before
+        if received.after is None:
+            age = f"reported more than {least:.1f} s ago" if least >= 0.1 else "reported at an unknown time"
         elif least < 0.1:
-            age = f"said in the last {now - heard.not_before:.1f} s"
+            age = f"reported in the last {now - received.after:.1f} s"
         else:
-            age = f"said {least:.1f} to {now - heard.not_before:.1f} s ago"
-        return f"{heard.standing}, {age}"
+            age = f"reported {least:.1f} to {now - received.after:.1f} s ago"
+        return f"{received.status}, {age}"
 
     def describe_all(self, ranks: Iterable[int]) -> str:
-        """All of them in one line: "rank 1 (step 17, phase eval, said in the last 1.3 s), rank 3 (…)"."""
+        """All of them in one line: "rank 1 (step 17, phase eval, reported in the last 1.3 s), rank 3 (…)"."""
         every = list(ranks)
         more = f" and {len(every) - MAX_RANKS_LISTED} more" if len(every) > MAX_RANKS_LISTED else ""
         return ", ".join(f"rank {rank} ({self.describe(rank)})" for rank in every[:MAX_RANKS_LISTED]) + more
 
 
 def _read(store: Any, key: str) -> tuple[int, RankStatus] | None:
-    """The word there, without waiting for one; one that cannot be understood is none."""
+    """The status there, without waiting for one; None if it is absent or cannot be decoded."""
     if not store.check([key]):
         return None
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        told = json.loads(store.get(key))
-        return int(told["n"]), RankStatus(
-            int(told["step"]), str(told["phase"]), str(told["barrier"]), float(told["for_s"])
+        fields = json.loads(store.get(key))
+        return int(fields["n"]), RankStatus(
+            int(fields["step"]), str(fields["phase"]), str(fields["barrier"]), float(fields["duration_s"])
         )
     return None
 
 
 class PeriodicTask(Protocol):
-    """Something to be done from time to time while this rank waits."""
+    """Something that the publisher's thread does from time to time while this rank waits."""
 
     due: float
 
@@ -125,61 +127,66 @@ class PeriodicTask(Protocol):
 
 
 class StatusPublisher:
-    """This rank's part: the thread that says its word, and does what else must not be done by the training thread.
+    """This rank's part: the thread that publishes its status, and does what the training thread must not do.
 
-    `connect` makes the thread's own connection; `standing` is asked from that thread. A store that is gone ends the
-    thread: there is nobody left to tell.
+    `connect` makes the thread's own connection; `status` is called by that thread. A store that is gone ends the
+    thread, because nobody is left to read.
     """
 
     def __init__(
-        self, connect: Callable[[], Any], prefix: str, rank: int, world_size: int, standing: Callable[[], RankStatus]
+        self, connect: Callable[[], Any], prefix: str, rank: int, world_size: int, status: Callable[[], RankStatus]
     ) -> None:
-        self.period_s = max(PERIOD_S, world_size / _WORDS_A_SECOND)
-        self._connect, self._standing = connect, standing
-        self._key = f"{prefix}word/{rank}"
+        self.period_s = max(PERIOD_S, world_size / _STATUSES_PER_SECOND)
+        self._connect = connect
+        self._status = status
+        self._key = f"{prefix}status/{rank}"
         self._changed = threading.Condition()
-        self._watch: PeriodicTask | None = None
-        self._tasks: list[Callable[[Any], None]] = []
+        self._task: PeriodicTask | None = None
+        self._calls: list[Callable[[Any], None]] = []
         self._wakes_at = 0.0
-        self._awake = self._closed = False
-        self._said, self._last, self._since = 0, RankStatus(0, "starting"), time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="elasticd-roll", daemon=True)
+        self._awake = False
+        self._closed = False
+        self._published = 0
+        self._last = RankStatus(0, "starting")
+        self._since = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="elasticd-status", daemon=True)
         self._pid = os.getpid()
 
     def start(self, store: Any) -> None:
-        """Say the first word, with the caller's store, and begin; `close` is called when python ends, if not before."""
-        self._say(store, self._standing())
+        """Publish the first status with the caller's store, and begin; `close` is also called when Python ends."""
+        self._publish(store, self._status())
         self._thread.start()
         atexit.register(self.close)
 
-    def set_task(self, watch: PeriodicTask | None) -> None:
-        """Give this its turns from now on, in place of what was there before."""
+    def set_task(self, task: PeriodicTask | None) -> None:
+        """Give this task its turns from now on, in place of the one before."""
         with self._changed:
-            self._watch = watch
-            # As a rule its regular turn comes first, and a barrier that is soon over costs the thread nothing.
-            if watch is not None and watch.due < self._wakes_at:
+            self._task = task
+            # As a rule the thread's regular turn comes first, so a barrier that is soon over costs the thread nothing.
+            if task is not None and task.due < self._wakes_at:
                 self._wake()
 
-    def submit(self, task: Callable[[Any], None], *, now: bool = False) -> None:
-        """Have this done with the thread's store, at its next turn at the latest."""
+    def submit(self, call: Callable[[Any], None], *, now: bool = False) -> None:
+        """Have this called with the thread's store, at its next turn at the latest."""
         with self._changed:
-            self._tasks.append(task)
+            self._calls.append(call)
             if now:
                 self._wake()
 
     def close(self) -> None:
-        """Do what is left, say that this rank leaves, and end the thread; a store that does not answer is left alone.
+        """Make the calls that are left, publish that this rank leaves, and end the thread; bounded if the store hangs.
 
-        A second call does nothing, and neither does one in a process that was forked.
+        A second call does nothing, and neither does one in a forked process.
         """
         if self._pid != os.getpid() or self._thread.ident is None:
             return
         with self._changed:
-            already, self._closed = self._closed, True
+            already = self._closed
+            self._closed = True
             self._wake()
         if not already:
             atexit.unregister(self.close)
-            self._thread.join(_FAREWELL_S)
+            self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _wake(self) -> None:
         self._awake = True
@@ -191,40 +198,41 @@ class StatusPublisher:
             store = self._connect()
             if not is_tcp(store):
                 self.period_s = max(self.period_s, _FILE_PERIOD_S)
-            says_at = time.monotonic() + self.period_s
+            publish_at = time.monotonic() + self.period_s
             while True:
-                if time.monotonic() >= says_at:
-                    self._say(store, self._standing())
-                    says_at = time.monotonic() + self.period_s
+                if time.monotonic() >= publish_at:
+                    self._publish(store, self._status())
+                    publish_at = time.monotonic() + self.period_s
                 with self._changed:
-                    watch, tasks, closed = self._watch, self._tasks, self._closed
-                    self._tasks = []
-                for task in tasks:
-                    task(store)
+                    task, calls, closed = self._task, self._calls, self._closed
+                    self._calls = []
+                for call in calls:
+                    call(store)
                 if closed:
-                    self._say(store, RankStatus(self._standing().step, "exit"))
+                    self._publish(store, RankStatus(self._status().step, "exit"))
                     return
-                if watch is not None and time.monotonic() >= watch.due:
-                    watch.turn(store)
+                if task is not None and time.monotonic() >= task.due:
+                    task.turn(store)
                 with self._changed:
-                    self._wakes_at = min(says_at, self._watch.due if self._watch is not None else says_at)
+                    self._wakes_at = min(publish_at, self._task.due if self._task is not None else publish_at)
                     if not self._awake:
                         self._changed.wait(max(0.0, self._wakes_at - time.monotonic()))
                     self._awake = False
 
-    def _say(self, store: Any, standing: RankStatus) -> None:
+    def _publish(self, store: Any, status: RankStatus) -> None:
         now = time.monotonic()
-        if standing != self._last:
-            self._last, self._since = standing, now
-        self._said += 1
-        word = {
-            "n": self._said,
-            "step": standing.step,
-            "phase": standing.phase,
-            "barrier": standing.barrier,
-            "for_s": round(now - self._since, 1),
+        if status != self._last:
+            self._last = status
+            self._since = now
+        self._published += 1
+        fields = {
+            "n": self._published,
+            "step": status.step,
+            "phase": status.phase,
+            "barrier": status.barrier,
+            "duration_s": round(now - self._since, 1),
         }
-        store.set(self._key, json.dumps(word))
+        store.set(self._key, json.dumps(fields))
 
 
 def new_connection(store: Any) -> Any:

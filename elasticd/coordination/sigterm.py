@@ -1,10 +1,9 @@
-"""SIGTERM as a wish instead of an end, for a script whose loop looks at `session.should_stop`.
+"""SIGTERM as a request to stop, for a script whose loop reads `session.should_stop`.
 
-Only while SIGTERM still has its default action and only from the main thread is a handler put in, and only once the
-script steps: before that a SIGTERM ends it as ever. The handler sets a flag. A second SIGTERM ends the process, unless
-a launcher started it: batch systems signal every process of a job, the launcher passes its own signal on, and it is the
-launcher that kills whoever takes too long. Children the script forks get the default action back, or nobody could
-terminate them.
+A handler is installed only while SIGTERM still has its default action, only from the main thread, and only once the
+script steps: before that, SIGTERM ends it as usual. The handler sets a flag. A second SIGTERM ends the process, unless
+a launcher started it: batch systems signal every process of a job, the launcher passes its own signal on, and it kills
+a worker that takes too long. Forked children get the default action back; otherwise nothing could terminate them.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from types import FrameType
 
 
 class SigtermHandler:
-    """Whether SIGTERM has come since `listen()`."""
+    """Whether SIGTERM has been received since `install()`."""
 
     def __init__(self) -> None:
         self.received = False
-        self._listening = False
+        self._installed = False
 
     def install(self) -> None:
-        """Put the handler in, unless the script has its own or this is not the main thread."""
+        """Install the handler, unless the script has its own or this is not the main thread."""
         if (
             threading.current_thread() is not threading.main_thread()
             or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
@@ -31,13 +30,13 @@ class SigtermHandler:
             return
         signal.signal(signal.SIGTERM, self._on_signal)
         os.register_at_fork(after_in_child=self.close)
-        self._listening = True
+        self._installed = True
 
     def close(self) -> None:
-        """Give SIGTERM its default action back, if the handler is still ours."""
-        if self._listening and signal.getsignal(signal.SIGTERM) == self._on_signal:
+        """Restore SIGTERM's default action, if the handler is still ours."""
+        if self._installed and signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._listening = False
+        self._installed = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received and "TORCHELASTIC_RUN_ID" not in os.environ:

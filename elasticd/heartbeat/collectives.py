@@ -1,9 +1,8 @@
-"""What torch knows of the collectives of this process: how many were issued, how long they may take, which they were.
+"""The collectives of this process: how many were issued, how long they may take, which they were.
 
-It exists so that the rank that issued fewer than the others can be named. It looks only at what the script has
-imported and made, so it never imports torch, makes no group and keeps none alive. A script may put a class of its own
-in place of torch's process group: one that cannot count, or raises whatever it likes, counts as unknown. Of groups
-other than the default one nothing is known here. Like record.py it is also loaded by file.
+The counts name the rank that issued fewer than the others. This module uses only what the script has imported and
+created: it never imports torch, makes no group and keeps none alive. A script may replace torch's process group by a
+class of its own: one that cannot count, or raises any exception, counts as unknown. Only the default group is counted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _C10D = "torch.distributed.distributed_c10d"
 
 
 def default_group() -> Any:
-    """The default process group, None while there is none. Let go of it soon: who drops it last destroys it."""
+    """The default process group, None while there is none. Drop it soon: the last reference destroys it."""
     c10d: Any = sys.modules.get(_C10D)
     try:
         return None if c10d is None else c10d.GroupMember.WORLD
@@ -29,34 +28,35 @@ class Collectives:
 
     def __init__(self) -> None:
         self._c10d: Any = None
-        self._deaf = 0  # the id of a group that cannot count: asking it again would cost every step an exception
+        # The id of a group that cannot count: another attempt would cost every step an exception.
+        self._uncounted = 0
 
     def issued(self) -> int:
-        """So far; -1 while there is no group, or none that counts. Asked once a step: hence no calls of our own."""
+        """So far; -1 while there is no group that counts. It runs once a step, so it calls no function of ours."""
         if self._c10d is None:
             self._c10d = sys.modules.get(_C10D)
             if self._c10d is None:
                 return UNKNOWN
         group = None
         try:
-            group = self._c10d._world.default_pg  # what GroupMember.WORLD answers with
-            if group is None or (self._deaf and id(group) == self._deaf):
+            group = self._c10d._world.default_pg  # the value of GroupMember.WORLD
+            if group is None or (self._uncounted and id(group) == self._uncounted):
                 return UNKNOWN
             number = group._get_sequence_number_for_group()
-        except Exception:  # noqa: BLE001 the group may be of any class, and the script must not notice that we asked
+        except Exception:  # noqa: BLE001 the group may be of any class, and the script must not notice the call
             number = None
         if type(number) is int and number >= 0:
             return number
-        self._deaf = id(group)
+        self._uncounted = id(group)
         return UNKNOWN
 
     def reset(self) -> None:
         """There is another group now, perhaps one that counts."""
-        self._deaf = 0
+        self._uncounted = 0
 
 
 def timeout_ms(group: Any) -> int:
-    """The longest that a collective of `group` may take, by its backends' own timeouts; 0 if they do not say."""
+    """The longest timeout of the group's backends; 0 if unknown."""
     try:
         backends = [group._get_backend(device) for device in group._device_types]
         return int(max(backend.options._timeout.total_seconds() for backend in backends) * 1000)
@@ -65,10 +65,10 @@ def timeout_ms(group: Any) -> int:
 
 
 def flight_recorder_dump() -> bytes | None:
-    """What PyTorch's flight recorder holds, as its JSON; None where this torch has none (before 2.8).
+    """The content of PyTorch's flight recorder as JSON; None where this torch has none (before 2.8).
 
-    For gloo. With the last 2000 collectives, as many as it keeps unless TORCH_FR_BUFFER_SIZE says otherwise, it is
-    0.9 MB and takes 25 ms with the GIL held.
+    For gloo. With the last 2000 collectives, the default of TORCH_FR_BUFFER_SIZE, it is 0.9 MB and takes 25 ms with the
+    GIL held.
     """
     dump: Any = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
     try:

@@ -1,7 +1,7 @@
-"""Beats of scripts that never heard of elasticd: torch calls back after every optimizer step.
+"""Heartbeats of scripts that do not import elasticd: torch calls the hook after every optimizer step.
 
-It exists so that a plain DDP script is watched as closely as one with a Session. It steps aside as soon as a Session
-counts the steps, and never changes what an optimizer does. Like record.py it is also loaded by file.
+So a plain DDP script is observed as closely as one with a Session. The hook writes nothing once a Session counts the
+steps, and never changes what an optimizer does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from elasticd.heartbeat.record import HeartbeatWriter
 
 
 def install_optimizer_hook(writer: HeartbeatWriter, register: Callable[[Any], Any] | None = None) -> Callable[[], None]:
-    """Beat at every optimizer step of this process until a Session counts the steps. Returns what removes the hook.
+    """Write a heartbeat at every optimizer step until a Session counts the steps. Returns a function that removes the
+    hook.
 
     `register` is torch's register_optimizer_step_post_hook; without it torch is imported. A step is over when an
     optimizer steps again: a script that trains a generator and a discriminator in turn counts its iterations once.
@@ -26,9 +27,9 @@ def install_optimizer_hook(writer: HeartbeatWriter, register: Callable[[Any], An
     first = 0  # the id of the optimizer that began this step
     others: set[int] = set()  # those that stepped after it
     steps = 0
-    written = writer.hook_step(Collectives().issued)
+    write = writer.hook_step(Collectives().issued)
 
-    def beat(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal first, steps
         this = id(optimizer)
         if this == first or this in others or not first:
@@ -38,7 +39,7 @@ def install_optimizer_hook(writer: HeartbeatWriter, register: Callable[[Any], An
                 others.clear()
         else:
             others.add(this)
-        written(steps)
+        write(steps)
 
-    handle = register(beat)
+    handle = register(on_step)
     return lambda: handle.remove()

@@ -1,9 +1,9 @@
-"""What a worker tells its agent now and then, one JSON object a line: a checkpoint saved, failed or skipped, a resume.
+"""What happened in a worker, one JSON object a line: a checkpoint saved, failed or skipped, a resume, a pause.
 
-Beats say where a worker is; notes say what happened, with the sentence a person shall read. A line is one `write` to a
-file opened for appending, so notes never interleave; the file is opened anew for each, so the script holds no
-descriptor. Writing a note never raises and never stops training: a full disk loses the note, and the next one says how
-many were lost.
+The heartbeat says where a worker is; worker events say what happened, with a sentence for a person. A line is one
+`write` to a file opened for appending, so events never interleave; the file is opened for each event, so the script
+holds no descriptor. Writing an event never raises and never stops training: a full disk loses it, and the next event
+counts the lost ones.
 
     {"v": 1, "kind": "checkpoint_saved", "round": 3, "rank": 0, "step": 120, "mono": 812.4, "wall": 1790000000.0,
      "reason": "...", ...}
@@ -13,16 +13,16 @@ many were lost.
     checkpoint_failed   path
     checkpoint_skipped  path
     resumed             path, from_round, from_step
-    attached            every_seconds, if that is how checkpoints were asked for (this rank has something to save and a
-                        place for it; once a process, on every rank)
-    can_hold            (holds are possible from now on; once a process)
-    cannot_hold         (what was asked for will not be: why)
-    holding             (all ranks wait at this step, whose checkpoint is on the disk)
-    hold_over           seconds
-    said                (something worth a line)
+    attached            every_seconds, if checkpoints are saved by time (this rank has attached objects and a
+                        checkpoint directory; once a process, on every rank)
+    can_pause           (pauses are possible from now on; once a process)
+    cannot_pause        (a requested pause is refused: why)
+    paused              (all ranks wait at this step, whose checkpoint is on the disk)
+    pause_ended         seconds
+    message             (something worth a line in the log)
 
-`mono` is CLOCK_MONOTONIC seconds, `wall` is for people only. Unknown kinds and fields are kept: a newer worker may say
-more.
+`mono` is CLOCK_MONOTONIC seconds, `wall` is for people only. Unknown kinds and fields are kept: a newer worker may
+write more.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 
 VERSION = 1
 KINDS = (
-    *("checkpoint_saved", "checkpoint_failed", "checkpoint_skipped", "resumed", "said"),
-    *("attached", "can_hold", "cannot_hold", "holding", "hold_over"),
+    *("checkpoint_saved", "checkpoint_failed", "checkpoint_skipped", "resumed", "message"),
+    *("attached", "can_pause", "cannot_pause", "paused", "pause_ended"),
 )
 _KNOWN = ("v", "kind", "round", "rank", "step", "mono", "wall", "reason")
-# A line longer than this is no note of ours; a reader does not buffer without a bound.
+# A longer line is no worker event; a reader does not buffer without a bound.
 _LONGEST_LINE = 1 << 20
 _LARGEST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvent:
-    """One line. `more` holds the fields that belong to its kind, and those of a newer version."""
+    """One line of the file."""
 
     kind: str
     round: int
@@ -61,22 +61,23 @@ class WorkerEvent:
     wall: float
     reason: str
     extra: dict[str, Any] = field(default_factory=dict)
+    """The fields of its kind, and those of a newer version."""
 
     def to_line(self) -> bytes:
-        """The line as it stands in the file, with its newline. Raises TypeError for what JSON does not know."""
+        """The line in the file, with its newline. Raises TypeError for a value that is not JSON."""
         known = {"v": VERSION, **{name: getattr(self, name) for name in _KNOWN[1:]}}
         return json.dumps({**self.extra, **known}, allow_nan=False).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> WorkerEvent:
-        """Read one line. Raises WireError for anything that is not a note of version 1."""
+        """Read one line. Raises WireError for anything that is not a worker event of version 1."""
         try:
             found = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise WireError(f"note {line[:80]!r} is no JSON: {error}") from error
+            raise WireError(f"worker event {line[:80]!r} is not JSON: {error}") from error
         if not isinstance(found, dict) or found.get("v") != VERSION:
             raise WireError(
-                f"note {line[:80]!r} is not of version {VERSION}; run the same elasticd in the agent and the worker"
+                f"worker event {line[:80]!r} is not of version {VERSION}; run the same elasticd in agent and worker"
             )
         checks: dict[str, Callable[[Any], bool]] = {
             "kind": _is_text,
@@ -87,32 +88,34 @@ class WorkerEvent:
             "wall": _is_number,
             "reason": _is_text,
         }
-        for name, right in checks.items():
-            if name not in found or not right(found[name]):
-                raise WireError(f"note {line[:80]!r}: {name} is missing or of the wrong type")
-        more = {name: value for name, value in found.items() if name not in _KNOWN}
-        for name in more.keys() & _MORE.keys():
-            if not _MORE[name](more[name]):
-                raise WireError(f"note {line[:80]!r}: {name} is of the wrong type")
-        return cls(**{name: found[name] for name in checks}, extra=more)
+        for name, check in checks.items():
+            if name not in found or not check(found[name]):
+                raise WireError(f"worker event {line[:80]!r}: {name} is missing or of the wrong type")
+        extra = {name: value for name, value in found.items() if name not in _KNOWN}
+        for name in extra.keys() & _EXTRA.keys():
+            if not _EXTRA[name](extra[name]):
+                raise WireError(f"worker event {line[:80]!r}: {name} is of the wrong type")
+        return cls(**{name: found[name] for name in checks}, extra=extra)
 
 
 class WorkerEventWriter:
-    """The worker's side; `path` None makes it write nowhere, which is what a script without an agent wants."""
+    """The worker's side; without a path (a script without an agent) it writes nothing."""
 
     def __init__(self, path: str | os.PathLike[str] | None, round: int = 0, rank: int = 0) -> None:
-        self._path, self._round, self._rank = path, round, rank
+        self._path = path
+        self._round = round
+        self._rank = rank
         self._lost = 0
         self._torn = False
 
-    def write(self, kind: str, reason: str, step: int | None = None, **more: Any) -> None:
-        """Append one note; see the table above for what a kind carries."""
+    def write(self, kind: str, reason: str, step: int | None = None, **extra: Any) -> None:
+        """Append one event; the table above lists the fields of each kind."""
         if self._path is None:
             return
         if self._lost:
-            more["lost"] = self._lost
-        note = WorkerEvent(kind, self._round, self._rank, step, time.monotonic(), time.time(), reason, more)
-        line = note.to_line()
+            extra["lost"] = self._lost
+        event = WorkerEvent(kind, self._round, self._rank, step, time.monotonic(), time.time(), reason, extra)
+        line = event.to_line()
         if self._torn:
             line = b"\n" + line
         try:
@@ -133,7 +136,7 @@ class WorkerEventWriter:
 
 
 class WorkerEventReader:
-    """The agent's side: hands out each line once. The file need not exist yet. Keeps no descriptor."""
+    """The agent's side: returns each line once. The file need not exist yet. Keeps no descriptor."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -141,7 +144,7 @@ class WorkerEventReader:
         self._partial = b""
 
     def read(self) -> tuple[list[WorkerEvent], list[str]]:
-        """The notes since the last call, and what was wrong with the lines that are none.
+        """The events since the last call, and an error for each line that is not one.
 
         Raises OSError, but not for a missing file.
         """
@@ -155,22 +158,22 @@ class WorkerEventReader:
             os.close(fd)
         self._offset += len(data)
         *lines, self._partial = (self._partial + data).split(b"\n")
-        notes: list[WorkerEvent] = []
-        wrong: list[str] = []
+        events: list[WorkerEvent] = []
+        errors: list[str] = []
         for line in lines:
             if line:
                 try:
-                    notes.append(WorkerEvent.from_line(line))
+                    events.append(WorkerEvent.from_line(line))
                 except WireError as error:
-                    wrong.append(str(error))
+                    errors.append(str(error))
         if len(self._partial) > _LONGEST_LINE:
-            wrong.append(f"note file {os.fspath(self._path)}: a line of more than {_LONGEST_LINE} bytes was dropped")
+            errors.append(f"{os.fspath(self._path)}: a line of more than {_LONGEST_LINE} bytes was dropped")
             self._partial = b""
-        return notes, wrong
+        return events, errors
 
 
 def from_environment(round: int, rank: int) -> WorkerEventWriter:
-    """Notes into ELASTICD_NOTES, or nowhere."""
+    """A writer of the file ELASTICD_NOTES, or of nothing."""
     return WorkerEventWriter(os.environ.get("ELASTICD_NOTES") or None, round, rank)
 
 
@@ -183,11 +186,11 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Of seconds; NaN is none."""
+    """Seconds; NaN is refused."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LARGEST
 
 
-_MORE = {
+_EXTRA = {
     "path": _is_text,
     "bytes": _is_integer,
     "seconds": _is_number,
@@ -195,4 +198,4 @@ _MORE = {
     "from_step": _is_integer,
     "every_seconds": _is_number,
 }
-"""What the kinds carry: whoever reads it relies on that, and anything may be written into a file."""
+"""The types of the kinds' fields: readers rely on them, and a file may hold anything."""

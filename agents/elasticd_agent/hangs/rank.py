@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from elasticd.heartbeat.record import INIT_PROCESS_GROUP
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP, PAUSE_BARRIER
 from elasticd_agent.model.reports import RankReport
 
 BUSY_CORES = 0.1
@@ -63,7 +63,7 @@ class RankState:
     @property
     def is_paused(self) -> bool:
         """It was requested to pause until the next round."""
-        return self.report.phase == "barrier" and self.report.barrier == "hold"
+        return self.report.phase == "barrier" and self.report.barrier == PAUSE_BARRIER
 
     @property
     def holds_gil(self) -> bool:

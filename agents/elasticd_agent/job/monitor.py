@@ -200,9 +200,9 @@ class GroupMonitor:
                     )
             case "attached":
                 self._history.has_checkpoint = True
-            case "can_hold":
+            case "can_pause":
                 self._rendezvous.update_record(can_pause=number)
-            case "holding" if step is not None:
+            case "paused" if step is not None:
                 self._rendezvous.update_record(paused=number, checkpoint=(number, step), high_water=step)
-            case "hold_over" | "cannot_hold":
+            case "pause_ended" | "cannot_pause":
                 self._rendezvous.update_record(paused=0, can_pause=0)

@@ -11,7 +11,7 @@ from typing import Any
 from elasticd.heartbeat.worker_events import WorkerEvent
 from elasticd_agent.telemetry import events
 
-QUIET_KINDS = ("checkpoint_saved", "attached", "can_hold")
+QUIET_KINDS = ("checkpoint_saved", "attached", "can_pause")
 """Happens so often, or says so little, that no person is told."""
 WARNING_KINDS = ("checkpoint_failed", "checkpoint_skipped")
 
@@ -31,8 +31,8 @@ def log_event(note: WorkerEvent) -> events.LogEvent | None:
         case "resumed" if note.step is not None:
             origin = int(note.extra.get("from_round", 0))
             return events.ResumedEvent(**known, step=note.step, from_round=origin, path=path)
-        case "holding" if note.step is not None:
+        case "paused" if note.step is not None:
             return events.PausedEvent(**known, step=note.step)
-        case "hold_over" if note.step is not None:
+        case "pause_ended" if note.step is not None:
             return events.PauseEndedEvent(**known, step=note.step, seconds=seconds)
     return None

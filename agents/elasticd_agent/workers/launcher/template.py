@@ -384,7 +384,7 @@ def start_heartbeat(config: Config, library: dict[str, Any]) -> Callable[[Any], 
     beat = library["elasticd.heartbeat.record"]
     writer = beat.from_environment()
     # Exit handlers run last in, first out: the last words come last, just after the pulse has ended.
-    library["elasticd.heartbeat.exit_report"].install_last_words(writer)
+    library["elasticd.heartbeat.exit_report"].install_exit_report(writer)
     pulse = library["elasticd.heartbeat.thread"].HeartbeatThread(writer, os.environ.get("ELASTICD_FLIGHT", ""))
     stacks = load_file("_elasticd_stacks", config["debug_hooks"])
     stacks.allow(config["agent"])
