@@ -55,7 +55,7 @@ class Rank:
         """All but the one that every session with a checkpoint makes."""
         found, wrong = notes.WorkerEventReader(self.notes).read()
         assert wrong == []
-        return [note for note in found if note.kind not in ("attached", "can_hold")]
+        return [note for note in found if note.kind not in ("attached", "can_pause")]
 
     def kinds(self) -> list[str]:
         return [note.kind for note in self.read_notes()]

@@ -117,8 +117,8 @@ def test_the_lineage_follows_parents_and_passes_by_zombies(tmp_path: Path) -> No
     checkpoint.relink(tmp_path, second, 3)
     save(tmp_path, 2, 35, (1, 20))
     assert usable(tmp_path) == ["r3-s25", "r2-s25", "r2-s20", "r1-s20", "r1-s10"]
-    assert "had gone on from step 20" in whys(tmp_path)["r1-s40"]
-    assert "had gone on from step 25" in whys(tmp_path)["r2-s35"]
+    assert "continued from step 20" in whys(tmp_path)["r1-s40"]
+    assert "continued from step 25" in whys(tmp_path)["r2-s35"]
 
 
 def test_a_zombie_is_passed_by_when_the_newer_round_is_damaged(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "huge manifest": (lambda path: (path / "manifest.json").write_text(" " * (1 << 20) + "{}"), "longer than"),
     "manifest changed": (lambda path: edit(path, world_size=3), "does not match its seal"),
     "a bit of the manifest flipped": (lambda path: flip_a_bit(path / "manifest.json"), "manifest.json"),
-    "future version": (lambda path: edit(path, version="2.0", seal="?"), "is of version 2.0"),
+    "future version": (lambda path: edit(path, version="2.0", seal="?"), "has version 2.0"),
     "no version": (lambda path: edit(path, version=None), "not 'major.minor'"),
     "renamed": (lambda path: shutil.copytree(path, path.parent / "r1-s30"), "r1-s30"),
     "a file": (lambda path: (shutil.rmtree(path), path.write_text("")), "manifest.json is missing"),
@@ -195,7 +195,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_why_and_its_predecessor_used(tmp
     damage(newest)
     if kind == "renamed":
         assert usable(tmp_path) == ["r1-s20", "r1-s10"]
-        assert "is of r1-s20" in whys(tmp_path)["r1-s30"]
+        assert "belongs to r1-s20" in whys(tmp_path)["r1-s30"]
         return
     assert usable(tmp_path) == ["r1-s10"]
     assert why in whys(tmp_path)["r1-s20"]
@@ -293,7 +293,7 @@ def test_of_a_step_saved_twice_the_second_counts_even_before_it_has_its_name(tmp
 
 def test_numbers_that_make_no_sense_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     for round, step, parent in ((1, -1, None), (-1, 1, None), (2, 5, (2, 5)), (2, 5, (1, 6)), (1 << 63, 1, None)):
-        with pytest.raises(ValueError, match=r"cannot come from|negative|64 bits"):
+        with pytest.raises(ValueError, match=r"cannot have the parent|negative|64 bits"):
             save(tmp_path, round, step, parent)
     assert present(tmp_path) == []
 

@@ -182,9 +182,9 @@ REFUSED: dict[str, tuple[Any, str, bool]] = {
     "function": (len, "its name", True),
     "lambda": (lambda: 0, "its name", True),
     "class": (Settings, "its name", True),
-    "datetime": (datetime.datetime(2026, 1, 1), "what it is made of", True),
-    "fraction": (fractions.Fraction(1, 3), "what it is made of", True),
-    "memory format": (torch.channels_last, "what it is made of", True),
+    "datetime": (datetime.datetime(2026, 1, 1), "its parts", True),
+    "fraction": (fractions.Fraction(1, 3), "its parts", True),
+    "memory format": (torch.channels_last, "its parts", True),
     "empty bytes": (b"", "None", True),
     "huge integer": (1 << 2040, "a string", True),
     "in a list's tail": ([1, 2, (3, {"a": [Color.RED]})], "x.value", True),
@@ -220,7 +220,7 @@ def test_the_key_path_is_named() -> None:
         check_loadable({"groups": [{}, {"fn": nest}]})
     with pytest.raises(CheckpointRefused, match=r"^b is torch\.int32 in the memory of a\.0, "):
         check_loadable({"a": [SHARED], "b": SHARED.view(torch.int32)})
-    with pytest.raises(CheckpointRefused, match="is a dict of what was attached, not list"):
+    with pytest.raises(CheckpointRefused, match="is a dict of attached objects, not list"):
         check_loadable([1])
 
 

@@ -80,7 +80,10 @@ def test_every_field_lies_where_the_docstring_says(path: Path) -> None:
     )
     length = struct.unpack_from("<I", raw, 256)[0]
     assert raw[260 : 260 + length].startswith(b'{"kind": "exit"')
-    words = {192: "collectives", 200: "alive", 208: "usual", 216: "waited", 232: "issued_at_step", 248: "moved"}
+    words = {
+        **{192: "collectives", 200: "alive_ticks", 208: "collectives_per_step", 216: "wait_ticks"},
+        **{232: "collectives_at_step", 248: "moved_ticks"},
+    }
     for at, name in words.items():
         overwrite(path, at, struct.pack("<q", 12345 + at))
         assert getattr(read(path), name) == 12345 + at
@@ -255,7 +258,7 @@ def test_the_hook_says_whatever_step_says(path: Path, tmp_path: Path) -> None:
                 writer.set_phase(Phase.EVAL)
             writer.tick(-1 if count == 4 else issued, 1000)
         told, expected = read(path), read(tmp_path / "other")
-        same = ("step", "phase", "source", "usual", "issued_at_step", "collectives", "waited")
+        same = ("step", "phase", "source", "collectives_per_step", "collectives_at_step", "collectives", "wait_ticks")
         assert [getattr(told, name) for name in same] == [getattr(expected, name) for name in same], count
         assert told.first_step_ns and told.progress_ns >= told.first_step_ns
     one.step(100)
@@ -322,8 +325,8 @@ def test_a_truncated_file_does_not_kill_the_reader(path: Path) -> None:
 
 WRITE_FOREVER = """
 import sys, time
-from elasticd.heartbeat.record import BeatWriter, Source
-writer = BeatWriter(sys.argv[1])
+from elasticd.heartbeat.record import HeartbeatWriter, Source
+writer = HeartbeatWriter(sys.argv[1])
 for n in range(1 << 60):
     writer.step(n, Source.HOOK if n % 2 else Source.SESSION)
     time.sleep(1e-5)
@@ -366,7 +369,7 @@ def python_path() -> dict[str, str]:
 def die(path: Path, script: str) -> tuple[int, str, ExitReport | None]:
     prefix = (
         "from elasticd.heartbeat import exit_report, record\n"
-        f"exit_report.install_last_words(record.BeatWriter({str(path)!r}))\n"
+        f"exit_report.install_exit_report(record.HeartbeatWriter({str(path)!r}))\n"
     )
     command = [sys.executable, "-c", prefix + script]
     done = subprocess.run(command, env=python_path(), capture_output=True, text=True, timeout=30, check=False)

@@ -31,31 +31,33 @@ def test_it_counts_what_the_default_group_issues_and_who_waits(start: Any, wait_
         wait_for(lambda: all(condition(read()) for read in beats), what)
 
     both(lambda seen: seen.alive_ticks > 1, "a pulse without a group")
-    assert {(seen.collectives, seen.usual, seen.timeout_s) for seen in (read() for read in beats)} == {(-1, -1, 0.0)}
+    assert {(seen.collectives, seen.collectives_per_step, seen.timeout_s) for seen in (read() for read in beats)} == {
+        (-1, -1, 0.0)
+    }
     go(1)
     both(lambda seen: seen.collectives == 6 and seen.step == 3, "three steps of two collectives")
-    assert [(seen.usual, seen.issued_at_step, seen.timeout_s) for seen in (read() for read in beats)] == [
-        (2, 6, 77)
-    ] * 2
-    before = [read().waited for read in beats]
+    assert [
+        (seen.collectives_per_step, seen.collectives_at_step, seen.timeout_s) for seen in (read() for read in beats)
+    ] == [(2, 6, 77)] * 2
+    before = [read().wait_ticks for read in beats]
     go(2)
     wait_for(lambda: beats[0]().collectives == 8 and beats[1]().collectives == 7, "rank 1 to stop between two")
-    wait_for(lambda: beats[0]().waited > before[0] + 3, "rank 0 to wait")
-    assert beats[1]().waited == before[1], "rank 1 is the one that is waited for"
-    moved = [read().moved for read in beats]
-    wait_for(lambda: beats[1]().moved > moved[1] + 2, "rank 1, which looks again and again, to be seen to move")
-    assert beats[0]().moved == moved[0], "rank 0 is inside of a call"
+    wait_for(lambda: beats[0]().wait_ticks > before[0] + 3, "rank 0 to wait")
+    assert beats[1]().wait_ticks == before[1], "rank 1 is the one that is waited for"
+    moved = [read().moved_ticks for read in beats]
+    wait_for(lambda: beats[1]().moved_ticks > moved[1] + 2, "rank 1, which looks again and again, to be seen to move")
+    assert beats[0]().moved_ticks == moved[0], "rank 0 is inside of a call"
     assert [flight_of(rank, wait_for) for rank in job.ranks] == [(8, False), (7, True)]
     go(3)
     wait_for(lambda: [read().collectives for read in beats] == [9, 8], "rank 1 to stop before the first of two")
-    before = [read().waited for read in beats]
-    wait_for(lambda: beats[0]().waited > before[0] + 3, "rank 0 to wait, with one more to issue")
-    assert beats[1]().waited == before[1], "rank 1 is the one that is waited for"
+    before = [read().wait_ticks for read in beats]
+    wait_for(lambda: beats[0]().wait_ticks > before[0] + 3, "rank 0 to wait, with one more to issue")
+    assert beats[1]().wait_ticks == before[1], "rank 1 is the one that is waited for"
     go(4)
     both(lambda seen: seen.collectives == 10, "rank 1 to catch up")
     go(5)
     both(lambda seen: seen.collectives == -1, "the group to be destroyed")
-    assert {(seen.usual, seen.timeout_s) for seen in (read() for read in beats)} == {(-1, 0.0)}
+    assert {(seen.collectives_per_step, seen.timeout_s) for seen in (read() for read in beats)} == {(-1, 0.0)}
     go(6)
     both(lambda seen: seen.collectives == 1, "another group to be counted anew")
     go(7)
@@ -75,12 +77,12 @@ def flight_of(rank: Any, wait_for: Any) -> tuple[int, bool]:
 def test_it_stands_still_while_the_gil_is_held(start: Any, wait_for: Any) -> None:
     job = start("pulsing.py", "holding_the_gil", world_size=1)
     (rank,) = job.ranks
-    wait_for(lambda: rank.read_beat().alive > 2, "a pulse")
+    wait_for(lambda: rank.read_beat().alive_ticks > 2, "a pulse")
     rank.ask(1)
     seen: list[int] = []
 
     def stands_still() -> bool:
-        seen.append(rank.read_beat().alive)
+        seen.append(rank.read_beat().alive_ticks)
         return len(seen) > 300 and len(set(seen[-300:])) == 1  # 1.5 s, fifteen pulses
 
     wait_for(stands_still, "the pulse to stand still")
@@ -90,10 +92,10 @@ def test_it_stands_still_while_the_gil_is_held(start: Any, wait_for: Any) -> Non
 def test_a_group_of_the_scripts_own_class_counts_if_it_can(start: Any, wait_for: Any) -> None:
     job = start("pulsing.py", "a_class_of_its_own", world_size=1)
     (rank,) = job.ranks
-    wait_for(lambda: rank.read_beat().alive > 2, "a pulse")
+    wait_for(lambda: rank.read_beat().alive_ticks > 2, "a pulse")
     for gate in (1, 2):
-        alive = rank.read_beat().alive
-        wait_for(lambda alive=alive: rank.read_beat().alive > alive + 2, "pulses")
+        alive = rank.read_beat().alive_ticks
+        wait_for(lambda alive=alive: rank.read_beat().alive_ticks > alive + 2, "pulses")
         assert rank.read_beat().collectives == -1
         rank.ask(gate)
     wait_for(lambda: rank.read_beat().collectives == 123, "its count")
@@ -118,9 +120,9 @@ def test_no_end_of_a_script_crashes_or_hangs_by_it(scripts: Path, environment: d
 PREFIX = """
 import os, sys, time
 from elasticd.heartbeat import record as beat
-from elasticd.heartbeat.thread import Pulse
+from elasticd.heartbeat.thread import HeartbeatThread
 writer = beat.from_environment()
-pulse = Pulse(writer)
+pulse = HeartbeatThread(writer)
 
 def until(condition):
     deadline = time.monotonic() + 30
@@ -129,8 +131,8 @@ def until(condition):
         time.sleep(0.005)
 
 def alive():
-    with beat.BeatReader(os.environ["ELASTICD_BEAT"]) as reader:
-        return reader.read().alive
+    with beat.HeartbeatReader(os.environ["ELASTICD_BEAT"]) as reader:
+        return reader.read().alive_ticks
 """
 
 
@@ -166,7 +168,7 @@ def test_a_script_sees_one_thread_more_and_nothing_else(python: Any) -> None:
         before = seen(), tasks()
         pulse.start()
         pulse.start()
-        until(lambda: alive() > 1 and tasks() - before[1] == {"elasticd-pulse\\n"})
+        until(lambda: alive() > 1 and tasks() - before[1] == {"elasticd-beat\\n"})
         assert seen() == before[0]
         assert len(os.listdir("/proc/self/task")) == 2
         assert "torch" not in sys.modules
@@ -293,7 +295,7 @@ def test_threads_that_outlive_the_main_thread_may_train_on(python: Any, tmp_path
 def test_without_a_flight_recorder_the_answer_comes_and_no_file(python: Any, tmp_path: Path, wait_for: Any) -> None:
     with (
         python("""
-        pulse = Pulse(writer, os.environ["ELASTICD_BEAT"] + ".flight")
+        pulse = HeartbeatThread(writer, os.environ["ELASTICD_BEAT"] + ".flight")
         pulse.start()
         sys.stdin.read()
         """) as process,

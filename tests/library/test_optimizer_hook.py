@@ -25,8 +25,10 @@ def test_a_sessions_steps_say_what_they_usually_issue(start: Any) -> None:
     job.results()
     for rank in job.ranks:
         seen = rank.read_beat()
-        assert (seen.step, seen.source, seen.usual) == (7, Source.SESSION, 1), "DDP reduces one bucket a step"
-        assert seen.issued_at_step >= 7
+        assert (seen.step, seen.source, seen.collectives_per_step) == (7, Source.SESSION, 1), (
+            "DDP reduces one bucket a step"
+        )
+        assert seen.collectives_at_step >= 7
 
 
 def test_installing_the_hook_imports_neither_dynamo_nor_torch_again(start: Any) -> None:

@@ -61,9 +61,9 @@ def test_the_agents_request_to_rank_0_stops_all_ranks_at_one_step_after_a_save(
     assert first["steps"] == second["steps"]
     (note,) = job.ranks[0].read_notes()
     assert (note.kind, note.step, note.round) == ("checkpoint_saved", first["steps"], 1)
-    assert "the agent asked for a stop" in note.reason
-    assert note.more["path"] == str(tmp_path / "shared" / f"r1-s{first['steps']}")
-    assert note.more["bytes"] == (Path(note.more["path"]) / "state.pt").stat().st_size
+    assert "the agent requested a stop" in note.reason
+    assert note.extra["path"] == str(tmp_path / "shared" / f"r1-s{first['steps']}")
+    assert note.extra["bytes"] == (Path(note.extra["path"]) / "state.pt").stat().st_size
 
 
 def test_sigterm_to_all_ranks_stops_them_at_one_step_where_there_is_no_agent(
@@ -98,7 +98,7 @@ def test_checkpoints_by_time_are_decided_by_rank_0(start: Any, tmp_path: Path) -
     job = start("toy.py", options)
     job.results()
     saved = [note for note in job.ranks[0].read_notes() if note.kind == "checkpoint_saved"]
-    took = saved[-1].mono - saved[0].mono + saved[0].more["seconds"]
+    took = saved[-1].mono - saved[0].mono + saved[0].extra["seconds"]
     assert 2 <= len(saved) <= took / 0.1 + 2
     assert "every 0.1 s" in saved[0].reason
     content = checkpoint.load(checkpoint.lineage(tmp_path / "shared")[0][0])
@@ -113,7 +113,7 @@ def test_a_full_disk_is_survived_said_and_tried_again(start: Any, tmp_path: Path
     assert [(note.kind.removeprefix("checkpoint_"), note.step) for note in notes] == [
         *(("saved", 3), ("failed", 6), ("failed", 9), ("saved", 12)),
     ]
-    assert notes[1].reason == "checkpoint of step 6 failed ([Errno 27] File too large); tried again every 3 steps"
+    assert notes[1].reason == "checkpoint of step 6 failed ([Errno 27] File too large); it is tried again every 3 steps"
     assert notes[1].reason in job.ranks[0].errors()
     entries, _ = checkpoint.lineage(tmp_path / "shared", verify=True)
     assert [entry.manifest.step for entry in entries] == [12, 3]
@@ -123,7 +123,7 @@ def test_a_directory_that_cannot_be_made_is_survived_and_noted(start: Any, tmp_p
     (tmp_path / "file").write_text("in the way")
     job = start("toy.py", {"directory": str(tmp_path / "file" / "shared"), "restore": False, "save": True})
     assert [each["steps"] for each in job.results()] == [12, 12]
-    assert job.ranks[0].kinds() == ["said", *["checkpoint_failed"] * 5]
+    assert job.ranks[0].kinds() == ["message", *["checkpoint_failed"] * 5]
     assert "Not a directory" in job.ranks[0].read_notes()[1].reason
 
 
@@ -160,8 +160,10 @@ def test_a_verdict_that_does_not_come_raises_and_says_where_rank_0_is(start: Any
     job = start("late.py")
     late, waiting = job.results()
     assert late["steps"] == 0
-    assert waiting["error"].startswith("rank 1 waited 2.5 s for rank 0: the verdict at step 1. ")
-    assert re.search(r"last heard: rank 0 \(step 0, phase eval(?: for \d s)?, said [^)]*\)$", waiting["error"])
+    assert waiting["error"].startswith("rank 1 waited 2.5 s for rank 0: the decision at step 1. ")
+    assert re.search(
+        r"Last known status: rank 0 \(step 0, phase eval(?: for \d s)?, reported [^)]*\)$", waiting["error"]
+    )
     assert waiting["seconds"] < 10
     assert job.ranks[1].errors().count("timed out after") <= 1, "torch says so for each wait that runs out"
 

@@ -15,7 +15,7 @@ from elasticd.heartbeat.record import Phase
 
 NEVER = {"await": "never"}
 MACHINE_S = 5.0  # what a busy machine may add; without the barrier's own deadline it is for ever
-AGE = r"said in the last \d\.\d s"
+AGE = r"reported in the last \d\.\d s"
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_stopped_rank_is_told_by_its_last_word_and_its_age(meet: Any, tmp_path
     freeze(job.ranks[1], wait_for)
     (said,) = said_by(job, 0, wait_for)
     assert said["missing"] == [1]
-    assert re.fullmatch(r".*: rank 1 \(step \d, phase \w+(?: for \d s)?, said .* s ago\)", said["error"])
+    assert re.fullmatch(r".*: rank 1 \(step \d, phase \w+(?: for \d s)?, reported .* s ago\)", said["error"])
 
 
 def test_a_rank_that_comes_too_late_hears_so_at_once(meet: Any) -> None:
@@ -149,7 +149,7 @@ def test_a_rank_that_raised_before_is_missed_by_the_others(meet: Any, wait_for: 
 def test_a_rank_that_closed_its_session_is_said_to_have_left(meet: Any) -> None:
     job = meet({"0": [{"await": "done.1"}, {"name": "a", "timeout": 0.5}], "1": []}, close=True)
     (_, said) = job.results()[0]["calls"]
-    assert re.search(r"rank 1 \(step 0, phase exit, said", said["error"])
+    assert re.search(r"rank 1 \(step 0, phase exit, reported", said["error"])
 
 
 def test_a_rank_interrupted_at_a_barrier_does_not_keep_the_others(start: Any, tmp_path: Path, wait_for: Any) -> None:

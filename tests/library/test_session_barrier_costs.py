@@ -93,7 +93,7 @@ def test_a_barrier_that_runs_out_costs_a_few_messages_a_rank_too() -> None:
         raised = meet(barriers[:-2], "epoch", timedelta(seconds=1))
         assert store.asked - before <= 15 * RANKS
     (said,) = {str(error) for error in raised}
-    last = r"\(step 7, phase eval, said [^)]*\)"
+    last = r"\(step 7, phase eval, reported [^)]*\)"
     assert re.fullmatch(rf"barrier 'epoch': 2 of 16 ranks are missing after 1 s: rank 14 {last}, rank 15 {last}", said)
 
 
@@ -115,31 +115,31 @@ def test_the_age_of_a_word_is_what_the_observers_own_looks_tell() -> None:
     store = Counting()
     with ranks(store, 2):
         looks = StatusReader("a/1/")
-        assert looks.describe(0) == "not looked at"
+        assert looks.describe(0) == "status not read"
         looks.read(store, [0, 5])
-        assert looks.describe(0) == "step 7, phase eval, said at some time before"
-        assert looks.describe(5) == "never heard of since the round began"
+        assert looks.describe(0) == "step 7, phase eval, reported at an unknown time"
+        assert looks.describe(5) == "no status since the round began"
         assert not looks.has_status(5)
         time.sleep(0.2)
         looks.read(store, [0])
-        assert looks.describe(0).startswith("step 7, phase eval, said more than ")
+        assert looks.describe(0).startswith("step 7, phase eval, reported more than ")
     looks.read(store, [0])  # it has closed meanwhile, which it said
-    assert re.fullmatch(r"step 7, phase exit, said in the last \d\.\d s", looks.describe(0))
+    assert re.fullmatch(r"step 7, phase exit, reported in the last \d\.\d s", looks.describe(0))
     time.sleep(0.2)
-    assert re.fullmatch(r"step 7, phase exit, said 0\.\d to \d\.\d s ago", looks.describe(0))
+    assert re.fullmatch(r"step 7, phase exit, reported 0\.\d to \d\.\d s ago", looks.describe(0))
 
 
 def test_of_many_ranks_the_first_are_named_and_a_word_that_is_none_counts_as_none() -> None:
     store = Counting()
-    store.set("a/1/word/0", "no json")
-    store.set("a/1/word/1", '{"n": 1}')
+    store.set("a/1/status/0", "no json")
+    store.set("a/1/status/1", '{"n": 1}')
     looks = StatusReader("a/1/")
     before = store.asked
     looks.read(store, range(100))
     assert store.asked - before <= 2 * 16
     told = looks.describe_all(range(100))
-    assert told.count("never heard of") == 16
-    assert told.endswith("rank 15 (never heard of since the round began) and 84 more")
+    assert told.count("no status") == 16
+    assert told.endswith("rank 15 (no status since the round began) and 84 more")
 
 
 def test_a_rank_says_where_it_waits_and_for_how_long() -> None:

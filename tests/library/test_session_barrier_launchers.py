@@ -13,7 +13,7 @@ import pytest
 from tests.faults.job import Job
 
 MISSING = (
-    r"barrier 'epoch': 1 of 2 ranks is missing after 1\.5 s: rank 1 \(step 0, phase eval(?: for \d s)?, said .* s\)"
+    r"barrier 'epoch': 1 of 2 ranks is missing after 1\.5 s: rank 1 \(step 0, phase eval(?: for \d s)?, reported .* s\)"
 )
 
 

@@ -80,13 +80,13 @@ def test_all_ranks_get_rank_0s_verdict_at_the_same_steps_and_old_ones_are_delete
 
     def wish() -> tuple[Action, str]:
         asked.append(True)
-        return wishes.get(len(asked), ("go", ""))
+        return wishes.get(len(asked), ("continue", ""))
 
     def not_asked() -> tuple[Action, str]:
         raise AssertionError("only rank 0 is asked")
 
     def train(rank: int) -> list[Decision]:
-        decisions = DecisionPoints(ranks[rank], wish if rank == 0 else not_asked, kept=50)
+        decisions = DecisionPoints(ranks[rank], wish if rank == 0 else not_asked, max_stored=50)
         found = []
         for step in itertools.count(1):
             if verdict := decisions.at(step):
@@ -104,7 +104,7 @@ def test_all_ranks_get_rank_0s_verdict_at_the_same_steps_and_old_ones_are_delete
 
 def test_the_store_does_not_fill_up() -> None:
     shared = store()
-    decisions = DecisionPoints(StoreChannel(0, 2, shared, "a", 5), lambda: ("go", ""), kept=8)
+    decisions = DecisionPoints(StoreChannel(0, 2, shared, "a", 5), lambda: ("continue", ""), max_stored=8)
     for step in range(1, 10_000):
         decisions.at(step)
     assert shared.num_keys() <= 10
@@ -112,9 +112,9 @@ def test_the_store_does_not_fill_up() -> None:
 
 def test_a_verdict_that_is_none_is_refused() -> None:
     first, second = channels(2)
-    first.put("verdict/1", b'{"step": 1}')
+    first.put("decision/1", b'{"step": 1}')
     with pytest.raises(WireError, match="step 1"):
-        DecisionPoints(second, lambda: ("go", "")).at(1)
+        DecisionPoints(second, lambda: ("continue", "")).at(1)
 
 
 def test_a_wait_ends_at_its_deadline_and_names_who_is_missing() -> None:

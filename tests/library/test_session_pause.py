@@ -15,7 +15,7 @@ from elasticd.coordination.pause import TIMEOUT_S, PauseController, timeout_from
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import DecisionTimeout, UsageError
 from elasticd.heartbeat import record as beat
-from elasticd.heartbeat.record import PAUSE, STOP, Phase
+from elasticd.heartbeat.record import PAUSE, PAUSE_BARRIER, STOP, Phase
 from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader, WorkerEventWriter
 
 ENDLESS = {"steps": 10**9, "sleep": 0.002}
@@ -25,10 +25,10 @@ NEVER_DUE = 10**6
 def held_at(job: Any, wait_for: Any) -> int:
     """Ask for a hold; the step at which all ranks wait."""
     job.ranks[0].ask(PAUSE)
-    note: WorkerEvent = wait_for(lambda: noted(job, "holding"), "the hold")[0]
+    note: WorkerEvent = wait_for(lambda: noted(job, "paused"), "the hold")[0]
     assert note.step is not None
     for rank in job.ranks:
-        wait_for(lambda rank=rank: rank.read_beat().barrier == "hold", "a rank to wait")
+        wait_for(lambda rank=rank: rank.read_beat().barrier == PAUSE_BARRIER, "a rank to wait")
         seen = rank.read_beat()
         assert (seen.phase, seen.step) == (Phase.BARRIER, note.step)
     return note.step
@@ -57,13 +57,13 @@ def test_all_ranks_wait_after_a_checkpoint_and_go_on_when_the_request_is_withdra
     job.ranks[0].ask(0)
     wait_for(stepped(job, step + 5), "steps after the hold")
     for rank in job.ranks:
-        assert (rank.read_beat().phase, rank.read_beat().barrier) != (Phase.BARRIER, "hold")
+        assert (rank.read_beat().phase, rank.read_beat().barrier) != (Phase.BARRIER, PAUSE_BARRIER)
     job.ranks[0].ask(STOP)
     results = job.results()
     assert {each["steps"] for each in results} == {results[0]["steps"]}
-    (holding,), (over,) = noted(job, "holding"), noted(job, "hold_over")
-    assert (holding.round, holding.reason) == (3, f"holding at step {step} for the next round, up to 30 s")
-    assert (over.step, over.reason) == (step, f"the hold at step {step} is over: the agent withdrew its request")
+    (holding,), (over,) = noted(job, "paused"), noted(job, "pause_ended")
+    assert (holding.round, holding.reason) == (3, f"paused at step {step} for the next round, up to 30 s")
+    assert (over.step, over.reason) == (step, f"the pause at step {step} is over: the agent withdrew its request")
     assert over.extra["seconds"] <= over.mono - holding.mono
     saved = [note for note in noted(job, "checkpoint_saved") if note.step == step]
     assert len(saved) == 1
@@ -80,7 +80,7 @@ def test_ranks_that_are_killed_in_a_hold_resume_at_that_very_step(start: Any, tm
     for first, second in zip(whole.results(), resumed.results(), strict=True):
         assert {**first, "round": 2, "resumed": [1, step, 2]} == second
     assert [note.kind for note in WorkerEventReader(broken.ranks[0].notes).read()[0]] == [
-        *("attached", "can_hold", "checkpoint_saved", "holding"),
+        *("attached", "can_pause", "checkpoint_saved", "paused"),
     ]
 
 
@@ -89,28 +89,28 @@ def test_a_hold_that_ran_out_is_not_repeated_before_another_request(start: Any, 
     options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": None}
     job = start("toy.py", options, ELASTICD_HOLD_TIMEOUT_S="0.25")
     job.ranks[0].ask(PAUSE)
-    over = wait_for(lambda: noted(job, "hold_over"), "the end of the hold")[0]
-    assert over.reason.endswith("is over: no other round came within 0.25 s")
-    assert over.more["seconds"] >= 0.25
+    over = wait_for(lambda: noted(job, "pause_ended"), "the end of the hold")[0]
+    assert over.reason.endswith("is over: no new round started within 0.25 s")
+    assert over.extra["seconds"] >= 0.25
     wait_for(stepped(job, over.step + 50), "steps after the hold")
     job.ranks[0].ask(PAUSE | 1 << 8)
-    wait_for(lambda: len(noted(job, "hold_over")) == 2, "the end of the second hold")
+    wait_for(lambda: len(noted(job, "pause_ended")) == 2, "the end of the second hold")
     job.ranks[0].ask(STOP)
     first, second = job.results()
     assert first["steps"] == second["steps"]
-    assert job.ranks[0].kinds() == ["checkpoint_saved", "holding", "hold_over"] * 2
+    assert job.ranks[0].kinds() == ["checkpoint_saved", "paused", "pause_ended"] * 2
 
 
 def test_without_a_checkpoint_directory_a_request_is_answered_and_training_goes_on(start: Any, wait_for: Any) -> None:
     job = start("toy.py", {**ENDLESS, "every": None, "restore": False})
     job.ranks[0].ask(PAUSE)
-    note = wait_for(lambda: noted(job, "cannot_hold"), "the answer")[0]
+    note = wait_for(lambda: noted(job, "cannot_pause"), "the answer")[0]
     assert note.reason.endswith("nothing is attached, or the script uses no checkpoint directory")
     wait_for(stepped(job, note.step + 50), "steps after it")
     job.ranks[0].ask(STOP)
     first, second = job.results()
     assert first["steps"] == second["steps"]
-    assert [each.kind for each in WorkerEventReader(job.ranks[0].notes).read()[0]] == ["cannot_hold"]
+    assert [each.kind for each in WorkerEventReader(job.ranks[0].notes).read()[0]] == ["cannot_pause"]
 
 
 def test_a_full_disk_means_no_hold(start: Any, tmp_path: Path, wait_for: Any) -> None:
@@ -118,13 +118,13 @@ def test_a_full_disk_means_no_hold(start: Any, tmp_path: Path, wait_for: Any) ->
     job = start("toy.py", options)
     wait_for(stepped(job, 3), "the full disk")
     job.ranks[0].ask(PAUSE)
-    note = wait_for(lambda: noted(job, "cannot_hold"), "the answer")[0]
-    assert note.reason == f"no hold at step {note.step}: its checkpoint could not be saved"
+    note = wait_for(lambda: noted(job, "cannot_pause"), "the answer")[0]
+    assert note.reason == f"no pause at step {note.step}: its checkpoint could not be saved"
     wait_for(stepped(job, note.step + 50), "steps after it")
     job.ranks[0].ask(STOP)
     first, second = job.results()
     assert first["steps"] == second["steps"]
-    assert job.ranks[0].kinds() == ["checkpoint_failed", "cannot_hold", "checkpoint_failed"]
+    assert job.ranks[0].kinds() == ["checkpoint_failed", "cannot_pause", "checkpoint_failed"]
     assert steps_saved(tmp_path / "shared") == []
 
 
@@ -133,8 +133,8 @@ def test_a_stop_ends_the_hold_at_its_step(start: Any, tmp_path: Path, wait_for: 
     step = held_at(job, wait_for)
     job.ranks[0].ask(STOP)
     assert [(each["steps"], each["stopped"]) for each in job.results()] == [(step, True)] * 2
-    assert job.ranks[0].kinds() == ["checkpoint_saved", "holding", "hold_over"]
-    assert noted(job, "hold_over")[0].reason == f"the hold at step {step} is over: the agent asked for a stop"
+    assert job.ranks[0].kinds() == ["checkpoint_saved", "paused", "pause_ended"]
+    assert noted(job, "pause_ended")[0].reason == f"the pause at step {step} is over: the agent requested a stop"
 
 
 class Agent:
@@ -166,19 +166,19 @@ def test_a_request_has_one_answer_and_counts_again_after_another_word(tmp_path: 
     agent.ask(PAUSE)
     assert not agent.holds.should_pause(2, able=False)
     assert not agent.holds.should_pause(3, able=False)
-    assert agent.kinds() == ["cannot_hold"]
+    assert agent.kinds() == ["cannot_pause"]
     agent.ask(PAUSE | 1 << 8)
     assert agent.holds.should_pause(4, able=True)
-    assert agent.holds.wait(4, saved=True, stop=not_stopped)[0] == "go"
+    assert agent.holds.wait(4, saved=True, stop=not_stopped)[0] == "continue"
     assert not agent.holds.should_pause(5, able=True)
-    assert agent.kinds() == ["can_hold", "holding", "hold_over"]
+    assert agent.kinds() == ["can_pause", "paused", "pause_ended"]
     agent.ask(0)
     assert not agent.holds.should_pause(6, able=True)
     agent.ask(PAUSE | 1 << 8)
     assert agent.holds.should_pause(7, able=True)
-    assert agent.holds.wait(7, saved=False, stop=not_stopped)[0] == "go"
+    assert agent.holds.wait(7, saved=False, stop=not_stopped)[0] == "continue"
     assert not agent.holds.should_pause(8, able=True)
-    assert agent.kinds() == ["cannot_hold"]
+    assert agent.kinds() == ["cannot_pause"]
 
 
 def test_a_hold_that_was_withdrawn_may_be_asked_for_again_at_once(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_hold_that_was_withdrawn_may_be_asked_for_again_at_once(tmp_path: Path
     assert agent.holds.should_pause(1, able=True)
     agent.ask(0)
     assert agent.holds.wait(1, saved=True, stop=not_stopped) == (
-        *("go", "the hold at step 1 is over: the agent withdrew its request"),
+        *("continue", "the pause at step 1 is over: the agent withdrew its request"),
     )
     agent.ask(PAUSE)
     assert agent.holds.should_pause(2, able=True)
@@ -197,9 +197,10 @@ def test_who_waits_for_the_end_of_a_hold_waits_longer_but_not_for_ever() -> None
     from torch._C._distributed_c10d import HashStore
 
     shared = HashStore()
-    first, second = (DecisionPoints(StoreChannel(rank, 2, shared, "a", 0.1), lambda: ("go", "")) for rank in range(2))
-    with pytest.raises(DecisionTimeout, match=r"rank 1 waited 0\.4 s for rank 0: the verdict at step 7"):
-        second.decide_again(7, lambda: ("go", ""), longest_s=0.3)
+    channels = [StoreChannel(rank, 2, shared, "a", 0.1) for rank in range(2)]
+    first, second = (DecisionPoints(channel, lambda: ("continue", "")) for channel in channels)
+    with pytest.raises(DecisionTimeout, match=r"rank 1 waited 0\.4 s for rank 0: the decision at step 7"):
+        second.decide_again(7, lambda: ("continue", ""), longest_s=0.3)
     released, begun = threading.Event(), threading.Event()
 
     def decide() -> tuple[Action, str]:

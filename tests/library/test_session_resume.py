@@ -32,7 +32,7 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(start: Any, tmp_pat
     assert before[0]["draw"] != before[1]["draw"], "the ranks' streams differ, so each rank's own was restored"
     assert steps_of(tmp_path / "broken") == [(2, 12), (2, 9), (2, 6)]
     note = resumed.ranks[0].read_notes()[0]
-    assert (note.kind, note.step, note.more["from_round"], note.more["from_step"]) == ("resumed", 6, 1, 6)
+    assert (note.kind, note.step, note.extra["from_round"], note.extra["from_step"]) == ("resumed", 6, 1, 6)
     assert resumed.ranks[0].kinds() == ["resumed", "checkpoint_saved", "checkpoint_saved"]
     assert resumed.ranks[1].kinds() == []
 
@@ -72,7 +72,7 @@ def test_a_damaged_checkpoint_is_skipped_said_and_its_predecessor_used(start: An
     job = start("toy.py", {"directory": str(directory)}, round=2)
     assert [each["resumed"] for each in job.results()] == [[1, 6, 1]] * 2
     note = job.ranks[0].read_notes()[0]
-    assert (note.kind, note.more["path"]) == ("checkpoint_skipped", str(directory / "r1-s9"))
+    assert (note.kind, note.extra["path"]) == ("checkpoint_skipped", str(directory / "r1-s9"))
     assert "checksum" in note.reason
 
 
@@ -83,7 +83,7 @@ def test_a_directory_that_is_not_shared_is_said_and_rank_0_sends_the_state(start
     uninterrupted = start("toy.py", {"directory": str(tmp_path / "whole")}, round=2)
     for first, second in zip(uninterrupted.results(), job.results(), strict=True):
         assert {**first, "resumed": [1, 6, 2]} == second
-    (note,) = (note for note in job.ranks[0].read_notes() if note.kind == "said")
+    (note,) = (note for note in job.ranks[0].read_notes() if note.kind == "message")
     assert "rank 1 cannot read" in note.reason
     assert "shared" in note.reason
 

@@ -26,7 +26,7 @@ def test_a_note_is_read_once_as_it_was_written(tmp_path: Path) -> None:
     assert note.reason == "every 50 steps\nand more: é"
     assert note.extra == {"path": "/x", "bytes": 10, "seconds": 0.5}
     assert reader.read() == ([], [])
-    writer.write("said", "again")
+    writer.write("message", "again")
     assert [note.reason for note in reader.read()[0]] == ["again"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert WorkerEvent.from_line(note.to_line()) == note
@@ -34,7 +34,7 @@ def test_a_note_is_read_once_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_line_cut_in_two_is_read_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "notes"
-    line = WorkerEvent("said", 1, 0, None, 1.0, 2.0, "whole").to_line()
+    line = WorkerEvent("message", 1, 0, None, 1.0, 2.0, "whole").to_line()
     reader = WorkerEventReader(path)
     path.write_bytes(line[:30])
     assert reader.read() == ([], [])
@@ -47,12 +47,12 @@ def test_a_line_cut_in_two_is_read_when_it_is_whole(tmp_path: Path) -> None:
     [
         b"not json",
         b"[1]",
-        b'{"v": 2, "kind": "said"}',
-        b'{"v": 1, "kind": "said"}',
-        b'{"v": 1, "kind": "said", "round": true, "rank": 0, "step": null, "mono": 1, "wall": 1, "reason": ""}',
-        b'{"v": 1, "kind": "said", "round": 1, "rank": 0, "step": "1", "mono": 1, "wall": 1, "reason": ""}',
-        b'{"v": 1, "kind": "said", "round": -1, "rank": 0, "step": 1, "mono": 1, "wall": 1, "reason": ""}',
-        b'{"v": 1, "kind": "said", "round": 1, "rank": 0, "step": 1, "mono": NaN, "wall": 1, "reason": ""}',
+        b'{"v": 2, "kind": "message"}',
+        b'{"v": 1, "kind": "message"}',
+        b'{"v": 1, "kind": "message", "round": true, "rank": 0, "step": null, "mono": 1, "wall": 1, "reason": ""}',
+        b'{"v": 1, "kind": "message", "round": 1, "rank": 0, "step": "1", "mono": 1, "wall": 1, "reason": ""}',
+        b'{"v": 1, "kind": "message", "round": -1, "rank": 0, "step": 1, "mono": 1, "wall": 1, "reason": ""}',
+        b'{"v": 1, "kind": "message", "round": 1, "rank": 0, "step": 1, "mono": NaN, "wall": 1, "reason": ""}',
         b'{"v": 1, "kind": "x", "round": 1, "rank": 0, "step": 1, "mono": 1, "wall": 1, "reason": "", "seconds": "x"}',
         b'{"v": 1, "kind": "x", "round": 1, "rank": 0, "step": 1, "mono": 1, "wall": 1, "reason": "", "bytes": null}',
         b"[" * 100_000,
@@ -63,7 +63,7 @@ def test_a_line_that_is_no_note_is_said_and_the_next_one_is_read(tmp_path: Path,
         WorkerEvent.from_line(line)
     path = tmp_path / "notes"
     path.write_bytes(line + b"\n")
-    WorkerEventWriter(path).write("said", "after it")
+    WorkerEventWriter(path).write("message", "after it")
     notes, wrong = WorkerEventReader(path).read()
     assert [note.reason for note in notes] == ["after it"]
     assert len(wrong) == 1
@@ -79,7 +79,7 @@ def test_unknown_kinds_and_fields_are_kept(tmp_path: Path) -> None:
 
 def test_without_a_file_it_does_nothing() -> None:
     before = set(os.listdir("/proc/self/fd"))
-    WorkerEventWriter(None).write("said", "to nobody")
+    WorkerEventWriter(None).write("message", "to nobody")
     assert set(os.listdir("/proc/self/fd")) == before
 
 
@@ -87,7 +87,7 @@ def test_writers_never_mix_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     writers = [WorkerEventWriter(path, rank=rank) for rank in range(4)]
     threads = [
-        threading.Thread(target=lambda w=writer: [w.write("said", "x" * 5000, n) for n in range(50)])
+        threading.Thread(target=lambda w=writer: [w.write("message", "x" * 5000, n) for n in range(50)])
         for writer in writers
     ]
     for thread in threads:
@@ -105,13 +105,13 @@ def test_a_full_disk_loses_the_note_and_the_next_one_says_so(tmp_path: Path) -> 
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         writer = WorkerEventWriter(path)
-        writer.write("said", "first")
+        writer.write("message", "first")
         whole = path.stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (whole + 20, resource.RLIM_INFINITY))
-        writer.write("said", "torn: only 20 bytes of it fit")
-        writer.write("said", "lost: none of it fits")
+        writer.write("message", "torn: only 20 bytes of it fit")
+        writer.write("message", "lost: none of it fits")
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        writer.write("said", "last")
+        writer.write("message", "last")
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     notes, wrong = WorkerEventReader(path).read()

@@ -19,22 +19,22 @@ REPO = str(Path(__file__).parents[3])
 ANSWERS = f"""
 import os, sys, time
 sys.path.append({REPO!r})
-from elasticd.heartbeat.record import BeatWriter
-writer = BeatWriter(sys.argv[1])
+from elasticd.heartbeat.record import HeartbeatWriter
+writer = HeartbeatWriter(sys.argv[1])
 print("ready", flush=True)
 while True:
-    writer.pulse(7, 0)
-    if writer.dump_wanted != writer.dumped:
+    writer.tick(7, 0)
+    if writer.dump_requested != writer.dump_done:
         with open(sys.argv[2], "w") as file:
             file.write('{{"entries": [1]}}')
-        writer.dumped = writer.dump_wanted
+        writer.dump_done = writer.dump_requested
     time.sleep(0.05)
 """
 COUNTED_ONCE = f"""
 import sys, time
 sys.path.append({REPO!r})
-from elasticd.heartbeat.record import BeatWriter
-BeatWriter(sys.argv[1]).pulse(7, 0)
+from elasticd.heartbeat.record import HeartbeatWriter
+HeartbeatWriter(sys.argv[1]).tick(7, 0)
 print("ready", flush=True)
 time.sleep(1e6)
 """
