@@ -127,6 +127,7 @@ def test_an_exit_in_words() -> None:
     assert describe_exit(raised("KeyError", "'x'\nmore")) == "exited with code 1 (KeyError: 'x')"
     assert describe_exit(raised("AssertionError")) == "exited with code 1 (AssertionError)"
     assert len(describe_exit(raised("ValueError", "x" * 1000))) < 200
-    missing = "barrier 'epoch': 3 of 4 ranks are missing: " + "rank 1 (step 17, phase eval, reported in the last 1.3 s)" * 3
+    status = "rank 1 (step 17, phase eval, reported in the last 1.3 s)"
+    missing = "barrier 'epoch': 3 of 4 ranks are missing: " + status * 3
     assert missing in describe_exit(raised("elasticd.errors.BarrierTimeout", missing))
     assert len(describe_exit(raised("elasticd.errors.BarrierTimeout", "x" * 1000))) < 510

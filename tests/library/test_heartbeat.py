@@ -81,8 +81,12 @@ def test_every_field_lies_where_the_docstring_says(path: Path) -> None:
     length = struct.unpack_from("<I", raw, 256)[0]
     assert raw[260 : 260 + length].startswith(b'{"kind": "exit"')
     words = {
-        **{192: "collectives", 200: "alive_ticks", 208: "collectives_per_step", 216: "wait_ticks"},
-        **{232: "collectives_at_step", 248: "moved_ticks"},
+        192: "collectives",
+        200: "alive_ticks",
+        208: "collectives_per_step",
+        216: "wait_ticks",
+        232: "collectives_at_step",
+        248: "moved_ticks",
     }
     for at, name in words.items():
         overwrite(path, at, struct.pack("<q", 12345 + at))
