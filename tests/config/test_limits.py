@@ -48,7 +48,7 @@ def _said(tree: Path, limits: Limits, job: JobFile, user: str | None = None) -> 
     return None if wrong is None else str(wrong).replace(str(tree), "TREE")
 
 
-COMMANDS = "this node's [limits] commands: TREE/allowed/, TREE/other/one"
+COMMANDS = "this node's [limits] commands: TREE/allowed/ and TREE/other/one"
 
 
 @pytest.mark.parametrize(

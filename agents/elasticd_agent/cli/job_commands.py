@@ -21,6 +21,7 @@ from urllib.parse import quote
 from elasticd.errors import UsageError
 from elasticd_agent.cli import tables
 from elasticd_agent.cli.dispatch import AGENT_VARIABLE
+from elasticd_agent.model.exit_codes import INTERRUPTED
 from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable, open_client
 
 TOKEN_FILE, CA = "ELASTICD_TOKEN_FILE", "ELASTICD_CA"
@@ -55,7 +56,7 @@ def run_command(name: str, argv: Sequence[str]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 # ---- one function for each

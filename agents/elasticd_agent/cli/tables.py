@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from elasticd_agent.model.phrases import count, plural, ranges
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _SHOWN_NODES = 3
 SHOWN_RANKS = 64
@@ -151,7 +153,7 @@ def _where(job: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = []
     for index, row in enumerate(rows):
         slots = row.get("slots") or []
-        which = f" slot{'' if len(slots) == 1 else 's'} {_ranges(slots)}" if slots else ""
+        which = f" {plural(len(slots), 'slot')} {','.join(ranges(slots))}" if slots else ""
         why = f": {_text(row.get('reason'))}" if row.get("reason") else ""
         found.append(("" if index else "nodes", f"{_text(row.get('node'))}{which}, {_text(row.get('state'))}{why}"))
     return found
@@ -162,9 +164,7 @@ def _round(progress: Mapping[str, Any]) -> str:
     if not number:
         return ""
     phase = _text(progress.get("phase"))
-    return (
-        f"{number}" + (f", {phase}" if phase else "") + (f", {size} worker{'' if size == 1 else 's'}" if size else "")
-    )
+    return f"{number}" + (f", {phase}" if phase else "") + (f", {count(size, 'worker')}" if size else "")
 
 
 def _step(progress: Mapping[str, Any]) -> str:
@@ -193,7 +193,7 @@ def _wants(job: Mapping[str, Any]) -> str:
     (few, many), (low, high) = wants["nodes"], wants["slots"]
     nodes = f"{few}" if few == many else f"{few} to {many}"
     slots = f"{low}" if low == high else f"{low} to {high}"
-    return f"{nodes} node{'' if many == 1 else 's'} with {slots} slot{'' if high == 1 else 's'} each"
+    return f"{nodes} {plural(many, 'node')} with {slots} {plural(high, 'slot')} each"
 
 
 def _submitted(job: Mapping[str, Any]) -> str:
@@ -220,7 +220,7 @@ def _lost(one: Mapping[str, Any]) -> str:
     seconds, steps = one.get("lost_seconds"), one.get("lost_steps")
     if not isinstance(seconds, (int, float)):
         return "-"
-    return f"{seconds:.1f}s" + (f", {steps} step{'' if steps == 1 else 's'}" if isinstance(steps, int) else "")
+    return f"{seconds:.1f}s" + (f", {count(steps, 'step')}" if isinstance(steps, int) else "")
 
 
 def _ranks(rows: object) -> str:
@@ -254,14 +254,3 @@ def _moment(at: object) -> str:
     if not isinstance(at, (int, float)) or not 0 < at < 1e11:
         return "-"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """ "0-3,6" """
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
-    return ",".join("-".join(map(str, part)) for part in parts)

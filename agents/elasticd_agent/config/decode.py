@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.quantities import Seconds, Size, decode_quantity, format_seconds, format_size
+from elasticd_agent.config.quantities import Seconds, Size, decode_quantity, format_size
+from elasticd_agent.model.phrases import listing
+from elasticd_agent.system.durations import setting_text
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -104,10 +106,12 @@ def _type_problem(what: str, path: str, value: Any, field: msgspec.structs.Field
         )
         got = _TYPE_NAMES.get(types[2] or "", "something else")
         got = str(value).lower() if isinstance(value, bool) and not is_secret(path) else got
-        return f"must be {one_of(wanted)}, not {got}{said}{_correction(path, value, types[1], field)}"
+        return (
+            f"must be {listing(wanted, conjunction='or')}, not {got}{said}{_correction(path, value, types[1], field)}"
+        )
     if what.startswith("Invalid enum value"):
         names = _choices(field)
-        return f"must be {one_of(names)}, not{said or ' this'}" if names else what
+        return f"must be {listing(names, conjunction='or')}, not{said or ' this'}" if names else what
     return what
 
 
@@ -130,10 +134,6 @@ def _correction(path: str, value: Any, wanted: str, field: msgspec.structs.Field
     return f"; write it as in {name} = {example}" if example else ""
 
 
-def one_of(names: Sequence[str]) -> str:
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
 def printable(text: str) -> str:
     """`text` in one line, whatever is in it."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
@@ -152,7 +152,7 @@ def to_toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Seconds):
-        return f'"{format_seconds(value)}"'
+        return f'"{setting_text(value)}"'
     if isinstance(value, Size):
         return f'"{format_size(value)}"'
     if isinstance(value, (int, float)):

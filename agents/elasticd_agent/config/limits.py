@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from elasticd_agent.config.decode import ConfigError
 from elasticd_agent.config.job_file import JobFile
+from elasticd_agent.model.phrases import listing
 from elasticd_agent.workers.launcher.preload import script_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def _user(limits: Limits, job: JobFile, user: str | None) -> ConfigError | None:
     if limits.users is None or runs_as in limits.users:
         return None
     whom = repr(runs_as) if job.user else f"is not given, and {runs_as!r}, who the job would run as,"
-    return ConfigError("user", f"{whom} is not one of this node's [limits] users: {_listed(limits.users)}")
+    return ConfigError("user", f"{whom} is not one of this node's [limits] users: {listing(limits.users, None)}")
 
 
 def _directories(limits: Limits, job: JobFile) -> ConfigError | None:
@@ -52,7 +53,8 @@ def _directories(limits: Limits, job: JobFile) -> ConfigError | None:
     for key, path in (("workdir", job.workdir), ("checkpoint_dir", job.checkpoint_dir)):
         if path is not None and not any(_is_below(os.path.realpath(path), directory) for directory in allowed):
             return ConfigError(
-                key, f"{_with_target(path)} is not below one of this node's [limits] directories: {_listed(allowed)}"
+                key,
+                f"{_with_target(path)} is not below one of this node's [limits] directories: {listing(allowed, None)}",
             )
     return None
 
@@ -66,7 +68,7 @@ def _command(limits: Limits, job: JobFile) -> ConfigError | None:
         real = os.path.realpath(path)
         return any(_is_below(real, entry.rstrip("/")) if entry.endswith("/") else real == entry for entry in allowed)
 
-    listed = f"this node's [limits] commands: {_listed(allowed)}"
+    listed = f"this node's [limits] commands: {listing(allowed, None)}"
     name, workdir = job.command[0], os.path.realpath(job.workdir)
     if job.no_python:
         found = name if name.startswith("/") else os.path.join(workdir, name) if "/" in name else shutil.which(name)
@@ -122,7 +124,3 @@ def _with_target(path: Path) -> str:
     """The path, and where it leads if that is elsewhere."""
     real = os.path.realpath(path)
     return repr(str(path)) if real == str(path) else f"{str(path)!r} (which is {real!r})"
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names) or "none"

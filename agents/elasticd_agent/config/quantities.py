@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from elasticd_agent.model.job import MAX_WAIT_S
+from elasticd_agent.system.durations import parse_duration
 
-_TIMES = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)}}
 _SIZES |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
 MAX_COUNT = 100_000
@@ -52,7 +52,7 @@ def parse_seconds(value: Any) -> Seconds:
         found = float(value)
     elif isinstance(value, str):
         parts = re.fullmatch(r"\s*(-?[0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(ms|s|m|h|d|)\s*", value)
-        found = float(parts[1]) * _TIMES[parts[2] or "s"] if parts else None
+        found = parse_duration(parts[1] + parts[2]) if parts else None
     if found is None or math.isnan(found):
         raise ValueError(f"{_quoted(value)} is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d")
     if found < 0:
@@ -98,15 +98,6 @@ def parse_count_range(value: int | str) -> tuple[int, int]:
     if low > high:
         raise ValueError(f"{value}: MIN {low} exceeds MAX {high}; write {high}:{low}")
     return low, high
-
-
-def format_seconds(value: float) -> str:
-    """A time as a file would say it, in the largest unit that leaves a whole number."""
-    for unit in ("d", "h", "m"):
-        times = value / _TIMES[unit]
-        if times >= 1 and times == int(times):
-            return f"{int(times)}{unit}"
-    return f"{value:g}s"
 
 
 def format_size(value: int) -> str:

@@ -24,6 +24,7 @@ from elasticd_agent.config.rendezvous_options import RendezvousOptions
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy, Streams
 from elasticd_agent.system.devices import cpu_count, visible_gpus
+from elasticd_agent.system.durations import parse_duration
 
 ParsedRun = tuple[JobSpec, Policy, AgentSettings]
 
@@ -141,13 +142,9 @@ def _comma_separated(text: str) -> tuple[str, ...]:
 _comma_separated.__name__ = "list"  # argparse puts it into "invalid … value"
 
 
-_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
 def _seconds(text: str) -> float:
-    unit = next((unit for unit in _UNITS_S if text.endswith(unit)), "")
     try:
-        return float(text.removesuffix(unit)) * _UNITS_S.get(unit, 1)
+        return parse_duration(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time as in 500ms, 5s, 2m or 1.5h") from None
 

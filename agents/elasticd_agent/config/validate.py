@@ -18,11 +18,11 @@ from elasticd.errors import UsageError
 from elasticd_agent.config.decode import ConfigError
 from elasticd_agent.config.job_file import JobFile, check_job, job_policy
 from elasticd_agent.config.limits import refusal
-from elasticd_agent.config.quantities import format_seconds
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import Rendezvous, Tls
 from elasticd_agent.store import tls as certificate_files
 from elasticd_agent.system.devices import cpu_count, visible_gpus
+from elasticd_agent.system.durations import setting_text
 from elasticd_agent.system.http_auth import PeerCredentialAuth, read_token
 from elasticd_agent.system.secret_files import find_problem
 
@@ -176,7 +176,7 @@ def _check_health(health: HealthSettings) -> None:
         "health.every",
         health.every_s,
         health.plugin_timeout_s,
-        f"plugin_timeout {format_seconds(health.plugin_timeout_s)}",
+        f"plugin_timeout {setting_text(health.plugin_timeout_s)}",
         "one look is over before the next begins",
     )
     if health.gpus is not None:
@@ -184,7 +184,7 @@ def _check_health(health: HealthSettings) -> None:
     if health.cooloff_max_s < health.cooloff_s:
         raise ConfigError(
             "health.cooloff_max",
-            f"{format_seconds(health.cooloff_max_s)} must not be less than cooloff {format_seconds(health.cooloff_s)}; "
+            f"{setting_text(health.cooloff_max_s)} must not be less than cooloff {setting_text(health.cooloff_s)}; "
             f"raise it by {health.cooloff_s - health.cooloff_max_s:.6g} s",
         )
     if health.plugins_dir.exists() and not health.plugins_dir.is_dir():
@@ -213,7 +213,7 @@ def _check_configured_job(job: JobFile, settings: NodeSettings, environ: Mapping
     if job.shutdown_timeout is not None and not settings.drain_timeout_s > grace:
         raise ConfigError(
             "shutdown_timeout",
-            f"{format_seconds(grace)} must be less than drain_timeout {format_seconds(settings.drain_timeout_s)}, so "
+            f"{setting_text(grace)} must be less than drain_timeout {setting_text(settings.drain_timeout_s)}, so "
             f"that the job can end by itself when the node is drained; raise drain_timeout by more than "
             f"{grace - settings.drain_timeout_s:.6g} s, or lower shutdown_timeout",
         )
@@ -229,7 +229,7 @@ def _exceeds(key: str, value: float, least: float, named: str, so_that: str) -> 
     if not value > least:
         raise ConfigError(
             key,
-            f"{format_seconds(value)} must exceed {named}, so that {so_that}; raise it by more than "
+            f"{setting_text(value)} must exceed {named}, so that {so_that}; raise it by more than "
             f"{least - value:.6g} s",
         )
 

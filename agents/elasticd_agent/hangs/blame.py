@@ -14,6 +14,7 @@ from functools import cached_property
 
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP
 from elasticd_agent.hangs.rank import RankState, describe_waits, labels
+from elasticd_agent.model.phrases import has_have
 
 LONG_KERNEL_S = 60.0
 """A rank that others wait for, and that waits for its device, may run a long kernel or evaluate: it gets this long."""
@@ -110,7 +111,7 @@ def _not_joined(group: _Group) -> Blame | None:
     if not suspects or not joining or any(rank.report.collectives >= 0 for rank in suspects):
         return None
     call = min(rank.report.function or INIT_PROCESS_GROUP for rank in joining)
-    why = f"{labels(suspects)} ha{_s(suspects)} not reached {call}{_namely(suspects)}{_activity(suspects)}"
+    why = f"{labels(suspects)} {has_have(suspects)} not reached {call}{_namely(suspects)}{_activity(suspects)}"
     return Blame(tuple(suspects), "never_joined", why + _held_up(group.others(suspects), suspects))
 
 
@@ -139,7 +140,7 @@ def _exited_early(group: _Group) -> Blame | None:
         why = f"{labels(live)} {_activity(live)} for ranks that have all exited with code 0"
         return Blame(tuple(live), "missed_collective", why)
     fewer = _issued(exited, live)
-    done = f"{fewer}{_activity(exited)}" if fewer else f"ha{_s(exited)} exited with code 0"
+    done = f"{fewer}{_activity(exited)}" if fewer else f"{has_have(exited)} exited with code 0"
     return Blame(tuple(exited), "missed_collective", f"{labels(exited)} {done}{_held_up(live, exited)}")
 
 
@@ -279,7 +280,7 @@ def _issued(ranks: Sequence[RankState], others: Sequence[RankState]) -> str:
     if not counts or mine < 0 or max(counts) <= mine:
         return ""
     theirs = f"{max(counts):,}" if min(counts) == max(counts) else f"up to {max(counts):,}"
-    return f"ha{_s(ranks)} issued {mine:,} collectives, the others {theirs}{_namely(ranks)}"
+    return f"{has_have(ranks)} issued {mine:,} collectives, the others {theirs}{_namely(ranks)}"
 
 
 def _activity(ranks: Sequence[RankState]) -> str:
@@ -292,10 +293,6 @@ def _activity(ranks: Sequence[RankState]) -> str:
 def _held_up(waiting: Sequence[RankState], culprits: Sequence[RankState]) -> str:
     waits = describe_waits(waiting)
     return f"; {waits} for {'it' if len(culprits) == 1 else 'them'}" if waits else ""
-
-
-def _s(ranks: Sequence[RankState]) -> str:
-    return "s" if len(ranks) == 1 else "ve"
 
 
 def _namely(ranks: Sequence[RankState]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticd_agent.job.exit_cause import describe_exit, describe_peer_loss, is_secondary, may_be_secondary, user_error
+from elasticd_agent.model.exit_codes import REQUEUE
 from elasticd_agent.model.messages import (
     Action,
     Ended,
@@ -43,9 +44,6 @@ from elasticd_agent.model.messages import (
 from elasticd_agent.model.records import Failure, Round
 
 Transition = tuple[Phase, list[Action]]
-
-EXIT_REQUEUE = 75
-"""EX_TEMPFAIL of sysexits.h: nothing is wrong with the job, whoever scheduled it should start it again."""
 
 ROOT_CAUSE_WAIT_S = 3.0
 """Who lost a peer may be heard so long before that peer: its connections are closed before it is gone, and a Python
@@ -101,7 +99,7 @@ def _joining(phase: Joining, event: Event, rules: StepRules) -> Transition:
         case RoundPublished(r) if r.number > phase.past and phase.stop is None:
             return _enter(r, rules)
         case StoreAbandoned(why):
-            return Ended(phase.past, EXIT_REQUEUE), [Leave(EXIT_REQUEUE, why)]
+            return Ended(phase.past, REQUEUE), [Leave(REQUEUE, why)]
         case StopRequested(_, code) if rules.leave_on_stop:
             return Ended(phase.past, code), [Leave(code, _stop_reason(event))]
         case StopRequested(signal, code, at, why) if phase.stop is None:

@@ -14,11 +14,11 @@ from pathlib import Path
 from elasticd.errors import UsageError
 from elasticd_agent.config import job_file as jobfile
 from elasticd_agent.config.job_file import JobFile
-from elasticd_agent.node.runners.spec import replace_file
 from elasticd_agent.node.runners.spec_builder import required_id
 from elasticd_agent.node.scheduler import job_queue as queue
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Store
+from elasticd_agent.system.files import replace_file
 
 STATE_FILE = "handed-in.json"
 

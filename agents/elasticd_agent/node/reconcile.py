@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from elasticd_agent.model.phrases import ranges
 from elasticd_agent.node.records import JobResult, Placement, RunnerStatus, Submission
 from elasticd_agent.node.runners.spec import RunnerExit, RunnerSpec
 from elasticd_agent.node.scheduler.policy import ClusterView
@@ -21,7 +22,6 @@ BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Before the n-th start after a crash of a runner: its first one is most often somebody's kill -9."""
 STABLE_S = 600.0
 """A runner that lived so long did not crash because of how it starts."""
-REQUEUE = 75
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def _stop_reason(spec: RunnerSpec, view: ClusterView, node: str, drain_reason: s
             here = placement.reason if node in placement.reason else f"the job went on without it; {placement.reason}"
             return next((c.text for c in view.cordons if c.node == node and c.drain), here)
         if set(place.slots) != set(spec.slots):
-            return f"its slots here are {_listed(place.slots)} from now on"
+            return f"its slots here are {', '.join(ranges(place.slots))} from now on"
     return ""
 
 
@@ -227,7 +227,3 @@ def _state(one: LocalRunner, stopped: set[str]) -> Literal["starting", "running"
 
 def _why(one: LocalRunner, stop: tuple[RunnerStop, ...]) -> str:
     return one.why or next((s.why for s in stop if s.spec is one.spec), "")
-
-
-def _listed(slots: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(slots)))

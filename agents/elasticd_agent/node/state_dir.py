@@ -18,7 +18,7 @@ from pathlib import Path
 
 from elasticd.errors import UsageError
 from elasticd_agent.node.runners import liveness as alive
-from elasticd_agent.node.runners.spec import replace_file
+from elasticd_agent.system.files import replace_file
 
 LOCK, IDENTITY = "agent.lock", "node.json"
 LOCK_WAIT_S = 3.0

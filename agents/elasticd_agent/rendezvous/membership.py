@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from elasticd_agent.model.job import Policy
+from elasticd_agent.model.phrases import count
 from elasticd_agent.model.records import Exclusion, Member, NodeRecord, QuarantinedSlot, Round
 from elasticd_agent.rendezvous.view import PresentNode, ProbeResult, View, Wait
 
@@ -474,7 +475,3 @@ def assign_slots(
             return Wait(f"{node.id} has {count(len(slots), 'slot')}, the job needs {workers} on each node", None)
         found.append(Member(node.id, node.incarnation, tuple(slots), node.role))
     return tuple(found)
-
-
-def count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

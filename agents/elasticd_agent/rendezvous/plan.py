@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from elasticd_agent.model.exit_codes import TERMINATED
 from elasticd_agent.model.job import Policy
+from elasticd_agent.model.phrases import count
 from elasticd_agent.model.records import (
     BudgetState,
     Failure,
@@ -27,7 +29,6 @@ from elasticd_agent.rendezvous.membership import (
     RETURN_S,
     Losses,
     assign_slots,
-    count,
     current_quarantine,
     exclusions,
     has_enough_slots,
@@ -39,8 +40,6 @@ from elasticd_agent.rendezvous.membership import (
 from elasticd_agent.rendezvous.restart_budget import RestartGranted, RestartRefused, carry_over, round_progressed, spend
 from elasticd_agent.rendezvous.view import Pause, PresentNode, View, Wait
 
-ALL_LEFT_EXIT_CODE = 143
-"""As a shell reports SIGTERM, which schedulers send; unless one other signal was sent to all agents."""
 ROOT_CAUSE_WAIT_S = 0.15
 """How long to wait for the root cause while all reported failures are of ranks that lost a peer."""
 
@@ -329,7 +328,7 @@ def _will_be_able_to_pause(running: _Running) -> bool:
 
 def _leaving_exit_code(view: View) -> int:
     codes = {p.record.leaving_code for p in view.nodes} - {0}
-    return codes.pop() if len(codes) == 1 else ALL_LEFT_EXIT_CODE
+    return codes.pop() if len(codes) == 1 else TERMINATED
 
 
 def _names(nodes: list[PresentNode]) -> str:

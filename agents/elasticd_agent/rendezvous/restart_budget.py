@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elasticd_agent.model.job import Policy
+from elasticd_agent.model.phrases import count
 from elasticd_agent.model.records import BudgetState, Failure, Round
 
 HOUR_S = 3600.0
@@ -63,11 +64,11 @@ def spend(
             return RestartRefused(f"{state.counted} of {policy.max_restarts} restarts used (--max-restarts)")
     elif streak >= policy.no_progress_limit and not forgiven:
         beyond = f"beyond step {high_water}" if high_water else "before any step was done"
-        return RestartRefused(f"{streak} {_restarts(streak)} without progress {beyond}")
+        return RestartRefused(f"{count(streak, 'restart')} without progress {beyond}")
     elif tokens < 1:
         most = policy.max_restarts_per_hour
         return RestartRefused(
-            f"more than {most} {_restarts(most)} an hour, {state.counted} in all (--max-restarts-per-hour)"
+            f"more than {count(most, 'restart')} an hour, {state.counted} in all (--max-restarts-per-hour)"
         )
     delay = policy.backoff_s[min(streak, len(policy.backoff_s) - 1)]
     return RestartGranted(
@@ -100,7 +101,3 @@ def _tokens(state: BudgetState, policy: Policy, elapsed_s: float) -> float:
     if state.tokens is None:
         return most
     return min(most, state.tokens + max(0.0, elapsed_s) * most / HOUR_S)
-
-
-def _restarts(n: int) -> str:
-    return "restart" if n == 1 else "restarts"

@@ -16,13 +16,13 @@ from typing import Any
 
 from elasticd.errors import StoreRefused
 from elasticd_agent.model.codec import VERSION
+from elasticd_agent.model.exit_codes import TERMINATED
 from elasticd_agent.model.job import JobSpec, Mode, Policy
 from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.records import Round
 from elasticd_agent.store import Store
 
 _ABANDONED_RUN = "a later run of this job has come, and nobody of this one is left"
-STOPPED_EXIT_CODE = 143
 """As a shell reports SIGTERM: the end was requested."""
 
 _LABELS = {
@@ -154,7 +154,7 @@ def _cut(text: str, parted: int) -> str:
 def stopped_round(round: Round, why: str) -> Round:
     """The same Round as a terminal one."""
     return replace(
-        round, members=(), last_checkpoint=None, cause="", reason=why, outcome="stopped", exit_code=STOPPED_EXIT_CODE
+        round, members=(), last_checkpoint=None, cause="", reason=why, outcome="stopped", exit_code=TERMINATED
     )
 
 

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from elasticd_agent.model.phrases import count
+from elasticd_agent.system.durations import in_words
 from elasticd_agent.system.nonblocking_writer import CAPACITY, NonBlockingWriter
 
 Level = Literal["info", "warning", "error"]
@@ -49,7 +51,7 @@ class ProgressView:
 
 def describe(view: ProgressView, now: float) -> list[str]:
     """The view in words, most important first. `now` is CLOCK_MONOTONIC."""
-    workers = f"{view.world_size} worker" + ("" if view.world_size == 1 else "s")
+    workers = count(view.world_size, "worker")
     if view.target is not None and view.target != view.world_size:
         workers += f" of {view.target}"
     parts = [f"round {view.round}" + ("" if view.phase == "running" else f" {view.phase}"), workers]
@@ -59,20 +61,9 @@ def describe(view: ProgressView, now: float) -> list[str]:
         parts.append(f"{view.steps_per_second:.3g} steps/s" if view.steps_per_second < 100 else
                      f"{view.steps_per_second:,.0f} steps/s")  # fmt: skip
     if view.checkpoint_at is not None:
-        parts.append(f"checkpoint {_age(now - view.checkpoint_at)} ago")
-    parts.append(
-        "no restarts" if not view.restarts else f"{view.restarts} restart" + ("s" if view.restarts > 1 else "")
-    )
+        parts.append(f"checkpoint {in_words(now - view.checkpoint_at)} ago")
+    parts.append(count(view.restarts, "restart") if view.restarts else "no restarts")
     return parts
-
-
-def _age(seconds: float) -> str:
-    whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 class Console(Protocol):

@@ -301,7 +301,7 @@ def test_logs_are_read_in_pieces_from_the_newest_round(serve: Serve) -> None:
         file.truncate(3 * MAX_BYTES)
     assert piece(limit=99 * MAX_BYTES)[1] == MAX_BYTES
     reply = desk.get("/v1/jobs/llama/logs", {"rank": 7})
-    assert (reply.code, "n1 has rounds 1 to 2, of the last one ranks 0, 1" in reply.why) == (404, True)
+    assert (reply.code, "n1 has rounds 1 to 2, of the last one ranks 0 and 1" in reply.why) == (404, True)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from elasticd_agent.model.phrases import MAX_ITEMS
 from elasticd_agent.node.records import (
     Cordon,
     JobResult,
@@ -21,7 +22,6 @@ from elasticd_agent.node.records import (
 )
 from elasticd_agent.node.scheduler.policy import (
     BEHIND_OTHERS,
-    MAX_NAMED,
     ClusterView,
     describe,
     head_of_queue,
@@ -372,7 +372,7 @@ def test_a_job_that_shall_not_grow_gets_others_only_for_those_it_loses() -> None
 def test_a_sentence_names_no_more_nodes_than_a_person_reads() -> None:
     nodes = {f"n{i:04}": 1 for i in range(2000)}
     reason = words(after(view(job(nodes=(3, 3), slots=(2, 2)), nodes=nodes)), "a")
-    assert reason.count("n0") == MAX_NAMED
+    assert reason.count("n0") == MAX_ITEMS
     assert reason.endswith("n0005 has 1 slot and 1994 more; it holds up nobody")
     assert len(reason) < 300
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elasticd_agent.hangs.explain.model import Aftermath, Culprit, RecordedVerdict, TimelineEntry
+from elasticd_agent.model.phrases import count
 
 Line = Mapping[str, Any]
 _CLOCKS_S = 60.0
@@ -125,7 +126,7 @@ def _moment(line: Line, number: int, following: int) -> TimelineEntry | None:
             )
         case "round_published" if not here and following:
             members = ", ".join(text(node) for node in _list(line.get("nodes")))
-            what = f"round {following} agreed on: {_workers(whole(line.get('world_size')) or 0)} on {members}"
+            what = f"round {following} agreed on: {count(whole(line.get('world_size')) or 0, 'worker')} on {members}"
         case "resumed" if not here:
             origin = f"r{whole(line.get('from_round'))}-s{whole(line.get('step'))}"
             what = f"round {following} resumed from checkpoint {origin}"
@@ -162,10 +163,6 @@ def _first(lines: Sequence[Line], kind: str, number: int) -> Line:
 def _resumed(line: Line) -> tuple[int, int] | None:
     origin, step = whole(line.get("from_round")), whole(line.get("step"))
     return (origin, step) if origin is not None and step is not None else None
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker" if count == 1 else f"{count} workers"
 
 
 def whole(value: object) -> int | None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from elasticd_agent.hangs.explain.flight_recorder import GroupComparison
 from elasticd_agent.hangs.explain.stacks import RankStacks
+from elasticd_agent.model.phrases import listing, plural, ranges
 
 EvidenceKind = Literal["hang", "suspicion", "dump"]
 """A group was found hung; one was suspected, and went on or has not been judged; nobody suspects anything."""
@@ -144,19 +145,7 @@ class Explanation:
 
 
 def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:
-    """ "rank 3", "ranks 0, 2–7 and 9"."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [part for run in runs for part in ([str(run[0])] if len(run) == 1 else _span(run))]
-    if not parts:
+    """ "rank 3", "ranks 0, 2-7 and 9"."""
+    if not ranks:
         return "no rank"
-    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    return f"rank {text}" if len(set(ranks)) == 1 else f"ranks {text}"
-
-
-def _span(run: list[int]) -> list[str]:
-    return [str(run[0]), str(run[1])] if len(run) == 2 else [f"{run[0]}–{run[-1]}"]
+    return f"{plural(len(set(ranks)), 'rank')} {listing(ranges(ranks, 3), None)}"

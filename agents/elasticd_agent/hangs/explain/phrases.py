@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from elasticd_agent.hangs.explain.model import EvidenceKind, RankFacts, RecordedVerdict, name_ranks
 from elasticd_agent.hangs.explain.stacks import ShownThread
+from elasticd_agent.model.phrases import count, is_are
 
 STATE_NAMES = {
     "R": "running",
@@ -65,12 +66,11 @@ def headline(
     if kind == "dump":
         stopped = [rank.rank for rank in ranks if rank.state in ("T", "Z")]
         if stopped:
-            return (
-                f"{which}: nobody has been judged, but {name_ranks(stopped)} {_is(stopped)} {_state(ranks, stopped[0])}"
-            )
+            state = _state(ranks, stopped[0])
+            return f"{which}: nobody has been judged, but {name_ranks(stopped)} {is_are(stopped)} {state}"
         steps = sorted({rank.step for rank in ranks if rank.step >= 0})
         at = "" if not steps else f" at step {steps[0]}" if len(steps) == 1 else f" at steps {steps[0]} to {steps[-1]}"
-        return f"{which}: nobody is at fault: this is what {_count(len(ranks), 'rank')} did{at} when somebody asked"
+        return f"{which}: nobody is at fault: this is what {count(len(ranks), 'rank')} did{at} when somebody asked"
     if kind == "hang":
         return f"{which} hung: {reason}"
     because = f" ({reason})" if reason else ""
@@ -83,7 +83,7 @@ def _blamed(verdict: RecordedVerdict) -> str:
         return "no single rank is at fault"
     where = sorted({culprit.node for culprit in culprits})
     on = f" on {', '.join(where[:8])}" if not all(f" on {node} " in verdict.why for node in where) else ""
-    return f"{name_ranks([culprit.rank for culprit in culprits])}{on} {_is(culprits)} at fault"
+    return f"{name_ranks([culprit.rank for culprit in culprits])}{on} {is_are(culprits)} at fault"
 
 
 def _guess(ranks: Sequence[RankFacts]) -> str:
@@ -92,15 +92,15 @@ def _guess(ranks: Sequence[RankFacts]) -> str:
     for states, what in (("T", "stopped"), ("Z", "a zombie")):
         odd = [rank.rank for rank in alive if rank.state in states]
         if odd:
-            return f"{name_ranks(odd)} {_is(odd)} {what}"
+            return f"{name_ranks(odd)} {is_are(odd)} {what}"
     places = [(rank.step, rank.collectives) for rank in alive if rank.step >= 0]
     if places and min(places) < max(places):
         odd = [rank.rank for rank in alive if (rank.step, rank.collectives) == min(places)]
-        return f"{name_ranks(odd)} {_is(odd)} behind the others"
+        return f"{name_ranks(odd)} {is_are(odd)} behind the others"
     inside = [rank for rank in alive if rank.where in _WAITS]
     outside = [rank.rank for rank in alive if rank.where == "elsewhere"]
     if inside and outside:
-        return f"{name_ranks(outside)} {_is(outside)} not where the others wait"
+        return f"{name_ranks(outside)} {is_are(outside)} not where the others wait"
     return "the facts single nobody out"
 
 
@@ -120,14 +120,14 @@ def describe_waits(ranks: Sequence[RankFacts]) -> tuple[str, ...]:
             sentences.append(f"{name_ranks(who)} had ended with code 0")
         elif where in ("T", "Z"):
             zombie = "a zombie" if len(who) == 1 else "zombies"
-            sentences.append(f"{name_ranks(who)} {_is(who)} {'stopped' if where == 'T' else zombie}")
+            sentences.append(f"{name_ranks(who)} {is_are(who)} {'stopped' if where == 'T' else zombie}")
         elif where in _WAITS:
             verb = _WAITS[where] if len(who) > 1 else _WAITS[where].replace("wait", "waits", 1)
             at = f" {barrier!r}" if where == "barrier" and barrier else ""
             sentences.append(f"{name_ranks(who)} {verb}{at}" + (f" ({function})" if function else ""))
         else:
             inside = f", in {function}" if function else ""
-            sentences.append(f"{name_ranks(who)} {_is(who)} outside any collective{inside}")
+            sentences.append(f"{name_ranks(who)} {is_are(who)} outside any collective{inside}")
     return tuple(sentences)
 
 
@@ -180,14 +180,6 @@ def waits_for(functions: Sequence[str]) -> str:
 def _state(ranks: Sequence[RankFacts], number: int) -> str:
     state = next(rank.state for rank in ranks if rank.rank == number)
     return {"T": "stopped", "Z": "a zombie"}.get(state, state)
-
-
-def _is(ranks: Sequence[object]) -> str:
-    return "is" if len(ranks) == 1 else "are"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _bytes(count: float) -> str:

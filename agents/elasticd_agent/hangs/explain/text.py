@@ -17,6 +17,7 @@ from elasticd_agent.hangs.explain.flight_recorder import GroupComparison
 from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, StackGroup, name_ranks
 from elasticd_agent.hangs.explain.phrases import STATE_NAMES
 from elasticd_agent.hangs.explain.stacks import FoldedFrames, ShownFrame, ShownThread, fold_frames
+from elasticd_agent.model.phrases import count, has_have
 
 WIDTH = 110
 SUMMARY_LINES = 12
@@ -98,7 +99,7 @@ def _otherwise(one: GroupComparison, explained: Explanation) -> str:
     waits = [rank.rank for rank in explained.blamed if rank.rank in (one.pending or {})]
     if one.waiting_for is None or not waits or any(rank.rank in one.missing for rank in explained.blamed):
         return ""
-    lacks, have = name_ranks(one.missing), "has" if len(one.missing) == 1 else "have"
+    lacks, have = name_ranks(one.missing), has_have(one.missing)
     said = f"{name_ranks(waits)} {'waits' if len(waits) == 1 else 'wait'} in {one.group} for {lacks}"
     return f"{said}, which {have} not issued {one.waiting_for} there: look at {lacks} first"
 
@@ -123,12 +124,12 @@ def _done(explained: Explanation) -> str:
 def _next(followed: Aftermath, reached: int) -> str:
     text = f"round {followed.round} followed"
     if followed.world_size:
-        workers = f"{followed.world_size} worker" + ("" if followed.world_size == 1 else "s")
+        workers = count(followed.world_size, "worker")
         text += f" with {workers} on {', '.join(followed.nodes[:8])}"
     if followed.resumed is not None:
         text += f", from checkpoint r{followed.resumed[0]}-s{followed.resumed[1]}"
         again = reached - followed.resumed[1]
-        text += f" ({again} step{'' if again == 1 else 's'} to train again)" if again > 0 else ""
+        text += f" ({count(again, 'step')} to train again)" if again > 0 else ""
     if followed.recovery_s is not None:
         text += f"; it trained {followed.recovery_s:.1f} s after the fault"
     return text
@@ -226,7 +227,7 @@ def _stacks(explained: Explanation) -> list[str]:
         for thread in shown[:6]:
             lines += _thread(thread, alone=len(shown) == 1)
         if hidden := len(same.stacks.threads) - len(shown[:6]):
-            lines.append(f"      and {hidden} other thread{'' if hidden == 1 else 's'}")
+            lines.append(f"      and {count(hidden, 'other thread')}")
     if len(explained.stack_groups) > 8:
         left = [rank for same in explained.stack_groups[8:] for rank in same.ranks]
         lines.append(f"  {name_ranks(left)}: {len(explained.stack_groups) - 8} more stacks, see the files")
@@ -247,9 +248,7 @@ def _thread(thread: ShownThread, alone: bool) -> list[str]:
         lines.append(f"    {name}{' of ' + thread.below if thread.below else ''}{state}")
     for one in fold_frames(thread):
         if isinstance(one, FoldedFrames):
-            lines.append(
-                f"        … {one.count} frame{'' if one.count == 1 else 's'} of {', '.join(one.libraries[:4])}"
-            )
+            lines.append(f"        … {count(one.count, 'frame')} of {', '.join(one.libraries[:4])}")
         else:
             lines.append(f"      {'>' if not one.library else ' '} {_frame(one)}")
     if not thread.frames:
@@ -285,8 +284,8 @@ def _flight(one: GroupComparison, width: int) -> list[str]:
         lines += _wrap(f"{one.group}: the ranks issued different collectives: {said}", width, "  ", "    ")
     if one.missing and one.waiting_for is not None:
         who = [rank for rank in one.last if rank not in one.missing]
-        have = "has" if len(one.missing) == 1 else "have"
-        others = f"{name_ranks(who)} {'has' if len(who) == 1 else 'have'}"
+        have = has_have(one.missing)
+        others = f"{name_ranks(who)} {has_have(who)}"
         said = f"{name_ranks(one.missing)} {have} not issued {one.waiting_for}, which {others}"
         lines += _wrap(f"{one.group}: {said}", width, "  ", "    ")
     issued_last = {str(issued) for issued in one.last.values()}

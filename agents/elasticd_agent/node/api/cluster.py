@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from elasticd.errors import ElasticdError
 from elasticd_agent.model.job_dir import JobFiles
+from elasticd_agent.model.phrases import listing
 from elasticd_agent.model.records import Round
 from elasticd_agent.node.api import rank_logs as ranklogs
 from elasticd_agent.node.api import views as showing
@@ -254,9 +255,9 @@ class ClusterReader:
         own = ranklogs.rounds_with_logs(self._files(job))
         there = f"; {self.local.node} has rounds {own[0]} to {own[-1]}" if own else ""
         there += (
-            f", of the last one ranks {_listed(ranklogs.ranks_with_logs(self._files(job), own[-1]))}" if own else ""
+            f", of the last one ranks {listing(ranklogs.ranks_with_logs(self._files(job), own[-1]))}" if own else ""
         )
-        return NotFound(f"job {job.job!r} has no log {wanted} on {_listed(asked) or 'any node'}{there}")
+        return NotFound(f"job {job.job!r} has no log {wanted} on {listing(asked) if asked else 'any node'}{there}")
 
     def _files(self, job: Submission) -> JobFiles:
         return self.local.files(job.job, job.number)
@@ -273,9 +274,3 @@ def _node_of_rank(agreed: Round | None, wanted: LogRequest) -> list[str]:
     if agreed is None or wanted.round not in (None, agreed.number) or wanted.stream == ranklogs.RUNNER_LOG:
         return []
     return [node for rank, node, _, _ in agreed.assignments() if rank == wanted.rank]
-
-
-def _listed(names: Iterable[object]) -> str:
-    all_of_them = [str(name) for name in names]
-    more = f" and {len(all_of_them) - 6} more" if len(all_of_them) > 6 else ""
-    return ", ".join(all_of_them[:6]) + more

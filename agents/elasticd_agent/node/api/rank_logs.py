@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd_agent.model.job_dir import JobFiles
-from elasticd_agent.node.runners import safe_open as plain
+from elasticd_agent.system.files import open_plain
 
 STREAMS = ("stdout", "stderr")
 RUNNER_LOG = "elasticd"
@@ -85,7 +85,7 @@ def _read_slice(root: Path, parts: tuple[str, ...], offset: int, limit: int) -> 
 def open_below(root: Path, parts: tuple[str, ...]) -> Iterator[int]:
     """A plain file below `root`, for reading. Raises OSError for anything else, and for a link on the way to it."""
     with _directory(root, parts[:-1]) as directory:
-        fd = plain.open_plain(parts[-1], os.O_RDONLY, dir_fd=directory)
+        fd = open_plain(parts[-1], os.O_RDONLY, dir_fd=directory)
         try:
             yield fd
         finally:

@@ -17,6 +17,7 @@ from elasticd_agent.config import job_file as jobfile
 from elasticd_agent.config.documents import FileFormat
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.phrases import is_are, listing
 from elasticd_agent.model.records import Round
 from elasticd_agent.node.api import views as showing
 from elasticd_agent.node.api.cluster import ClusterReader, LogChunk, LogRequest, NotFound
@@ -27,8 +28,6 @@ from elasticd_agent.node.scheduler import job_queue as queue
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.node.scheduler.snapshot import StoreSnapshot
 from elasticd_agent.store import Store
-
-_MAX_NAMES = 20
 
 
 class Conflict(ElasticdError):
@@ -203,5 +202,4 @@ def _progress_from_result(ending: Any) -> dict[str, Any] | None:
 def _existing_names(names: list[str], what: str) -> str:
     if not names:
         return f"there is no {what} at all"
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"there {'is' if len(names) == 1 else 'are'} {', '.join(sorted(names)[:_MAX_NAMES])}{more}"
+    return f"there {is_are(names)} {listing(sorted(names))}"

@@ -12,9 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elasticd_agent.model.phrases import count
 from elasticd_agent.node.dashboard import format as words
 from elasticd_agent.node.dashboard.decode import JobStatus, RoundStatus
 from elasticd_agent.node.dashboard.markup import Html, tag
+from elasticd_agent.system.durations import in_words
 
 WIDTH, LEFT, RIGHT = 960, 56, 12
 TOP, RATE_H, GAP, BLOCKS_H, AXIS = 22, 130, 30, 40, 22
@@ -133,7 +135,7 @@ def _description(job: JobStatus, found: Sequence[float | None], rounds: Sequence
     if not known:
         return "No step was made in this time."
     fastest, last = words.rate(max(known)), words.rate(known[-1])
-    in_all = words.count(len(rounds), "round")
+    in_all = count(len(rounds), "round")
     return f"{fastest} at most, {last} at the end, in {in_all}; the list of rounds has the rest."
 
 
@@ -201,7 +203,7 @@ def _block(one: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, s
     kind = "block" if one.first_step_at is not None else "block none"
     wide = max(1.5, right - left - 0.5)
     label = f"{one.number}" if wide > 9 * len(str(one.number)) + 6 else ""
-    title = f"Round {one.number}, {words.count(one.world_size, 'worker')}: {one.reason}"
+    title = f"Round {one.number}, {count(one.world_size, 'worker')}: {one.reason}"
     return [
         tag(
             "g",
@@ -217,7 +219,7 @@ def _lost(one: RoundStatus, shown: TimeWindow) -> Html:
     assert one.lost_s is not None
     until = one.first_step_at if one.first_step_at is not None else shown.until
     left, right = shown.x(until - one.lost_s), shown.x(until)
-    title = tag("title", f"{words.duration(one.lost_s)} without a step")
+    title = tag("title", f"{in_words(one.lost_s)} without a step")
     height = RATE_H + GAP + BLOCKS_H
     kind = "pause" if one.planned else "lost"
     return tag("rect", title, x=left, y=TOP, width=max(0.0, round(right - left, 1)), height=height, class_=kind)

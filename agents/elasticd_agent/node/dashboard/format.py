@@ -6,29 +6,14 @@ import time
 from urllib.parse import quote
 
 from elasticd_agent.node.dashboard.markup import Html, tag
-
-
-def duration(seconds: float) -> str:
-    """ "0.4 s", "12 s", "3 min 20 s", "5 h 12 min", "4 d 3 h" """
-    if seconds < 9.95:
-        return f"{max(0.0, seconds):.1f} s"
-    whole = int(seconds + 0.5)
-    for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            rest = whole % size // smaller
-            return f"{whole // size} {unit}" + (f" {rest} {name}" if rest else "")
-    return f"{whole} s"
+from elasticd_agent.system.durations import in_words
 
 
 def rate(per_second: float) -> str:
     """ "12.3 steps/s"; of slow ones the seconds a step takes."""
     if per_second <= 0:
         return "0 steps/s"
-    return f"{per_second:.3g} steps/s" if per_second >= 0.1 else f"{duration(1 / per_second)} a step"
-
-
-def count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    return f"{per_second:.3g} steps/s" if per_second >= 0.1 else f"{in_words(1 / per_second)} a step"
 
 
 def clock(at: float, *, day: bool = False) -> str:

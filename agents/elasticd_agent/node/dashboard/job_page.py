@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
+from elasticd_agent.model.phrases import count
 from elasticd_agent.node.dashboard import format as words
 from elasticd_agent.node.dashboard import ranks
 from elasticd_agent.node.dashboard import rounds as history
@@ -15,6 +16,7 @@ from elasticd_agent.node.dashboard.decode import JobStatus, RoundStatus
 from elasticd_agent.node.dashboard.layout import banner, chip, section
 from elasticd_agent.node.dashboard.markup import Child, Html, joined, tag
 from elasticd_agent.node.dashboard.status import problem, state
+from elasticd_agent.system.durations import in_words
 
 WINDOWS: dict[str, float | None] = {"10m": 600.0, "1h": 3600.0, "1d": 86400.0, "all": None}
 _NAMES = {"10m": "10 min", "1h": "1 hour", "1d": "1 day", "all": "all of it"}
@@ -63,7 +65,7 @@ def _summary(job: JobStatus) -> list[Child]:
     said += [banner("warn", f"{node} does not answer: {why}") for node, why in job.unreachable_nodes[:3]]
     if job.ended and job.ended_s is not None:
         code = f" with exit code {job.exit_code}" if job.exit_code is not None else ""
-        said.append(tag("p", f"Ended {words.duration(job.ended_s)} ago{code}: {job.reason}", class_="why"))
+        said.append(tag("p", f"Ended {in_words(job.ended_s)} ago{code}: {job.reason}", class_="why"))
     else:
         said.append(tag("p", job.reason, class_="why"))
     return said
@@ -79,17 +81,17 @@ def _tiles(job: JobStatus) -> list[Html]:
     return [
         _tile("Step", "–" if job.step is None else f"{job.step:,}", "" if job.rate is None else words.rate(job.rate)),
         _tile("Workers", workers, f"of at most {most}" if fewer else ""),
-        _tile("Round", str(job.round or "–"), "" if job.restarts is None else words.count(job.restarts, "restart")),
+        _tile("Round", str(job.round or "–"), "" if job.restarts is None else count(job.restarts, "restart")),
         _tile(
             "Checkpoint",
             "none" if saved is None else f"step {saved.step:,}",
-            "" if saved is None or saved.age_s is None else f"{words.duration(saved.age_s)} ago",
+            "" if saved is None or saved.age_s is None else f"{in_words(saved.age_s)} ago",
         ),
         _tile("Goodput", "–" if job.goodput is None else f"{100 * job.goodput:.1f} %", "of its time counted"),
         _tile(
             "Lost",
-            words.duration(sum(lost)) if lost else "nothing",
-            f"{words.count(len(faulty), 'fault')}, {words.count(again, 'step')} again" if lost else "",
+            in_words(sum(lost)) if lost else "nothing",
+            f"{count(len(faulty), 'fault')}, {count(again, 'step')} again" if lost else "",
         ),
     ]
 

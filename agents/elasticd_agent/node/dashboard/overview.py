@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elasticd_agent.model.phrases import count
 from elasticd_agent.node.dashboard import decode as facts
 from elasticd_agent.node.dashboard import format as words
 from elasticd_agent.node.dashboard.layout import banner, chip, section
 from elasticd_agent.node.dashboard.markup import Child, Html, tag
 from elasticd_agent.node.dashboard.status import JOB_STATE_STYLES, state
+from elasticd_agent.system.durations import in_words
 
 NODE_STATE_STYLES = {
     "ready": "good",
@@ -37,7 +39,7 @@ def overview(
         tag("h1", "Jobs and nodes"),
         tag(
             "p",
-            f"{words.count(live, 'job')} of {len(jobs)} not ended · {ready} of {words.count(len(nodes), 'node')} ready",
+            f"{count(live, 'job')} of {len(jobs)} not ended · {ready} of {count(len(nodes), 'node')} ready",
             class_="why",
             id="sum",
             data_live=True,
@@ -108,8 +110,8 @@ def _step(job: facts.JobStatus | None) -> Child:
 
 def _since(row: Mapping[str, Any]) -> str:
     if row["ended_seconds"] is not None:
-        return f"ended {words.duration(row['ended_seconds'])} ago"
-    return words.duration(row["age_seconds"]) if row["age_seconds"] is not None else "–"
+        return f"ended {in_words(row['ended_seconds'])} ago"
+    return in_words(row["age_seconds"]) if row["age_seconds"] is not None else "–"
 
 
 def _short_list(names: Sequence[str]) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elasticd_agent.node.dashboard import format as words
 from elasticd_agent.node.dashboard.decode import AssignmentStatus, JobStatus, RankProgress
 from elasticd_agent.node.dashboard.layout import chip
 from elasticd_agent.node.dashboard.markup import Child, Html, tag
+from elasticd_agent.system.durations import in_words
 
 STALLED_S = 5.0
 """Somebody who has not moved for so long is pointed out: the shortest time after which a hang is suspected."""
@@ -72,6 +72,6 @@ def _cell(rank: RankProgress, job: JobStatus, most: int) -> Html:
         tag("span", tag("span", "rank ", class_="quiet"), str(rank.rank), class_="which"),
         tag("span", word, class_="word"),
         tag("span", f"step {rank.step:,}{behind}", class_="step"),
-        tag("span", f"moved {words.duration(rank.idle_s)} ago", class_="age"),
+        tag("span", f"moved {in_words(rank.idle_s)} ago", class_="age"),
         class_=f"rank {kind}",
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from elasticd_agent.model.phrases import count
 from elasticd_agent.node.dashboard import format as words
 from elasticd_agent.node.dashboard.decode import JobStatus, RoundStatus
 from elasticd_agent.node.dashboard.layout import chip
 from elasticd_agent.node.dashboard.markup import Child, Html, tag
+from elasticd_agent.system.durations import in_words
 
 SHOWN = 25
 _SHOWN_NODES = 6
@@ -25,7 +27,7 @@ def _round(one: RoundStatus, job: JobStatus, now: float) -> Html:
     kind = "idle" if one.planned else "bad"
     many = len(one.nodes) - _SHOWN_NODES
     nodes = ", ".join(one.nodes[:_SHOWN_NODES]) + (f" +{many}" if many > 0 else "")
-    where = words.count(one.world_size, "worker") + (f" on {nodes}" if nodes else "")
+    where = count(one.world_size, "worker") + (f" on {nodes}" if nodes else "")
     return tag(
         "li",
         tag("div", tag("span", str(one.number), class_="number"), class_="rail"),
@@ -48,18 +50,18 @@ def _outcome(one: RoundStatus, job: JobStatus, now: float) -> str:
         return "no step yet" if newest and not job.ended else "made no step"
     ends = one.ended_at if one.ended_at is not None else job.ended_at if newest else None
     if ends is None:
-        return f"training for {words.duration(now - one.first_step_at)}" if newest else "trained"
-    trained = f"trained for {words.duration(max(0.0, ends - one.first_step_at))}"
+        return f"training for {in_words(now - one.first_step_at)}" if newest else "trained"
+    trained = f"trained for {in_words(max(0.0, ends - one.first_step_at))}"
     made = (one.last_step or 0) - (one.first_step or 0)
     return trained + (f", steps {one.first_step:,} to {one.last_step:,}" if made > 0 else "")
 
 
 def _cost(one: RoundStatus) -> Child:
     assert one.lost_s is not None
-    again = "" if one.lost_steps is None else f"{words.count(one.lost_steps, 'step')} again"
+    again = "" if one.lost_steps is None else f"{count(one.lost_steps, 'step')} again"
     if one.first_step_at is None:
-        return [tag("b", words.duration(one.lost_s)), tag("span", "without a step so far", class_="quiet")]
+        return [tag("b", in_words(one.lost_s)), tag("span", "without a step so far", class_="quiet")]
     if one.planned:
         less = again if one.lost_steps else "no step lost" if one.lost_steps == 0 else ""
-        return tag("span", f"paused {words.duration(one.lost_s)}", tag("br"), less, class_="quiet")
-    return [tag("b", f"−{words.duration(one.lost_s)}"), tag("span", again, class_="quiet") if again else None]
+        return tag("span", f"paused {in_words(one.lost_s)}", tag("br"), less, class_="quiet")
+    return [tag("b", f"−{in_words(one.lost_s)}"), tag("span", again, class_="quiet") if again else None]

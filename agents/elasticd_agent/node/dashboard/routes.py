@@ -29,6 +29,7 @@ from elasticd_agent.node.dashboard.markup import Child, tag
 from elasticd_agent.node.dashboard.overview import overview
 from elasticd_agent.node.dashboard.status import problem
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
+from elasticd_agent.system.durations import in_words
 from elasticd_agent.system.http_auth import AccessDenied
 
 CACHE_S = 0.9
@@ -166,7 +167,7 @@ class DashboardRoutes:
         try:
             logs = run_within(PAGE_TIMEOUT_S, lambda: self.api.service.logs(job.job, asked, None))
         except DeadlineExceeded:
-            return LogTail(why=f"Who has it did not answer within {words.duration(PAGE_TIMEOUT_S)}.")
+            return LogTail(why=f"Who has it did not answer within {in_words(PAGE_TIMEOUT_S)}.")
         except ElasticdError as error:
             return LogTail(why=str(error))
         text = logs.data.decode("utf-8", "replace")
@@ -201,7 +202,7 @@ class DashboardRoutes:
             return _public_response(403, "Nobody can log in", why)
         wait = self.rate_limit.attempt(request.host)
         if wait:
-            why = f"There were too many wrong tokens. Try again in {words.duration(wait)}."
+            why = f"There were too many wrong tokens. Try again in {in_words(wait)}."
             return frame.html_response(
                 429, frame.login(why, then), frame.PUBLIC_POLICY, ("Retry-After", str(int(wait) + 1))
             )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elasticd_agent.node.dashboard import format as words
 from elasticd_agent.node.dashboard import ranks
 from elasticd_agent.node.dashboard.decode import JobStatus
+from elasticd_agent.system.durations import in_words
 
 JOB_STATE_STYLES = {
     "running": "good",
@@ -25,7 +25,7 @@ def problem(job: JobStatus) -> tuple[str, str] | None:
     if newest is not None and newest.first_step_at is None and newest.lost_s is not None:
         return (
             "recovering",
-            f"No step for {words.duration(newest.lost_s)}: round {newest.number} is starting, since {newest.reason}",
+            f"No step for {in_words(newest.lost_s)}: round {newest.number} is starting, since {newest.reason}",
         )
     if job.phase in ("stopping", "settling"):
         return "stopping", f"The workers of round {job.round} are being ended."
@@ -33,12 +33,12 @@ def problem(job: JobStatus) -> tuple[str, str] | None:
         word, kind = ranks.condition(rank, job)
         if kind == "bad":
             others = " The others wait for it." if len(job.ranks) > 1 else ""
-            since = f"nothing of it has moved for {words.duration(rank.idle_s)}."
+            since = f"nothing of it has moved for {in_words(rank.idle_s)}."
             return "stalled", f"Rank {rank.rank} on {rank.node} is {word}: {since}{others}"
     still = [rank for rank in job.ranks if ranks.condition(rank, job)[1] == "warn"]
     if still:
         who = f"Rank {still[0].rank} on {still[0].node} has" if len(still) == 1 else f"{len(still)} ranks have"
-        return "stalled", f"{who} not moved for {words.duration(max(rank.idle_s for rank in still))}."
+        return "stalled", f"{who} not moved for {in_words(max(rank.idle_s for rank in still))}."
     return None
 
 

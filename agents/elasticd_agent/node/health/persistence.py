@@ -15,6 +15,7 @@ from pathlib import Path
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document, Record
 from elasticd_agent.node.health.policy import CheckHistory, HealthHistory, after_reboot
+from elasticd_agent.system.files import replace_file
 from elasticd_agent.system.procfs import read
 
 _log = logging.getLogger("elasticd.health")
@@ -88,12 +89,8 @@ class HealthFile:
             failing=tuple(FailingCheck(row.check, row.why) for row in past.failing),
             gpus=self.max_gpus,
         )
-        new = self._path.with_suffix(".new")
         try:
-            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            with open(fd, "wb") as file:
-                file.write(kept.to_json())
-            os.replace(new, self._path)
+            replace_file(self._path, kept.to_json(), sync=False)
         except OSError as error:
             if not self._warned:
                 _log.warning("%s cannot be written (%s): a restart of the agent forgets strikes", self._path, error)

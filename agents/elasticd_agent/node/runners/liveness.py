@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd_agent.node.runners.safe_open import open_plain
 from elasticd_agent.system import procfs
+from elasticd_agent.system.files import open_plain
 
 OWNER_BYTES = 80
 """Always as long, so that a name is replaced by one write, and on a full disk, too."""

@@ -24,6 +24,7 @@ from elasticd_agent.job import preflight
 from elasticd_agent.job.loop import Message
 from elasticd_agent.job.reporting import Reporting
 from elasticd_agent.job.run import RunContext, run_job
+from elasticd_agent.model.exit_codes import TERMINATED
 from elasticd_agent.model.job import AgentSettings, JobSpec, Policy
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.messages import StopRequested
@@ -42,12 +43,12 @@ from elasticd_agent.node.runners.spec import (
     write_exit,
 )
 from elasticd_agent.system.control_socket import Verb
+from elasticd_agent.system.files import replace_link
 from elasticd_agent.system.process import prctl
 from elasticd_agent.telemetry import event_log as eventlog
 from elasticd_agent.telemetry import metrics
 
 PR_SET_NAME = 15
-SIGTERM_EXIT = 128 + 15
 MAX_WAKE_DELAY_S = 2.0
 """Whoever wakes up so much later than it wanted to was stopped or starved, and has not heard the daemon meanwhile."""
 
@@ -129,7 +130,7 @@ def _run(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, lock: 
         kept_fds=(lock,),
         pauses_before_stop=True,
         leave_within_s=runner_spec.drain_timeout_s,
-        on_runtime_dir=lambda runtime: _link_runtime(files.runtime, runtime),
+        on_runtime_dir=lambda runtime: replace_link(files.runtime, runtime),
         stop_reason=lambda: leave_reason(files),
     )
     try:
@@ -138,14 +139,6 @@ def _run(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, lock: 
         if str(error).startswith("--"):  # of a flag, which is a key in a job file
             raise jobfile.in_keys(str(error)) from None
         raise
-
-
-def _link_runtime(link: Path, runtime: Path) -> None:
-    """The runtime directory is in memory, under a name of its own; the job's folder says where."""
-    beside = link.with_name(f".{link.name}.new")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(runtime)
-    os.rename(beside, link)
 
 
 class RunnerReporting(Reporting):
@@ -176,7 +169,7 @@ class RunnerReporting(Reporting):
 
     def verbs(self, status: Callable[[], dict[str, Any]], post: Callable[[Message], None]) -> Mapping[str, Verb]:
         def leave(why: str) -> None:
-            post(StopRequested("SIGTERM", SIGTERM_EXIT, time.monotonic(), why))
+            post(StopRequested("SIGTERM", TERMINATED, time.monotonic(), why))
 
         tether = AgentWatchdog(self._runner_spec.adopt_timeout_s, leave)
         self.callback(tether.close)

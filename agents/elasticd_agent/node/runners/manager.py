@@ -32,11 +32,11 @@ from elasticd_agent.node.runners.spec import (
     exit_for,
     read_exit,
     read_spec,
-    replace_file,
     write_exit,
 )
 from elasticd_agent.system import control_socket as control
 from elasticd_agent.system import procfs
+from elasticd_agent.system.files import replace_file
 
 KILL_DELAY_S = 5.0
 """From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from elasticd.errors import UsageError
 from elasticd_agent.model.job_dir import JobFiles
-from elasticd_agent.node.runners.safe_open import open_plain
 from elasticd_agent.node.runners.spec import StoreSecrets
+from elasticd_agent.system.files import open_plain
 
 MAX_RUNNER_LOG_BYTES = 1 << 20
 _AGENT_PREFIXES = (

@@ -20,7 +20,7 @@ from elasticd_agent.model.codec import Document
 from elasticd_agent.model.job import Rendezvous, Tls
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.records import RoundSummary
-from elasticd_agent.node.runners import safe_open as plain
+from elasticd_agent.system.files import open_plain, read_plain
 from elasticd_agent.system.process import prctl
 
 PR_SET_DUMPABLE = 4
@@ -142,13 +142,13 @@ class RunnerExit(Document):
 
 def read_spec(files: JobFiles, *, own_only: bool = False) -> RunnerSpec:
     """`ours`: only one that this very user has written. Raises WireError in a whole sentence, OSError."""
-    return RunnerSpec.from_json(plain.read_plain(files.runner_spec, MAX_SPEC_BYTES, own_only=own_only))
+    return RunnerSpec.from_json(read_plain(files.runner_spec, MAX_SPEC_BYTES, own_only=own_only))
 
 
 def read_exit(files: JobFiles) -> RunnerExit | None:
     """None while the runner has not ended, or where it could not say how."""
     try:
-        last = RunnerExit.from_json(plain.read_plain(files.runner_exit, MAX_EXIT_BYTES))
+        last = RunnerExit.from_json(read_plain(files.runner_exit, MAX_EXIT_BYTES))
         return replace(last, reason=last.reason[:MAX_REASON_CHARS])  # it goes on into the node's card
     except (OSError, WireError):
         return None
@@ -157,7 +157,7 @@ def read_exit(files: JobFiles) -> RunnerExit | None:
 def write_exit(files: JobFiles, last: RunnerExit) -> None:
     """The runner's last word, whole or not at all, also on a full disk if there was room at the start."""
     spare = files.root / RESERVED_FILE
-    with open(plain.open_plain(spare, os.O_WRONLY | os.O_CREAT), "wb") as file:
+    with open(open_plain(spare, os.O_WRONLY | os.O_CREAT), "wb") as file:
         file.write(last.to_json())
         file.truncate()
         os.fsync(file.fileno())
@@ -175,7 +175,7 @@ def leave_reason(files: JobFiles) -> str:
 
 def reserve_exit_space(files: JobFiles) -> None:
     """Take the room for the last word now. Raises OSError on a disk that is full already."""
-    with open(plain.open_plain(files.root / RESERVED_FILE, os.O_WRONLY | os.O_CREAT), "wb") as file:
+    with open(open_plain(files.root / RESERVED_FILE, os.O_WRONLY | os.O_CREAT), "wb") as file:
         file.write(b" " * RESERVED_BYTES)
 
 
@@ -185,22 +185,3 @@ def exit_for(spec: RunnerSpec, exit_code: int, reason: str, rounds: Sequence[Rou
     outcome = outcomes.get(exit_code, "left")
     kept = tuple(rounds)[-MAX_EXIT_ROUNDS:]
     return RunnerExit(spec.job, spec.number, exit_code, outcome, reason, kept, step, time.time())
-
-
-def replace_file(path: Path, data: bytes, group: int | None = None) -> None:
-    """Write `path` whole, 0600; with a `group` that may read it, 0640. Raises OSError: then nothing has changed."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.unlink(missing_ok=True)
-    fd = plain.open_plain(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        with open(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-            if group is not None:
-                os.fchown(fd, -1, group)
-                os.fchmod(fd, 0o640)
-        os.rename(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise

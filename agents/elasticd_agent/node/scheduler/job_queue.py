@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elasticd.errors import StoreUnavailable, UsageError, WireError
+from elasticd_agent.model.exit_codes import TERMINATED
 from elasticd_agent.model.job import check_identifier
 from elasticd_agent.model.keys import decode_record
 from elasticd_agent.node import keys as names
@@ -19,8 +20,6 @@ from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.node.scheduler.snapshot import StoreSnapshot
 from elasticd_agent.store import Store, Versioned
 
-CANCELLED_EXIT_CODE = 143
-"""As a shell says it of SIGTERM, which is what a cancelled job's workers get."""
 MAX_RACES = 100
 """A write that is lost so often in a row is not a race but a fault."""
 REASON_CHARS = 500
@@ -79,7 +78,7 @@ def submit(
 def cancel(store: Store, job: str, by: str, at: float) -> JobResult:
     """End a job. The ending that counts comes back: the job's own if it was faster, or ended long ago."""
     number = _number(store, job)
-    return record_result(store, JobResult(job, number, "cancelled", CANCELLED_EXIT_CODE, f"cancelled{_by(by)}", at))
+    return record_result(store, JobResult(job, number, "cancelled", TERMINATED, f"cancelled{_by(by)}", at))
 
 
 def record_result(store: Store, ending: JobResult) -> JobResult:

@@ -17,13 +17,12 @@ The rules, in order:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from elasticd_agent.model.phrases import count, has_have, is_are, listing, plural, ranges
 from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Refusal, SlotAssignment, Submission
 
-MAX_NAMED = 6
-"""Nodes that a sentence names; of more it says how many there are."""
 BEHIND_OTHERS = "waits behind those that came first"
 """Of whoever is not at the head of the queue. It names nobody: each start would rewrite it for all who wait."""
 BLOCKS_NOBODY = "it holds up nobody"
@@ -182,7 +181,7 @@ class _Job:
         same = written is not None and (places, refused) == (written.assignments, written.refusals)
         if written is not None and same and (places or written.reason.endswith(self.waits)):
             return written
-        reason = f"runs on {_listed(_slots(p) for p in places)}" if places else self.waits
+        reason = f"runs on {listing(_slots(p) for p in places)}" if places else self.waits
         last = () if written is None else written.previous_nodes_after(self.places)
         # Who has refused it is what it waits for, too: once is enough.
         told = () if places else {_refused((node,), why) for node, why in self.refused.items()}
@@ -231,14 +230,14 @@ def _gone(place: SlotAssignment, job: _Job, node: _Node | None, view: ClusterVie
     if node.away and (job.wants.job, place.node) in view.left_behind:
         return f"{place.node} is away, and the job went on without it"
     if others := {node.given[slot] for slot in place.slots if slot in node.given}:
-        return f"{place.node}'s slots are {_listed(sorted(others))}'s"
+        return f"{place.node}'s slots are {listing(sorted(others))}'s"
     mine = (job.wants.job, job.wants.number)
     if (
         not node.away
         and max(place.slots) >= node.card.slots
         and not any((r.job, r.number) == mine for r in node.card.runners)
     ):
-        return f"{place.node} has {_count(node.card.slots, 'slot')} now"
+        return f"{place.node} has {count(node.card.slots, 'slot')} now"
     return ""
 
 
@@ -283,7 +282,7 @@ def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
             before = set(job.places)
             _take(job, nodes)
             if came := sorted(job.places.keys() - before):
-                job.said.append(f"{_listed(came)} {'was' if len(came) == 1 else 'were'} free and nobody waits")
+                job.said.append(f"{listing(came)} {'was' if len(came) == 1 else 'were'} free and nobody waits")
 
 
 def _take(job: _Job, nodes: dict[str, _Node]) -> bool:
@@ -305,7 +304,7 @@ def _take(job: _Job, nodes: dict[str, _Node]) -> bool:
 def _give_back(job: _Job, nodes: dict[str, _Node]) -> None:
     left = list(job.places.values())
     job.places.clear()
-    job.said.append(f"{_listed(p.node for p in left)} alone {'is' if len(left) == 1 else 'are'} too few")
+    job.said.append(f"{listing(p.node for p in left)} alone {is_are(left)} too few")
     for place in left:
         nodes[place.node].take_back(place)
 
@@ -329,28 +328,26 @@ def _could(job: _Job, node: _Node) -> bool:
 
 def _wish(wants: Submission) -> str:
     each = " each" if wants.min_nodes > 1 else ""
-    return f"wants {_count(wants.min_nodes, 'node')} with {_count(wants.min_slots, 'free slot')}{each}"
+    return f"wants {count(wants.min_nodes, 'node')} with {count(wants.min_slots, 'free slot')}{each}"
 
 
 def _lack(job: _Job, nodes: dict[str, _Node]) -> str:
     """What a job waits for that could run if others did not."""
     fit = [name for name, node in sorted(nodes.items()) if _fits(job, node)]
     others = _words(job, nodes, fit, free=True)
-    has = f"{_listed(fit)} {'has' if len(fit) == 1 else 'have'} them, but " if fit else ""
-    return has + _listed(others)
+    has = f"{listing(fit)} {has_have(fit)} them, but " if fit else ""
+    return has + listing(others)
 
 
 def _missing(job: _Job, nodes: dict[str, _Node]) -> str:
     """What a job waits for that could never run on these nodes. It does not change as others come and go."""
     could = [name for name, node in sorted(nodes.items()) if _could(job, node)]
     others = _words(job, nodes, could, free=False)
-    here = f"{len(could) or 'none'} of the {len(nodes)} nodes here could carry it: {_listed(others)}"
+    here = f"{len(could) or 'none'} of the {len(nodes)} nodes here could carry it: {listing(others)}"
     if not others:
-        here = (
-            f"only {_count(len(could), 'node')} {'is' if len(could) == 1 else 'are'} here" if could else "none is here"
-        )
+        here = f"only {count(len(could), 'node')} {is_are(could)} here" if could else "none is here"
     elif len(nodes) == 1:
-        here = f"the only node here cannot carry it: {_listed(others)}"
+        here = f"the only node here cannot carry it: {listing(others)}"
     elif could:
         here = "only " + here
     return f"{_wish(job.wants)}, and {here}"
@@ -370,35 +367,15 @@ def _words(job: _Job, nodes: dict[str, _Node], but: list[str], *, free: bool) ->
         elif free and node.card.slots >= job.wants.min_slots:
             found.append(f"{name} has {len(node.free)} of {node.card.slots} free")
         else:
-            found.append(f"{name} has {_count(node.card.slots, 'slot')}" + (" in all" if free else ""))
+            found.append(f"{name} has {count(node.card.slots, 'slot')}" + (" in all" if free else ""))
     return [*found, *(_refused(names, why) for why, names in alike.items())]
 
 
 def _refused(names: Iterable[str], why: str) -> str:
-    return _because(f"{_listed(names)} refused it", why)
+    return _because(f"{listing(names)} refused it", why)
 
 
 def _slots(place: SlotAssignment) -> str:
     """`n1 (slots 0-3, 6)`."""
-    runs = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in _runs(sorted(place.slots)))
-    return f"{place.node} ({'slot' if len(place.slots) == 1 else 'slots'} {runs})"
-
-
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    first = last = numbers[0]
-    for number in numbers[1:]:
-        if number != last + 1:
-            yield first, last
-            first = number
-        last = number
-    yield first, last
-
-
-def _listed(words: Iterable[str]) -> str:
-    words = list(words)
-    shown = words if len(words) <= MAX_NAMED else [*words[:MAX_NAMED], f"{len(words) - MAX_NAMED} more"]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}" if shown else "none"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    runs = ", ".join(ranges(place.slots))
+    return f"{place.node} ({plural(len(place.slots), 'slot')} {runs})"

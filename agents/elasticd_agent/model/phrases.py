@@ -1,0 +1,48 @@
+"""Counts and lists in words, for every sentence that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+MAX_ITEMS = 6
+"""A list of more names hides what the sentence says."""
+
+
+def plural(number: int, noun: str) -> str:
+    """ "node" for 1, else "nodes"."""
+    return noun if number == 1 else f"{noun}s"
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 node", "2 nodes", "1,000 nodes"."""
+    return f"{number:,} {plural(number, noun)}"
+
+
+def is_are(items: Collection[object]) -> str:
+    return "is" if len(items) == 1 else "are"
+
+
+def has_have(items: Collection[object]) -> str:
+    return "has" if len(items) == 1 else "have"
+
+
+def listing(items: Iterable[object], max_items: int | None = MAX_ITEMS, *, conjunction: str = "and") -> str:
+    """ "a", "a and b", "a, b and c"; beyond `max_items` "a, b and 7 more"; "none" where there are none."""
+    words = [str(item) for item in items]
+    if max_items is not None and len(words) > max_items:
+        words = [*words[:max_items], f"{len(words) - max_items} more"]
+    if len(words) < 2:
+        return words[0] if words else "none"
+    return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
+
+
+def ranges(numbers: Iterable[int], min_length: int = 2) -> list[str]:
+    """ "0-3", "6": numbers in order, runs of at least `min_length` neighbours as one range each."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = ([f"{run[0]}-{run[-1]}"] if len(run) >= max(2, min_length) else map(str, run) for run in runs)
+    return [part for group in parts for part in group]

@@ -1,0 +1,70 @@
+"""Plain files opened safely, and files replaced atomically: a reader finds the old content or the new one.
+
+A folder may belong to a job's user, so the file there must not lead the agent elsewhere or make it wait: a link, a
+second name of another user's file, and a pipe without a writer are errors. The folders above it are trusted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def open_plain(path: Path | str, flags: int, *, dir_fd: int | None = None) -> int:
+    """A file descriptor; a new file has mode 0600. Raises OSError."""
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o600, dir_fd=dir_fd)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+        if found.st_nlink != 1:
+            raise OSError(errno.EMLINK, "it has another name as well", str(path))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_plain(path: Path, max_bytes: int, *, own_only: bool = False) -> bytes:
+    """The whole file. `own_only`: refuse a file of another user. Raises OSError, also beyond `max_bytes`."""
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        found = os.fstat(file.fileno())
+        if own_only and found.st_uid != os.geteuid():
+            raise OSError(errno.EPERM, f"it belongs to user {found.st_uid}", str(path))
+        if found.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
+        return file.read(max_bytes)
+
+
+def replace_file(path: Path, data: bytes, group: int | None = None, *, sync: bool = True) -> None:
+    """Write `path` whole with mode 0600, or 0640 for `group`. Raises OSError; then `path` is as before.
+
+    `sync`: the content is on disk before it gets its name. On failure the temporary file goes, too: a full disk.
+    """
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    fd = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            if sync:
+                os.fsync(fd)
+            if group is not None:
+                os.fchown(fd, -1, group)
+                os.fchmod(fd, 0o640)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def replace_link(path: Path, target: Path) -> None:
+    """Make `path` a symbolic link to `target`, in one step where there was one already. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    os.replace(temporary, path)
