@@ -23,7 +23,6 @@ from elasticd_agent.model.records import Round
 from elasticd_agent.store import Store
 
 _ABANDONED_RUN = "a later run of this job has come, and nobody of this one is left"
-"""As a shell reports SIGTERM: the end was requested."""
 
 _LABELS = {
     "entrypoint": "the script",

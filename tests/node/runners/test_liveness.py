@@ -24,9 +24,9 @@ from elasticd_agent.node.runners.spec import (
     StoreSecrets,
     read_exit,
     read_spec,
-    replace_file,
     write_exit,
 )
+from elasticd_agent.system.files import replace_file
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
@@ -88,9 +88,9 @@ def test_what_is_no_plain_file_holds_nobody_up(tmp_path: Path, make: Callable[[P
     assert alive.is_locked(files.lock), "that cannot be told"
     assert alive.lock_owner(files.lock) is None
     assert read_exit(files) is None
-    with pytest.raises(OSError, match=r"no plain file|symbolic links"):
+    with pytest.raises(OSError, match=r"not a plain file|symbolic links"):
         read_spec(files)
-    with pytest.raises(OSError, match=r"no plain file|symbolic links|No such device"):
+    with pytest.raises(OSError, match=r"not a plain file|symbolic links|No such device"):
         spawn(files, 0, Account.of(None), StoreSecrets())
 
 
@@ -120,9 +120,7 @@ def test_an_order_that_a_jobs_user_has_written_is_nobodys(tmp_path: Path) -> Non
         assert [over.key for over in runners.adopt()] == [("mine", 1)]
         os.chown(files.runner_spec, 65534, 65534)
         assert runners.adopt() == []
-    assert said == [
-        f"{files.runner_spec}: [Errno 1] user 65534 has written it: '{files.runner_spec}'; it is left alone"
-    ]
+    assert said == [f"{files.runner_spec}: [Errno 1] it belongs to user 65534: '{files.runner_spec}'; it is left alone"]
 
 
 HOLDS = """
