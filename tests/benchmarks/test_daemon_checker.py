@@ -142,7 +142,7 @@ def a_node_is_lost_with_its_agent(d: Daemons) -> None:
 
 
 def a_runner_is_sent_away(d: Daemons) -> None:
-    find(d["agents"]["a"], kind="runner_asked")["reason"] = "job j2 leaves this node: a has 0 slots now"
+    find(d["agents"]["a"], kind="runner_asked")["reason"] = "job j2: stopping its runner: a has 0 slots now"
 
 
 def a_round_is_not_shown(d: Daemons) -> None:
@@ -186,7 +186,7 @@ FORGERIES: dict[Callable[[Daemons], None], str] = {
     a_cancelled_job_trains_on: "nobody trains after the end: j2.2 has cancelled, and pid 100 on a trained in round 1",
     a_runner_is_lost_with_its_agent: "only the killed are lost: a: was killed, and nobody had hurt it",
     a_node_is_lost_with_its_agent: "only the killed are lost: j1.1 lost a in round 3, and nobody had hurt it",
-    a_runner_is_sent_away: "nobody is sent away for nothing: a: job j2 leaves this node: a has 0 slots now",
+    a_runner_is_sent_away: "nobody is sent away for nothing: a: job j2: stopping its runner: a has 0 slots now",
     a_round_is_not_shown: "histories are whole: j1.1 had rounds [2], which its history does not show",
     a_round_is_shown_without_a_reason: "histories are whole: j1.1: its history has no reason for round 2",
     an_agent_leaves_badly: "agents leave well: the agent of b was asked to leave and ended with -9",

@@ -1,4 +1,4 @@
-"""What cannot be started is refused, or tried again: in a sentence, and never at the price of the daemon."""
+"""Executor: a job that cannot be started is refused or retried, with the reason, and never ends the agent."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "/state/jobs/llm.1")
 
 @dataclass
 class FakeRunners:
-    """Runners and orders of a node on which one thing or another goes wrong."""
+    """RunnerManager and SpecBuilder of a node, with faults."""
 
     account_fails: Exception | None = None
     start_fails: Exception | None = None
     refuse_fails: Exception | None = None
-    did: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
     settings: Any = field(default_factory=lambda: SimpleNamespace(drain_timeout_s=60.0))
 
     def build(self, start: RunnerStart) -> RunnerSpec:
         return RunnerSpec(start.submission.job, start.submission.number, "n1", start.slots, "{}")
 
-    def account(self, order: RunnerSpec) -> Any:
+    def account(self, spec: RunnerSpec) -> Any:
         if self.account_fails:
             raise self.account_fails
 
     def secrets(self) -> Any: ...
 
-    def start(self, order: RunnerSpec, account: Any, secrets: Any) -> int:
-        self.did.append("start")
+    def start(self, spec: RunnerSpec, account: Any, secrets: Any) -> int:
+        self.calls.append("start")
         if self.start_fails:
             raise self.start_fails
         return 4711
 
-    def refuse(self, order: RunnerSpec, account: Any, why: str) -> RunnerEnd:
-        self.did.append(f"refuse: {why}")
+    def refuse(self, spec: RunnerSpec, account: Any, why: str) -> RunnerEnd:
+        self.calls.append(f"refuse: {why}")
         if self.refuse_fails:
             raise self.refuse_fails
-        return RunnerEnd(order, exit_for(order, 2, why, (), 0), requested=False)
+        return RunnerEnd(spec, exit_for(spec, 2, why, (), 0), requested=False)
 
 
 class RecordingJournal:
@@ -66,53 +66,53 @@ class RecordingJournal:
 PLAN = NodePlan(start=(RunnerStart(Submission("llm", 1, "{}", 1, 1, 1, 1), (0,)),))
 
 
-def on(machine: FakeRunners) -> tuple[Executor, RunOutcomes, list[str]]:
-    heard, ended = RecordingJournal(), RunOutcomes()
-    it: Any = machine
-    return Executor(it, heard, NodeMetrics("n1", "1"), it, ended), ended, heard.sentences  # type: ignore[arg-type]
+def executor_for(runners: FakeRunners) -> tuple[Executor, RunOutcomes, list[str]]:
+    journal, outcomes = RecordingJournal(), RunOutcomes()
+    fake: Any = runners
+    made = Executor(fake, journal, NodeMetrics("n1", "1"), fake, outcomes)  # type: ignore[arg-type]
+    return made, outcomes, journal.sentences
 
 
-def test_a_runner_that_starts() -> None:
-    machine = FakeRunners()
-    performing, _, said = on(machine)
-    performing.execute(PLAN, 100.0)
-    assert said == ["job llm: its runner starts as pid 4711, with slots 0"]
-    assert performing.has_started(("llm", 1))
+def test_start() -> None:
+    executor, _, log = executor_for(FakeRunners())
+    executor.execute(PLAN, 100.0)
+    assert log == ["job llm: runner started as pid 4711 on slots 0"]
+    assert executor.has_started(("llm", 1))
 
 
 @pytest.mark.parametrize(
-    "machine",
+    "runners",
     [
         FakeRunners(account_fails=UsageError("user 'x' does not exist")),
         FakeRunners(start_fails=NotAllowed("user 'x' may not")),
     ],
     ids=["no such user", "python out of reach"],
 )
-def test_who_may_not_be_started_is_refused(machine: FakeRunners) -> None:
-    performing, ended, said = on(machine)
-    performing.execute(PLAN, 100.0)
-    assert ended.exits[("llm", 1)].outcome == "refused"
-    assert said[0].startswith("job llm is refused by this node: user 'x' ")
-    assert not performing.has_started(("llm", 1))
+def test_refusal(runners: FakeRunners) -> None:
+    executor, outcomes, log = executor_for(runners)
+    executor.execute(PLAN, 100.0)
+    assert outcomes.exits[("llm", 1)].outcome == "refused"
+    assert log[0].startswith("job llm is refused by this node: user 'x' ")
+    assert not executor.has_started(("llm", 1))
 
 
 @pytest.mark.parametrize(
-    "machine",
+    "runners",
     [
         FakeRunners(start_fails=FULL),
         FakeRunners(account_fails=UsageError("user 'x' does not exist"), refuse_fails=FULL),
         FakeRunners(start_fails=NotAllowed("user 'x' may not"), refuse_fails=FULL),
     ],
-    ids=["to start", "to refuse", "to refuse after all"],
+    ids=["to start", "to refuse", "to refuse after the start"],
 )
-def test_a_full_disk_costs_a_while_and_not_the_daemon(machine: FakeRunners) -> None:
-    performing, ended, said = on(machine)
-    performing.execute(PLAN, 100.0)
-    assert said == ["job llm cannot be started: /state/jobs/llm.1: No space left on device; it is tried again in 10 s"]
-    tried = len(machine.did)
-    performing.execute(PLAN, 100.0 + RETRY_S - 1)
-    assert len(machine.did) == tried
-    machine.start_fails = machine.account_fails = machine.refuse_fails = None
-    performing.execute(PLAN, 100.0 + RETRY_S)
-    assert performing.has_started(("llm", 1))
-    assert not ended.exits
+def test_full_disk_is_retried(runners: FakeRunners) -> None:
+    executor, outcomes, log = executor_for(runners)
+    executor.execute(PLAN, 100.0)
+    assert log == ["job llm cannot be started: /state/jobs/llm.1: No space left on device; retrying in 10 s"]
+    calls = len(runners.calls)
+    executor.execute(PLAN, 100.0 + RETRY_S - 1)
+    assert len(runners.calls) == calls
+    runners.start_fails = runners.account_fails = runners.refuse_fails = None
+    executor.execute(PLAN, 100.0 + RETRY_S)
+    assert executor.has_started(("llm", 1))
+    assert not outcomes.exits

@@ -1,4 +1,4 @@
-"""`elasticd agent --supervised`: what a container has instead of systemd. The agent dies, jobs do not notice."""
+"""`elasticd agent --supervised`: the replacement for systemd in a container. Jobs survive the agent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.node.sd_notify import open_notifier
-from elasticd_agent.node.watchdog import WatchdogMonitor
+from elasticd_agent.node.supervisor import WatchdogMonitor
 from tests.faults.job import REPOSITORY, parent_of
 from tests.node.conftest import MakeNode
 from tests.node.node import COLD, comm_of, lives, until
@@ -23,7 +23,8 @@ def children(pid: int) -> set[int]:
     return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
-def test_the_agent_is_started_again_and_finds_its_runners_and_a_sigterm_drains_it(node: MakeNode) -> None:
+def test_killed_agent_is_restarted_and_adopts_its_runners(node: MakeNode) -> None:
+    """SIGTERM to the supervisor drains the node."""
     n1 = node()
     n1.job("one", "plain.py", COLD, "sleep", workers=1)
     n1.start("--supervised")
@@ -51,7 +52,7 @@ def test_the_agent_is_started_again_and_finds_its_runners_and_a_sigterm_drains_i
     n1.assert_gone()
 
 
-def test_an_agent_that_cannot_work_as_it_is_configured_is_not_started_again(node: MakeNode) -> None:
+def test_wrong_configuration_is_not_retried(node: MakeNode) -> None:
     n1 = node(slots=0)
     n1.start("--supervised", wait=False)
     assert n1.wait() == 2
@@ -61,7 +62,7 @@ def test_an_agent_that_cannot_work_as_it_is_configured_is_not_started_again(node
 @pytest.mark.system
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare (util-linux)")
 def test_as_process_1_of_a_container(node: MakeNode) -> None:
-    """A process namespace of its own: whoever is orphaned in it is this one's to reap; its end ends everybody."""
+    """A process namespace of its own: the supervisor reaps all orphans there, and its end ends all processes."""
     n1 = node()
     n1.job("one", "plain.py", COLD, "family", workers=1)
     n1.start("--supervised", prefix=["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"])
@@ -95,29 +96,29 @@ if not hung.exists():
 """
 
 
-def test_who_feeds_is_left_alone_and_who_leaves_is_not_waited_for() -> None:
-    feeding = WatchdogMonitor(30.0)
-    with closing(feeding):
-        environ = dict(feeding.environment)
+def test_watchdog_expires_only_for_a_silent_running_agent() -> None:
+    watchdog = WatchdogMonitor(30.0)
+    with closing(watchdog):
+        environ = dict(watchdog.environment)
         notifier = open_notifier(environ)
         assert notifier.watchdog_s == 30
-        assert not feeding.expired(100.0), "it is not ready yet, and may take its time"
+        assert not watchdog.expired(100.0), "an agent that is starting has no time limit"
         notifier.ready("here")
-        assert not feeding.expired(200.0)
-        assert not feeding.expired(229.0)
+        assert not watchdog.expired(200.0)
+        assert not watchdog.expired(229.0)
         assert notifier.feed()
-        assert not feeding.expired(231.0)
-        assert feeding.expired(262.0)
-        feeding.reset()
-        assert not feeding.expired(300.0), "another one"
+        assert not watchdog.expired(231.0)
+        assert watchdog.expired(262.0)
+        watchdog.reset()
+        assert not watchdog.expired(300.0), "another process"
         notifier.ready()
         notifier.stopping(60)
         assert notifier.ready()
-        assert not feeding.expired(301.0)
-        assert not feeding.expired(400.0)
+        assert not watchdog.expired(301.0)
+        assert not watchdog.expired(400.0)
 
 
-def test_an_agent_that_hangs_is_ended_and_started_again(tmp_path: Path) -> None:
+def test_hung_agent_is_aborted_and_restarted(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SUPERVISE, "1.0", sys.executable, "-c", HANGS_ONCE, str(tmp_path / "hung")],
         capture_output=True,
@@ -126,12 +127,12 @@ def test_an_agent_that_hangs_is_ended_and_started_again(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])},
     )
     assert done.returncode == 0, done.stderr
-    assert "the agent has decided nothing for 1 s; it is ended, with its stacks if it can" in done.stderr
+    assert "the agent's main loop has not run for 1 s; ending it with its stacks in the log" in done.stderr
     assert "the agent was killed by SIGABRT and is started again in 0 s" in done.stderr
 
 
-def test_an_agent_that_cannot_be_started_is_tried_again_and_nobody_need_listen(tmp_path: Path) -> None:
-    """Our end would be that of every runner: neither a full process table nor a closed standard error is worth it."""
+def test_failed_start_is_retried_also_with_stderr_closed(tmp_path: Path) -> None:
+    """The supervisor's end would end every runner: a full process table and a closed standard error do not end it."""
     late, beside = tmp_path / "agent", tmp_path / "new"
     beside.write_text(f"#!/bin/sh\n[ -e {tmp_path}/died ] && exit 2\n: > {tmp_path}/died\nexit 1\n")
     beside.chmod(0o700)
@@ -142,7 +143,7 @@ def test_an_agent_that_cannot_be_started_is_tried_again_and_nobody_need_listen(t
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])},
     ) as process:
         assert process.stderr is not None
-        assert "the agent cannot be started (No such file or directory), and" in process.stderr.readline()
+        assert "the agent cannot be started (No such file or directory), retrying in" in process.stderr.readline()
         process.stderr.close()
         beside.rename(late)
         assert process.wait(30) == 2
@@ -150,7 +151,7 @@ def test_an_agent_that_cannot_be_started_is_tried_again_and_nobody_need_listen(t
 
 
 @pytest.mark.system
-def test_a_stopped_agent_is_started_again_and_its_jobs_do_not_notice(node: MakeNode) -> None:
+def test_stopped_agent_is_restarted_without_effect_on_jobs(node: MakeNode) -> None:
     n1 = node()
     n1.job("one", "plain.py", COLD, "sleep", workers=1)
     n1.write()

@@ -1,7 +1,7 @@
-"""Hands in the jobs of agent.toml, [[job]]: each once, and again only when it is written differently there.
+"""Submits the jobs of agent.toml, [[job]]: each once, and again only when its text there has changed.
 
-It exists so that neither a restart of the daemon nor the end of a job runs it a second time. What was handed in is
-remembered in the state directory; that another daemon has handed in the same job is no error.
+Neither a restart of the agent nor the end of a job runs it a second time: the state directory has a list of submitted
+jobs. A job that another agent has already submitted is no error.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elasticd.errors import UsageError
-from elasticd_agent.config import job_file as jobfile
+from elasticd_agent.config import job_file
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.node.runners.spec_builder import required_id
-from elasticd_agent.node.scheduler import job_queue as queue
+from elasticd_agent.node.scheduler import job_queue
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Store
 from elasticd_agent.system.files import replace_file
@@ -34,23 +34,23 @@ class ConfiguredJobs:
             found = json.loads(self._path.read_bytes())
             self._submitted = {str(job): str(digest) for job, digest in found.items()}
         except (OSError, ValueError, AttributeError):
-            pass  # the store knows, too
+            pass  # the store has the submissions, too
 
     def submit_new(
         self, store: Store, jobs: tuple[JobFile, ...], view: ClusterView, node: str, now: float
     ) -> Iterator[str]:
-        """Hand in what is new; says so. Raises StoreUnavailable."""
+        """Submit new and changed jobs; one sentence for each. Raises StoreUnavailable."""
         for job in jobs:
             try:
                 name = required_id(job)
-                spec = jobfile.to_json(job)
+                spec = job_file.to_json(job)
                 digest = hashlib.sha256(spec.encode()).hexdigest()
                 if self._submitted.get(name) == digest:
                     continue
                 if any(s.job == name and s.spec == spec for s in view.submissions):
                     self._mark_submitted(name, digest)
                     continue
-                made = queue.submit(
+                submission = job_queue.submit(
                     store,
                     spec,
                     job=name,
@@ -61,7 +61,7 @@ class ConfiguredJobs:
                     grow=job.grow != "never",
                 )
                 self._mark_submitted(name, digest)
-                yield f"job {name} of this node's agent.toml was handed in as number {made.number}"
+                yield f"job {name} of this node's agent.toml submitted as number {submission.number}"
             except UsageError as error:
                 if str(error) not in self._reported_errors:
                     self._reported_errors.add(str(error))
@@ -72,4 +72,4 @@ class ConfiguredJobs:
         try:
             replace_file(self._path, json.dumps(self._submitted).encode())
         except OSError:
-            pass  # the store knows it for as long as its records are kept
+            pass  # the store has the submission until its records are removed

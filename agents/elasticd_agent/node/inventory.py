@@ -1,4 +1,4 @@
-"""What this node is: the part of its card that does not change while the daemon runs. It imports no torch."""
+"""The static part of this node's status. It imports no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _memory() -> int:
 
 
 def _torch() -> str:
-    """Of the agent's own environment; a job may bring another one."""
+    """The version in the agent's environment; a job may use another one."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What the daemon tells of itself: a sentence to its log, a line to `<logs>/events.jsonl`. From any thread."""
+"""The agent's own log and event log, `<logs>/events.jsonl`. Any thread may write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticd_agent.telemetry.console import Console
 from elasticd_agent.telemetry.events import LogEvent
 
 MAX_BYTES = 64 << 20
-"""Some 200,000 lines; twice as much is kept."""
+"""About 200,000 lines; the previous file of the same size is kept, too."""
 
 
 class AgentJournal:
@@ -27,7 +27,7 @@ class AgentJournal:
                 log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._events = eventlog.open_event_log(log, "", node, MAX_BYTES)
             except (OSError, UsageError) as error:
-                self.log(f"there is no event log of this agent: {error}")
+                self.log(f"this agent writes no event log: {error}")
 
     def log(self, sentence: str) -> None:
         self._console.log(sentence)
@@ -36,7 +36,7 @@ class AgentJournal:
         self._console.log(sentence, "warning")
 
     def event(self, kind: Callable[..., LogEvent], sentence: str, **fields: Any) -> None:
-        """Say it, and write it down as an event of this kind."""
+        """Log the sentence, and write it as an event of this kind."""
         self._console.log(sentence)
         self._events.write(kind(round=0, mono=time.monotonic(), reason=sentence, **fields))
 

@@ -1,6 +1,6 @@
-"""The metrics of a node that are no job's: names, help and labels in one table, and their page. docs/node-metrics.md's.
+"""The metrics of a node: names, help and labels in one table, their page, and docs/node-metrics.md.
 
-Those of its jobs are their runners' (`scraping`). It measures nothing and decides nothing.
+The metrics of jobs come from their runners, see `scrape`.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import get_args
 
-from elasticd_agent.node.health import metrics as measured
+from elasticd_agent.node.health import metrics as health_metrics
 from elasticd_agent.node.records import NodeState, RunnerState
-from elasticd_agent.telemetry import metric_table as metric_names
+from elasticd_agent.telemetry import metric_table
 from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, MetricSpec, escape_label
 
 NODE_STATES: tuple[str, ...] = get_args(NodeState)
 RUNNER_STATES: tuple[str, ...] = get_args(RunnerState)
 ASSUMED_CHECKS = 16
-"""More than most nodes have: seven of ours, and the rest directories and plugins."""
+"""More than most nodes have: seven built-in checks, and one for each directory and plugin."""
 OUTCOMES = ("succeeded", "failed", "refused", "left", "lost")
 
 INFO = MetricSpec(
-    "elasticd_node_info", "gauge", "Always 1; the label says which version the node's agent is.", ("version",)
+    "elasticd_node_info", "gauge", "Always 1; the label is the version of the node's agent.", ("version",)
 )
 START = MetricSpec("elasticd_node_agent_start_timestamp_seconds", "gauge", "Unix time the agent started.")
-SLOTS = MetricSpec("elasticd_node_slots", "gauge", "Workers this node takes at once.")
-SLOTS_USED = MetricSpec("elasticd_node_slots_used", "gauge", "Slots that a job's runner has, also one that is leaving.")
+SLOTS = MetricSpec("elasticd_node_slots", "gauge", "Concurrent workers of this node.")
+SLOTS_USED = MetricSpec(
+    "elasticd_node_slots_used", "gauge", "Slots in use by runners, including runners that are leaving."
+)
 STATE = MetricSpec(
     "elasticd_node_state",
     "gauge",
-    f"1 for the state the node is in: {', '.join(NODE_STATES)}.",
+    f"1 for the state of the node: {', '.join(NODE_STATES)}.",
     ("state",),
     label_sets=len(NODE_STATES),
 )
 REGISTERED = MetricSpec(
-    "elasticd_node_registered", "gauge", "1 while the node's card is in the store, as far as the agent knows."
+    "elasticd_node_registered", "gauge", "1 while the node's status is in the store, as far as the agent knows."
 )
-IS_SCHEDULER = MetricSpec(
-    "elasticd_node_is_scheduler", "gauge", "1 on the one node whose agent places jobs at the time."
-)
+IS_SCHEDULER = MetricSpec("elasticd_node_is_scheduler", "gauge", "1 on the one node whose agent is the scheduler.")
 RUNNERS = MetricSpec(
     "elasticd_node_runners",
     "gauge",
@@ -50,45 +50,42 @@ RUNNERS = MetricSpec(
     ("state",),
     label_sets=len(RUNNER_STATES),
 )
-JOBS_WAITING = MetricSpec(
-    "elasticd_node_jobs_waiting", "gauge", "Jobs in the queue that have no place, as this node sees it."
-)
+JOBS_WAITING = MetricSpec("elasticd_node_jobs_waiting", "gauge", "Pending jobs in the queue, as this node sees it.")
 RUNNER_STARTS = MetricSpec("elasticd_node_runner_starts_total", "counter", "Runners started by this agent.")
 RUNNER_EXITS = MetricSpec(
     "elasticd_node_runner_exits_total",
     "counter",
-    f"Runners that ended, by how: {', '.join(OUTCOMES)}.",
+    f"Runners that ended, by outcome: {', '.join(OUTCOMES)}.",
     ("outcome",),
     label_sets=len(OUTCOMES),
 )
-STORE_UP = MetricSpec("elasticd_node_store_up", "gauge", "1 while the store answers this agent.")
-STORE_OUTAGES = MetricSpec("elasticd_node_store_outages_total", "counter", "Times the store went away from this agent.")
+STORE_UP = MetricSpec("elasticd_node_store_up", "gauge", "1 while the store is available to this agent.")
+STORE_OUTAGES = MetricSpec(
+    "elasticd_node_store_outages_total", "counter", "Times the store became unavailable to this agent."
+)
 LEASE = MetricSpec(
-    "elasticd_node_lease_seconds", "gauge", "How long the node's card lives without a renewal, as the store granted it."
+    "elasticd_node_lease_seconds", "gauge", "Lifetime of the lease of the node's status, as the store granted it."
 )
 LEASE_RENEWAL = MetricSpec(
     "elasticd_node_lease_renewal_seconds",
     "histogram",
-    "How long a renewal of the lease of the node's card took, also one that failed.",
+    "Duration of a renewal of the lease of the node's status, including failed renewals.",
     buckets=LEASE_BUCKETS,
 )
-LOOP_LAG = MetricSpec(
-    "elasticd_node_loop_lag_seconds", "gauge", "For how long the agent's deciding thread should have turned."
-)
+LOOP_LAG = MetricSpec("elasticd_node_loop_lag_seconds", "gauge", "Delay of the agent's main loop.")
 EVENT_LOG_LINES_LOST = MetricSpec(
-    "elasticd_node_event_log_lines_lost", "gauge", "Lines of the agent's event log that were not written."
+    "elasticd_node_event_log_lines_lost", "gauge", "Lines lost from the agent's event log."
 )
 
 METRICS = (
     INFO, START, SLOTS, SLOTS_USED, STATE, REGISTERED, IS_SCHEDULER, RUNNERS, JOBS_WAITING, RUNNER_STARTS,
-    RUNNER_EXITS, STORE_UP, STORE_OUTAGES, LEASE,
-    LEASE_RENEWAL, LOOP_LAG, EVENT_LOG_LINES_LOST,
+    RUNNER_EXITS, STORE_UP, STORE_OUTAGES, LEASE, LEASE_RENEWAL, LOOP_LAG, EVENT_LOG_LINES_LOST,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """How the node is at one moment."""
+    """The node's gauges at one moment."""
 
     slots: int
     slots_used: int
@@ -122,16 +119,16 @@ class NodeMetrics:
             self._starts += 1
 
     def runner_ended(self, outcome: str) -> None:
-        """`outcome` is one of OUTCOMES; anything else is a mistake of the caller: KeyError."""
+        """`outcome` is one of OUTCOMES; KeyError otherwise."""
         with self._lock:
-            self._exits[{known: known for known in OUTCOMES}[outcome]] += 1
+            self._exits[outcome] += 1
 
     def store_lost(self) -> None:
         with self._lock:
             self._outages += 1
 
     def lease(self, ttl_s: float, renewal_s: float | None) -> None:
-        """The store granted a lease of `lives_s`, or it was tried for `renewal_s` to renew it."""
+        """The store granted a lease of `ttl_s`; `renewal_s`: how long its renewal took, also a failed one."""
         with self._lock:
             self._lease_s = ttl_s
             if renewal_s is not None:
@@ -150,7 +147,8 @@ class NodeMetrics:
             ]
             if self._lease_s is not None:
                 samples.append((LEASE, (), self._lease_s))
-            renewals, renewals_s = list(accumulate(self._renewals)), self._renewals_s
+            renewals = list(accumulate(self._renewals))
+            renewals_s = self._renewals_s
         samples += [
             (SLOTS, (), facts.slots),
             (SLOTS_USED, (), facts.slots_used),
@@ -176,29 +174,29 @@ class NodeMetrics:
 
     def _family(self, spec: MetricSpec, samples: Iterable[tuple[MetricSpec, tuple[str, ...], float]]) -> str:
         lines = [f"# HELP {spec.name} {spec.help}", f"# TYPE {spec.name} {spec.kind}"]
-        for of, values, value in samples:
-            if of is spec:
+        for family, values, value in samples:
+            if family is spec:
                 labels = [("node", self.node), *zip(spec.labels, values, strict=True)]
-                named = ",".join(f'{name}="{escape_label(text)}"' for name, text in labels)
-                lines.append(f"{spec.name}{{{named}}} {float(value)!r}")
+                text = ",".join(f'{name}="{escape_label(value)}"' for name, value in labels)
+                lines.append(f"{spec.name}{{{text}}} {float(value)!r}")
         return "\n".join(lines) + "\n"
 
 
 def max_series(checks: int) -> int:
-    """What a node with so many health checks has of its own."""
-    return sum(spec.series(0) for spec in METRICS) + sum(spec.series(checks) for spec in measured.METRICS)
+    """The number of series of a node with this many health checks, without its jobs'."""
+    return sum(spec.series(0) for spec in METRICS) + sum(spec.series(checks) for spec in health_metrics.METRICS)
 
 
 def document() -> str:
-    """docs/node-metrics.md, whole."""
+    """The text of docs/node-metrics.md."""
     rows = ["| name | type | labels besides `node` | meaning |", "|---|---|---|---|"]
-    for spec in (*METRICS, *measured.METRICS):
+    for spec in (*METRICS, *health_metrics.METRICS):
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
-    job, own, each = metric_names.max_series(8), max_series(0), max_series(1) - max_series(0)
+    job, own, each = metric_table.max_series(8), max_series(0), max_series(1) - max_series(0)
     three = 3 * job + own + each * ASSUMED_CHECKS
-    told = _CARDINALITY.format(job=job, own=own, each=each, checks=ASSUMED_CHECKS, three=three)
-    return "\n\n".join([_INTRODUCTION, "\n".join(rows), told]) + "\n"
+    cardinality = _CARDINALITY.format(job=job, own=own, each=each, checks=ASSUMED_CHECKS, three=three)
+    return "\n\n".join([_INTRODUCTION, "\n".join(rows), cardinality]) + "\n"
 
 
 _INTRODUCTION = """# Metrics of a node
@@ -206,17 +204,17 @@ _INTRODUCTION = """# Metrics of a node
 <!-- Written by `make docs`: change agents/elasticd_agent/node/metrics.py. -->
 
 `elasticd agent` serves these at `/metrics` of its HTTP port, without a token, together with the
-[metrics](metrics.md) of every job that runs on the node, told apart by `job_id`. The runners are asked all at once; one
-that does not answer within 1.5 s is left out of that scrape; after 5 s a scrape is over. Counters begin with the agent:
-one that was killed or upgraded counts from 0 again, while those of its jobs go on."""
+[metrics](metrics.md) of every job that runs on the node, distinguished by `job_id`. The runners are queried in
+parallel; a runner that does not answer within 1.5 s is left out of that scrape; a scrape ends after 5 s. Counters start
+with the agent: after a restart or an upgrade they count from 0 again, while the counters of its jobs continue."""
 
 _CARDINALITY = """## How many series
 
 At most {own}, and {each} for each health check that is not skipped (`gpus`, `memory`, one for each directory and plugin
-...). With a job's own, at most {job} where it has 8 ranks on the node, three such jobs and {checks} checks come to
-{three}: fewer than 1,000. Of what a runner answers no more than 500 series are passed on, and only those of its job.
+...). A job with 8 ranks on the node has at most {job}; three such jobs and {checks} checks result in {three}: fewer
+than 1,000. At most 500 series of a runner's reply are forwarded, and only those of its job.
 
-A scrape with three runners takes 8 ms where there is a core to be had, and 12 ms of processor time in all processes
+A scrape with three runners takes 8 ms with a free core, and 12 ms of processor time in all processes
 (`benchmarks/scrape.py`)."""
 
 

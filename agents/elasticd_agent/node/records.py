@@ -1,7 +1,7 @@
-"""What daemons say to each other through the store: jobs, where they run, how they ended, nodes.
+"""Records that agents share through the store: jobs, placements, results, nodes, cordons.
 
-Every record is a whole truth about one thing, replaced by compare-and-swap or kept by a lease. Times of day are there
-for people to read; nothing is ever decided by them. It decides nothing.
+Each record is the complete state of one subject, replaced by compare-and-swap or kept under a lease. Times of day are
+for display only; no decision depends on them.
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ JobOutcome = Literal["succeeded", "failed", "cancelled"]
 NodeState = Literal["starting", "ready", "cordoned", "draining", "quarantined"]
 RunnerState = Literal["starting", "running", "leaving", "refused"]
 MAX_PREVIOUS_NODES = 8
-"""Nodes that a job has left and that are remembered: they have its older rounds, and perhaps its checkpoints."""
+"""Nodes that a job has left: they have its older rounds, and perhaps its checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission(Document):
-    """A job that was handed in. `number` is its place in the order of all submissions, and its run's token.
-
-    `spec` is the job file as JSON, checked when it was handed in. Slots are those wanted on each node. By `token` a
-    caller finds again what it handed in before an outage. Without `grow` it gets no more nodes once it runs. `removed`:
-    it has ended, and is going this moment.
-    """
+    """A submitted job."""
 
     job: str
     number: int
+    """Its position in the order of all submissions, and the token of its run."""
     spec: str
+    """The job file as JSON, checked at submission."""
     min_nodes: int
     max_nodes: int
     min_slots: int
+    """On each node."""
     max_slots: int
     submitted_by: str = ""
     submitted_at: float = 0.0
     token: str = ""
+    """Chosen by the client, which recognises by it a submission that was made before an outage."""
     grow: bool = True
+    """Whether a running job gets more nodes."""
     removed: bool = False
+    """The job has ended, and its records are being removed."""
 
     def check(self) -> None:
         if not self.job or self.number < 1:
             raise WireError(f"submission of {self.job!r}: it needs a name and a number from 1")
         if not 1 <= self.min_nodes <= self.max_nodes or not 1 <= self.min_slots <= self.max_slots:
-            raise WireError(f"submission of {self.job!r}: wants {self.min_nodes}:{self.max_nodes} nodes")
+            raise WireError(f"submission of {self.job!r}: invalid range of {self.min_nodes}:{self.max_nodes} nodes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,14 @@ class SlotAssignment(Record):
 
     def check(self) -> None:
         if not self.node or not self.slots or min(self.slots) < 0 or len(set(self.slots)) != len(self.slots):
-            raise WireError(f"place on {self.node!r}: slots must be distinct and not negative, got {list(self.slots)}")
+            raise WireError(
+                f"assignment on {self.node!r}: slots must be distinct and not negative, got {list(self.slots)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal(Record):
-    """A node whose runner would not run the job, and its sentence. The job is not given to it again."""
+    """A node whose runner refused the job, with the reason. The job is not scheduled there again."""
 
     node: str
     why: str = ""
@@ -71,11 +74,7 @@ class Refusal(Record):
 
 @dataclass(frozen=True, slots=True)
 class Placement(Document):
-    """Where a submitted job runs, or, without places, why it waits. Only the placer writes it.
-
-    `last`: the nodes it ran on before and runs on no more, the newest first. `ended_s`: by the placers' clock
-    (names.CLOCK), when its ending was first seen.
-    """
+    """Where a submitted job runs, or, without assignments, why it is pending. Only the scheduler writes it."""
 
     job: str
     number: int
@@ -83,14 +82,16 @@ class Placement(Document):
     reason: str
     refusals: tuple[Refusal, ...] = ()
     previous_nodes: tuple[str, ...] = ()
+    """Nodes that it ran on before, the newest first."""
     ended_s: float | None = None
+    """When the scheduler first saw its result, by the schedulers' clock (keys.CLOCK)."""
 
     def assignment(self, node: str) -> SlotAssignment | None:
-        return next((place for place in self.assignments if place.node == node), None)
+        return next((one for one in self.assignments if one.node == node), None)
 
     def previous_nodes_after(self, nodes: Collection[str]) -> tuple[str, ...]:
-        """`last` once it runs on `nodes`."""
-        known = dict.fromkeys([*(place.node for place in self.assignments), *self.previous_nodes])
+        """`previous_nodes` when the job runs on `nodes` next."""
+        known = dict.fromkeys([*(one.node for one in self.assignments), *self.previous_nodes])
         return tuple(node for node in known if node not in nodes)[:MAX_PREVIOUS_NODES]
 
 
@@ -106,7 +107,7 @@ class RoundSummary(Record):
 
 @dataclass(frozen=True, slots=True)
 class JobResult(Document):
-    """How a submitted job ended. It is created once, by whoever knows first; whoever still runs it then stops."""
+    """How a submitted job ended. The first node with the result creates it; then all other nodes stop the job."""
 
     job: str
     number: int
@@ -121,7 +122,7 @@ class JobResult(Document):
 
 @dataclass(frozen=True, slots=True)
 class RunnerStatus(Record):
-    """A runner on a node. `why` says it in a sentence; a refused job is not given to this node again."""
+    """A runner on a node. `why` explains the state; a refused job is not scheduled on this node again."""
 
     job: str
     number: int
@@ -132,18 +133,20 @@ class RunnerStatus(Record):
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus(Document):
-    """What a daemon says of its node, under a lease. `address` is HOST:PORT of its HTTP server, "" if it has none."""
+    """An agent's report about its node, under a lease."""
 
     node: str
     incarnation: str
     slots: int
     address: str = ""
+    """HOST:PORT of the agent's HTTP server, "" if it has none."""
     state: NodeState = "ready"
     why: str = ""
     gpus: tuple[str, ...] = ()
     cpus: int = 0
     memory_bytes: int = 0
     elasticd: str = ""
+    """Versions, "" where unknown."""
     python: str = ""
     torch: str = ""
     driver: str = ""
@@ -157,7 +160,7 @@ class NodeStatus(Document):
 
 @dataclass(frozen=True, slots=True)
 class Cordon(Document):
-    """No new work for a node; with `drain`, its jobs leave it, too. It outlives every agent."""
+    """No new jobs for a node; with `drain`, its jobs leave it, too. It outlives every agent."""
 
     node: str
     drain: bool
@@ -167,8 +170,8 @@ class Cordon(Document):
 
     @property
     def text(self) -> str:
-        """Goes after "n2 is": "drained: a fan is broken", or, where nobody said why, "drained by ann"."""
+        """Follows "n2 is": "drained: a fan is broken", or without a reason "drained by ann"."""
         what = "drained" if self.drain else "cordoned"
-        return (
-            f"{what}: {self.reason}" if self.reason else f"{what} by {self.cordoned_by}" if self.cordoned_by else what
-        )
+        if self.reason:
+            return f"{what}: {self.reason}"
+        return f"{what} by {self.cordoned_by}" if self.cordoned_by else what

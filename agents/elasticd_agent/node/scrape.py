@@ -1,8 +1,8 @@
-"""One page of metrics of several: the node's own, and those that the runners of its jobs answer when somebody scrapes.
+"""Merges the node's metrics and those of its runners into one page for a scrape.
 
-It exists so that a scrape takes as long as the slowest runner and not as all of them, and so that no runner, which is
-its job's user's, can spoil the page: one that does not answer in time is left out, and of what it says only well-formed
-samples of its own job count, a bounded number of them. It keeps nothing and decides nothing.
+Runners are queried in parallel, so a scrape takes as long as the slowest runner. A runner belongs to its job's user and
+must not corrupt the page: one that does not answer in time is left out, and its reply is reduced to a bounded number of
+well-formed samples of its own job.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.telemetry.metric_table import escape_label
 
+Query = Callable[[str, int, float], bytes]
+"""Job, number, timeout in seconds; raises ControlSocketError."""
+
 SCRAPE_S = 5.0
 """For all runners together; Prometheus gives up after 10 s."""
 PER_RUNNER_S = 1.5
 MAX_PARALLEL = 8
 MAX_SERIES = 500
-"""Of one job. A runner of this version has fewer; one of the next may have more."""
+"""Of one job. A runner of this version has fewer; one of the next version may have more."""
 
 _TEXT = r'(?:[^"\\\x00-\x1f]|\\[\\n"])*'
 _HEAD = re.compile(r"# (?:HELP elasticd_[a-z0-9_]+ [^\x00-\x1f]*|TYPE elasticd_[a-z0-9_]+ (?:counter|gauge|histogram))")
@@ -29,7 +32,7 @@ _LABEL = re.compile(rf'([a-z_]+)="({_TEXT})"')
 
 
 def merge_pages(pages: Iterable[bytes]) -> bytes:
-    """Several pages as one: each family once, as the format demands, with everybody's samples."""
+    """Several pages as one: each family once, as the format requires, with the samples of all pages."""
     heads: dict[bytes, list[bytes]] = {}
     samples: dict[bytes, list[bytes]] = {}
     for page in pages:
@@ -47,28 +50,28 @@ def merge_pages(pages: Iterable[bytes]) -> bytes:
     return b"".join(b"\n".join([*heads[name], *samples[name]]) + b"\n" for name in named)
 
 
-def scrape_runners(node: str, jobs: Sequence[tuple[str, int]], ask: Callable[[str, int, float], bytes]) -> list[bytes]:
-    """The pages of these jobs' runners on `node`, of those that answer in time."""
+def scrape_runners(node: str, jobs: Sequence[tuple[str, int]], query: Query) -> list[bytes]:
+    """The pages of these jobs' runners on `node` that answer in time."""
     until = time.monotonic() + SCRAPE_S
 
     def page(key: tuple[str, int]) -> bytes:
         left = until - time.monotonic()
         try:
-            return filter_samples(node, key[0], ask(*key, min(PER_RUNNER_S, left))) if left > 0 else b""
+            return filter_samples(node, key[0], query(*key, min(PER_RUNNER_S, left))) if left > 0 else b""
         except ControlSocketError:
             return b""
 
     if len(jobs) < 2:
         found = [page(key) for key in jobs]
     else:
-        with ThreadPoolExecutor(min(len(jobs), MAX_PARALLEL), "elasticd-scrape") as asking:
-            found = list(asking.map(page, jobs))
+        with ThreadPoolExecutor(min(len(jobs), MAX_PARALLEL), "elasticd-scrape") as pool:
+            found = list(pool.map(page, jobs))
     return [one for one in found if one]
 
 
 def filter_samples(node: str, job: str, page: bytes) -> bytes:
-    """What a job's runner may say: of this job on this node, in words that Prometheus understands."""
-    of = {"job_id": escape_label(job), "node": escape_label(node)}
+    """The valid samples of a runner's page: in Prometheus' text format, and of this job on this node."""
+    expected = {"job_id": escape_label(job), "node": escape_label(node)}
     kept = []
     family = ""
     left = MAX_SERIES
@@ -85,7 +88,7 @@ def filter_samples(node: str, job: str, page: bytes) -> bytes:
         labels = dict(pairs)
         if len(labels) < len(pairs):
             continue
-        if labels.get("job_id") == of["job_id"] and labels.get("node", of["node"]) == of["node"]:
+        if labels.get("job_id") == expected["job_id"] and labels.get("node", expected["node"]) == expected["node"]:
             kept.append(line)
             left -= 1
     return "\n".join(kept).encode() + b"\n"

@@ -1,8 +1,8 @@
-"""What the daemon tells systemd: it is ready, what it does, that it still decides, that it stops or reloads.
+"""Notifications to systemd: ready, status, watchdog keep-alive, stopping, reloading.
 
-The protocol is sd_notify(3): one datagram of KEY=VALUE lines to the socket that NOTIFY_SOCKET names. Only the deciding
-loop may call `feed`: fed by any other thread the watchdog would watch nothing. Nothing here blocks for long or raises:
-a service manager that does not listen is no reason to stop.
+The protocol is sd_notify(3): one datagram of KEY=VALUE lines to the socket in NOTIFY_SOCKET. Only the main loop may
+call `feed`: from any other thread the watchdog would monitor nothing. No call blocks for long or raises: a service
+manager that does not read is no reason to stop.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from typing import Protocol
 
 _VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 _FEEDS_PER_WATCHDOG = 4
-"""sd_watchdog_enabled(3) asks for two; with four a late one does no harm."""
+"""sd_watchdog_enabled(3) recommends two; with four a late keep-alive does no harm."""
 _SEND_TIMEOUT_S = 1.0
-"""For what is said once. A feed does not wait: there will be another."""
+"""For single notifications. A keep-alive does not wait: another one follows."""
 
 
 class Notifier(Protocol):
     @property
     def watchdog_s(self) -> float | None:
-        """systemd ends who does not feed for so long; None: nobody watches."""
+        """systemd ends the process after this time without `feed`; None: no watchdog."""
 
     @property
     def inherited(self) -> Mapping[str, str]:
-        """What was taken out of the environment: a process that replaces itself by exec gives it to its successor."""
+        """The variables taken out of the environment: a process passes them on when it replaces itself by exec."""
 
     def ready(self, status: str = "") -> bool:
-        """Start or reload is done. False: it could not be said."""
+        """Start or reload is done. False: it could not be sent."""
 
     def feed(self) -> bool:
-        """The deciding loop turns. Cheap enough for every turn. True when something was sent."""
+        """The main loop runs. Cheap enough for every turn. True when a datagram was sent."""
 
     def reloading(self) -> bool:
-        """The configuration is being read again; `ready` ends it."""
+        """The configuration is being reloaded; `ready` ends it."""
 
     def stopping(self, within_s: float, status: str = "") -> bool:
-        """It leaves, and systemd shall wait so long for it, whatever TimeoutStopSec= says."""
+        """The process stops; systemd waits this long for it, independently of TimeoutStopSec=."""
 
 
 @dataclass(frozen=True, slots=True)
 class NullNotifier:
-    """Nobody asked to be told."""
+    """No service manager listens."""
 
     watchdog_s: float | None = None
     inherited: Mapping[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class NullNotifier:
 
 
 class SystemdNotifier:
-    """Sends to one address, from a socket made anew each time: systemd may have been replaced in between."""
+    """Sends from a new socket each time: systemd may have been replaced in between."""
 
     def __init__(
         self,
@@ -76,27 +76,19 @@ class SystemdNotifier:
     ) -> None:
         # An abstract address is written with @ for its leading zero byte.
         self._address = "\0" + address[1:] if address.startswith("@") else address
-        self._watchdog_s = watchdog_s
-        self._inherited = dict(inherited or {})
+        self.watchdog_s = watchdog_s
+        self.inherited: Mapping[str, str] = dict(inherited or {})
         self._clock_ns = clock_ns
         self._last_feed_ns: int | None = None
-
-    @property
-    def watchdog_s(self) -> float | None:
-        return self._watchdog_s
-
-    @property
-    def inherited(self) -> Mapping[str, str]:
-        return self._inherited
 
     def ready(self, status: str = "") -> bool:
         return self._send(["READY=1", *_status(status)])
 
     def feed(self) -> bool:
-        if self._watchdog_s is None:
+        if self.watchdog_s is None:
             return False
         now = self._clock_ns()
-        if self._last_feed_ns is not None and now - self._last_feed_ns < self._watchdog_s * 1e9 / _FEEDS_PER_WATCHDOG:
+        if self._last_feed_ns is not None and now - self._last_feed_ns < self.watchdog_s * 1e9 / _FEEDS_PER_WATCHDOG:
             return False
         sent = self._send(["WATCHDOG=1"], wait_s=0.0)
         if sent:
@@ -104,7 +96,7 @@ class SystemdNotifier:
         return sent
 
     def reloading(self) -> bool:
-        # systemd tells an answer to this reload from an older one by the time.
+        # systemd recognises the reply to this reload by the time.
         return self._send(["RELOADING=1", f"MONOTONIC_USEC={self._clock_ns() // 1000}"])
 
     def stopping(self, within_s: float, status: str = "") -> bool:
@@ -121,17 +113,18 @@ class SystemdNotifier:
 
 
 def open_notifier(environ: MutableMapping[str, str], pid: int | None = None) -> Notifier:
-    """The notifier that the environment asks for. It takes the variables out: no child may speak for the daemon."""
-    taken = {name: environ.pop(name) for name in _VARIABLES if name in environ}
-    address = taken.get("NOTIFY_SOCKET", "")
-    # Besides these there is vsock:, for the manager of a virtual machine outside of it.
+    """The notifier for this environment. It removes the variables: no child may notify for the agent."""
+    variables = {name: environ.pop(name) for name in _VARIABLES if name in environ}
+    address = variables.get("NOTIFY_SOCKET", "")
+    # The third kind, vsock:, is for a manager outside of a virtual machine.
     if len(address) < 2 or address[0] not in "/@":
         return NullNotifier()
-    return SystemdNotifier(address, watchdog_s=_watchdog_s(taken, os.getpid() if pid is None else pid), inherited=taken)
+    watchdog_s = _watchdog_s(variables, os.getpid() if pid is None else pid)
+    return SystemdNotifier(address, watchdog_s=watchdog_s, inherited=variables)
 
 
 def _watchdog_s(variables: Mapping[str, str], pid: int) -> float | None:
-    # WATCHDOG_PID is somebody else's when the variables came down from a parent that did not remove them.
+    # Another WATCHDOG_PID: the variables are inherited from a parent that did not remove them.
     if variables.get("WATCHDOG_PID", str(pid)) != str(pid):
         return None
     usec = variables.get("WATCHDOG_USEC", "")
@@ -143,5 +136,5 @@ def _status(text: str) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """One line of it: a newline in a job's name must not become another message."""
+    """A newline in a job's name must not start another message."""
     return " ".join(text.split())

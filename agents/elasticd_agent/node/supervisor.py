@@ -1,74 +1,127 @@
-"""`elasticd agent --supervised`: starts the agent, and starts it again whenever it dies. Process 1 of a container.
+"""`elasticd agent --supervised`: starts the agent, and starts it again whenever it ends abnormally. For containers.
 
-It exists so that a container has what systemd does for a machine: runners outlive the agent's death, because they
-become this process's children; whoever dies is reaped; signals go to the agent; one that hangs is ended and started
-again. It is small, so that it does not die: it reads no configuration, talks to no store and decides nothing. An agent
-that ends by itself ends this, too.
+It does for a container what systemd does for a machine: runners outlive the agent, because they become this process's
+children; orphans are reaped; signals are forwarded to the agent; an agent that hangs is ended and started again. It is
+minimal so that nothing in it can fail: no configuration, no store. When the agent ends by itself, so does this process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from elasticd_agent.node.watchdog import WatchdogMonitor
+from elasticd_agent.system.process import prctl
 from elasticd_agent.workers.launcher.reaping import signal_name
 
-PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 36, 15
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NAME = 15
 BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 STABLE_S = 60.0
-"""An agent that lived so long did not die of how it starts."""
+"""An agent that ran this long started correctly: the backoff begins again."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 HANG_TIMEOUT_S = 30.0
-"""As deploy/systemd's WatchdogSec: less than what the kubelet's liveness probe takes."""
+"""The same as WatchdogSec in deploy/systemd, and less than the timeout of the kubelet's liveness probe."""
 ABORT_GRACE_S = 5.0
-"""From SIGABRT, by which the agent writes its stacks, to SIGKILL, which a stopped one hears as well."""
+"""From SIGABRT, on which the agent writes its stacks, to SIGKILL, which also ends a stopped agent."""
 POLL_S = 5.0
 FINAL_EXIT_CODES = (0, 2)
-"""It has left because it was asked to, or cannot work as it is configured."""
+"""The agent left on request, or its configuration is wrong."""
+MAX_DATAGRAM_BYTES = 4096
+MAX_DATAGRAMS = 1000
+"""Read in one poll: a flood on the address must not block the supervisor."""
+
+
+class WatchdogMonitor:
+    """The service manager's side of sd_notify: an address for keep-alives, and the time since the last one.
+
+    It replaces WatchdogSec= in a container: a hung agent is restarted while its jobs continue, whereas the kubelet
+    would end the container with all jobs. Times are the caller's, see `expired`.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._last_feed_at: float | None = None
+        self._stopping = False
+        # In the abstract namespace: it needs no directory and leaves no file behind.
+        self._address = f"elasticd-super-{os.getpid()}-{secrets.token_hex(8)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        self._socket.bind(f"\0{self._address}")
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The variables for the monitored process."""
+        return {"NOTIFY_SOCKET": f"@{self._address}", "WATCHDOG_USEC": str(round(self.timeout_s * 1e6))}
+
+    def reset(self) -> None:
+        """Another process starts: its time counts from its first message."""
+        self._receive()
+        self._last_feed_at = None
+        self._stopping = False
+
+    def expired(self, now: float) -> bool:
+        """True if the last keep-alive is too old. A process that is starting or stopping has no time limit."""
+        lines = self._receive()
+        self._stopping = self._stopping or "STOPPING=1" in lines
+        if self._stopping:
+            return False
+        if {"WATCHDOG=1", "READY=1"} & lines:
+            self._last_feed_at = now
+        return self._last_feed_at is not None and now - self._last_feed_at > self.timeout_s
+
+    def _receive(self) -> set[str]:
+        lines: set[str] = set()
+        for _ in range(MAX_DATAGRAMS):
+            try:
+                lines.update(self._socket.recv(MAX_DATAGRAM_BYTES).decode(errors="replace").splitlines())
+            except OSError:
+                break
+        return lines
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 def supervise(
     command: Sequence[str], hang_timeout_s: float = HANG_TIMEOUT_S, abort_grace_s: float = ABORT_GRACE_S
 ) -> int:
     """Keep `command` running until it ends by itself. Returns its exit code."""
-    # Where somebody listens already, as podman may, that one hears and watches.
-    feeding = None if "NOTIFY_SOCKET" in os.environ else WatchdogMonitor(hang_timeout_s)
+    # An existing NOTIFY_SOCKET, for example podman's, already has a watchdog.
+    watchdog = None if "NOTIFY_SOCKET" in os.environ else WatchdogMonitor(hang_timeout_s)
     try:
-        return _supervise(command, feeding, min(POLL_S, hang_timeout_s / 4), abort_grace_s)
+        return _supervise(command, watchdog, min(POLL_S, hang_timeout_s / 4), abort_grace_s)
     finally:
-        if feeding is not None:
-            feeding.close()
+        if watchdog is not None:
+            watchdog.close()
 
 
 def _supervise(command: Sequence[str], watchdog: WatchdogMonitor | None, poll_s: float, abort_grace_s: float) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    libc.prctl(PR_SET_NAME, b"elasticd-super", 0, 0, 0)
-    waited_for = {*FORWARDED, signal.SIGCHLD}
-    # Signals are waited for, not handled: none can come between a look and the wait.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
-    deaths = 0
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_NAME, b"elasticd-super")
+    signals = {*FORWARDED, signal.SIGCHLD}
+    # Signals are waited for, not handled: none can be lost between a check and the wait.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    failures = 0
     while True:
-        since = time.monotonic()
+        started_at = time.monotonic()
         try:
-            child = _start(command, before, watchdog)
-        except OSError as error:  # no room for another process, say: our end would be that of every runner
-            how = f"cannot be started ({error.strerror}), and it is tried again"
+            child = _start(command, mask, watchdog)
+        except OSError as error:  # for example a full process table: our own exit would end every runner
+            failure = f"cannot be started ({error.strerror}), retrying"
         else:
-            code, asked_to_end = _watch_agent(child, watchdog, waited_for, poll_s, abort_grace_s)
-            if code in FINAL_EXIT_CODES or asked_to_end:
+            code, end_requested = _watch_agent(child, watchdog, signals, poll_s, abort_grace_s)
+            if code in FINAL_EXIT_CODES or end_requested:
                 return code if code >= 0 else 128 - code
-            how = f"{_describe_exit(code)} and is started again"
-        deaths = 1 if time.monotonic() - since >= STABLE_S else deaths + 1
-        pause_s = BACKOFF_S[min(deaths - 1, len(BACKOFF_S) - 1)]
-        _log(f"the agent {how} in {pause_s:g} s; jobs go on without it")
-        if _pause(pause_s, waited_for):
+            failure = f"{_describe_exit(code)} and is started again"
+        failures = 1 if time.monotonic() - started_at >= STABLE_S else failures + 1
+        pause_s = BACKOFF_S[min(failures - 1, len(BACKOFF_S) - 1)]
+        _log(f"the agent {failure} in {pause_s:g} s; jobs continue without it")
+        if _pause(pause_s, signals):
             return 128 + signal.SIGTERM
 
 
@@ -79,32 +132,36 @@ def _watch_agent(
     poll_s: float,
     abort_grace_s: float,
 ) -> tuple[int, bool]:
-    """How the agent has ended, and whether it had been asked to; one that hangs is ended."""
-    looked_at = time.monotonic()
-    attentive_s, kill_at, asked_to_end = 0.0, float("inf"), False
+    """The agent's exit code, and whether its end was requested. Ends an agent that hangs."""
+    polled_at = time.monotonic()
+    watched_s = 0.0
+    kill_at = float("inf")
+    end_requested = False
     while (status := _reap(child.pid)) is None:
-        got = signal.sigtimedwait(signals, poll_s)
-        if got is not None and got.si_signo in FORWARDED:
-            asked_to_end = asked_to_end or got.si_signo in (signal.SIGTERM, signal.SIGINT)
-            os.kill(child.pid, got.si_signo)  # Popen's own would reap it, and we would wait for ever
+        received = signal.sigtimedwait(signals, poll_s)
+        if received is not None and received.si_signo in FORWARDED:
+            end_requested = end_requested or received.si_signo in (signal.SIGTERM, signal.SIGINT)
+            os.kill(child.pid, received.si_signo)  # Popen.send_signal would reap it, and the loop would never end
         now = time.monotonic()
-        # A container that was frozen has not waited: its agent could not say anything either.
-        attentive_s, looked_at = attentive_s + min(now - looked_at, 2 * poll_s), now
-        if attentive_s >= kill_at:
+        # Time in a frozen container does not count: its agent could not send anything either.
+        watched_s += min(now - polled_at, 2 * poll_s)
+        polled_at = now
+        if watched_s >= kill_at:
             os.kill(child.pid, signal.SIGKILL)
-        elif kill_at == float("inf") and watchdog is not None and watchdog.expired(attentive_s):
-            silent = f"the agent has decided nothing for {watchdog.timeout_s:g} s"
-            _log(f"{silent}; it is ended, with its stacks if it can")
+        elif kill_at == float("inf") and watchdog is not None and watchdog.expired(watched_s):
+            _log(
+                f"the agent's main loop has not run for {watchdog.timeout_s:g} s; ending it with its stacks in the log"
+            )
             os.kill(child.pid, signal.SIGABRT)
-            kill_at = attentive_s + abort_grace_s
+            kill_at = watched_s + abort_grace_s
     child.returncode = os.waitstatus_to_exitcode(status)
-    return child.returncode, asked_to_end
+    return child.returncode, end_requested
 
 
 def _start(
     command: Sequence[str], mask: set[signal.Signals] | set[int], watchdog: WatchdogMonitor | None
 ) -> subprocess.Popen[bytes]:
-    """With our own signal mask as it was before: a blocked signal would stay blocked in the agent. Raises OSError."""
+    """Start the agent with the original signal mask: a blocked signal would stay blocked in it. Raises OSError."""
     if watchdog is not None:
         watchdog.reset()
     blocked = signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -115,26 +172,26 @@ def _start(
 
 
 def _reap(agent: int) -> int | None:
-    """Reap everybody who has ended, orphans too; the agent's status if it is among them."""
-    status = None
+    """Reap all ended children, orphans too; the agent's wait status if it is among them."""
+    agent_status = None
     while True:
         try:
-            pid, how = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return status
+            return agent_status
         if not pid:
-            return status
+            return agent_status
         if pid == agent:
-            status = how
+            agent_status = status
 
 
 def _pause(seconds: float, signals: set[signal.Signals]) -> bool:
-    """Reap meanwhile. True if somebody wants us to end."""
+    """Wait, and reap meanwhile. True if a signal requests the end."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
-        got = signal.sigtimedwait(signals, left)
+        received = signal.sigtimedwait(signals, left)
         _reap(0)
-        if got is not None and got.si_signo in (signal.SIGTERM, signal.SIGINT):
+        if received is not None and received.si_signo in (signal.SIGTERM, signal.SIGINT):
             return True
     return False
 
@@ -144,6 +201,6 @@ def _describe_exit(code: int) -> str:
 
 
 def _log(sentence: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it any more, or the disk is full
-        # Not by sys.stderr: what it could not write it would try again at our end, and that makes the exit code 120.
+    with contextlib.suppress(OSError):  # standard error is closed, or the disk is full
+        # Not sys.stderr: it would retry an unwritten line at exit, which makes the exit code 120.
         os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} elasticd: {sentence}\n".encode(errors="replace"))
