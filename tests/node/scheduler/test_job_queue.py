@@ -222,7 +222,7 @@ def test_damaged_records_are_named_and_in_nobodys_way(store: Store) -> None:
     assert [s.job for s in queue.read_view(store, said.append).submissions] == ["good"]
     assert len(said) == 2
     assert all("cannot be understood and is left alone" in sentence for sentence in said)
-    with pytest.raises(UsageError, match=r"submitted/bad in the store cannot be understood.*choose another id"):
+    with pytest.raises(UsageError, match=r"submissions/bad in the store cannot be understood.*choose another id"):
         submit(store, "bad")
     with pytest.raises(UsageError, match=r"there is no job 'bad'; .*cannot be understood"):
         queue.cancel(store, "bad", "", 0.0)
