@@ -39,7 +39,7 @@ def test_every_key_of_the_store_is_there() -> None:
     keys = Keys("JOB")
     named = {name: value for name in vars(Keys) if name[0] != "_" and isinstance(value := getattr(keys, name), str)}
     words = {value.removeprefix("/elasticd/v1/jobs/JOB").strip("/").split("/")[0] for value in named.values()}
-    words |= {"master", "failures", "done", "suspects"}
+    words |= {"master", "failures", "done", "hang_reports"}
     words |= {
         value.removeprefix("/elasticd/v1/").strip("/")
         for name, value in vars(names).items()

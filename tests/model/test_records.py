@@ -40,10 +40,12 @@ rounds = st.builds(
     Round,
     number=st.integers(1, 2**40),
     members=members,
-    resume=st.none() | place,
+    last_checkpoint=st.none() | place,
     restarts=whole,
     budget=st.builds(BudgetState, whole, whole, st.none() | st.floats(0, 60), whole),
-    benched=st.lists(st.builds(QuarantinedSlot, names, whole, whole, whole, st.floats(0, 1e6)), max_size=2).map(tuple),
+    quarantined_slots=st.lists(
+        st.builds(QuarantinedSlot, names, whole, whole, whole, st.floats(0, 1e6)), max_size=2
+    ).map(tuple),
     reason=st.text(st.characters(codec="utf-8")),
 )
 failures = st.builds(
@@ -114,12 +116,12 @@ def broken(record: Document, **changes: Any) -> str:
         (broken(ROUND, members=[{"node": "a", "incarnation": "i", "slots": []}]), r"at least one slot"),
         (broken(ROUND, members=[{"node": "a", "slots": [1]}]), r"^Round\.members\[0\]\.incarnation: missing"),
         (broken(ROUND, members=json.loads(ROUND.to_json())["members"][:1] * 2), r"twice"),
-        (broken(ROUND, resume=[1]), r"^Round\.resume: expected a list of 2, got \[1\]"),
-        (broken(ROUND, resume=[1, "x"]), r"^Round\.resume\[1\]"),
+        (broken(ROUND, last_checkpoint=[1]), r"^Round\.last_checkpoint: expected a list of 2, got \[1\]"),
+        (broken(ROUND, last_checkpoint=[1, "x"]), r"^Round\.last_checkpoint\[1\]"),
         (broken(ROUND, budget={"tokens": "many"}), r"^Round\.budget\.tokens"),
         (broken(ROUND, budget={"counted": -1}), r"budget: no counter may be negative"),
         (broken(ROUND, budget=[]), r"^Round\.budget: expected an object, got a list"),
-        (broken(ROUND, benched=[{"node": "a", "slot": 0, "strikes": -1}]), r"bench of slot 0"),
+        (broken(ROUND, quarantined_slots=[{"node": "a", "slot": 0, "strikes": -1}]), r"quarantine of slot 0"),
         (
             broken(ROUND, outcome="won", exit_code=0),
             r"^Round\.outcome: expected one of succeeded, failed, stopped, got 'won'",

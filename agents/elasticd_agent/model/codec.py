@@ -1,8 +1,7 @@
-"""How a frozen dataclass becomes JSON and comes back: the base of every record that crosses a process or the network.
+"""JSON encoding of frozen dataclasses: the base of every record that crosses a process or the network.
 
-It exists so that two processes, perhaps one minor version apart, agree on what was said. A document carries `version`,
-"major.minor": fields this code does not know are kept and written back, another major is refused. Whatever cannot be
-understood raises `WireError` naming the field, and nothing else does. Never pickle; no clock, no file, no torch.
+Processes may be one minor version apart: a document carries `version`, "major.minor"; fields this code does not know
+are kept and written back, another major version is refused. Invalid input raises `WireError` with the field.
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ _R = TypeVar("_R", bound="Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Base of everything here: `unknown` holds the fields a newer minor version wrote, to be written back."""
+    """Base of all records."""
 
     unknown: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
+    """Fields that a newer minor version wrote, to be written back."""
 
     def check(self) -> None:
         """Raise WireError if the fields make no sense together. Called after decoding."""
@@ -44,12 +44,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document(Record):
-    """A record that is stored or sent on its own, and so says which version wrote it."""
+    """A record that is stored or sent on its own, with the version that wrote it."""
 
     version: str = VERSION
 
     def to_json(self) -> bytes:
-        """UTF-8, one line, keys sorted. What UTF-8 cannot say (lone surrogates from undecodable output) becomes '?'."""
+        """UTF-8, one line, keys sorted. Lone surrogates (from undecodable output) become '?'."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         return text.encode("utf-8", "replace")
 
@@ -89,24 +89,25 @@ def _decode_document(cls: type[_R], text: bytes | str) -> _R:
         )
     try:
         return _record_decoder(cls)(raw)  # type: ignore[no-any-return, arg-type]  # mypy: class taken for instance
-    except _Mismatch as misfit:
-        raise WireError(f"{name}{misfit.where}: {misfit.why}") from None
+    except _Mismatch as mismatch:
+        raise WireError(f"{name}{mismatch.path}: {mismatch.why}") from None
 
 
 class _Mismatch(Exception):
-    """A value is not what its place promises. Each level adds its part of `where` on the way up: a Round of 256 members
-    is read by 256 agents at once, and nobody asks any of its thousand values where it was, unless one is wrong."""
+    """A value does not fit its field. Each level prepends its part of `path` on the way up, so that valid values cost
+    none: 256 agents read a Round of 256 members, a thousand values, at once."""
 
     def __init__(self, why: str) -> None:
-        self.where, self.why = "", why
+        self.path = ""
+        self.why = why
 
-    def prefixed(self, place: str) -> _Mismatch:
-        self.where = place + self.where
+    def prefixed(self, part: str) -> _Mismatch:
+        self.path = part + self.path
         return self
 
 
 _Decoder = Callable[[Any], Any]
-"""Turns a JSON value into what a field promises. Raises _Misfit; WireError where a record's own `check` does."""
+"""Turns a JSON value into a field's value. Raises _Mismatch; WireError where a record's own `check` does."""
 
 
 @functools.cache  # keyed by the handful of classes above
@@ -130,8 +131,8 @@ def _record_decoder(cls: type[Record]) -> _Decoder:
                     known[name] = read_field(raw[name])
                 elif required:
                     raise _Mismatch("missing")
-        except _Mismatch as misfit:
-            raise misfit.prefixed(f".{name}") from None
+        except _Mismatch as mismatch:
+            raise mismatch.prefixed(f".{name}") from None
         unknown = {k: v for k, v in raw.items() if k not in known} if len(known) < len(raw) else {}
         record = cls(**known, unknown=unknown)
         record.check()
@@ -164,8 +165,8 @@ def _decode_list(read: _Decoder, value: Any) -> tuple[Any, ...]:
     try:
         for item in value:
             found.append(read(item))
-    except _Mismatch as misfit:
-        raise misfit.prefixed(f"[{len(found)}]") from None
+    except _Mismatch as mismatch:
+        raise mismatch.prefixed(f"[{len(found)}]") from None
     return tuple(found)
 
 
@@ -176,8 +177,8 @@ def _decode_tuple(readers: list[_Decoder], value: Any) -> tuple[Any, ...]:
     try:
         for read, item in zip(readers, value, strict=True):
             found.append(read(item))
-    except _Mismatch as misfit:
-        raise misfit.prefixed(f"[{len(found)}]") from None
+    except _Mismatch as mismatch:
+        raise mismatch.prefixed(f"[{len(found)}]") from None
     return tuple(found)
 
 

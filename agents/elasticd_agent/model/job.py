@@ -1,8 +1,7 @@
 """What to run (JobSpec), by which rules (Policy), and how the agent presents itself (AgentSettings).
 
-They exist so that everything a person can choose is in three frozen values, checked against themselves the moment they
-are made: a mistake is one sentence at the start, never a surprise at the first failure. Nothing here reads the command
-line, the environment or the disk.
+Everything a person can choose is in three frozen values, checked when they are made: a contradiction is one sentence at
+the start instead of a surprise at the first failure.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Literal
 from elasticd.errors import UsageError
 
 EVIDENCE_S = 3.0
-"""For the evidence of a hang. A bound and no wait: hangs that are seen sooner need not be explained worse."""
+"""The most time that taking the evidence of a hang may cost."""
 
 
 class Mode(str, Enum):
@@ -29,7 +28,7 @@ class Mode(str, Enum):
 
 
 class Streams(IntFlag):
-    """Which of a worker's standard streams are meant; the numbers are those of torchrun's --redirects and --tee."""
+    """A selection of a worker's standard streams; the numbers are those of torchrun's --redirects and --tee."""
 
     NONE = 0
     OUT = 1
@@ -39,7 +38,7 @@ class Streams(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How a store is spoken to over TLS: PEM files; `cert` and `key` come together and prove who we are (mTLS)."""
+    """PEM files for TLS to a store. `cert` and `key` come together: the client certificate (mTLS)."""
 
     ca: Path | None = None
     cert: Path | None = None
@@ -53,21 +52,16 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the agents of one job meet, and as whom this one comes.
+    """How the agents of one job find each other: the store, and the number of nodes."""
 
-    `backend` "memory": one node, nobody to meet. `endpoints` are (host, port). `is_host` None: c10d's host is the agent
-    whose machine has the endpoint's address. `local_addr` None: the address of the interface that reaches the store.
-    `node` None: the machine's host name.
-    """
-
-    backend: Literal["memory", "c10d", "etcd"] = "memory"
-    endpoints: tuple[tuple[str, int], ...] = ()
+    backend: Literal["memory", "c10d", "etcd"] = "memory"  #: "memory": one node, without a store on the network
+    endpoints: tuple[tuple[str, int], ...] = ()  #: (host, port)
     tls: Tls | None = None
     user: str | None = None
     password: str | None = field(default=None, repr=False)
-    is_host: bool | None = None
-    local_addr: str | None = None
-    node: str | None = None
+    is_host: bool | None = None  #: None: c10d's host is the agent whose machine has the endpoint's address
+    local_addr: str | None = None  #: None: the address of the interface that reaches the store
+    node: str | None = None  #: None: the machine's host name
     min_nodes: int = 1
     max_nodes: int = 1
 
@@ -98,13 +92,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """One node's part of a job: what to run, how many times side by side, and where its files go.
-
-    `redirects` and `tee` map a local rank to streams; a rank that is not in them has none. `log_dir` may be /dev/null:
-    no log files are kept. `devices` are the GPUs that slots stand for, as CUDA_VISIBLE_DEVICES spells them; empty when
-    the job does not get one GPU per worker. `run` tells two runs of the same job apart. `environment`: what workers
-    inherit; None: what the agent itself has.
-    """
+    """One node's part of a job: what to run, how many workers side by side, and where its files go."""
 
     python: str
     mode: Mode
@@ -112,16 +100,16 @@ class JobSpec:
     args: tuple[str, ...]
     cwd: Path
     job_id: str
-    run: str
+    run: str  #: tells two runs of the same job apart
     role: str = "default"
     min_workers: int = 1
     max_workers: int = 1
-    devices: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()  #: a GPU for each slot, as in CUDA_VISIBLE_DEVICES; empty: not one GPU per worker
     checkpoint_dir: Path | None = None
     preload: tuple[str, ...] = ()
-    log_dir: Path | None = None
-    redirects: Mapping[int, Streams] = field(default_factory=dict)
-    tee: Mapping[int, Streams] = field(default_factory=dict)
+    log_dir: Path | None = None  #: /dev/null: no log files are kept
+    redirects: Mapping[int, Streams] = field(default_factory=dict)  #: by local rank; a rank without an entry has none
+    tee: Mapping[int, Streams] = field(default_factory=dict)  #: the same
     local_ranks_filter: frozenset[int] | None = None
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
@@ -130,7 +118,7 @@ class JobSpec:
     virtual_local_rank: bool = False
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     rendezvous: Rendezvous = Rendezvous()
-    environment: Mapping[str, str] | None = field(default=None, repr=False)
+    environment: Mapping[str, str] | None = field(default=None, repr=False)  #: workers inherit it; None: the agent's
 
     def __post_init__(self) -> None:
         if self.min_workers < 1:
@@ -156,7 +144,7 @@ class JobSpec:
         return own if self.environment is None else self.environment
 
     def _check_ranks_exist(self, what: str, ranks: Mapping[int, object]) -> None:
-        # Naming more ranks than there are is how people share one command between machines; naming none is a slip.
+        # One command shared by machines of different sizes may name missing ranks; naming no existing one is a mistake.
         if ranks and min(ranks) >= self.max_workers:
             named = ", ".join(map(str, sorted(ranks)))
             raise UsageError(
@@ -167,14 +155,9 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The numbers every decision is made by. All times are seconds.
+    """The numbers every decision is made by. All times are seconds; docs/agent.md and --help explain each."""
 
-    `max_restarts` None: only restarts without progress and restarts per hour are limited; a number is a hard total.
-    `hang_floor_s` None: 5 s with an attached checkpoint, 60 s otherwise. `slow_ceiling_s` None: the process group's own
-    timeout, 1800 s where that is unknown.
-    """
-
-    max_restarts: int | None = None
+    max_restarts: int | None = None  #: a hard total; None: only restarts without progress and per hour are limited
     max_restarts_per_hour: int = 60
     no_progress_limit: int = 3
     backoff_s: tuple[float, ...] = (0, 1, 2, 4, 8, 16, 32, 60)
@@ -183,10 +166,10 @@ class Policy:
     startup_ceiling_s: float = 600.0
     first_step_ceiling_s: float = 1800.0
     progress_ceiling_s: float = 1800.0
-    hang_floor_s: float | None = None
+    hang_floor_s: float | None = None  #: None: 5 s with an attached checkpoint, 60 s otherwise
     hang_factor: float = 5.0
     stopped_after_s: float = 2.5
-    slow_ceiling_s: float | None = None
+    slow_ceiling_s: float | None = None  #: None: the process group's own timeout, 1800 s where that is unknown
     slow_factor: float = 1.5
     evidence_s: float = EVIDENCE_S
     on_hang: Literal["restart", "report"] = "restart"
@@ -223,7 +206,7 @@ class Policy:
         if self.slot_strikes > self.no_progress_limit:
             raise UsageError(
                 f"slot_strikes {self.slot_strikes} must not exceed no_progress_limit {self.no_progress_limit}, or the "
-                f"job is given up before a slot is set aside; lower it by {self.slot_strikes - self.no_progress_limit}"
+                f"job ends before a slot is quarantined; lower it by {self.slot_strikes - self.no_progress_limit}"
             )
         if self.startup_ceiling_s <= self.user_error_wait_s:
             short = self.user_error_wait_s - self.startup_ceiling_s
@@ -243,53 +226,23 @@ class Policy:
         self._check_hang_times()
 
     def effective_hang_floor_s(self, attached: bool) -> float:
-        """How long a group may be quiet however short its steps; longer where a wrong restart costs more."""
+        """How long a group may make no progress, however short its steps; longer where a wrong restart costs more."""
         if self.hang_floor_s is not None:
             return self.hang_floor_s
         return ATTACHED_HANG_FLOOR_S if attached else min(HANG_FLOOR_S, self.progress_ceiling_s)
 
     def _check_times(self) -> None:
-        """Every wait leaves room for what it waits for. The rules are DESIGN's, the store's time limits included."""
-        self._require_exceeds(
-            "lease_s",
-            self.renewal_s + 2 * self.store_timeout_s,
-            f"renewal {self.renewal_s:g} s + 2 × store_timeout {self.store_timeout_s:g} s",
-            "a renewal that fails can be tried once more",
-        )
-        self._require_exceeds(
-            "lease_s",
-            3 * self.store_timeout_s,
-            f"3 × store_timeout {self.store_timeout_s:g} s",
-            "an unanswered request costs less than a third of it",
-        )
-        self._require_exceeds(
-            "seen_timeout_s",
-            self.store_timeout_s,
-            f"store_timeout {self.store_timeout_s:g} s",
-            "a node that only waits for the store is not taken for dead",
-        )
-        self._require_exceeds(
-            "join_timeout_s",
-            self.last_call_s,
-            f"last_call_timeout {self.last_call_s:g} s, a part of it",
-            "a job that has enough nodes begins",
-        )
-        self._require_exceeds(
-            "hold_timeout_s",
-            self.grow_debounce_s + self.seen_timeout_s,
-            f"grow_debounce {self.grow_debounce_s:g} s + seen_timeout {self.seen_timeout_s:g} s",
-            "the round that a group holds for can come",
-        )
-        for name in ("adopt_timeout_s", "store_away_s"):
-            self._require_exceeds(
-                name,
-                self.lease_s + self.renewal_s,
-                f"lease {self.lease_s:g} s + renewal {self.renewal_s:g} s",
-                "leases are judged again before anybody is given up",
+        """Every wait leaves room for what it waits for, the store's time limits included."""
+        for name, terms, note, so_that in _TIMES_THAT_FIT:
+            least = sum(factor * getattr(self, term) for factor, term in terms)
+            words = (
+                f"{'' if factor == 1 else f'{factor} × '}{_option_name(term)} {getattr(self, term):g} s"
+                for factor, term in terms
             )
+            self._require_exceeds(name, least, " + ".join(words) + note, so_that)
 
     def _check_hang_times(self) -> None:
-        """A hang is judged on more than one look, and not before there was time for its evidence."""
+        """A hang is judged on more than one observation, and not before there was time for its evidence."""
         floor = ATTACHED_HANG_FLOOR_S if self.hang_floor_s is None else self.hang_floor_s
         least = f"hang_floor {floor:g} s" if self.hang_floor_s is not None else f"the least hang floor, {floor:g} s"
         for name in ("hang_floor_s", "stopped_after_s"):
@@ -327,23 +280,20 @@ class Policy:
                 f"raise it by more than {least - value:.6g} s"
             )
 
-    def cooloff_s(self, times_set_aside: int) -> float:
-        """How long a slot stays out the n-th time it is set aside (n >= 1): doubles each time, at most an hour."""
-        return float(min(self.slot_cooloff_s * 2 ** (min(times_set_aside, 32) - 1), max(3600.0, self.slot_cooloff_s)))
+    def cooloff_s(self, quarantines: int) -> float:
+        """How long the n-th quarantine of a slot lasts (n >= 1): twice as long each time, at most an hour."""
+        return float(min(self.slot_cooloff_s * 2 ** (min(quarantines, 32) - 1), max(3600.0, self.slot_cooloff_s)))
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """How the agent presents itself. `metrics_port` None: none is served; 0: any free one.
-
-    `runtime_dir` None: a fresh private directory for sockets and beat files, gone when the agent is.
-    """
+    """How the agent presents itself."""
 
     event_log: Path | None = None
-    metrics_port: int | None = None
+    metrics_port: int | None = None  #: None: no metrics are served; 0: any free port
     metrics_addr: str = "127.0.0.1"
     live: bool = True
-    runtime_dir: Path | None = None
+    runtime_dir: Path | None = None  #: None: a new private directory for sockets and heartbeats, deleted at the end
 
     def __post_init__(self) -> None:
         if self.metrics_port is not None:
@@ -351,11 +301,11 @@ class AgentSettings:
 
 
 HANG_FLOOR_S, ATTACHED_HANG_FLOOR_S = 60.0, 5.0
-"""The hang floor where none is given. With an attached checkpoint a wrong restart loses a step, without one hours."""
+"""The default hang floor. With an attached checkpoint a wrong restart loses a step, without one hours."""
 TWO_OBSERVATIONS_S = 0.5
-"""The workers are looked at four times a second."""
+"""The workers are observed four times a second."""
 MAX_WAIT_S = 365 * 86400.0
-"""No wait is longer: "for ever" is not a deadline, and the system's own timers overflow at a few centuries."""
+"""Every wait has a deadline, and the system's own timers overflow at a few centuries."""
 _RENDEZVOUS_TIMES = (
     "lease_s",
     "renewal_s",
@@ -371,10 +321,27 @@ _RENDEZVOUS_TIMES = (
     "node_cooloff_s",
 )
 _ZERO_ALLOWED = frozenset({"last_call_s", "replace_timeout_s", "grow_debounce_s", "node_cooloff_s"})
+_NEXT_ROUND = "the round that a group holds for can come"
+_REJUDGED = "leases are judged again before anybody is given up"
+_TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] = (
+    ("lease_s", ((1, "renewal_s"), (2, "store_timeout_s")), "", "a renewal that fails can be tried once more"),
+    ("lease_s", ((3, "store_timeout_s"),), "", "an unanswered request costs less than a third of it"),
+    ("seen_timeout_s", ((1, "store_timeout_s"),), "", "a node that only waits for the store is not taken for dead"),
+    ("join_timeout_s", ((1, "last_call_s"),), ", a part of it", "a job that has enough nodes begins"),
+    (
+        "hold_timeout_s",
+        ((1, "grow_debounce_s"), (1, "seen_timeout_s")),
+        "",
+        _NEXT_ROUND,
+    ),
+    ("adopt_timeout_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
+    ("store_away_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
+)
+"""(time, the terms of the sum that it must exceed, a note, so that ...)."""
 
 
 def _option_name(name: str) -> str:
-    """How --rdzv-conf, or the flag, calls it."""
+    """Its name in --rdzv-conf, or the flag."""
     return {"last_call_s": "last_call_timeout"}.get(name, name.removesuffix("_s"))
 
 
@@ -384,8 +351,8 @@ def _check_port(what: str, port: int, *, lowest: int) -> None:
 
 
 def check_identifier(what: str, text: str) -> None:
-    """Raises UsageError if `text` cannot name a job, a run or a node; `what` says which of them it is."""
-    # It becomes part of file names (at most 255 bytes with what is added to them) and of keys in a store.
+    """Raises UsageError if `text` cannot name a job, a run or a node, which `what` names."""
+    # It becomes part of keys in a store and of file names, which have at most 255 bytes.
     if not text or text != text.strip() or not text.isprintable() or "/" in text or text.startswith("."):
         raise UsageError(f"{what} {text!r} must be printable, without '/', a leading '.' or spaces around it")
     size = len(text.encode(errors="surrogateescape"))

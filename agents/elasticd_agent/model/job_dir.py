@@ -1,4 +1,4 @@
-"""One run of one job on this node: the names of its files in the state directory."""
+"""The files of one run of one job in the node's state directory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class JobFiles:
 
     @property
     def runner_spec(self) -> Path:
-        """What the runner is to do (runner.Order as JSON). Secrets may be in it: never in argv or the environment."""
+        """The RunnerSpec as JSON. It may hold secrets, so it is passed neither in argv nor in the environment."""
         return self.root / "order.json"
 
     @property
     def lock(self) -> Path:
-        """Held (flock) by the runner for as long as it lives; it holds its pid."""
+        """Locked (flock) by the runner for as long as it lives; contains its pid."""
         return self.root / "lock"
 
     @property
@@ -42,12 +42,12 @@ class JobFiles:
 
     @property
     def leave_reason(self) -> Path:
-        """Why the daemon has the runner leave: one line, there before the SIGTERM is."""
+        """Why the daemon stops the runner: one line, written before the SIGTERM is sent."""
         return self.root / "leave"
 
     @property
     def runner_exit(self) -> Path:
-        """How the runner ended (runner.Exit as JSON), written last."""
+        """The RunnerExit as JSON, written last."""
         return self.root / "exit.json"
 
 

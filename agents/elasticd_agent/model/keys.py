@@ -1,6 +1,7 @@
-"""The names a job's records have in the store, and how what is there is read.
+"""The keys of a job's records in the store, and how their values are decoded.
 
-The names are DESIGN's; other versions and other tools rely on them. What cannot be understood is named and left alone.
+Other versions rely on the keys: docs/protocol.md lists them. A value that cannot be decoded is reported with its key
+and left alone.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ D = TypeVar("D", bound=Document)
 
 
 def decode_record(kind: type[D], key: str, value: bytes) -> D:
-    """The record under `key`. Raises WireError in a whole sentence, which says where it is."""
+    """The record under `key`. Raises WireError: a whole sentence with the key."""
     try:
         return kind.from_json(value)
     except WireError as error:
-        raise WireError(f"{key} in the store cannot be understood and is left alone: {error}") from None
+        raise WireError(f"{key} in the store cannot be decoded and is left alone: {error}") from None
 
 
 def decode_address(key: str, value: bytes) -> tuple[str, int]:
-    """What `master` keeps, where the workers' store of a round is: [address, port]. Raises WireError, too."""
+    """Where the workers' store of a round listens, from a `master` key: [address, port]. Raises WireError, too."""
     try:
         where, port = json.loads(value)
     except (ValueError, TypeError, RecursionError) as error:
-        raise WireError(f"{key} in the store is no address and is left alone: {error}") from None
+        raise WireError(f"{key} in the store is not an address and is left alone: {error}") from None
     if not isinstance(where, str) or type(port) is not int:
-        raise WireError(f"{key} in the store is no address and is left alone: {value[:60]!r}")
+        raise WireError(f"{key} in the store is not an address and is left alone: {value[:60]!r}")
     return where, port
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """One job's. A name that ends in "/" is a prefix, of one round if a number is given."""
+    """One job's keys. A name that ends in "/" is a prefix, of one round if a number is given."""
 
     job: str
 
@@ -62,7 +63,7 @@ class Keys:
 
     @property
     def pause(self) -> str:
-        return f"{self._root}/hold"
+        return f"{self._root}/pause"
 
     @property
     def nodes(self) -> str:
@@ -82,7 +83,7 @@ class Keys:
 
     @property
     def hang_report_request(self) -> str:
-        return f"{self._root}/suspicion"  # no beginning of `suspects`: who watches the one must not hear the others
+        return f"{self._root}/hang_report_request"  # no prefix of `hang_reports`: watches are separate
 
     def hang_reports(self, number: int | None = None) -> str:
-        return f"{self._root}/suspects/" + ("" if number is None else f"{number}/")
+        return f"{self._root}/hang_reports/" + ("" if number is None else f"{number}/")

@@ -1,7 +1,7 @@
-"""Where the agent is (Phase), what happened (Event), what to do (Action): closed unions of frozen dataclasses.
+"""The state machine's alphabet: Phase (where the agent is), Event (what happened), Action (what to do).
 
-They exist so that `core.step` can be pure and a story can be written down and replayed. Events are in the past tense,
-actions are imperatives. Every `at` is in seconds of the agent's own monotonic clock. Nothing here does anything.
+Closed unions of frozen dataclasses, so that the state machine is pure and a story can be written down and replayed.
+Events are in the past tense, actions are imperatives. Every `at` is in seconds of the agent's own monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,22 +15,19 @@ from elasticd_agent.model.records import Failure, Round
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """What `core.step` must know that never changes: which node it runs on, and the policy's numbers it uses."""
+    """What the state machine knows that never changes: its node, and the numbers of the policy it uses."""
 
     node: str
     user_error_wait_s: float = 0.5
     stop_grace_s: float = 30.0
     incarnation: str | None = None
-    multi_node: bool = False
-    """True when other nodes may take part, so that much must be told to them."""
-    leave_grace_s: float | None = None
-    """How long it may take until the others' next round, or the checkpoint; None: `stop_grace_s`."""
-    leave_on_stop: bool = False
-    """True where a stop is this node's leaving: the planner hears of it, and can hold the group at a checkpoint."""
+    multi_node: bool = False  #: other nodes may take part, so they need reports
+    leave_grace_s: float | None = None  #: for the others' next round, or the checkpoint; None: `stop_grace_s`
+    leave_on_stop: bool = False  #: a stop makes this node leave: the leader knows, and can pause the group first
 
     @property
     def stop_limit_s(self) -> float:
-        """From being asked to stop until what is left is killed, at the latest."""
+        """From the request to stop until the rest is killed, at the latest."""
         return self.stop_grace_s if self.leave_grace_s is None or not self.leave_on_stop else self.leave_grace_s
 
 
@@ -52,7 +49,7 @@ class ExitStatus:
 
     @property
     def text(self) -> str:
-        """Goes after "rank 3": "exited with code 1", "was killed by SIGKILL"."""
+        """Continues "rank 3": "exited with code 1", "was killed by SIGKILL"."""
         if self.signal is None:
             return f"exited with code {self.code}"
         try:
@@ -63,16 +60,13 @@ class ExitStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExitReport:
-    """What a Python worker left behind when it ended by itself: an uncaught exception, or sys.exit.
-
-    `type` is the class's qualified name without "builtins."; `bases` are those of its base classes, if known.
-    """
+    """What a Python worker left behind when it ended by itself: an uncaught exception, or sys.exit."""
 
     kind: Literal["exception", "exit"]
-    type: str
+    type: str  #: the class's qualified name without "builtins."
     message: str
     traceback: str
-    bases: tuple[str, ...] = ()
+    bases: tuple[str, ...] = ()  #: of the base classes, if known
 
 
 # ---- events
@@ -100,17 +94,17 @@ class WorkerExited:
 
 @dataclass(frozen=True, slots=True)
 class StoreExited:
-    """The process hosting the workers' store of round `number` has ended; `why` goes after "the workers' store"."""
+    """The process hosting the workers' store of round `number` has ended."""
 
     number: int
-    why: str
+    why: str  #: continues "the workers' store"
     at: float
     status: ExitStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """The group of round `number` could not be started, or only in part. GroupGone follows once it is killed."""
+    """The group of round `number` could not be started, or only in part. GroupEnded follows once it is killed."""
 
     number: int
     why: str
@@ -134,28 +128,25 @@ class FirstStep:
 
 @dataclass(frozen=True, slots=True)
 class StoreAbandoned:
-    """The store has been away for so long that waiting for it makes no sense; `why` is a whole sentence."""
+    """The store has been unavailable for longer than this agent waits for it."""
 
-    why: str
+    why: str  #: a whole sentence
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Someone asked the agent to stop: `signal` by name ("SIGTERM"), `exit_code` 128 + its number.
+    """The agent was asked to stop."""
 
-    `why`: what whoever sent it had to say, "" where that was nothing.
-    """
-
-    signal: str
-    exit_code: int
+    signal: str  #: by name, "SIGTERM"
+    exit_code: int  #: 128 + its number
     at: float
-    why: str = ""
+    why: str = ""  #: the sender's reason, if it gave one
 
 
 @dataclass(frozen=True, slots=True)
 class StopForced:
-    """Someone asked again and does not want to wait any more."""
+    """The agent was asked to stop once more: stop without grace."""
 
     signal: str
     exit_code: int
@@ -164,9 +155,9 @@ class StopForced:
 
 @dataclass(frozen=True, slots=True)
 class TimerExpired:
-    """A time asked for by Wake has come; `at` is the time now, never before the time asked for."""
+    """The time of a SetTimer has come."""
 
-    at: float
+    at: float  #: now, never before the requested time
 
 
 Event = (
@@ -188,7 +179,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class PendingStop:
-    """A stop someone asked for; rides in the phases until the agent leaves."""
+    """A requested stop; the phases carry it until the agent leaves."""
 
     signal: str
     exit_code: int
@@ -208,7 +199,7 @@ class Joining:
 class Running:
     """This node's group of `round` was started. `exits` are its workers that have ended, all with code 0.
 
-    `stop`: someone asked this agent to leave; a Round without its node is awaited.
+    `stop`: this agent was asked to leave, and waits for a Round without its node.
     """
 
     round: Round
@@ -219,9 +210,9 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """A worker failed; until `until` the others may show why.
+    """A worker failed; until `until` the other workers' exits may show the root cause.
 
-    It failed by itself before the first step, and perhaps all do; or it lost a peer, which has not been heard of yet.
+    It failed by itself before the first step, and perhaps all do; or it lost a peer whose exit is not known yet.
     """
 
     round: Round
@@ -231,7 +222,7 @@ class Settling:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The group of `round` ends or is being ended; GroupGone must come. `then` is what to turn to after it."""
+    """The group of `round` ends or is being ended; GroupEnded must come. `then`: the Round to start after it."""
 
     round: Round
     then: Round | None = None
@@ -240,7 +231,7 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The agent leaves; nothing that happens now matters. `round` is the last one it knew, 0 if none."""
+    """The agent leaves; later events have no effect. `round` is the last one it knew, 0 if none."""
 
     round: int
     exit_code: int
@@ -261,7 +252,7 @@ class StartGroup:
 
 @dataclass(frozen=True, slots=True)
 class KillGroup:
-    """SIGKILL every process of round `number`'s group, all at once, without grace. GroupGone follows."""
+    """SIGKILL every process of round `number`'s group, all at once, without grace. GroupEnded follows."""
 
     number: int
     why: str
@@ -269,7 +260,7 @@ class KillGroup:
 
 @dataclass(frozen=True, slots=True)
 class StopGroup:
-    """Ask the group to stop by `signal`, SIGKILL what is left after `grace_s`. GroupGone follows."""
+    """Send `signal` to the group, SIGKILL the rest after `grace_s`. GroupEnded follows."""
 
     number: int
     why: str
@@ -279,21 +270,21 @@ class StopGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReportFailure:
-    """Put `failure` where the planner sees it. Whoever performs this fills in `high_water` and `checkpoint`."""
+    """Report `failure` to the leader. The performer fills in `high_water` and `checkpoint`."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class ReportDone:
-    """Say that all of this node's workers of round `number` have ended with code 0."""
+    """Report that all of this node's workers of round `number` have ended with code 0."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReportLeaving:
-    """Ask for a Round without this node, because of `why`; if all nodes ask so, the job ends with `exit_code`."""
+    """Request a Round without this node, because of `why`; if all nodes do, the job ends with `exit_code`."""
 
     why: str
     exit_code: int
@@ -301,14 +292,14 @@ class ReportLeaving:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Put TimeCame into the inbox at monotonic time `at` or soon after."""
+    """Put TimerExpired into the inbox at monotonic time `at` or soon after."""
 
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The agent's work is over: exit with `exit_code`, say `why`."""
+    """The agent's work is over: exit with `exit_code`, log `why`."""
 
     exit_code: int
     why: str

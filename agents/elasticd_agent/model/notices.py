@@ -1,4 +1,4 @@
-"""What the coordinator tells the deciding loop besides Events: words about the job that the pure core need not know."""
+"""Notices from the rendezvous to the deciding loop beside Events: facts that the state machine does not need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MasterKnown:
 
 @dataclass(frozen=True, slots=True)
 class PauseRequested:
-    """The planner wants round `number` held at a checkpoint (`on`), or wants that no more."""
+    """The leader requests that round `number` pauses at a checkpoint (`on`), or withdraws the request."""
 
     number: int
     on: bool
@@ -27,7 +27,7 @@ class PauseRequested:
 
 @dataclass(frozen=True, slots=True)
 class HangReportRequested:
-    """The planner wants to hear what every node sees of its ranks of round `number` (`on`), or has heard enough."""
+    """The leader requests every node's hang report of round `number` (`on`), or withdraws the request."""
 
     number: int
     on: bool
@@ -35,36 +35,39 @@ class HangReportRequested:
 
 @dataclass(frozen=True, slots=True)
 class StragglersFound:
-    """The ranks of round `number` the others wait for, and how many times as long as theirs its own work takes."""
+    """The ranks of round `number` that the others wait for."""
 
     number: int
     ranks: tuple[tuple[int, float], ...]
+    """(rank, how many times as long as the others' its own work takes)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderNotice:
-    """What only an agent that plans knows, or no longer does."""
+    """Base of what only the leader's agent knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeadershipChanged(LeaderNotice):
-    """This agent plans for the job from now on (`on`), or does not any more."""
+    """This agent leads the job from now on (`on`), or does not any more."""
 
     on: bool
 
 
 @dataclass(frozen=True, slots=True)
 class FaultDetected(LeaderNotice):
-    """A fault has broken round `number`: `cause` in a word, `culprit` the node at fault, "" where no single one is."""
+    """A fault has broken round `number`."""
 
     number: int
     cause: str
+    """In one word."""
     culprit: str
+    """The node at fault, "" where no single one is."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAvailability:
-    """The store has gone away (`away`), or has come back after `seconds`."""
+    """The store became unavailable, or available again after `seconds`."""
 
     unavailable: bool
     why: str
@@ -73,22 +76,23 @@ class StoreAvailability:
 
 @dataclass(frozen=True, slots=True)
 class WaitingFor(LeaderNotice):
-    """What the job waits for, as a rule while nothing runs; `why` is for the person. `nodes`: for more of them."""
+    """What the job waits for, usually while nothing runs."""
 
     why: str
     more_nodes: bool
+    """It waits for more nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """This agent cannot take part in this job; `why` says what to do."""
+    """This agent cannot take part in this job; `why` names the remedy."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Another agent has asked whether this one is here, as it does when it sees any sign of trouble."""
+    """Another agent has probed this one, as it does at any sign of trouble."""
 
 
 Notice = (

@@ -1,8 +1,4 @@
-"""The records that cross a process or the network: who takes part in which round, and why one ended.
-
-How they are written, read and kept compatible is `records`'. This module never imports torch, never reads a clock and
-never touches a file.
-"""
+"""The records that agents share through the store: who takes part in which round, and why one ended."""
 
 from __future__ import annotations
 
@@ -18,13 +14,12 @@ Outcome = Literal["succeeded", "failed", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class Member(Record):
-    """One node's part in a Round. `slots` are those in use; a slot's index is the worker's local rank. `role`: its
-    workers', as torchrun's --role; "" where the planner knew of none, and then all nodes have the same."""
+    """One node's part in a Round."""
 
     node: str
     incarnation: str
-    slots: tuple[int, ...]
-    role: str = ""
+    slots: tuple[int, ...]  #: those in use; a slot's index is the worker's local rank
+    role: str = ""  #: torchrun's --role; "" where the planner knew of none, and then all nodes have the same
 
     def check(self) -> None:
         if not self.node or not self.slots:
@@ -35,30 +30,27 @@ class Member(Record):
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedSlot(Record):
-    """What is held against a slot: `strikes` failures without progress between them, `times` set aside so far,
-    `left_s` seconds of cool-off left when this Round was published (0: it may be used). `hung`: the last one was a hang
-    of its, which progress does not forgive."""
+    """The failures of a slot. It is quarantined while `left_s` is above 0."""
 
     node: str
     slot: int
-    strikes: int
-    times: int = 0
-    left_s: float = 0.0
-    hung: bool = False
+    strikes: int  #: failures without progress between them
+    times: int = 0  #: quarantines so far; each lasts twice as long as the one before
+    left_s: float = 0.0  #: cool-off left when this Round was published
+    hung: bool = False  #: the last strike was a hang, which progress does not clear
 
     def check(self) -> None:
         if min(self.slot, self.strikes, self.times, self.left_s) < 0:
-            raise WireError(f"bench of slot {self.slot} on {self.node!r}: no number may be negative")
+            raise WireError(f"quarantine of slot {self.slot} on {self.node!r}: no number may be negative")
 
 
 @dataclass(frozen=True, slots=True)
 class Exclusion(Record):
-    """A node that was left out of a Round although it may come back: how many `times` in a row, the last one `age_s`
-    seconds before this Round was published."""
+    """A node that was left out of a Round although it may come back."""
 
     node: str
-    times: int
-    age_s: float = 0.0
+    times: int  #: in a row
+    age_s: float = 0.0  #: from the last time to this Round's publication
 
     def check(self) -> None:
         if not self.node or self.times < 1 or self.age_s < 0:
@@ -67,16 +59,12 @@ class Exclusion(Record):
 
 @dataclass(frozen=True, slots=True)
 class BudgetState(Record):
-    """The restart budget's counters as of this Round's publication.
+    """The restart budget's counters as of this Round's publication."""
 
-    `counted` restarts so far that count, `streak` of them since the last progress, `tokens` left of the hourly
-    allowance (None: full), `high_water` the highest step any round has committed.
-    """
-
-    counted: int = 0
-    streak: int = 0
-    tokens: float | None = None
-    high_water: int = 0
+    counted: int = 0  #: restarts that count against the budget
+    streak: int = 0  #: of them, those since the last progress
+    tokens: float | None = None  #: left of the hourly allowance; None: all of it
+    high_water: int = 0  #: the highest step that any round has committed
 
     def check(self) -> None:
         if min(self.counted, self.streak, self.high_water, self.tokens or 0) < 0:
@@ -87,23 +75,21 @@ class BudgetState(Record):
 class Round(Document):
     """One agreed membership, or, with an `outcome`, the end of the job.
 
-    `resume` proposes a checkpoint as (round, step). Ranks are numbered through the members in order, and through
-    each member's slots in order. `restarts` counts the rounds started after the first one. `directory` names the
-    checkpoint directory of rank 0's node, as its NodeRecord does; `run` tells two runs of one job apart. `cause` is the
-    reason in one word: "start", "resize", or the kind of the Failure it answers.
+    Invariant: at most one Round per number. A planner publishes it by compare-and-swap of the round key, guarded by the
+    leader key; a published Round never changes.
     """
 
-    number: int
-    members: tuple[Member, ...]
-    last_checkpoint: tuple[int, int] | None = None
-    restarts: int = 0
+    number: int  #: grows with every Round of the job, also across its runs
+    members: tuple[Member, ...]  #: global ranks are numbered through the members in order, and through their slots
+    last_checkpoint: tuple[int, int] | None = None  #: newest (round, step) saved before: where progress starts
+    restarts: int = 0  #: rounds started after the first one
     budget: BudgetState = BudgetState()
-    quarantined_slots: tuple[QuarantinedSlot, ...] = ()
+    quarantined_slots: tuple[QuarantinedSlot, ...] = ()  #: every slot with a strike
     excluded: tuple[Exclusion, ...] = ()
-    directory: str = ""
-    run: str = ""
-    reason: str = ""
-    cause: str = ""
+    directory: str = ""  #: the checkpoint directory of rank 0's node, named as in its NodeRecord
+    run: str = ""  #: tells two runs of one job id apart
+    reason: str = ""  #: why this Round follows the last one, in a sentence
+    cause: str = ""  #: the same in a word: "start", "resize", or the kind of the Failure it answers
     outcome: Outcome | None = None
     exit_code: int | None = None
 
@@ -132,7 +118,7 @@ class Round(Document):
         return next((m for m in self.members if m.node == node), None)
 
     def group_rank(self, node: str) -> int:
-        """The node's place among the members (torchrun's GROUP_RANK). KeyError if it is none."""
+        """The node's index among the members (torchrun's GROUP_RANK). KeyError if it is none."""
         for i, m in enumerate(self.members):
             if m.node == node:
                 return i
@@ -158,41 +144,32 @@ class Round(Document):
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord(Document):
-    """An agent's announcement of its node, kept under its lease and up to date by itself.
+    """A node's record, kept up to date by its agent under its lease: it is gone once the lease has expired.
 
-    `incarnation` is new whenever the owner of its workers starts anew. `address` is where it answers a knock,
-    "host:port", `leaving_code` the exit code that whoever asked it to stop expects, 0 if unknown.
-    `unreached` are members of the round it has seen that do not answer it. `directory` names its checkpoint directory:
-    two nodes that say the same share it; `highest` is the
-    highest round number found there and among its logs. The rest is how far it is, each the number of a round, 0 if
-    none: it has `seen` the round, its group was started (`ready`), has `stepped`, could be held at a checkpoint
-    (`can_hold`), is `held` at one; it is `leaving` if somebody asked its agent to stop, and `warm` (1, else 0)
-    once its workers would start at once. `role` is its workers'. `slots` are those that can be used, none where too few
-    of them can; `unusable` says why some cannot. `pace` has of each of its ranks (rank, pulses, pulses in which
-    it waited). `raised`: an exception of a rank of its `ready` round that has not ended yet, in words.
+    A field that holds the number of a round holds 0 for none.
     """
 
     id: str
-    incarnation: str
-    address: str
-    slots: tuple[int, ...]
-    directory: str = ""
-    highest_round: int = 0
-    seen_round: int = 0
-    ready_round: int = 0
-    stepped_round: int = 0
-    can_pause: int = 0
-    paused: int = 0
-    checkpoint: tuple[int, int] | None = None
-    high_water: int = 0
-    leaving: str = ""
-    warm: int = 1
-    wait_counts: tuple[tuple[int, int, int], ...] = ()
+    incarnation: str  #: new whenever the owner of its workers starts anew: a member is a pair (id, incarnation)
+    address: str  #: where the agent answers a probe, "host:port"
+    slots: tuple[int, ...]  #: the usable ones; none where too few of them are
+    directory: str = ""  #: names its checkpoint directory: nodes with the same value share it
+    highest_round: int = 0  #: in its checkpoint directory and logs: the job's next Round is numbered above it
+    seen_round: int = 0  #: the newest Round its agent has read
+    ready_round: int = 0  #: the newest round whose group was started here, after every earlier group was gone
+    stepped_round: int = 0  #: the newest round with a finished step here
+    can_pause: int = 0  #: the round whose workers can pause at a checkpoint
+    paused: int = 0  #: the round whose workers are paused at a checkpoint
+    checkpoint: tuple[int, int] | None = None  #: newest (round, step) saved here
+    high_water: int = 0  #: the highest step seen here
+    leaving: str = ""  #: why the agent was asked to stop; a leaving node is in no further Round
+    warm: int = 1  #: 1 once its workers would start at once, else 0
+    wait_counts: tuple[tuple[int, int, int], ...] = ()  #: (rank, heartbeats, those in which it waited for other ranks)
     role: str = ""
-    unusable: str = ""
-    leaving_code: int = 0
-    unreachable: tuple[str, ...] = ()
-    pending_exception: str = ""
+    unusable: str = ""  #: why some slots are not usable
+    leaving_code: int = 0  #: the exit code that the sender of the stop request expects, 0 if unknown
+    unreachable: tuple[str, ...] = ()  #: members of `seen_round` that do not answer its probes
+    pending_exception: str = ""  #: of a rank of `ready_round` that has raised and not exited yet, in words
 
     def check(self) -> None:
         if not self.id:
@@ -205,21 +182,15 @@ class NodeRecord(Document):
 
 @dataclass(frozen=True, slots=True)
 class Failure(Document):
-    """Why a node's group of a round ended without success.
-
-    `kind` is "crash", "user_error", "store_lost", "hung", "start_failed" or newer; `cause` is which kind of hang it is.
-    `culprits` are (rank, slot); none when nobody on this node is to blame. `high_water` is the highest step seen,
-    `checkpoint` the newest (round, step) saved, both by this round. `error` is the exception's type, `detail` its
-    traceback.
-    """
+    """Why a node's group of a round ended without success."""
 
     round: int
     node: str
-    kind: str
-    culprits: tuple[tuple[int, int], ...]
+    kind: str  #: "crash", "user_error", "store_lost", "hung", "start_failed" or newer
+    culprits: tuple[tuple[int, int], ...]  #: (rank, slot); none where no rank of this node is to blame
     why: str
-    high_water: int = 0
-    checkpoint: tuple[int, int] | None = None
-    error: str | None = None
-    detail: str | None = None
-    cause: str = ""
+    high_water: int = 0  #: the highest step seen by this round
+    checkpoint: tuple[int, int] | None = None  #: newest (round, step) saved by this round
+    error: str | None = None  #: the exception's type
+    detail: str | None = None  #: its traceback
+    cause: str = ""  #: the kind of hang

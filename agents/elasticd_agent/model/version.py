@@ -1,4 +1,4 @@
-"""Which elasticd this is; apart, because the command line and the metrics both say it and the lookup costs 20 ms."""
+"""The version of elasticd. The lookup costs 20 ms, so it is done on demand."""
 
 from __future__ import annotations
 

@@ -221,10 +221,10 @@ def test_damaged_records_are_named_and_in_nobodys_way(store: Store) -> None:
     said: list[str] = []
     assert [s.job for s in queue.read_view(store, said.append).submissions] == ["good"]
     assert len(said) == 2
-    assert all("cannot be understood and is left alone" in sentence for sentence in said)
-    with pytest.raises(UsageError, match=r"submissions/bad in the store cannot be understood.*choose another id"):
+    assert all("cannot be decoded and is left alone" in sentence for sentence in said)
+    with pytest.raises(UsageError, match=r"submissions/bad in the store cannot be decoded.*choose another id"):
         submit(store, "bad")
-    with pytest.raises(UsageError, match=r"there is no job 'bad'; .*cannot be understood"):
+    with pytest.raises(UsageError, match=r"there is no job 'bad'; .*cannot be decoded"):
         queue.cancel(store, "bad", "", 0.0)
     assert queue.cancel(store, "good", "", 0.0).outcome == "cancelled", "what it replaced said nothing"
 

@@ -321,7 +321,7 @@ def test_cards_that_cannot_be_understood_keep_what_runs_there() -> None:
     newer = found.value.replace(b'"version":"1.0"', b'"version":"2.0"')
     assert fleet.memory.compare_and_swap(names.NODES + "b", found.version, newer)
     said = fleet.turn()
-    assert len([s for s in said if "nodes/b in the store cannot be understood" in s]) == 1
+    assert len([s for s in said if "nodes/b in the store cannot be decoded" in s]) == 1
     for _ in range(100):
         assert not fleet.turn()
     assert fleet.nodes("llm") == ["a", "b"]
