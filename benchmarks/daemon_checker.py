@@ -35,7 +35,7 @@ _OF_A_JOB = (
 _OF_ITS_SUCCESS = (checker.no_sample_lost_or_repeated, checker.the_end_is_agreed_on)
 _HARMS = ("kill agent long", "kill both", "kill node", "stop agent", "drain", "full disk", "damaged file")
 _REASONS = (
-    "has succeeded", "cancelled", "drain", "SIGTERM", " waits", "pending", "submitted again", "without it", "is gone",
+    "has succeeded", "cancelled", "drain", "SIGTERM", "pending", "submitted again", "without it", "is gone",
 )  # fmt: skip
 _EXCUSES_S = 60.0
 """A job whose agent is away leaves after 12 s and has 20 s to; where no node of it is left, the next one says so."""

@@ -111,7 +111,7 @@ def test_a_jobs_life_as_an_operator_sees_it(node: MakeNode) -> None:
     (row,) = table(ask("drain", "n1", "--reason", "fan 3", "--wait"))
     assert (row["STATE"], row["JOBS"], "fan 3" in row["REASON"]) == ("drained", "-", True)
     (row,) = table(ask("jobs"))
-    assert (row["STATE"], "n1 is drained: fan 3" in row["REASON"]) == ("waiting", True)
+    assert (row["STATE"], "n1 is drained: fan 3" in row["REASON"]) == ("pending", True)
     assert n1.job_events("llama", "job_ended")[-1]["reason"] == "n1 leaves: drained: fan 3"
     assert n1.job_events("llama", "stop_requested")[-1]["reason"] == "n1 leaves within 60 s: drained: fan 3"
     reached = n1.steps()[-1][1]

@@ -16,15 +16,15 @@ JOB = {
 def test_jobs() -> None:
     rows = [
         JOB,
-        {**JOB, "job": "a-long-name", "state": "waiting", "nodes": [], "slots": 0, "age_seconds": 65.0,
-         "reason": "waits behind llama\x1b[31m\nEVIL  running"},
+        {**JOB, "job": "a-long-name", "state": "pending", "nodes": [], "slots": 0, "age_seconds": 65.0,
+         "reason": "pending behind llama\x1b[31m\nEVIL  running"},
         {**JOB, "job": "old", "state": "failed", "nodes": list("abcde"), "slots": 0, "ended_at": 1.0,
          "ended_seconds": 400_000.0, "reason": "rank 3: ValueError"},
     ]  # fmt: skip
     assert tables.jobs(rows) == (
         "JOB          STATE    NODES     SLOTS  AGE     REASON\n"
         "llama        running  a,b       8      3h20m   runs on a (slots 0-3) and b (slots 0-3)\n"
-        "a-long-name  waiting  -         -      65s     waits behind llama\\x1b[31m\\nEVIL  running\n"
+        "a-long-name  pending  -         -      65s     pending behind llama\\x1b[31m\\nEVIL  running\n"
         "old          failed   a,b,c +2  -      4d ago  rank 3: ValueError\n"
     )
     assert tables.jobs([]) == "no jobs; elasticd submit FILE hands one in\n"
@@ -97,8 +97,8 @@ def test_of_very_many_ranks_those_that_stand_still_are_shown() -> None:
 
 
 def test_a_page_of_a_job_of_which_nobody_knows_anything_yet() -> None:
-    page = tables.status({**JOB, "state": "waiting", "nodes": [], "places": [], "progress": None, "submitted_at": None})
-    assert page.splitlines()[:2] == ["llama: waiting", "  why         runs on a (slots 0-3) and b (slots 0-3)"]
+    page = tables.status({**JOB, "state": "pending", "nodes": [], "places": [], "progress": None, "submitted_at": None})
+    assert page.splitlines()[:2] == ["llama: pending", "  why         runs on a (slots 0-3) and b (slots 0-3)"]
     ended = tables.status({**JOB, "state": "failed", "ended_at": 1.0, "ended_seconds": 7.0, "exit_code": 1})
     assert ended.startswith("llama: failed, 7s ago, with exit code 1\n")
 

@@ -89,7 +89,7 @@ def test_a_job_that_needs_both_nodes_waits_at_a_checkpoint_while_one_is_away(nod
     assert n2.drain() == 0
     until(lambda: not n1.job_is_running("both"), n1.diagnostics)
     reached = n1.steps()[-1][1]
-    assert "waits: wants 2 nodes" in n1.log
+    assert "pending: needs 2 nodes" in n1.log
     n2.start()
     n1.wait_for_step(reached + 30)
     assert_none_lost("both", n1, n1, n2)

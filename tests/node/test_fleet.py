@@ -30,7 +30,7 @@ def test_everything_at_once(seed: int, nodes: int) -> None:
         ended = [key for key in running if view.result(*key)]
         assert not ended, f"{ended} have ended and run on"
         for job, reason in fleet.waiting().items():
-            assert "waits" in reason, f"{job}: {reason or 'nobody has looked at it'}"
+            assert "pending" in reason, f"{job}: {reason or 'nobody has looked at it'}"
         if not running:
             break
         fleet.succeed()
@@ -41,7 +41,7 @@ def test_everything_at_once(seed: int, nodes: int) -> None:
         fit = [m for m in fleet.machines if m.slots >= wants.min_slots]
         refused = {r.node for p in fleet.view().placements if p.job == wants.job for r in p.refusals}
         assert len([m for m in fit if m.node not in refused]) < wants.min_nodes, f"{wants.job} could run"
-        assert "it holds up nobody" in fleet.waiting()[wants.job]
+        assert "it blocks no other job" in fleet.waiting()[wants.job]
     ended = {(e.job, e.number) for e in fleet.view().results}
     newest = {job: max(n for j, n in fleet.submitted if j == job) for job, _ in fleet.submitted}
     assert set(newest.items()) <= ended | {(s.job, s.number) for s in left}, "of every id the last run ended or waits"

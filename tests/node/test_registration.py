@@ -64,7 +64,7 @@ def test_who_is_gone_loses_both_and_who_is_left_places(clock: Clock, memory: Mem
     assert (one.placer.is_leader, two.placer.is_leader) == (True, False)
     said = live(clock, 5, two)
     assert memory.read(names.NODES + "a") is None
-    assert "b places jobs from now on" in said
+    assert "b is the scheduler now" in said
     # It was only stopped, and comes back: it does not place beside the other.
     live(clock, 3, one, two)
     assert (one.placer.is_leader, two.placer.is_leader) == (False, True)
@@ -79,7 +79,7 @@ def test_an_orderly_end_lets_the_other_place_at_once_and_one_that_is_replaced_ke
     one.placer.close()  # as before it replaces itself
     assert memory.read(names.SCHEDULER) is None
     assert memory.read(names.NODES + "a") is not None
-    assert two.turn(clock) == ["b places jobs from now on"]
+    assert two.turn(clock) == ["b is the scheduler now"]
     two.close()
     assert memory.read(names.SCHEDULER) is None
     assert memory.read(names.NODES + "b") is None
@@ -92,7 +92,7 @@ def test_the_next_process_of_a_killed_daemon_places_again_within_a_lease(clock: 
     again = PublishingAgent(memory, "a", one.card.incarnation)
     again.turn(clock)  # the card is its own
     said = live(clock, 4, again)
-    assert "a places jobs from now on" in said
+    assert "a is the scheduler now" in said
     assert again.placer.is_leader
 
 

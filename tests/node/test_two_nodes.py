@@ -88,12 +88,12 @@ def test_an_agent_that_stood_still_takes_part_again_and_its_job_has_not_noticed(
     n1, n2 = nodes("n1"), nodes("n2")
     n1.job("one", "ticking.py", COLD, workers=2)
     n1.start()
-    n1.wait_for_log("n1 places jobs from now on")
+    n1.wait_for_log("n1 is the scheduler now")
     n1.wait_for_step(10)
     workers = n1.workers("one")
     n2.start()
     n1.signal(signal.SIGSTOP)
-    n2.wait_for_log("n2 places jobs from now on")
+    n2.wait_for_log("n2 is the scheduler now")
     store = EtcdStore(etcd.endpoints)
     try:
         until(lambda: store.read(f"{names.NODES}n1") is None, n2.diagnostics)
@@ -106,5 +106,5 @@ def test_an_agent_that_stood_still_takes_part_again_and_its_job_has_not_noticed(
     assert n1.workers("one") == workers
     assert {number for number, _ in n1.steps()} == {1}
     assert n2.drain() == 0
-    n1.until(lambda: n1.log.count("n1 places jobs from now on") == 2, "n1 to place again")
+    n1.until(lambda: n1.log.count("n1 is the scheduler now") == 2, "n1 to place again")
     assert n1.drain() == 0

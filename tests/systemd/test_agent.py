@@ -266,7 +266,7 @@ def test_jobs_are_handed_in_at_the_socket(service: AgentService) -> None:
     elasticd = "/opt/elasticd/venv/bin/elasticd"
     assert machine.output_of(elasticd, "submit", "/root/second.toml") == "second"
     jobs = {one["job"]: one for one in json.loads(machine.output_of(elasticd, "jobs", "--json"))["jobs"]}
-    assert (jobs["train"]["state"], jobs["second"]["state"]) == ("running", "waiting")
+    assert (jobs["train"]["state"], jobs["second"]["state"]) == ("running", "pending")
     stranger = machine.run(
         "setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups", elasticd, "jobs", check=False
     )

@@ -46,6 +46,7 @@ from elasticd_agent.node.scheduler.scheduler import Scheduler
 from elasticd_agent.node.scrape import merge_pages, scrape_runners
 from elasticd_agent.node.sd_notify import Notifier, open_notifier
 from elasticd_agent.store import Store
+from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.file import FileStore
 from elasticd_agent.store.open import open_store
 from elasticd_agent.system.addresses import format_endpoint, local_address
@@ -108,6 +109,7 @@ def _run(
     where = store_rendezvous(settings)
     store = _open_store(settings, journal)
     stack.callback(store.close)
+    cache = StoreCache(store, journal.warn, lambda: inbox.put(Wakeup()))
     card = inventory(settings, statedir.incarnation(settings.state_dir, settings.node), os.environ)
     runners = RunnerManager(settings.state_dir, lambda: inbox.put(Wakeup()), journal.log)
     stack.callback(runners.close)
@@ -123,10 +125,13 @@ def _run(
         changed=lambda: inbox.put(Wakeup()),
         announce=announcement.announce_with_node,
         retention_s=float(settings.keep_ended_s),
+        cache=cache,
     )
     health = open_health(settings, os.environ, idle=lambda: not runners.alive())
     stack.callback(health.close)
-    parts = LoopDependencies(store, announcement, runners, placer, health, notifier, journal, inbox, card, metrics)
+    parts = LoopDependencies(
+        store, cache, announcement, runners, placer, health, notifier, journal, inbox, card, metrics
+    )
     orders = SpecBuilder(settings, where, settings.devices(os.environ))
 
     def reload(old: NodeSettings) -> tuple[NodeSettings, list[str]]:
@@ -143,6 +148,7 @@ def _run(
     serving = open_api(
         lambda: deciding.settings,
         store,
+        cache,
         lambda desk: _pages(deciding, desk, metrics, health),
         lambda api, token, tls: dashboard_routes(api, token, version(), tls=tls),
     )

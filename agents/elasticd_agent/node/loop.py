@@ -21,7 +21,6 @@ from elasticd_agent.node.configured_jobs import ConfiguredJobs
 from elasticd_agent.node.executor import Executor
 from elasticd_agent.node.health.job_failures import JobFailures
 from elasticd_agent.node.health.policy import NOT_CHECKED_YET
-from elasticd_agent.node.job_cache import JobCache
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.metrics import NodeFacts, NodeMetrics
 from elasticd_agent.node.reconcile import NodePlan, RunOutcomes, reconcile
@@ -33,6 +32,7 @@ from elasticd_agent.node.scheduler import job_queue as jobs
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.node.sd_notify import Notifier
 from elasticd_agent.store import Store
+from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.telemetry import events
 
 COALESCE_S = 0.02
@@ -54,6 +54,8 @@ class SignalRequest:
     signal_name: str
 
 
+REREAD_S = 10.0
+"""Everything is read again this often, in case a watch missed something."""
 Message = Wakeup | SignalRequest
 
 
@@ -74,6 +76,7 @@ class LoopDependencies:
     """What the loop is made of."""
 
     store: Store
+    cache: StoreCache
     registration: NodeStatusPublisher
     runners: RunnerManager
     scheduler: SchedulerTurns
@@ -101,7 +104,7 @@ class NodeLoop:
         settings = specs.settings
         self.status = parts.status
         self._registration = parts.registration
-        self._job_cache = JobCache(parts.store, parts.journal.warn, lambda: parts.inbox.put(Wakeup()))
+        self._cache = parts.cache
         self._configured_jobs = ConfiguredJobs(settings.state_dir)
         self._job_failures = JobFailures(parts.status.node)
         self._outcomes = RunOutcomes()
@@ -290,15 +293,16 @@ class NodeLoop:
         """Hear what the store says, and say what there is to say. One that is away costs nothing but the news."""
         try:
             if self._registration.turn(self.status, now):
-                self._job_cache.clear()
+                self._cache.clear()
                 if not self._registered:
                     self._registered = True
                     self._parts.journal.event(
                         events.NodeRegisteredEvent, f"node {self.status.node} takes part", slots=self.status.slots
                     )
-            if self._job_cache.turn(now):
+            self._cache.watch(self, jobs.CACHED)
+            if self._cache.refresh(now, REREAD_S):
                 self._registration.check()
-            self._cluster_view = self._job_cache.view()
+            self._cluster_view = jobs.cached_view(self._cache)
             self._publish_results()
             self._resubmit_missing(now)
             if not self._draining:
@@ -308,7 +312,7 @@ class NodeLoop:
                     self._parts.journal.log(sentence)
             for sentence in self._parts.scheduler.turn(now):
                 self._parts.journal.event(events.JobScheduledEvent, sentence)
-            self._cluster_view = self._job_cache.view()
+            self._cluster_view = jobs.cached_view(self._cache)
             self._on_store_back(now)
         except StoreUnavailable as error:
             self._on_store_lost(str(error), now)
@@ -327,7 +331,7 @@ class NodeLoop:
             self._on_store_lost(str(error), now)
 
     def _on_store_lost(self, why: str, now: float) -> None:
-        self._job_cache.clear()
+        self._cache.clear()
         if self._store_down_since is None:
             self._store_down_since = now
             self._parts.metrics.store_lost()
@@ -343,8 +347,8 @@ class NodeLoop:
     def _publish_results(self) -> None:
         for ending in self._plan(time.monotonic()).results:
             jobs.record_result(self._parts.store, ending)
-            self._job_cache.invalidate(names.RESULTS + ending.job)
-        self._cluster_view = self._job_cache.view()
+            self._cache.invalidate(names.RESULTS + ending.job)
+        self._cluster_view = jobs.cached_view(self._cache)
         self._outcomes.forget_recorded(self._cluster_view, self.status.node)
 
     def _resubmit_missing(self, now: float) -> None:
@@ -362,7 +366,7 @@ class NodeLoop:
         for order in forgotten:
             if order.submission:
                 self._parts.store.compare_and_swap(names.SUBMISSIONS + order.job, None, order.submission.encode())
-                self._job_cache.invalidate(names.SUBMISSIONS + order.job)
+                self._cache.invalidate(names.SUBMISSIONS + order.job)
         self._missing_since = None
 
     # --- the card -----------------------------------------------------------------------------------------------------
@@ -393,7 +397,7 @@ class NodeLoop:
 
     def close(self, *, leaves: bool) -> None:
         """Let another daemon place; `leaves`: take the card away, too. Raises nothing."""
-        self._job_cache.close()
+        self._cache.unwatch(self)
         for away in (self._parts.scheduler.close, *([self._registration.withdraw] if leaves else [])):
             try:
                 away()

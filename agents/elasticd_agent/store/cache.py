@@ -1,79 +1,153 @@
-"""Copies of what the store holds, read again once a watch has named a key: what the planner reads every turn.
+"""A thread-safe cache of what the store holds, kept current by watches: while nothing changes, a turn costs no request.
 
-They exist so that a planner's turn costs the store nothing while nothing changes. A hint that comes while a list is
-being read makes the next turn read it again. What cannot be understood is said once and left alone.
+A list is read again after a watch has named one of its keys; a change during the read makes the next use read it again.
+A record is decoded once for each version, because decoding hundreds of records costs ten times what reading them does.
 """
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document
 from elasticd_agent.model.keys import decode_record
-from elasticd_agent.store import Store, Versioned
+from elasticd_agent.store import Store, Versioned, Watch
 
 D = TypeVar("D", bound=Document)
 
 
 class StoreCache:
-    """By prefix. `hint` may be called from any thread, the rest belongs to one; reading may raise StoreUnavailable."""
+    """`read_records`, `invalidate` and `clear` may be called from any thread, the rest belongs to one.
 
-    def __init__(self, store: Store, log: Callable[[str], None]) -> None:
-        self._store, self._log = store, log
+    Reading may raise StoreUnavailable. `log` receives one sentence for each key whose record cannot be decoded.
+    `changed` is called from a watch's thread.
+    """
+
+    def __init__(self, store: Store, log: Callable[[str], None], changed: Callable[[], None] = lambda: None) -> None:
+        self._store = store
+        self._log = log
+        self._changed = changed
+        self._lock = threading.Lock()  # guards what follows, never held during a request
+        self._generation = 0
         self._lists: dict[str, dict[str, Versioned]] = {}
-        self._parsed: dict[str, tuple[Versioned, Document]] = {}
+        self._decoded: dict[str, dict[str, tuple[Versioned, Document]]] = {}
         self._reported: set[str] = set()
+        self._watches: dict[str, Watch] = {}
+        self._users: dict[str, set[object]] = {}
+        self._refreshed_at = float("-inf")
+
+    @property
+    def generation(self) -> int:
+        """Grows whenever something may have changed; equal numbers mean that there is nothing new to look at."""
+        return self._generation
+
+    # ---- keeping it current
+
+    def watch(self, user: object, prefixes: Iterable[str]) -> None:
+        """Follow these prefixes until `unwatch`. Repeating it does nothing."""
+        for prefix in prefixes:
+            if prefix not in self._watches:
+                self._watches[prefix] = self._store.watch(prefix, self._on_change)
+            self._users.setdefault(prefix, set()).add(user)
+
+    def unwatch(self, user: object) -> None:
+        """Follow what `user` watched no longer, unless somebody else watches it."""
+        for prefix, users in self._users.items():
+            users.discard(user)
+            if not users and prefix in self._watches:
+                self._watches.pop(prefix).close()
+
+    def _on_change(self, key: str) -> None:
+        self.invalidate(key)
+        self._changed()
 
     def invalidate(self, key: str) -> None:
-        """`key` may have changed."""
-        for prefix in list(self._lists):
-            if key.startswith(prefix) or prefix.startswith(key):  # a watch that may have missed some names its prefix
-                self._lists.pop(prefix, None)
+        """`key` may have changed; a watch that may have missed changes names its whole prefix."""
+        with self._lock:
+            self._generation += 1
+            for prefix in [p for p in self._lists if key.startswith(p) or p.startswith(key)]:
+                del self._lists[prefix]
 
     def clear(self) -> None:
-        self._lists.clear()
-        self._parsed.clear()
+        """Read everything again at its next use."""
+        with self._lock:
+            self._generation += 1
+            self._decoded = {prefix: self._decoded[prefix] for prefix in self._lists if prefix in self._decoded}
+            self._lists.clear()
+
+    def refresh(self, now: float, every_s: float) -> bool:
+        """Clear the cache every `every_s`, because a watch is a hint and may miss something. True: it was cleared."""
+        due = now >= self._refreshed_at + every_s
+        if due:
+            self._refreshed_at = now
+            self.clear()
+        return due
 
     def drop(self, prefixes: tuple[str, ...]) -> builtins.list[str]:
-        """Forget the lists below these prefixes; the keys that were in them."""
-        return [key for at in [p for p in self._lists if p.startswith(prefixes)] for key in self._lists.pop(at)]
+        """Drop the lists below these prefixes. Returns the keys that were in them."""
+        with self._lock:
+            return [key for at in [p for p in self._lists if p.startswith(prefixes)] for key in self._lists.pop(at)]
+
+    # ---- reading
 
     def list(self, prefix: str) -> dict[str, Versioned]:
-        """Every key that begins with `prefix`."""
-        copy = self._lists.get(prefix)
-        if copy is None:
-            # In this order: what changes while it is being read makes the next turn read it again.
+        """Every key that begins with `prefix`. Callers must not change it."""
+        with self._lock:
+            copy = self._lists.get(prefix)
+            if copy is not None:
+                return copy
+            # Before the read: a change during it removes the list again, so that the next use reads it once more.
             self._lists[prefix] = copy = {}
-            try:
-                copy.update(self._store.list(prefix))
-            except BaseException:
+        try:
+            copy.update(self._store.list(prefix))
+        except BaseException:
+            with self._lock:
                 self._lists.pop(prefix, None)
-                raise
+            raise
         return copy
 
     def records(self, prefix: str, kind: type[D]) -> builtins.list[D]:
-        """The records below `prefix` that can be understood."""
+        """The records below `prefix` that can be decoded."""
         return self.decoded(prefix, kind)[0]
 
     def decoded(self, prefix: str, kind: type[D]) -> tuple[builtins.list[D], builtins.list[str]]:
-        """The same, and the keys of the others: of one list, as the next one may have others."""
-        found: builtins.list[D] = []
-        odd = []
-        for key, item in self.list(prefix).items():
-            known = self._parsed.get(key)
-            if known is not None and known[0] == item and isinstance(known[1], kind):
-                found.append(known[1])
-                continue
+        """The records below `prefix`, and the keys of those that cannot be decoded: both of the same list."""
+        records, errors = self._decode(prefix, self.list(prefix), kind)
+        with self._lock:
+            new = [key for key in errors if key not in self._reported]
+            self._reported.update(new)
+        for key in new:
+            self._log(errors[key])
+        return records, [*errors]
+
+    def read_records(self, prefix: str, kind: type[D], log: Callable[[str], None]) -> builtins.list[D]:
+        """The records that the store holds at this moment, for people. `log` receives every decoding error."""
+        records, errors = self._decode(prefix, self._store.list(prefix), kind)
+        for error in errors.values():
+            log(error)
+        return records
+
+    def _decode(
+        self, prefix: str, items: dict[str, Versioned], kind: type[D]
+    ) -> tuple[builtins.list[D], dict[str, str]]:
+        with self._lock:
+            before = self._decoded.get(prefix, {})
+        after: dict[str, tuple[Versioned, Document]] = {}
+        records: builtins.list[D] = []
+        errors: dict[str, str] = {}
+        for key, item in items.items():
+            known = before.get(key)
             try:
-                record = decode_record(kind, key, item.value)
-                self._parsed[key] = item, record
-                found.append(record)
+                record = known[1] if known is not None and known[0] == item else decode_record(kind, key, item.value)
             except WireError as error:
-                odd.append(key)
-                if key not in self._reported:
-                    self._reported.add(key)
-                    self._log(str(error))
-        return found, odd
+                errors[key] = str(error)
+                continue
+            assert isinstance(record, kind)
+            after[key] = item, record
+            records.append(record)
+        with self._lock:
+            self._decoded[prefix] = after
+        return records, errors

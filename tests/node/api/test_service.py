@@ -80,14 +80,14 @@ def test_a_job_from_its_submission_to_its_end(serve: Serve) -> None:
     assert desk.get("/v1/jobs").document()["jobs"] == []
     assert one.submit() == 1
     row = desk.get("/v1/jobs/llama").document()
-    assert (row["state"], row["by"], row["wants"]) == ("waiting", _me(), {"nodes": [1, 1], "slots": [1, 2]})
+    assert (row["state"], row["by"], row["wants"]) == ("pending", _me(), {"nodes": [1, 1], "slots": [1, 2]})
     assert "nobody has placed it yet" in row["reason"]
-    one.place("llama", 1, reason="n1 is drained; waits: wants 1 node with 1 free slot; n1 is drained")
+    one.place("llama", 1, reason="n1 is drained; pending: needs 1 node with 1 free slot; n1 is drained")
     assert one.submit("late") == 2
     one.place("late", 2, reason=BEHIND_OTHERS)
     reasons = {row["job"]: row["reason"] for row in desk.get("/v1/jobs").document()["jobs"]}
-    assert reasons["llama"] == "n1 is drained; waits: wants 1 node with 1 free slot; n1 is drained"
-    assert reasons["late"] == "waits behind llama, which came first and wants 1 node with 1 free slot"
+    assert reasons["llama"] == "n1 is drained; pending: needs 1 node with 1 free slot; n1 is drained"
+    assert reasons["late"] == "pending behind llama, which came first and needs 1 node with 1 free slot"
     assert desk.get("/v1/jobs/late").document()["reason"] == reasons["late"]
     assert desk.post("/v1/jobs/late/cancel").code == 200
     one.place("llama", 1, "n1")
@@ -402,7 +402,7 @@ def test_what_does_not_run_cannot_be_dumped(serve: Serve) -> None:
     one = serve()
     one.submit()
     reply = one.unix().post("/v1/jobs/llama/dump")
-    assert (reply.code, "runs nowhere" in reply.why, "waiting" in reply.why) == (409, True, True)
+    assert (reply.code, "runs nowhere" in reply.why, "pending" in reply.why) == (409, True, True)
 
 
 # --- other nodes ------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def test_steps_that_take_long_are_no_trouble() -> None:
 
 
 def test_a_job_before_its_first_round_and_after_its_end() -> None:
-    nothing = {**a_job(), "progress": None, "places": [], "state": "waiting", "nodes": []}
+    nothing = {**a_job(), "progress": None, "places": [], "state": "pending", "nodes": []}
     assert "No step has been made yet" in shown(nothing)
     ended = {
         **a_job(),

@@ -1,4 +1,4 @@
-"""Jobs and cordons as people hand them in: races are another look, an outage is said, repeating is safe."""
+"""Requests for jobs and cordons: a lost race is read again, an outage is reported, repeating is safe."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from elasticd_agent.model import keys
 from elasticd_agent.node import keys as names
 from elasticd_agent.node.records import Cordon, JobResult, Placement, RoundSummary, SlotAssignment, Submission
 from elasticd_agent.node.scheduler import job_queue as queue
-from elasticd_agent.node.scheduler import snapshot as looking
-from elasticd_agent.store import Lease, Store, Traffic, Versioned, Watch
+from elasticd_agent.store import Store
+from elasticd_agent.store import cache as cache_module
+from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.store.memory import MemoryStore
 from tests.etcd import etcd_servers
+from tests.node.stores import InterruptedStore
 
 
 @pytest.fixture(scope="module", params=["memory", "etcd"])
@@ -71,7 +73,7 @@ def at_once(calls: list[Callable[[], object]]) -> list[object]:
     return list(answers)
 
 
-def test_jobs_are_numbered_as_they_come(store: Store) -> None:
+def test_submit_numbers_jobs_in_order(store: Store) -> None:
     assert [submit(store, job).number for job in ("a", "b", "c")] == [1, 2, 3]
     found = queue.read_view(store).submissions
     assert {
@@ -83,7 +85,8 @@ def test_jobs_are_numbered_as_they_come(store: Store) -> None:
     assert submit(store, None).job == "job-7", "job-6 is somebody's own name for it"
 
 
-def test_many_at_once_are_all_there_with_a_number_each(opened: tuple[Store, Callable[[], Store]], store: Store) -> None:
+def test_submit_many_at_once(opened: tuple[Store, Callable[[], Store]], store: Store) -> None:
+    """All are there, each with its own number."""
     clients = [opened[1]() for _ in range(4)]
     answers = at_once([lambda c=c, i=i: submit(c, None if i % 2 else f"j{i}") for i, c in enumerate(clients * 4)])
     made = [a for a in answers if isinstance(a, Submission)]
@@ -92,7 +95,8 @@ def test_many_at_once_are_all_there_with_a_number_each(opened: tuple[Store, Call
     assert {s.job: s for s in queue.read_view(store).submissions} == {s.job: s for s in made}
 
 
-def test_of_two_with_one_id_at_once_one_is_told_that_the_other_was_faster(store: Store) -> None:
+def test_submit_two_with_one_id_at_once(store: Store) -> None:
+    """One wins; the other gets the name of the winner."""
     for turn in range(10):
         answers = at_once([partial(submit, store, f"j{turn}", submitted_by=by) for by in ("ann", "bob")])
         made = [a for a in answers if isinstance(a, Submission)]
@@ -105,7 +109,7 @@ def test_of_two_with_one_id_at_once_one_is_told_that_the_other_was_faster(store:
         assert made[0] in queue.read_view(store).submissions
 
 
-def test_an_id_is_free_again_once_its_job_has_ended(store: Store) -> None:
+def test_submit_the_id_of_an_ended_job(store: Store) -> None:
     first = submit(store)
     with pytest.raises(UsageError, match=r"cancel it first \(elasticd cancel llm\), or choose another id"):
         submit(store)
@@ -120,17 +124,19 @@ def test_an_id_is_free_again_once_its_job_has_ended(store: Store) -> None:
     assert queue.cancel(store, "llm", "", 7.0).number == second.number, "the ending of the earlier run is replaced"
 
 
-def test_cancelling_what_has_ended_says_how_it_ended(store: Store) -> None:
+def test_cancel_an_ended_job(store: Store) -> None:
+    """It returns how the job ended."""
     wants = submit(store)
     done = JobResult("llm", wants.number, "succeeded", 0, "all workers are done")
     assert queue.record_result(store, done) == done
     assert queue.cancel(store, "llm", "ann", 9.0) == done
     assert queue.record_result(store, JobResult("llm", wants.number, "failed", 1, "too late")) == done
-    with pytest.raises(UsageError, match="there is no job 'lm'; `elasticd jobs` lists those there are"):
+    with pytest.raises(UsageError, match="there is no job 'lm'; `elasticd jobs` lists all jobs"):
         queue.cancel(store, "lm", "ann", 9.0)
 
 
-def test_cancelled_while_it_ends_there_is_one_ending(opened: tuple[Store, Callable[[], Store]], store: Store) -> None:
+def test_cancel_while_the_job_ends(opened: tuple[Store, Callable[[], Store]], store: Store) -> None:
+    """There is one result, which both receive."""
     for turn in range(10):
         wants = submit(store, f"j{turn}")
         done = JobResult(wants.job, wants.number, "succeeded", 0, "done")
@@ -139,12 +145,12 @@ def test_cancelled_while_it_ends_there_is_one_ending(opened: tuple[Store, Callab
         assert queue.read_view(store).result(wants.job, wants.number) == answers[0]
 
 
-def test_a_job_whose_submission_is_lost_can_be_cancelled_all_the_same(store: Store) -> None:
+def test_cancel_a_job_without_submission(store: Store) -> None:
     store.compare_and_swap(names.PLACEMENTS + "x", None, Placement("x", 4, (SlotAssignment("n1", (0,)),), "").to_json())
     assert queue.cancel(store, "x", "ann", 1.0).number == 4
 
 
-def test_what_cannot_be_is_said_at_once(store: Store) -> None:
+def test_invalid_requests(store: Store) -> None:
     for job in ("a/b", "", " a", ".a", "a\n", "x" * 200):
         with pytest.raises(UsageError, match="job id"):
             submit(store, job)
@@ -155,7 +161,7 @@ def test_what_cannot_be_is_said_at_once(store: Store) -> None:
     for more in ({"nodes": (0, 1)}, {"nodes": (3, 2)}, {"slots": (2, 1)}, {"slots": (0, 0)}):
         with pytest.raises(UsageError, match="submission of 'llm'"):
             submit(store, **more)
-    with pytest.raises(UsageError, match=r"its job file has 300002 bytes; at most 262144 are taken"):
+    with pytest.raises(UsageError, match=r"its job file has 300002 bytes; the limit is 262144"):
         queue.submit(
             store, '"' + "x" * 300_000 + '"', job="big", nodes=(1, 1), slots=(1, 1), submitted_by="", submitted_at=0.0
         )
@@ -174,7 +180,7 @@ def test_cordons(store: Store) -> None:
     assert len(queue.cordon(store, "n2", False, "x" * 10_000, "", 0.0).reason) == queue.REASON_CHARS
 
 
-def test_a_history_of_any_length_becomes_a_record_that_fits(store: Store) -> None:
+def test_record_result_bounds_the_history(store: Store) -> None:
     wants = submit(store)
     rounds = tuple(RoundSummary(n, 512, f"round {n} " + "because " * 1000) for n in range(5000))
     kept = queue.record_result(store, JobResult("llm", wants.number, "failed", 1, "r" * 9999, rounds=rounds))
@@ -186,35 +192,33 @@ def test_a_history_of_any_length_becomes_a_record_that_fits(store: Store) -> Non
     assert queue.read_view(store).result("llm", wants.number) == kept
 
 
-def test_what_was_understood_once_is_not_again_and_what_has_changed_is(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The page of 500 ended jobs is asked for every few seconds, and hardly any of them changes."""
-    understood: list[str] = []
+def test_read_view_decodes_a_record_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page of 500 ended jobs is requested every few seconds, and hardly any of them changes."""
+    decoded: list[str] = []
 
     def counted(kind: type[Submission], key: str, value: bytes) -> Submission:
-        understood.append(key)
+        decoded.append(key)
         return keys.decode_record(kind, key, value)
 
-    monkeypatch.setattr(looking, "decode_record", counted)
-    eye = looking.StoreSnapshot(store)
-    made = [submit(store, f"job{i}", token=f"word{i}") for i in range(5)]
-    understood.clear()
-    assert set(eye.view().submissions) == set(made)
-    assert submit(store, "job3", token="word3", snapshot=eye) == made[3]
-    assert sorted(understood) == [names.SUBMISSIONS + f"job{i}" for i in range(5)]
-    understood.clear()
-    ending = queue.cancel(store, "job2", "ann", 7.0)
+    monkeypatch.setattr(cache_module, "decode_record", counted)
+    cache = StoreCache(store, queue.ignore)
+    made = [submit(store, f"job{i}", token=f"token{i}") for i in range(5)]
+    decoded.clear()
+    assert set(queue.read_view(store, cache=cache).submissions) == set(made)
+    assert submit(store, "job3", token="token3", cache=cache) == made[3]
+    assert sorted(decoded) == [names.SUBMISSIONS + f"job{i}" for i in range(5)]
+    result = queue.cancel(store, "job2", "ann", 7.0)
     store.delete(names.SUBMISSIONS + "job4")
-    understood.clear()
-    now = eye.view()
-    assert (set(now.submissions), now.results) == (set(made[:4]), (ending,))
-    assert understood == [names.RESULTS + "job2"]
+    decoded.clear()
+    now = queue.read_view(store, cache=cache)
+    assert (set(now.submissions), now.results) == (set(made[:4]), (result,))
+    assert decoded == [names.RESULTS + "job2"]
     submit(store, "job2")
-    assert [s.number for s in eye.view().unfinished()] == [1, 2, 4, 6]
+    assert [s.number for s in queue.read_view(store, cache=cache).unfinished()] == [1, 2, 4, 6]
 
 
-def test_damaged_records_are_named_and_in_nobodys_way(store: Store) -> None:
+def test_damaged_records(store: Store) -> None:
+    """They are named, and block no other record."""
     submit(store, "good")
     store.compare_and_swap(names.SUBMISSIONS + "bad", None, b"{")
     store.compare_and_swap(names.RESULTS + "good", None, b"\xff")
@@ -230,7 +234,8 @@ def test_damaged_records_are_named_and_in_nobodys_way(store: Store) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"x", b"-3", b"0", b"9" * 400, b"1.5", "٣".encode()])
-def test_a_damaged_sequence_goes_on_above_all_that_is_known(store: Store, text: bytes) -> None:
+def test_submit_with_a_damaged_sequence(store: Store, text: bytes) -> None:
+    """It continues above every known number."""
     for job in "abc":
         submit(store, job)
     found = store.read(names.SEQUENCE)
@@ -241,46 +246,16 @@ def test_a_damaged_sequence_goes_on_above_all_that_is_known(store: Store, text: 
     assert submit(store, "e").number == 5
 
 
-class Flaky:
-    """A MemoryStore that is away for one request: before it is done, or, with `late`, only its answer is lost."""
+def flaky(*fails: int, late: bool = False) -> InterruptedStore:
+    """A store of which these requests fail: before they are done, or, with `late`, only their answer is lost."""
 
-    def __init__(self) -> None:
-        self.memory = MemoryStore()
-        self.traffic = Traffic()
-        self.fails: set[int] = set()
-        self.late = False
-        self.asked = 0
-
-    def _ask(self, request: Callable[[], object]) -> object:
-        self.asked += 1
-        if self.asked in self.fails:
-            if self.late:
-                request()
+    def fail(n: int, verb: str, key: str) -> None:
+        if n in fails and not (late and verb == "write"):
             raise StoreUnavailable("etcd at 10.0.0.1:2379 does not answer")
-        return request()
 
-    def read(self, key: str) -> Versioned | None:
-        return self._ask(lambda: self.memory.read(key))  # type: ignore[return-value]
-
-    def list(self, prefix: str) -> dict[str, Versioned]:
-        return self._ask(lambda: self.memory.list(prefix))  # type: ignore[return-value]
-
-    def compare_and_swap(
-        self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
-    ) -> bool:
-        return self._ask(lambda: self.memory.compare_and_swap(key, expected, value, guard))  # type: ignore[return-value]
-
-    def delete(self, key: str) -> bool:
-        return self._ask(lambda: self.memory.delete(key))  # type: ignore[return-value]
-
-    def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
-        return self._ask(lambda: self.memory.announce(key, value, ttl_s))  # type: ignore[return-value]
-
-    def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        return self.memory.watch(prefix, callback)
-
-    def close(self) -> None:
-        self.memory.close()
+    store = InterruptedStore(MemoryStore(), fail)
+    store.lost_answers = set(fails) if late else set()
+    return store
 
 
 def attempt(store: Store, token: str) -> object:
@@ -293,48 +268,40 @@ def attempt(store: Store, token: str) -> object:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("away", [1, 2])
 @pytest.mark.parametrize("token", ["", "t-1"])
-def test_submitted_during_an_outage_and_again(late: bool, away: int, token: str) -> None:
-    """Whichever request is lost, with its effect or without: repeating leads to one job, under the id that was said."""
-    reference = Flaky()
+def test_submit_repeated_after_an_outage(late: bool, away: int, token: str) -> None:
+    """Whichever request is lost, done or not: repeating leads to one job, under the id that the sentence named."""
+    reference = flaky()
     submit(reference, "llm", token=token)
-    for first in range(1, reference.asked + 1):
-        store = Flaky()
-        store.fails, store.late = set(range(first, first + away)), late
+    for first in range(1, len(reference.requests) + 1):
+        store = flaky(*range(first, first + away), late=late)
         made = attempt(store, token)
         if isinstance(made, StoreUnavailable):
             known = "whether job 'llm' was submitted is not known" not in str(made)
             assert not (known and queue.read_view(store.memory).submissions), "the sentence must say what is not sure"
             assert known or "submitted again with the id 'llm', it is never run twice" in str(made)
-            store.fails = set()
+            store.before = lambda n, verb, key: None
+            store.lost_answers = set()
             made = attempt(store, token)
         if isinstance(made, UsageError):
             assert (token, late) == ("", True)
             assert "has not ended" in str(made)
-            (made,) = queue.read_view(store).submissions
-        assert [s.job for s in queue.read_view(store.memory).submissions] == ["llm"]
-        assert queue.read_view(store.memory).submissions[0] == made
+            (made,) = queue.read_view(store.memory).submissions
+        assert queue.read_view(store.memory).submissions == (made,)
 
 
-def test_a_token_finds_a_job_that_was_given_its_name(store: Store) -> None:
+def test_submit_with_a_token_and_no_id(store: Store) -> None:
     made = submit(store, None, token="t-2")
     assert submit(store, None, token="t-2") == made
     assert submit(store, None, token="t-3") != made
     assert submit(store, None) not in (made,)
 
 
-def test_a_lost_answer_is_looked_up() -> None:
-    reference = Flaky()
+def test_submit_after_a_lost_answer() -> None:
+    """The record with our number is ours: there is nothing to report. Without an answer to that question it is open."""
+    reference = flaky()
     submit(reference)
-    lost = Flaky()
-    lost.fails, lost.late = {reference.asked}, True
-    assert submit(lost) == queue.read_view(lost).submissions[0], "its last request was done: there is nothing to say"
-
-    again = Flaky()
-    for store in (reference, again):
-        queue.record_result(store.memory, JobResult("llm", 1, "failed", 1, "")) if store is reference else submit(store)
-    queue.cancel(again.memory, "llm", "", 0.0)
-    before = reference.asked
-    submit(reference)
-    again.asked, again.fails = before, {reference.asked}
+    last = len(reference.requests)
+    lost = flaky(last, late=True)
+    assert submit(lost) == queue.read_view(lost.memory).submissions[0]
     with pytest.raises(StoreUnavailable, match="is not known"):
-        submit(again)
+        submit(flaky(last, last + 1))

@@ -1,4 +1,4 @@
-"""`place()` held against its rules: properties of random fleets, and the cases that a transcript would not show."""
+"""`schedule()` against its rules: properties of random clusters, and cases that no transcript shows."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from elasticd_agent.node.records import (
 )
 from elasticd_agent.node.scheduler.policy import (
     BEHIND_OTHERS,
+    BLOCKS_NOBODY,
     ClusterView,
     describe,
     head_of_queue,
@@ -68,7 +69,7 @@ def cards(draw: st.DrawFn, names: list[str]) -> tuple[NodeStatus, ...]:
 
 @st.composite
 def views(draw: st.DrawFn) -> ClusterView:
-    """Anything that may lie in the store, sensible or not."""
+    """Anything that may be in the store, consistent or not."""
     names = draw(st.lists(st.sampled_from(NAMES), unique=True))
     gone = draw(st.integers(0, len(names)))
     jobs = draw(submissions())
@@ -95,7 +96,7 @@ refusals = st.lists(st.builds(Refusal, st.sampled_from(NAMES)), max_size=1)
 
 @st.composite
 def sane_views(draw: st.DrawFn) -> ClusterView:
-    """What placing itself has led to: jobs were submitted and ended, nodes came, one after the other."""
+    """Reached by scheduling: jobs were submitted and ended and nodes came, one after the other."""
     view = ClusterView()
     for name in draw(st.permutations(NAMES))[: draw(st.integers(1, 5))]:
         view = replace(view, nodes=(*view.nodes, NodeStatus(name, "i", draw(st.integers(1, 6)))))
@@ -112,7 +113,7 @@ def sane_views(draw: st.DrawFn) -> ClusterView:
 
 
 def after(view: ClusterView) -> ClusterView:
-    """The view once what placing says is written."""
+    """The view once the schedule is written."""
     written = {p.job: p for p in view.placements} | {p.job: p for p in schedule(view)}
     return replace(view, placements=tuple(written.values()))
 
@@ -129,10 +130,10 @@ def words(view: ClusterView, job: str) -> str:
 
 @settings(max_examples=250, deadline=None)
 @given(views())
-def test_whatever_lies_in_the_store(view: ClusterView) -> None:
+def test_rules_hold_for_every_view(view: ClusterView) -> None:
     then = after(view)
     placed = live(then)
-    assert set(placed) == {s.job for s in view.unfinished()}, "every job that has not ended is placed or waits"
+    assert set(placed) == {s.job for s in view.unfinished()}, "every unfinished job runs or is pending"
     used = [(at.node, slot) for p in [*placed.values(), *then.orphaned()] for at in p.assignments for slot in at.slots]
     strange = [(at.node, slot) for p in then.orphaned() for at in p.assignments for slot in at.slots]
     assert len(used) - len(strange) == len(set(used) - set(strange)), "no slot twice"
@@ -160,16 +161,16 @@ def test_whatever_lies_in_the_store(view: ClusterView) -> None:
             assert card.state not in ("draining", "quarantined")
             assert at.node not in {r.node for r in mine.refusals}
             if (before is None or before.assignment(at.node) != at) and (at.node, at.slots) not in runs:
-                assert at.node in here, "nothing new on a node that is away"
+                assert at.node in here, "nothing new on an absent node"
                 assert card.state == "ready"
                 assert at.node not in {c.node for c in view.cordons}
                 assert wants.min_slots <= len(at.slots) <= wants.max_slots
                 assert max(at.slots) < card.slots
                 busy = {s for r in card.runners if r.state != "refused" for s in r.slots}
-                assert not busy & set(at.slots), "something still runs there"
+                assert not busy & set(at.slots), "a process still runs there"
         if not mine.assignments:
-            assert "waits" in mine.reason
-    assert schedule(then) == (), "the answer leaves nothing to say"
+            assert "pending" in mine.reason
+    assert schedule(then) == (), "nothing is left to change"
     other_order = replace(
         view, nodes=view.nodes[::-1], submissions=view.submissions[::-1], placements=view.placements[::-1]
     )
@@ -180,7 +181,7 @@ def test_whatever_lies_in_the_store(view: ClusterView) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(sane_views(), submissions())
-def test_newcomers_change_nothing_for_those_who_run(view: ClusterView, more: tuple[Submission, ...]) -> None:
+def test_new_submissions_change_no_running_job(view: ClusterView, more: tuple[Submission, ...]) -> None:
     known = {s.job for s in view.submissions}
     newcomers = tuple(replace(s, number=100 + s.number) for s in more if s.job not in known)
     then = after(replace(view, submissions=(*view.submissions, *newcomers)))
@@ -189,13 +190,13 @@ def test_newcomers_change_nothing_for_those_who_run(view: ClusterView, more: tup
             assert live(then)[job] == placement
     assert [p.job for p in schedule(replace(view, submissions=(*view.submissions, *newcomers)))] == [
         s.job for s in sorted(newcomers, key=lambda s: s.number)
-    ], "nor for those who wait"
+    ], "nor any pending job"
 
 
 @settings(max_examples=150, deadline=None)
 @given(sane_views())
-def test_strictly_first_come_first_placed(view: ClusterView) -> None:
-    """Of those who wait, whoever could run on these nodes if they were empty holds up all behind it."""
+def test_pending_jobs_start_in_order(view: ClusterView) -> None:
+    """A pending job that these nodes could run if they were empty blocks all jobs behind it."""
     then = after(view)
     held_up = False
     for wants in then.unfinished():
@@ -206,13 +207,13 @@ def test_strictly_first_come_first_placed(view: ClusterView) -> None:
             assert waits, f"{wants.job} overtook somebody"
         held_up = held_up or (waits and len(fit) >= wants.min_nodes)
         if waits:
-            assert ("it holds up nobody" in words(then, wants.job)) == (len(fit) < wants.min_nodes)
+            assert (BLOCKS_NOBODY in words(then, wants.job)) == (len(fit) < wants.min_nodes)
 
 
 @settings(max_examples=150, deadline=None)
 @given(sane_views(), st.sampled_from(NAMES))
-def test_the_first_who_waits_waits_for_a_reason(view: ClusterView, name: str) -> None:
-    """Nobody waits who could run: the first in the queue is short of nodes with enough free slots."""
+def test_head_of_queue_is_short_of_slots(view: ClusterView, name: str) -> None:
+    """No job that could run is pending: the first in the queue is short of nodes with enough free slots."""
     first = next((s for s in view.unfinished() if not live(view)[s.job].assignments), None)
     assume(first is not None)
     assert first is not None
@@ -223,7 +224,7 @@ def test_the_first_who_waits_waits_for_a_reason(view: ClusterView, name: str) ->
 
 @settings(max_examples=100, deadline=None)
 @given(sane_views(), st.sampled_from(NAMES), st.booleans())
-def test_a_node_that_goes_away_for_a_moment_moves_nobody(view: ClusterView, name: str, drained_elsewhere: bool) -> None:
+def test_absent_node_moves_no_job(view: ClusterView, name: str, drained_elsewhere: bool) -> None:
     card = next((c for c in view.nodes if c.node == name), None)
     assume(card is not None)
     assert card is not None
@@ -248,7 +249,8 @@ def job(
     return Submission(name, number, "{}", *nodes, *slots)
 
 
-def test_a_job_that_ended_leaves_its_slots_to_others_and_its_record_alone() -> None:
+def test_ended_job_releases_its_slots() -> None:
+    """Its record stays as it is."""
     one = after(view(job(), nodes={"n1": 4}))
     two = replace(one, submissions=(*one.submissions, job("b", 2)))
     assert "n1 has 0 of 4 free" in words(after(two), "b")
@@ -257,54 +259,57 @@ def test_a_job_that_ended_leaves_its_slots_to_others_and_its_record_alone() -> N
     assert after(ended).placements[0] == one.placements[0]
 
 
-def test_an_ending_of_an_earlier_run_ends_nothing() -> None:
+def test_result_of_an_earlier_run() -> None:
+    """It does not end the run that was submitted later."""
     again = view(job(number=7), nodes={"n1": 4}, results=(JobResult("a", 3, "failed", 1, ""),))
     (placement,) = schedule(replace(again, placements=(Placement("a", 3, (SlotAssignment("n1", (0,)),), ""),)))
     assert (placement.number, placement.assignments) == (7, (SlotAssignment("n1", (0, 1, 2, 3)),))
 
 
-def test_what_nothing_is_known_of_keeps_its_slots() -> None:
-    """A job file of a newer version: its submission cannot be read here, its runners are there all the same."""
-    strange = Placement("theirs", 1, (SlotAssignment("n1", (0, 1)),), "placed by somebody newer")
+def test_orphaned_placement_keeps_its_slots() -> None:
+    """Its submission was written by a newer version and cannot be read here, but its runners run."""
+    strange = Placement("theirs", 1, (SlotAssignment("n1", (0, 1)),), "placed by a newer version")
     then = view(job(number=2), nodes={"n1": 4}, placements=(strange,))
     assert words(after(then), "a").endswith("n1 has 2 of 4 free")
     assert strange in after(then).placements
 
 
-def test_two_placements_of_one_slot_are_put_right_for_the_first() -> None:
+def test_two_placements_of_one_slot() -> None:
+    """The job submitted first keeps it."""
     both = tuple(Placement(name, number, (SlotAssignment("n1", (0, 1)),), "") for name, number in (("a", 1), ("b", 2)))
     wants = tuple(job(name, number, slots=(2, 2)) for name, number in (("a", 1), ("b", 2)))
     (moved,) = schedule(view(*wants, placements=both))
-    assert (moved.job, moved.reason) == ("b", "n1's slots are a's; runs on n1 (slots 2-3)")
+    assert (moved.job, moved.reason) == ("b", "n1's slots are in use by a; runs on n1 (slots 2-3)")
 
 
-def test_a_refusal_is_remembered_after_the_card_has_forgotten_it() -> None:
+def test_refusal_is_kept_after_the_runner_is_gone() -> None:
+    """The node status does not show it any more; another run of the job may start there."""
     one = after(view(job(), nodes={"n1": 4, "n2": 4}))
     refused = RunnerStatus("a", 1, (0, 1, 2, 3), "refused", "no such script")
     cards = (replace(one.nodes[0], runners=(refused,)), one.nodes[1])
     two = after(replace(one, nodes=cards))
     assert words(two, "a") == "n1 refused it: no such script; runs on n2 (slots 0-3)"
     three = after(replace(two, nodes=(one.nodes[0],)))
-    assert "waits" in words(three, "a")
+    assert "pending" in words(three, "a")
     assert "n1 refused it: no such script" in words(three, "a")
     other_run = replace(three, submissions=(job(number=5),))
     assert words(after(other_run), "a") == "runs on n1 (slots 0-3)"
 
 
-def test_what_all_nodes_refuse_for_the_same_reason_is_said_once() -> None:
+def test_reason_names_equal_refusals_once() -> None:
     refusing = tuple(
         NodeStatus(f"n{i}", "i", 4, runners=(RunnerStatus("a", 1, (), "refused", "no such script"),)) for i in (1, 2, 3)
     )
     placed = Placement("a", 1, (SlotAssignment("n1", (0,)),), "runs on n1 (slot 0)")
     then = after(ClusterView(nodes=refusing, submissions=(job(slots=(1, 1)),), placements=(placed,)))
     assert words(then, "a") == (
-        "waits: wants 1 node with 1 free slot, and none of the 3 nodes here could carry it: "
-        "n1, n2 and n3 refused it: no such script; it holds up nobody"
+        "pending: needs 1 node with 1 free slot, and none of the 3 nodes can run it: "
+        "n1, n2 and n3 refused it: no such script; it blocks no other job"
     )
 
 
-def test_the_start_of_the_first_rewrites_nobody_but_the_next() -> None:
-    """A queue of 200 must not be written anew, and said 200 times, each time that one of them starts."""
+def test_start_of_the_head_rewrites_only_the_next() -> None:
+    """A queue of 200 must not be written and logged 200 times, whenever one of its jobs starts."""
     full = RunnerStatus("z", 999, (0, 1, 2, 3), "leaving")
     waiting = after(
         ClusterView(
@@ -315,13 +320,14 @@ def test_the_start_of_the_first_rewrites_nobody_but_the_next() -> None:
     head = head_of_queue(waiting)
     assert head is not None
     assert (head.job, words(waiting, "j200")) == ("j1", BEHIND_OTHERS)
-    assert describe(BEHIND_OTHERS, head) == "waits behind j1, which came first and wants 1 node with 4 free slots"
+    assert describe(BEHIND_OTHERS, head) == "pending behind j1, which came first and needs 1 node with 4 free slots"
     free = replace(waiting, nodes=(NodeStatus("n1", "i", 4),))
     assert [p.job for p in schedule(free)] == ["j1", "j2"]
     assert head_of_queue(after(free)) == free.submissions[1]
 
 
-def test_of_two_that_are_short_the_younger_gives_way() -> None:
+def test_two_jobs_below_their_minimum() -> None:
+    """The younger releases its slots, which helps the older."""
     wants = job("a", 1, (2, 2)), job("b", 2, (2, 2))
     placed = tuple(
         Placement(
@@ -335,11 +341,11 @@ def test_of_two_that_are_short_the_younger_gives_way() -> None:
     then = after(view(*wants, placements=placed))
     assert words(then, "a") == "gone1 is gone; runs on n1 (slots 0-3) and n2 (slots 0-3)"
     assert words(then, "b").startswith(
-        "gone2 is gone; n2 alone is too few; waits: wants 2 nodes with 4 free slots each"
+        "gone2 is gone; n2 alone is too few; pending: needs 2 nodes with 4 free slots each"
     )
 
 
-def test_a_job_that_waits_takes_its_old_nodes_again() -> None:
+def test_pending_job_prefers_its_previous_nodes() -> None:
     one = after(view(job(slots=(2, 4)), nodes={"n2": 4}))
     drained = after(replace(one, cordons=(Cordon("n2", True, ""),)))
     assert not live(drained)["a"].assignments
@@ -347,20 +353,22 @@ def test_a_job_that_waits_takes_its_old_nodes_again() -> None:
     assert words(after(more), "a") == "runs on n2 (slots 0-3)"
 
 
-def test_what_runs_is_placed_where_it_runs_when_the_store_has_lost_its_placement() -> None:
+def test_running_job_without_placement() -> None:
+    """The store has lost its data: the job gets the slots in which it runs."""
     cards = tuple(NodeStatus(f"n{i}", "i", 4, runners=(RunnerStatus("a", 1, (2, 3), "running"),)) for i in (1, 2))
     then = after(ClusterView(nodes=cards, submissions=(job(nodes=(1, 2), slots=(1, 2)),)))
     assert words(then, "a") == "runs on n1 (slots 2-3) and n2 (slots 2-3)"
 
 
 @pytest.mark.parametrize("state", ["draining", "quarantined"])
-def test_what_a_node_says_of_itself_counts_like_a_drain(state: str) -> None:
+def test_draining_or_quarantined_node_is_emptied(state: str) -> None:
     one = after(view(job(nodes=(1, 2)), nodes={"n1": 4, "n2": 4}))
     cards = (replace(one.nodes[0], state=state, why="its reasons"), one.nodes[1])  # type: ignore[arg-type]
     assert words(after(replace(one, nodes=cards)), "a") == f"n1 is {state}: its reasons; runs on n2 (slots 0-3)"
 
 
-def test_a_job_that_shall_not_grow_gets_others_only_for_those_it_loses() -> None:
+def test_job_that_may_not_grow() -> None:
+    """It gets nodes only in exchange for those it loses."""
     wants = replace(job(nodes=(1, 3)), grow=False)
     one = after(view(wants, nodes={"n1": 4}))
     more = replace(one, nodes=(*one.nodes, NodeStatus("n2", "i", 4)))
@@ -369,23 +377,23 @@ def test_a_job_that_shall_not_grow_gets_others_only_for_those_it_loses() -> None
     assert words(moved, "a") == "n1 is drained; runs on n2 (slots 0-3)"
 
 
-def test_a_sentence_names_no_more_nodes_than_a_person_reads() -> None:
+def test_reason_names_a_bounded_number_of_nodes() -> None:
     nodes = {f"n{i:04}": 1 for i in range(2000)}
     reason = words(after(view(job(nodes=(3, 3), slots=(2, 2)), nodes=nodes)), "a")
     assert reason.count("n0") == MAX_ITEMS
-    assert reason.endswith("n0005 has 1 slot and 1994 more; it holds up nobody")
+    assert reason.endswith("n0005 has 1 slot and 1994 more; it blocks no other job")
     assert len(reason) < 300
 
 
-def test_the_words_of_slots() -> None:
+def test_reason_names_slots_as_ranges() -> None:
     taken = RunnerStatus("z", 9, (1, 4, 5), "leaving")
     cards = (NodeStatus("n1", "i", 8, runners=(taken,)),)
     assert words(after(replace(view(job(slots=(1, 8))), nodes=cards)), "a") == "runs on n1 (slots 0, 2-3, 6-7)"
     assert words(after(replace(view(job(slots=(1, 1))), nodes=cards)), "a") == "runs on n1 (slot 0)"
 
 
-def test_a_big_fleet_is_placed_quickly() -> None:
-    """A turn with 500 nodes and 500 jobs must not hold up the loop: 100 ms and more would be felt."""
+def test_large_cluster_is_scheduled_quickly() -> None:
+    """A turn with 500 nodes and 500 jobs must not block the loop: 100 ms would be noticed."""
     nodes = {f"n{i}": 8 for i in range(500)}
     jobs = [job(f"j{i}", i + 1, (1 + i % 4, 4), (1 + i % 8, 8)) for i in range(500)]
     big = view(*jobs, nodes=nodes)
@@ -397,7 +405,7 @@ def test_a_big_fleet_is_placed_quickly() -> None:
     assert time.process_time() - began < 5
 
 
-def test_nodes_that_a_job_has_left_are_remembered_the_newest_first() -> None:
+def test_previous_nodes_newest_first() -> None:
     view = ClusterView(nodes=tuple(NodeStatus(f"n{i}", "i", 1) for i in range(1, 13)))
     view = after(replace(view, submissions=(Submission("a", 1, "{}", 1, 1, 1, 1),)))
     ran = []
@@ -410,5 +418,5 @@ def test_nodes_that_a_job_has_left_are_remembered_the_newest_first() -> None:
     view = after(replace(view, cordons=tuple(Cordon(card.node, drain=True, reason="fan") for card in view.nodes)))
     assert not live(view)["a"].assignments
     assert live(view)["a"].previous_nodes[1:] == tuple(reversed(ran))[:7]
-    view = after(replace(view, cordons=view.cordons[:-1]))  # n12 is mended
+    view = after(replace(view, cordons=view.cordons[:-1]))  # n12 is repaired
     assert live(view)["a"].assignments[0].node == "n12"

@@ -1,4 +1,4 @@
-"""What ended jobs leave: kept for its time by no host's time of day, then gone, all of it and nothing else."""
+"""Records and files of ended jobs: kept for their time, whatever a host's clock says, then removed completely."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOR_EVER = {names.SEQUENCE, names.CLOCK, names.SCHEDULER, names.NODES + "a"}
 
 
 class Queue:
-    """One node that is always there, and placers that come and go."""
+    """One node that is always there, and schedulers that start and end."""
 
     def __init__(self, **settings: float) -> None:
         self.clock = Clock()
@@ -35,27 +35,27 @@ class Queue:
         self.settings = settings
         card = self.memory.announce(names.NODES + "a", NodeStatus("a", "i", 4).to_json(), 1e9)
         assert card is not None
-        self.placer = self.next_placer()
+        self.scheduler = self.next_scheduler()
 
-    def next_placer(self) -> Scheduler:
+    def next_scheduler(self) -> Scheduler:
         settings = {"lease_s": 3.0, **self.settings}
-        self.placer = Scheduler(self.store, "a", f"i-{self.clock.now}", **settings)  # type: ignore[arg-type]
-        return self.placer
+        self.scheduler = Scheduler(self.store, "a", f"i-{self.clock.now}", **settings)  # type: ignore[arg-type]
+        return self.scheduler
 
     def turns(self, seconds: float, step_s: float = 1.0) -> list[str]:
-        """Not every second of a week is lived through: the lease is as long as a step."""
+        """A turn every `step_s`; the lease is as long as a step."""
         said = []
         for _ in range(max(1, round(seconds / step_s))):
             self.clock.now += step_s
-            said += self.placer.turn(self.clock.now)
+            said += self.scheduler.turn(self.clock.now)
         return said
 
     def run(self, job: str, at: float = 0.0, token: str = "") -> Submission:
-        """A job that came and went, with what it left in its own keys."""
+        """A job that ran and ended, with the keys of its own rendezvous."""
         wants = queue.submit(
             self.memory, "{}", job=job, nodes=(1, 1), slots=(1, 1), submitted_by="", submitted_at=at, token=token
         )
-        self.placer.turn(self.clock.now)
+        self.scheduler.turn(self.clock.now)
         keys = Keys(job)
         last = Round(3, (), run=str(wants.number), reason="done", outcome="succeeded", exit_code=0)
         leftover = {keys.spec: b"{}", keys.round: last.to_json(), keys.ended: b"1", keys.done(2) + "a": b""}
@@ -73,12 +73,13 @@ class Queue:
         return {s.job for s in view.submissions} & {e.job for e in view.results} & {p.job for p in view.placements}
 
 
-def test_records_go_after_their_time_all_of_them_and_nobody_elses() -> None:
+def test_records_expire_after_the_retention_time() -> None:
+    """All of them, and no other job's."""
     over = Queue(retention_s=100.0)
     before = set(over.memory.list(""))
     over.run("llm")
-    over.memory.compare_and_swap(Keys("llmer").round, None, b"somebody else's")
-    over.memory.compare_and_swap("/other/llm", None, b"not ours")
+    over.memory.compare_and_swap(Keys("llmer").round, None, b"other")
+    over.memory.compare_and_swap("/other/llm", None, b"foreign")
     over.turns(99)
     assert over.jobs() == {"llm"}
     said = over.turns(REFRESH_S + 3)
@@ -89,28 +90,28 @@ def test_records_go_after_their_time_all_of_them_and_nobody_elses() -> None:
 
 
 @pytest.mark.parametrize("at", [0.0, -1e12, 4e12])
-def test_no_hosts_time_of_day_decides_it_and_placers_go_on_where_others_were(at: float) -> None:
+def test_scheduler_clock_ignores_the_time_of_day(at: float) -> None:
     over = Queue(retention_s=10 * HOUR, lease_s=2000.0, renewal_s=600.0)
     over.run("llm", at)
     for _ in range(9):
         over.turns(HOUR, 600.0)
-        over.placer.close()
-        over.next_placer()
+        over.scheduler.close()
+        over.next_scheduler()
     assert over.jobs() == {"llm"}
     found = over.memory.read(names.CLOCK)
     assert found is not None
-    assert 7.5 * HOUR < float(found.value) <= 9 * HOUR, "what a change of placers may lose is a tick or two"
+    assert 7.5 * HOUR < float(found.value) <= 9 * HOUR, "a change of schedulers loses a tick or two"
     over.turns(3 * HOUR, 600.0)
     assert not over.left()
 
 
-def test_while_nobody_places_nothing_grows_old() -> None:
+def test_clock_stands_still_without_a_scheduler() -> None:
     over = Queue(retention_s=2 * HOUR, lease_s=2000.0)
     over.run("llm")
     over.turns(HOUR, 600.0)
-    over.placer.close()
-    over.clock.now += 1e8  # the whole fleet was switched off for years
-    over.next_placer()
+    over.scheduler.close()
+    over.clock.now += 1e8  # the whole cluster was switched off for years
+    over.next_scheduler()
     over.turns(1200.0, 600.0)
     assert over.jobs() == {"llm"}
     over.turns(HOUR, 600.0)
@@ -118,26 +119,28 @@ def test_while_nobody_places_nothing_grows_old() -> None:
 
 
 @pytest.mark.parametrize("text", [None, b"", b"x", b"-1", b"9" * 300])
-def test_a_clock_that_is_lost_or_damaged_goes_on_where_records_say_it_was(text: bytes | None) -> None:
+def test_lost_or_damaged_clock(text: bytes | None) -> None:
+    """It continues at the newest time that a record has."""
     over = Queue(retention_s=5 * HOUR, lease_s=2000.0)
     over.turns(3 * HOUR, 600.0)
     over.run("llm")
     over.turns(HOUR, 600.0)
-    over.placer.close()
+    over.scheduler.close()
     found = over.memory.read(names.CLOCK)
     assert found is not None
     if text is None:
         over.memory.delete(names.CLOCK)
     else:
         assert over.memory.compare_and_swap(names.CLOCK, found.version, text)
-    over.next_placer()
+    over.next_scheduler()
     over.turns(4 * HOUR, 600.0)
-    assert over.jobs() == {"llm"}, "not earlier than asked for"
+    assert over.jobs() == {"llm"}, "not early"
     over.turns(2 * HOUR, 600.0)
-    assert not over.left(), "nor much later"
+    assert not over.left(), "nor much late"
 
 
-def test_too_many_are_too_many_the_oldest_go_first() -> None:
+def test_results_above_the_maximum() -> None:
+    """The oldest are removed first."""
     over = Queue(retention_s=1e9, max_results=5)
     for n in range(20):
         over.run(f"j{n}")
@@ -147,7 +150,7 @@ def test_too_many_are_too_many_the_oldest_go_first() -> None:
     assert len(over.left()) == 5 * (3 + 4)
 
 
-def test_a_jobs_keys_that_somebody_else_uses_stay() -> None:
+def test_keys_in_use_by_another_run_stay() -> None:
     """`elasticd run` may have a job of the same name in the same store."""
     over = Queue(retention_s=10.0)
     for job, other in (("run", "theirs"), ("garbage", None), ("live", "")):
@@ -165,7 +168,7 @@ def test_a_jobs_keys_that_somebody_else_uses_stay() -> None:
     assert all(key.startswith("/elasticd/v1/jobs/") for key in over.left())
 
 
-def test_an_ended_job_that_never_had_a_place_goes_too() -> None:
+def test_expired_job_that_never_ran() -> None:
     over = Queue(retention_s=10.0)
     queue.submit(over.memory, "{}", job="huge", nodes=(9, 9), slots=(1, 1), submitted_by="", submitted_at=0.0)
     queue.cancel(over.memory, "huge", "", 0.0)
@@ -175,7 +178,8 @@ def test_an_ended_job_that_never_had_a_place_goes_too() -> None:
     assert not over.left()
 
 
-def test_what_cannot_be_removed_costs_little_and_holds_up_nobody() -> None:
+def test_records_that_cannot_be_removed() -> None:
+    """They cost few requests and block no other job."""
     over = Queue(retention_s=10.0)
     for n in range(10):
         over.run(f"j{n}")
@@ -195,7 +199,7 @@ def test_what_cannot_be_removed_costs_little_and_holds_up_nobody() -> None:
     assert not over.left()
 
 
-def test_an_ending_whose_submission_is_gone_goes_too() -> None:
+def test_expired_result_without_submission() -> None:
     over = Queue(retention_s=10.0)
     over.run("llm")
     over.memory.delete(names.SUBMISSIONS + "llm")
@@ -213,7 +217,8 @@ def each_request(prepare: Callable[[Queue], object]) -> int:
     return len(over.store.requests)
 
 
-def test_the_id_used_again_at_any_moment_of_the_removal_keeps_its_job() -> None:
+def test_submission_during_the_removal() -> None:
+    """At every request: the new job is refused, or it is kept."""
     count = each_request(lambda over: over.run("llm"))
     outcomes = set()
     for at in range(1, count + 1):
@@ -228,10 +233,10 @@ def test_the_id_used_again_at_any_moment_of_the_removal_keeps_its_job() -> None:
         removed = ended.remove_records(over.store, ending, "a", 3.0)
         (answer,) = answers
         if isinstance(answer, Submission):
-            assert queue.read_view(over.memory).unfinished() == (answer,), "it was taken, so it must be there"
+            assert queue.read_view(over.memory).unfinished() == (answer,), "it was accepted, so it must be there"
             outcomes.add("new" if removed else "lost")
         else:
-            assert "is just being removed; try again in a few seconds" in str(answer)
+            assert "are being removed; try again in a few seconds" in str(answer)
             assert removed
             assert not over.left()
             outcomes.add("refused")
@@ -253,17 +258,17 @@ def over_again(over: Queue) -> Submission:
     return queue.submit(over.memory, "{}", job="llm", nodes=(1, 1), slots=(1, 1), submitted_by="", submitted_at=0.0)
 
 
-def test_a_placer_that_dies_at_any_moment_of_the_removal_leaves_nothing_for_good() -> None:
+def test_scheduler_dies_during_the_removal() -> None:
     count = each_request(lambda over: over.run("llm"))
     for at in range(1, count + 1):
         over = Queue(retention_s=10.0)
         over.run("llm")
-        over.placer.turn(over.clock.now)
+        over.scheduler.turn(over.clock.now)
         (ending,) = queue.read_view(over.memory).results
 
         def dies(n: int, verb: str, key: str, at: int = at) -> None:
             if n >= at:
-                raise StoreUnavailable("it is dead")
+                raise StoreUnavailable("the agent is dead")
 
         over.store.requests.clear()
         over.store.before = dies
@@ -290,17 +295,17 @@ def folder(state: Path, name: str, age_s: float, *, now: float = 1e9, ended_too:
     return files.root
 
 
-def test_files_go_after_their_time(tmp_path: Path) -> None:
+def test_files_expire(tmp_path: Path) -> None:
     old, young, needed, killed = (
         folder(tmp_path, name, age_s, ended_too=name != "d.4")
         for name, age_s in (("a.b.1", 200.0), ("b.2", 50.0), ("c.3", 200.0), ("d.4", 200.0))
     )
     for other in ("jobs/readme.txt", "jobs/not-a-run", "jobs/x.y", "kept"):
-        (tmp_path / other).write_text("not ours to remove")
+        (tmp_path / other).write_text("not a run")
     said = ended.remove_files(tmp_path, {("c", 3)}, 1e9, 100.0)
     assert said == [
-        "the files of a.b.1 were removed: over for 0 h",
-        "the files of d.4 were removed: over for 0 h",
+        "the files of a.b.1 were removed: ended 0 h ago",
+        "the files of d.4 were removed: ended 0 h ago",
     ]
     assert [p.exists() for p in (old, young, needed, killed)] == [False, True, True, False]
     assert len(list((tmp_path / "jobs").iterdir())) == 5
@@ -308,32 +313,32 @@ def test_files_go_after_their_time(tmp_path: Path) -> None:
     assert ended.remove_files(tmp_path / "nothing", set(), 1e9, 100.0) == []
 
 
-def test_files_of_a_runner_that_lives_are_never_touched(tmp_path: Path) -> None:
+def test_files_of_a_live_runner(tmp_path: Path) -> None:
     root = folder(tmp_path, "llm.1", 1e6)
     with (root / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert ended.remove_files(tmp_path, set(), 1e9, 100.0, kept=0) == []
+        assert ended.remove_files(tmp_path, set(), 1e9, 100.0, max_folders=0) == []
         assert root.exists()
     assert ended.remove_files(tmp_path, set(), 1e9, 100.0)
     assert not root.exists()
 
 
-def test_too_many_runs_are_too_many(tmp_path: Path) -> None:
+def test_run_folders_above_the_maximum(tmp_path: Path) -> None:
     for n in range(10):
         folder(tmp_path, f"j.{n}", 100.0 - n)
-    said = ended.remove_files(tmp_path, set(), 1e9, 1e6, kept=4)
+    said = ended.remove_files(tmp_path, set(), 1e9, 1e6, max_folders=4)
     assert len(said) == 6
     assert all("more than 4 runs" in sentence for sentence in said)
     assert sorted(p.name for p in (tmp_path / "jobs").iterdir()) == [f"j.{n}" for n in range(6, 10)]
 
 
-def test_files_of_the_future_are_as_young_as_they_say(tmp_path: Path) -> None:
+def test_files_from_the_future(tmp_path: Path) -> None:
     root = folder(tmp_path, "j.1", -1e6)
     assert ended.remove_files(tmp_path, set(), 1e9, 0.0) == []
     assert root.exists()
 
 
-def test_links_are_not_followed_and_what_cannot_go_is_said(tmp_path: Path) -> None:
+def test_links_are_not_followed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("x")
@@ -346,9 +351,9 @@ def test_links_are_not_followed_and_what_cannot_go_is_said(tmp_path: Path) -> No
     assert (elsewhere / "precious").exists()
 
 
-def test_a_placement_of_an_earlier_run_is_not_the_ended_ones() -> None:
+def test_stamp_results_with_placements_of_other_runs() -> None:
     view = ended.ClusterView(
-        placements=(Placement("j", 3, (), "waits"), Placement("k", 9, (), "waits")),
+        placements=(Placement("j", 3, (), "pending"), Placement("k", 9, (), "pending")),
         results=(JobResult("j", 5, "cancelled", 143, "cancelled"), JobResult("k", 5, "failed", 1, "")),
     )
     (seen,) = ended.stamp_results(view, 7.0)

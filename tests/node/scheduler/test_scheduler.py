@@ -1,4 +1,4 @@
-"""One placer at a time, over a store with a clock that is told, and once over a real etcd."""
+"""One scheduler at a time, over a store with a fake clock, and once over a real etcd."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Until = Callable[[Callable[[], object], float], object]
 
 
 class Fleet:
-    """Nodes with cards under leases that are renewed while they are `up`, and a placer on each."""
+    """Nodes whose status is under a lease that is renewed while they are `up`, and a scheduler on each."""
 
     def __init__(self, *nodes: str, slots: int = 4) -> None:
         self.clock = Clock()
@@ -32,7 +32,7 @@ class Fleet:
         self.cards: dict[str, Lease] = {}
         for node in nodes:
             self.up(node, slots)
-        self.placers = {node: Scheduler(self.stores[node], node, f"i-{node}") for node in nodes}
+        self.schedulers = {node: Scheduler(self.stores[node], node, f"i-{node}") for node in nodes}
         self.said: list[str] = []
 
     def up(self, node: str, slots: int = 4) -> None:
@@ -44,11 +44,11 @@ class Fleet:
         self.cards.pop(node).withdraw()
 
     def turn(self, seconds: float = 1.0, *only: str) -> list[str]:
-        """A second goes by for everybody, then `only` these placers, or all, look once."""
+        """A second passes for all nodes, then `only` these schedulers, or all, do a turn."""
         self.clock.now += seconds
         for lease in self.cards.values():
             lease.renew()
-        said = [s for node in only or self.placers for s in self.placers[node].turn(self.clock.now)]
+        said = [s for node in only or self.schedulers for s in self.schedulers[node].turn(self.clock.now)]
         self.said += said
         return said
 
@@ -63,10 +63,10 @@ class Fleet:
 
     @property
     def who(self) -> list[str]:
-        return [node for node, placer in self.placers.items() if placer.is_leader]
+        return [node for node, placer in self.schedulers.items() if placer.is_leader]
 
 
-def test_one_places_and_the_others_do_not_even_look() -> None:
+def test_only_the_scheduler_reads() -> None:
     fleet = Fleet("a", "b", "c")
     fleet.submit("llm")
     fleet.turn()
@@ -76,10 +76,10 @@ def test_one_places_and_the_others_do_not_even_look() -> None:
         fleet.turn()
     asked = {verb for node in "bc" for verb, _ in fleet.stores[node].requests}
     assert asked == {"announce"}
-    assert fleet.said == ["a places jobs from now on", "job llm: runs on a (slots 0-3)"]
+    assert fleet.said == ["a is the scheduler now", "job llm: runs on a (slots 0-3)"]
 
 
-def test_while_nothing_changes_nothing_is_read_or_written() -> None:
+def test_idle_turn_only_renews_the_lease() -> None:
     fleet = Fleet("a", "b")
     for job in "xyz":
         fleet.submit(job)
@@ -97,14 +97,14 @@ def test_while_nothing_changes_nothing_is_read_or_written() -> None:
     assert not [verb for verb, _ in fleet.stores["a"].requests if verb not in ("renew", "list")]
 
 
-def test_it_says_when_there_is_something_to_look_at() -> None:
+def test_changes_are_signalled() -> None:
     fleet = Fleet("a")
     called: list[int] = []
-    fleet.placers["a"] = Scheduler(fleet.memory, "a", "i", changed=lambda: called.append(1))
+    fleet.schedulers["a"] = Scheduler(fleet.memory, "a", "i", changed=lambda: called.append(1))
     fleet.turn()
     called.clear()
     fleet.memory.compare_and_swap(Keys("llm").done(1) + "a", None, b"")
-    assert not called, "what a job says to itself is not looked at"
+    assert not called, "the keys of a job's own rendezvous concern no scheduler"
     fleet.submit("llm")
     assert called
     fleet.turn(0.0)
@@ -114,15 +114,15 @@ def test_it_says_when_there_is_something_to_look_at() -> None:
     assert "a is drained: why" in fleet.turn(0.0)[0]
 
 
-def test_the_next_one_takes_over_from_one_that_leaves_or_dies() -> None:
+def test_takeover_after_leaving_or_death() -> None:
     fleet = Fleet("a", "b", "c")
     fleet.turn()
-    fleet.placers.pop("a").close()
+    fleet.schedulers.pop("a").close()
     fleet.submit("one")
     fleet.turn(0.0)
     assert fleet.who == ["b"]
     assert fleet.nodes("one")
-    del fleet.placers["b"]  # its lease is not renewed any more
+    del fleet.schedulers["b"]  # its lease ends
     fleet.submit("two")
     for _ in range(2):
         fleet.turn()
@@ -133,10 +133,10 @@ def test_the_next_one_takes_over_from_one_that_leaves_or_dies() -> None:
     assert fleet.nodes("one")
 
 
-def test_an_agent_that_starts_again_waits_for_its_own_earlier_lease() -> None:
+def test_restarted_agent_waits_for_its_earlier_lease() -> None:
     fleet = Fleet("a")
     fleet.turn()
-    fleet.placers["a"] = Scheduler(fleet.memory, "a", "i-a-again")
+    fleet.schedulers["a"] = Scheduler(fleet.memory, "a", "i-a-again")
     fleet.turn()
     assert fleet.who == []
     for _ in range(3):
@@ -144,8 +144,8 @@ def test_an_agent_that_starts_again_waits_for_its_own_earlier_lease() -> None:
     assert fleet.who == ["a"]
 
 
-def test_one_that_was_paused_between_looking_and_writing_loses() -> None:
-    """At every request of a turn: the lease ends, another takes over and places, and the first one wakes up."""
+def test_scheduler_paused_during_a_turn_loses() -> None:
+    """At every request of a turn: the lease ends, another one takes over and writes, the first one wakes up."""
     requests = 1
     while requests:
         fleet = Fleet("a", "b", "c")
@@ -178,7 +178,7 @@ def test_one_that_was_paused_between_looking_and_writing_loses() -> None:
         assert requests < 60
 
 
-def test_a_write_that_is_lost_to_somebody_else_is_looked_at_again() -> None:
+def test_write_that_loses_a_race_is_repeated() -> None:
     fleet = Fleet("a")
     fleet.turn()
     fleet.submit("llm")
@@ -186,7 +186,7 @@ def test_a_write_that_is_lost_to_somebody_else_is_looked_at_again() -> None:
     def another(n: int, verb: str, key: str) -> None:
         if verb == "write" and key == names.PLACEMENTS + "llm":
             fleet.stores["a"].before = lambda n, verb, key: None
-            mine = Placement("llm", 1, (), "somebody wrote this").to_json()
+            mine = Placement("llm", 1, (), "another process wrote this").to_json()
             assert fleet.memory.compare_and_swap(key, None, mine)
 
     fleet.stores["a"].before = another
@@ -194,7 +194,7 @@ def test_a_write_that_is_lost_to_somebody_else_is_looked_at_again() -> None:
     assert fleet.turn() == ["job llm: runs on a (slots 0-3)"]
 
 
-def test_watches_that_say_nothing_cost_time_and_no_more() -> None:
+def test_silent_watches_cost_only_time() -> None:
     fleet = Fleet("a")
     fleet.stores["a"].watches_silent = True
     fleet.turn()
@@ -204,13 +204,13 @@ def test_watches_that_say_nothing_cost_time_and_no_more() -> None:
     assert fleet.nodes("llm") == ["a"]
     fleet.stores["a"].requests.clear()
     fleet.turn()
-    assert "write" not in {verb for verb, _ in fleet.stores["a"].requests}, "it knows what it has written"
+    assert "write" not in {verb for verb, _ in fleet.stores["a"].requests}, "its own writes are known"
     fleet.submit("next", (1, 1), (4, 4))
     for _ in range(int(REFRESH_S)):
         fleet.turn()
     found = fleet.memory.read(names.PLACEMENTS + "next")
     assert found is not None
-    mine = Placement("next", 2, (), "somebody wrote this").to_json()
+    mine = Placement("next", 2, (), "another process wrote this").to_json()
     assert fleet.memory.compare_and_swap(names.PLACEMENTS + "next", found.version, mine)
     queue.cancel(fleet.memory, "llm", "", 0.0)
     for _ in range(int(REFRESH_S) + 1):
@@ -220,13 +220,14 @@ def test_watches_that_say_nothing_cost_time_and_no_more() -> None:
     fleet = Fleet("a", "b")
     fleet.stores["b"].watches_silent = True
     fleet.turn()
-    fleet.placers.pop("a").close()
+    fleet.schedulers.pop("a").close()
     for _ in range(int(REFRESH_S)):
         fleet.turn()
     assert fleet.who == ["b"]
 
 
-def test_a_daemon_that_is_back_in_time_finds_its_seat() -> None:
+def test_absent_agent_back_within_adopt_timeout() -> None:
+    """Its job keeps its slots; after the timeout it loses them."""
     fleet = Fleet("a", "b")
     fleet.submit("llm", (2, 2))
     fleet.turn()
@@ -242,13 +243,13 @@ def test_a_daemon_that_is_back_in_time_finds_its_seat() -> None:
     fleet.down("b")
     for _ in range(61):
         fleet.turn(1.0, "a")
-    assert fleet.placed("llm").reason.startswith("b is gone; a alone is too few; waits: wants 2 nodes")
+    assert fleet.placed("llm").reason.startswith("b is gone; a alone is too few; pending: needs 2 nodes")
     fleet.up("b")
     fleet.turn()
     assert fleet.nodes("llm") == ["a", "b"]
 
 
-def test_an_outage_and_a_change_of_placers_age_nobody() -> None:
+def test_outage_or_new_scheduler_restarts_the_absence() -> None:
     fleet = Fleet("a", "b", "c")
     fleet.submit("llm", (3, 3))
     fleet.turn()
@@ -268,7 +269,7 @@ def test_an_outage_and_a_change_of_placers_age_nobody() -> None:
         fleet.turn(1.0, "a", "b")
         assert fleet.placed("llm") == before
     assert fleet.who == ["a"]
-    fleet.placers.pop("a").close()
+    fleet.schedulers.pop("a").close()
     for _ in range(58):
         fleet.turn(1.0, "b")
         assert fleet.placed("llm") == before
@@ -294,7 +295,8 @@ def round_of(job: str, run: str, *nodes: str, ended: bool = False) -> Round:
         (None, False),
     ],
 )
-def test_once_the_job_has_gone_on_without_a_node_its_place_is_free(round: Round | bytes | None, moves: bool) -> None:
+def test_job_that_continued_without_an_absent_node(round: Round | bytes | None, moves: bool) -> None:
+    """The slots there are given up at once, but only if the job's own round shows it."""
     fleet = Fleet("a", "b", "c")
     fleet.down("c")
     fleet.submit("llm", (1, 2))
@@ -305,14 +307,14 @@ def test_once_the_job_has_gone_on_without_a_node_its_place_is_free(round: Round 
         value = round.to_json() if isinstance(round, Round) else round
         assert fleet.memory.compare_and_swap(Keys("llm").round, None, value)
     fleet.turn()
-    assert fleet.nodes("llm") == ["a", "b"], "a node whose daemon is there is not judged by its job's round"
+    assert fleet.nodes("llm") == ["a", "b"], "for a node whose agent is there the round does not count"
     fleet.down("b")
     fleet.turn(1.0, "a")
     fleet.turn(1.0, "a")
     assert fleet.nodes("llm") == (["a", "c"] if moves else ["a", "b"])
 
 
-def test_cards_that_cannot_be_understood_keep_what_runs_there() -> None:
+def test_undecodable_node_status_keeps_its_jobs() -> None:
     fleet = Fleet("a", "b")
     fleet.submit("llm", (2, 2), (2, 2))
     fleet.turn()
@@ -327,10 +329,10 @@ def test_cards_that_cannot_be_understood_keep_what_runs_there() -> None:
     assert fleet.nodes("llm") == ["a", "b"]
     fleet.submit("next", (2, 2), (2, 2))
     fleet.turn()
-    assert "b is cordoned: its card cannot be understood" in fleet.placed("next").reason
+    assert "b is cordoned: its status cannot be decoded" in fleet.placed("next").reason
 
 
-def test_so_does_a_placer_that_has_never_seen_a_card_of_that_node_that_it_understood() -> None:
+def test_new_scheduler_with_an_undecodable_node_status() -> None:
     fleet = Fleet("a", "b")
     fleet.submit("llm", (2, 2), (2, 2))
     fleet.turn()
@@ -338,19 +340,19 @@ def test_so_does_a_placer_that_has_never_seen_a_card_of_that_node_that_it_unders
     assert found is not None
     newer = found.value.replace(b'"version":"1.0"', b'"version":"2.0"')
     assert fleet.memory.compare_and_swap(names.NODES + "b", found.version, newer)
-    fleet.placers["a"].close()
-    fleet.placers = {"a": Scheduler(fleet.stores["a"], "a", "i-again")}
-    assert "a places jobs from now on" in fleet.turn()
+    fleet.schedulers["a"].close()
+    fleet.schedulers = {"a": Scheduler(fleet.stores["a"], "a", "i-again")}
+    assert "a is the scheduler now" in fleet.turn()
     fleet.turn()
     assert fleet.nodes("llm") == ["a", "b"]
 
 
-def test_a_node_that_comes_while_a_new_placer_looks_keeps_what_runs_there() -> None:
-    """After an outage of the store cards come back one by one: here between two looks at one list."""
+def test_node_registers_during_the_first_read() -> None:
+    """After an outage nodes register one by one: here between two reads."""
     fleet = Fleet("a", "b")
     fleet.submit("llm", (2, 2), (2, 2))
     fleet.turn()
-    fleet.placers["a"].close()
+    fleet.schedulers["a"].close()
     fleet.down("b")
     came = []
 
@@ -360,14 +362,14 @@ def test_a_node_that_comes_while_a_new_placer_looks_keeps_what_runs_there() -> N
             fleet.up("b")
 
     fleet.stores["a"].before = comes
-    fleet.placers = {"a": Scheduler(fleet.stores["a"], "a", "i-again")}
+    fleet.schedulers = {"a": Scheduler(fleet.stores["a"], "a", "i-again")}
     said = [*fleet.turn(), *fleet.turn()]
     assert came
-    assert said == ["a places jobs from now on"]
+    assert said == ["a is the scheduler now"]
     assert fleet.nodes("llm") == ["a", "b"]
 
 
-def test_jobs_whose_records_cannot_be_understood_are_left_alone_with_their_slots() -> None:
+def test_undecodable_job_records_keep_their_slots() -> None:
     fleet = Fleet("a")
     for job in ("good", "bad"):
         fleet.submit(job, (1, 1), (1, 1))
@@ -386,10 +388,10 @@ def test_jobs_whose_records_cannot_be_understood_are_left_alone_with_their_slots
     assert fleet.nodes("good") == ["a"]
     fleet.submit("more", (1, 1), (3, 3))
     fleet.turn()
-    assert fleet.placed("more").reason.endswith("a has 2 of 4 free"), "bad's slot is not given away"
+    assert fleet.placed("more").reason.endswith("a has 2 of 4 free"), "bad keeps its slot"
 
 
-def test_a_fleet_that_forgets_everything_is_placed_anew() -> None:
+def test_emptied_store() -> None:
     fleet = Fleet("a", "b")
     fleet.submit("llm")
     fleet.turn()
@@ -406,7 +408,7 @@ def test_a_fleet_that_forgets_everything_is_placed_anew() -> None:
     assert fleet.nodes("again") == ["a"]
 
 
-def test_nodes_that_never_come_back_are_forgotten() -> None:
+def test_lost_nodes_are_dropped_from_memory() -> None:
     fleet = Fleet("a")
     for n in range(30):
         fleet.up(f"pod-{n}")
@@ -414,11 +416,11 @@ def test_nodes_that_never_come_back_are_forgotten() -> None:
         fleet.down(f"pod-{n}")
     for _ in range(70):
         fleet.turn()
-    assert set(fleet.placers["a"]._cards) == {"a"}
-    assert not fleet.placers["a"]._away
+    assert set(fleet.schedulers["a"]._nodes) == {"a"}
+    assert not fleet.schedulers["a"]._absent_since
 
 
-def test_two_clients_of_a_real_etcd(until: Until) -> None:
+def test_two_schedulers_on_etcd(until: Until) -> None:
     with etcd_servers() as etcd:
         stores: list[Store] = [EtcdStore(etcd.endpoints, timeout_s=10.0) for _ in range(2)]
         one, two = (Scheduler(store, name, f"i-{name}") for store, name in zip(stores, "ab", strict=True))
@@ -426,15 +428,15 @@ def test_two_clients_of_a_real_etcd(until: Until) -> None:
             card = stores[0].announce(names.NODES + "a", NodeStatus("a", "i", 4).to_json(), 60.0)
             assert card is not None
             queue.submit(stores[1], "{}", job="llm", nodes=(1, 1), slots=(2, 2), submitted_by="", submitted_at=0.0)
-            assert one.turn(0.0) == ["a places jobs from now on", "job llm: runs on a (slots 0-1)"]
+            assert one.turn(0.0) == ["a is the scheduler now", "job llm: runs on a (slots 0-1)"]
             assert two.turn(0.0) == []
-            # Somebody takes the key from under the first one, as the end of its lease would.
+            # The key goes, as at the end of its lease.
             stores[1].delete(names.SCHEDULER)
-            until(lambda: "b places jobs from now on" in two.turn(0.1), 10.0)
+            until(lambda: "b is the scheduler now" in two.turn(0.1), 10.0)
             queue.submit(stores[1], "{}", job="next", nodes=(1, 1), slots=(2, 2), submitted_by="", submitted_at=0.0)
 
             def noticed() -> bool:
-                return "another daemon places jobs now" in one.turn(0.2)
+                return "another agent is the scheduler now" in one.turn(0.2)
 
             until(noticed, 10.0)
             assert not one.is_leader

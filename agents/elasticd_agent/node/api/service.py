@@ -26,8 +26,8 @@ from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.records import Submission
 from elasticd_agent.node.scheduler import job_queue as queue
 from elasticd_agent.node.scheduler.policy import ClusterView
-from elasticd_agent.node.scheduler.snapshot import StoreSnapshot
 from elasticd_agent.store import Store
+from elasticd_agent.store.cache import StoreCache
 
 
 class Conflict(ElasticdError):
@@ -44,12 +44,13 @@ class JobService:
         peers: Peers,
         check: Callable[[JobFile], None] = lambda job: None,
         clock: Callable[[], float] = time.time,
+        cache: StoreCache | None = None,
     ) -> None:
         """`check` judges a job before it is handed in, by this node's limits: it raises UsageError."""
         self.local = here
         self._cluster = ClusterReader(here, peers)
         self._store, self._check, self._clock = store, check, clock
-        self._looking = StoreSnapshot(store)
+        self._cache = cache or StoreCache(store, queue.ignore)
 
     def now(self) -> float:
         """Unix seconds."""
@@ -59,7 +60,7 @@ class JobService:
 
     def jobs(self) -> dict[str, Any]:
         troubles: list[str] = []
-        view = self._looking.view(troubles.append)
+        view = self._view(troubles.append)
         return {"jobs": showing.jobs(view, self._clock()), "troubles": troubles}
 
     def job(self, name: str) -> dict[str, Any]:
@@ -90,10 +91,10 @@ class JobService:
                 submitted_at=at,
                 token=token,
                 grow=grow,
-                snapshot=self._looking,
+                cache=self._cache,
             )
         except UsageError as error:
-            if wanted is not None and any(s.job == wanted for s in self._looking.view().unfinished()):
+            if wanted is not None and any(s.job == wanted for s in self._view().unfinished()):
                 raise Conflict(str(error)) from None
             raise
         return {"job": made.job, "number": made.number}
@@ -104,9 +105,7 @@ class JobService:
         ending = queue.cancel(self._store, name, by, self._clock())
         if ending.outcome != "cancelled":
             raise Conflict(f"job {name!r} has {ending.outcome} already: {ending.reason}")
-        leaving = sorted(
-            showing.nodes_still_running(showing.runners_of(self._looking.view(), ending.job, ending.number))
-        )
+        leaving = sorted(showing.nodes_still_running(showing.runners_of(self._view(), ending.job, ending.number)))
         said = {"job": ending.job, "number": ending.number, "outcome": ending.outcome, "reason": ending.reason}
         return {**said, "leaving": leaving}
 
@@ -114,7 +113,7 @@ class JobService:
 
     def nodes(self) -> dict[str, Any]:
         troubles: list[str] = []
-        return {"nodes": showing.nodes(self._looking.view(troubles.append)), "troubles": troubles}
+        return {"nodes": showing.nodes(self._view(troubles.append)), "troubles": troubles}
 
     def cordon(self, node: str, *, drain: bool, reason: str, by: str) -> dict[str, Any]:
         """Raises NoSuch."""
@@ -161,8 +160,11 @@ class JobService:
 
     # ---- inside
 
+    def _view(self, log: Callable[[str], None] = queue.ignore) -> ClusterView:
+        return queue.read_view(self._store, log, self._cache)
+
     def _find_job(self, name: str) -> tuple[ClusterView, Submission]:
-        view = self._looking.view()
+        view = self._view()
         for submission in view.submissions:
             if submission.job == name:
                 return view, submission
@@ -172,7 +174,7 @@ class JobService:
         raise NotFound(f"there is no job {name!r}; {_existing_names([s.job for s in view.submissions], 'job')}")
 
     def _node_row(self, node: str) -> dict[str, Any]:
-        rows = showing.nodes(self._looking.view())
+        rows = showing.nodes(self._view())
         for row in rows:
             if row["node"] == node:
                 return row

@@ -18,6 +18,7 @@ from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.node.api.server import ApiServer, ListenOptions, Routes
 from elasticd_agent.node.api.service import JobService
 from elasticd_agent.store import Store
+from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.system.http_auth import TokenAuth
 from elasticd_agent.telemetry.metrics_server import MonitoringPages
 
@@ -44,6 +45,7 @@ WrapRoutes = Callable[[ApiRoutes, TokenAuth, bool], Routes]
 def open_api(
     settings: Callable[[], NodeSettings],
     store: Store,
+    cache: StoreCache,
     pages: Callable[[JobService], MonitoringPages],
     front: WrapRoutes = lambda api, token, tls: api,
 ) -> RunningApi:
@@ -60,7 +62,7 @@ def open_api(
     here = LocalJobs(chosen.node, chosen.state_dir)
     token, tls = TokenAuth(http.token_file), http.tls_cert is not None
     peers = Peers(token.token, tls, http.tls_ca, http.tls_name)
-    desk = JobService(store, here, peers, check)
+    desk = JobService(store, here, peers, check, cache=cache)
     where = ListenOptions(
         chosen.socket_path, http.bind, http.port, http.token_file, http.tls_cert, http.tls_key, http.users, http.groups
     )

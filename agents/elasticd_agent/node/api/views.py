@@ -151,7 +151,7 @@ def _state(ending: JobResult | None, placement: Placement | None, running: dict[
     if ending is not None:
         return ending.outcome
     if placement is None or not placement.assignments:
-        return "leaving" if any(one.state != "refused" for one in running.values()) else "waiting"
+        return "leaving" if any(one.state != "refused" for one in running.values()) else "pending"
     return "running" if any(one.state == "running" for one in running.values()) else "starting"
 
 

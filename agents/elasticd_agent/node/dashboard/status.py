@@ -11,7 +11,7 @@ JOB_STATE_STYLES = {
     "succeeded": "good",
     "starting": "busy",
     "leaving": "busy",
-    "waiting": "idle",
+    "pending": "idle",
     "cancelled": "idle",
     "failed": "bad",
 }

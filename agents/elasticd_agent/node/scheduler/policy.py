@@ -1,18 +1,18 @@
-"""Pure: `place(view) -> placements to write`, which slots of which nodes each submitted job gets, or why it waits.
+"""Pure: `schedule(view)` decides which slots of which nodes each submitted job gets, or why it is pending.
 
-It exists so that who runs where is decided in one place, from a view that can be written down. It keeps nothing between
-calls: the placements in the view are its memory, asking twice gives the same answer, and applying the answer leaves
-nothing more to say. It never reads a store, starts nothing, and knows nothing of what a job runs.
+The placements in the view are its only memory: calling it twice gives the same answer, and once the answer is written
+there is nothing left to change.
 
 The rules, in order:
 
-1. What runs stays. A place is taken away only because its node is to be empty (drained, quarantined), is gone, has
-   refused the job, or does not have those slots any more. Nobody else's job is ever a reason.
-2. A job that is left with fewer nodes than its minimum gets others at once, before anybody who waits; if there are
-   none, it gives back all of its places and waits at its old number.
-3. Jobs that wait are looked at strictly in the order of their numbers. One that the present nodes could carry if they
-   were empty holds up those behind it; one that they could not carry holds up nobody.
-4. Jobs below their maximum get free nodes once nobody is left who waits for one.
+1. A running job stays. An assignment ends only because its node must be emptied (drained, quarantined), is gone, has
+   refused the job, or no longer has those slots. No other job is ever a reason: there is no preemption.
+2. A job left with fewer nodes than its minimum gets others at once, before any pending job; if there are none, it
+   releases all of its slots and is pending under its old number.
+3. Pending jobs start strictly in the order of their numbers. A job that the present nodes could run if they were empty
+   blocks the jobs behind it, so that a large job is not starved by small ones; a job that they could not run blocks
+   none.
+4. Jobs below their maximum grow onto free nodes once no pending job could use them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from dataclasses import dataclass, field
 from elasticd_agent.model.phrases import count, has_have, is_are, listing, plural, ranges
 from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Refusal, SlotAssignment, Submission
 
-BEHIND_OTHERS = "waits behind those that came first"
-"""Of whoever is not at the head of the queue. It names nobody: each start would rewrite it for all who wait."""
-BLOCKS_NOBODY = "it holds up nobody"
+BEHIND_OTHERS = "pending behind earlier jobs"
+"""Of every job behind the head of the queue. It names no job: each start would rewrite it for the whole queue."""
+BLOCKS_NOBODY = "it blocks no other job"
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """All that is known. `away`: the last cards of nodes that have none now, but not for long enough to be given up.
-
-    `lost`: (job, node) where the job has already gone on without such a node.
-    """
+    """All records that the agents share, at one moment."""
 
     nodes: tuple[NodeStatus, ...] = ()
     cordons: tuple[Cordon, ...] = ()
@@ -41,54 +38,54 @@ class ClusterView:
     placements: tuple[Placement, ...] = ()
     results: tuple[JobResult, ...] = ()
     absent: tuple[NodeStatus, ...] = ()
+    """The last status of each node that has none now, but not for long enough to be given up."""
     left_behind: frozenset[tuple[str, str]] = frozenset()
+    """(job, node) where the node is absent and the job's own rendezvous has continued without it."""
 
     def result(self, job: str, number: int) -> JobResult | None:
-        return next((e for e in self.results if (e.job, e.number) == (job, number)), None)
+        return next((r for r in self.results if (r.job, r.number) == (job, number)), None)
 
     def unfinished(self) -> tuple[Submission, ...]:
-        """In the order in which they were handed in."""
-        over = {e.job: e.number for e in self.results}
-        left = [s for s in self.submissions if s.number > over.get(s.job, 0) and not s.removed]
-        return tuple(sorted(left, key=lambda s: (s.number, s.job)))
+        """In the order of submission."""
+        finished = {r.job: r.number for r in self.results}
+        found = [s for s in self.submissions if s.number > finished.get(s.job, 0) and not s.removed]
+        return tuple(sorted(found, key=lambda s: (s.number, s.job)))
 
     def orphaned(self) -> tuple[Placement, ...]:
-        """Of jobs that nothing else is known of: whoever placed them may know more. They stay as they are."""
-        known = {s.job for s in self.submissions}
-        over = {e.job: e.number for e in self.results}
-        found = [p for p in self.placements if p.job not in known and p.number > over.get(p.job, 0)]
+        """Placements without a submission known here, e.g. of a newer version: they keep their slots."""
+        submitted = {s.job for s in self.submissions}
+        finished = {r.job: r.number for r in self.results}
+        found = [p for p in self.placements if p.job not in submitted and p.number > finished.get(p.job, 0)]
         return tuple(sorted(found, key=lambda p: p.job))
 
 
 def schedule(view: ClusterView) -> tuple[Placement, ...]:
-    """The placements that differ from those in the view, in order of their numbers; () if all is as it shall be."""
+    """The placements that differ from those in the view, in the order of their numbers."""
     nodes = _nodes(view)
     written = {(p.job, p.number): p for p in view.placements}
     jobs = [_job(s, written.get((s.job, s.number)), view, nodes) for s in view.unfinished()]
-    _refill(jobs, nodes)
-    _start(jobs, nodes)
+    _restore_minimum(jobs, nodes)
+    _start_pending(jobs, nodes)
     _grow(jobs, nodes)
     decided = [job.placement() for job in jobs]
     return tuple(p for p in decided if p != written.get((p.job, p.number)))
 
 
-def describe(reason: str, ahead: Submission | None) -> str:
-    """A placement's reason as people read it: with the name of the job that the others wait behind."""
-    if ahead is None or not reason.endswith(BEHIND_OTHERS):
+def describe(reason: str, head: Submission | None) -> str:
+    """A placement's reason for people: with the name of the job that blocks the queue."""
+    if head is None or not reason.endswith(BEHIND_OTHERS):
         return reason
-    return f"{reason.removesuffix(BEHIND_OTHERS)}waits behind {ahead.job}, which came first and {_wish(ahead)}"
+    return f"{reason.removesuffix(BEHIND_OTHERS)}pending behind {head.job}, which came first and {_request(head)}"
 
 
 def head_of_queue(view: ClusterView) -> Submission | None:
-    """The job at the head of the queue, which holds up those behind it; None if nobody is held up."""
+    """The pending job that blocks those behind it; None if no job is blocked."""
     written = {(p.job, p.number): p for p in view.placements}
     for submission in view.unfinished():
         placement = written.get((submission.job, submission.number))
-        if (
-            placement is not None
-            and not placement.assignments
-            and not placement.reason.endswith((BEHIND_OTHERS, BLOCKS_NOBODY))
-        ):
+        if placement is None or placement.assignments:
+            continue
+        if not placement.reason.endswith((BEHIND_OTHERS, BLOCKS_NOBODY)):
             return submission
     return None
 
@@ -98,61 +95,65 @@ def head_of_queue(view: ClusterView) -> Submission | None:
 
 @dataclass(slots=True)
 class _Node:
-    """What a node has to give. `why_not`: why it takes no new work; `leave`: why nothing may stay on it."""
-
-    card: NodeStatus
-    away: bool
-    why_not: str
-    leave: str
+    status: NodeStatus
+    absent: bool
+    unschedulable: str
+    """Why it takes no new jobs; "" if it does."""
+    evict: str
+    """Why no job may stay on it; "" if jobs may."""
     busy: frozenset[int]
-    given: dict[int, str] = field(default_factory=dict)
+    """Slots in which something still runs, whatever its placement says."""
+    allocated: dict[int, str] = field(default_factory=dict)
 
     @property
     def free(self) -> tuple[int, ...]:
-        """Whatever it was told: a slot is free only once nothing runs in it any more."""
-        return tuple(slot for slot in range(self.card.slots) if slot not in self.busy and slot not in self.given)
+        return tuple(s for s in range(self.status.slots) if s not in self.busy and s not in self.allocated)
 
-    def give(self, place: SlotAssignment, job: str) -> None:
-        self.given |= dict.fromkeys(place.slots, job)
+    def allocate(self, assignment: SlotAssignment, job: str) -> None:
+        self.allocated |= dict.fromkeys(assignment.slots, job)
 
-    def take_back(self, place: SlotAssignment) -> None:
-        for slot in place.slots:
-            del self.given[slot]
+    def release(self, assignment: SlotAssignment) -> None:
+        for slot in assignment.slots:
+            del self.allocated[slot]
 
 
 def _nodes(view: ClusterView) -> dict[str, _Node]:
     cordons = {cordon.node: cordon for cordon in view.cordons}
     found = {}
-    for card, away in [*((c, True) for c in view.absent), *((c, False) for c in view.nodes)]:
-        cordon = cordons.get(card.node)
-        busy = frozenset(slot for running in card.runners if running.state != "refused" for slot in running.slots)
-        found[card.node] = _Node(card, away, _why_not(card, cordon, away), _leave(card, cordon), busy)
+    for status, absent in [*((s, True) for s in view.absent), *((s, False) for s in view.nodes)]:
+        cordon = cordons.get(status.node)
+        evict = _evict_reason(status, cordon)
+        unschedulable = evict or _unschedulable_reason(status, cordon, absent)
+        busy = frozenset(slot for runner in status.runners if runner.state != "refused" for slot in runner.slots)
+        found[status.node] = _Node(status, absent, unschedulable, evict, busy)
     for placement in view.orphaned():
-        for place in placement.assignments:
-            if place.node in found:
-                found[place.node].give(place, placement.job)
+        for assignment in placement.assignments:
+            if assignment.node in found:
+                found[assignment.node].allocate(assignment, placement.job)
     return found
 
 
-def _leave(card: NodeStatus, cordon: Cordon | None) -> str:
+def _evict_reason(status: NodeStatus, cordon: Cordon | None) -> str:
     if cordon is not None and cordon.drain:
-        return f"{card.node} is {cordon.text}"
-    if card.state in ("draining", "quarantined"):
-        return _because(f"{card.node} is {card.state}", card.why)
+        return f"{status.node} is {cordon.text}"
+    if status.state in ("draining", "quarantined"):
+        return _with_reason(f"{status.node} is {status.state}", status.why)
     return ""
 
 
-def _why_not(card: NodeStatus, cordon: Cordon | None, away: bool) -> str:
-    if leave := _leave(card, cordon):
-        return leave
+def _unschedulable_reason(status: NodeStatus, cordon: Cordon | None, absent: bool) -> str:
     if cordon is not None:
-        return f"{card.node} is {cordon.text}"
-    if card.state != "ready":
-        return _because(f"{card.node} is {card.state}", card.why)
-    return f"{card.node} is away" if away else ""
+        return f"{status.node} is {cordon.text}"
+    if status.state != "ready":
+        return _with_reason(f"{status.node} is {status.state}", status.why)
+    return _absent(status.node) if absent else ""
 
 
-def _because(what: str, why: str) -> str:
+def _absent(node: str) -> str:
+    return f"{node} is absent"
+
+
+def _with_reason(what: str, why: str) -> str:
     return f"{what}: {why}" if why else what
 
 
@@ -161,221 +162,231 @@ def _because(what: str, why: str) -> str:
 
 @dataclass(slots=True)
 class _Job:
-    """One submission on its way to a placement. `said`: what has happened to its places in this turn."""
+    """One submission on its way to a placement."""
 
-    wants: Submission
+    submission: Submission
     written: Placement | None
-    places: dict[str, SlotAssignment]
-    refused: dict[str, str]
-    said: list[str]
-    waits: str = ""
+    assignments: dict[str, SlotAssignment]
+    refusals: dict[str, str]
+    changes: list[str]
+    """What has happened to its assignments in this turn, in sentences."""
+    pending: str = ""
 
     @property
     def runs(self) -> bool:
-        return len(self.places) >= self.wants.min_nodes
+        return len(self.assignments) >= self.submission.min_nodes
 
     def placement(self) -> Placement:
-        """What was written if nothing has changed, so that a reason goes on saying what once happened."""
-        wants, written, places = self.wants, self.written, tuple(self.places.values())
-        refused = tuple(Refusal(node, why) for node, why in sorted(self.refused.items()))
-        same = written is not None and (places, refused) == (written.assignments, written.refusals)
-        if written is not None and same and (places or written.reason.endswith(self.waits)):
+        """The placement as written if nothing has changed, so that its reason keeps what happened in earlier turns."""
+        assignments = tuple(self.assignments.values())
+        refusals = tuple(Refusal(node, why) for node, why in sorted(self.refusals.items()))
+        written = self.written
+        same = written is not None and (assignments, refusals) == (written.assignments, written.refusals)
+        if written is not None and same and (assignments or written.reason.endswith(self.pending)):
             return written
-        reason = f"runs on {listing(_slots(p) for p in places)}" if places else self.waits
-        last = () if written is None else written.previous_nodes_after(self.places)
-        # Who has refused it is what it waits for, too: once is enough.
-        told = () if places else {_refused((node,), why) for node, why in self.refused.items()}
-        said = [sentence for sentence in self.said if sentence not in told]
-        return Placement(wants.job, wants.number, places, "; ".join([*said, reason]), refused, last)
+        state = f"runs on {listing(_slots(a) for a in assignments)}" if assignments else self.pending
+        previous = () if written is None else written.previous_nodes_after(self.assignments)
+        # The reason of a pending job names the nodes that refused it already.
+        named = () if assignments else {_refused((node,), why) for node, why in self.refusals.items()}
+        reason = "; ".join([*(sentence for sentence in self.changes if sentence not in named), state])
+        return Placement(self.submission.job, self.submission.number, assignments, reason, refusals, previous)
 
 
-def _job(wants: Submission, written: Placement | None, view: ClusterView, nodes: dict[str, _Node]) -> _Job:
-    """The job with the places it keeps; their slots are taken from now on."""
-    mine = (wants.job, wants.number)
-    cordoned = {cordon.node for cordon in view.cordons}
-    refused = {} if written is None else {r.node: r.why for r in written.refusals if r.node not in cordoned}
-    for card in view.nodes:
-        for running in card.runners:
-            if (running.job, running.number) == mine and running.state == "refused" and card.node not in cordoned:
-                refused[card.node] = running.why
-    job = _Job(wants, written, {}, refused, [])
-    for place in _running(mine, view) if written is None else written.assignments:
-        if gone := _gone(place, job, nodes.get(place.node), view):
-            job.said.append(gone)
+def _job(submission: Submission, written: Placement | None, view: ClusterView, nodes: dict[str, _Node]) -> _Job:
+    """The job with the assignments it keeps; their slots are allocated from now on."""
+    key = (submission.job, submission.number)
+    job = _Job(submission, written, {}, _refusals(key, written, view), [])
+    for assignment in _running(key, view) if written is None else written.assignments:
+        node = nodes.get(assignment.node)
+        if node is None:
+            job.changes.append(f"{assignment.node} is gone")
+        elif lost := _lost_reason(assignment, job, node, view):
+            job.changes.append(lost)
         else:
-            job.places[place.node] = place
-            nodes[place.node].give(place, wants.job)
+            job.assignments[assignment.node] = assignment
+            node.allocate(assignment, submission.job)
     return job
 
 
-def _running(mine: tuple[str, int], view: ClusterView) -> tuple[SlotAssignment, ...]:
-    """Where a job runs that has no placement: the store has lost it, the nodes have not."""
+def _refusals(key: tuple[str, int], written: Placement | None, view: ClusterView) -> dict[str, str]:
+    """The nodes that refused the job, and why. A cordon ends a refusal: its node was repaired, or will be."""
+    cordoned = {cordon.node for cordon in view.cordons}
+    found = {} if written is None else {r.node: r.why for r in written.refusals}
+    for status in view.nodes:
+        for runner in status.runners:
+            if (runner.job, runner.number) == key and runner.state == "refused":
+                found[status.node] = runner.why
+    return {node: why for node, why in found.items() if node not in cordoned}
+
+
+def _running(key: tuple[str, int], view: ClusterView) -> tuple[SlotAssignment, ...]:
+    """Where a job runs that has no placement: the store has lost its data, the nodes still run the job."""
     found = {
-        card.node: SlotAssignment(card.node, running.slots)
-        for card in view.nodes
-        for running in card.runners
-        if (running.job, running.number) == mine and running.slots and running.state in ("starting", "running")
+        status.node: SlotAssignment(status.node, runner.slots)
+        for status in view.nodes
+        for runner in status.runners
+        if (runner.job, runner.number) == key and runner.slots and runner.state in ("starting", "running")
     }
     return tuple(found.values())
 
 
-def _gone(place: SlotAssignment, job: _Job, node: _Node | None, view: ClusterView) -> str:
-    """Why a job cannot keep a place; "" if it can."""
-    if node is None:
-        return f"{place.node} is gone"
-    if node.leave:
-        return node.leave
-    if place.node in job.refused:
-        return _refused((place.node,), job.refused[place.node])
-    if node.away and (job.wants.job, place.node) in view.left_behind:
-        return f"{place.node} is away, and the job went on without it"
-    if others := {node.given[slot] for slot in place.slots if slot in node.given}:
-        return f"{place.node}'s slots are {listing(sorted(others))}'s"
-    mine = (job.wants.job, job.wants.number)
-    if (
-        not node.away
-        and max(place.slots) >= node.card.slots
-        and not any((r.job, r.number) == mine for r in node.card.runners)
-    ):
-        return f"{place.node} has {count(node.card.slots, 'slot')} now"
-    return ""
+def _lost_reason(assignment: SlotAssignment, job: _Job, node: _Node, view: ClusterView) -> str:
+    """Why a job cannot keep an assignment; "" if it can."""
+    name = assignment.node
+    if node.evict:
+        return node.evict
+    if name in job.refusals:
+        return _refused((name,), job.refusals[name])
+    if node.absent and (job.submission.job, name) in view.left_behind:
+        return f"{_absent(name)}, and the job continued without it"
+    if others := {node.allocated[slot] for slot in assignment.slots if slot in node.allocated}:
+        return f"{name}'s slots are in use by {listing(sorted(others))}"
+    if node.absent or max(assignment.slots) < node.status.slots:
+        return ""
+    key = (job.submission.job, job.submission.number)
+    if any((runner.job, runner.number) == key for runner in node.status.runners):
+        return ""
+    return f"{name} has {count(node.status.slots, 'slot')} now"
 
 
 # ---- the rules
 
 
-def _refill(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
-    """Rule 2. Of those that cannot be helped the youngest gives way first: what it frees may help the others."""
+def _restore_minimum(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
+    """Rule 2. The youngest job short of nodes releases its slots first: what it frees may help the others."""
     while True:
-        short = [job for job in jobs if job.places and not job.runs]
+        short = [job for job in jobs if job.assignments and not job.runs]
         for job in short:
-            _take(job, nodes)
+            _bind(job, nodes)
         stuck = [job for job in short if not job.runs]
         if not stuck:
             return
-        _give_back(stuck[-1], nodes)
+        _evict(stuck[-1], nodes)
 
 
-def _start(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
+def _start_pending(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
     """Rule 3."""
-    ahead: Submission | None = None
+    blocked = False
     for job in jobs:
-        if job.runs:
+        if job.runs or (not blocked and _bind(job, nodes)):
             continue
-        if ahead is None and _take(job, nodes):
-            continue
-        if not _possible(job, nodes):
-            job.waits = f"waits: {_missing(job, nodes)}; {BLOCKS_NOBODY}"
-        elif ahead is None:
-            job.waits = f"waits: {_wish(job.wants)}; {_lack(job, nodes)}"
-            ahead = job.wants
+        if not _feasible(job, nodes):
+            job.pending = f"pending: {_infeasible_reason(job, nodes)}; {BLOCKS_NOBODY}"
+        elif not blocked:
+            job.pending = f"pending: {_request(job.submission)}; {_shortage(job, nodes)}"
+            blocked = True
         else:
-            job.waits = BEHIND_OTHERS
+            job.pending = BEHIND_OTHERS
 
 
 def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
     """Rule 4."""
-    if any(not job.runs and _possible(job, nodes) for job in jobs):
+    if any(not job.runs and _feasible(job, nodes) for job in jobs):
         return
     for job in jobs:
-        if job.runs and job.wants.grow and len(job.places) < job.wants.max_nodes:
-            before = set(job.places)
-            _take(job, nodes)
-            if came := sorted(job.places.keys() - before):
-                job.said.append(f"{listing(came)} {'was' if len(came) == 1 else 'were'} free and nobody waits")
+        if job.runs and job.submission.grow and len(job.assignments) < job.submission.max_nodes:
+            before = set(job.assignments)
+            _bind(job, nodes)
+            if added := sorted(job.assignments.keys() - before):
+                verb = "was" if len(added) == 1 else "were"
+                job.changes.append(f"{listing(added)} {verb} free and no job is pending")
 
 
-def _take(job: _Job, nodes: dict[str, _Node]) -> bool:
-    """Give the job nodes up to its maximum, if that makes at least its minimum. False: nothing was given."""
-    wants = job.wants
-    used = () if job.written is None else (*job.written.previous_nodes, *(p.node for p in job.written.assignments))
-    fit = [n for name, n in nodes.items() if name not in job.places and _fits(job, n)]
-    # Where it was before and may have checkpoints; then whoever gives most; then the tightest fit: whole nodes stay so.
-    fit.sort(key=lambda n: (n.card.node not in used, -min(len(n.free), wants.max_slots), len(n.free), n.card.node))
-    if len(job.places) + len(fit) < wants.min_nodes:
+def _bind(job: _Job, nodes: dict[str, _Node]) -> bool:
+    """Assign nodes to the job, up to its maximum, if that reaches its minimum. False: nothing was assigned."""
+    submission = job.submission
+    known = () if job.written is None else (*job.written.previous_nodes, *(a.node for a in job.written.assignments))
+    fit = [node for name, node in nodes.items() if name not in job.assignments and _fits(job, node)]
+
+    def preference(node: _Node) -> tuple[bool, int, int, str]:
+        # Nodes it ran on may have its checkpoints; then the most slots; then the tightest fit: others stay whole.
+        free, name = len(node.free), node.status.node
+        return name not in known, -min(free, submission.max_slots), free, name
+
+    if len(job.assignments) + len(fit) < submission.min_nodes:
         return False
-    for node in fit[: wants.max_nodes - len(job.places)]:
-        slots = node.free[: wants.max_slots]
-        job.places[node.card.node] = SlotAssignment(node.card.node, slots)
-        node.give(job.places[node.card.node], wants.job)
+    for node in sorted(fit, key=preference)[: submission.max_nodes - len(job.assignments)]:
+        assignment = SlotAssignment(node.status.node, node.free[: submission.max_slots])
+        job.assignments[assignment.node] = assignment
+        node.allocate(assignment, submission.job)
     return True
 
 
-def _give_back(job: _Job, nodes: dict[str, _Node]) -> None:
-    left = list(job.places.values())
-    job.places.clear()
-    job.said.append(f"{listing(p.node for p in left)} alone {is_are(left)} too few")
-    for place in left:
-        nodes[place.node].take_back(place)
+def _evict(job: _Job, nodes: dict[str, _Node]) -> None:
+    job.changes.append(f"{listing(job.assignments)} alone {is_are(job.assignments)} too few")
+    for name, assignment in job.assignments.items():
+        nodes[name].release(assignment)
+    job.assignments.clear()
 
 
 def _fits(job: _Job, node: _Node) -> bool:
-    return not node.why_not and node.card.node not in job.refused and len(node.free) >= job.wants.min_slots
+    usable = not node.unschedulable and node.status.node not in job.refusals
+    return usable and len(node.free) >= job.submission.min_slots
 
 
-def _possible(job: _Job, nodes: dict[str, _Node]) -> bool:
-    """True if these nodes, were they empty, could carry the job. One that is only away for a moment counts, too."""
-    return sum(_could(job, node) for node in nodes.values()) >= job.wants.min_nodes
+def _feasible(job: _Job, nodes: dict[str, _Node]) -> bool:
+    """Whether these nodes could run the job if they were empty. One that is absent for a moment counts, too."""
+    return sum(_fits_empty(job, node) for node in nodes.values()) >= job.submission.min_nodes
 
 
-def _could(job: _Job, node: _Node) -> bool:
-    usable = not node.why_not or (node.away and node.why_not == f"{node.card.node} is away")
-    return usable and node.card.node not in job.refused and node.card.slots >= job.wants.min_slots
+def _fits_empty(job: _Job, node: _Node) -> bool:
+    name = node.status.node
+    usable = not node.unschedulable or (node.absent and node.unschedulable == _absent(name))
+    return usable and name not in job.refusals and node.status.slots >= job.submission.min_slots
 
 
-# ---- words
+# ---- sentences
 
 
-def _wish(wants: Submission) -> str:
-    each = " each" if wants.min_nodes > 1 else ""
-    return f"wants {count(wants.min_nodes, 'node')} with {count(wants.min_slots, 'free slot')}{each}"
+def _request(submission: Submission) -> str:
+    each = " each" if submission.min_nodes > 1 else ""
+    return f"needs {count(submission.min_nodes, 'node')} with {count(submission.min_slots, 'free slot')}{each}"
 
 
-def _lack(job: _Job, nodes: dict[str, _Node]) -> str:
-    """What a job waits for that could run if others did not."""
+def _shortage(job: _Job, nodes: dict[str, _Node]) -> str:
+    """What a pending job waits for that could run if other jobs did not."""
     fit = [name for name, node in sorted(nodes.items()) if _fits(job, node)]
-    others = _words(job, nodes, fit, free=True)
     has = f"{listing(fit)} {has_have(fit)} them, but " if fit else ""
-    return has + listing(others)
+    return has + listing(_obstacles(job, nodes, fit, free=True))
 
 
-def _missing(job: _Job, nodes: dict[str, _Node]) -> str:
-    """What a job waits for that could never run on these nodes. It does not change as others come and go."""
-    could = [name for name, node in sorted(nodes.items()) if _could(job, node)]
-    others = _words(job, nodes, could, free=False)
-    here = f"{len(could) or 'none'} of the {len(nodes)} nodes here could carry it: {listing(others)}"
-    if not others:
-        here = f"only {count(len(could), 'node')} {is_are(could)} here" if could else "none is here"
+def _infeasible_reason(job: _Job, nodes: dict[str, _Node]) -> str:
+    """Why these nodes could never run the job. It does not change as other jobs start and end."""
+    fit = [name for name, node in sorted(nodes.items()) if _fits_empty(job, node)]
+    obstacles = _obstacles(job, nodes, fit, free=False)
+    if not obstacles:
+        why = f"there {is_are(fit)} only {count(len(fit), 'node')}" if fit else "there is no node"
     elif len(nodes) == 1:
-        here = f"the only node here cannot carry it: {listing(others)}"
-    elif could:
-        here = "only " + here
-    return f"{_wish(job.wants)}, and {here}"
+        why = f"the only node cannot run it: {listing(obstacles)}"
+    else:
+        number = f"only {len(fit)}" if fit else "none"
+        why = f"{number} of the {len(nodes)} nodes can run it: {listing(obstacles)}"
+    return f"{_request(job.submission)}, and {why}"
 
 
-def _words(job: _Job, nodes: dict[str, _Node], but: list[str], *, free: bool) -> list[str]:
-    """What is in the way on each of the others; nodes that refused it for the same reason are named together."""
+def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: bool) -> list[str]:
+    """What is in the way on each of the other nodes; those that refused the job for one reason are named together."""
     found: list[str] = []
-    alike: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
     for name, node in sorted(nodes.items()):
-        if name in but:
+        slots = node.status.slots
+        if name in without:
             continue
-        if node.why_not:
-            found.append(node.why_not)
-        elif name in job.refused:
-            alike.setdefault(job.refused[name], []).append(name)
-        elif free and node.card.slots >= job.wants.min_slots:
-            found.append(f"{name} has {len(node.free)} of {node.card.slots} free")
+        if node.unschedulable:
+            found.append(node.unschedulable)
+        elif name in job.refusals:
+            refused.setdefault(job.refusals[name], []).append(name)
+        elif free and slots >= job.submission.min_slots:
+            found.append(f"{name} has {len(node.free)} of {slots} free")
         else:
-            found.append(f"{name} has {count(node.card.slots, 'slot')}" + (" in all" if free else ""))
-    return [*found, *(_refused(names, why) for why, names in alike.items())]
+            found.append(f"{name} has {count(slots, 'slot')}" + (" in all" if free else ""))
+    return [*found, *(_refused(names, why) for why, names in refused.items())]
 
 
 def _refused(names: Iterable[str], why: str) -> str:
-    return _because(f"{listing(names)} refused it", why)
+    return _with_reason(f"{listing(names)} refused it", why)
 
 
-def _slots(place: SlotAssignment) -> str:
+def _slots(assignment: SlotAssignment) -> str:
     """`n1 (slots 0-3, 6)`."""
-    runs = ", ".join(ranges(place.slots))
-    return f"{place.node} ({plural(len(place.slots), 'slot')} {runs})"
+    return f"{assignment.node} ({plural(len(assignment.slots), 'slot')} {', '.join(ranges(assignment.slots))})"

@@ -1,9 +1,8 @@
-"""What is left of ended jobs, and when it goes: records in the store, logs and other files on each node.
+"""Removes the records and files of ended jobs, so that agents that run for months fill neither store nor disks.
 
-It exists so that daemons that run for months do not fill the store and the disk. How long a record has been there is
-counted by the placers' own clock, which is in the store and only runs while somebody places: no host's time of day
-decides anything. Files go by this host's own clock alone. Both are bounded by their number, too. Checkpoints are the
-jobs' own: nothing here touches them.
+Records age by the scheduler clock, which is in the store and advances only while an agent is the scheduler: no host's
+time of day removes anything early. Files age by their own host's time of day. Both are also bounded by number.
+Checkpoints belong to the jobs and are never touched.
 """
 
 from __future__ import annotations
@@ -26,115 +25,122 @@ from elasticd_agent.store import Lease, Store, Versioned
 
 RETENTION_S = 7 * 86400.0
 MAX_RESULTS = 500
-"""Ended jobs whose records are kept at most: every look at the queue reads them."""
+"""Ended jobs whose records are kept: every read of the queue reads them."""
 MAX_RUN_FOLDERS = 500
-"""Ended jobs whose files are kept on a node at most."""
+"""Ended jobs whose files are kept on a node."""
 SAVE_CLOCK_S = 600.0
-"""The placers' clock is written down so often; a change of placers loses that much at most."""
+"""The scheduler clock is saved this often; a change of schedulers loses at most that much."""
 REMOVALS_PER_TURN = 4
-"""Jobs whose records are removed in one turn, so that it stays short."""
+"""Jobs whose records are removed in one turn, which keeps it short."""
 Guard = tuple[str, int]
 
 
 @dataclass(slots=True)
 class SchedulerClock:
-    """Seconds that placers have been at work. Times given to it are the caller's monotonic seconds."""
+    """Seconds for which any agent was the scheduler. Arguments are the caller's monotonic seconds."""
 
     store: Store
-    _found: Versioned | None = None
+    _saved: Versioned | None = None
     _base_s: float = 0.0
     _since: float | None = None
 
     def reset(self) -> None:
-        """Somebody else may have gone on with it."""
+        """Read the clock again: another scheduler may have advanced it."""
         self._since = None
 
     def now_s(self, now: float, guard: Guard, at_least: float) -> float:
-        """Raises StoreUnavailable. `at_least`: what is known to have been reached, should the clock be lost."""
+        """Raises StoreUnavailable. `at_least`: a time known to have been reached, if the clock was lost."""
         if self._since is None:
-            self._found = self.store.read(names.CLOCK)
-            text = b"" if self._found is None else self._found.value
-            known_s = float(text) if text.isdigit() and len(text) < 16 else 0.0
-            self._base_s, self._since = max(known_s, at_least), now
+            self._saved = self.store.read(names.CLOCK)
+            text = b"" if self._saved is None else self._saved.value
+            saved_s = float(text) if text.isdigit() and len(text) < 16 else 0.0
+            self._base_s = max(saved_s, at_least)
+            self._since = now
         elif now >= self._since + SAVE_CLOCK_S:
-            self._base_s, self._since = self._base_s + now - self._since, now
-            version = None if self._found is None else self._found.version
+            self._base_s += now - self._since
+            self._since = now
+            version = None if self._saved is None else self._saved.version
             if not self.store.compare_and_swap(names.CLOCK, version, b"%d" % self._base_s, guard):
-                self.reset()  # it, or the placer, was somebody else's; what was counted is not much
+                self.reset()  # another scheduler has the key; little time is lost
                 return self._base_s
-            self._found = self.store.read(names.CLOCK)
+            self._saved = self.store.read(names.CLOCK)
         return self._base_s + now - self._since
 
 
 def stamp_results(view: ClusterView, clock_s: float) -> tuple[Placement, ...]:
-    """Pure. The placements of ended jobs that do not say yet since when, now saying it."""
-    placed = {placement.job: placement for placement in view.placements}
+    """Pure. The placements of ended jobs that have no `ended_s` yet, with it."""
+    placements = {placement.job: placement for placement in view.placements}
     found = []
-    for ending in view.results:
-        placement = placed.get(ending.job)
-        if placement is None or placement.number < ending.number:
-            placement = Placement(ending.job, ending.number, (), ending.reason)
-        if placement.number == ending.number and placement.ended_s is None:
+    for result in view.results:
+        placement = placements.get(result.job)
+        if placement is None or placement.number < result.number:
+            placement = Placement(result.job, result.number, (), result.reason)
+        if placement.number == result.number and placement.ended_s is None:
             found.append(replace(placement, ended_s=clock_s))
     return tuple(found)
 
 
-def expired(view: ClusterView, clock_s: float, keep_s: float, kept: int = MAX_RESULTS) -> tuple[JobResult, ...]:
-    """Pure. The endings whose time is over, and the oldest of those that are too many; the oldest first."""
-    since = {(p.job, p.number): p.ended_s for p in view.placements if p.ended_s is not None}
-    seen = sorted(
-        (e for e in view.results if (e.job, e.number) in since), key=lambda e: (since[e.job, e.number], e.job)
+def expired(
+    view: ClusterView, clock_s: float, retention_s: float, max_results: int = MAX_RESULTS
+) -> tuple[JobResult, ...]:
+    """Pure. The results older than `retention_s`, and the oldest of those above `max_results`; the oldest first."""
+    ended_s = {(p.job, p.number): p.ended_s for p in view.placements if p.ended_s is not None}
+    stamped = sorted(
+        (r for r in view.results if (r.job, r.number) in ended_s), key=lambda r: (ended_s[r.job, r.number], r.job)
     )
-    many = len(view.results) - kept
-    return tuple(e for i, e in enumerate(seen) if i < many or clock_s >= since[e.job, e.number] + keep_s)
+    surplus = len(view.results) - max_results
+    return tuple(r for i, r in enumerate(stamped) if i < surplus or clock_s >= ended_s[r.job, r.number] + retention_s)
 
 
-def remove_records(store: Store, ending: JobResult, node: str, lease_s: float) -> bool:
-    """Remove all records of one ended run. False: somebody was faster, or uses its id again. Raises StoreUnavailable.
+def remove_records(store: Store, result: JobResult, node: str, lease_s: float) -> bool:
+    """Remove all records of one ended run. False: its id was submitted again. Raises StoreUnavailable.
 
-    Its records are taken, each at the version that was read, under a lease that is then given up: whoever submits the
-    id again meanwhile either loses or is not touched; and should we die on the way, they go by themselves or are found
-    again.
+    The records are moved, each at the version that was read, under one lease that is revoked at the end. A submission
+    that reuses the id meanwhile either loses its race or is not touched; and if this agent fails on the way, the moved
+    records expire and the others are found again.
     """
     lease = store.announce(names.CLEANUP, node.encode(), lease_s)
     if lease is None:
         return False
     try:
-        return _remove(store, ending, lease)
+        return _remove(store, result, lease)
     finally:
         lease.withdraw()
 
 
-def _remove(store: Store, ending: JobResult, lease: Lease) -> bool:
-    key = names.SUBMISSIONS + ending.job
+def _remove(store: Store, result: JobResult, lease: Lease) -> bool:
+    key = names.SUBMISSIONS + result.job
     found = store.read(key)
     try:
         if found is None:
-            wants = Submission(ending.job, ending.number, "", 1, 1, 1, 1)
+            submission = Submission(result.job, result.number, "", 1, 1, 1, 1)
         else:
-            wants = decode_record(Submission, key, found.value)
+            submission = decode_record(Submission, key, found.value)
     except WireError:
         return False
-    if wants.number != ending.number:
+    if submission.number != result.number:
         return False
-    going = replace(wants, spec="", removed=True).to_json()
-    if lease.put(key, going, None if found is None else found.version) is None:
+    removed = replace(submission, spec="", removed=True).to_json()
+    if lease.put(key, removed, None if found is None else found.version) is None:
         return False
-    if not _remove_own(store, ending, lease):
+    if not _remove_own_keys(store, result, lease):
         return False
-    return all(_taken(store, lease, prefix + ending.job, ending.number) for prefix in (names.PLACEMENTS, names.RESULTS))
+    return all(
+        _move(store, lease, prefix + result.job, kind, result.number)
+        for prefix, kind in ((names.PLACEMENTS, Placement), (names.RESULTS, JobResult))
+    )
 
 
-def _remove_own(store: Store, ending: JobResult, lease: Lease) -> bool:
-    """The job's own keys, unless somebody else uses its name, too (`elasticd run` may)."""
-    keys = Keys(ending.job)
+def _remove_own_keys(store: Store, result: JobResult, lease: Lease) -> bool:
+    """The keys of the job's own rendezvous, unless an `elasticd run` uses its name."""
+    keys = Keys(result.job)
     found = store.read(keys.round)
     if found is not None:
         try:
             last = decode_record(Round, keys.round, found.value)
         except WireError:
             return True
-        if last.run != str(ending.number) or store.list(keys.nodes):
+        if last.run != str(result.number) or store.list(keys.nodes):
             return True
     for key in store.list(keys.spec.removesuffix("spec")):
         store.delete(key)
@@ -143,20 +149,16 @@ def _remove_own(store: Store, ending: JobResult, lease: Lease) -> bool:
     return True
 
 
-def _taken(store: Store, lease: Lease, key: str, number: int) -> bool:
+def _move(store: Store, lease: Lease, key: str, kind: type[Placement] | type[JobResult], number: int) -> bool:
+    """Put a record of this run under the lease that is about to end. False: it is another run's, or has changed."""
     found = store.read(key)
     if found is None:
         return True
     try:
-        known: Placement | JobResult
-        if key.startswith(names.PLACEMENTS):
-            known = decode_record(Placement, key, found.value)
-        else:
-            known = decode_record(JobResult, key, found.value)
-        if known.number != number:
+        if decode_record(kind, key, found.value).number != number:
             return False
     except WireError:
-        pass  # nobody can tell what it is about: it goes with the rest
+        pass  # no agent can tell what it is about: it goes with the others
     return lease.put(key, found.value, found.version) is not None
 
 
@@ -167,28 +169,30 @@ def remove_files(
     state: Path,
     needed: Collection[tuple[str, int]],
     now: float,
-    keep_s: float = RETENTION_S,
-    kept: int = MAX_RUN_FOLDERS,
+    retention_s: float = RETENTION_S,
+    max_folders: int = MAX_RUN_FOLDERS,
 ) -> list[str]:
-    """Remove the files of runs that are over for `keep_s`, and the oldest of those that are too many; say which.
+    """Remove the files of runs that ended more than `retention_s` ago, and of the oldest above `max_folders`.
 
-    `needed` are the (job, number) placed here. `now` is this host's time of day, which files carry, too. A run whose
-    runner lives is never touched. It may take long: not for a thread that decides. Raises nothing.
+    Returns a sentence for each. `needed` are the (job, number) that run here; a run whose runner is alive is never
+    touched. `now` is this host's time of day, as in the files' times. It may take long: not for a thread that decides.
+    Raises nothing.
     """
-    runs = _runs_over(state / "jobs", needed)
+    runs = _ended_runs(state / "jobs", needed)
     oldest = sorted(runs, key=lambda path: (runs[path], path.name))
-    many = len(oldest) - kept
-    said = []
+    surplus = len(oldest) - max_folders
+    sentences = []
     for index, path in enumerate(oldest):
-        # A file of the future was written before the clock was set right: it is as old as it says, no older.
-        if index < many or now >= runs[path] + keep_s:
-            why = f"more than {kept} runs" if index < many else f"over for {max(0.0, now - runs[path]) / 3600:.0f} h"
-            said.append(_removed(path, why))
-    return said
+        # A file from the future was written before the clock was corrected: it becomes old later, and is never newer.
+        if index < surplus or now >= runs[path] + retention_s:
+            hours = max(0.0, now - runs[path]) / 3600
+            why = f"more than {max_folders} runs" if index < surplus else f"ended {hours:.0f} h ago"
+            sentences.append(_remove_folder(path, why))
+    return sentences
 
 
-def _runs_over(jobs: Path, needed: Collection[tuple[str, int]]) -> Mapping[Path, float]:
-    """Each run's folder that nobody uses, and when it was last written to."""
+def _ended_runs(jobs: Path, needed: Collection[tuple[str, int]]) -> Mapping[Path, float]:
+    """The folders of runs that are not in use, and when each was last written to."""
     found: dict[Path, float] = {}
     try:
         folders = list(os.scandir(jobs))
@@ -198,7 +202,8 @@ def _runs_over(jobs: Path, needed: Collection[tuple[str, int]]) -> Mapping[Path,
         job, dot, number = folder.name.rpartition(".")
         if not (dot and number.isdigit() and folder.is_dir(follow_symlinks=False)):
             continue
-        if (job, int(number)) in needed or is_locked((files := JobFiles(Path(folder.path))).lock):
+        files = JobFiles(Path(folder.path))
+        if (job, int(number)) in needed or is_locked(files.lock):
             continue
         try:
             found[files.root] = max(path.stat().st_mtime for path in (files.root, files.runner_exit) if path.exists())
@@ -207,11 +212,11 @@ def _runs_over(jobs: Path, needed: Collection[tuple[str, int]]) -> Mapping[Path,
     return found
 
 
-def _removed(path: Path, why: str) -> str:
+def _remove_folder(path: Path, why: str) -> str:
     try:
         shutil.rmtree(path)
     except OSError as error:
-        shutil.rmtree(path, ignore_errors=True)  # what can go, goes
+        shutil.rmtree(path, ignore_errors=True)  # remove as much as possible
         if path.exists():
             return f"the files of {path.name} ({why}) cannot all be removed: {error}"
     return f"the files of {path.name} were removed: {why}"

@@ -1,48 +1,38 @@
-"""Who places jobs: the one daemon that holds the placer's key, for as long as its lease lives.
+"""Schedules jobs while this agent holds the scheduler key: one agent of the cluster at a time.
 
-It exists so that one daemon at a time turns the view into placements. All it knows is in the store, but for the moments
-at which it saw nodes go, which are its own clock's: any other daemon can take over at any moment, and waits a little
-longer at worst. Each write compares the key's version, too: one that was paused and usurped loses there. What is placed
-where is `placing`'s business.
+Each turn reads the records, calls `schedule()` and writes the placements that differ. Every write also compares the
+version of the scheduler key, so an agent that was paused and preempted loses the race. All state is in the store except
+the moments at which nodes became absent, which are of this agent's own clock: a new scheduler waits for absent nodes a
+little longer at worst.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from elasticd.errors import StoreUnavailable, WireError
-from elasticd_agent.model.codec import Document
 from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.records import Round
 from elasticd_agent.node import keys as names
 from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Submission
-from elasticd_agent.node.scheduler import policy as placing
-from elasticd_agent.node.scheduler import retention as ended
+from elasticd_agent.node.scheduler import retention
+from elasticd_agent.node.scheduler.policy import ClusterView, schedule
 from elasticd_agent.store import Lease, Store, Watch
 from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.lease import LeasedKey
 
-D = TypeVar("D", bound=Document)
-
 REFRESH_S = 20.0
-"""Everything is read again so often, in case a watch missed something."""
-DROP_DECODED_S = 3600.0
-"""What was understood of records is kept for so long, so that reading them all again costs little."""
+"""Everything is read again this often, in case a watch missed something."""
 RETRY_REMOVAL_S = 600.0
-"""What an ended job has left and cannot be removed now is looked at again after so long."""
+"""Before the records of an ended job that could not be removed are tried again."""
+WATCHED = (names.NODES, names.CORDONS, names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Scheduler:
-    """One daemon's. `turn` belongs to one thread and is to be called at least every `renewal_s`.
-
-    Times are monotonic seconds. `changed` is called, from any thread, when something to look at has happened.
-    `announce` takes the key, as `store.announce` would, which is what does it if none is given.
-    """
+    """`turn` belongs to one thread and is called at least every `renewal_s`. Times are monotonic seconds."""
 
     store: Store
     node: str
@@ -50,58 +40,61 @@ class Scheduler:
     lease_s: float = 3.0
     renewal_s: float = 1.0
     adopt_timeout_s: float = 60.0
-    retention_s: float = ended.RETENTION_S
-    max_results: int = ended.MAX_RESULTS
+    """How long an absent node keeps its assignments."""
+    retention_s: float = retention.RETENTION_S
+    max_results: int = retention.MAX_RESULTS
     changed: Callable[[], None] = lambda: None
+    """Called from any thread when there is something to look at."""
     announce: Callable[[str, bytes, float], Lease | None] | None = None
-    version: int | None = None  # the key's, while it is ours
+    """Creates the key in place of `store.announce`."""
+    cache: StoreCache | None = None
+    """Shared with the rest of the agent; None: its own."""
+    version: int | None = None
+    """The scheduler key's, while this agent holds it."""
     _key: LeasedKey = field(init=False)
-    _try_at: float = 0.0  # while another daemon has the key
+    _records: StoreCache = field(init=False)
+    _clock: retention.SchedulerClock = field(init=False)
+    _try_at: float = 0.0
     _key_watch: Watch | None = None
-    _read_at: float = float("-inf")
-    _forget_at: float = float("-inf")
-    _cards: dict[str, NodeStatus] = field(default_factory=dict)
-    _away: dict[str, float] = field(default_factory=dict)
-    _sentences: list[str] = field(default_factory=list)
-    _stale: threading.Event = field(default_factory=threading.Event)
+    _looked_at: int = -1
+    """The cache's generation at the last look."""
+    _nodes: dict[str, NodeStatus] = field(default_factory=dict)
+    _absent_since: dict[str, float] = field(default_factory=dict)
     _wrote: bool = False
-    _spared: dict[tuple[str, int], float] = field(default_factory=dict)
-    _copies: StoreCache = field(init=False)
-    _clock: ended.SchedulerClock = field(init=False)
-    _watch: Watch | None = None
+    _sentences: list[str] = field(default_factory=list)
+    _not_removed: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._clock = ended.SchedulerClock(self.store)
-        self._copies = StoreCache(self.store, self._sentences.append)
+        self._clock = retention.SchedulerClock(self.store)
+        self._records = self.cache or StoreCache(self.store, self._sentences.append, self.changed)
         self._key = LeasedKey(
             self.store, names.SCHEDULER, self.lease_s, self.renewal_s, is_own=self._is_own, announce=self.announce
         )
 
     @property
     def is_leader(self) -> bool:
-        """True while this daemon is the one."""
+        """Whether this agent is the scheduler."""
         return self.version is not None
 
     def turn(self, now: float) -> list[str]:
-        """Take or keep the key; if it is ours, write what `placing` says. What was done, in sentences.
+        """Take or keep the key; while it is ours, write what `schedule()` returns. What was done, in sentences.
 
-        Raises StoreUnavailable; what is known of absent nodes is forgotten then, because an outage ages nobody.
+        Raises StoreUnavailable; absent nodes are timed anew after it, because an outage must not age them.
         """
         self._sentences.clear()
         try:
-            if self._hold(now):
-                self._place(now)
+            if self._hold_key(now):
+                self._schedule(now)
         except StoreUnavailable:
-            self._copies.clear()
-            self._stale.set()
+            self._records.clear()
             self._try_at = 0.0
-            self._away.clear()
+            self._absent_since.clear()
             raise
         return list(self._sentences)
 
     def close(self) -> None:
-        """Let another daemon place. Raises StoreUnavailable."""
-        self._lost()
+        """Let another agent schedule. Raises StoreUnavailable."""
+        self._key_lost()
         if self._key_watch is not None:
             self._key_watch.close()
             self._key_watch = None
@@ -109,17 +102,17 @@ class Scheduler:
 
     # ---- the key
 
-    def _hold(self, now: float) -> bool:
+    def _hold_key(self, now: float) -> bool:
         if not self._key.renew(now):
             if now < self._try_at:
                 return False
             if self._key_watch is None:
-                self._key_watch = self.store.watch(names.SCHEDULER, self._freed)
-            self._lost()
-            value = json.dumps({"node": self.node, "incarnation": self.incarnation}).encode()
-            # To ask every second would cost a large store more than all else; its watch says when the key is free, and
-            # may say so while we ask.
+                self._key_watch = self.store.watch(names.SCHEDULER, self._key_changed)
+            self._key_lost()
+            # An attempt every second would cost a large store more than all other requests; the watch names the key
+            # when it is free, perhaps while this attempt runs.
             self._try_at = now + REFRESH_S
+            value = json.dumps({"node": self.node, "incarnation": self.incarnation}).encode()
             if not self._key.create(value, now):
                 return False
         if self.version is None:
@@ -127,147 +120,143 @@ class Scheduler:
             if version is None:
                 self.close()
                 return False
+            self._records.clear()  # the previous scheduler may have written since
+            self._records.watch(self, WATCHED)
             self.version = version
-            self._watch = self.store.watch(f"{names.ROOT}/", self._hint)
-            self._sentences.append(f"{self.node} places jobs from now on")
+            self._sentences.append(f"{self.node} is the scheduler now")
         return True
 
     def _is_own(self, value: bytes) -> bool:
         try:
-            said = json.loads(value)
+            holder = json.loads(value)
         except ValueError:
             return False
-        return isinstance(said, dict) and said.get("incarnation") == self.incarnation
+        return isinstance(holder, dict) and holder.get("incarnation") == self.incarnation
 
-    def _lost(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+    def _key_lost(self) -> None:
+        self._records.unwatch(self)
         self.version = None
         self._clock.reset()
-        self._copies.clear()
-        self._stale.set()
-        self._cards.clear()
-        self._away.clear()
+        self._nodes.clear()
+        self._absent_since.clear()
 
-    def _freed(self, key: str) -> None:
-        """The placer's key has changed or gone."""
+    def _key_changed(self, key: str) -> None:
         self._try_at = 0.0
         self.changed()
 
-    def _hint(self, key: str) -> None:
-        if not key.startswith(f"{names.ROOT}/jobs/"):
-            self._copies.invalidate(key)
-            self._stale.set()
-            self.changed()
+    # ---- scheduling
 
-    # ---- placing
-
-    def _place(self, now: float) -> None:
-        if now >= self._read_at + REFRESH_S:
-            self._stale.set()
-            self._copies.drop((names.ROOT,))
-            self._read_at = now
-        if now >= self._forget_at:
-            self._copies.clear()
-            self._forget_at = now + DROP_DECODED_S
-        if not self._stale.is_set():
+    def _schedule(self, now: float) -> None:
+        self._records.refresh(now, REFRESH_S)
+        generation = self._records.generation  # before the look: a change during it is looked at in the next turn
+        if generation == self._looked_at:
             return
-        self._stale.clear()  # before the first look: what changes from now on is looked at in the next turn
         view = self._view(now)
         self._wrote = False
-        if all(self._placed(placement) for placement in placing.schedule(view)):
-            self._clean(view, now)
+        if all(self._publish(placement) for placement in schedule(view)):
+            self._remove_old(view, now)
         if self._wrote:
-            self._copies.invalidate(names.PLACEMENTS)  # a watch will say so, too; but perhaps not yet
-            self._stale.set()
-        if self._away:
-            self._stale.set()  # they are given up at some moment, whether anything changes or not
+            self._records.invalidate(names.PLACEMENTS)  # a watch names it, too, but perhaps not yet
+        # Absent nodes are given up at some moment, whether anything changes or not.
+        self._looked_at = -1 if self._absent_since else generation
 
-    def _placed(self, placement: Placement) -> bool:
-        if not self._write(placement):
-            return False
-        self._sentences.append(f"job {placement.job}: {placement.reason}")
-        return True
+    def _publish(self, placement: Placement) -> bool:
+        written = self._write(placement)
+        if written:
+            self._sentences.append(f"job {placement.job}: {placement.reason}")
+        return written
 
     def _write(self, placement: Placement) -> bool:
-        """False: somebody else has written, perhaps another placer; the next turn looks again."""
+        """False: another process has written, perhaps another scheduler; the next turn looks again."""
         key = names.PLACEMENTS + placement.job
-        before = self._copies.list(names.PLACEMENTS).get(key)
+        before = self._records.list(names.PLACEMENTS).get(key)
         version = None if before is None else before.version
         if self.store.compare_and_swap(key, version, placement.to_json(), self._guard):
             self._wrote = True
             return True
-        self._copies.clear()
-        self._stale.set()
+        self._records.clear()
         found = self.store.read(names.SCHEDULER)
         if found is None or found.version != self.version:
-            self._sentences.append("another daemon places jobs now")
-            self._lost()
+            self._sentences.append("another agent is the scheduler now")
+            self._key_lost()
         return False
-
-    def _clean(self, view: placing.ClusterView, now: float) -> None:
-        """Remove what is left of jobs that ended long ago."""
-        reached_s = max((p.ended_s for p in view.placements if p.ended_s is not None), default=0.0)
-        clock_s = self._clock.now_s(now, self._guard, reached_s)
-        for placement in ended.stamp_results(view, clock_s):
-            if not self._write(placement):
-                return
-        outdated = ended.expired(view, clock_s, self.retention_s, self.max_results)
-        keys = {(ending.job, ending.number) for ending in outdated}
-        self._spared = {key: until for key, until in self._spared.items() if key in keys and now < until}
-        for ending in [e for e in outdated if (e.job, e.number) not in self._spared][: ended.REMOVALS_PER_TURN]:
-            self._copies.clear()
-            self._stale.set()
-            if ended.remove_records(self.store, ending, self.node, self.lease_s):
-                self._sentences.append(f"the records of job {ending.job}, number {ending.number}, were removed")
-            else:
-                self._spared[ending.job, ending.number] = now + RETRY_REMOVAL_S
 
     @property
     def _guard(self) -> tuple[str, int]:
         assert self.version is not None
         return names.SCHEDULER, self.version
 
-    def _view(self, now: float) -> placing.ClusterView:
-        found, odd = self._copies.decoded(names.NODES, NodeStatus)
-        cards = {card.node: card for card in found}
-        placements = tuple(self._records(names.PLACEMENTS, Placement))
-        for node in [key.removeprefix(names.NODES) for key in odd]:
-            # One that another version wrote: what runs there stays, nothing new comes.
-            slots = [slot for p in placements if (place := p.assignment(node)) is not None for slot in place.slots]
-            card = self._cards.get(node, NodeStatus(node, "", max(slots, default=-1) + 1))
-            cards[node] = replace(card, state="cordoned", why="its card cannot be understood")
-        self._cards |= cards
-        placed = {place.node for placement in placements for place in placement.assignments}
-        absent = (self._cards.keys() | placed) - cards.keys()
-        self._away = {node: self._away.get(node, now) for node in sorted(absent)}
-        given_up = {node for node, since in self._away.items() if now >= since + self.adopt_timeout_s}
-        for node in given_up - placed:
-            self._cards.pop(node, None)
-            del self._away[node]
-        away = tuple(self._cards.get(node) or NodeStatus(node, "", 0) for node in self._away if node not in given_up)
-        return placing.ClusterView(
-            nodes=tuple(cards.values()),
-            cordons=tuple(self._records(names.CORDONS, Cordon)),
-            submissions=self._readable(),
-            placements=placements,
-            results=tuple(self._records(names.RESULTS, JobResult)),
-            absent=away,
+    def _remove_old(self, view: ClusterView, now: float) -> None:
+        """Remove the records of jobs that ended long ago."""
+        reached_s = max((p.ended_s for p in view.placements if p.ended_s is not None), default=0.0)
+        clock_s = self._clock.now_s(now, self._guard, reached_s)
+        for placement in retention.stamp_results(view, clock_s):
+            if not self._write(placement):
+                return
+        expired = retention.expired(view, clock_s, self.retention_s, self.max_results)
+        keys = {(result.job, result.number) for result in expired}
+        self._not_removed = {key: until for key, until in self._not_removed.items() if key in keys and now < until}
+        due = [result for result in expired if (result.job, result.number) not in self._not_removed]
+        for result in due[: retention.REMOVALS_PER_TURN]:
+            self._records.clear()
+            if retention.remove_records(self.store, result, self.node, self.lease_s):
+                self._sentences.append(f"the records of job {result.job}, number {result.number}, were removed")
+            else:
+                self._not_removed[result.job, result.number] = now + RETRY_REMOVAL_S
+
+    # ---- the view
+
+    def _view(self, now: float) -> ClusterView:
+        nodes, undecodable = self._records.decoded(names.NODES, NodeStatus)
+        placements, odd_placements = self._records.decoded(names.PLACEMENTS, Placement)
+        results, odd_results = self._records.decoded(names.RESULTS, JobResult)
+        present = {status.node: status for status in nodes}
+        for key in undecodable:
+            status = self._last_known(key.removeprefix(names.NODES), placements)
+            present[status.node] = status
+        self._nodes |= present
+        absent = self._absent(present, placements, now)
+        # A job whose placement or result cannot be decoded is left alone.
+        odd = {key.removeprefix(names.PLACEMENTS) for key in odd_placements}
+        odd |= {key.removeprefix(names.RESULTS) for key in odd_results}
+        submissions = self._records.records(names.SUBMISSIONS, Submission)
+        return ClusterView(
+            nodes=tuple(present.values()),
+            cordons=tuple(self._records.records(names.CORDONS, Cordon)),
+            submissions=tuple(s for s in submissions if s.job not in odd),
+            placements=tuple(placements),
+            results=tuple(results),
+            absent=absent,
             left_behind=self._left_behind(placements),
         )
 
-    def _readable(self) -> tuple[Submission, ...]:
-        """Without those whose placement or ending cannot be understood: they are left as they are."""
-        odd = {key.removeprefix(names.PLACEMENTS) for key in self._copies.decoded(names.PLACEMENTS, Placement)[1]}
-        odd |= {key.removeprefix(names.RESULTS) for key in self._copies.decoded(names.RESULTS, JobResult)[1]}
-        return tuple(s for s in self._records(names.SUBMISSIONS, Submission) if s.job not in odd)
+    def _last_known(self, node: str, placements: list[Placement]) -> NodeStatus:
+        """Of a node whose status another version wrote: its jobs stay, new ones do not come."""
+        found = [a for p in placements if (a := p.assignment(node)) is not None]
+        slots = max((slot for assignment in found for slot in assignment.slots), default=-1) + 1
+        status = self._nodes.get(node, NodeStatus(node, "", slots))
+        return replace(status, state="cordoned", why="its status cannot be decoded")
 
-    def _left_behind(self, placements: tuple[Placement, ...]) -> frozenset[tuple[str, str]]:
-        """Places on absent nodes that their jobs have gone on without: the job's own Round does not have the node."""
+    def _absent(
+        self, present: dict[str, NodeStatus], placements: list[Placement], now: float
+    ) -> tuple[NodeStatus, ...]:
+        """The last status of every absent node that is not given up yet."""
+        assigned = {a.node for p in placements for a in p.assignments}
+        absent = (self._nodes.keys() | assigned) - present.keys()
+        self._absent_since = {node: self._absent_since.get(node, now) for node in sorted(absent)}
+        given_up = {node for node, since in self._absent_since.items() if now >= since + self.adopt_timeout_s}
+        for node in given_up - assigned:
+            self._nodes.pop(node, None)
+            del self._absent_since[node]
+        return tuple(
+            self._nodes.get(node) or NodeStatus(node, "", 0) for node in self._absent_since if node not in given_up
+        )
+
+    def _left_behind(self, placements: list[Placement]) -> frozenset[tuple[str, str]]:
+        """Assignments on absent nodes whose jobs have continued without them: the job's own Round has not the node."""
         found = set()
         for placement in placements:
-            absent = [place.node for place in placement.assignments if place.node in self._away]
+            absent = [a.node for a in placement.assignments if a.node in self._absent_since]
             if absent and (round := self._round(placement)) is not None:
                 found |= {(placement.job, node) for node in absent if round.member(node) is None}
         return frozenset(found)
@@ -281,6 +270,3 @@ class Scheduler:
         except WireError:
             return None
         return round if round is not None and round.run == str(placement.number) and not round.terminal else None
-
-    def _records(self, prefix: str, kind: type[D]) -> list[D]:
-        return self._copies.records(prefix, kind)
