@@ -54,13 +54,7 @@ fmt: $(READY)  ## format the code, fix what can be fixed
 	@$(BIN)/ruff check --fix --quiet $(CODE)
 
 docs: $(READY)  ## rewrite the generated pages under docs/
-	@$(BIN)/python -m elasticd_agent.config.torchrun_flags > docs/torchrun.md
-	@$(BIN)/python -m elasticd_agent.telemetry.events > docs/events.md
-	@$(BIN)/python -m elasticd_agent.telemetry.metric_table > docs/metrics.md
-	@$(BIN)/python -m elasticd_agent.node.metrics > docs/node-metrics.md
-	@$(BIN)/python -m elasticd_agent.config.reference agent > docs/agent.md
-	@$(BIN)/python -m elasticd_agent.config.reference jobs > docs/jobs.md
-	@$(BIN)/python docs/states.py
+	@$(BIN)/python -m docs.generate
 	@$(BIN)/python deploy/k8s/rules.py
 
 clean:  ## remove caches and what demo and bench wrote; the environment stays

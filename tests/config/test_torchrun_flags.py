@@ -9,11 +9,12 @@ from typing import Any, NoReturn
 
 import pytest
 
+from docs.generate import options
 from elasticd.errors import UsageError
 from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.flag import Flag, ValueType
 from elasticd_agent.config.run_options import build_parser
-from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS, page
+from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,4 +151,4 @@ def test_command_lines_are_cut_into_the_same_pieces(command: list[str]) -> None:
 
 
 def test_the_page_says_what_the_table_says() -> None:
-    assert (ROOT / "docs" / "torchrun.md").read_text() == page(), "run `make docs`"
+    assert (ROOT / "docs" / "torchrun.md").read_text() == options.page(), "make docs"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticd_agent.node import metrics as gauges
+from docs.generate import metrics
 from elasticd_agent.node.metrics import NodeFacts, NodeMetrics
 
 FACTS = NodeFacts(
@@ -66,4 +66,4 @@ def test_the_lease_of_the_node_s_card() -> None:
 
 def test_the_docs_are_in_step() -> None:
     page = Path(__file__).parents[2] / "docs" / "node-metrics.md"
-    assert page.read_text() == gauges.document(), "make docs"
+    assert page.read_text() == metrics.node_page(), "make docs"

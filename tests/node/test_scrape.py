@@ -8,7 +8,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticd_agent.node import metrics as gauges
+from docs.generate.metrics import CHECKS, max_node_series
 from elasticd_agent.node import scrape as scraping
 from elasticd_agent.node.health import metrics as measured
 from elasticd_agent.node.health.result import passed
@@ -125,12 +125,12 @@ def test_a_node_with_8_ranks_and_3_jobs_has_at_most_1000_series_whatever_happens
     pages = {job: worst(job, 8).render() for job in ("a", "b", "c")}
     node = NodeMetrics("n1", "1.0")
     node.lease(3.0, 0.01)
-    readings = [passed(f"plugin {number}", "it is well", 0.1) for number in range(gauges.ASSUMED_CHECKS)]
+    readings = [passed(f"plugin {number}", "it is well", 0.1) for number in range(CHECKS)]
     health = measured.render_health("n1", "healthy", 0.0, 0, readings)
     jobs = scrape_runners("node-a", [(job, 1) for job in pages], lambda job, number, within_s: pages[job])
     page = merge_pages([node.render(FACTS), health, *jobs])
     series = [line for line in page.splitlines() if not line.startswith(b"#")]
-    assert len(series) == len(set(series)) == 3 * max_series(8) + gauges.max_series(gauges.ASSUMED_CHECKS)
+    assert len(series) == len(set(series)) == 3 * max_series(8) + max_node_series(CHECKS)
     assert len(series) <= 1000
     assert len(list(text_string_to_metric_families(page.decode()))) > 40
     assert promtool(page) == (0, b"")

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from docs.generate import events
 from elasticd.errors import UsageError
 from elasticd_agent.telemetry.event_log import MAX_LINE_BYTES, EventLog, NullEventLog, open_event_log
 from elasticd_agent.telemetry.events import (
@@ -27,7 +28,6 @@ from elasticd_agent.telemetry.events import (
     CheckpointSavedEvent,
     JobEndedEvent,
     RoundPublishedEvent,
-    document,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,5 +212,5 @@ def test_kinds_are_the_promised_ones() -> None:
 
 def test_the_page_is_the_one_the_code_generates() -> None:
     page = (ROOT / "docs" / "events.md").read_text()
-    assert page == document(), "run: python -m elasticd_agent.telemetry.events > docs/events.md"
+    assert page == events.page(), "make docs"
     assert re.findall(r"^### (\w+)$", page, re.M) == [kind.kind for kind in EVENT_TYPES]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.generate import metrics as pages
 from elasticd_agent.hangs.causes import CAUSES as HANGS
 from elasticd_agent.telemetry.goodput import TimeSplit
 from elasticd_agent.telemetry.metric_table import (
@@ -25,7 +26,6 @@ from elasticd_agent.telemetry.metric_table import (
     RESTART_CAUSES,
     TIME_STATES,
     MetricSpec,
-    document,
     max_series,
 )
 from elasticd_agent.telemetry.metrics import Metrics, NullMetrics
@@ -187,7 +187,7 @@ def test_promtool_has_nothing_to_say() -> None:
 
 def test_the_page_is_the_one_the_code_generates() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    assert page == document(), "make docs"
+    assert page == pages.job_page(), "make docs"
 
 
 def test_processes_that_do_not_die_are_counted_while_they_are_there() -> None:

@@ -1,15 +1,8 @@
-"""The keys of agent.toml and of job files in words: docs/agent.md, docs/jobs.md and the templates, from the structs.
-
-It exists so that what an operator reads cannot differ from what is understood. Keys that are flags of `elasticd run`
-are described by that command's own table.
-
-`python -m elasticd_agent.config.reference agent` prints docs/agent.md, `… jobs` docs/jobs.md.
-"""
+"""The keys of agent.toml and of job files in words, for docs/agent.md, docs/jobs.md and `elasticd config example`."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from textwrap import fill
@@ -20,10 +13,9 @@ import msgspec
 from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.config.decode import default_toml, meta_of
 from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
-from elasticd_agent.config.env_variables import config_keys, variable_name
+from elasticd_agent.config.env_variables import config_keys
 from elasticd_agent.config.flag import Flag
 from elasticd_agent.config.job_file import RENDEZVOUS_KEYS, JobFile
-from elasticd_agent.config.reference_text import AGENT_PAGE, JOBS_PAGE
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 
 JOB_KEY_HELP: Mapping[str, tuple[str, str]] = {
@@ -139,37 +131,6 @@ def _example(flag: Flag) -> str:
     return _default(flag) or {"max_restarts": "10"}.get(flag.dest, '"30s"')
 
 
-# ---- pages
-
-
-def page(which: Literal["agent", "jobs"]) -> str:
-    if which == "agent":
-        return AGENT_PAGE.replace("@KEYS@", "\n".join(_agent_tables()))
-    rows = [f"| `{r.key}` | {_cell(r.default)} | {_escape_cell(r.help)} |" for r in job_keys()]
-    return JOBS_PAGE.replace("@KEYS@", "\n".join(["| key | default | what it does |", "|---|---|---|", *rows]))
-
-
-def _agent_tables() -> Iterator[str]:
-    table = None
-    for row in agent_keys():
-        outer, dot, name = row.key.rpartition(".")
-        if table != outer:
-            table = outer
-            yield f"\n### [{outer}]\n" if dot else "### At the top\n"
-            yield "| key | variable | default | SIGHUP | what it does |"
-            yield "|---|---|---|---|---|"
-        reload = "reloads" if row.reloadable else "restart"
-        yield f"| `{name}` | `{variable_name(row.key)}` | {_cell(row.default)} | {reload} | {_escape_cell(row.help)} |"
-
-
-def _cell(text: str) -> str:
-    return f"`{text}`" if text else "–"
-
-
-def _escape_cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
 # ---- templates
 
 
@@ -203,7 +164,3 @@ def _job_template() -> Iterator[str]:
 
 def _comment(text: str) -> str:
     return fill(text, 110, initial_indent="# ", subsequent_indent="# ") + "\n"
-
-
-if __name__ == "__main__":
-    print(page("jobs" if sys.argv[1:] == ["jobs"] else "agent"), end="")

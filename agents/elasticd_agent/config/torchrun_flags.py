@@ -1,15 +1,7 @@
-"""torchrun's own options in a table, and the page that shows them beside ours.
-
-It exists so that the parser, the page docs/torchrun.md and the test that compares us with the installed torch all
-read the same words. A torchrun option is honored, accepted without effect, or refused with its sentence. Nothing here
-parses.
-
-`python -m elasticd_agent.config.torchrun_flags` prints docs/torchrun.md.
-"""
+"""torchrun's own options: each is honored, accepted without effect, or refused with its sentence."""
 
 from __future__ import annotations
 
-from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.flag import Flag, Treatment, ValueType, both_spellings
 
 TORCHRUN_FLAGS: tuple[Flag, ...] = (
@@ -239,54 +231,3 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
         default=False,
     ),
 )
-
-
-def page() -> str:
-    """docs/torchrun.md, from the tables."""
-    lines = [
-        "# elasticd run and torchrun, option by option",
-        "",
-        "<!-- Written by `make docs` from agents/elasticd_agent/config/torchrun_flags.py; a test keeps it in step. -->",
-        "",
-        "Any script that runs under `torchrun` runs under `elasticd run`. Each of torchrun's options is honored,",
-        "accepted without effect, or refused with a sentence and exit code 2. Spellings with `_` for `-` are",
-        "understood, and so are the abbreviations torchrun understands. Where an option is not given, its `PET_`",
-        "variable counts, as in torchrun; `1` or `0` for switches.",
-        "",
-        "`PYTHON_EXEC` names the interpreter, as in torchrun; `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` stands in for",
-        "`--shutdown-timeout`.",
-        "",
-        "## torchrun's options",
-        "",
-        "| option | variable | default | | what it does here |",
-        "|---|---|---|---|---|",
-        *(_row(flag, torchrun=True) for flag in TORCHRUN_FLAGS),
-        "",
-        "## elasticd's own",
-        "",
-        "These cannot be abbreviated, so that torchrun's abbreviations keep their meaning; only `--event-log` and",
-        "`--run`, spelled out, are ours and no longer short for `--event-log-handler` and `--run-path`. A TIME is",
-        "seconds, or has its unit: `500ms`, `5s`, `2m`, `1.5h`.",
-        "",
-        "| option | default | what it does |",
-        "|---|---|---|",
-        *(_row(flag, torchrun=False) for flag in ELASTICD_FLAGS),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _row(flag: Flag, *, torchrun: bool) -> str:
-    names = ", ".join(f"`{name}`" for name in flag.spellings)
-    default = (
-        "off" if flag.value_type is ValueType.SWITCH else "–" if flag.default in (None, "", ()) else f"`{flag.default}`"
-    )
-    says = " ".join(filter(None, (flag.help, flag.default_reason))).replace("|", "\\|")
-    if not torchrun:
-        return f"| {names} | {default} | {says} |"
-    variable = f"`{flag.variable}`" if flag.variable else "–"
-    return f"| {names} | {variable} | {default} | {flag.treatment.value} | {says} |"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

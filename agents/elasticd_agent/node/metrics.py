@@ -13,15 +13,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import get_args
 
-from elasticd_agent.node.health import metrics as health_metrics
 from elasticd_agent.node.records import NodeState, RunnerState
-from elasticd_agent.telemetry import metric_table
 from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, MetricSpec, escape_label
 
 NODE_STATES: tuple[str, ...] = get_args(NodeState)
 RUNNER_STATES: tuple[str, ...] = get_args(RunnerState)
-ASSUMED_CHECKS = 16
-"""More than most nodes have: seven built-in checks, and one for each directory and plugin."""
 OUTCOMES = ("succeeded", "failed", "refused", "left", "lost")
 
 INFO = MetricSpec(
@@ -180,43 +176,3 @@ class NodeMetrics:
                 text = ",".join(f'{name}="{escape_label(value)}"' for name, value in labels)
                 lines.append(f"{spec.name}{{{text}}} {float(value)!r}")
         return "\n".join(lines) + "\n"
-
-
-def max_series(checks: int) -> int:
-    """The number of series of a node with this many health checks, without its jobs'."""
-    return sum(spec.series(0) for spec in METRICS) + sum(spec.series(checks) for spec in health_metrics.METRICS)
-
-
-def document() -> str:
-    """The text of docs/node-metrics.md."""
-    rows = ["| name | type | labels besides `node` | meaning |", "|---|---|---|---|"]
-    for spec in (*METRICS, *health_metrics.METRICS):
-        labels = ", ".join(f"`{label}`" for label in spec.labels)
-        rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
-    job, own, each = metric_table.max_series(8), max_series(0), max_series(1) - max_series(0)
-    three = 3 * job + own + each * ASSUMED_CHECKS
-    cardinality = _CARDINALITY.format(job=job, own=own, each=each, checks=ASSUMED_CHECKS, three=three)
-    return "\n\n".join([_INTRODUCTION, "\n".join(rows), cardinality]) + "\n"
-
-
-_INTRODUCTION = """# Metrics of a node
-
-<!-- Written by `make docs`: change agents/elasticd_agent/node/metrics.py. -->
-
-`elasticd agent` serves these at `/metrics` of its HTTP port, without a token, together with the
-[metrics](metrics.md) of every job that runs on the node, distinguished by `job_id`. The runners are queried in
-parallel; a runner that does not answer within 1.5 s is left out of that scrape; a scrape ends after 5 s. Counters start
-with the agent: after a restart or an upgrade they count from 0 again, while the counters of its jobs continue."""
-
-_CARDINALITY = """## How many series
-
-At most {own}, and {each} for each health check that is not skipped (`gpus`, `memory`, one for each directory and plugin
-...). A job with 8 ranks on the node has at most {job}; three such jobs and {checks} checks result in {three}: fewer
-than 1,000. At most 500 series of a runner's reply are forwarded, and only those of its job.
-
-A scrape with three runners takes 8 ms with a free core, and 12 ms of processor time in all processes
-(`benchmarks/scrape.py`)."""
-
-
-if __name__ == "__main__":
-    print(document(), end="")

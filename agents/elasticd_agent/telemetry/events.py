@@ -7,7 +7,7 @@ Nothing is written here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 FORMAT_VERSION = 1
@@ -385,51 +385,3 @@ EVENT_TYPES: tuple[type[LogEvent], ...] = (
     AgentReloadedEvent, AgentEndedEvent, RunnerStartedEvent,
     RunnerStopRequestedEvent, RunnerEndedEvent, JobScheduledEvent,
 )  # fmt: skip
-
-
-def document() -> str:
-    """docs/events.md, whole."""
-    rows = [
-        "| field | type | meaning |", "|---|---|---|",
-        f"| `v` | int | version of the format: {FORMAT_VERSION} |",
-        "| `kind` | str | what happened: one of the kinds below |",
-        "| `job` | str | the job's id |",
-        "| `node` | str | the id of the node whose agent wrote the line |",
-        "| `wall` | float | unix time when it happened, in seconds, by this node's clock |",
-        *(_row(f) for f in fields(LogEvent)),
-        "| `cut` | bool | only there, and true, when something was shortened to stay below "
-        f"{MAX_LINE_BYTES // 1024} KiB |",
-    ]  # fmt: skip
-    parts = [_INTRODUCTION, "## Every line", "\n".join(rows), "## Kinds"]
-    common = {f.name for f in fields(LogEvent)}
-    for kind in EVENT_TYPES:
-        own = [_row(f) for f in fields(kind) if f.name not in common]
-        parts += [f"### {kind.kind}", (kind.__doc__ or "").strip()]
-        parts += ["\n".join(["| field | type | meaning |", "|---|---|---|", *own])]
-    return "\n\n".join(parts) + "\n"
-
-
-def _row(f: Any) -> str:
-    kind = str(f.type).replace("tuple[", "list[").replace(", ...]", "]").replace(" | None", " or null")
-    return f"| `{f.name}` | {kind} | {f.metadata['meaning']} |"
-
-
-_INTRODUCTION = """# The event log
-
-<!-- Written by `make docs`: change agents/elasticd_agent/telemetry/events.py. -->
-
-`elasticd run --event-log FILE ...` appends one JSON object a line to FILE (UTF-8, mode 0600 when elasticd creates it).
-Each line is written when the thing happens, by one write to a file opened for appending, so a reader may follow the
-file while the job runs.
-
-- The format follows semantic versioning: kinds and fields may be added, so ignore those you do not know. `v` changes
-  when the meaning of an existing one does.
-- Measure durations with `mono`, between lines of one node; `wall` may jump when the machine's clock is set.
-- A full disk never stops the job: lines that cannot be written are counted (`elasticd_event_log_lines_lost_total`), one
-  warning goes to stderr, and a line cut short by the full disk is followed by a newline, so skip lines that are not
-  JSON.
-- FILE may be a named pipe with a reader; a reader that stalls loses lines, not the job's time."""
-
-
-if __name__ == "__main__":
-    print(document(), end="")

@@ -11,7 +11,6 @@ from typing import Literal, get_args
 
 from elasticd_agent.hangs.causes import CAUSES as HANGS
 from elasticd_agent.model.messages import Phase
-from elasticd_agent.telemetry.goodput_tracker import AGREEMENT_S
 
 RESTART_CAUSES = ("crash", "hung", "store_lost", "start_failed", "resize", "other")
 EXIT_KINDS = ("success", "exit_code", "signal", "asked")
@@ -260,87 +259,3 @@ METRICS: tuple[MetricSpec, ...] = (
 def max_series(ranks: int) -> int:
     """What one job can have on a node with so many of its ranks, whatever happens to it."""
     return sum(spec.series(ranks) for spec in METRICS)
-
-
-def document() -> str:
-    """docs/metrics.md, whole."""
-    rows = ["| name | type | labels besides `job_id` and `node` | meaning |", "|---|---|---|---|"]
-    for spec in METRICS:
-        labels = ", ".join(f"`{label}`" for label in spec.labels)
-        rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
-    reading = _READING.replace("{agree:g}", f"{AGREEMENT_S:g}")
-    return "\n\n".join([_INTRODUCTION, "\n".join(rows), reading, _cardinality()]) + "\n"
-
-
-def _cardinality() -> str:
-    rows = ["| name | series of a job on one node, at most |", "|---|---|"]
-    for spec in METRICS:
-        if spec.labels or spec.buckets:
-            times = "" if spec.label_sets == 1 else f"{spec.label_sets} × " if spec.label_sets else "ranks × "
-            each = len(spec.buckets) + 3
-            how = f"{times}{each} ({each - 2} buckets, sum, count)" if spec.buckets else str(spec.label_sets or "ranks")
-            rows.append(f"| `{spec.name}` | {how} |")
-    rows.append(f"| the {sum(not spec.labels and not spec.buckets for spec in METRICS)} others | 1 each |")
-    told = _CARDINALITY.format(
-        blamed=MAX_CULPRITS, slow=MAX_STRAGGLERS, reason=MAX_REASON_CHARS, most=max_series(8), others=OTHER_CULPRITS
-    )
-    return told + "\n\n" + "\n".join(rows)
-
-
-_INTRODUCTION = """# Metrics of a job
-
-<!-- Written by `make docs`: change agents/elasticd_agent/telemetry/metric_table.py. -->
-
-`elasticd run --metrics-port PORT ...` serves these at `/metrics` in Prometheus' text format, and `elasticd agent`
-those of every job that has ranks on its node, together with the [node's own](node-metrics.md). Every series carries
-`job_id` and `node`, the node whose agent tells it. Units are base units (seconds, bytes); a timestamp is unix seconds,
-so alert on `time() - elasticd_last_progress_timestamp_seconds`. A gauge nobody has reported yet is absent, a counter
-starts at 0. The names and labels follow semantic versioning, as the event log does.
-
-A job's metrics live in its runner, or in `elasticd run`: they go on when the agent is killed, upgraded or starts anew,
-and begin anew with the runner."""
-
-_READING = """## How to read them
-
-**Goodput** is `rate(elasticd_time_seconds_total{state="useful"}[5m])` divided by the sum of all three states' rates;
-any window will do. The three always add up to the time since the job's agent or runner started on the node. Time after
-the last step counts as useful until a fault shows that it was not. A counter cannot take that back, so as much of what
-comes next is counted as lost too much: after a hang that took 10 s to be found, 10 s. Over a longer window each is
-right, but for the quarter of a second in which an agent looks at its workers. A script without `elasticd.init()`
-counts the steps of its own process: only it knows where it went on, so every step of its counts as useful. One that
-takes no optimizer steps at all is idle all the time, and has no `elasticd_step`.
-
-What else is lost, and what is idle:
-
-- To see a fault, to agree on the next round, the backoff before a restart, to stop and to start, and to make the steps
-  that no checkpoint had once more are lost, on every node of the round.
-- A node that a round leaves out (it was lost, its slots are set aside, it is one too many) is idle from that round on.
-  Once it is in one again it takes up where it was: what it takes to train beyond all steps so far is lost if a fault
-  had left it out, else idle.
-- Where a fault leaves too few nodes, the node that plans counts the wait for them as idle from its first moment. The
-  others are not told: after their group has ended they count the backoff and {agree:g} s as lost, and what comes then
-  as idle. So they do where a store that is away keeps the next round from being agreed on.
-- Holds, drains and nodes that join are idle, from the checkpoint at which all stand still; steps that are made once
-  more are lost there, too.
-- A node whose machine or agent is gone tells nothing: that time is in no state.
-
-`elasticd status` reads the same from the node's event log, where the log tells it.
-
-**Faults**: `elasticd_faults_total`, `elasticd_hangs_total`, `elasticd_round_info` and `elasticd_rank_slowness_ratio`
-are told by the one node whose agent plans; add over nodes. A fault counts when it is known, perhaps long before a
-round can follow. Nodes that are lost together are a fault each. Who takes over the planning
-while a round is still to follow, in a backoff or while nodes are waited for, counts what broke the last one again: it
-cannot know that it was. A series with a `culprit` begins with its first count,
-which `increase()` does not see; `elasticd_last_hang_timestamp_seconds` has no such gap."""
-
-_CARDINALITY = """## How many series
-
-No label is a step, a pid, a time or a text from outside, but for the reason in `elasticd_round_info` (at most {reason}
-characters, and one series at a time). `rank` appears only for ranks of the current round on this node, and of all the
-job's ranks for the {slow} slowest ones that the others wait for; a rank that left loses its series. `culprit` is at
-most {blamed} pairs of a cause and a node for each metric; for what more there are it is `{others}`. So one job with 8
-ranks on a node has at most {most} series there, whatever happens to it and however many nodes it has."""
-
-
-if __name__ == "__main__":
-    print(document(), end="")

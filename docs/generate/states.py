@@ -1,20 +1,16 @@
-"""`python docs/states.py`: writes states.md, and the diagram in architecture.md, from the agent's table of moves."""
+"""docs/states.md, and the diagram in docs/architecture.md, from the table of transitions."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from elasticd_agent.job.state_machine import TRANSITIONS
 
-PAGE = Path(__file__).with_name("states.md")
-ARCHITECTURE = Path(__file__).with_name("architecture.md")
-FROM, TO = "<!-- Written by `python docs/states.py` from here … -->\n", "<!-- … to here. -->\n"
+FROM, TO = "<!-- Written by `make docs` from here … -->\n", "<!-- … to here. -->\n"
 
 HEAD = """\
 # Where an agent can be
 
-Made by `python docs/states.py` from the table `TRANSITIONS` in `agents/elasticd_agent/job/state_machine.py`, which every move is checked
-against. An agent runs at most one group of workers; it leaves `Stopping` for `Running` only when every process of the
+Written by `make docs` from the table `TRANSITIONS` in `agents/elasticd_agent/job/state_machine.py`; every transition is
+checked against it. An agent runs at most one group of workers; it leaves `Stopping` for `Running` only when every process of the
 old group has been reaped, or has been sent SIGKILL and hangs in the kernel.
 
 | phase | what it means | waits for | turns into |
@@ -45,8 +41,3 @@ def with_diagram(text: str) -> str:
     before, _, rest = text.partition(FROM)
     _, _, after = rest.partition(TO)
     return f"{before}{FROM}{diagram()}{TO}{after}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
-    ARCHITECTURE.write_text(with_diagram(ARCHITECTURE.read_text()))
