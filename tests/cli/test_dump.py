@@ -49,9 +49,7 @@ def test_dump_prints_the_page_of_what_the_agent_has_written(stack: ExitStack, tm
     runtime(tmp_path, ended.pid)  # as an agent leaves it that is killed together with its owner
     done = dump(tmp_path, "--pid", str(os.getpid()))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(
-        "Round 3: nobody is at fault: this is what 1 rank did at step 41 when somebody asked.\n"
-    )
+    assert done.stdout.startswith("Round 3: a dump of a running group: what 1 rank did at step 41.\n")
     done = dump(tmp_path, "--pid", str(os.getpid()), "--out", str(tmp_path / "mine"), "--json")
     assert json.loads(done.stdout)["evidence"] == str(tmp_path / "mine")
     assert (tmp_path / "mine" / "rank-0.json").exists()
@@ -102,10 +100,10 @@ def test_a_real_job_is_looked_at_and_notices_nothing(stack: ExitStack, tmp_path:
     job.step(2)
     done = dump(tmp_path, "--pid", str(job.pid))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("Round 1: nobody is at fault: this is what 2 ranks did at step")
+    assert done.stdout.startswith("Round 1: a dump of a running group: what 2 ranks did at step")
     folder = tmp_path / "log" / "round-1" / "dump"
     for rank in (0, 1):
-        assert stacks.parse((folder / f"rank-{rank}.stacks.txt").read_text()) is not None
+        assert stacks.decode(json.loads((folder / f"rank-{rank}.stacks.json").read_text())) is not None
     done = dump(tmp_path, "--job", f"healthy-{os.getpid()}", "--out", str(tmp_path / "mine"), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)

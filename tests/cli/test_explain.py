@@ -254,6 +254,7 @@ GARBAGE = st.one_of(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
         lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(
             ["ranks", "rank", "reports", "culprits", "cause", "entries", "node", "step", "idle_s", "state", "kind",
+             "processes", "threads", "frames",
              "round", "wall", "seconds", "process_group", "collective_seq_id", "input_sizes", "pg_status", "gpus",
              "where", "verdict", "seen_after_s", "at_wall", "world_size", "nodes", "survivors", "job"]),
             inner, max_size=6),
@@ -261,7 +262,7 @@ GARBAGE = st.one_of(
     ).map(lambda value: json.dumps(value).encode()),
 )  # fmt: skip
 FILES = ("verdict.json", "judged.jsonl", "reports-a.jsonl", "rank-0.json", "rank-0.log", "rank-0.stacks.txt",
-         "rank-0.flight.json", "rank-1.flight.json", "gpu.json", "events.jsonl")  # fmt: skip
+         "rank-0.stacks.json", "rank-0.flight.json", "rank-1.flight.json", "gpu.json", "events.jsonl")  # fmt: skip
 
 
 @given(contents=st.lists(GARBAGE, min_size=len(FILES), max_size=len(FILES)))
@@ -333,14 +334,14 @@ def test_pipes_links_and_directories_are_named_and_not_opened(evidence: Path, tm
 
 
 def test_of_a_huge_file_a_part_is_read(evidence: Path) -> None:
-    for name in ("rank-2.stacks.txt", "judged.jsonl"):
+    for name in ("rank-2.stacks.json", "judged.jsonl"):
         with open(evidence / name, "ab") as file:
             file.truncate(1 << 40)  # sparse: it takes no room
     (evidence / "rank-2.log").write_text("first\n" + 200_000 * "more and more\n" + "last\n")
     told = explained(evidence)
     assert sum("is large" in trouble for trouble in told.troubles) == 3
     assert told.ranks[2].log[-1] == "last"
-    assert told.ranks[2].stacks is not None
+    assert told.ranks[2].no_stacks == "they are in the text file only"
 
 
 def test_who_reads_only_the_beginning_is_not_shown_a_traceback() -> None:

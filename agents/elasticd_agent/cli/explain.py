@@ -80,11 +80,10 @@ def _list(found: Sequence[finding.EvidenceFolder], directory: Path) -> int:
     if not found:
         return _nothing(f"no evidence in {directory}")
     for place in found:
-        what = "hung" if place.has_verdict else "dumped" if place.is_dump else "suspected"
         cause = ""
         if place.has_verdict and (verdict := files.read_json(place.path / finding.VERDICT)[0]) is not None:
             cause = f" ({str(verdict.get('cause', '?'))[:40]})"
-        print(f"round {place.round or '?'}  {what}{cause}  {len(place.ranks)} ranks' files  {place.path}")
+        print(f"round {place.round or '?'}  {place.what}{cause}  {len(place.ranks)} ranks' files  {place.path}")
     return 0
 
 

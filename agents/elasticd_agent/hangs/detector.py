@@ -161,7 +161,7 @@ class HangDetector:
         """Take evidence of a group that nobody suspects; `reply` gets where it is, or why there is none."""
         if not self._targets:
             reply("no workers are running")
-        elif self._gathering or self._gather("asked for by elasticd dump", out or self._directory.with_name("dump")):
+        elif self._gathering or self._gather("requested by elasticd dump", out or self._directory.with_name("dump")):
             self._dump_replies.append(reply)
         else:
             reply("evidence is being taken already; try again in a moment")

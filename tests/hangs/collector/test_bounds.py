@@ -79,7 +79,12 @@ def test_a_log_directory_that_does_not_answer_costs_only_the_place(
     assert str(found.path) in found.trouble
     evidence.write(7, "verdict.json", "{}\n", final)
     evidence.close()
-    assert sorted(path.name for path in found.path.iterdir()) == ["rank-0.json", "rank-0.stacks.txt", "verdict.json"]
+    assert sorted(path.name for path in found.path.iterdir()) == [
+        "rank-0.json",
+        "rank-0.stacks.json",
+        "rank-0.stacks.txt",
+        "verdict.json",
+    ]
     assert elsewhere.parent.stat().st_mode & 0o777 == 0o700
     assert list((tmp_path / "scratch" / "evidence").iterdir()) == []
     assert helpers(pid) == set()
@@ -98,7 +103,7 @@ def test_a_gathering_that_took_all_the_time_still_gets_where_it_belongs(
     monkeypatch.setattr(module, "GATHER_PART", 9.0)
     monkeypatch.setattr(module, "KILL_PART", 1.0)  # it would go on, and nothing of the budget is left for the way
     if not left:
-        monkeypatch.setattr(module, "KEEP_S", 0.0)
+        monkeypatch.setattr(module, "PUBLISH_S", 0.0)
     spy = tmp_path / "py-spy"
     spy.write_text("#!/bin/sh\nsleep 1000\n")
     spy.chmod(0o700)

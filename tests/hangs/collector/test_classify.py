@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from elasticd_agent.hangs.collector.classify import (
-    Frame,
     StackContext,
     StackLocation,
     locate,
     representative_thread,
     script_place,
 )
+from elasticd_agent.hangs.stacks import Frame
 
 TORCH = "/opt/venv/lib/python3.11/site-packages/torch"
 PYTHON = "/usr/lib/python3.11"

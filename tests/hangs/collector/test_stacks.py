@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd_agent.hangs.collector.classify import Frame
 from elasticd_agent.hangs.collector.stacks import (
     NOT_PERMITTED,
     as_text,
-    digest,
     error_line,
     from_faulthandler,
     from_py_spy,
 )
+from elasticd_agent.hangs.stacks import Frame, digest
 
 PYTHON = "/usr/lib/python3.11"
 
@@ -24,7 +23,7 @@ def spied(tid: int, *functions: str, **more: object) -> dict[str, object]:
 
 def test_of_py_spys_threads_the_main_one_is_first() -> None:
     threads = from_py_spy([spied(9, "other", active=True, owns_gil=True), spied(7, "f", "Net.g", active=False)], 7)
-    assert [(thread.tid, thread.state, thread.gil) for thread in threads] == [
+    assert [(thread.tid, thread.state, thread.holds_gil) for thread in threads] == [
         ("7", "idle", False),
         ("9", "active+gil", True),
     ]
@@ -76,7 +75,7 @@ def test_a_digest_is_of_places_only() -> None:
         ("Error: Failed to find python version\n", "py-spy: Failed to find python version"),
         ("Error: No stacks\n\nCaused by:\n    0: A\n    1: B (os error 3)\n", "py-spy: No stacks: B (os error 3)"),
         ("thread 'main' panicked\n", "py-spy: thread 'main' panicked"),
-        ("", "py-spy: it failed, and said nothing"),
+        ("", "py-spy: it failed without a message"),
     ],
 )
 def test_py_spys_errors_in_one_line(said: str, why: str) -> None:

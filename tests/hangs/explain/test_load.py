@@ -10,82 +10,48 @@ from typing import Any
 import pytest
 
 from elasticd_agent.hangs.explain import flight_recorder as flight
-from elasticd_agent.hangs.explain import gpus, stacks
-from elasticd_agent.hangs.explain import phrases as wording
+from elasticd_agent.hangs.explain import gpus, phrases, stacks
 from elasticd_agent.hangs.explain.locate import find_folders
 from elasticd_agent.hangs.explain.model import Culprit, Explanation, RankFacts, RecordedVerdict
 from elasticd_agent.hangs.explain.text import page
+from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack
 
-SPY = """\
-Process 71: python
-
-Thread 71 (idle): "MainThread"
-    _engine_run_backward (/venv/lib/python3.12/site-packages/torch/autograd/graph.py:979)
-    backward (/venv/lib/python3.12/site-packages/torch/autograd/__init__.py:395)
-    Tensor.backward (/venv/lib/python3.12/site-packages/torch/_tensor.py:623)
-    step (/home/ann/llama/src/train.py:44)
-    <module> (/home/ann/llama/src/train.py:61)
-    _run_code (/usr/lib/python3.12/runpy.py:88)
-
-Thread 74 (active+gil): "loader"
-    read (/home/ann/llama/src/data.py:7)
-    run (/usr/lib/python3.12/threading.py:982)
-
-Thread 75 (idle)
-    _run (/venv/lib/python3.12/site-packages/elasticd/heartbeat/thread.py:89)
-
-Process 80: pt_data_worker
-
-Thread 80 (idle): "MainThread"
-    __getitem__ (/home/ann/llama/src/data.py:19)
-"""
-SPY_ITSELF = """\
-Process 14599: /venv/bin/python t.py
-Python v3.11.7 (/usr/bin/python3.11)
-
-Thread 14599 (idle): "MainThread"
-    wait (libc.so.6)
-    all_reduce (torch/distributed/distributed_c10d.py:3252)
-    step (t.py:15)
-Thread 14608 (idle): "elasticd-pulse"
-    Thread.run (threading.py:982)
-"""
-HANDLER = """\
-Thread 0x00007f54f32ff6c0 (most recent call first):
-  File "/usr/lib/python3.10/threading.py", line 982 in run
-
-Current thread 0x00007f551b8a4b80 [loader] (most recent call first):
-  File "/job/t.py", line ??? in wait
-  Garbage-collecting
-  File "/job/t.py", line 8 in beat
-
-Thread 0x00007f551b8a4b90 [python] (most recent call first):
-  File "/venv/lib/python3.10/site-packages/torch/autograd/graph.py", line 979 in _engine_run_backward
-  File "/job/t.py", line 15 in <module>
-
-Extension modules: numpy.core._multiarray_umath, torch._C (total: 2)
-"""
+SITE = "/venv/lib/python3.12/site-packages"
+PYTHON = "/usr/lib/python3.12"
+MAIN = ThreadStack(
+    "MainThread",
+    "71",
+    (
+        Frame("_engine_run_backward", f"{SITE}/torch/autograd/graph.py", 979),
+        Frame("backward", f"{SITE}/torch/autograd/__init__.py", 395),
+        Frame("Tensor.backward", f"{SITE}/torch/_tensor.py", 623),
+        Frame("step", "/home/ann/llama/src/train.py", 44),
+        Frame("<module>", "/home/ann/llama/src/train.py", 61),
+        Frame("_run_code", f"{PYTHON}/runpy.py", 88),
+    ),
+    "idle",
+)
+LOADER = ThreadStack("loader", "74", (Frame("read", "/home/ann/llama/src/data.py", 7),), "active+gil")
+CHILD = ThreadStack("", "80", (Frame("__getitem__", "/home/ann/llama/src/data.py", 19),), "idle")
+STACKS = RankStacks(
+    "py-spy", (ProcessStacks(71, "python", (MAIN, LOADER)), ProcessStacks(80, "pt_data_worker", (CHILD,)))
+)
 
 
-def test_py_spys_stacks() -> None:
-    found = stacks.parse(SPY)
-    assert found is not None
-    assert found.source == "py-spy"
-    assert found.main is found.threads[0]
-    assert [(thread.name, thread.state, thread.below) for thread in found.threads] == [
-        ("MainThread", "idle", ""),
-        ("loader", "active+gil", ""),
-        ("75", "idle", ""),
-        ("MainThread", "idle", "pt_data_worker (pid 80)"),
+def test_stacks_survive_their_json() -> None:
+    assert stacks.decode(json.loads(STACKS.to_json())) == STACKS
+    assert STACKS.main == MAIN
+    assert [(thread.label, thread.holds_gil) for thread in STACKS.threads] == [
+        ("MainThread", False),
+        ("loader", True),
+        ("80", False),
     ]
-    assert [(f.function, f.at, f.library) for f in found.threads[0].frames[-3:]] == [
-        ("step", "…/src/train.py:44", ""),
-        ("<module>", "…/src/train.py:61", ""),
-        ("_run_code", "runpy.py:88", "python"),
-    ]
-    assert [thread.holds_gil for thread in found.threads] == [False, True, False, False]
-    shown = stacks.fold_frames(found.threads[0])
-    assert [one.function if isinstance(one, stacks.ShownFrame) else one for one in shown] == [
+    assert str(STACKS.processes[1]) == "pt_data_worker (pid 80)"
+
+
+def test_shown_frames_fold_libraries() -> None:
+    shown = stacks.fold_frames(MAIN)
+    assert [one.function if isinstance(one, Frame) else one for one in shown] == [
         "_engine_run_backward",
         stacks.FoldedFrames(2, ("torch",)),
         "step",
@@ -94,40 +60,43 @@ def test_py_spys_stacks() -> None:
     ]
 
 
-def test_py_spys_own_text_with_short_paths_and_native_frames() -> None:
-    found = stacks.parse(SPY_ITSELF)
-    assert found is not None
-    assert found.main is not None
-    assert [(f.function, f.file, f.line, f.library) for f in found.main.frames] == [
-        ("wait", "libc.so.6", 0, "native code"),
-        ("all_reduce", "torch/distributed/distributed_c10d.py", 3252, "torch"),
-        ("step", "t.py", 15, ""),
-    ]
-    assert found.threads[1].frames[0].library == "python"
+@pytest.mark.parametrize(
+    ("file", "at", "library"),
+    [
+        ("/home/ann/llama/src/train.py", "…/src/train.py:44", ""),
+        ("/job/train.py", "/job/train.py:44", ""),
+        (f"{SITE}/torch/_tensor.py", "torch/_tensor.py:44", "torch"),
+        (f"{SITE}/six.py", "six.py:44", "six"),
+        ("/home/ann/pytorch/torch/_tensor.py", "torch/_tensor.py:44", "torch"),
+        (f"{PYTHON}/runpy.py", "runpy.py:44", "python"),
+        ("<frozen runpy>", "<frozen runpy>:44", "python"),
+        ("/repository/elasticd/heartbeat/thread.py", "elasticd/heartbeat/thread.py:44", "elasticd"),
+    ],
+)
+def test_frame_place_and_library(file: str, at: str, library: str) -> None:
+    frame = Frame("f", file, 44)
+    assert (frame.at, frame.library) == (at, library)
 
 
-def test_faulthandlers_stacks_whose_current_thread_is_not_the_main_one() -> None:
-    found = stacks.parse(HANDLER)
-    assert found is not None
-    assert found.source == "faulthandler"
-    assert [(thread.name, thread.main, len(thread.frames)) for thread in found.threads] == [
-        ("python", True, 2),
-        ("0x7f54f32ff6c0", False, 1),
-        ("loader", False, 2),
-    ]
-    assert found.threads[2].frames[0] == stacks.ShownFrame("wait", "/job/t.py", 0)
-
-
-@pytest.mark.parametrize("text", ["", "no stacks: py-spy: Permission denied\n", "Process 7: python\n", "\x00" * 99])
-def test_what_holds_no_stacks(text: str) -> None:
-    assert stacks.parse(text) is None
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"processes": 7},
+        {"processes": [{}]},
+        {"processes": [{"threads": [7]}]},
+        {"processes": [{"threads": []}, {"threads": [{"name": "of a child"}]}]},
+    ],
+)
+def test_no_stacks_without_own_threads(data: dict[str, Any]) -> None:
+    assert stacks.decode(data) is None
 
 
 def test_endless_stacks_are_cut() -> None:
-    deep = "Process 7: p\n\nThread 7 (idle)\n" + "    f (a.py:1)\n" * 5000
-    many = "Process 7: p\n" + '\nThread 9 (idle): "t"\n    f (a.py:1)\n' * 5000
-    assert sum(len(found.threads[0].frames) for text in (deep,) if (found := stacks.parse(text))) == stacks.MOST_FRAMES
-    assert sum(len(found.threads) for text in (many,) if (found := stacks.parse(text))) <= stacks.MOST_THREADS + 1
+    frames = 5000 * [{"function": "f", "file": "a.py", "line": 1}]
+    found = stacks.decode({"processes": [{"threads": 5000 * [{"frames": frames}]}]})
+    assert found is not None
+    assert (len(found.threads), len(found.main.frames)) == (stacks.MOST_THREADS, stacks.MOST_FRAMES)
 
 
 # --- flight recordings ------------------------------------------------------------------------------------------------
@@ -257,14 +226,14 @@ def test_what_is_no_recording(data: dict[str, Any]) -> None:
     ],
 )
 def test_what_a_process_in_the_kernel_waits_for(functions: list[str], what: str) -> None:
-    found = wording.waits_for(functions)
+    found = phrases.waits_for(functions)
     assert what in found
     assert bool(what) == bool(found)
 
 
 def test_a_rank_in_an_uninterruptible_wait_is_told_of_even_if_nobody_blames_it() -> None:
     rank = RankFacts(3, state="D", wchan="rpc_wait_bit_killable", call="read of /data/shard-7")
-    assert wording.remarks(rank, None) == (
+    assert phrases.remarks(rank) == (
         "in an uninterruptible wait in the kernel: not even SIGKILL ends it before that is over",
         "in the kernel, waiting for an NFS server (read of /data/shard-7, rpc_wait_bit_killable)",
     )

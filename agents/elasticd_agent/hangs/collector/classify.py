@@ -13,33 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from elasticd_agent.hangs.stacks import PACKAGES, STDLIB, Frame
+
 if TYPE_CHECKING:  # it would be a tenth of the helper's start
     from elasticd_agent.model.reports import Where
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One call: the function's name as the source knows it ("all_reduce", "Model.forward"), its file and line."""
-
-    function: str
-    file: str
-    line: int
-
-    @property
-    def name(self) -> str:
-        """Without the class or function it is in: what Python 3.10 and faulthandler know of it."""
-        return self.function.rpartition(".")[2]
-
-    @property
-    def short(self) -> str:
-        """The file as it is called on any machine: below site-packages or the standard library, else its name."""
-        found = _BELOW.search(self.file)
-        return self.file[found.end() :] if found else self.file.rpartition("/")[2]
-
-    @property
-    def in_script(self) -> bool:
-        """True for code that is neither torch's, Python's, elasticd's nor another package's: the script's."""
-        return not _LIBRARY.search(self.file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +42,9 @@ class StackLocation:
     function: str
 
 
-_PACKAGES = r"(?:site|dist)-packages/"
-_STDLIB = r"/lib(?:64)?/python3(?:\.\d+)?t?/(?!(?:site|dist)-packages/)"
-_TORCH = r"(?:(?:site|dist)-packages|pytorch)/torch/"
 _OURS = r"(?:^|/)(?:elasticd_agent/|elasticd/[\w/]+\.py$)"
-_BELOW = re.compile(rf".*{_PACKAGES}|.*{_STDLIB}|.*/(?=(?:torch|elasticd|elasticd_agent)/)")
-_LIBRARY = re.compile(rf"{_PACKAGES}|{_STDLIB}|{_TORCH}|{_OURS}|^<frozen ")
-_SEEN_THROUGH = re.compile(rf"{_STDLIB}|{_TORCH}|{_OURS}|^<frozen ")
-"""Frames that may be inside of a wait: torch's, Python's, ours."""
+_SEEN_THROUGH = ("python", "torch", "elasticd", "elasticd_agent")
+"""The libraries whose frames may be inside of a wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +111,11 @@ _DEVICE_CALL = re.compile(
 )
 
 _WAITING = re.compile(
-    rf"{_STDLIB}(?:threading|queue|selectors|concurrent/futures/_base|multiprocessing/(?:connection|queues|synchronize))\.py$"
+    rf"{STDLIB}(?:threading|queue|selectors|concurrent/futures/_base|multiprocessing/(?:connection|queues|synchronize))\.py$"
 )
 """Python's own waits, for another thread or process."""
 _SERVING = re.compile(
-    rf"{_STDLIB}(?:concurrent/futures|multiprocessing|socketserver)\b|{_PACKAGES}(?:torch/utils/data|torch/_inductor|tqdm"
+    rf"{STDLIB}(?:concurrent/futures|multiprocessing|socketserver)\b|{PACKAGES}(?:torch/utils/data|torch/_inductor|tqdm"
     rf"|prometheus_client|tensorboard|wandb)/|{_OURS}"
 )
 """Threads that serve somebody: they wait for work for most of their life, and say nothing of the training."""
@@ -166,7 +138,7 @@ def locate(frames: Sequence[Frame], context: StackContext = StackContext()) -> S
         if rule is not None:
             named = rule.label or _public(frames, frame)
             return StackLocation(rule.where, script_place(frames) if rule.where == "elsewhere" else named)
-        if not _SEEN_THROUGH.search(frame.file):
+        if frame.library not in _SEEN_THROUGH:
             break
     return _by_source(frames, context) or StackLocation("elsewhere", script_place(frames))
 
@@ -178,7 +150,7 @@ def representative_thread(threads: Sequence[Sequence[Frame]]) -> int:
     """
     main = threads[0]
     caller = _beyond_waiting(main)
-    if not main or caller is main[0] or (caller is not None and not caller.in_script):
+    if not main or caller is main[0] or (caller is not None and caller.library):
         return 0
     candidates = [i for i, frames in enumerate(threads) if i and not _serves(frames)]
     waiting = [i for i in candidates if locate(threads[i], StackContext(idle=True, group=True)).where != "elsewhere"]
@@ -187,8 +159,8 @@ def representative_thread(threads: Sequence[Sequence[Frame]]) -> int:
 
 def script_place(frames: Sequence[Frame]) -> str:
     """The innermost frame of the script's own code, or else the innermost one, as "train.py:88 next_batch"."""
-    frame = next((frame for frame in frames if frame.in_script), frames[0])
-    return f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.name}"
+    frame = next((frame for frame in frames if not frame.library), frames[0])
+    return f"{frame.base} {frame.name}"
 
 
 def _matches(rule: _Rule, frame: Frame) -> bool:

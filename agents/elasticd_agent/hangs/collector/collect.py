@@ -19,12 +19,12 @@ from typing import Any
 
 from elasticd.errors import WireError
 from elasticd.heartbeat.record import HeartbeatReader
-from elasticd_agent.hangs.collector import classify as where
+from elasticd_agent.hangs.collector import classify, stacks
 from elasticd_agent.hangs.collector import files as disk
 from elasticd_agent.hangs.collector import flight_recorder as flight
 from elasticd_agent.hangs.collector import proc_facts as facts
-from elasticd_agent.hangs.collector import stacks
 from elasticd_agent.hangs.collector.request import NO_STACKS, CollectRequest, WorkerRequest
+from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack, digest
 from elasticd_agent.system import procfs
 from elasticd_agent.system.helper_process import HelperError, HelperProcess, HelperTimeout
 from elasticd_agent.system.nvml import start_nvml_process
@@ -58,10 +58,10 @@ class Collection:
     def run(self) -> None:
         """Returns when all is done, or the time is over."""
         first, logs, others = [], [], [self._start(self._gpus, {})]
-        for asked in self._request.ranks:
-            first.append(self._start(partial(self._rank, asked), {"rank": asked.rank}))
-            logs.append(self._start(partial(self._log, asked), {}))
-            others.append(self._start(partial(self._flight, asked), {}))
+        for worker in self._request.ranks:
+            first.append(self._start(partial(self._rank, worker), {"rank": worker.rank}))
+            logs.append(self._start(partial(self._log, worker), {}))
+            others.append(self._start(partial(self._flight, worker), {}))
         self._join(first, self._until)
         self._join(others, self._until)
         self._join(logs, min(self._until, time.monotonic() + LOG_GRACE_S))
@@ -88,8 +88,8 @@ class Collection:
 
     # --- one rank ---------------------------------------------------------------------------------------------------
 
-    def _rank(self, asked: WorkerRequest) -> None:
-        rank, pid = asked.rank, asked.pid
+    def _rank(self, worker: WorkerRequest) -> None:
+        rank, pid = worker.rank, worker.pid
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -101,90 +101,102 @@ class Collection:
         found = facts.process_facts(pid)
         state = found.get("state", "")
         self._emit({"rank": rank, "state": state, "wchan": found.get("wchan", "")})
-        alive = facts.living_thread(pid)
-        seen = stacks.ProcessStacks(trouble="it has ended")
-        if alive:
-            seen = stacks.by_py_spy(self._request.spy, pid, self._until - self._spare_s, alive)
-        trouble = seen.trouble
-        if not seen.source and alive and state not in ("T", "t"):
-            asked_itself = stacks.by_faulthandler(pid, pidfd, asked.stacks, self._until)
-            seen = asked_itself if asked_itself.source else seen
-            trouble = trouble if asked_itself.source else f"{trouble}; {asked_itself.trouble}"
-        located, thread = self._locate(asked, seen, found, active, since)
+        dump = self._stacks(worker, pidfd, state)
+        located, thread = self._locate(worker, dump, found, active, since)
         words = {
-            "where": located.where if seen.source else "",
-            "function": located.function if seen.source else "",
-            "stack": stacks.digest(thread.frames) if thread is not None else "",
-            "source": seen.source,
-            "trouble": trouble,
+            "where": located.where if dump.source else "",
+            "function": located.function if dump.source else "",
+            "stack": digest(thread.frames) if thread is not None else "",
+            "source": dump.source,
+            "trouble": dump.trouble,
         }
         try:
-            self._facts(asked, words | found)
-            disk.write(self._path(f"rank-{rank}.stacks.txt"), (seen.text or f"{NO_STACKS}{trouble}\n").encode())
+            self._write_facts(worker, words | found)
+            if not dump.source:
+                disk.write(self._path(f"rank-{rank}.stacks.txt"), f"{NO_STACKS}{dump.trouble}\n".encode())
+                return
+            process = ProcessStacks(pid, found.get("comm", ""), dump.threads)
+            self._write_stacks(rank, dump.text, RankStacks(dump.source, (process,)))
         finally:
             self._emit({"rank": rank, **words})
-        self._children(asked, seen, found)
+        self._children(worker, dump.text, RankStacks(dump.source, (process,)), found)
 
-    def _facts(self, asked: WorkerRequest, found: dict[str, Any]) -> None:
-        about = {"rank": asked.rank, "why": self._request.why, "at_wall": round(time.time(), 3)}
-        text = json.dumps(about | _beat(asked.heartbeat) | found, indent=1)
-        disk.write(self._path(f"rank-{asked.rank}.json"), text.encode() + b"\n")
+    def _stacks(self, worker: WorkerRequest, pidfd: int, state: str) -> stacks.StackDump:
+        """py-spy's, else faulthandler's. `trouble` keeps why it was not py-spy."""
+        alive = facts.living_thread(worker.pid)
+        if not alive:
+            return stacks.StackDump(trouble="it has ended")
+        dump = stacks.by_py_spy(self._request.spy, worker.pid, self._until - self._spare_s, alive)
+        if dump.source or state in ("T", "t"):
+            return dump
+        own = stacks.by_faulthandler(worker.pid, pidfd, worker.stacks, self._until)
+        return replace(own, trouble=dump.trouble if own.source else f"{dump.trouble}; {own.trouble}")
+
+    def _write_stacks(self, rank: int, text: str, data: RankStacks) -> None:
+        disk.write(self._path(f"rank-{rank}.stacks.json"), data.to_json())
+        disk.write(self._path(f"rank-{rank}.stacks.txt"), text.encode())
+
+    def _write_facts(self, worker: WorkerRequest, found: dict[str, Any]) -> None:
+        about = {"rank": worker.rank, "why": self._request.why, "at_wall": round(time.time(), 3)}
+        text = json.dumps(about | _beat(worker.heartbeat) | found, indent=1)
+        disk.write(self._path(f"rank-{worker.rank}.json"), text.encode() + b"\n")
 
     def _locate(
         self,
-        asked: WorkerRequest,
-        seen: stacks.ProcessStacks,
+        worker: WorkerRequest,
+        dump: stacks.StackDump,
         found: dict[str, Any],
         active: dict[int, int],
         since: float,
-    ) -> tuple[where.StackLocation, stacks.ThreadStack | None]:
-        if not seen.threads:
-            return where.StackLocation("", ""), None
-        thread = seen.threads[where.representative_thread([thread.frames for thread in seen.threads])]
+    ) -> tuple[classify.StackLocation, ThreadStack | None]:
+        if not dump.threads:
+            return classify.StackLocation("", ""), None
+        thread = dump.threads[classify.representative_thread([thread.frames for thread in dump.threads])]
         fds = found.get("fds", {}).values()
         cuda = any(target.startswith(("/dev/nvidia-uvm", "/dev/kfd")) for target in fds)
-        joined = _beat(asked.heartbeat).get("collectives", -1) >= 0
-        idle = where.StackContext(idle=True, group=joined, cuda=cuda, gil=thread.gil, source=_source(thread.frames))
-        located, if_busy = (where.locate(thread.frames, each) for each in (idle, replace(idle, idle=False)))
+        joined = _beat(worker.heartbeat).get("collectives", -1) >= 0
+        source = _source(thread.frames)
+        idle = classify.StackContext(idle=True, group=joined, cuda=cuda, gil=thread.holds_gil, source=source)
+        located, if_busy = (classify.locate(thread.frames, each) for each in (idle, replace(idle, idle=False)))
         # Only where it makes a difference is it worth the wait to see whether the thread is at work.
         if located != if_busy:
             time.sleep(max(0.0, since + SAMPLE_S - time.monotonic()))
             passed_ns = (time.monotonic() - since) * 1e9
-            now = facts.run_time_ns(asked.pid)
+            now = facts.run_time_ns(worker.pid)
             if any(ns < 0 or now.get(tid, ns) - ns > IDLE_SHARE * passed_ns for tid, ns in active.items()):
                 located = if_busy
         return located, thread
 
-    def _children(self, asked: WorkerRequest, seen: stacks.ProcessStacks, found: dict[str, Any]) -> None:
+    def _children(self, worker: WorkerRequest, text: str, data: RankStacks, found: dict[str, Any]) -> None:
         """The stacks of Python processes below, DataLoader workers for instance, behind the worker's own."""
-        if not seen.source:
-            return
         until = min(self._until - self._spare_s, time.monotonic() + CHILDREN_S)
-        text, exe = seen.text, _exe(asked.pid)
-        below = [one["pid"] for one in found.get("processes", ()) if one["pid"] != asked.pid]
-        for pid in [pid for pid in below if exe and _exe(pid) == exe][:CHILDREN]:
-            child = stacks.by_py_spy(self._request.spy, pid, until)
-            if child.source:
-                text += "\n" + child.text
-                disk.write(self._path(f"rank-{asked.rank}.stacks.txt"), text.encode())
+        exe = _exe(worker.pid)
+        below = [one for one in found.get("processes", ()) if one["pid"] != worker.pid and exe == _exe(one["pid"])]
+        for one in below[:CHILDREN] if exe else ():
+            dump = stacks.by_py_spy(self._request.spy, one["pid"], until)
+            if dump.source:
+                text += "\n" + dump.text
+                child = ProcessStacks(one["pid"], one.get("comm", ""), dump.threads)
+                data = replace(data, processes=(*data.processes, child))
+                self._write_stacks(worker.rank, text, data)
 
     # --- beside it --------------------------------------------------------------------------------------------------
 
-    def _log(self, asked: WorkerRequest) -> None:
-        if asked.logs:
-            disk.write(self._path(f"rank-{asked.rank}.log"), disk.last_lines(asked.logs))
+    def _log(self, worker: WorkerRequest) -> None:
+        if worker.logs:
+            disk.write(self._path(f"rank-{worker.rank}.log"), disk.last_lines(worker.logs))
 
-    def _flight(self, asked: WorkerRequest) -> None:
-        if procfs.state(asked.pid) in ("", "T", "t"):
+    def _flight(self, worker: WorkerRequest) -> None:
+        if procfs.state(worker.pid) in ("", "T", "t"):
             return
         recorded = b""
-        if asked.pipe and asked.dump:
-            recorded = flight.nccl_dump(asked.pipe, asked.dump, min(self._until, time.monotonic() + NCCL_S))
-        if not recorded and asked.heartbeat and asked.flight:
+        if worker.pipe and worker.dump:
+            recorded = flight.nccl_dump(worker.pipe, worker.dump, min(self._until, time.monotonic() + NCCL_S))
+        if not recorded and worker.heartbeat and worker.flight:
             until = min(self._until, time.monotonic() + FLIGHT_S)
-            recorded = flight.await_dump(asked.heartbeat, flight.request_dump(asked.heartbeat), asked.flight, until)
+            recorded = flight.await_dump(worker.heartbeat, flight.request_dump(worker.heartbeat), worker.flight, until)
         if recorded:
-            disk.write(self._path(f"rank-{asked.rank}.flight.json"), recorded)
+            disk.write(self._path(f"rank-{worker.rank}.flight.json"), recorded)
 
     def _gpus(self) -> None:
         if self._request.nvml is None:
@@ -230,7 +242,7 @@ def _beat(path: str) -> dict[str, Any]:
     }
 
 
-def _source(frames: tuple[where.Frame, ...]) -> str:
+def _source(frames: tuple[Frame, ...]) -> str:
     """The innermost frame's line. Read in a thread: the script may be on the file system that hangs."""
     lines: list[str] = []
     if frames:

@@ -1,14 +1,13 @@
-"""The stacks of a process: py-spy's, which reads them from outside, or else the process's own faulthandler's.
+"""Takes the stacks of a process: by py-spy, which reads them from outside, else by the process's own faulthandler.
 
-py-spy is always asked for `--nonblocking`: it then only reads the target's memory. Without, it would stop every thread
-for a moment, which makes system calls of the target fail with EINTR, and a py-spy killed in that moment can leave the
-target stopped for good. A stack that is torn because the target ran on is asked for again. Never `--locals`: they hold
-data. faulthandler writes by a signal, so it is asked only when py-spy has failed, and only if the signal is caught.
+py-spy always runs with `--nonblocking`: it then only reads the target's memory. Without, it would stop every thread for
+a moment, which makes system calls of the target fail with EINTR, and a py-spy killed in that moment can leave the
+target stopped for good. A stack that is torn because the target ran on is read again. Never `--locals`: they hold data.
+faulthandler writes on a signal, so it is the second choice, and only if the process handles the signal.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -18,13 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elasticd.heartbeat.record import STACKS_SIGNAL
-from elasticd_agent.hangs.collector.classify import Frame
 from elasticd_agent.hangs.collector.run_program import run_program
+from elasticd_agent.hangs.stacks import Frame, ThreadStack
 from elasticd_agent.system import procfs
 
 PY_SPY_TRIES = 4
 NOT_PERMITTED = (
-    "py-spy may not look: it needs the right to trace (kernel.yama.ptrace_scope below 3; CAP_SYS_PTRACE in a container)"
+    "access denied to py-spy: it needs the right to trace "
+    "(kernel.yama.ptrace_scope below 3; CAP_SYS_PTRACE in a container)"
 )
 FAULTHANDLER_S = 0.5
 """faulthandler writes a hundred threads in a few milliseconds, once the kernel delivers the signal."""
@@ -35,22 +35,8 @@ _OUTERMOST = ("<module>", "_run_module_as_main")
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadStack:
-    """One thread, innermost frame first. `state` is py-spy's: "idle", "active", "active+gil"."""
-
-    name: str
-    tid: str
-    frames: tuple[Frame, ...]
-    state: str = ""
-
-    @property
-    def gil(self) -> bool:
-        return self.state.endswith("+gil")
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessStacks:
-    """What was got of one process, the main thread first. `source` "": nothing, and `trouble` says why."""
+class StackDump:
+    """The stacks of one process, the main thread first. Without a `source` there are none, and `trouble` says why."""
 
     threads: tuple[ThreadStack, ...] = ()
     text: str = ""
@@ -58,39 +44,39 @@ class ProcessStacks:
     trouble: str = ""
 
 
-def by_py_spy(program: str, pid: int, until: float, tid: int = 0) -> ProcessStacks:
+def by_py_spy(program: str, pid: int, until: float, tid: int = 0) -> StackDump:
     """Have py-spy read the stacks of `pid`, by `until` on time.monotonic().
 
-    `tid` is a thread of its that lives, if the main one does not: of that one alone /proc still knows the memory.
+    `tid` is a living thread of it, where the main one has ended: only through that one /proc still shows the memory.
     """
     if not program:
-        return ProcessStacks(trouble="py-spy is not installed: pip install py-spy")
+        return StackDump(trouble="py-spy is not installed: pip install py-spy")
     trouble = "py-spy had no time"
     for _ in range(PY_SPY_TRIES):
         if time.monotonic() >= until:
             break
         ran = run_program([program, "dump", "--nonblocking", "--json", "--pid", str(tid or pid)], until)
         if ran.code is None:
-            return ProcessStacks(trouble=f"py-spy {ran.trouble}")
+            return StackDump(trouble=f"py-spy {ran.trouble}")
         if ran.code == 0:
             try:
                 threads = from_py_spy(json.loads(ran.stdout), pid)
-                return ProcessStacks(threads, as_text(pid, threads), "py-spy")
+                return StackDump(threads, as_text(pid, threads), "py-spy")
             except (ValueError, KeyError, TypeError) as error:
-                trouble = f"py-spy said what nobody understands: {error}"
+                trouble = f"the output of py-spy cannot be decoded: {error}"
         else:
             trouble = error_line(ran.stderr)
             if trouble == NOT_PERMITTED:
                 break
-    return ProcessStacks(trouble=trouble)
+    return StackDump(trouble=trouble)
 
 
-def from_py_spy(said: object, pid: int) -> tuple[ThreadStack, ...]:
+def from_py_spy(data: object, pid: int) -> tuple[ThreadStack, ...]:
     """`py-spy dump --json` -> threads. Raises ValueError, KeyError or TypeError for anything else."""
-    if not isinstance(said, list) or not said:
+    if not isinstance(data, list) or not data:
         raise ValueError("no threads")
     threads = []
-    for one in said:
+    for one in data:
         frames = tuple(Frame(str(f["name"]), str(f["filename"]), int(f["line"])) for f in one["frames"])
         state = "active+gil" if one.get("owns_gil") else "active" if one.get("active") else "idle"
         tid = one.get("os_thread_id") or one["thread_id"]
@@ -109,18 +95,18 @@ def as_text(pid: int, threads: Sequence[ThreadStack]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def by_faulthandler(pid: int, pidfd: int, path: str, until: float) -> ProcessStacks:
-    """Have the process write its stacks to `path` itself. It can unless it is stopped or never leaves the kernel.
+def by_faulthandler(pid: int, pidfd: int, path: str, until: float) -> StackDump:
+    """Have the process itself write its stacks to `path`; a stopped one, or one stuck in the kernel, cannot.
 
-    `pidfd` is of the process, so that nobody else gets the signal should it end now.
+    `pidfd` refers to the process, so that no other one gets the signal should it end now.
     """
     if pidfd < 0 or not path or not catches(pid, STACKS_SIGNAL):
-        return ProcessStacks(trouble="faulthandler has no signal there")
+        return StackDump(trouble="the process does not handle the signal for faulthandler")
     until = min(until, time.monotonic() + FAULTHANDLER_S)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        return ProcessStacks(trouble=f"faulthandler has no file: {error.strerror}")
+        return StackDump(trouble=f"faulthandler has no file: {error.strerror}")
     try:
         before = size = os.fstat(fd).st_size
         signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
@@ -131,21 +117,21 @@ def by_faulthandler(pid: int, pidfd: int, path: str, until: float) -> ProcessSta
                 break
         text = os.pread(fd, TEXT_LIMIT, before).decode("utf-8", "replace")
     except OSError as error:
-        return ProcessStacks(trouble=f"faulthandler could not be asked: {error.strerror}")
+        return StackDump(trouble=f"the signal for faulthandler failed: {error.strerror}")
     finally:
         os.close(fd)
     threads = from_faulthandler(text)
     if not threads:
-        return ProcessStacks(trouble="faulthandler did not answer")
-    return ProcessStacks(threads, text, "faulthandler")
+        return StackDump(trouble="faulthandler did not answer")
+    return StackDump(threads, text, "faulthandler")
 
 
 def from_faulthandler(text: str) -> tuple[ThreadStack, ...]:
-    """What faulthandler writes -> threads. It has the newest thread first, and does not say which is the main one."""
+    """What faulthandler writes -> threads. It begins with the newest thread and does not mark the main one."""
     found: list[tuple[str, str, list[Frame]]] = []
     for line in text.splitlines():
         if thread := _HANDLER_THREAD.fullmatch(line):
-            found.append((thread[2] or "", thread[1].lstrip("0"), []))
+            found.append((thread[2] or "", f"0x{thread[1].lstrip('0')}", []))
         elif found and (frame := _HANDLER_FRAME.fullmatch(line)):
             found[-1][2].append(Frame(frame[3], frame[1], int(frame[2]) if frame[2].isdecimal() else 0))
     threads = [ThreadStack(name, tid, tuple(frames)) for name, tid, frames in reversed(found)]
@@ -153,26 +139,18 @@ def from_faulthandler(text: str) -> tuple[ThreadStack, ...]:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """True if the process has a handler for the signal: anything else would end it."""
+    """True if the process has a handler for the signal: without one the signal would end it."""
     for line in procfs.read(f"/proc/{pid}/status").splitlines():
         if line.startswith(b"SigCgt:"):
             return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
     return False
 
 
-def digest(frames: Sequence[Frame]) -> str:
-    """The same for the same calls at the same lines, on whatever machine and from whichever source; "" for none."""
-    if not frames:
-        return ""
-    text = "\n".join(f"{frame.short}:{frame.line} {frame.name}" for frame in frames)
-    return hashlib.sha1(text.encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:12]
-
-
-def error_line(said: str) -> str:
+def error_line(output: str) -> str:
     """py-spy's error output in one line."""
-    if "permission denied" in said.lower():
+    if "permission denied" in output.lower():
         return NOT_PERMITTED
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
     causes = [line.partition(": ")[2] for line in lines if re.match(r"\d+: ", line)]
-    return ": ".join(["py-spy", *(errors[:1] or lines[:1] or ["it failed, and said nothing"]), *causes[-1:]])
+    return ": ".join(["py-spy", *(errors[:1] or lines[:1] or ["it failed without a message"]), *causes[-1:]])

@@ -1,183 +1,190 @@
-"""The event log's lines -> when a round got stuck, what was done about it, and what came of that.
+"""Pure: the event log's lines -> when a round hung, what was done about it, and what came of that.
 
-It exists because evidence ends with the verdict, and a person's first question is whether the job runs. Lines of other
-jobs, of unknown kinds and without sense are passed over. Pure: times are what the lines say, and those of several nodes
-are each node's own.
+Evidence ends with the verdict, and a person's first question is whether the job runs. Lines of other jobs, of unknown
+kinds and without sense are skipped. Times are the lines' own; those of several nodes are each node's own clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from elasticd_agent.hangs.explain.json_values import number, text, values, whole
 from elasticd_agent.hangs.explain.model import Aftermath, Culprit, RecordedVerdict, TimelineEntry
 from elasticd_agent.model.phrases import count
 
 Line = Mapping[str, Any]
 _CLOCKS_S = 60.0
-"""By how much the clocks of two nodes may differ before one of them is taken for another day's."""
+"""The clocks of two nodes may differ by this much; a larger difference means another run."""
+_MOST_ENTRIES = 24
 
 
-def lines_of_run(lines: Sequence[Line], number: int, at: float) -> list[Line]:
-    """The lines that make sense, of one run of a job: a log may hold several.
+@dataclass(frozen=True, slots=True)
+class RunLog:
+    """What one run of a job logged, and the round in question."""
 
-    It is the last one whose round `number` began before `at`, unix time (0: any).
-    """
-    good = [line for line in lines if isinstance(line.get("kind"), str) and whole(line.get("round")) is not None]
-    begun = [i for i, line in enumerate(good) if line["kind"] == "round_published" and line["round"] == number]
-    begun = [i for i in begun if not at or _number(good[i].get("wall")) <= at + _CLOCKS_S] or begun
-    ended = [i for i, line in enumerate(good) if _ends(line)]
-    if begun:
-        good = good[max((i + 1 for i in ended if i < begun[-1]), default=0) :]
-        last = next((i for i, line in enumerate(good) if _ends(line)), len(good))
-        good = good[: last + 1]
-    job = next((line.get("job") for line in reversed(good) if line["round"] == number), None)
-    return [line for line in good if line.get("job") == job]
+    lines: tuple[Line, ...]
+    round: int
 
+    @classmethod
+    def of(cls, lines: Sequence[Line], round: int, at: float) -> RunLog:
+        """Of a log that may hold several runs the last one whose `round` began before `at`, unix time (0: any)."""
+        good = [line for line in lines if isinstance(line.get("kind"), str) and whole(line.get("round")) is not None]
+        start, end = _span(good, round, at)
+        good = good[start:end]
+        job = next((line.get("job") for line in reversed(good) if line["round"] == round), None)
+        return cls(tuple(line for line in good if line.get("job") == job), round)
 
-def aftermath(lines: Sequence[Line], number: int) -> Aftermath:
-    """What a run's lines say of round `number`'s end and of the round after it."""
-    # Several nodes write the same Round into their logs; one of them is enough.
-    after = sorted({line["round"] for line in lines if line["kind"] == "round_published" and line["round"] > number})
-    following = after[0] if after else 0
-    moments = [
-        moment
-        for line in lines
-        if line["round"] in (number, following) and (moment := _moment(line, number, following)) is not None
-    ]
-    published = _first(lines, "round_published", following)
-    resumed = _first(lines, "resumed", following)
-    stepped = _first(lines, "first_step", following)
-    ended = next((line for line in lines if _ends(line)), {})
-    gone = [line for line in lines if line["kind"] == "group_gone" and line["round"] == number]
-    took = stepped.get("recovery_seconds")
-    return Aftermath(
-        round=following,
-        reason=text(published.get("reason")),
-        world_size=whole(published.get("world_size")) or 0,
-        nodes=tuple(text(node) for node in _list(published.get("nodes"))),
-        resumed=_resumed(resumed),
-        recovery_s=float(took) if isinstance(took, (int, float)) else None,
-        survivors=tuple(pid for line in gone for pid in map(whole, _list(line.get("survivors"))) if pid is not None),
-        ended=f"{text(ended.get('outcome'))}: {text(ended.get('reason'))}" if ended else "",
-        moments=tuple(_once(sorted(moments, key=lambda moment: moment.wall))),
-    )
+    @property
+    def job(self) -> str:
+        return text(self.lines[-1].get("job")) if self.lines else ""
 
+    def aftermath(self) -> Aftermath:
+        """How the round ended, and the round after it."""
+        after = [line["round"] for line in self.lines if line["kind"] == "round_published"]
+        following = min((number for number in after if number > self.round), default=0)
+        published = self._first("round_published", following)
+        stepped = self._first("first_step", following)
+        ended = next((line for line in self.lines if _ends_job(line)), None)
+        took = stepped.get("recovery_seconds")
+        return Aftermath(
+            round=following,
+            reason=text(published.get("reason")),
+            world_size=whole(published.get("world_size")) or 0,
+            nodes=tuple(text(node) for node in values(published.get("nodes"))),
+            resumed=_checkpoint(self._first("resumed", following)),
+            recovery_s=float(took) if isinstance(took, (int, float)) else None,
+            survivors=self._survivors(),
+            ended=f"{text(ended.get('outcome'))}: {text(ended.get('reason'))}" if ended is not None else "",
+            moments=self._timeline(following),
+        )
 
-def verdict(lines: Sequence[Line], number: int) -> RecordedVerdict | None:
-    """The verdict on round `number` as the node wrote it down that judged."""
-    line = next((line for line in reversed(lines) if line.get("kind") == "hung" and line.get("round") == number), None)
-    if line is None:
-        return None
-    places = zip(_list(line.get("nodes")), _list(line.get("ranks")), _list(line.get("slots")), strict=False)
-    culprits = tuple(
-        Culprit(text(node), rank, slot if isinstance(slot, int) else -1)
-        for node, rank, slot in places
-        if whole(rank) is not None
-    )
-    wall = line.get("wall")
-    return RecordedVerdict(
-        text(line.get("cause")),
-        culprits,
-        text(line.get("reason")),
-        text(line.get("action")),
-        _number(line.get("seconds")),
-        float(wall) if isinstance(wall, (int, float)) and 0 <= wall < 1e12 else 0.0,
-    )
-
-
-def restart_reason(lines: Sequence[Line], number: int) -> str:
-    """Why round `number` was ended, as every node knows it: by the Round that answers the verdict. "" if none does."""
-    for line in lines:
-        if (line.get("kind"), line.get("cause"), line.get("round")) == ("round_published", "hung", number + 1):
-            return text(line.get("reason")).partition("; restart ")[0]
-    return ""
-
-
-def members(lines: Sequence[Line], number: int) -> list[str]:
-    """The nodes of round `number`."""
-    published = [line for line in lines if line.get("kind") == "round_published" and line.get("round") == number]
-    return [text(node) for line in published[:1] for node in _list(line.get("nodes"))]
-
-
-def node_by_rank(lines: Sequence[Line], number: int) -> dict[int, str]:
-    """On which node each rank of round `number` was, as far as the log has it."""
-    started = [line for line in lines if line.get("kind") == "group_started" and line.get("round") == number]
-    ranks = [(line, whole(rank)) for line in started for rank in _list(line.get("ranks"))]
-    return {rank: text(line.get("node")) for line, rank in ranks if rank is not None}
-
-
-def _moment(line: Line, number: int, following: int) -> TimelineEntry | None:
-    wall = line.get("wall")
-    if not isinstance(wall, (int, float)):
-        return None
-    reason, here = text(line.get("reason")), line["round"] == number
-    match line["kind"]:
-        case "suspected" if here:
-            what = f"suspected: {reason}"
-        case "suspicion_over" if here:
-            what = reason
-        case "hung" if here:
-            what = f"found hung after {_number(line.get('seconds')):.1f} s without progress"
-        case "group_gone" if here:
-            left = _list(line.get("survivors"))
-            what = f"the workers of round {number} were gone" + (
-                f", but for processes {left}, which do not die" if left else ""
-            )
-        case "round_published" if not here and following:
-            members = ", ".join(text(node) for node in _list(line.get("nodes")))
-            what = f"round {following} agreed on: {count(whole(line.get('world_size')) or 0, 'worker')} on {members}"
-        case "resumed" if not here:
-            origin = f"r{whole(line.get('from_round'))}-s{whole(line.get('step'))}"
-            what = f"round {following} resumed from checkpoint {origin}"
-        case "first_step" if not here:
-            what = f"round {following} trains: step {whole(line.get('step'))} done"
-        case "waiting" if here:
-            what = reason
-        case "job_ended" if not _ends(line):
-            what = f"{text(line.get('node'))} left the job: {reason}"
-        case "job_ended":
-            what = f"the job has {text(line.get('outcome'))}: {reason}"
-        case _:
+    def verdict(self) -> RecordedVerdict | None:
+        """The verdict, in the log of the node that judged."""
+        line = next(iter(self._of("hung")[-1:]), None)
+        if line is None:
             return None
-    return TimelineEntry(float(wall), what, text(line.get("node")))
+        places = zip(*(values(line.get(name)) for name in ("nodes", "ranks", "slots")), strict=False)
+        culprits = tuple(
+            Culprit(text(node), rank, slot if isinstance(slot, int) else -1)
+            for node, rank, slot in places
+            if whole(rank) is not None
+        )
+        cause, why, action = (text(line.get(name)) for name in ("cause", "reason", "action"))
+        return RecordedVerdict(cause, culprits, why, action, _float(line.get("seconds")), number(line.get("wall")))
+
+    def restart_reason(self) -> str:
+        """Why the round was ended, which the next Round says on every node; "" unless that was a hang."""
+        for line in self.lines:
+            if (line["kind"], line.get("cause"), line["round"]) == ("round_published", "hung", self.round + 1):
+                return text(line.get("reason")).partition("; restart ")[0]
+        return ""
+
+    def members(self) -> list[str]:
+        """The nodes of the round."""
+        return [text(node) for line in self._of("round_published")[:1] for node in values(line.get("nodes"))]
+
+    def node_by_rank(self) -> dict[int, str]:
+        """The node of each rank of the round, as far as the log has it."""
+        ranks = [(line, whole(rank)) for line in self._of("group_started") for rank in values(line.get("ranks"))]
+        return {rank: text(line.get("node")) for line, rank in ranks if rank is not None}
+
+    def _of(self, kind: str) -> list[Line]:
+        return [line for line in self.lines if line["kind"] == kind and line["round"] == self.round]
+
+    def _first(self, kind: str, round: int) -> Line:
+        return next((line for line in self.lines if round and line["kind"] == kind and line["round"] == round), {})
+
+    def _survivors(self) -> tuple[int, ...]:
+        pids = [whole(pid) for line in self._of("group_gone") for pid in values(line.get("survivors"))]
+        return tuple(pid for pid in pids if pid is not None)
+
+    def _timeline(self, following: int) -> tuple[TimelineEntry, ...]:
+        """Each sentence once, by the first node that wrote it: several nodes log the same Round, suspicions flicker."""
+        entries: dict[str, TimelineEntry] = {}
+        for line in sorted(self.lines, key=lambda line: _float(line.get("wall"))):
+            table = {self.round: _HERE, following or self.round: _AFTER if following else _HERE}.get(line["round"], {})
+            describe = table.get(line["kind"])
+            if describe is not None and isinstance(line.get("wall"), (int, float)):
+                sentence = describe(line)
+                entries.setdefault(sentence, TimelineEntry(float(line["wall"]), sentence, text(line.get("node"))))
+        return tuple(entries.values())[:_MOST_ENTRIES]
 
 
-def _ends(line: Line) -> bool:
-    """Whether it is the job's end, not only that of one node's part."""
+def _span(lines: Sequence[Line], round: int, at: float) -> tuple[int, int]:
+    """From behind the job end before the last line that publishes `round` in time, to the job end after it."""
+    published = [i for i, line in enumerate(lines) if line["kind"] == "round_published" and line["round"] == round]
+    in_time = [i for i in published if not at or _float(lines[i].get("wall")) <= at + _CLOCKS_S] or published
+    if not in_time:
+        return 0, len(lines)
+    ends = [i for i, line in enumerate(lines) if _ends_job(line)]
+    start = max((i + 1 for i in ends if i < in_time[-1]), default=0)
+    return start, min((i + 1 for i in ends if i >= start), default=len(lines))
+
+
+def _reason(line: Line) -> str:
+    return text(line.get("reason"))
+
+
+def _hang_detected(line: Line) -> str:
+    return f"found hung after {_float(line.get('seconds')):.1f} s without progress"
+
+
+def _group_gone(line: Line) -> str:
+    left = values(line.get("survivors"))
+    survive = f", except processes {left}, which survive SIGKILL" if left else ""
+    return f"the workers of round {line['round']} were gone{survive}"
+
+
+def _round_published(line: Line) -> str:
+    workers = count(whole(line.get("world_size")) or 0, "worker")
+    members = ", ".join(text(node) for node in values(line.get("nodes")))
+    return f"round {line['round']} agreed on: {workers} on {members}"
+
+
+def _resumed(line: Line) -> str:
+    checkpoint = f"r{whole(line.get('from_round'))}-s{whole(line.get('step'))}"
+    return f"round {line['round']} resumed from checkpoint {checkpoint}"
+
+
+def _first_step(line: Line) -> str:
+    return f"round {line['round']} trains: step {whole(line.get('step'))} done"
+
+
+def _job_ended(line: Line) -> str:
+    if _ends_job(line):
+        return f"the job has {text(line.get('outcome'))}: {_reason(line)}"
+    return f"{text(line.get('node'))} left the job: {_reason(line)}"
+
+
+_HERE: Mapping[str, Callable[[Line], str]] = {
+    "suspected": lambda line: f"suspected: {_reason(line)}",
+    "suspicion_over": _reason,
+    "hung": _hang_detected,
+    "group_gone": _group_gone,
+    "waiting": _reason,
+    "job_ended": _job_ended,
+}
+"""Kinds of events of the round itself -> their sentence in the timeline."""
+_AFTER: Mapping[str, Callable[[Line], str]] = {
+    "round_published": _round_published,
+    "resumed": _resumed,
+    "first_step": _first_step,
+    "job_ended": _job_ended,
+}
+"""The same for the round after it."""
+
+
+def _ends_job(line: Line) -> bool:
+    """Whether the whole job ended, not only one node's part."""
     return bool(line["kind"] == "job_ended" and line.get("outcome") != "left")
 
 
-def _once(moments: list[TimelineEntry]) -> list[TimelineEntry]:
-    """Each thing once, the first node's; a suspicion that flickers is told once."""
-    kept: dict[str, TimelineEntry] = {}
-    for moment in moments:
-        kept.setdefault(moment.text, moment)
-    return list(kept.values())[:24]
-
-
-def _first(lines: Sequence[Line], kind: str, number: int) -> Line:
-    return next((line for line in lines if number and line["kind"] == kind and line["round"] == number), {})
-
-
-def _resumed(line: Line) -> tuple[int, int] | None:
+def _checkpoint(line: Line) -> tuple[int, int] | None:
     origin, step = whole(line.get("from_round")), whole(line.get("step"))
     return (origin, step) if origin is not None and step is not None else None
 
 
-def whole(value: object) -> int | None:
-    """The number, if it is a whole one."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def text(value: object) -> str:
-    """The text, shortened to what a page can bear; "" for anything else."""
-    return value[:2000] if isinstance(value, str) else ""
-
-
-def _number(value: object) -> float:
+def _float(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
-
-
-def _list(value: object) -> list[Any]:
-    return value[:64] if isinstance(value, list) else []

@@ -1,7 +1,6 @@
 """Explanation -> the object that `elasticd explain --json` prints: docs/hangs.md lists its fields.
 
-It exists so that the format is decided here and not by how the page is made. `version` is "major.minor": fields are
-added in a minor version; a field that goes or means something else is a new major one. Pure.
+`version` is "major.minor": a minor version adds fields, a major one removes a field or changes its meaning.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from typing import Any
 
 from elasticd_agent.hangs.explain.flight_recorder import GroupComparison, IssuedCollective
 from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, StackGroup
-from elasticd_agent.hangs.explain.stacks import ShownThread
 
 VERSION = "1.0"
 
@@ -38,7 +36,7 @@ def document(explained: Explanation) -> dict[str, Any]:
         "followed": _followed(explained.aftermath),
         "ranks": [_rank(rank) for rank in explained.ranks],
         "waiting": list(explained.waiting),
-        "stacks": [_same(same) for same in explained.stack_groups],
+        "stacks": [_stack_group(group) for group in explained.stack_groups],
         "flight": [_flight(one) for one in explained.flight],
         "gpus": [
             {"name": gpu.name, "facts": dict(gpu.facts), "trouble": gpu.trouble or None} for gpu in explained.gpus
@@ -92,24 +90,25 @@ def _followed(followed: Aftermath) -> dict[str, Any]:
     }
 
 
-def _same(same: StackGroup) -> dict[str, Any]:
+def _stack_group(group: StackGroup) -> dict[str, Any]:
+    stacks = group.stacks
     return {
-        "ranks": list(same.ranks),
-        "differs": same.differs,
-        "source": same.stacks.source,
-        "threads": [_thread(thread) for thread in same.stacks.threads],
-    }
-
-
-def _thread(thread: ShownThread) -> dict[str, Any]:
-    return {
-        "name": thread.name,
-        "main": thread.main,
-        "state": thread.state or None,
-        "below": thread.below or None,
-        "frames": [
-            {"function": f.function, "file": f.file, "line": f.line or None, "library": f.library or None}
-            for f in thread.frames
+        "ranks": list(group.ranks),
+        "differs": group.differs,
+        "source": stacks.source,
+        "threads": [
+            {
+                "name": thread.label,
+                "main": thread is stacks.main,
+                "state": thread.state or None,
+                "below": None if process is stacks.processes[0] else str(process),
+                "frames": [
+                    {"function": f.function, "file": f.path, "line": f.line or None, "library": f.library or None}
+                    for f in thread.frames
+                ],
+            }
+            for process in stacks.processes
+            for thread in process.threads
         ],
     }
 

@@ -1,6 +1,6 @@
-"""Which evidence there is: a log directory, a round's folder, or a folder of evidence itself -> places, newest last.
+"""Which evidence there is: a log directory, a round's folder, or a folder of evidence -> folders, newest last.
 
-It exists because people point at whatever path they have at hand. It opens no file and looks two folders deep, no more.
+People give whatever path they have at hand. The search opens no file and goes two folders deep.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from elasticd_agent.system import bounded_io as files
 
 _ROUND = re.compile(r"round-([1-9][0-9]{0,9})")
 _FOLDER = re.compile(r"(evidence|dump)(?:[.-](\d+))?")
-_RANK_FILE = re.compile(r"rank-(\d+)\.(?:json|log|flight\.json|stacks\.txt)")
+_RANK_FILE = re.compile(r"rank-(\d+)\.(?:json|log|flight\.json|stacks\.(?:txt|json))")
 _OURS = re.compile(r"verdict\.json|judged\.jsonl|reports-.*\.jsonl|gpu.*\.json")
 VERDICT = "verdict.json"
 
@@ -36,6 +36,10 @@ class EvidenceFolder:
         return self.path.name.startswith("dump")
 
     @property
+    def what(self) -> str:
+        return "hung" if self.has_verdict else "dumped" if self.is_dump else "suspected"
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({int(found[1]) for found in map(_RANK_FILE.fullmatch, self.names) if found}))
 
@@ -49,11 +53,11 @@ def find_folders(directory: Path) -> list[EvidenceFolder]:
     for name in inside:
         if _ROUND.fullmatch(name):
             found += _in_round(directory / name, files.entry_names(directory / name))
-    return sorted(found, key=lambda place: (place.round, not place.is_dump, _age(place)))
+    return sorted(found, key=lambda one: (one.round, not one.is_dump, _age(one)))
 
 
 def choose_folder(found: list[EvidenceFolder]) -> EvidenceFolder | None:
-    """The one to show when nobody said which: the newest that was judged, else the newest suspicion, else a dump."""
+    """The one to show by default: the newest that was judged, else the newest suspicion, else a dump."""
     return max(found, key=lambda p: (p.has_verdict, not p.is_dump, p.round, _age(p)), default=None)
 
 
@@ -79,6 +83,6 @@ def _is_evidence(name: str) -> bool:
 
 
 def _age(place: EvidenceFolder) -> int:
-    """Rotated ones are older: `evidence.2` before `evidence.1` before `evidence`."""
+    """Rotated folders are older: `evidence.2` before `evidence.1` before `evidence`."""
     found = _FOLDER.fullmatch(place.path.name)
     return -int(found[2]) if found is not None and found[2] else 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elasticd_agent.hangs.explain.flight_recorder import GroupComparison
-from elasticd_agent.hangs.explain.stacks import RankStacks
+from elasticd_agent.hangs.stacks import RankStacks
 from elasticd_agent.model.phrases import listing, plural, ranges
 
 EvidenceKind = Literal["hang", "suspicion", "dump"]

@@ -1,7 +1,6 @@
-"""Facts -> sentences: who is at fault, who waited where, and what /proc says in words a tired person understands.
+"""Pure: facts -> sentences of the page: which rank is at fault, which ranks waited where, what /proc means.
 
-It exists so that every sentence of the page is made in one place. It adds no verdict where there is one, and says that
-it only guesses where there is none. Pure.
+Where a verdict exists no other one is added, and where there is none a guess is worded as a guess.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from elasticd_agent.hangs.explain.model import EvidenceKind, RankFacts, RecordedVerdict, name_ranks
-from elasticd_agent.hangs.explain.stacks import ShownThread
 from elasticd_agent.model.phrases import count, is_are
 
 STATE_NAMES = {
@@ -23,6 +21,7 @@ STATE_NAMES = {
     "X": "ending",
     "I": "idle",
 }
+_ODD_STATES = (("T", "stopped"), ("Z", "a zombie"))
 _WAITS = {
     "collective": "wait in a collective",
     "device": "wait for the device",
@@ -30,11 +29,8 @@ _WAITS = {
     "barrier": "wait at a barrier",
 }
 _KERNEL = (
-    # What is particular comes first: below it in a kernel stack there is always something general.
-    (
-        ("pipe_", "fifo_", "wait_for_partner", "anon_pipe"),
-        "a pipe or FIFO: nobody is at its other end, or does nothing",
-    ),
+    # The particular ones come first: below them in a kernel stack there is always a general one.
+    (("pipe_", "fifo_", "wait_for_partner", "anon_pipe"), "a pipe or FIFO: its other end is closed or idle"),
     (("nfs", "rpc_"), "an NFS server"),
     (("fuse_", "request_wait_answer"), "a FUSE file system"),
     (("ceph_", "ll_", "ptlrpc_", "gpfs", "cifs_", "p9_"), "a network file system"),
@@ -45,36 +41,40 @@ _KERNEL = (
     (("futex",), "a lock or another thread"),
     (("unix_stream", "sk_wait", "inet_csk_accept", "tcp_recvmsg", "skb_wait"), "a socket"),
     (("ep_poll", "do_poll", "do_sys_poll", "do_select", "poll_schedule"), "any of several files or sockets"),
-    (("hrtimer_nanosleep", "do_nanosleep", "clock_nanosleep"), "nothing but time: it sleeps"),
+    (("hrtimer_nanosleep", "do_nanosleep", "clock_nanosleep"), "time to pass: it sleeps"),
 )
-"""Kernel functions, by how their names begin -> what whoever is in one waits for."""
+"""Kernel functions, by how their names begin -> what a process in one of them waits for."""
 _USUAL = tuple(what for _, what in _KERNEL[-4:])
-"""What a rank that only waits for others waits for, as a rule: no news."""
-DUMP_REASON = "asked for by elasticd dump"
-"""What detector.py says of evidence that nobody's suspicion is the reason for."""
+"""The usual waits of a rank that waits for others: not worth a remark."""
+DUMP_REASON = "requested by elasticd dump"
+"""The reason for evidence without a suspicion."""
 _BUSY = 10.0
-"""Per cent of a CPU: hang's rules take a rank that uses more for one that works."""
+"""Per cent of a CPU: a rank that uses more counts as working in the verdict's rules."""
 
 
 def headline(
     number: int, kind: EvidenceKind, verdict: RecordedVerdict | None, ranks: Sequence[RankFacts], reason: str
 ) -> str:
-    """What happened, in one sentence. `reason`: what another node's verdict was, or else why there was suspicion."""
+    """What happened, in one sentence. `reason`: another node's verdict, or else why there was a suspicion."""
     which = f"round {number}" if number else "the group"
     if verdict is not None:
         return f"{which} hung, and {_blamed(verdict)}: {verdict.why or 'no reason is given'}"
     if kind == "dump":
-        stopped = [rank.rank for rank in ranks if rank.state in ("T", "Z")]
-        if stopped:
-            state = _state(ranks, stopped[0])
-            return f"{which}: nobody has been judged, but {name_ranks(stopped)} {is_are(stopped)} {state}"
-        steps = sorted({rank.step for rank in ranks if rank.step >= 0})
-        at = "" if not steps else f" at step {steps[0]}" if len(steps) == 1 else f" at steps {steps[0]} to {steps[-1]}"
-        return f"{which}: nobody is at fault: this is what {count(len(ranks), 'rank')} did{at} when somebody asked"
+        return f"{which}: {_dump_headline(ranks)}"
     if kind == "hang":
         return f"{which} hung: {reason}"
     because = f" ({reason})" if reason else ""
     return f"{which} was suspected of hanging{because}, and no verdict is here: {_guess(ranks)}"
+
+
+def _dump_headline(ranks: Sequence[RankFacts]) -> str:
+    for state, words in _ODD_STATES:
+        odd = [rank.rank for rank in ranks if rank.state == state]
+        if odd:
+            return f"no verdict was requested, but {name_ranks(odd)} {is_are(odd)} {words}"
+    steps = sorted({rank.step for rank in ranks if rank.step >= 0})
+    at = "" if not steps else f" at step {steps[0]}" if len(steps) == 1 else f" at steps {steps[0]} to {steps[-1]}"
+    return f"a dump of a running group: what {count(len(ranks), 'rank')} did{at}"
 
 
 def _blamed(verdict: RecordedVerdict) -> str:
@@ -87,104 +87,108 @@ def _blamed(verdict: RecordedVerdict) -> str:
 
 
 def _guess(ranks: Sequence[RankFacts]) -> str:
-    """Who looks different, by facts alone; worded as no more than that."""
+    """The ranks that differ, by facts alone."""
     alive = [rank for rank in ranks if not rank.exited]
-    for states, what in (("T", "stopped"), ("Z", "a zombie")):
-        odd = [rank.rank for rank in alive if rank.state in states]
+    for state, words in _ODD_STATES:
+        odd = [rank.rank for rank in alive if rank.state == state]
         if odd:
-            return f"{name_ranks(odd)} {is_are(odd)} {what}"
-    places = [(rank.step, rank.collectives) for rank in alive if rank.step >= 0]
-    if places and min(places) < max(places):
-        odd = [rank.rank for rank in alive if (rank.step, rank.collectives) == min(places)]
-        return f"{name_ranks(odd)} {is_are(odd)} behind the others"
-    inside = [rank for rank in alive if rank.where in _WAITS]
+            return f"{name_ranks(odd)} {is_are(odd)} {words}"
+    counts = {rank.rank: (rank.step, rank.collectives) for rank in alive if rank.step >= 0}
+    least = min(counts.values(), default=(0, 0))
+    behind = [rank for rank, at in counts.items() if at == least]
+    if len(behind) < len(counts):
+        return f"{name_ranks(behind)} {is_are(behind)} behind the others"
     outside = [rank.rank for rank in alive if rank.where == "elsewhere"]
-    if inside and outside:
+    if outside and any(rank.where in _WAITS for rank in alive):
         return f"{name_ranks(outside)} {is_are(outside)} not where the others wait"
-    return "the facts single nobody out"
+    return "no rank stands out"
 
 
 def describe_waits(ranks: Sequence[RankFacts]) -> tuple[str, ...]:
-    """Who waited where, one sentence for each place, the largest crowd first."""
-    crowds: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    """Which ranks waited where, one sentence for each place, the largest group first."""
+    groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank in ranks:
         if rank.exited:
-            crowds["exited", "", ""].append(rank.rank)
+            groups["exited", "", ""].append(rank.rank)
         elif rank.state in ("T", "Z"):
-            crowds[rank.state, "", ""].append(rank.rank)
+            groups[rank.state, "", ""].append(rank.rank)
         elif rank.where:
-            crowds[rank.where, rank.function, rank.barrier].append(rank.rank)
-    sentences = []
-    for (where, function, barrier), who in sorted(crowds.items(), key=lambda one: (-len(one[1]), one[1])):
-        if where == "exited":
-            sentences.append(f"{name_ranks(who)} had ended with code 0")
-        elif where in ("T", "Z"):
-            zombie = "a zombie" if len(who) == 1 else "zombies"
-            sentences.append(f"{name_ranks(who)} {is_are(who)} {'stopped' if where == 'T' else zombie}")
-        elif where in _WAITS:
-            verb = _WAITS[where] if len(who) > 1 else _WAITS[where].replace("wait", "waits", 1)
-            at = f" {barrier!r}" if where == "barrier" and barrier else ""
-            sentences.append(f"{name_ranks(who)} {verb}{at}" + (f" ({function})" if function else ""))
-        else:
-            inside = f", in {function}" if function else ""
-            sentences.append(f"{name_ranks(who)} {is_are(who)} outside any collective{inside}")
-    return tuple(sentences)
+            groups[rank.where, rank.function, rank.barrier].append(rank.rank)
+    ordered = sorted(groups.items(), key=lambda one: (-len(one[1]), one[1]))
+    return tuple(f"{name_ranks(group)} {_wait(place, group)}" for place, group in ordered)
 
 
-def remarks(rank: RankFacts, holder: ShownThread | None) -> tuple[str, ...]:
-    """What of one rank's /proc facts a person needs to know."""
-    said = []
-    if rank.state == "T":
-        since = f" for {rank.stopped_s:.1f} s" if rank.stopped_s else ""
-        said.append(f"stopped{since} by a signal: it does nothing before SIGCONT")
-    elif rank.state == "t":
-        said.append("a debugger or tracer is attached and holds it")
-    elif rank.state == "Z":
-        said.append("a zombie: its main thread has ended, the process cannot be reaped yet")
-    elif rank.state == "D":
-        said.append("in an uninterruptible wait in the kernel: not even SIGKILL ends it before that is over")
-    if rank.state not in ("T", "t", "Z"):
-        said += _kernel_wait(rank)
-    # A main thread that runs has the GIL as a rule; one that has it and sleeps keeps it from all others.
-    if holder is not None and (not holder.main or (rank.culprit and rank.state in ("S", "D"))):
-        own = holder.own or (holder.frames[0] if holder.frames else None)
-        at = f", in {own.function} ({own.at})" if own else ""
-        said.append(f"thread {holder.name!r} holds Python's lock (GIL){at}")
-    if rank.culprit and rank.children:
-        said.append(f"processes below it: {'; '.join(rank.children[:8])}")
-    if rank.window_s > 0 and rank.cpu_s >= 0:
-        share = 100 * rank.cpu_s / rank.window_s
-        # That a rank which waits uses nothing is no news.
-        if rank.culprit or share >= _BUSY:
-            moved = f", {_bytes(rank.io_bytes)} read and written" if rank.io_bytes > 0 else ", no I/O"
-            said.append(f"used {share:.0f} % of a CPU over {rank.window_s:.1f} s, children included{moved}")
-    return tuple(said)
+def _wait(place: tuple[str, str, str], group: Sequence[int]) -> str:
+    where, function, barrier = place
+    if where == "exited":
+        return "had exited with code 0"
+    if where == "T":
+        return f"{is_are(group)} stopped"
+    if where == "Z":
+        return "is a zombie" if len(group) == 1 else "are zombies"
+    if where not in _WAITS:
+        return f"{is_are(group)} outside any collective" + (f", in {function}" if function else "")
+    verb = _WAITS[where] if len(group) > 1 else _WAITS[where].replace("wait", "waits", 1)
+    at = f" {barrier!r}" if where == "barrier" and barrier else ""
+    return f"{verb}{at}" + (f" ({function})" if function else "")
 
 
-def _kernel_wait(rank: RankFacts) -> list[str]:
-    """Where in the kernel the main thread is: nobody's in particular unless it is a culprit's, or no usual wait."""
+def remarks(rank: RankFacts) -> tuple[str, ...]:
+    """The facts of one rank that a person needs to know."""
+    since = f" for {rank.stopped_s:.1f} s" if rank.stopped_s else ""
+    state = {
+        "T": f"stopped{since} by a signal: it does nothing before SIGCONT",
+        "t": "traced: a debugger is attached",
+        "Z": "a zombie: its main thread has ended, the process cannot be reaped yet",
+        "D": "in an uninterruptible wait in the kernel: not even SIGKILL ends it before that is over",
+    }.get(rank.state, "")
+    kernel = "" if rank.state in ("T", "t", "Z") else _kernel_wait(rank)
+    children = f"processes below it: {'; '.join(rank.children[:8])}" if rank.culprit and rank.children else ""
+    return tuple(remark for remark in (state, kernel, _gil_holder(rank), children, _usage(rank)) if remark)
+
+
+def _gil_holder(rank: RankFacts) -> str:
+    """A main thread that runs usually has the GIL; one that has it and sleeps keeps it from all others."""
+    holder = next((one for one in rank.stacks.threads if one.holds_gil), None) if rank.stacks is not None else None
+    if holder is None or rank.stacks is None:
+        return ""
+    if holder is rank.stacks.main and not (rank.culprit and rank.state in ("S", "D")):
+        return ""
+    own = holder.own or next(iter(holder.frames), None)
+    return f"thread {holder.label!r} holds Python's lock (GIL)" + (f", in {own.function} ({own.at})" if own else "")
+
+
+def _usage(rank: RankFacts) -> str:
+    """What the processes used; of a rank that waits and is not blamed, only if that is more than a little."""
+    if rank.window_s <= 0 or rank.cpu_s < 0:
+        return ""
+    share = 100 * rank.cpu_s / rank.window_s
+    if not rank.culprit and share < _BUSY:
+        return ""
+    moved = f", {_bytes(rank.io_bytes)} read and written" if rank.io_bytes > 0 else ", no I/O"
+    return f"used {share:.0f} % of a CPU over {rank.window_s:.1f} s, children included{moved}"
+
+
+def _kernel_wait(rank: RankFacts) -> str:
+    """Where in the kernel the main thread is, if that is unusual or the rank is blamed."""
     what = waits_for([rank.wchan, *rank.kernel])
     at = ", ".join(part for part in (rank.call, rank.wchan) if part)
-    if what and (rank.culprit or rank.state == "D" or what not in _USUAL):
-        return [f"in the kernel, waiting for {what}" + (f" ({at})" if at else "")]
-    return [f"in the kernel ({at})"] if at and (rank.culprit or rank.state == "D") else []
+    remarkable = rank.culprit or rank.state == "D"
+    if what and (remarkable or what not in _USUAL):
+        return f"in the kernel, waiting for {what}" + (f" ({at})" if at else "")
+    return f"in the kernel ({at})" if at and remarkable else ""
 
 
 def waits_for(functions: Sequence[str]) -> str:
-    """What a process in these kernel functions waits for, "" if that says nothing to a person."""
+    """What a process in these kernel functions waits for, "" if that is not known."""
     # A kernel stack's line is "[<0>] nfs_wait_on_request+0x4c/0x70 [nfs]".
     names = [function.removeprefix("[<0>] ").lstrip("_") for function in functions]
     return next((what for starts, what in _KERNEL if any(name.startswith(starts) for name in names)), "")
 
 
-def _state(ranks: Sequence[RankFacts], number: int) -> str:
-    state = next(rank.state for rank in ranks if rank.rank == number)
-    return {"T": "stopped", "Z": "a zombie"}.get(state, state)
-
-
-def _bytes(count: float) -> str:
+def _bytes(size: float) -> str:
     for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

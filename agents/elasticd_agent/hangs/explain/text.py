@@ -14,9 +14,10 @@ from collections.abc import Iterable, Sequence
 
 from elasticd_agent.hangs.causes import ADVICE
 from elasticd_agent.hangs.explain.flight_recorder import GroupComparison
-from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, StackGroup, name_ranks
+from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, name_ranks
 from elasticd_agent.hangs.explain.phrases import STATE_NAMES
-from elasticd_agent.hangs.explain.stacks import FoldedFrames, ShownFrame, ShownThread, fold_frames
+from elasticd_agent.hangs.explain.stacks import FoldedFrames, fold_frames
+from elasticd_agent.hangs.stacks import Frame, RankStacks, ThreadStack
 from elasticd_agent.model.phrases import count, has_have
 
 WIDTH = 110
@@ -24,6 +25,7 @@ SUMMARY_LINES = 12
 MAX_ROWS = 16
 """More ranks than that share rows where they do the same."""
 _LOG_SHOWN = 8
+_MOST_STACKS = 8
 _GPU_FACTS = (
     ("utilization_percent", "busy", " %"),
     ("memory_used_bytes", "memory", " B"),
@@ -58,13 +60,12 @@ def summary(explained: Explanation, width: int = WIDTH) -> list[str]:
     """The page in at most LAST_LINES lines: the job's last words after a hang."""
     lines = _wrap(_capital(explained.headline) + ".", width)[:3]
     lines += [f"  {_capital(sentence)}." for sentence in explained.waiting[:3]]
-    for same in explained.stack_groups:
-        if not any(rank.culprit for rank in explained.ranks if rank.rank in same.ranks):
-            continue
-        main = same.stacks.main
-        frames = [one for one in fold_frames(main) if isinstance(one, ShownFrame)] if main is not None else []
-        lines += [f"  {name_ranks(same.ranks)}: {_frame(frame)}" for frame in frames[:2]]
-        break
+    culprits = {rank.rank for rank in explained.blamed}
+    for group in explained.stack_groups:
+        if culprits.intersection(group.ranks):
+            frames = [one for one in fold_frames(group.stacks.main) if isinstance(one, Frame)]
+            lines += [f"  {name_ranks(group.ranks)}: {_frame(frame)}" for frame in frames[:2]]
+            break
     for rank in explained.blamed[:1]:
         lines += [f"  rank {rank.rank}'s last line: {line.strip()}" for line in rank.log[-1:] if line.strip()]
     more = f"  everything else: elasticd explain {explained.directory}"
@@ -186,9 +187,9 @@ def _place(rank: RankFacts) -> str:
     """ "all_reduce (train.py:44)"; where that is a library's, the script's own call that led there, too."""
     main = rank.stacks.main if rank.stacks is not None else None
     own = main.own if main is not None else None
-    inner = main.frames[0] if main is not None and main.frames else None
+    inner = next(iter(main.frames), None) if main is not None else None
     text = rank.function or (f"{inner.function} ({inner.at})" if inner is not None else rank.barrier or "?")
-    if own is not None and own.name not in text:
+    if own is not None and own.base not in text:
         text += f" from {own.function} ({own.at})"
     if rank.where not in ("collective", "device", "init", "barrier"):
         return text
@@ -207,56 +208,57 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _remarks(explained: Explanation, width: int) -> list[str]:
-    """Sentences that several ranks share are said once."""
-    said: dict[str, list[int]] = defaultdict(list)
+    """A sentence that several ranks share stands once."""
+    ranks: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(explained.ranks, key=lambda rank: (not rank.culprit, rank.rank)):
         for remark in rank.remarks:
-            said[remark].append(rank.rank)
-    return [line for what, who in said.items() for line in _wrap(f"{name_ranks(who)}: {what}", width, "  ", "    ")]
+            ranks[remark].append(rank.rank)
+    return [
+        line for remark, group in ranks.items() for line in _wrap(f"{name_ranks(group)}: {remark}", width, "  ", "    ")
+    ]
 
 
 def _stacks(explained: Explanation) -> list[str]:
     culprits = {rank.rank for rank in explained.blamed}
+    groups = explained.stack_groups
     lines: list[str] = []
-    for same in explained.stack_groups[:8]:
-        blamed = bool(culprits.intersection(same.ranks))
-        lines += [f"{'>' if blamed else ' '} {_alike(same, len(explained.stack_groups))} ({same.stacks.source})"]
-        # Of those who only wait, the main thread says it all; the culprit's others may hold what it waits for.
-        threads = same.stacks.threads if blamed else [thread for thread in same.stacks.threads if thread.main]
-        shown = [thread for thread in threads if thread.main or thread.own is not None]
-        for thread in shown[:6]:
-            lines += _thread(thread, alone=len(shown) == 1)
-        if hidden := len(same.stacks.threads) - len(shown[:6]):
-            lines.append(f"      and {count(hidden, 'other thread')}")
-    if len(explained.stack_groups) > 8:
-        left = [rank for same in explained.stack_groups[8:] for rank in same.ranks]
-        lines.append(f"  {name_ranks(left)}: {len(explained.stack_groups) - 8} more stacks, see the files")
+    for group in groups[:_MOST_STACKS]:
+        blamed = bool(culprits.intersection(group.ranks))
+        differs = " differs" if group.differs and len(groups) > 1 else ""
+        alike = differs if len(group.ranks) == 1 else " are identical"
+        lines.append(f"{'>' if blamed else ' '} {name_ranks(group.ranks)}{alike} ({group.stacks.source})")
+        lines += _threads(group.stacks, blamed)
+    if len(groups) > _MOST_STACKS:
+        left = [rank for group in groups[_MOST_STACKS:] for rank in group.ranks]
+        lines.append(f"  {name_ranks(left)}: {len(groups) - _MOST_STACKS} more stacks, see the files")
     return lines
 
 
-def _alike(same: StackGroup, all_of_them: int) -> str:
-    if len(same.ranks) == 1:
-        return f"{name_ranks(same.ranks)}" + (" differs" if all_of_them > 1 and same.differs else "")
-    return f"{name_ranks(same.ranks)} are identical"
+def _threads(stacks: RankStacks, blamed: bool) -> list[str]:
+    """Of ranks that only wait the main thread is enough; another thread of a culprit may hold what that waits for."""
+    shown = [("main thread", stacks.main)]
+    for process in stacks.processes if blamed else ():
+        below = "" if process is stacks.processes[0] else f" of {process}"
+        own = [thread for thread in process.threads if thread is not stacks.main and thread.own is not None]
+        shown += [(f"thread {thread.label}{below}", thread) for thread in own]
+    lines = [line for name, thread in shown[:6] for line in _thread(name, thread, alone=len(shown) == 1)]
+    hidden = len(stacks.threads) - len(shown[:6])
+    return [*lines, f"      and {count(hidden, 'other thread')}"] if hidden else lines
 
 
-def _thread(thread: ShownThread, alone: bool) -> list[str]:
-    lines = []
+def _thread(name: str, thread: ThreadStack, alone: bool) -> list[str]:
     state = f" ({thread.state})" if thread.state not in ("", "idle") else ""
-    if not alone or state:
-        name = "main thread" if thread.main else f"thread {thread.name}"
-        lines.append(f"    {name}{' of ' + thread.below if thread.below else ''}{state}")
+    lines = [f"    {name}{state}"] if state or not alone else []
     for one in fold_frames(thread):
         if isinstance(one, FoldedFrames):
-            lines.append(f"        … {count(one.count, 'frame')} of {', '.join(one.libraries[:4])}")
+            libraries = ", ".join(one.libraries[:4])
+            lines.append(f"        … {count(one.count, 'frame')} of {libraries}")
         else:
-            lines.append(f"      {'>' if not one.library else ' '} {_frame(one)}")
-    if not thread.frames:
-        lines.append("        no Python frames")
-    return lines
+            lines.append(f"      {' ' if one.library else '>'} {_frame(one)}")
+    return lines if thread.frames else [*lines, "        no Python frames"]
 
 
-def _frame(frame: ShownFrame) -> str:
+def _frame(frame: Frame) -> str:
     return f"{frame.function}  {frame.at}"
 
 

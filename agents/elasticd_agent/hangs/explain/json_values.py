@@ -1,0 +1,40 @@
+"""Values of JSON that any program may have written: each is what it should be, or a default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MOST_ITEMS = 4096
+_MOST_LIST = 64
+
+
+def text(value: object) -> str:
+    """The text, shortened to what fits on a page; "" for anything else."""
+    return value[:2000] if isinstance(value, str) else ""
+
+
+def whole(value: object) -> int | None:
+    """The number, if it is a whole one."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def count(value: object) -> int:
+    """The number, if it is one that a counter can show; -1 for anything else."""
+    found = whole(value)
+    return -1 if found is None or not -1 <= found < 1 << 62 else found
+
+
+def number(value: object, default: float = 0.0) -> float:
+    """The number, if it is one that a clock can show."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e12
+    return float(value) if good and isinstance(value, (int, float)) else default
+
+
+def items(value: object, most: int = MOST_ITEMS) -> list[dict[str, Any]]:
+    """The objects in a list of them."""
+    return [one for one in value[:most] if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def values(value: object) -> list[Any]:
+    """The first values of a list."""
+    return value[:_MOST_LIST] if isinstance(value, list) else []

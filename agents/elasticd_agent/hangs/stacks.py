@@ -1,0 +1,147 @@
+"""The stacks of one rank as data: the collector writes them as rank-R.stacks.json, `explain` shows them.
+
+The helper process imports this module at its start, so it needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+PACKAGES = r"(?:site|dist)-packages/"
+STDLIB = r"/lib(?:64)?/python3(?:\.\d+)?t?/(?!(?:site|dist)-packages/)"
+_PACKAGES = re.compile(rf".*{PACKAGES}")
+_STDLIB = re.compile(rf".*{STDLIB}|(?=<frozen )")
+_CHECKOUT = re.compile(r"(?:.*/)?(?:pytorch/(?=torch/)|(?=elasticd_agent/)|(?=elasticd/[\w/]+\.py$))")
+"""torch built from its source, and elasticd itself, which a developer does not install."""
+_DEEP = 4
+
+
+@lru_cache(maxsize=4096)
+def _split(file: str) -> tuple[str, str]:
+    """The library that the file belongs to, "" for the script's own code, and the file's path below it."""
+    if found := _PACKAGES.match(file):
+        below = file[found.end() :]
+        return below.partition("/")[0].removesuffix(".py"), below
+    if found := _STDLIB.match(file):
+        return "python", file[found.end() :]
+    if found := _CHECKOUT.match(file):
+        below = file[found.end() :]
+        return below.partition("/")[0], below
+    return "", file
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call: the function as the source names it ("all_reduce", "Model.forward"), its file and line, 0 unknown."""
+
+    function: str
+    file: str
+    line: int
+
+    @property
+    def name(self) -> str:
+        """Without its class or outer function: all that Python 3.10 and faulthandler know of it."""
+        return self.function.rpartition(".")[2]
+
+    @property
+    def library(self) -> str:
+        """ "torch", "python": the library that it belongs to; "" for the script's own code."""
+        return _split(self.file)[0]
+
+    @property
+    def path(self) -> str:
+        """The file without what says nothing: the directory of site-packages or of the standard library."""
+        return _split(self.file)[1]
+
+    @property
+    def short(self) -> str:
+        """The file as it is called on any machine."""
+        library, below = _split(self.file)
+        return below if library else below.rpartition("/")[2]
+
+    @property
+    def at(self) -> str:
+        """Its place, as short as a person needs: of a deep path the last two parts."""
+        parts = self.path.split("/")
+        deep = len(parts) > _DEEP and self.path.startswith("/")
+        path = "…/" + "/".join(parts[-2:]) if deep else self.path
+        return f"{path}:{self.line}" if self.line else path
+
+    @property
+    def base(self) -> str:
+        """Its place without any directory."""
+        return f"{self.file.rpartition('/')[2]}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadStack:
+    """One thread, innermost call first."""
+
+    name: str
+    tid: str
+    frames: tuple[Frame, ...]
+    state: str = ""
+    """py-spy's: "idle", "active", "active+gil"."""
+
+    @property
+    def holds_gil(self) -> bool:
+        return self.state.endswith("+gil")
+
+    @property
+    def label(self) -> str:
+        return self.name or self.tid
+
+    @property
+    def own(self) -> Frame | None:
+        """The innermost call of the script's own code."""
+        return next((frame for frame in self.frames if not frame.library), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStacks:
+    """One process, its main thread first."""
+
+    pid: int
+    comm: str
+    threads: tuple[ThreadStack, ...]
+
+    def __str__(self) -> str:
+        return f"{self.comm[:40] or 'process'} (pid {self.pid})"
+
+
+@dataclass(frozen=True, slots=True)
+class RankStacks:
+    """The worker's process first, then processes below it (DataLoader workers); none of them is without threads."""
+
+    source: str
+    """ "py-spy" or "faulthandler"."""
+    processes: tuple[ProcessStacks, ...]
+
+    @property
+    def main(self) -> ThreadStack:
+        return self.processes[0].threads[0]
+
+    @property
+    def key(self) -> tuple[tuple[str, str, int], ...]:
+        """The same for ranks whose main threads are at the same place, on whatever node."""
+        return tuple((frame.function, frame.path, frame.line) for frame in self.main.frames)
+
+    @property
+    def threads(self) -> list[ThreadStack]:
+        return [thread for process in self.processes for thread in process.threads]
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode() + b"\n"
+
+
+def digest(frames: Sequence[Frame]) -> str:
+    """The same for the same calls at the same lines, on whatever machine and from whichever source; "" for none."""
+    if not frames:
+        return ""
+    text = "\n".join(f"{frame.short}:{frame.line} {frame.name}" for frame in frames)
+    return hashlib.sha1(text.encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:12]
