@@ -3,8 +3,8 @@
     session = elasticd.init()
     sampler = elasticd.ElasticBatchSampler(dataset, global_batch=64)
 
-What `__all__` names is promised and follows semantic versioning; nothing else is. Importing it imports neither torch
-nor the daemon; names are looked up when first used, so that the agent, which reads beats and records, stays small.
+`__all__` is the public API and follows semantic versioning; nothing else does. The import of elasticd imports neither
+torch nor the agent: names are looked up when first used, so that the agent, which reads heartbeats, stays small.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from elasticd.sampler import ElasticBatchSampler
     from elasticd.session import Resumed, Session, init
 
-_WHERE = {
+_MODULES = {
     "init": "session",
     "Session": "session",
     "Resumed": "session",
@@ -60,7 +60,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = _WHERE.get(name)
+    module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'elasticd' has no attribute {name!r}; it has {', '.join(__all__)}")
     from importlib import import_module

@@ -1,12 +1,12 @@
 """The elastic batch sampler: which samples each rank trains on, exact across crashes, shrinks and grows.
 
 The position in the data is one global cursor (epoch, offset), moved only by `commit()`, together with the optimizer
-step that used the samples. Ranks, micro-batches and DataLoader workers are never part of it: they only say which slice
-of the global batch at the cursor is whose. So whatever was prefetched and not trained on is fetched again after a
-restart, and whatever was trained on is not, with any number of ranks before and after.
+step that used the samples. Ranks, micro-batches and DataLoader workers are never part of it: they only select slices of
+the global batch at the cursor. So samples that were prefetched but not trained on are fetched again after a restart,
+and samples that were trained on are not, with any number of ranks before and after.
 
-This module never moves the cursor because a batch was fetched and never talks to other ranks. Importing it imports no
-torch, which is needed only to ask for the process group's rank and size and for the shuffle's arithmetic.
+A fetch never moves the cursor, and the sampler sends nothing to other ranks. torch is imported only for the process
+group's rank and size and for the shuffle's arithmetic.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import NamedTuple, cast
 from elasticd.errors import SamplerError
 from elasticd.shuffle import ALGORITHM, LARGEST, Permutation
 
-# Positions shuffled at a time: a call into torch costs 0.3 ms, and 0.15 ms more for each thousand of them. It begins
-# small so that the first batch after a restart does not wait for later ones.
-_FIRST_CHUNK, _LARGEST_CHUNK = 128, 8192
+# Positions shuffled at a time: a call into torch costs 0.3 ms, and 0.15 ms more for each thousand of them. The first
+# chunk is small so that the first batch after a restart does not wait for later ones.
+_FIRST_CHUNK = 128
+_LARGEST_CHUNK = 8192
 
 
 class _Slice(NamedTuple):
@@ -37,8 +38,8 @@ class ElasticBatchSampler:
 
     Args:
         dataset: a map-style dataset, anything with a length, or the length itself.
-        global_batch: samples in one optimizer step, over all ranks and micro-batches together. It stays what it is
-            when the world size changes; never compute it from the world size.
+        global_batch: samples in one optimizer step, over all ranks and micro-batches together. It does not change
+            with the world size; never compute it from the world size.
         accumulate: micro-batches a rank takes for one optimizer step. It may differ from run to run.
         shuffle: False walks the dataset in order.
         seed: the same on every rank, below 2**64. The order is a function of (dataset length, seed, epoch) alone, see
@@ -47,8 +48,8 @@ class ElasticBatchSampler:
         rank, world_size: from the default process group unless both are given; 0 of 1 where there is none.
 
     The global batch at the cursor is cut into `accumulate * world_size` contiguous slices, sizes differing by one at
-    most; micro-batch m of rank r is slice `m * world_size + r`. Where there are fewer samples than slices, a rank that
-    would have none gets one stand-in sample, so that it takes part in DDP's collectives, with `loss_scale()` 0.
+    most; micro-batch m of rank r is slice `m * world_size + r`. Where there are fewer samples than slices, a rank
+    without samples gets one stand-in sample, so that it takes part in DDP's collectives, with `loss_scale()` 0.
 
     Call `commit()` after each optimizer step (`session.step()` does) and `set_epoch()` before each epoch:
 
@@ -98,21 +99,21 @@ class ElasticBatchSampler:
             warnings.warn(
                 f"{self._world_size} ranks x {self._accumulate} micro-batches share a global batch of "
                 f"{self._global_batch}: some train on a stand-in with loss scale 0 at every step. The result is right, "
-                "the time is wasted; raise global_batch, or lower accumulate or the number of ranks",
+                "but the time is wasted; raise global_batch, or lower accumulate or the number of ranks",
                 stacklevel=2,
             )
         self._epoch = 0
         self._offset = 0
-        # Positions before this one have been handed out, micro-batches and all, since the cursor was last placed.
+        # Positions before this one have been fetched, with all micro-batches, since the cursor was last placed.
         self._fetched = 0
-        # Grows when the cursor is placed somewhere else, so that iterators from before know that they are stale.
-        self._placed = 0
+        # Grows when the cursor is placed elsewhere; an iterator with another number is stale.
+        self._generation = 0
         self._restored = False
         self._finished_here = False
 
     @property
     def epoch(self) -> int:
-        """The epoch the cursor is in; after `load_state_dict` the one to go on with, though it may be at its end."""
+        """The epoch of the cursor; after `load_state_dict` the one to continue with, possibly at its end."""
         return self._epoch
 
     @property
@@ -132,7 +133,7 @@ class ElasticBatchSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in a whole epoch, wherever the cursor is: what a learning-rate schedule wants to know."""
+        """Optimizer steps in a whole epoch, independent of the cursor: the number for a learning-rate schedule."""
         return len(range(0, self._end, self._global_batch))
 
     @property
@@ -147,13 +148,13 @@ class ElasticBatchSampler:
     def samples(self, micro: int = 0) -> int:
         """Real samples in this rank's micro-batch of the step at the cursor: 0 means that it holds a stand-in.
 
-        Raises SamplerError at the end of an epoch, and for a micro-batch that there isn't.
+        Raises SamplerError at the end of an epoch, and for a micro-batch out of range.
         """
         start, stop = self._slice(self._step_at_cursor("samples()"), micro)
         return stop - start
 
     def loss_scale(self, micro: int = 0) -> float:
-        """What to multiply this micro-batch's mean loss by, for the step at the cursor: n * W / B.
+        """The factor for this micro-batch's mean loss, for the step at the cursor: n * W / B.
 
         n is the number of samples in this rank's micro-batch (0 for a stand-in), W the world size, B the number of
         samples in this global step (the last one of an epoch may be smaller). Why: each rank's backward adds up the
@@ -166,41 +167,41 @@ class ElasticBatchSampler:
         no further division by `accumulate`. It holds for losses that are a mean over samples (reduction="mean").
 
         Call it before `commit()`. It never depends on what was prefetched. Raises SamplerError at the end of an epoch,
-        and for a micro-batch that there isn't.
+        and for a micro-batch out of range.
         """
         step = self._step_at_cursor("loss_scale()")
         start, stop = self._slice(step, micro)
         return (stop - start) * self._world_size / (step.stop - step.start)
 
     def commit(self) -> None:
-        """Move the cursor past the global batch it stands at: the optimizer step that used it has been taken.
+        """Move the cursor past its global batch: the optimizer step that used the batch is done.
 
         `session.step()` calls this for an attached sampler. Raises SamplerError, and moves nothing, if the epoch is
-        over or the step's micro-batches have not all been fetched: then nothing can have been trained on them.
+        over or the step's micro-batches have not all been fetched: then they cannot have been trained on.
         """
         step = self._step_at_cursor("commit()")
         if self._fetched < step.stop:
             raise SamplerError(
-                f"commit() at {self._where()}, but that step's samples have not all been fetched. Commit once for each "
-                f"optimizer step, after all of its micro-batches ({self._accumulate}); session.step() already commits "
+                f"commit() at {self._position()}, but that step's samples have not all been fetched. Commit once for "
+                f"each optimizer step, after all of its micro-batches ({self._accumulate}); session.step() already commits "
                 "an attached sampler, so do not call both"
             )
-        # The samples that drop_last leaves out go with the last step, so that offset == length always means "over".
+        # The samples that drop_last leaves out belong to the last step, so that offset == length always means "over".
         self._offset = self._size if step.stop == self._end else step.stop
         self._restored = False
         self._finished_here = self._offset == self._size
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch: the one the cursor is in keeps its position, another one starts at its beginning.
+        """Go to an epoch: the epoch of the cursor keeps its position, another one starts at its beginning.
 
-        Call it at the start of every epoch, after a resume too: the resumed epoch goes on where it was committed, and
-        one that was resumed at its very end yields nothing. Raises SamplerError for an epoch before a restored one that
-        nothing was committed of since: a loop written `range(epochs)` would train on everything again.
+        Call it at the start of every epoch, after a resume too: the resumed epoch continues from its last commit, and
+        an epoch resumed at its very end yields nothing. Raises SamplerError for an epoch before a restored one before
+        the first commit since: a loop written `range(epochs)` would train on everything again.
         """
         epoch = _integer("epoch", epoch, at_least=0)
         if epoch < self._epoch and self._restored:
             raise SamplerError(
-                f"set_epoch({epoch}) after a restore at {self._where()} would train on finished epochs again; write "
+                f"set_epoch({epoch}) after a restore at {self._position()} would train on finished epochs again; write "
                 "the loop as `for epoch in range(sampler.epoch, epochs)`"
             )
         self._finished_here = False
@@ -208,7 +209,7 @@ class ElasticBatchSampler:
             self._place_cursor(epoch, 0)
 
     def state_dict(self) -> dict[str, int | bool | str]:
-        """The cursor and what it depends on: plain ints, bools and one str; the same on every rank."""
+        """The cursor and the arguments it depends on: plain ints, bools and one str; the same on every rank."""
         return {
             "version": 1,
             "order": ALGORITHM if self._shuffle else "sequential",
@@ -222,13 +223,13 @@ class ElasticBatchSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Put the cursor where `state_dict()` says. World size, rank and accumulate are free to differ.
+        """Restore the cursor of `state_dict()`. World size, rank and accumulate may differ.
 
         Raises SamplerError, and changes nothing, when the dataset's size, seed, shuffle or order differ: the same
         offset would mean other samples. A different global_batch or drop_last is accepted between epochs (at the
         beginning or the end of one) and refused inside one.
         """
-        epoch, offset = _checked(state, self.state_dict())
+        epoch, offset = _check_state(state, self.state_dict())
         self._place_cursor(epoch, offset)
         self._restored = True
         self._finished_here = False
@@ -242,23 +243,23 @@ class ElasticBatchSampler:
             raise SamplerError(
                 f"epoch {self._epoch} is finished; call sampler.set_epoch({self._epoch + 1}) before the next iteration"
             )
-        # Not a generator itself: the cursor that counts is the one at iter(), not the one at the first next().
-        return self._micro_batches(self._starts_left(), self._placed)
+        # Not a generator itself: it starts at the cursor of iter(), not of the first next().
+        return self._micro_batches(self._starts_left(), self._generation)
 
-    def _micro_batches(self, starts: range, placed: int) -> Iterator[list[int]]:
+    def _micro_batches(self, starts: range, generation: int) -> Iterator[list[int]]:
         epoch = self._epoch
         order = Permutation(self._size, self._seed, epoch) if self._shuffle else None
         share = -(-self._global_batch // self._world_size)
         chunk, done = _FIRST_CHUNK, 0
         while done < len(starts):
             steps = [self._step_from(start) for start in starts[done : done + max(1, chunk // share)]]
-            slices = [self._occupied(step, micro) for step in steps for micro in range(self._accumulate)]
+            slices = [self._slice_or_stand_in(step, micro) for step in steps for micro in range(self._accumulate)]
             positions = [position for start, stop in slices for position in range(start, stop)]
             indices = positions if order is None else order.at(positions)
             taken = 0
             for number, (start, stop) in enumerate(slices):
                 step, micro = steps[number // self._accumulate], number % self._accumulate
-                self._refuse_stale(step, placed, epoch)
+                self._refuse_stale(step, generation, epoch)
                 if micro == self._accumulate - 1:
                     self._fetched = max(self._fetched, step.stop)
                 yield indices[taken : taken + stop - start]
@@ -266,15 +267,15 @@ class ElasticBatchSampler:
             done += len(steps)
             chunk = min(2 * chunk, _LARGEST_CHUNK)
 
-    def _refuse_stale(self, step: _Slice, placed: int, epoch: int) -> None:
-        if placed != self._placed or step.start < self._offset:
+    def _refuse_stale(self, step: _Slice, generation: int, epoch: int) -> None:
+        if generation != self._generation or step.start < self._offset:
             raise SamplerError(
-                f"this iterator would go on at epoch {epoch}, sample {step.start}, but the sampler was moved to "
-                f"{self._where()}, by set_epoch(), load_state_dict() or commits of other steps than this iterator's; "
+                f"this iterator would continue at epoch {epoch}, sample {step.start}, but the sampler was moved to "
+                f"{self._position()}, by set_epoch(), load_state_dict() or commits of steps of another iterator; "
                 "start a new iteration over the DataLoader"
             )
 
-    def _occupied(self, step: _Slice, micro: int) -> _Slice:
+    def _slice_or_stand_in(self, step: _Slice, micro: int) -> _Slice:
         piece = self._slice(step, micro)
         return piece if piece.start < piece.stop else _Slice(step.start, step.start + 1)  # the stand-in
 
@@ -293,24 +294,26 @@ class ElasticBatchSampler:
     def _step_from(self, start: int) -> _Slice:
         return _Slice(start, min(start + self._global_batch, self._end))
 
-    def _step_at_cursor(self, asked: str) -> _Slice:
+    def _step_at_cursor(self, caller: str) -> _Slice:
         if self._offset == self._size:
             raise SamplerError(
-                f"{asked} at the end of epoch {self._epoch}: no step is left in it. Call it before the step's "
+                f"{caller} at the end of epoch {self._epoch}: no step is left in it. Call it before the step's "
                 f"commit(); set_epoch({self._epoch + 1}) starts the next epoch"
             )
         return self._step_from(self._offset)
 
     def _place_cursor(self, epoch: int, offset: int) -> None:
-        self._epoch, self._offset, self._fetched = epoch, offset, offset
-        self._placed += 1
+        self._epoch = epoch
+        self._offset = offset
+        self._fetched = offset
+        self._generation += 1
         self._restored = False
 
     @property
     def _end(self) -> int:
         return self._size - self._size % self._global_batch if self._drop_last else self._size
 
-    def _where(self) -> str:
+    def _position(self) -> str:
         return f"epoch {self._epoch}, sample {self._offset} of {self._size}"
 
 
@@ -336,7 +339,7 @@ def _integer(name: str, value: object, *, at_least: int) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]  # whatever is no integer raises TypeError
+        number = operator.index(value)  # type: ignore[arg-type]  # raises TypeError unless an integer
     except TypeError:
         raise SamplerError(f"{name}={value!r} must be an integer") from None
     if number < at_least:
@@ -351,10 +354,10 @@ def _rank_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None or world_size is None:
         return _rank_in_group()
     ranks = _integer("world_size", world_size, at_least=1)
-    place = _integer("rank", rank, at_least=0)
-    if place >= ranks:
-        raise SamplerError(f"rank={place} must be below world_size={ranks}")
-    return place, ranks
+    number = _integer("rank", rank, at_least=0)
+    if number >= ranks:
+        raise SamplerError(f"rank={number} must be below world_size={ranks}")
+    return number, ranks
 
 
 def _rank_in_group() -> tuple[int, int]:
@@ -362,34 +365,36 @@ def _rank_in_group() -> tuple[int, int]:
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    announced = os.environ.get("WORLD_SIZE", "1")
-    if announced != "1":
-        # Going on as rank 0 of 1 would train every rank on everything, without a word.
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        # As rank 0 of 1 every rank would silently train on everything.
         raise SamplerError(
-            f"WORLD_SIZE={announced} but there is no process group yet: make the sampler after elasticd.init() or "
+            f"WORLD_SIZE={world_size} but there is no process group yet: create the sampler after elasticd.init() or "
             "torch.distributed.init_process_group(), or give rank and world_size"
         )
     return 0, 1
 
 
-def _checked(state: Mapping[str, object], mine: Mapping[str, int | bool | str]) -> tuple[int, int]:
+def _check_state(state: Mapping[str, object], mine: Mapping[str, int | bool | str]) -> tuple[int, int]:
     """(epoch, offset) of a saved state that fits this sampler; SamplerError, naming the difference, otherwise."""
     if state.get("version") != mine["version"]:
-        raise SamplerError(f"the sampler's state has version {state.get('version')!r}; known here: {mine['version']}")
+        raise SamplerError(
+            f"the sampler's state has version {state.get('version')!r}; this elasticd reads {mine['version']}"
+        )
     for key, value in mine.items():
         if type(state.get(key)) is not type(value):
-            raise SamplerError(f"this is no sampler state: {key} is {state.get(key)!r}")
+            raise SamplerError(f"this is not a sampler's state: {key} is {state.get(key)!r}")
     for key in ("dataset_size", "shuffle", "seed", "order"):
         if state[key] != mine[key]:
             raise SamplerError(
                 f"{key} was {state[key]!r} when this state was saved and is {mine[key]!r} now: its position would mean "
-                f"other samples. Make it {state[key]!r} again, or start without the sampler's state"
+                f"other samples. Set it to {state[key]!r} again, or start without the sampler's state"
             )
     saved = cast("Mapping[str, int]", state)  # the types were compared above
     size, batch, epoch, offset = saved["dataset_size"], saved["global_batch"], saved["epoch"], saved["offset"]
     inside = 0 < offset < size
     if epoch < 0 or batch < 1 or not 0 <= offset <= size or (inside and offset % batch):
-        raise SamplerError(f"this state makes no sense: epoch {epoch}, sample {offset} of {size}, global batch {batch}")
+        raise SamplerError(f"this state is invalid: epoch {epoch}, sample {offset} of {size}, global batch {batch}")
     for key in ("global_batch", "drop_last"):
         if inside and state[key] != mine[key]:
             raise SamplerError(

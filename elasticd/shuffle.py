@@ -1,9 +1,9 @@
-"""The shuffled order of an epoch, computed where it is needed.
+"""The shuffled order of an epoch, computed position by position.
 
-A job that resumes in the middle of an epoch must see the very order it was stopped in, perhaps on another machine and
-with another torch. `torch.randperm` promises that neither across releases nor across platforms, and it costs O(n) time
-at every restart. So the order is specified here, to the last bit, and any position of it can be computed alone:
-a format-preserving permutation (a generalised Feistel network with cycle walking; Black and Rogaway, "Ciphers with
+A job that resumes in the middle of an epoch must see the same order as before, perhaps on another machine and with
+another torch. `torch.randperm` promises that neither across releases nor across platforms, and it costs O(n) time at
+every restart. So the order is specified here, to the last bit, and any position of it can be computed alone: a
+format-preserving permutation (a generalised Feistel network with cycle walking; Black and Rogaway, "Ciphers with
 Arbitrary Finite Domains", 2002), in exact 64-bit integer arithmetic that never overflows.
 
 The algorithm, named "feistel-1" in checkpoints:
@@ -16,7 +16,7 @@ The algorithm, named "feistel-1" in checkpoints:
     order[i]: round trips from x = i until x < n   (each is a bijection of the grid, so this ends and is one of 0..n-1)
     mix(h): the 32-bit hash "prospector32" of github.com/skeeto/hash-prospector (public domain)
 
-It shuffles training data; it is not meant to keep a secret. This module never reads a global random state.
+It shuffles training data and keeps no secret. It never reads a global random state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORD = 0xFFFFFFFF
 
 
 class Permutation:
-    """The order of `range(n)` that belongs to (seed, epoch). O(1) memory; costs nothing until asked."""
+    """The order of `range(n)` for (seed, epoch), in O(1) memory."""
 
     __slots__ = ("_columns", "_keys", "_n", "_rows")
 
@@ -47,7 +47,7 @@ class Permutation:
         self._keys: tuple[int, ...] = struct.unpack("<8I", digest)
 
     def at(self, positions: list[int]) -> list[int]:
-        """What stands at these positions of the order; each position in 0..n-1, the answer in the same order.
+        """The samples at these positions of the order; each position is in 0..n-1.
 
         Cheapest in batches: a call costs about 0.3 ms, and 0.15 ms more for each thousand positions.
         """
