@@ -183,8 +183,8 @@ class ElasticBatchSampler:
         if self._fetched < step.stop:
             raise SamplerError(
                 f"commit() at {self._position()}, but that step's samples have not all been fetched. Commit once for "
-                f"each optimizer step, after all of its micro-batches ({self._accumulate}); session.step() already commits "
-                "an attached sampler, so do not call both"
+                f"each optimizer step, after all of its micro-batches ({self._accumulate}); session.step() already "
+                "commits an attached sampler, so do not call both"
             )
         # The samples that drop_last leaves out belong to the last step, so that offset == length always means "over".
         self._offset = self._size if step.stop == self._end else step.stop

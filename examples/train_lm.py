@@ -46,7 +46,7 @@ def main() -> None:
     log = LossLog(args.loss_log if session.rank == 0 else None)
     if session.rank == 0:
         million = sum(p.numel() for p in model.parameters()) / 1e6
-        print(f"round {session.round}: {million:.2f} M parameters, going on from step {session.steps}", flush=True)
+        print(f"round {session.round}: {million:.2f} M parameters, continues from step {session.steps}", flush=True)
 
     for x, y in endless(loader, sampler):
         if session.should_stop or session.steps >= args.steps:
