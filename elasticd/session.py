@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from elasticd import process_group
 from elasticd.checkpointing import restore, state
 from elasticd.checkpointing.restore import Resumed
-from elasticd.checkpointing.saver import SaveInterval, Saver
+from elasticd.checkpointing.saver import DEFAULT_KEEP, SaveInterval, Saver
 from elasticd.coordination import pause
 from elasticd.coordination.barrier import Barriers, timeout_seconds
 from elasticd.coordination.decisions import Action, DecisionPoints
@@ -172,7 +172,7 @@ class Session:
         self,
         every: int | str | timedelta,
         directory: str | os.PathLike[str] | None = None,
-        keep: int = 3,
+        keep: int = DEFAULT_KEEP,
         barrier: float | timedelta | None = None,
     ) -> None:
         """Save every `every` steps (50), or at an interval of time ("30s", a timedelta), by rank 0's clock.
