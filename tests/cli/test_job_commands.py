@@ -88,7 +88,7 @@ def test_a_jobs_life_as_an_operator_sees_it(node: MakeNode) -> None:
     n1 = node()
     n1.start()
     ask = asker(n1)
-    assert ask("jobs") == "no jobs; elasticd submit FILE hands one in\n"
+    assert ask("jobs") == "no jobs; elasticd submit FILE submits one\n"
     path = written(n1, "llama", "resume.py", "--steps", "100000", workers=2, checkpoint_dir=str(n1.work / "ck"))
     assert ask("submit", str(path)) == "llama\n"
     ask("submit", str(path), code=1, err="elasticd submit: job 'llama' has not ended")

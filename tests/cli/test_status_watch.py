@@ -1,4 +1,4 @@
-"""`elasticd status --watch` without a terminal: pages one after another, through an agent's restart, until the end."""
+"""`elasticd status --watch` without a terminal: page after page, through an agent's restart, until the end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.cli import status_watch as watching
+from elasticd_agent.cli import status_watch
 from elasticd_agent.node.api.client import Reply, Unreachable
+from elasticd_agent.node.api.schema import JobStatus
 from tests.node.dashboard.hostile_texts import WICKED
 from tests.node.dashboard.samples import NOW, a_job, a_rank
 
@@ -36,70 +37,72 @@ class Agent:
         return Reply(200, json.dumps(answer).encode())
 
     def watched(self, job: str | None = "llama") -> int:
-        return watching.follow(self, job, 2.0, self.shown.append, sleep=self.slept.append)  # type: ignore[arg-type]
+        return status_watch.follow(self, job, 2.0, self.shown.append, sleep=self.slept.append)  # type: ignore[arg-type]
 
 
 ENDED = {**a_job(), "state": "succeeded", "ended_at": NOW, "ended_seconds": 1.0, "exit_code": 0}
 
 
-def test_it_goes_on_through_a_restart_and_ends_with_the_job() -> None:
-    away = Unreachable("no daemon answers at /run/elasticd/agent.sock")
+def test_continues_through_a_restart_and_ends_with_the_job() -> None:
+    away = Unreachable("no agent answers at /run/elasticd/agent.sock")
     agent = Agent(iter([a_job(), away, 503, a_job(), ENDED]))
     assert agent.watched() == 0
-    assert "as of 0s ago: no daemon answers" in agent.shown[1] and "llama: running" in agent.shown[1]
+    assert "as of 0s ago: no agent answers" in agent.shown[1] and "llama: running" in agent.shown[1]
     assert "no, 503" in agent.shown[2]
     assert "llama: succeeded" in agent.shown[4]
     assert agent.slept == [2.0] * 4
 
 
-def test_what_is_refused_ends_it_and_so_does_an_agent_that_never_answered() -> None:
-    with pytest.raises(watching.WatchFailed, match="no, 404"):
+def test_ends_on_refusal_and_without_any_answer() -> None:
+    with pytest.raises(status_watch.WatchFailed, match="no, 404"):
         Agent(iter([404])).watched()
-    with pytest.raises(watching.WatchFailed, match="no, 404"):
+    with pytest.raises(status_watch.WatchFailed, match="no, 404"):
         Agent(iter([a_job(), 404])).watched()
     with pytest.raises(Unreachable):
-        Agent(iter([Unreachable("nobody there")])).watched()
+        Agent(iter([Unreachable("no answer")])).watched()
 
 
-def test_what_is_wrong_and_how_fast_it_went_come_first() -> None:
-    page = watching.render(a_job(ranks=[a_rank(1, state="T", idle_seconds=2.0)]))
+def test_problem_and_rate_come_first() -> None:
+    page = status_watch.render(JobStatus.from_dict(a_job(ranks=[a_rank(1, state="T", idle_seconds=2.0)])))
     first, second, third = page.splitlines()[:3]
-    assert first == "elasticd: stalled: Rank 1 on a is stopped: nothing of it has moved for 2.0 s."
+    assert first == "elasticd: stalled: Rank 1 on a is stopped: no progress for 2.0 s."
     assert second.endswith("steps/s, the last 5m") and len(second.split()[0]) >= 10
     assert third == "llama: running"
-    assert "RANK  NODE  PHASE    STEP  MOVED" in page
+    assert "RANK  NODE  PHASE    STEP  PROGRESS" in page
 
 
-def test_jobs_and_nodes_are_watched_without_a_job() -> None:
-    row = {k: v for k, v in a_job().items() if k not in ("places", "progress")}
+def test_watch_of_all_jobs_and_nodes() -> None:
+    row = {k: v for k, v in a_job().items() if k not in ("assignments", "progress")}
     node = {"node": "a", "state": "ready", "used": 2, "slots": 4, "jobs": ["llama"], "reason": ""}
     agent = Agent(iter([{"jobs": [row]}, {"nodes": [node]}, {"jobs": []}, 403]))
-    with pytest.raises(watching.WatchFailed):
+    with pytest.raises(status_watch.WatchFailed):
         agent.watched(None)
     assert "llama  running" in agent.shown[0] and "ready  2/4" in agent.shown[0]
 
 
-def test_no_words_of_a_job_steer_the_terminal() -> None:
-    page = watching.render({**a_job(ranks=[a_rank(0, node=WICKED, state="T")]), "reason": WICKED})
+def test_control_characters_are_escaped() -> None:
+    text = WICKED.encode("utf-8", "replace").decode()
+    answer = {**a_job(ranks=[a_rank(0, node=text, state="T")]), "reason": text}
+    page = status_watch.render(JobStatus.from_dict(answer))
     assert "\x1b" not in page and "\r" not in page and "\x00" not in page
 
 
 def test_sparks() -> None:
-    assert watching.sparks([None, 0.0, 1.0, 8.0]) == "· ▁█"
-    assert watching.sparks([0.0, None]) == " ·"
+    assert status_watch.sparks([None, 0.0, 1.0, 8.0]) == "· ▁█"
+    assert status_watch.sparks([0.0, None]) == " ·"
 
 
 _SLOW = """
 import sys
-from elasticd_agent.cli import job_commands as verbs, status_watch as watching
+from elasticd_agent.cli import job_commands, status_watch
 from tests.node.dashboard.samples import a_job
-watching._asked = lambda client, job: a_job()
-sys.exit(verbs.verb("status", ["llama", "--watch", "--every", "0.2", "--agent", "unix:/nowhere"]))
+status_watch._fetch = lambda client, job: a_job()
+sys.exit(job_commands.run_command("status", ["llama", "--watch", "--every", "0.2", "--agent", "unix:/nowhere"]))
 """
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
-def test_ctrl_c_in_a_pipe_ends_it_with_0(more: list[str]) -> None:
+def test_ctrl_c_in_a_pipe_exits_with_0(more: list[str]) -> None:
     code = _SLOW.replace('"--every"', "".join(f'"{one}", ' for one in more) + '"--every"')
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.Popen(

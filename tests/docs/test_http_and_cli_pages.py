@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from elasticd_agent.cli import job_commands as verbs
-from elasticd_agent.node.api import views as showing
-from elasticd_agent.node.api.progress import JobTimeline
 from elasticd_agent.node.api.routes import _ROUTES
-from elasticd_agent.node.records import NodeStatus, Submission
-from elasticd_agent.node.scheduler.policy import ClusterView
+from elasticd_agent.node.api.schema import JobProgress, JobStatus, NodeSummary, RankProgress, RoundStatus
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -20,22 +18,15 @@ def test_every_route_is_described() -> None:
     text = (DOCS / "http.md").read_text()
     for route, methods in _ROUTES.items():
         path = "/" + "/".join(route).replace("jobs/*", "jobs/JOB").replace("nodes/*", "nodes/NODE")
-        if "here" not in route:
+        if "local" not in route:
             assert all(f"`{method} {path}`" in text for method in methods), path
 
 
 def test_every_field_is_described() -> None:
     text = (DOCS / "http.md").read_text()
-    wants = Submission("j", 1, "{}", 1, 1, 1, 1)
-    card = NodeStatus("a", "i", 1)
-    rows = [showing.job(ClusterView(), wants, 0.0), showing.node("a", card, None, ClusterView()), vars_of_progress()]
-    assert not {name for row in rows for name in row if f"`{name}`" not in text}
-
-
-def vars_of_progress() -> dict[str, object]:
-    from elasticd_agent.node.api.local import _history_row
-
-    return _history_row(JobTimeline(), 0.0)
+    answers = (JobStatus, JobProgress, NodeSummary, RoundStatus, RankProgress)
+    names = {field.name for answer in answers for field in fields(answer)} - {"unknown"}
+    assert not {name for name in names if f"`{name}`" not in text}
 
 
 @pytest.mark.parametrize("name", [*verbs.AGENT_COMMANDS, "dump", "explain"])

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
 
-from elasticd.errors import UsageError
+from elasticd.errors import UsageError, WireError
 from elasticd_agent.cli import tables
 from elasticd_agent.cli.dispatch import AGENT_VARIABLE
 from elasticd_agent.model.exit_codes import INTERRUPTED
 from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable, open_client
+from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
 
 TOKEN_FILE, CA = "ELASTICD_TOKEN_FILE", "ELASTICD_CA"
 EVIDENCE_TIMEOUT_S = 75.0
@@ -87,7 +88,7 @@ def _submit(client: AgentClient, asked: argparse.Namespace) -> int:
 def _jobs(client: AgentClient, asked: argparse.Namespace) -> int:
     found = _document(client.get("/v1/jobs"))
     _print_problems(found)
-    return _show(asked, found, lambda it: tables.jobs(it["jobs"]))
+    return _show(asked, found, lambda it: tables.jobs([JobSummary.from_dict(row) for row in it["jobs"]]))
 
 
 def _status(client: AgentClient, asked: argparse.Namespace) -> int:
@@ -102,7 +103,7 @@ def _status(client: AgentClient, asked: argparse.Namespace) -> int:
         both = {**_document(client.get("/v1/jobs")), "nodes": _document(client.get("/v1/nodes"))["nodes"]}
         _print_problems(both)
         return _show(asked, both, tables.overview)
-    return _show(asked, _document(client.get(_job(asked.job))), tables.status)
+    return _show(asked, _document(client.get(_job(asked.job))), lambda it: tables.status(JobStatus.from_dict(it)))
 
 
 def _logs(client: AgentClient, asked: argparse.Namespace) -> int:
@@ -128,7 +129,7 @@ def _cancel(client: AgentClient, asked: argparse.Namespace) -> int:
 def _nodes(client: AgentClient, asked: argparse.Namespace) -> int:
     found = _document(client.get("/v1/nodes"))
     _print_problems(found)
-    return _show(asked, found, lambda it: tables.nodes(it["nodes"]))
+    return _show(asked, found, lambda it: tables.nodes([NodeSummary.from_dict(row) for row in it["nodes"]]))
 
 
 def _cordon(client: AgentClient, asked: argparse.Namespace, what: str = "cordon") -> int:
@@ -136,7 +137,7 @@ def _cordon(client: AgentClient, asked: argparse.Namespace, what: str = "cordon"
     row = _document(client.post(f"/v1/nodes/{quote(asked.name, safe='')}/{what}", body))
     if getattr(asked, "wait", False):
         row = _wait_until_drained(client, asked.name, asked.timeout)
-    return _show(asked, row, lambda it: tables.nodes([it]))
+    return _show(asked, row, lambda it: tables.nodes([NodeSummary.from_dict(it)]))
 
 
 def _drain(client: AgentClient, asked: argparse.Namespace) -> int:
@@ -192,7 +193,7 @@ def _document(reply: Reply) -> dict[str, Any]:
 def _show(asked: argparse.Namespace, found: dict[str, Any], page: Callable[[dict[str, Any]], str]) -> int:
     try:
         text = json.dumps(found, indent=2, ensure_ascii=False) + "\n" if asked.json else page(found)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (WireError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise _RequestFailed(
             f"the daemon answered something that makes no sense ({error!r}); is it another version?"
         ) from None
@@ -201,7 +202,7 @@ def _show(asked: argparse.Namespace, found: dict[str, Any], page: Callable[[dict
 
 
 def _print_problems(found: dict[str, Any]) -> None:
-    for sentence in found.get("troubles") or []:
+    for sentence in found.get("problems") or []:
         print(f"elasticd: {tables.visible(str(sentence))}", file=sys.stderr)
 
 

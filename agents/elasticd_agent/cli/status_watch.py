@@ -1,7 +1,7 @@
-"""`elasticd status [JOB] --watch`: the same page again and again; on a terminal in place, else one after another.
+"""`elasticd status [JOB] --watch`: the page every few seconds; in place on a terminal, else one after another.
 
-It exists so that somebody with nothing but a shell sees a fault while it happens. It goes on when the daemon is
-restarted, saying how old what is shown is; it ends with 0 when the job has ended or the person has seen enough.
+It continues while the agent is restarted, with the age of what is shown, and ends with 0 when the job has ended or at
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 from urllib.parse import quote
 
+from elasticd.errors import WireError
 from elasticd_agent.cli import tables
 from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable
+from elasticd_agent.node.api.schema import JobStatus
 from elasticd_agent.node.dashboard import chart
-from elasticd_agent.node.dashboard import decode as facts
-from elasticd_agent.node.dashboard import status as standing
+from elasticd_agent.node.dashboard.status import problem
 
 SPARKS = " ▁▂▃▄▅▆▇█"
 SPARK_COLUMNS, SPARK_S = 40, 600.0
 _STYLES = {
-    r"\bstopped\b|\bdead\b|\bstalled\b|\bfailed\b|\baway\b|\bquarantined\b": "bold red",
-    r"\brecovering\b|\bstarting\b|\bstopping\b|\bwaiting\b|\bdraining\b": "yellow",
+    r"\bstopped\b|\bdead\b|\bstalled\b|\bfailed\b|\boffline\b|\bquarantined\b": "bold red",
+    r"\brecovering\b|\bstarting\b|\bstopping\b|\bpending\b|\bdraining\b": "yellow",
     r"\brunning\b|\bsucceeded\b|\bready\b": "green",
     r"(?m)^(?:RANK|ROUND|JOB|NODE) .*$": "dim",
     r"(?m)^elasticd: .*$": "bold yellow",
@@ -37,7 +38,7 @@ class Screen(Protocol):
 
 
 class PlainScreen:
-    """One page after another, each after the time of day."""
+    """One page after another, each below the time of day."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
@@ -53,14 +54,15 @@ class PlainScreen:
 
 
 class TerminalScreen:
-    """The whole of a terminal, given back as it was; what was shown last is left on it."""
+    """The whole terminal, restored at the end; the last page stays on it."""
 
     def __init__(self) -> None:
         from rich.console import Console
         from rich.live import Live
         from rich.text import Text
 
-        self._text, self._last = Text, ""
+        self._text = Text
+        self._last = ""
         self._console = Console()
         self._live = Live(console=self._console, screen=True, auto_refresh=False)
 
@@ -100,55 +102,62 @@ def follow(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Until the job has ended. Raises Refused, and Unreachable if there was no answer yet."""
-    page, heard = "", clock()
+    """Until the job has ended. Raises WatchFailed, and Unreachable without any answer so far."""
+    page = ""
+    answered_at = clock()
     while True:
         ended = False
         try:
-            said = _fetch(client, job)
+            answer = _fetch(client, job)
             if as_json:
-                _print(json.dumps(said, ensure_ascii=False) + "\n")
-            page, heard = render(said) if job is not None else tables.overview(said), clock()
-            ended = job is not None and said.get("ended_at") is not None and not said.get("leaving")
+                _print(json.dumps(answer, ensure_ascii=False) + "\n")
+            if job is None:
+                page = tables.overview(answer)
+            else:
+                status = JobStatus.from_dict(answer)
+                page = render(status)
+                ended = status.ended and not status.leaving
+            answered_at = clock()
             if not as_json:
                 show(page)
+        except WireError as error:
+            raise WatchFailed(f"the answer of the agent makes no sense ({error}); is it another version?") from None
         except Unreachable as error:
             if not page:
                 raise
             if not as_json:
-                show(f"elasticd: as of {tables.age(clock() - heard)} ago: {tables.visible(str(error))}\n\n{page}")
+                age = tables.age(clock() - answered_at)
+                show(f"elasticd: as of {age} ago: {tables.visible(str(error))}\n\n{page}")
         if ended:
             return 0
         sleep(every_s)
 
 
-def render(said: Mapping[str, Any]) -> str:
-    """One job's page: what is wrong, how fast it went in the last minutes, then as `elasticd status` prints it."""
-    job = facts.job_status(said)
-    wrong = standing.problem(job)
+def render(job: JobStatus) -> str:
+    """One job's page: its problem, the step rate of the last minutes, then the page of `elasticd status`."""
+    wrong = problem(job)
     head = f"elasticd: {wrong[0]}: {tables.visible(wrong[1])}\n" if wrong else ""
-    submitted, age = said.get("submitted_at"), said.get("age_seconds")
-    if isinstance(submitted, (int, float)) and isinstance(age, (int, float)):
-        now = submitted + age  # by the agent's clock, as all else
+    if job.submitted_at is not None and job.age_seconds is not None:
+        now = job.submitted_at + job.age_seconds  # by the agent's clock, as all other times
         shown = chart.window(job, now, SPARK_S)
-        found = chart.rates(chart.points(job), shown, live=not job.ended, columns=SPARK_COLUMNS)
-        if any(found):
-            head += f"{sparks(found)}  steps/s, the last {tables.age(shown.until - shown.since)}\n"
-    return head + tables.status(said)
+        rates = chart.rates(chart.points(job), shown, live=not job.ended, columns=SPARK_COLUMNS)
+        if any(rates):
+            head += f"{sparks(rates)}  steps/s, the last {tables.age(shown.until - shown.since)}\n"
+    return head + tables.status(job)
 
 
 def sparks(found: list[float | None]) -> str:
-    """One character each; nothing known is a dot."""
+    """One character each; a dot where nothing is known."""
     most = max((one for one in found if one is not None), default=0.0) or 1.0
     return "".join("·" if one is None else SPARKS[round(one / most * (len(SPARKS) - 1))] for one in found)
 
 
 class WatchFailed(Exception):
-    """The daemon said no; the text is its sentence."""
+    """The agent refuses or its answer makes no sense; the text says why."""
 
 
 def _fetch(client: AgentClient, job: str | None) -> dict[str, Any]:
-    """Raises Refused; Unreachable also where only its store, or another node, does not answer it."""
+    """Raises WatchFailed; Unreachable also if the agent's store or another node does not answer."""
     if job is not None:
         return _document(client.get(f"/v1/jobs/{quote(job, safe='')}"))
     return {**_document(client.get("/v1/jobs")), "nodes": _document(client.get("/v1/nodes"))["nodes"]}

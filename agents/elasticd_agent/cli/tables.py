@@ -1,7 +1,6 @@
-"""What daemons answer -> tables and pages of plain text, for a person at three in the morning.
+"""The agents' answers -> tables and pages of plain text. Pure.
 
-It exists apart from asking so that what is shown can be tested without a daemon. Columns are aligned, the sentence that
-says why comes last and is never wrapped or cut. What came from jobs has its control characters made visible. Pure.
+Columns are aligned; the reason comes last and is never wrapped or cut. Control characters in text of jobs are escaped.
 """
 
 from __future__ import annotations
@@ -12,28 +11,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elasticd_agent.model.phrases import count, plural, ranges
+from elasticd_agent.node.api.schema import (
+    AssignmentStatus,
+    JobProgress,
+    JobStatus,
+    JobSummary,
+    NodeSummary,
+    RankProgress,
+    RoundStatus,
+)
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _SHOWN_NODES = 3
 SHOWN_RANKS = 64
-"""Of more ranks those that have not moved for longest are shown."""
+"""Of more ranks, those with the oldest progress are shown."""
 SHOWN_ROUNDS = 20
-"""Of more rounds the newest are shown; --json has up to a hundred."""
+"""Of more rounds, the newest are shown; --json has up to a hundred."""
 _NAME = 11
 
 
-def jobs(rows: Sequence[Mapping[str, Any]]) -> str:
+def jobs(rows: Sequence[JobSummary]) -> str:
     if not rows:
-        return "no jobs; elasticd submit FILE hands one in\n"
+        return "no jobs; elasticd submit FILE submits one\n"
     cells = [
         (
-            _text(row.get("job")),
-            _text(row.get("state")),
-            _nodes(row.get("nodes")),
-            str(row.get("slots") or "-"),
-            _age(row.get("age_seconds") if row.get("ended_at") is None else row.get("ended_seconds"))
-            + (" ago" if row.get("ended_at") is not None else ""),
-            _text(row.get("reason")),
+            visible(row.job),
+            visible(row.state),
+            _names(row.nodes),
+            str(row.slots or "-"),
+            f"{_age(row.ended_seconds)} ago" if row.ended else _age(row.age_seconds),
+            visible(row.reason),
         )
         for row in rows
     ]
@@ -42,63 +49,62 @@ def jobs(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def cancelled(answer: Mapping[str, Any]) -> str:
     leaving = answer.get("leaving")
-    stopping = f"; its workers on {_nodes(leaving)} are being stopped" if leaving else ""
+    stopping = f"; its workers on {_names(leaving)} are being stopped" if leaving else ""
     return visible(f"{answer['job']}: {answer['reason']}{stopping}") + "\n"
 
 
-def nodes(rows: Sequence[Mapping[str, Any]]) -> str:
+def nodes(rows: Sequence[NodeSummary]) -> str:
     if not rows:
-        return "no nodes: no daemon has announced one\n"
+        return "no nodes: no agent is registered\n"
     cells = [
         (
-            _text(row.get("node")),
-            _text(row.get("state")),
-            f"{row.get('used', 0)}/{row.get('slots', 0)}",
-            str(len(row.get("gpus") or ()) or "-"),
-            _nodes(row.get("jobs")),
-            _text(row.get("address")) or "-",
-            _text((row.get("versions") or {}).get("elasticd")) or "-",
-            _text(row.get("reason")),
+            visible(row.node),
+            visible(row.state),
+            f"{row.used}/{row.slots}",
+            str(len(row.gpus) or "-"),
+            _names(row.jobs),
+            visible(row.address) or "-",
+            visible(row.versions.get("elasticd", "")) or "-",
+            visible(row.reason),
         )
         for row in rows
     ]
     return table(("NODE", "STATE", "USED", "GPUS", "JOBS", "ADDRESS", "VERSION", "REASON"), cells)
 
 
-def status(job: Mapping[str, Any]) -> str:
-    """One job's page: what it does and why, then its rounds."""
-    progress = job.get("progress") or {}
-    lines = [f"{_text(job.get('job'))}: {_state(job)}"]
+def status(job: JobStatus) -> str:
+    """One job's page: its state and why, then its ranks and rounds."""
+    progress = job.known
     facts = [
-        ("why", _text(job.get("reason"))),
+        ("reason", visible(job.reason)),
         *_where(job),
         ("round", _round(progress)),
         ("step", _step(progress)),
         ("checkpoint", _checkpoint(progress)),
         ("goodput", _goodput(progress)),
-        ("restarts", str(progress["restarts"]) if progress.get("restarts") is not None else ""),
-        ("wants", _wants(job)),
+        ("restarts", "" if progress.restarts is None else str(progress.restarts)),
+        ("requested", _requested(job)),
         ("submitted", _submitted(job)),
     ]
+    lines = [f"{visible(job.job)}: {_state(job)}"]
     lines += [f"  {name:<{_NAME}} {value}" for name, value in facts if value]
-    rounds = progress.get("rounds") or []
-    page = "\n".join(lines) + "\n" + _ranks(progress.get("ranks"))
-    if rounds:
-        older = len(rounds) - SHOWN_ROUNDS
-        page += "\n" + table(
-            ("ROUND", "SINCE", "WORKERS", "NODES", "LOST", "REASON"), [_round_row(r) for r in rounds[-SHOWN_ROUNDS:]]
-        )
-        page += f"and {older} older ones: --json\n" if older > 0 else ""
+    page = "\n".join(lines) + "\n" + _ranks(progress.ranks)
+    if progress.rounds:
+        older = len(progress.rounds) - SHOWN_ROUNDS
+        cells = [_round_row(one) for one in progress.rounds[-SHOWN_ROUNDS:]]
+        page += "\n" + table(("ROUND", "SINCE", "WORKERS", "NODES", "LOST", "REASON"), cells)
+        page += f"and {older} older rounds: --json\n" if older > 0 else ""
     return page
 
 
 def overview(both: Mapping[str, Any]) -> str:
-    """All jobs, all nodes."""
-    return jobs(both["jobs"]) + "\n" + nodes(both["nodes"])
+    """All jobs, all nodes. Raises WireError."""
+    listed = [JobSummary.from_dict(row) for row in both["jobs"]]
+    return jobs(listed) + "\n" + nodes([NodeSummary.from_dict(row) for row in both["nodes"]])
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as they have to be; the last one as long as it is."""
+    """Columns as wide as their cells; the last one is not padded."""
     cells = [tuple(heads), *map(tuple, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(heads) - 1)]
     return "".join(
@@ -120,137 +126,114 @@ def age(seconds: float) -> str:
 
 
 def visible(text: str) -> str:
-    """The text with control characters made visible: no job's words may steer a terminal, or begin another line."""
+    """The text with control characters escaped, so that a job's text cannot steer a terminal or begin another line."""
     return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
 
 
-def _text(value: object) -> str:
-    return visible(value) if isinstance(value, str) else ""
+def _names(names: Sequence[object]) -> str:
+    shown = [visible(str(name)) for name in names[:_SHOWN_NODES]]
+    more = f" +{len(names) - _SHOWN_NODES}" if len(names) > _SHOWN_NODES else ""
+    return (",".join(shown) + more) or "-"
 
 
-def _nodes(names: object) -> str:
-    some = [visible(str(name)) for name in names] if isinstance(names, list) else []
-    more = f" +{len(some) - _SHOWN_NODES}" if len(some) > _SHOWN_NODES else ""
-    return (",".join(some[:_SHOWN_NODES]) + more) or "-"
+def _age(seconds: float | None) -> str:
+    return "-" if seconds is None else age(seconds)
 
 
-def _age(seconds: object) -> str:
-    return age(seconds) if isinstance(seconds, (int, float)) else "-"
-
-
-def _state(job: Mapping[str, Any]) -> str:
-    state = _text(job.get("state"))
-    if job.get("ended_at") is None:
+def _state(job: JobStatus) -> str:
+    state = visible(job.state)
+    if not job.ended:
         return state
-    leaving = f"; its workers are still leaving {_nodes(job['leaving'])}" if job.get("leaving") else ""
-    return f"{state}, {_age(job.get('ended_seconds'))} ago, with exit code {job.get('exit_code')}{leaving}"
+    leaving = f"; its workers on {_names(job.leaving)} are being stopped" if job.leaving else ""
+    return f"{state}, {_age(job.ended_seconds)} ago, with exit code {job.exit_code}{leaving}"
 
 
-def _where(job: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = job.get("places") or []
-    if not rows:
-        return [("nodes", _nodes(job.get("nodes")) if job.get("nodes") else "")]
-    found = []
-    for index, row in enumerate(rows):
-        slots = row.get("slots") or []
-        which = f" {plural(len(slots), 'slot')} {','.join(ranges(slots))}" if slots else ""
-        why = f": {_text(row.get('reason'))}" if row.get("reason") else ""
-        found.append(("" if index else "nodes", f"{_text(row.get('node'))}{which}, {_text(row.get('state'))}{why}"))
-    return found
+def _where(job: JobStatus) -> list[tuple[str, str]]:
+    if not job.assignments:
+        return [("nodes", _names(job.nodes) if job.nodes else "")]
+    return [("" if index else "nodes", _assignment(one)) for index, one in enumerate(job.assignments)]
 
 
-def _round(progress: Mapping[str, Any]) -> str:
-    number, size = progress.get("round"), progress.get("world_size")
-    if not number:
+def _assignment(one: AssignmentStatus) -> str:
+    slots = f" {plural(len(one.slots), 'slot')} {','.join(ranges(one.slots))}" if one.slots else ""
+    reason = f": {visible(one.reason)}" if one.reason else ""
+    return f"{visible(one.node)}{slots}, {visible(one.state)}{reason}"
+
+
+def _round(progress: JobProgress) -> str:
+    if not progress.round:
         return ""
-    phase = _text(progress.get("phase"))
-    return f"{number}" + (f", {phase}" if phase else "") + (f", {count(size, 'worker')}" if size else "")
+    size = progress.world_size
+    workers = count(size, "worker") if size else ""
+    return ", ".join(filter(None, [str(progress.round), visible(progress.phase or ""), workers]))
 
 
-def _step(progress: Mapping[str, Any]) -> str:
-    step, rate = progress.get("step"), progress.get("steps_per_second")
-    if not isinstance(step, int):
+def _step(progress: JobProgress) -> str:
+    if progress.step is None:
         return ""
-    return f"{step:,}" + (f", {rate:.3g} steps/s" if isinstance(rate, (int, float)) else "")
+    rate = progress.steps_per_second
+    return f"{progress.step:,}" + ("" if rate is None else f", {rate:.3g} steps/s")
 
 
-def _checkpoint(progress: Mapping[str, Any]) -> str:
-    saved = progress.get("checkpoint")
-    if not isinstance(saved, dict):
+def _checkpoint(progress: JobProgress) -> str:
+    saved = progress.checkpoint
+    return "" if saved is None else f"step {saved.step} of round {saved.round}, {_age(saved.age_seconds)} ago"
+
+
+def _goodput(progress: JobProgress) -> str:
+    if progress.goodput is None:
         return ""
-    return f"step {saved.get('step')} of round {saved.get('round')}, {_age(saved.get('age_seconds'))} ago"
+    return f"{100 * progress.goodput:.1f} % of the time since the first round made steps that count"
 
 
-def _goodput(progress: Mapping[str, Any]) -> str:
-    part = progress.get("goodput")
-    return f"{100 * part:.1f} % of the time since its start made steps that count" if isinstance(part, float) else ""
-
-
-def _wants(job: Mapping[str, Any]) -> str:
-    wants = job.get("wants")
-    if not isinstance(wants, dict) or job.get("ended_at") is not None:
+def _requested(job: JobStatus) -> str:
+    if job.requested is None or job.ended:
         return ""
-    (few, many), (low, high) = wants["nodes"], wants["slots"]
-    nodes = f"{few}" if few == many else f"{few} to {many}"
+    (least, most), (low, high) = job.requested.nodes, job.requested.slots
+    nodes = f"{least}" if least == most else f"{least} to {most}"
     slots = f"{low}" if low == high else f"{low} to {high}"
-    return f"{nodes} {plural(many, 'node')} with {slots} {plural(high, 'slot')} each"
+    return f"{nodes} {plural(most, 'node')} with {slots} {plural(high, 'slot')} each"
 
 
-def _submitted(job: Mapping[str, Any]) -> str:
-    if not isinstance(job.get("submitted_at"), (int, float)):
+def _submitted(job: JobStatus) -> str:
+    if job.submitted_at is None:
         return ""
-    by = f" by {_text(job.get('by'))}" if job.get("by") else ""
-    return f"{_moment(job['submitted_at'])}{by}, {_age(job.get('age_seconds'))} ago, as number {job.get('number')}"
+    by = f" by {visible(job.submitted_by)}" if job.submitted_by else ""
+    return f"{_moment(job.submitted_at)}{by}, {_age(job.age_seconds)} ago, as number {job.number}"
 
 
-def _round_row(one: Mapping[str, Any]) -> tuple[str, ...]:
-    size = one.get("world_size")
-    return (
-        str(one.get("round")),
-        _moment(one.get("at")),
-        str(size) if size else "-",
-        _nodes(one.get("nodes")),
-        _lost(one),
-        _text(one.get("reason")),
-    )
+def _round_row(one: RoundStatus) -> tuple[str, ...]:
+    size = str(one.world_size) if one.world_size else "-"
+    return str(one.round), _moment(one.at), size, _names(one.nodes), _lost(one), visible(one.reason)
 
 
-def _lost(one: Mapping[str, Any]) -> str:
-    """What it cost: until its first step, and how many steps were made again."""
-    seconds, steps = one.get("lost_seconds"), one.get("lost_steps")
-    if not isinstance(seconds, (int, float)):
+def _lost(one: RoundStatus) -> str:
+    """The time until its first step, and how many steps were trained again."""
+    if one.lost_seconds is None:
         return "-"
-    return f"{seconds:.1f}s" + (f", {count(steps, 'step')}" if isinstance(steps, int) else "")
+    steps = "" if one.lost_steps is None else f", {count(one.lost_steps, 'step')}"
+    return f"{one.lost_seconds:.1f}s{steps}"
 
 
-def _ranks(rows: object) -> str:
-    if not isinstance(rows, list) or not rows:
+def _ranks(rows: Sequence[RankProgress]) -> str:
+    if not rows:
         return ""
-    idle = lambda one: -one["idle_seconds"] if isinstance(one.get("idle_seconds"), (int, float)) else 0.0  # noqa: E731
-    shown = sorted(rows, key=idle)[:SHOWN_RANKS] if len(rows) > SHOWN_RANKS else rows
+    shown = sorted(rows, key=lambda one: -one.idle_seconds)[:SHOWN_RANKS] if len(rows) > SHOWN_RANKS else rows
     cells = [
-        (
-            str(one.get("rank")),
-            _text(one.get("node")),
-            _doing(one),
-            str(one.get("step")),
-            f"{one['idle_seconds']:.1f}s ago" if isinstance(one.get("idle_seconds"), (int, float)) else "-",
-        )
-        for one in shown
+        (str(one.rank), visible(one.node), _phase(one), str(one.step), f"{one.idle_seconds:.1f}s ago") for one in shown
     ]
-    more = f"and {len(rows) - SHOWN_RANKS} more that moved later: --json\n" if len(rows) > SHOWN_RANKS else ""
-    return "\n" + table(("RANK", "NODE", "PHASE", "STEP", "MOVED"), cells) + more
+    more = f"and {len(rows) - SHOWN_RANKS} more with newer progress: --json\n" if len(rows) > SHOWN_RANKS else ""
+    return "\n" + table(("RANK", "NODE", "PHASE", "STEP", "PROGRESS"), cells) + more
 
 
-def _doing(one: Mapping[str, Any]) -> str:
-    if one.get("exited") is True:
+def _phase(one: RankProgress) -> str:
+    if one.exited:
         return "done"
-    word = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(str(one.get("state")))
-    barrier = _text(one.get("barrier"))
-    return word or _text(one.get("phase")) + (f" {barrier}" if barrier else "")
+    word = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(one.state)
+    return word or visible(one.phase) + (f" {visible(one.barrier)}" if one.barrier else "")
 
 
-def _moment(at: object) -> str:
-    if not isinstance(at, (int, float)) or not 0 < at < 1e11:
+def _moment(at: float) -> str:
+    if not 0 < at < 1e11:
         return "-"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

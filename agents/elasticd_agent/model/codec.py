@@ -41,6 +41,14 @@ class Record:
         known = {f.name: _json_value(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "unknown"}
         return {**self.unknown, **known}
 
+    @classmethod
+    def from_dict(cls: type[_R], raw: object) -> _R:
+        """The record that these plain JSON values make. Raises WireError, naming the field."""
+        try:
+            return _record_decoder(cls)(raw)  # type: ignore[no-any-return, arg-type]  # mypy: class taken for instance
+        except _Mismatch as mismatch:
+            raise WireError(f"{cls.__name__}{mismatch.path}: {mismatch.why}") from None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document(Record):
@@ -87,10 +95,7 @@ def _decode_document(cls: type[_R], text: bytes | str) -> _R:
             f"{name}: version {version} cannot be read by this elasticd, which speaks {VERSION}; "
             "run the same major version everywhere"
         )
-    try:
-        return _record_decoder(cls)(raw)  # type: ignore[no-any-return, arg-type]  # mypy: class taken for instance
-    except _Mismatch as mismatch:
-        raise WireError(f"{name}{mismatch.path}: {mismatch.why}") from None
+    return cls.from_dict(raw)
 
 
 class _Mismatch(Exception):
@@ -153,6 +158,8 @@ def _decoder(hint: Any) -> _Decoder:
         return functools.partial(_decode_list, _decoder(args[0]))
     if origin is tuple:
         return functools.partial(_decode_tuple, [_decoder(a) for a in args])
+    if origin is Mapping:
+        return _decode_texts_by_name
     if isinstance(hint, type) and issubclass(hint, Record):
         return _record_decoder(hint)  # type: ignore[arg-type]
     return {str: _decode_str, int: _decode_int, float: _decode_float, bool: _decode_bool}[hint]
@@ -180,6 +187,12 @@ def _decode_tuple(readers: list[_Decoder], value: Any) -> tuple[Any, ...]:
     except _Mismatch as mismatch:
         raise mismatch.prefixed(f"[{len(found)}]") from None
     return tuple(found)
+
+
+def _decode_texts_by_name(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise _Mismatch(f"expected an object, got {_json_type(value)}")
+    return {_decode_str(name): _decode_str(text) for name, text in value.items()}
 
 
 def _decode_choice(allowed: tuple[Any, ...], value: Any) -> Any:

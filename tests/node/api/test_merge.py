@@ -1,47 +1,39 @@
-"""Of what several nodes know of a job, one answer."""
+"""One answer from what several nodes know of a job."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from elasticd_agent.node.api.merge import MOST_ROUNDS, merge_progress
-
-
-def row(node: str, **more: Any) -> dict[str, Any]:
-    return {"node": node, "round": 3, "step": 10, "checkpoint": None, "rounds": [], "ranks": [], "track": None, **more}
+from elasticd_agent.node.api.merge import MAX_ROUNDS, merge_progress
+from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, RankProgress, RoundStatus
 
 
-def test_nobody_knows_anything() -> None:
+def rounds(*numbers: int, reason: str = "") -> tuple[RoundStatus, ...]:
+    return tuple(RoundStatus(number, reason=reason) for number in numbers)
+
+
+def test_without_any_answer() -> None:
     assert merge_progress([], {}) is None
 
 
-def test_the_first_ones_word_counts_and_the_others_complete_it() -> None:
-    a = row("a", rounds=[{"round": 2, "reason": "a's"}, {"round": 3}], ranks=[{"rank": 0}], track=[[50.0, 2, 1]])
-    b = row(
-        "b",
-        step=11,
-        checkpoint={"round": 3, "step": 9},
-        rounds=[{"round": 1}, {"round": 2, "reason": "b's"}],
-        ranks=[{"rank": 1}],
-        track=[[10.0, 1, 1]],
-    )
+def test_first_node_counts_and_others_complete_it() -> None:
+    a = JobProgress("a", 3, step=10, rounds=rounds(2, 3, reason="a's"), ranks=(RankProgress(0),),
+                    step_samples=((50.0, 2, 1),))  # fmt: skip
+    b = JobProgress("b", 3, step=11, checkpoint=CheckpointStatus(9, 3), rounds=rounds(1, 2, reason="b's"),
+                    ranks=(RankProgress(1),), step_samples=((10.0, 1, 1),))  # fmt: skip
     one = merge_progress([a, b], {"c": "it did not answer"})
     assert one is not None
-    assert (one["node"], one["step"], one["checkpoint"]) == ("a", 11, {"round": 3, "step": 9})
-    assert one["rounds"] == [{"round": 1}, {"round": 2, "reason": "a's"}, {"round": 3}]
-    assert one["ranks"] == [{"rank": 0}, {"rank": 1}]
-    assert one["track"] == [[10.0, 1, 1]]
-    assert one["silent"] == {"c": "it did not answer"}
+    assert (one.node, one.step, one.checkpoint) == ("a", 11, CheckpointStatus(9, 3))
+    assert [(each.round, each.reason) for each in one.rounds] == [(1, "b's"), (2, "a's"), (3, "a's")]
+    assert one.ranks == (RankProgress(0), RankProgress(1))
+    assert one.step_samples == ((10.0, 1, 1),)
+    assert one.unreachable == {"c": "it did not answer"}
 
 
-def test_ranks_of_an_older_round_are_other_ranks() -> None:
-    late = row("b", round=2, ranks=[{"rank": 0, "node": "b"}])
-    one = merge_progress([row("a", ranks=[{"rank": 0, "node": "a"}]), late], {})
-    assert one is not None and one["ranks"] == [{"rank": 0, "node": "a"}]
+def test_ranks_of_an_older_round_are_dropped() -> None:
+    rows = [JobProgress("a", 3, ranks=(RankProgress(0, "a"),)), JobProgress("b", 2, ranks=(RankProgress(0, "b"),))]
+    one = merge_progress(rows, {})
+    assert one is not None and one.ranks == (RankProgress(0, "a"),)
 
 
-def test_nonsense_of_one_node_costs_nothing_of_the_others() -> None:
-    nonsense = row("b", round="x", step="y", checkpoint=7, rounds={"round": 1}, ranks=["r", 3], track="t")
-    one = merge_progress([row("a", rounds=[{"round": n} for n in range(1, 200)], track=["p"]), nonsense], {})
-    assert one is not None
-    assert len(one["rounds"]) == MOST_ROUNDS and one["rounds"][-1] == {"round": 199}
+def test_newest_rounds_are_kept() -> None:
+    one = merge_progress([JobProgress("a", 3, rounds=rounds(*range(1, 200)))], {})
+    assert one is not None and len(one.rounds) == MAX_ROUNDS and one.rounds[-1].round == 199

@@ -80,8 +80,12 @@ def test_a_job_from_its_submission_to_its_end(serve: Serve) -> None:
     assert desk.get("/v1/jobs").document()["jobs"] == []
     assert one.submit() == 1
     row = desk.get("/v1/jobs/llama").document()
-    assert (row["state"], row["by"], row["wants"]) == ("pending", _me(), {"nodes": [1, 1], "slots": [1, 2]})
-    assert "nobody has placed it yet" in row["reason"]
+    assert (row["state"], row["submitted_by"], row["requested"]) == (
+        "pending",
+        _me(),
+        {"nodes": [1, 1], "slots": [1, 2]},
+    )
+    assert "not scheduled yet" in row["reason"]
     one.place("llama", 1, reason="n1 is drained; pending: needs 1 node with 1 free slot; n1 is drained")
     assert one.submit("late") == 2
     one.place("late", 2, reason=BEHIND_OTHERS)
@@ -94,7 +98,7 @@ def test_a_job_from_its_submission_to_its_end(serve: Serve) -> None:
     assert desk.get("/v1/jobs/llama").document()["state"] == "starting"
     one.announce(running(why="3 of 4 slots"))
     row = desk.get("/v1/jobs/llama").document()
-    assert row["places"] == [{"node": "n1", "slots": [0, 1], "state": "running", "reason": "3 of 4 slots"}]
+    assert row["assignments"] == [{"node": "n1", "slots": [0, 1], "state": "running", "reason": "3 of 4 slots"}]
     assert (row["state"], row["slots"], row["nodes"]) == ("running", 2, ["n1"])
     again = desk.post("/v1/jobs", JOB, "application/toml", query={"id": "llama"})
     assert (again.code, "has not ended" in again.why) == (409, True)
@@ -141,7 +145,11 @@ def test_progress_comes_from_the_disk_and_from_the_runner_while_there_is_one(ser
     assert [one["reason"] for one in progress["rounds"]] == ["first round", "rank 1 was killed"]
     del one.said["status"]
     progress = one.unix().get("/v1/jobs/llama").document()["progress"]
-    assert (progress["step"], progress["steps_per_second"], progress["trouble"]) == (40, None, "no runner is there")
+    assert (progress["step"], progress["steps_per_second"], progress["runner_problem"]) == (
+        40,
+        None,
+        "no runner is there",
+    )
 
 
 def test_a_submission_repeated_with_its_token_is_one_job(serve: Serve) -> None:
@@ -227,7 +235,7 @@ def test_an_outage_of_the_store_is_a_503_and_what_needs_no_store_goes_on(serve: 
         assert (reply.code, "the store does not answer: 127.0.0.1:2379 refuses" in reply.why) == (503, True)
     assert desk.post("/v1/jobs", JOB, "application/toml").code == 503
     assert (desk.get("/healthz").code, desk.get("/status").code) == (200, 200)
-    assert desk.get("/v1/here/jobs/llama/logs", {"number": 1}).body == b"hello\n"
+    assert desk.get("/v1/local/jobs/llama/logs", {"number": 1}).body == b"hello\n"
     one.store.away = False
     assert desk.get("/v1/jobs/llama").code == 200
 
@@ -238,7 +246,7 @@ def test_a_record_that_nobody_understands_is_said_and_costs_nobody_else(serve: S
     one.store.compare_and_swap(names.SUBMISSIONS + "odd", None, b"{}")
     found = one.unix().get("/v1/jobs").document()
     assert [row["job"] for row in found["jobs"]] == ["llama"]
-    assert names.SUBMISSIONS + "odd" in found["troubles"][0]
+    assert names.SUBMISSIONS + "odd" in found["problems"][0]
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
@@ -317,7 +325,7 @@ def test_what_would_lead_elsewhere_is_no_rank_round_or_stream(serve: Serve, quer
     one.log(1, 0, "stdout", "hello\n")
     one.files().runner_spec.write_text("password")
     assert one.unix().request("GET", f"/v1/jobs/llama/logs?{query}").code == 400
-    assert one.unix().request("GET", f"/v1/here/jobs/llama/logs?number=1&{query}").code == 400
+    assert one.unix().request("GET", f"/v1/local/jobs/llama/logs?number=1&{query}").code == 400
 
 
 @pytest.mark.parametrize(
@@ -329,7 +337,7 @@ def test_no_id_leads_out_of_the_state_directory(serve: Serve, job: str) -> None:
     outside.mkdir(parents=True)
     (outside / "stdout.log").write_text("secret")
     (one.root / "state" / "jobs").mkdir()
-    for path in (f"/v1/here/jobs/{job}/logs?number=1", f"/v1/jobs/{job}/logs", f"/v1/here/jobs/{job}?number=1"):
+    for path in (f"/v1/local/jobs/{job}/logs?number=1", f"/v1/jobs/{job}/logs", f"/v1/local/jobs/{job}?number=1"):
         assert one.unix().request("GET", path).code in (400, 404), path
 
 
@@ -386,7 +394,7 @@ def test_a_dump_is_explained_and_only_what_lies_in_the_jobs_own_folder_is_read(s
     (row,) = one.unix().get("/v1/jobs/llama/explain").document()["nodes"]
     assert row["document"]["round"] == 2
     (row,) = one.unix().get("/v1/jobs/llama/explain", {"round": 7}).document()["nodes"]
-    assert row["error"] == "no evidence of round 7; there is some of: 2: no hang was suspected here"
+    assert row["error"] == "no evidence of round 7; there is evidence of: 2: no hang was suspected here"
     elsewhere = tmp_path / "n1-elsewhere"
     elsewhere.mkdir()
     (elsewhere / "rank-0.json").write_text(json.dumps(facts))
@@ -402,7 +410,7 @@ def test_what_does_not_run_cannot_be_dumped(serve: Serve) -> None:
     one = serve()
     one.submit()
     reply = one.unix().post("/v1/jobs/llama/dump")
-    assert (reply.code, "runs nowhere" in reply.why, "pending" in reply.why) == (409, True, True)
+    assert (reply.code, "runs on no node" in reply.why, "pending" in reply.why) == (409, True, True)
 
 
 # --- other nodes ------------------------------------------------------------------------------------------------------
@@ -450,7 +458,7 @@ def test_a_jobs_ranks_are_those_of_all_its_nodes(serve: Serve) -> None:
     for one, rank in ((n1, 0), (n2, 1)):
         row = {"rank": rank, "slot": 0, "phase": "step", "step": 7 + rank, "idle_seconds": 0.1, "state": "S"}
         one.said["status"] = {"phase": "running", "round": 2, "world_size": 2, "step": 7, "ranks": [row],
-                              "track": [[NOW - 40 - rank, 2, 1]]}  # fmt: skip
+                              "step_samples": [[NOW - 40 - rank, 2, 1]]}  # fmt: skip
     for asked in (n1, n2):
         progress = asked.unix().get("/v1/jobs/llama").document()["progress"]
         assert [(rank["rank"], rank["node"], rank["step"]) for rank in progress["ranks"]] == [
@@ -458,11 +466,15 @@ def test_a_jobs_ranks_are_those_of_all_its_nodes(serve: Serve) -> None:
             (1, "n2", 8),
         ]
         assert [one["round"] for one in progress["rounds"]] == [1, 2], f"{asked.node} has joined in round 2"
-        assert (progress["node"], progress["track"], progress["silent"]) == (asked.node, [[NOW - 41, 2, 1]], {})
-    brief = n1.tcp().get("/v1/here/jobs/llama", {"number": 1, "brief": 1}).document()
-    assert (brief["rounds"], brief["track"], [rank["rank"] for rank in brief["ranks"]]) == ([], [], [0])
+        assert (progress["node"], progress["step_samples"], progress["unreachable"]) == (
+            asked.node,
+            [[NOW - 41, 2, 1]],
+            {},
+        )
+    brief = n1.tcp().get("/v1/local/jobs/llama", {"number": 1, "brief": 1}).document()
+    assert (brief["rounds"], brief["step_samples"], [rank["rank"] for rank in brief["ranks"]]) == ([], [], [0])
     n2.server.close()
-    silent = n1.unix().get("/v1/jobs/llama").document()["progress"]["silent"]
+    silent = n1.unix().get("/v1/jobs/llama").document()["progress"]["unreachable"]
     assert "no daemon answers at" in silent["n2"]
 
 
@@ -472,7 +484,7 @@ def test_the_rounds_of_a_node_that_the_job_has_left_belong_to_its_history(serve:
     n1.event("round_published", NOW - 20, 4, world_size=1, nodes=["n1"], reason="first round")
     progress = n1.unix().get("/v1/jobs/llama").document()["progress"]
     assert [one["reason"] for one in progress["rounds"]] == ["n1 left", "first round"]
-    assert progress["silent"] == {}, "n3 is no more, and nobody's business"
+    assert progress["unreachable"] == {}, "n3 is no more, and nobody's business"
     assert progress["node"] == "n1"
 
 
@@ -497,7 +509,7 @@ def test_certificates_of_nodes_without_lasting_addresses_are_for_one_name(serve:
 
 
 def test_of_more_nodes_than_can_be_asked_the_others_are_not_called_silent() -> None:
-    said = Peers(lambda: None).request_all({f"n{i}": "" for i in range(300)}, "GET", "/v1/here/jobs/llama")
+    said = Peers(lambda: None).request_all({f"n{i}": "" for i in range(300)}, "GET", "/v1/local/jobs/llama")
     assert len(said) == 300
     assert said["n255"] == "its daemon has no address that others reach"
     assert said["n256"] == said["n299"] == "not asked: 256 nodes are at once"
@@ -507,13 +519,15 @@ def test_a_node_that_is_away_is_named_and_what_others_know_is_shown(serve: Serve
     n1, n2 = two(serve)
     n2.server.close()
     reply = n1.unix().get("/v1/jobs/llama/logs", {"round": 2})
-    assert (reply.code, "not every node answers: n2: no daemon answers at" in reply.why) == (504, True)
+    assert (reply.code, "some nodes do not answer: n2: no daemon answers at" in reply.why) == (504, True)
     assert n1.unix().get("/v1/jobs/llama/logs", {"round": 1}).body == b"on n1\n"
     row = n1.unix().get("/v1/jobs/llama").document()
     assert (row["state"], row["progress"]["step"]) == ("running", None)
     n1.store.delete(names.NODES + "n2")
     row = n1.unix().get("/v1/jobs/llama").document()
-    assert row["places"] == [{"node": "n2", "slots": [0, 1], "state": "away", "reason": "its daemon says nothing"}]
+    assert row["assignments"] == [
+        {"node": "n2", "slots": [0, 1], "state": "offline", "reason": "its agent is not registered"}
+    ]
 
 
 def test_questions_at_the_same_time_are_answered_each_by_itself(serve: Serve) -> None:

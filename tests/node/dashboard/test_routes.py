@@ -67,9 +67,10 @@ def trains(one: Served, job: str = "llama") -> None:
     one.place(job, number, "n1", reason=WICKED)
     one.event("round_published", NOW - 100, 1, job=job, world_size=2, nodes=["n1"], restarts=0, reason=WICKED)
     one.event("first_step", NOW - 90, 1, job=job, step=1)
-    one.log(1, 0, "stdout", f"step 1\n{WICKED.encode('utf-8', 'replace').decode()}\n", job=job)
-    rank = {"rank": 0, "slot": 0, "phase": WICKED, "step": 7, "idle_seconds": 0.1, "state": "S"}
-    one.said["status"] = {"phase": "running", "round": 1, "world_size": 2, "step": 7, "ranks": [rank, "nonsense", 7]}
+    text = WICKED.encode("utf-8", "replace").decode()
+    one.log(1, 0, "stdout", f"step 1\n{text}\n", job=job)
+    rank = {"rank": 0, "slot": 0, "phase": text, "step": 7, "idle_seconds": 0.1, "state": "S"}
+    one.said["status"] = {"phase": "running", "round": 1, "world_size": 2, "step": 7, "ranks": [rank]}
 
 
 # --- who is let in ------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ def test_a_pass_opens_the_page_and_never_the_api(serve: Serve) -> None:
         ("GET", "/v1/jobs"), ("GET", "/v1/jobs/llama/logs"), ("GET", "/status"), ("POST", "/v1/jobs/llama/cancel"),
         ("POST", "/v1/jobs"), ("POST", "/v1/nodes/n1/drain"), ("POST", "/v1/jobs/llama/dump"), ("POST", "/"),
         ("POST", "/jobs/llama"), ("PUT", "/jobs/llama"), ("DELETE", "/jobs/llama"),
-        ("GET", "/v1/../jobs/llama"), ("GET", "/v1/here/jobs/llama?number=1"),
+        ("GET", "/v1/../jobs/llama"), ("GET", "/v1/local/jobs/llama?number=1"),
     ):  # fmt: skip
         assert ask(one, method, path, Cookie=cookie, **HTML).code == 401, (method, path)
 
@@ -240,7 +241,7 @@ def test_while_the_store_is_away_a_page_says_so(serve: Serve) -> None:
     cookie = come_in(one)
     one.store.away = True
     reply = browse(one, "/", cookie)
-    assert (reply.code, "Jobs go on meanwhile" in "".join(read(reply.body.decode()).text)) == (503, True)
+    assert (reply.code, "Running jobs continue" in "".join(read(reply.body.decode()).text)) == (503, True)
     one.store.away = False
     until(lambda: browse(one, "/", cookie).code == 200, "the store is asked again")
 

@@ -1,8 +1,7 @@
-"""What this node itself knows of a job: its event log, its runner's word, its ranks' logs, its evidence.
+"""What this node itself knows of a job: its event log, its runner's status, its ranks' logs, its evidence.
 
-It exists so that a daemon asked for a job that runs elsewhere needs only to pass the question on. It answers from the
-disk where it can, so that a job's history survives every agent; a runner is asked with a deadline, and a file system
-that does not answer holds up only who asked. It never starts, stops or changes anything; a dump is taken by the runner.
+The history comes from the disk, so it survives every agent. A runner is asked with a deadline, and a file system that
+does not answer delays only the request that reads it. Everything is read-only; a dump is taken by the runner.
 """
 
 from __future__ import annotations
@@ -12,42 +11,43 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elasticd_agent.hangs.explain import load as reading
-from elasticd_agent.hangs.explain import locate as finding
+from elasticd.errors import WireError
+from elasticd_agent.hangs.explain import load, locate
 from elasticd_agent.hangs.explain.json_report import document
 from elasticd_agent.hangs.explain.text import page
 from elasticd_agent.model.job import check_identifier
 from elasticd_agent.model.job_dir import JobFiles, job_files
-from elasticd_agent.node.api import rank_logs as ranklogs
+from elasticd_agent.node.api import rank_logs
 from elasticd_agent.node.api.progress import JobTimeline, RoundCost, RoundTimeline
-from elasticd_agent.node.api.rank_logs import FileSlice
-from elasticd_agent.node.runners import poller as visiting
-from elasticd_agent.system import bounded_io as evidence_files
-from elasticd_agent.system import control_socket as control
+from elasticd_agent.node.api.rank_logs import FileSlice, LogRequest
+from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, RoundStatus, RunnerAnswer
+from elasticd_agent.node.runners.poller import ask_runner
+from elasticd_agent.system import control_socket
+from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 
 STATUS_TIMEOUT_S = 2.0
-DUMP_TIMEOUT_S = control.ANSWER_S
+DUMP_TIMEOUT_S = control_socket.ANSWER_S
 READ_TIMEOUT_S = 20.0
 MAX_CACHED_LOGS = 64
-"""Jobs whose event logs are remembered as far as they were read."""
+"""Event logs that are read on from where they were read last."""
 MAX_ROUNDS = 100
 _CHUNK = 1 << 20
 _MAX_LINE_BYTES = 1 << 20
 
 
 QueryRunner = Callable[[JobFiles, Mapping[str, Any], float], dict[str, Any]]
-"""What the runner of a job's folder answers. Raises control.Unanswered."""
+"""The answer of the runner of a job's folder. Raises ControlSocketError."""
 
 
 @dataclass(slots=True)
 class _LogCursor:
-    """An event log as far as it has been read."""
+    """How far an event log has been read."""
 
-    progress: JobTimeline = field(default_factory=JobTimeline)
+    timeline: JobTimeline = field(default_factory=JobTimeline)
     offset: int = 0
     inode: int = 0
     partial_line: bytes = b""
@@ -57,9 +57,10 @@ class _LogCursor:
 class LocalJobs:
     """Thread-safe. Every call is bounded in time."""
 
-    def __init__(self, node: str, state_dir: Path, ask: QueryRunner = visiting.ask_runner) -> None:
+    def __init__(self, node: str, state_dir: Path, query_runner: QueryRunner = ask_runner) -> None:
         self.node = node
-        self._state_dir, self._query_runner = state_dir, ask
+        self._state_dir = state_dir
+        self._query_runner = query_runner
         self._lock = threading.Lock()
         self._cursors: OrderedDict[tuple[str, int], _LogCursor] = OrderedDict()
 
@@ -71,151 +72,175 @@ class LocalJobs:
     def has_job(self, job: str, number: int) -> bool:
         return self.files(job, number).root.is_dir()
 
-    def progress(self, job: str, number: int, now: float, *, brief: bool = False) -> dict[str, Any]:
-        """How the job does, as far as this node knows. `now` is unix seconds. `brief`: without what lies behind it."""
-        told = evidence_files.run_within(READ_TIMEOUT_S, lambda: self._history(job, number, now))
-        running, trouble = self._runner_status(job, number)
-        steps = [one for one in (told["step"], running.get("step")) if isinstance(one, int)]
-        known = {name: running[name] for name in ("round", "world_size") if running.get(name)}
-        live = {name: running.get(name) for name in ("phase", "members", "steps_per_second", "track")}
-        ranks = running.get("ranks")
-        rows = ranks if isinstance(ranks, list) else []
-        live["ranks"] = [{**one, "node": self.node} for one in rows if isinstance(one, dict)]
-        if brief:
-            told["rounds"], live["track"] = [], []
-        return {"node": self.node, **told, **live, **known, "step": max(steps, default=None), "trouble": trouble}
+    def progress(self, job: str, number: int, now: float, *, brief: bool = False) -> JobProgress:
+        """How the job does, as far as this node knows. `now` is unix seconds. `brief`: without its history."""
+        known = run_within(READ_TIMEOUT_S, lambda: self._history(job, number, now))
+        runner, problem = self._runner_status(job, number)
+        steps = [step for step in (known.step, runner.step) if step is not None]
+        return replace(
+            known,
+            round=runner.round or known.round,
+            phase=runner.phase or None,
+            world_size=runner.world_size or known.world_size,
+            members=runner.members,
+            step=max(steps, default=None),
+            steps_per_second=runner.steps_per_second,
+            rounds=() if brief else known.rounds,
+            ranks=tuple(replace(rank, node=self.node) for rank in runner.ranks),
+            step_samples=() if brief else runner.step_samples,
+            runner_problem=problem,
+        )
 
-    def logs(
-        self, job: str, number: int, rank: int, round: int | None, stream: str, offset: int, limit: int
-    ) -> tuple[FileSlice, int] | None:
-        """A piece and its round; None if there is no such log here. Without a `round` the rank's newest."""
+    def logs(self, job: str, number: int, request: LogRequest) -> tuple[FileSlice, int] | None:
+        """A piece and its round; None if there is no such log here."""
         files = self.files(job, number)
 
-        def work() -> tuple[FileSlice, int] | None:
-            if stream == ranklogs.RUNNER_LOG:
-                piece = ranklogs.read_runner_log(files, offset, limit)
+        def read() -> tuple[FileSlice, int] | None:
+            if request.stream == rank_logs.RUNNER_LOG:
+                piece = rank_logs.read_runner_log(files, request.offset, request.limit)
                 return None if piece is None else (piece, 0)
-            which = ranklogs.newest_round_of(files, rank) if round is None else round
-            piece = None if which is None else ranklogs.read_rank_log(files, which, rank, stream, offset, limit)
-            return None if piece is None or which is None else (piece, which)
+            round = rank_logs.newest_round_of(files, request.rank) if request.round is None else request.round
+            if round is None:
+                return None
+            piece = rank_logs.read_rank_log(files, round, request.rank, request.stream, request.offset, request.limit)
+            return None if piece is None else (piece, round)
 
-        return evidence_files.run_within(READ_TIMEOUT_S, work)
+        return run_within(READ_TIMEOUT_S, read)
 
     def dump(self, job: str, number: int) -> dict[str, Any]:
-        """Evidence of the group that runs, taken now. {"error"} where there is none to take."""
+        """Evidence of the running group, taken now; {"error"} if there is none."""
         try:
             answer = self._query_runner(self.files(job, number), {"do": "dump", "out": None}, DUMP_TIMEOUT_S)
-        except control.ControlSocketError as error:
+        except control_socket.ControlSocketError as error:
             return {"node": self.node, "error": f"its runner does not answer: {error}"}
         path = answer.get("path")
         if not isinstance(path, str):
-            return {"node": self.node, "error": str(answer.get("error", "its runner did not say where it is"))}
+            return {"node": self.node, "error": str(answer.get("error", "its runner did not name the folder"))}
         logs = self.files(job, number).logs
-        # A runner is its job's user's: it cannot make the daemon read what lies elsewhere.
+        # The runner belongs to the job's user and may name any path: the agent reads only below the job's logs.
         if not Path(path).resolve().is_relative_to(logs.resolve()):
-            return {"node": self.node, "path": path, "error": f"the evidence is in {path}, to be read there"}
+            return {"node": self.node, "path": path, "error": f"the evidence is in {path}; read it there"}
         return self._read_evidence(Path(path), logs, None)
 
     def explain(self, job: str, number: int, round: int | None) -> dict[str, Any]:
-        """What the evidence here says of a hang of the job: of `round`, or of the newest. {"error"} without any."""
+        """The explanation of a hang from the evidence here: of `round`, or the newest; {"error"} without any."""
         logs = self.files(job, number).logs
         return self._read_evidence(logs, logs, round)
 
     def metrics(self, job: str, number: int, within_s: float) -> bytes:
-        """The runner's page. Raises control.Unanswered."""
-        return str(self._query_runner(self.files(job, number), {"do": "metrics"}, within_s).get("text", "")).encode(
-            errors="replace"
-        )
+        """The runner's metrics page. Raises ControlSocketError."""
+        answer = self._query_runner(self.files(job, number), {"do": "metrics"}, within_s)
+        return str(answer.get("text", "")).encode(errors="replace")
 
-    def _runner_status(self, job: str, number: int) -> tuple[dict[str, Any], str]:
-        """What the runner says now, and why it says nothing."""
+    def _runner_status(self, job: str, number: int) -> tuple[RunnerAnswer, str]:
+        """The runner's answer, checked; or an empty one and why."""
         try:
             answer = self._query_runner(self.files(job, number), {"do": "status"}, STATUS_TIMEOUT_S)
-        except control.ControlSocketError as error:
-            return {}, str(error)
-        return ({}, str(answer["error"])) if "error" in answer else (answer, "")
+            if "error" in answer:
+                return RunnerAnswer(), str(answer["error"])
+            return RunnerAnswer.from_dict(answer), ""
+        except control_socket.ControlSocketError as error:
+            return RunnerAnswer(), str(error)
+        except WireError as error:
+            return RunnerAnswer(), f"its runner's answer makes no sense: {error}"
 
     def _read_evidence(self, where: Path, logs: Path, round: int | None) -> dict[str, Any]:
         events = logs.parent / "events.jsonl"
 
         def work() -> dict[str, Any]:
-            found = finding.find_folders(where)
-            place = finding.choose_folder([one for one in found if round in (None, one.round)])
+            found = locate.find_folders(where)
+            place = locate.choose_folder([one for one in found if round in (None, one.round)])
             if place is None:
                 some = ", ".join(str(number) for number in sorted({one.round for one in found}))
-                which = "" if round is None else f" of round {round}" + (f"; there is some of: {some}" if some else "")
+                which = (
+                    "" if round is None else f" of round {round}" + (f"; there is evidence of: {some}" if some else "")
+                )
                 return {"node": self.node, "error": f"no evidence{which}: no hang was suspected here"}
-            said = reading.explain(place, events if events.is_file() else None, found, here=self.node)
-            return {"node": self.node, "path": str(place.path), "document": document(said), "page": page(said)}
+            explained = load.explain(place, events if events.is_file() else None, found, here=self.node)
+            return {
+                "node": self.node,
+                "path": str(place.path),
+                "document": document(explained),
+                "page": page(explained),
+            }
 
         try:
-            return evidence_files.run_within(READ_TIMEOUT_S, work)
-        except evidence_files.DeadlineExceeded:
-            return {"node": self.node, "error": f"{where} does not answer: is it on a file system that is gone?"}
+            return run_within(READ_TIMEOUT_S, work)
+        except DeadlineExceeded:
+            return {"node": self.node, "error": f"{where} does not answer: is its file system unreachable?"}
 
-    def _history(self, job: str, number: int, now: float) -> dict[str, Any]:
-        """What the event log tells."""
+    def _history(self, job: str, number: int, now: float) -> JobProgress:
+        """The job's event log, read on from where it was read last."""
         with self._lock:
-            told = self._cursors.setdefault((job, number), _LogCursor())
+            cursor = self._cursors.setdefault((job, number), _LogCursor())
             self._cursors.move_to_end((job, number))
             while len(self._cursors) > MAX_CACHED_LOGS:
                 self._cursors.popitem(last=False)
         files = self.files(job, number)
-        with told.lock:
+        with cursor.lock:
             try:
-                with ranklogs.open_below(files.root, (files.events.name,)) as fd:
-                    _feed(told, fd)
+                with rank_logs.open_below(files.root, (files.events.name,)) as fd:
+                    _feed(cursor, fd)
             except (OSError, ValueError):
-                pass  # no event log (yet): what was read of it counts
-            return _history_row(told.progress, now)
+                pass  # no event log yet: the lines read so far count
+            return progress_of(cursor.timeline, self.node, now)
 
 
-def _history_row(told: JobTimeline, now: float) -> dict[str, Any]:
-    newest, goodput, at, costs = told.newest(), told.goodput(now), told.checkpoint_at, told.costs(now)
-    saved = {"step": told.checkpoint_step, "round": told.checkpoint_round, "at": at}
-    return {
-        "round": None if newest is None else newest.number,
-        "world_size": None if newest is None else newest.world_size,
-        "step": told.step,
-        "restarts": told.restarts,
-        "checkpoint": None if at is None else {**saved, "age_seconds": round(max(0.0, now - at), 1)},
-        "goodput": None if goodput is None else round(goodput, 4),
-        "began_at": told.began_at,
-        "rounds": [_round_row(one, costs.get(one.number)) for one in list(told.rounds.values())[-MAX_ROUNDS:]],
-    }
+def progress_of(timeline: JobTimeline, node: str, now: float) -> JobProgress:
+    newest, goodput, costs = timeline.newest(), timeline.goodput(now), timeline.costs(now)
+    step, saved_at = timeline.checkpoint_step, timeline.checkpoint_at
+    saved = None
+    if saved_at is not None and step is not None:
+        saved = CheckpointStatus(step, timeline.checkpoint_round or 0, saved_at, round(max(0.0, now - saved_at), 1))
+    return JobProgress(
+        node=node,
+        round=None if newest is None else newest.number,
+        world_size=None if newest is None else newest.world_size,
+        step=timeline.step,
+        restarts=timeline.restarts,
+        checkpoint=saved,
+        goodput=None if goodput is None else round(goodput, 4),
+        started_at=timeline.began_at,
+        rounds=tuple(_round_status(one, costs.get(one.number)) for one in list(timeline.rounds.values())[-MAX_ROUNDS:]),
+    )
 
 
-def _round_row(one: RoundTimeline, cost: RoundCost | None) -> dict[str, Any]:
-    return {
-        "round": one.number,
-        "at": one.at,
-        "world_size": one.world_size,
-        "nodes": list(one.nodes),
-        "cause": one.cause,
-        "reason": one.reason,
-        "lost": list(one.lost),
-        "first_step": one.first_step if one.first_step_at is not None else None,
-        "first_step_at": one.first_step_at,
-        "last_step": one.last_step if one.first_step_at is not None else None,
-        "over_at": one.last_step_at,
-        "lost_seconds": None if cost is None else round(cost.seconds, 3),
-        "lost_steps": None if cost is None else cost.steps,
-    }
+def _round_status(one: RoundTimeline, cost: RoundCost | None) -> RoundStatus:
+    has_step = one.first_step_at is not None
+    return RoundStatus(
+        round=one.number,
+        at=one.at,
+        world_size=one.world_size,
+        nodes=one.nodes,
+        cause=one.cause,
+        reason=one.reason,
+        lost_nodes=one.lost,
+        first_step=one.first_step if has_step else None,
+        first_step_at=one.first_step_at,
+        last_step=one.last_step if has_step else None,
+        ended_at=one.last_step_at,
+        lost_seconds=None if cost is None else round(cost.seconds, 3),
+        lost_steps=None if cost is None else cost.steps,
+    )
 
 
-def _feed(told: _LogCursor, fd: int) -> None:
+def _feed(cursor: _LogCursor, fd: int) -> None:
+    """Read the lines that were added; from the start if the file is another one or became smaller."""
     found = os.fstat(fd)
-    if found.st_ino != told.inode or found.st_size < told.offset:
-        told.progress, told.offset, told.partial_line, told.inode = JobTimeline(), 0, b"", found.st_ino
-    while data := os.pread(fd, _CHUNK, told.offset):
-        told.offset += len(data)
-        *lines, told.partial_line = (told.partial_line + data).split(b"\n")
-        if len(told.partial_line) > _MAX_LINE_BYTES:
-            told.partial_line = b""
+    if found.st_ino != cursor.inode or found.st_size < cursor.offset:
+        cursor.timeline = JobTimeline()
+        cursor.offset = 0
+        cursor.partial_line = b""
+        cursor.inode = found.st_ino
+    while data := os.pread(fd, _CHUNK, cursor.offset):
+        cursor.offset += len(data)
+        *lines, cursor.partial_line = (cursor.partial_line + data).split(b"\n")
+        if len(cursor.partial_line) > _MAX_LINE_BYTES:
+            cursor.partial_line = b""
         for line in lines:
             try:
-                one = json.loads(line)
+                event = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(one, dict):
-                told.progress.feed(one)
+            if isinstance(event, dict):
+                cursor.timeline.feed(event)

@@ -1,7 +1,7 @@
-"""A piece of what a rank of a job has written, as this node keeps it.
+"""Pieces of the logs of a job's ranks on this node.
 
-It exists because whoever reads it (a daemon, often root) is not who wrote it (the job's user): below the job's folder
-no link is followed, nothing but plain files with one name is read, and never more than a bounded piece.
+The reader (an agent, often root) is not the writer (the job's user): below the job's folder no link is followed, only
+plain files with one name are read, and only a bounded piece of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elasticd_agent.system.files import open_plain
 
 STREAMS = ("stdout", "stderr")
 RUNNER_LOG = "elasticd"
-"""The stream of what the node's runner itself has said."""
+"""The stream of the runner's own output."""
 MAX_BYTES = 1 << 20
 _ROUND = re.compile(r"round-([1-9][0-9]{0,17})")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,9})")
@@ -26,12 +26,42 @@ _MAX_ENTRIES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class FileSlice:
-    """`data` is at `start` of the file, which has `size` bytes; reading goes on at `next`."""
+class LogRequest:
+    """Which piece of which log."""
 
+    rank: int = 0
+    round: int | None = None
+    """None: the rank's newest."""
+    stream: str = "stdout"
+    offset: int = 0
+    """In bytes; below 0 from the end."""
+    limit: int = MAX_BYTES
+    node: str | None = None
+    """Search this node only."""
+
+    def query(self) -> dict[str, object]:
+        """The parameters of the HTTP request, except the node."""
+        return {
+            "rank": self.rank,
+            "round": self.round,
+            "stream": self.stream,
+            "offset": self.offset,
+            "limit": self.limit,
+        }
+
+    def __str__(self) -> str:
+        if self.stream == RUNNER_LOG:
+            return "of its runner"
+        return f"of rank {self.rank}" + ("" if self.round is None else f" in round {self.round}") + f" ({self.stream})"
+
+
+@dataclass(frozen=True, slots=True)
+class FileSlice:
     data: bytes
     start: int
+    """Where `data` begins in the file."""
     size: int
+    """The whole file's."""
 
     @property
     def next(self) -> int:
@@ -39,7 +69,7 @@ class FileSlice:
 
 
 def rounds_with_logs(files: JobFiles, rank: int | None = None) -> list[int]:
-    """The rounds that have logs here, ascending; with `rank`, those that have some of it."""
+    """The rounds that have logs here, ascending; with `rank`, logs of that rank."""
     found = sorted(_numbered_entries(files, (), _ROUND))
     return found if rank is None else [number for number in found if rank in ranks_with_logs(files, number)]
 
@@ -50,7 +80,7 @@ def ranks_with_logs(files: JobFiles, number: int) -> list[int]:
 
 
 def newest_round_of(files: JobFiles, rank: int) -> int | None:
-    """The newest round that has logs of this rank here. Looks at few folders where there are many."""
+    """The newest round that has logs of this rank here; it reads few of many folders."""
     for number in reversed(rounds_with_logs(files)):
         if rank in ranks_with_logs(files, number):
             return number
@@ -60,14 +90,14 @@ def newest_round_of(files: JobFiles, rank: int) -> int | None:
 def read_rank_log(files: JobFiles, number: int, rank: int, stream: str, offset: int, limit: int) -> FileSlice | None:
     """At most `limit` bytes from `offset`; None if there is no such file.
 
-    A negative `offset` counts from the end. One beyond the end means that the file has been made smaller since, as
-    rotation does: then it is read from its start.
+    A negative `offset` counts from the end. One beyond the end means that the file was rotated: it is read from its
+    start.
     """
     return _read_slice(files.logs, (f"round-{number}", f"rank-{rank}", f"{stream}.log"), offset, limit)
 
 
 def read_runner_log(files: JobFiles, offset: int, limit: int) -> FileSlice | None:
-    """The same of what the runner itself has said."""
+    """The same of the runner's own output."""
     return _read_slice(files.root, (files.output.name,), offset, limit)
 
 

@@ -7,15 +7,16 @@ outage of the store a 503, of another node's daemon a 504. It reads no socket an
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl, unquote
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.config.documents import FileFormat
-from elasticd_agent.node.api import rank_logs as ranklogs
-from elasticd_agent.node.api.cluster import LogChunk, LogRequest, NodesUnavailable, NotFound
+from elasticd_agent.node.api.cluster import LogChunk, NodesUnavailable, NotFound
+from elasticd_agent.node.api.rank_logs import MAX_BYTES, LogRequest
+from elasticd_agent.node.api.schema import JobSummary, NodeSummary
 from elasticd_agent.node.api.server import TEXT, HttpRequest, HttpResponse, UnauthenticatedRequest, error_response
 from elasticd_agent.node.api.service import Conflict, JobService
 from elasticd_agent.system.bounded_io import DeadlineExceeded
@@ -87,29 +88,28 @@ class ApiRoutes:
             case "GET", "status":
                 return _json_response(self.pages.status())
             case "GET", "v1", "jobs":
-                return _json_response(self.service.jobs())
+                return _listing("jobs", *self.service.jobs())
             case "POST", "v1", "jobs":
                 return self._submit(request, asked)
             case "GET", "v1", "jobs", job:
-                return _json_response(self.service.job(job))
+                return _json_response(self.service.job(job).to_dict())
             case "POST", "v1", "jobs", job, "cancel":
                 return _json_response(self.service.cancel(job, request.requested_by))
             case "GET", "v1", "jobs", job, "logs":
-                return _log_response(self.service.logs(job, _log_request(asked), asked.get("node")))
+                return _log_response(self.service.logs(job, _log_request(asked)))
             case "POST", "v1", "jobs", job, "dump":
                 return _json_response(self.service.dump(job))
             case "GET", "v1", "jobs", job, "explain":
                 return _json_response(self.service.explain(job, _integer(asked, "round")))
             case "GET", "v1", "nodes":
-                return _json_response(self.service.nodes())
+                return _listing("nodes", *self.service.nodes())
             case "POST", "v1", "nodes", node, ("cordon" | "drain") as what:
                 reason = _reason(request.body)
-                return _json_response(
-                    self.service.cordon(node, drain=what == "drain", reason=reason, by=request.requested_by)
-                )
+                row = self.service.cordon(node, drain=what == "drain", reason=reason, by=request.requested_by)
+                return _json_response(row.to_dict())
             case "POST", "v1", "nodes", node, "uncordon":
                 return _json_response(self.service.uncordon(node))
-            case method, "v1", "here", "jobs", job, *what:
+            case method, "v1", "local", "jobs", job, *what:
                 return self._local(method, job, what, asked)
         raise _no_route(request.method, words)
 
@@ -123,11 +123,11 @@ class ApiRoutes:
             case ("GET",):
                 if not here.has_job(job, number):
                     raise NotFound(f"{here.node} has nothing of job {job!r} number {number}")
-                return _json_response(here.progress(job, number, self.service.now(), brief=asked.get("brief") == "1"))
+                progress = here.progress(job, number, self.service.now(), brief=asked.get("brief") == "1")
+                return _json_response(progress.to_dict())
             case "GET", "logs":
                 wanted = _log_request(asked)
-                args = (wanted.rank, wanted.round, wanted.stream, wanted.offset, wanted.limit)
-                found = here.logs(job, number, *args)
+                found = here.logs(job, number, wanted)
                 if found is None:
                     raise NotFound(f"{here.node} has no log {wanted} of job {job!r} number {number}")
                 return _log_response(LogChunk.from_local(here.node, *found))
@@ -135,7 +135,7 @@ class ApiRoutes:
                 return _json_response(here.dump(job, number))
             case "GET", "explain":
                 return _json_response(here.explain(job, number, _integer(asked, "round")))
-        raise _no_route(method, ["v1", "here", "jobs", job, *what])
+        raise _no_route(method, ["v1", "local", "jobs", job, *what])
 
     def _submit(self, request: HttpRequest, asked: Mapping[str, str]) -> HttpResponse:
         kind = _JOB_FILE_TYPES.get(request.content_type)
@@ -168,10 +168,10 @@ _ROUTES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("v1", "nodes", "*", "cordon"): ("POST",),
     ("v1", "nodes", "*", "drain"): ("POST",),
     ("v1", "nodes", "*", "uncordon"): ("POST",),
-    ("v1", "here", "jobs", "*"): ("GET",),
-    ("v1", "here", "jobs", "*", "logs"): ("GET",),
-    ("v1", "here", "jobs", "*", "dump"): ("POST",),
-    ("v1", "here", "jobs", "*", "explain"): ("GET",),
+    ("v1", "local", "jobs", "*"): ("GET",),
+    ("v1", "local", "jobs", "*", "logs"): ("GET",),
+    ("v1", "local", "jobs", "*", "dump"): ("POST",),
+    ("v1", "local", "jobs", "*", "explain"): ("GET",),
 }
 """What there is, for those who ask for something else."""
 
@@ -180,7 +180,7 @@ def _no_route(method: str, words: list[str]) -> _BadRequest:
     for route, methods in _ROUTES.items():
         if len(route) == len(words) and all(mine in ("*", word) for mine, word in zip(route, words, strict=True)):
             return _BadRequest(405, f"only {' and '.join(methods)} here")
-    shown = sorted({"/" + "/".join(route).replace("*", "NAME") for route in _ROUTES if "here" not in route})
+    shown = sorted({"/" + "/".join(route).replace("*", "NAME") for route in _ROUTES if "local" not in route})
     return _BadRequest(404, f"there is no such page; there are {' '.join(shown)}")
 
 
@@ -221,7 +221,8 @@ def _log_request(asked: Mapping[str, str]) -> LogRequest:
         round=_integer(asked, "round", 1),
         stream=stream,
         offset=_integer(asked, "offset", -(1 << 50)) or 0,
-        limit=ranklogs.MAX_BYTES if limit is None else min(limit, ranklogs.MAX_BYTES),
+        limit=MAX_BYTES if limit is None else min(limit, MAX_BYTES),
+        node=asked.get("node"),
     )
 
 
@@ -237,6 +238,10 @@ def _reason(body: bytes) -> str:
     except (ValueError, RecursionError):
         pass
     raise _BadRequest(400, 'the body is {"reason": "…"}, or there is none')
+
+
+def _listing(name: str, rows: Sequence[JobSummary | NodeSummary], problems: Sequence[str]) -> HttpResponse:
+    return _json_response({name: [row.to_dict() for row in rows], "problems": list(problems)})
 
 
 def _json_response(found: Mapping[str, Any], code: int = 200) -> HttpResponse:

@@ -1,8 +1,7 @@
-"""The daemon's desk: what people may ask of it, answered from the store, from this node and from other nodes' daemons.
+"""The operations behind the HTTP API, in terms of jobs and nodes: from the store, this node and other nodes' agents.
 
-It exists so that routes, the command line and tests speak of jobs and nodes, not of keys and sockets. Every method may
-be called from any thread and ends within a deadline; none waits for the deciding thread, which hears of what was
-written through the store as every other daemon does. It decides nothing about where a job runs.
+Every method may be called from any thread and ends within a deadline. None waits for the node loop, which reads from
+the store what is written here, as on every other node.
 """
 
 from __future__ import annotations
@@ -13,44 +12,48 @@ from typing import Any
 from urllib.parse import quote
 
 from elasticd.errors import ElasticdError, UsageError, WireError
-from elasticd_agent.config import job_file as jobfile
+from elasticd_agent.config import job_file
 from elasticd_agent.config.documents import FileFormat
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.phrases import is_are, listing
 from elasticd_agent.model.records import Round
-from elasticd_agent.node.api import views as showing
-from elasticd_agent.node.api.cluster import ClusterReader, LogChunk, LogRequest, NotFound
+from elasticd_agent.node.api import views
+from elasticd_agent.node.api.cluster import ClusterReader, LogChunk, NotFound
 from elasticd_agent.node.api.local import DUMP_TIMEOUT_S, READ_TIMEOUT_S, LocalJobs
 from elasticd_agent.node.api.peers import Peers
-from elasticd_agent.node.records import Submission
-from elasticd_agent.node.scheduler import job_queue as queue
+from elasticd_agent.node.api.rank_logs import LogRequest
+from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, NodeSummary, RoundStatus
+from elasticd_agent.node.records import JobResult, Submission
+from elasticd_agent.node.scheduler import job_queue
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
 
 
 class Conflict(ElasticdError):
-    """What was asked for goes against what is there already; the sentence says what that is."""
+    """The request conflicts with the present state; the sentence says with what."""
 
 
 class JobService:
-    """Whatever needs the store raises StoreUnavailable without it."""
+    """Methods that need the store raise StoreUnavailable during an outage."""
 
     def __init__(
         self,
         store: Store,
-        here: LocalJobs,
+        local: LocalJobs,
         peers: Peers,
         check: Callable[[JobFile], None] = lambda job: None,
         clock: Callable[[], float] = time.time,
         cache: StoreCache | None = None,
     ) -> None:
-        """`check` judges a job before it is handed in, by this node's limits: it raises UsageError."""
-        self.local = here
-        self._cluster = ClusterReader(here, peers)
-        self._store, self._check, self._clock = store, check, clock
-        self._cache = cache or StoreCache(store, queue.ignore)
+        """`check` applies this node's limits to a job before it is submitted: it raises UsageError."""
+        self.local = local
+        self._cluster = ClusterReader(local, peers)
+        self._store = store
+        self._check = check
+        self._clock = clock
+        self._cache = cache or StoreCache(store, job_queue.ignore)
 
     def now(self) -> float:
         """Unix seconds."""
@@ -58,130 +61,133 @@ class JobService:
 
     # ---- jobs
 
-    def jobs(self) -> dict[str, Any]:
-        troubles: list[str] = []
-        view = self._view(troubles.append)
-        return {"jobs": showing.jobs(view, self._clock()), "troubles": troubles}
+    def jobs(self) -> tuple[list[JobSummary], list[str]]:
+        """Every job, and a sentence for each record in the store that cannot be read."""
+        problems: list[str] = []
+        view = self._view(problems.append)
+        return views.jobs(view, self._clock()), problems
 
-    def job(self, name: str) -> dict[str, Any]:
-        """Raises NoSuch."""
+    def job(self, name: str) -> JobStatus:
+        """Raises NotFound."""
         view, submission = self._find_job(name)
         now = self._clock()
-        row = showing.job(view, submission, now)
-        places = showing.assignments(view, submission) if row["ended_at"] is None else []
-        progress = self._cluster.progress(view, submission, row["nodes"], now)
-        ending = view.result(submission.job, submission.number)
-        return {**row, "places": places, "progress": progress or _progress_from_result(ending)}
+        summary = views.job(view, submission, now)
+        assigned = () if summary.ended else views.assignments(view, submission)
+        progress = self._cluster.progress(view, submission, summary.nodes, now)
+        result = view.result(submission.job, submission.number)
+        return views.job_status(summary, assigned, progress or _progress_from_result(result))
 
     def submit(self, data: bytes, kind: FileFormat, name: str | None, by: str, token: str = "") -> dict[str, Any]:
-        """Raises UsageError for a job that cannot be, Conflict for an id whose job has not ended."""
-        job = jobfile.read_job(data, kind, "the job")
+        """Raises UsageError for an invalid job, Conflict for an id whose job has not ended."""
+        job = job_file.read_job(data, kind, "the job")
         self._check(job)
-        wanted, nodes, slots = name or job.id, job.node_range, job.slot_range
-        spec, at = jobfile.to_json(job), self._clock()
+        job_id = name or job.id
         try:
-            grow = job.grow != "never"
-            made = queue.submit(
+            made = job_queue.submit(
                 self._store,
-                spec,
-                job=wanted,
-                nodes=nodes,
-                slots=slots,
+                job_file.to_json(job),
+                job=job_id,
+                nodes=job.node_range,
+                slots=job.slot_range,
                 submitted_by=by,
-                submitted_at=at,
+                submitted_at=self._clock(),
                 token=token,
-                grow=grow,
+                grow=job.grow != "never",
                 cache=self._cache,
             )
         except UsageError as error:
-            if wanted is not None and any(s.job == wanted for s in self._view().unfinished()):
+            if job_id is not None and any(one.job == job_id for one in self._view().unfinished()):
                 raise Conflict(str(error)) from None
             raise
         return {"job": made.job, "number": made.number}
 
     def cancel(self, name: str, by: str) -> dict[str, Any]:
-        """Raises NoSuch, or Conflict where the job has ended by itself."""
+        """Raises NotFound, or Conflict for a job that has ended by itself."""
         self._find_job(name)
-        ending = queue.cancel(self._store, name, by, self._clock())
-        if ending.outcome != "cancelled":
-            raise Conflict(f"job {name!r} has {ending.outcome} already: {ending.reason}")
-        leaving = sorted(showing.nodes_still_running(showing.runners_of(self._view(), ending.job, ending.number)))
-        said = {"job": ending.job, "number": ending.number, "outcome": ending.outcome, "reason": ending.reason}
-        return {**said, "leaving": leaving}
+        result = job_queue.cancel(self._store, name, by, self._clock())
+        if result.outcome != "cancelled":
+            raise Conflict(f"job {name!r} has {result.outcome} already: {result.reason}")
+        runners = views.runners_of(self._view(), result.job, result.number)
+        return {
+            "job": result.job,
+            "number": result.number,
+            "outcome": result.outcome,
+            "reason": result.reason,
+            "leaving": sorted(views.nodes_still_running(runners)),
+        }
 
     # ---- nodes
 
-    def nodes(self) -> dict[str, Any]:
-        troubles: list[str] = []
-        return {"nodes": showing.nodes(self._view(troubles.append)), "troubles": troubles}
+    def nodes(self) -> tuple[list[NodeSummary], list[str]]:
+        """Every node, and a sentence for each record in the store that cannot be read."""
+        problems: list[str] = []
+        return views.nodes(self._view(problems.append)), problems
 
-    def cordon(self, node: str, *, drain: bool, reason: str, by: str) -> dict[str, Any]:
-        """Raises NoSuch."""
-        self._node_row(node)
-        queue.cordon(self._store, node, drain, reason, by, self._clock())
-        return self._node_row(node)
+    def cordon(self, node: str, *, drain: bool, reason: str, by: str) -> NodeSummary:
+        """Raises NotFound."""
+        self._node(node)
+        job_queue.cordon(self._store, node, drain, reason, by, self._clock())
+        return self._node(node)
 
     def uncordon(self, node: str) -> dict[str, Any]:
-        """Raises NoSuch, Conflict where there is no cordon to take back."""
-        self._node_row(node)
-        if not queue.uncordon(self._store, node):
+        """Raises NotFound, Conflict for a node that is not cordoned."""
+        self._node(node)
+        if not job_queue.uncordon(self._store, node):
             raise Conflict(f"node {node!r} is not cordoned")
         return {"node": node}
 
-    # ---- what lies on nodes
+    # ---- data on the nodes
 
-    def logs(self, name: str, wanted: LogRequest, node: str | None) -> LogChunk:
-        """A piece of a rank's output, wherever it is; `node`: on this one. Raises NoSuch, Away."""
+    def logs(self, name: str, request: LogRequest) -> LogChunk:
+        """A piece of a rank's output, from the node that has it. Raises NotFound, NodesUnavailable."""
         view, submission = self._find_job(name)
-        return self._cluster.logs(view, submission, self._current_round(submission), wanted, node)
+        return self._cluster.logs(view, submission, self._current_round(submission), request)
 
     def dump(self, name: str) -> dict[str, Any]:
-        """By node: evidence taken now, or why there is none. Raises NoSuch, Conflict for a job that does not run."""
+        """By node: evidence taken now, or why there is none. Raises NotFound, Conflict for a job that does not run."""
         view, submission = self._find_job(name)
-        running = showing.runners_of(view, submission.job, submission.number)
-        nodes = [node for node, one in running.items() if one.state in ("starting", "running")]
+        runners = views.runners_of(view, submission.job, submission.number)
+        nodes = [node for node, one in runners.items() if one.state in ("starting", "running")]
         if not nodes:
-            row = showing.job(view, submission, self._clock())
-            raise Conflict(
-                f"job {name!r} runs nowhere, so there is nothing to look at: {row['state']}: {row['reason']}"
-            )
-        question = ("POST", f"/v1/here/jobs/{quote(name, safe='')}/dump", {"number": submission.number})
+            row = views.job(view, submission, self._clock())
+            raise Conflict(f"job {name!r} runs on no node, so there is no evidence to take: {row.state}: {row.reason}")
+        question = ("POST", f"/v1/local/jobs/{quote(name, safe='')}/dump", {"number": submission.number})
         own = lambda: self.local.dump(name, submission.number)  # noqa: E731
         return {"job": name, "nodes": self._cluster.gather(view, nodes, own, question, DUMP_TIMEOUT_S + READ_TIMEOUT_S)}
 
     def explain(self, name: str, round: int | None) -> dict[str, Any]:
-        """By node: what its evidence says, or why it says nothing. Raises NoSuch."""
+        """By node: the explanation from its evidence, or why there is none. Raises NotFound."""
         view, submission = self._find_job(name)
         query = {"number": submission.number, "round": round}
-        question = ("GET", f"/v1/here/jobs/{quote(name, safe='')}/explain", query)
+        question = ("GET", f"/v1/local/jobs/{quote(name, safe='')}/explain", query)
         own = lambda: self.local.explain(name, submission.number, round)  # noqa: E731
         nodes = self._cluster.candidate_nodes(view, submission)
         return {"job": name, "nodes": self._cluster.gather(view, nodes, own, question, READ_TIMEOUT_S)}
 
     # ---- inside
 
-    def _view(self, log: Callable[[str], None] = queue.ignore) -> ClusterView:
-        return queue.read_view(self._store, log, self._cache)
+    def _view(self, log: Callable[[str], None] = job_queue.ignore) -> ClusterView:
+        return job_queue.read_view(self._store, log, self._cache)
 
     def _find_job(self, name: str) -> tuple[ClusterView, Submission]:
         view = self._view()
         for submission in view.submissions:
             if submission.job == name:
                 return view, submission
-        for ending in view.results:  # its submission was cleaned away a moment ago
-            if ending.job == name:
-                return view, Submission(ending.job, ending.number, "{}", 1, 1, 1, 1, submitted_at=ending.ended_at)
-        raise NotFound(f"there is no job {name!r}; {_existing_names([s.job for s in view.submissions], 'job')}")
+        for result in view.results:  # its submission was cleaned away a moment ago
+            if result.job == name:
+                return view, Submission(result.job, result.number, "{}", 1, 1, 1, 1, submitted_at=result.ended_at)
+        raise NotFound(f"there is no job {name!r}; {_existing_names([one.job for one in view.submissions], 'job')}")
 
-    def _node_row(self, node: str) -> dict[str, Any]:
-        rows = showing.nodes(self._view())
+    def _node(self, node: str) -> NodeSummary:
+        rows, _ = self.nodes()
         for row in rows:
-            if row["node"] == node:
+            if row.node == node:
                 return row
-        raise NotFound(f"there is no node {node!r}; {_existing_names([row['node'] for row in rows], 'node')}")
+        raise NotFound(f"there is no node {node!r}; {_existing_names([row.node for row in rows], 'node')}")
 
     def _current_round(self, job: Submission) -> Round | None:
-        """The job's current Round, where its runners meet in this store; None if it is not known here."""
+        """The job's current Round; None if its runners do not meet in this store."""
         try:
             found = self._store.read(Keys(job.job).round)
             agreed = None if found is None else Round.from_json(found.value)
@@ -190,18 +196,15 @@ class JobService:
         return agreed if agreed is not None and agreed.run in ("", str(job.number)) else None
 
 
-def _progress_from_result(ending: Any) -> dict[str, Any] | None:
-    """What the ending itself tells of a job whose nodes tell nothing any more."""
-    if ending is None or not (ending.rounds or ending.step):
+def _progress_from_result(result: JobResult | None) -> JobProgress | None:
+    """The summary that the result holds, for a job whose nodes have nothing of it any more."""
+    if result is None or not (result.rounds or result.step):
         return None
-    rounds = [
-        {"round": one.number, "at": one.at, "world_size": one.world_size, "nodes": [], "reason": one.reason}
-        for one in ending.rounds
-    ]
-    return {"node": "", "rounds": rounds, "round": rounds[-1]["round"] if rounds else None, "step": ending.step}
+    rounds = tuple(
+        RoundStatus(one.number, one.at, world_size=one.world_size, reason=one.reason) for one in result.rounds
+    )
+    return JobProgress(rounds=rounds, round=rounds[-1].round if rounds else None, step=result.step)
 
 
 def _existing_names(names: list[str], what: str) -> str:
-    if not names:
-        return f"there is no {what} at all"
-    return f"there {is_are(names)} {listing(sorted(names))}"
+    return f"there {is_are(names)} {listing(sorted(names))}" if names else f"there is no {what} at all"

@@ -1,7 +1,7 @@
-"""A job's history as one drawing: how fast it went, and below, round by round, with how many workers.
+"""A job's history as one drawing: the step rate, and below it each round with its number of workers. Pure.
 
-It exists as SVG that is drawn here, so that a page without a script shows it, too. Time in which no step was made is
-part of the rate, so that a fault is a dent however short, and the blank between two blocks is what it cost. Pure.
+It is SVG made by the agent, so that a page without a script shows it, too. Time without a step is part of the rate, so
+that even a short fault is a dent; the gap between two blocks is the cost of a fault.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elasticd_agent.model.phrases import count
+from elasticd_agent.node.api.schema import JobStatus, RoundStatus, StepSample
 from elasticd_agent.node.dashboard import format as words
-from elasticd_agent.node.dashboard.decode import JobStatus, RoundStatus
 from elasticd_agent.node.dashboard.markup import Html, tag
 from elasticd_agent.system.durations import in_words
 
@@ -26,12 +26,9 @@ MAX_MARKS = 40
 """Of more rounds in the window only the newest are marked with a line."""
 _TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800)
 _LAST_RATE_HOLDS = 2.5
-"""After its last known point a rate is taken to hold for so many times as long as the points lay apart."""
-
+"""A rate holds after its last point for this many times the distance of its last two points."""
 _MIN_POINT_GAP_S = 1.0
-"""Two points that are nearer tell of a moment, not of a rate."""
-
-Point = tuple[float, int, int]
+"""Two nearer points give no rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +42,30 @@ class TimeWindow:
 
 
 def window(job: JobStatus, now: float, seconds: float | None) -> TimeWindow:
-    """From the job's beginning, or the last `seconds`, to now or its end."""
+    """From the job's start, or for the last `seconds`, until now or its end."""
     until = job.ended_at if job.ended_at is not None else now
-    began = [at for at in (job.began_at, job.rounds[0].at if job.rounds else None) if at]
-    since = min(began, default=until - 60.0)
+    progress = job.known
+    starts = [at for at in (progress.started_at, progress.rounds[0].at if progress.rounds else None) if at]
+    since = min(starts, default=until - 60.0)
     if seconds is not None:
         since = max(since, until - seconds)
     return TimeWindow(min(since, until - 10.0), until)
 
 
-def points(job: JobStatus) -> tuple[Point, ...]:
-    """Where it was when: as its runner says, and each round's first and last step, as its log tells."""
-    found = list(job.step_samples)
-    for one in job.rounds:
+def points(job: JobStatus) -> tuple[StepSample, ...]:
+    """Steps over time: the runner's samples, and each round's first and last step from the event log."""
+    found = list(job.known.step_samples)
+    for one in job.known.rounds:
         if one.first_step_at is not None and one.first_step is not None:
-            found.append((one.first_step_at, one.number, one.first_step))
+            found.append((one.first_step_at, one.round, one.first_step))
             over = one.ended_at if one.ended_at is not None else job.ended_at
             if over is not None and one.last_step is not None and over > one.first_step_at:
-                found.append((over, one.number, max(one.last_step, one.first_step)))
-    kept: list[Point] = []
+                found.append((over, one.round, max(one.last_step, one.first_step)))
+    kept: list[StepSample] = []
     for at, number, step in sorted(found):
         if not kept or number > kept[-1][1]:
             kept.append((at, number, step))
-        # Runner and log may be of two hosts, whose clocks differ: within a round steps only ever grow.
+        # Samples and log may come from two hosts with different clocks: within a round steps only grow.
         elif number == kept[-1][1] and step >= kept[-1][2]:
             near = at - kept[-1][0] < _MIN_POINT_GAP_S
             first = len(kept) == 1 or kept[-2][1] != number
@@ -78,14 +76,14 @@ def points(job: JobStatus) -> tuple[Point, ...]:
     return tuple(kept)
 
 
-def rates(track: Sequence[Point], shown: TimeWindow, live: bool, columns: int = COLUMNS) -> list[float | None]:
-    """Steps per second in each of so many equal parts of the window; None where nothing is known.
+def rates(samples: Sequence[StepSample], shown: TimeWindow, live: bool, columns: int = COLUMNS) -> list[float | None]:
+    """Steps per second in each of `columns` equal parts of the window; None where nothing is known.
 
-    Between two points of a round steps are spread evenly; from one round's last point to the next one's first none are
-    made. With `live` the newest point is not the end.
+    Steps are spread evenly between two samples of a round; between two rounds there are none. `live`: the newest sample
+    is not the end.
     """
-    pieces: list[tuple[float, float, float]] = []
-    for (then, first, low), (at, number, high) in itertools.pairwise(track):
+    pieces: list[tuple[float, float, float]] = []  # from, to, steps per second
+    for (then, first, low), (at, number, high) in itertools.pairwise(samples):
         if at > then:
             same = first == number and high >= low
             pieces.append((then, at, (high - low) / (at - then) if same else 0.0))
@@ -99,11 +97,12 @@ def rates(track: Sequence[Point], shown: TimeWindow, live: bool, columns: int = 
     for column in range(columns):
         begin = shown.since + column * width
         steps = known = 0.0
-        for then, at, pace in pieces[bisect.bisect_right(ends, begin) :]:
+        for then, at, rate in pieces[bisect.bisect_right(ends, begin) :]:
             if then >= begin + width:
                 break
             overlap = max(0.0, min(at, begin + width) - max(then, begin))
-            steps, known = steps + pace * overlap, known + overlap
+            steps += rate * overlap
+            known += overlap
         found.append(steps / known if known > 0.2 * width else None)
     return found
 
@@ -113,16 +112,18 @@ def chart(job: JobStatus, now: float, seconds: float | None) -> Html:
     shown = window(job, now, seconds)
     found = rates(points(job), shown, live=not job.ended)
     most = _round_up(max((one for one in found if one is not None), default=0.0))
-    rounds = [one for one in job.rounds if (one.ended_at or shown.until) >= shown.since or one is job.newest_round]
+    progress = job.known
+    newest = progress.newest_round
+    rounds = [one for one in progress.rounds if (one.ended_at or shown.until) >= shown.since or one is newest]
     size = max([one.world_size for one in rounds], default=1) or 1
     return tag(
         "svg",
         tag("title", f"Step rate and rounds of {job.job}, {words.clock(shown.since)} to {words.clock(shown.until)}"),
-        tag("desc", _description(job, found, rounds)),
-        [_lost(one, shown) for one in rounds if one.lost_s],
+        tag("desc", _description(found, rounds)),
+        [_lost(one, shown) for one in rounds if one.lost_seconds],
         _grid(shown, most, size),
         _area(found, shown, most),
-        [_block(one, rounds, shown, size, job) for one in rounds],
+        [_block(one, rounds, shown, size) for one in rounds],
         [_mark(one, shown) for one in rounds[-MAX_MARKS:] if one.at > shown.since],
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         role="img",
@@ -130,13 +131,12 @@ def chart(job: JobStatus, now: float, seconds: float | None) -> Html:
     )
 
 
-def _description(job: JobStatus, found: Sequence[float | None], rounds: Sequence[RoundStatus]) -> str:
+def _description(found: Sequence[float | None], rounds: Sequence[RoundStatus]) -> str:
     known = [one for one in found if one is not None]
     if not known:
-        return "No step was made in this time."
+        return "No step in this time."
     fastest, last = words.rate(max(known)), words.rate(known[-1])
-    in_all = count(len(rounds), "round")
-    return f"{fastest} at most, {last} at the end, in {in_all}; the list of rounds has the rest."
+    return f"{fastest} at most, {last} at the end, in {count(len(rounds), 'round')}; see the list of rounds."
 
 
 def _grid(shown: TimeWindow, most: float, size: int) -> list[Html]:
@@ -155,7 +155,7 @@ def _grid(shown: TimeWindow, most: float, size: int) -> list[Html]:
     ]
     span = shown.until - shown.since
     every = next((tick for tick in _TICKS if span / tick <= 8), span / 6)
-    # Counted back from the end: a tick then stays where it is when the window only grows.
+    # Counted back from the end: a tick keeps its place while the window only grows.
     back, at = 0, shown.until
     while at > shown.since:
         x = shown.x(at)
@@ -189,9 +189,9 @@ def _area(found: Sequence[float | None], shown: TimeWindow, most: float) -> list
     return drawn
 
 
-def _block(one: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, size: int, job: JobStatus) -> list[Html]:
-    """From its first step to its last: as high as it has workers. Before its first step it is only an outline."""
-    after = next((later for later in rounds if later.number > one.number), None)
+def _block(one: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, size: int) -> list[Html]:
+    """From its first step to its last, as high as its number of workers; an outline before the first step."""
+    after = next((later for later in rounds if later.round > one.round), None)
     ends = [at for at in (one.ended_at, after.at if after is not None else None) if at is not None]
     until = min(ends, default=shown.until)
     begin = one.first_step_at if one.first_step_at is not None else one.at
@@ -202,8 +202,8 @@ def _block(one: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, s
     height = round(BLOCKS_H * min(1.0, one.world_size / size), 1)
     kind = "block" if one.first_step_at is not None else "block none"
     wide = max(1.5, right - left - 0.5)
-    label = f"{one.number}" if wide > 9 * len(str(one.number)) + 6 else ""
-    title = f"Round {one.number}, {count(one.world_size, 'worker')}: {one.reason}"
+    label = f"{one.round}" if wide > 9 * len(str(one.round)) + 6 else ""
+    title = f"Round {one.round}, {count(one.world_size, 'worker')}: {one.reason}"
     return [
         tag(
             "g",
@@ -215,11 +215,11 @@ def _block(one: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, s
 
 
 def _lost(one: RoundStatus, shown: TimeWindow) -> Html:
-    """From the last step of the round before to its own first one."""
-    assert one.lost_s is not None
+    """From the last step of the round before to the first step of this one."""
+    assert one.lost_seconds is not None
     until = one.first_step_at if one.first_step_at is not None else shown.until
-    left, right = shown.x(until - one.lost_s), shown.x(until)
-    title = tag("title", f"{in_words(one.lost_s)} without a step")
+    left, right = shown.x(until - one.lost_seconds), shown.x(until)
+    title = tag("title", f"{in_words(one.lost_seconds)} without a step")
     height = RATE_H + GAP + BLOCKS_H
     kind = "pause" if one.planned else "lost"
     return tag("rect", title, x=left, y=TOP, width=max(0.0, round(right - left, 1)), height=height, class_=kind)
@@ -230,7 +230,7 @@ def _mark(one: RoundStatus, shown: TimeWindow) -> Html:
     kind = "planned" if one.planned else "fault"
     return tag(
         "g",
-        tag("title", f"{words.clock(one.at)} round {one.number}: {one.reason}"),
+        tag("title", f"{words.clock(one.at)} round {one.round}: {one.reason}"),
         tag("line", x1=x, x2=x, y1=TOP - 4, y2=bottom, class_=f"mark {kind}"),
         tag("path", d=f"M{x - 4},{TOP - 12}h8l-4,7z", class_=f"flag {kind}"),
         tag("rect", x=x - 5, y=TOP - 14, width=10, height=bottom - TOP + 14, class_="touch"),

@@ -1,4 +1,4 @@
-"""One job whole: what it does, how it went, its ranks, its rounds, who was to blame, what it wrote. Pure."""
+"""One job whole: its state, step rate, ranks, rounds, the explanation of its last hang, and a log. Pure."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from typing import Any
 from urllib.parse import urlencode
 
 from elasticd_agent.model.phrases import count
+from elasticd_agent.node.api.schema import JobProgress, JobStatus, RoundStatus
 from elasticd_agent.node.dashboard import format as words
-from elasticd_agent.node.dashboard import ranks
-from elasticd_agent.node.dashboard import rounds as history
+from elasticd_agent.node.dashboard import ranks, rounds
 from elasticd_agent.node.dashboard.chart import chart
-from elasticd_agent.node.dashboard.decode import JobStatus, RoundStatus
 from elasticd_agent.node.dashboard.layout import banner, chip, section
 from elasticd_agent.node.dashboard.markup import Child, Html, joined, tag
 from elasticd_agent.node.dashboard.status import problem, state
 from elasticd_agent.system.durations import in_words
 
 WINDOWS: dict[str, float | None] = {"10m": 600.0, "1h": 3600.0, "1d": 86400.0, "all": None}
-_NAMES = {"10m": "10 min", "1h": "1 hour", "1d": "1 day", "all": "all of it"}
+_NAMES = {"10m": "10 min", "1h": "1 hour", "1d": "1 day", "all": "all"}
 STREAMS = ("stdout", "stderr", "elasticd")
 
 
 @dataclass(frozen=True, slots=True)
 class PageQuery:
-    """What of a job is looked at: the page's query, so that a link to it shows the same."""
+    """The page's query: a link with it shows the same."""
 
     window: str = "1h"
     rank: int = 0
@@ -38,11 +37,12 @@ class PageQuery:
 
 @dataclass(frozen=True, slots=True)
 class LogTail:
-    """The end of a log. `text` without anything to say is "", `why`: there is none."""
+    """The end of a log."""
 
     text: str = ""
     where: str = ""
     why: str = ""
+    """Why there is none."""
 
 
 def job_page(job: JobStatus, view: PageQuery, now: float, tail: LogTail, explained: Child) -> list[Child]:
@@ -50,50 +50,74 @@ def job_page(job: JobStatus, view: PageQuery, now: float, tail: LogTail, explain
         tag("h1", job.job, " ", tag("span", chip(*state(job)), id="state", data_live=True, role="status")),
         tag("div", _summary(job), id="why", data_live=True),
         tag("dl", _tiles(job), class_="tiles", id="tiles", data_live=True),
-        section("course", "How it went", _history(job, view, now), more=_windows(job, view)),
+        section("course", "Step rate", _history(job, view, now), more=_windows(job, view)),
         section("ranks", "Ranks", _ranks(job)),
         section("rounds", "Rounds", _rounds(job, now)),
-        section("blame", "Who was to blame", explained),
+        section("blame", "Root cause of the last hang", explained),
         tag("div", _log(job, view, tail), class_="log"),
     ]
 
 
 def _summary(job: JobStatus) -> list[Child]:
-    said: list[Child] = []
+    found: list[Child] = []
     if wrong := problem(job):
-        said.append(banner("warn", wrong[1]))
-    said += [banner("warn", f"{node} does not answer: {why}") for node, why in job.unreachable_nodes[:3]]
-    if job.ended and job.ended_s is not None:
+        found.append(banner("warn", wrong[1]))
+    for node, why in list(job.known.unreachable.items())[:3]:
+        found.append(banner("warn", f"{node} does not answer: {why}"))
+    reason = job.reason
+    if job.ended and job.ended_seconds is not None:
         code = f" with exit code {job.exit_code}" if job.exit_code is not None else ""
-        said.append(tag("p", f"Ended {in_words(job.ended_s)} ago{code}: {job.reason}", class_="why"))
-    else:
-        said.append(tag("p", job.reason, class_="why"))
-    return said
+        reason = f"Ended {in_words(job.ended_seconds)} ago{code}: {reason}"
+    return [*found, tag("p", reason, class_="why")]
 
 
 def _tiles(job: JobStatus) -> list[Html]:
-    faulty = [one for one in job.rounds if not one.planned]
-    lost = [one.lost_s for one in faulty if one.lost_s is not None]
-    again = sum(one.lost_steps for one in faulty if one.lost_steps is not None)
-    saved, most = job.checkpoint, job.max_workers
-    workers = str(job.world_size) if job.world_size and not job.ended else "–"
-    fewer = most is not None and most != job.world_size and not job.ended
+    progress = job.known
     return [
-        _tile("Step", "–" if job.step is None else f"{job.step:,}", "" if job.rate is None else words.rate(job.rate)),
-        _tile("Workers", workers, f"of at most {most}" if fewer else ""),
-        _tile("Round", str(job.round or "–"), "" if job.restarts is None else count(job.restarts, "restart")),
-        _tile(
-            "Checkpoint",
-            "none" if saved is None else f"step {saved.step:,}",
-            "" if saved is None or saved.age_s is None else f"{in_words(saved.age_s)} ago",
-        ),
-        _tile("Goodput", "–" if job.goodput is None else f"{100 * job.goodput:.1f} %", "of its time counted"),
-        _tile(
-            "Lost",
-            in_words(sum(lost)) if lost else "nothing",
-            f"{count(len(faulty), 'fault')}, {count(again, 'step')} again" if lost else "",
-        ),
+        _step_tile(progress),
+        _workers_tile(job),
+        _round_tile(progress),
+        _checkpoint_tile(progress),
+        _tile("Goodput", "–" if progress.goodput is None else f"{100 * progress.goodput:.1f} %", "of its time counted"),
+        _lost_tile(progress),
     ]
+
+
+def _step_tile(progress: JobProgress) -> Html:
+    rate = progress.steps_per_second
+    return _tile(
+        "Step", "–" if progress.step is None else f"{progress.step:,}", "" if rate is None else words.rate(rate)
+    )
+
+
+def _workers_tile(job: JobStatus) -> Html:
+    size, most = job.known.world_size, job.max_workers
+    if job.ended:
+        return _tile("Workers", "–", "")
+    return _tile("Workers", str(size or "–"), "" if most in (None, size) else f"of at most {most}")
+
+
+def _round_tile(progress: JobProgress) -> Html:
+    restarts = "" if progress.restarts is None else count(progress.restarts, "restart")
+    return _tile("Round", str(progress.round or "–"), restarts)
+
+
+def _checkpoint_tile(progress: JobProgress) -> Html:
+    saved = progress.checkpoint
+    if saved is None:
+        return _tile("Checkpoint", "none", "")
+    age = "" if saved.age_seconds is None else f"{in_words(saved.age_seconds)} ago"
+    return _tile("Checkpoint", f"step {saved.step:,}", age)
+
+
+def _lost_tile(progress: JobProgress) -> Html:
+    faults = [one for one in progress.rounds if not one.planned]
+    lost = [one.lost_seconds for one in faults if one.lost_seconds is not None]
+    if not lost:
+        return _tile("Lost", "nothing", "")
+    again = sum(one.lost_steps or 0 for one in faults)
+    more = f"{count(len(faults), 'fault')}, {count(again, 'step')} again"
+    return _tile("Lost", in_words(sum(lost)), more)
 
 
 def _tile(name: str, value: str, more: str) -> Html:
@@ -110,18 +134,18 @@ def _windows(job: JobStatus, view: PageQuery) -> Html:
         )
         for name in WINDOWS
     ]
-    return tag("nav", links, aria_label="How much of it", class_="windows")
+    return tag("nav", links, aria_label="Time window", class_="windows")
 
 
 def _history(job: JobStatus, view: PageQuery, now: float) -> Child:
-    if not any(one.first_step_at for one in job.rounds) and not job.step_samples:
-        return tag("p", "No step has been made yet.", class_="quiet")
+    if not any(one.first_step_at for one in job.known.rounds) and not job.known.step_samples:
+        return tag("p", "No step yet.", class_="quiet")
     legend = [
         tag("span", tag("i", class_="key rate"), "steps per second"),
-        tag("span", tag("i", class_="key block"), "a round's workers, as long as they trained"),
-        tag("span", tag("i", class_="key fault"), "a round began because of a fault"),
-        tag("span", tag("i", class_="key planned"), "as planned"),
-        tag("span", tag("i", class_="key lost"), "no step because of it"),
+        tag("span", tag("i", class_="key block"), "a round's workers while they trained"),
+        tag("span", tag("i", class_="key fault"), "a round that followed a fault"),
+        tag("span", tag("i", class_="key planned"), "a planned round"),
+        tag("span", tag("i", class_="key lost"), "time without a step"),
     ]
     drawn = tag(
         "div",
@@ -137,47 +161,51 @@ def _history(job: JobStatus, view: PageQuery, now: float) -> Child:
 def _ranks(job: JobStatus) -> Child:
     if job.ended:
         return tag("p", "The job has ended.", class_="quiet")
-    if not job.ranks and not job.assignments:
-        return tag("p", "It has no place yet." if not job.rounds else "No workers at this moment.", class_="quiet")
+    if not job.known.ranks and not job.assignments:
+        return tag("p", "No workers at this moment." if job.known.rounds else "Not scheduled yet.", class_="quiet")
     return ranks.grid(job)
 
 
 def _rounds(job: JobStatus, now: float) -> Child:
-    return history.rounds(job, now) if job.rounds else tag("p", "No round has been agreed on yet.", class_="quiet")
+    return rounds.rounds(job, now) if job.known.rounds else tag("p", "No round yet.", class_="quiet")
 
 
-def last_hung_round(rounds: Sequence[RoundStatus]) -> int:
-    """The newest round that began because the one before hung; 0 if there is none."""
-    return max((one.number for one in rounds if one.cause == "hung"), default=0)
+def last_hung_round(listed: Sequence[RoundStatus]) -> int:
+    """The newest round that followed a hang; 0 if there is none."""
+    return max((one.round for one in listed if one.cause == "hung"), default=0)
 
 
 def explanation(job: str, rows: Sequence[dict[str, Any]], *, brief: bool) -> Child:
-    """What nodes say of their evidence, those that judged first. `brief`: only the first one, and where the rest is."""
-    told = [row for row in rows if isinstance(row.get("page"), str)]
-    told.sort(key=lambda row: not isinstance(row.get("document"), dict) or row["document"].get("verdict") is None)
-    if not told:
+    """The explanations of the nodes, those with a verdict first. `brief`: the first one, and a link to the others."""
+    found = [row for row in rows if isinstance(row.get("page"), str)]
+    found.sort(key=lambda row: not isinstance(row.get("document"), dict) or row["document"].get("verdict") is None)
+    if not found:
         why = "; ".join(f"{row.get('node')}: {row.get('error', 'nothing')}" for row in rows[:8])
-        return tag("p", why or "No node has any evidence.", class_="quiet")
-    shown: list[Child] = [
-        [tag("h3", f"As {row.get('node')} saw it"), tag("pre", row["page"], tabindex="0", role="region",
-                                                       aria_label=f"Explanation of {row.get('node')}")]
-        for row in (told[:1] if brief else told)
-    ]  # fmt: skip
-    if brief and len(told) > 1:
-        link = words.job_url(job, "/explain")
-        others = "node says" if len(told) == 2 else f"{len(told) - 1} nodes say"
-        shown.append(tag("p", tag("a", f"What the other {others}", href=link), class_="below"))
+        return tag("p", why or "No node has evidence.", class_="quiet")
+    shown: list[Child] = [_explanation_of(row) for row in (found[:1] if brief else found)]
+    if brief and len(found) > 1:
+        others = count(len(found) - 1, "other node")
+        link = tag("a", f"The evidence of {others}", href=words.job_url(job, "/explain"))
+        shown.append(tag("p", link, class_="below"))
     return shown
 
 
+def _explanation_of(row: dict[str, Any]) -> list[Child]:
+    label = f"Explanation of {row.get('node')}"
+    return [
+        tag("h3", f"Evidence of {row.get('node')}"),
+        tag("pre", row["page"], tabindex="0", role="region", aria_label=label),
+    ]
+
+
 def evidence_link(job: str) -> Html:
-    link = tag("a", "Look for evidence all the same", href=words.job_url(job, "/explain"))
-    return tag("p", "No round began because of a hang. ", link, ".", class_="quiet")
+    link = tag("a", "Search for evidence", href=words.job_url(job, "/explain"))
+    return tag("p", "No round followed a hang. ", link, ".", class_="quiet")
 
 
 def _log(job: JobStatus, view: PageQuery, tail: LogTail) -> Html:
-    """Its form stays where it is while the log itself is replaced."""
-    size = max([job.world_size or 0, view.rank + 1, *(rank.rank + 1 for rank in job.ranks)])
+    """The form keeps its place while the log itself is replaced."""
+    size = max([job.known.world_size or 0, view.rank + 1, *(rank.rank + 1 for rank in job.known.ranks)])
     options = [tag("option", str(k), value=k, selected=k == view.rank) for k in range(min(size, 1024))]
     streams = [tag("option", name, value=name, selected=name == view.stream) for name in STREAMS]
     form = tag(
@@ -191,12 +219,10 @@ def _log(job: JobStatus, view: PageQuery, tail: LogTail) -> Html:
         id="which",
     )
     heading = tag("div", tag("h2", "Log", id="log-title"), form, class_="heading")
-    told = tag(
-        "div",
-        tag("p", tail.why or tail.where, class_="quiet"),
-        tag("pre", tail.text or "(nothing yet)", tabindex="0", role="region", aria_label="The end of the log",
-            class_="wraps", data_end=True) if not tail.why else None,
-        id="log",
-        data_live=True,
-    )  # fmt: skip
-    return joined(tag("section", heading, told, aria_labelledby="log-title"))
+    label = "The end of the log"
+    text = tag(
+        "pre", tail.text or "(empty)", tabindex="0", role="region", aria_label=label, class_="wraps", data_end=True
+    )
+    content = [tag("p", tail.why or tail.where, class_="quiet"), text if not tail.why else None]
+    shown = tag("div", content, id="log", data_live=True)
+    return joined(tag("section", heading, shown, aria_labelledby="log-title"))

@@ -51,9 +51,9 @@ def html_response(code: int, page: Html, policy: str = PAGE_POLICY, *headers: tu
 
 
 def page(
-    title: str, node: str, version: str, *content: Child, now: float, leave: bool, every_s: float | None = REFRESH_S
+    title: str, node: str, version: str, *content: Child, now: float, logout: bool, every_s: float | None = REFRESH_S
 ) -> Html:
-    """A page for who has come in. `leave`: there is a pass to give back. `every_s`: None if it stays as it is."""
+    """A page for who has come in. `logout`: with a button for it. `every_s`: None if it stays as it is."""
     live = every_s is not None
     header = tag(
         "header",
@@ -68,7 +68,7 @@ def page(
             class_="live",
             data_every=every_s,
         ),
-        tag("form", tag("button", "Log out"), method="post", action="/logout") if leave else None,
+        tag("form", tag("button", "Log out"), method="post", action="/logout") if logout else None,
     )
     footer = tag("footer", f"elasticd {version} · times are {words.time_zone()} of node {node} · this page only reads")
     head = [

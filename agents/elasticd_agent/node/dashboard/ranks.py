@@ -1,22 +1,23 @@
-"""The ranks as a grid, node by node: phase, step, and for how long nothing of one has moved. Pure."""
+"""The ranks as a grid, node by node: phase, step, and the time since their last progress. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elasticd_agent.node.dashboard.decode import AssignmentStatus, JobStatus, RankProgress
+from elasticd_agent.node.api.schema import AssignmentStatus, JobProgress, JobStatus, RankProgress
 from elasticd_agent.node.dashboard.layout import chip
 from elasticd_agent.node.dashboard.markup import Child, Html, tag
 from elasticd_agent.system.durations import in_words
 
 STALLED_S = 5.0
-"""Somebody who has not moved for so long is pointed out: the shortest time after which a hang is suspected."""
+"""A rank without progress for this long is marked: the shortest time after which a hang is suspected."""
 _STALLED_STEPS = 10
-"""… if that is longer than so many steps take."""
+"""Of slow steps a rank may miss this many."""
+_STATE_STYLES = {"running": "good", "unreachable": "bad", "offline": "bad", "refused": "bad"}
 
 
-def condition(rank: RankProgress, job: JobStatus) -> tuple[str, str]:
-    """What is shown of it in a word or two, and whether that is good, busy or bad."""
+def condition(rank: RankProgress, progress: JobProgress) -> tuple[str, str]:
+    """A word or two about the rank, and their style: good, busy, warn, bad or idle."""
     if rank.exited:
         return "done", "idle"
     if rank.state in ("T", "t"):
@@ -24,54 +25,50 @@ def condition(rank: RankProgress, job: JobStatus) -> tuple[str, str]:
     if rank.state in ("Z", "X"):
         return "dead", "bad"
     phase = f"at barrier {rank.barrier}" if rank.phase == "barrier" and rank.barrier else rank.phase or "unknown"
-    still = rank.idle_s > max(STALLED_S, _STALLED_STEPS / job.rate if job.rate else 0.0)
-    if rank.state == "D" and still:
+    rate = progress.steps_per_second
+    is_stalled = rank.idle_seconds > max(STALLED_S, _STALLED_STEPS / rate if rate else 0.0)
+    if rank.state == "D" and is_stalled:
         return f"{phase}, blocked", "bad"
-    if still and rank.phase == "step":
-        return f"{phase}, still", "warn"
+    if is_stalled and rank.phase == "step":
+        return f"{phase}, stalled", "warn"
     return phase, "good" if rank.phase == "step" else "busy"
 
 
 def grid(job: JobStatus) -> Child:
-    """One box for each node of the round, with its ranks; who said nothing is named."""
-    names = list(dict.fromkeys([*job.nodes, *(rank.node for rank in job.ranks)]))
-    places = {place.node: place for place in job.assignments}
-    silent = dict(job.unreachable_nodes)
-    behind = max((rank.step for rank in job.ranks), default=0)
-    return tag(
-        "div",
-        [
-            _node(name, places.get(name), silent.get(name, ""), [r for r in job.ranks if r.node == name], job, behind)
-            for name in names
-        ],
-        class_="grid-of-nodes",
-    )
+    """A box for each node of the round, with its ranks; a node that did not answer is named."""
+    progress = job.known
+    names = list(dict.fromkeys([*job.nodes, *(rank.node for rank in progress.ranks)]))
+    assigned = {one.node: one for one in job.assignments}
+    boxes = [
+        _node(name, assigned.get(name), progress, [rank for rank in progress.ranks if rank.node == name])
+        for name in names
+    ]
+    return tag("div", boxes, class_="grid-of-nodes")
 
 
-def _node(
-    name: str, place: AssignmentStatus | None, silent: str, ranks: Sequence[RankProgress], job: JobStatus, behind: int
-) -> Html:
-    why = silent or (place.reason if place is not None else "")
-    state = "silent" if silent else place.state if place is not None else ""
-    kinds = {"running": "good", "silent": "bad", "away": "bad", "refused": "bad"}
+def _node(name: str, assigned: AssignmentStatus | None, progress: JobProgress, ranks: Sequence[RankProgress]) -> Html:
+    problem = progress.unreachable.get(name, "")
+    reason = problem or (assigned.reason if assigned is not None else "")
+    state = "unreachable" if problem else assigned.state if assigned is not None else ""
     return tag(
         "div",
-        tag("h3", name, " ", chip(state, kinds.get(state, "busy")) if state else None),
-        tag("p", why, class_="quiet") if why else None,
-        tag("ul", [_cell(rank, job, behind) for rank in ranks], class_="ranks") if ranks else None,
-        tag("p", "No workers at this moment.", class_="quiet") if not ranks and not silent else None,
+        tag("h3", name, " ", chip(state, _STATE_STYLES.get(state, "busy")) if state else None),
+        tag("p", reason, class_="quiet") if reason else None,
+        tag("ul", [_cell(rank, progress) for rank in ranks], class_="ranks") if ranks else None,
+        tag("p", "No workers at this moment.", class_="quiet") if not ranks and not problem else None,
         class_="of-node",
     )
 
 
-def _cell(rank: RankProgress, job: JobStatus, most: int) -> Html:
-    word, kind = condition(rank, job)
-    behind = f" ({most - rank.step:,} behind)" if most - rank.step > 1 and rank.phase != "starting" else ""
+def _cell(rank: RankProgress, progress: JobProgress) -> Html:
+    word, style = condition(rank, progress)
+    missing = max(one.step for one in progress.ranks) - rank.step
+    behind = f" ({missing:,} behind)" if missing > 1 and rank.phase != "starting" else ""
     return tag(
         "li",
         tag("span", tag("span", "rank ", class_="quiet"), str(rank.rank), class_="which"),
         tag("span", word, class_="word"),
         tag("span", f"step {rank.step:,}{behind}", class_="step"),
-        tag("span", f"moved {in_words(rank.idle_s)} ago", class_="age"),
-        class_=f"rank {kind}",
+        tag("span", f"progress {in_words(rank.idle_seconds)} ago", class_="age"),
+        class_=f"rank {style}",
     )

@@ -1,27 +1,27 @@
-"""The page's routes before the API's: /, /jobs/JOB, its files, and the way in and out for browsers.
+"""The dashboard's routes in front of the API's: /, /jobs/JOB, the page's files, login and logout. Read-only.
 
-It exists so that a browser is answered in HTML, and a pass (login.py) opens what a person reads and nothing else: with
-it, only GET of the page's own paths is let in, so that no other site can have a browser do anything here. It reads
-through the desk, shares answers among everybody who looks, and changes nothing.
+A login cookie (login.py) admits only GET of the dashboard's own paths, so that no other site can make a browser change
+anything here. Answers are shared among all open pages.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from elasticd.errors import ElasticdError, StoreUnavailable, UsageError
-from elasticd_agent.node.api.cluster import LogRequest, NodesUnavailable, NotFound
+from elasticd_agent.node.api import views
+from elasticd_agent.node.api.cluster import NodesUnavailable, NotFound
+from elasticd_agent.node.api.rank_logs import LogRequest
 from elasticd_agent.node.api.routes import ApiRoutes
+from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, NodeSummary
 from elasticd_agent.node.api.server import HttpRequest, HttpResponse, UnauthenticatedRequest
-from elasticd_agent.node.dashboard import decode as facts
 from elasticd_agent.node.dashboard import format as words
-from elasticd_agent.node.dashboard import job_page as jobpage
-from elasticd_agent.node.dashboard import layout as frame
+from elasticd_agent.node.dashboard import job_page, layout
 from elasticd_agent.node.dashboard.cache import ResponseCache
 from elasticd_agent.node.dashboard.job_page import STREAMS, WINDOWS, LogTail, PageQuery
 from elasticd_agent.node.dashboard.login import LoginCookies, LoginRateLimit, TokenVerifier
@@ -33,15 +33,19 @@ from elasticd_agent.system.durations import in_words
 from elasticd_agent.system.http_auth import AccessDenied
 
 CACHE_S = 0.9
-"""The script asks every two seconds: of several people who look each gets an answer that is newer than its last."""
-EVIDENCE_S, MOST_EVIDENCE = 30.0, 8
+"""The script asks every two seconds: every open page gets an answer that is newer than its last."""
+EVIDENCE_S = 30.0
+MAX_EVIDENCE = 8
 TAIL_BYTES = 16 << 10
 PAGE_TIMEOUT_S = 2.0
-NODES_A_SECOND = 16
-"""A page of a job on more nodes than twice that comes less often: each of them is asked for its ranks."""
+NODES_PER_SECOND = 16
+"""A page of a job on more than twice this many nodes is refreshed less often: each node is asked for its ranks."""
 MAX_OVERVIEW_JOBS = 8
-"""Jobs of this node that are asked how they do, for the overview."""
+"""Jobs of this node whose runners are asked for their progress, for the overview."""
 _FORM = "application/x-www-form-urlencoded"
+
+_Overview = tuple[list[JobSummary], list[NodeSummary], list[str]]
+"""Jobs, nodes, problems."""
 
 
 @dataclass(slots=True)
@@ -53,24 +57,26 @@ class DashboardRoutes:
     cookies: LoginCookies
     version: str
     rate_limit: LoginRateLimit = field(default_factory=lambda: LoginRateLimit(time.monotonic))
-    _jobs: ResponseCache[dict[str, Any]] = field(default_factory=lambda: ResponseCache(CACHE_S))
-    _evidence: ResponseCache[dict[str, Any]] = field(default_factory=lambda: ResponseCache(EVIDENCE_S, MOST_EVIDENCE))
+    _overviews: ResponseCache[_Overview] = field(default_factory=lambda: ResponseCache(CACHE_S))
+    _jobs: ResponseCache[JobStatus] = field(default_factory=lambda: ResponseCache(CACHE_S))
+    _progress: ResponseCache[JobProgress] = field(default_factory=lambda: ResponseCache(CACHE_S))
+    _evidence: ResponseCache[dict[str, Any]] = field(default_factory=lambda: ResponseCache(EVIDENCE_S, MAX_EVIDENCE))
 
     def is_public(self, method: str, path: str) -> bool:
         return self.api.is_public(method, path) or (method == "POST" and path in ("/login", "/logout"))
 
-    def reject(self, knock: UnauthenticatedRequest, refused: AccessDenied) -> str | HttpResponse:
-        ours = knock.method == "GET" and _is_dashboard_path(knock.path)
-        if ours and refused.code == 401 and self.cookies.has_valid(knock.cookie):
-            return "who has logged in"
-        if not ours or "text/html" not in knock.accept:
-            return self.api.reject(knock, refused)
-        if refused.code == 401:
-            then = knock.path + (f"?{knock.query}" if knock.query else "")
+    def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> str | HttpResponse:
+        is_page = request.method == "GET" and _is_dashboard_path(request.path)
+        if is_page and denied.code == 401 and self.cookies.has_valid(request.cookie):
+            return "a logged-in browser"
+        if not is_page or "text/html" not in request.accept:
+            return self.api.reject(request, denied)
+        if denied.code == 401:
+            then = request.path + (f"?{request.query}" if request.query else "")
             why = "This page shows jobs, their logs and the nodes. It needs the agent's token."
             challenge = ("WWW-Authenticate", "Bearer")
-            return frame.html_response(401, frame.login(why, then), frame.PUBLIC_POLICY, challenge)
-        return _public_response(refused.code, "Not let in", refused.why)
+            return layout.html_response(401, layout.login(why, then), layout.PUBLIC_POLICY, challenge)
+        return _public_response(denied.code, "Access denied", denied.why)
 
     def answer(self, request: HttpRequest) -> HttpResponse:
         if request.method == "POST" and request.path == "/login":
@@ -82,12 +88,12 @@ class DashboardRoutes:
         try:
             return self._page(request)
         except (NotFound, UsageError) as error:
-            return self._error_page(404, "There is no such page", str(error), request)
+            return self._error_page(404, "Page not found", str(error), request)
         except StoreUnavailable as error:
-            why = f"The store does not answer: {error}. Jobs go on meanwhile."
-            return self._error_page(503, "The store is away", why, request)
+            why = f"The store does not answer: {error}. Running jobs continue."
+            return self._error_page(503, "The store is unavailable", why, request)
         except (NodesUnavailable, DeadlineExceeded) as error:
-            return self._error_page(504, "Nobody answers", str(error) or "the disk does not answer", request)
+            return self._error_page(504, "No answer", str(error) or "the disk does not answer", request)
 
     # ---- the pages
 
@@ -95,122 +101,126 @@ class DashboardRoutes:
         match [unquote(word, errors="replace") for word in request.path.split("/")[1:]]:
             case [""]:
                 return self._overview(request)
-            case ["page", name] if name in frame.ASSETS:
-                return HttpResponse(200, frame.asset(name), frame.ASSETS[name])
+            case ["page", name] if name in layout.ASSETS:
+                return HttpResponse(200, layout.asset(name), layout.ASSETS[name])
             case ["jobs", job] if job:
                 return self._job(request, job, _view(request.query))
             case ["jobs", job, "explain"] if job:
                 return self._explain(request, job)
-        raise NotFound("there are / and /jobs/JOB, and what docs/http.md lists")
+        raise NotFound("there are / and /jobs/JOB, and the routes in docs/http.md")
 
     def _overview(self, request: HttpRequest) -> HttpResponse:
-        desk = self.api.service
-        here = desk.local.node
-        both = self._jobs.get("/", lambda: {**desk.jobs(), "nodes": desk.nodes()["nodes"]})
-        rows = both["jobs"]
-        own = [row for row in rows if here in row["nodes"] and row["ended_at"] is None][:MAX_OVERVIEW_JOBS]
-        content = overview(rows, both["nodes"], here, self._local_progress(own), [str(one) for one in both["troubles"]])
+        service = self.api.service
+        here = service.local.node
+        jobs, nodes, problems = self._overviews.get("/", self._read_overview)
+        own = [row for row in jobs if here in row.nodes and not row.ended][:MAX_OVERVIEW_JOBS]
+        content = overview(jobs, nodes, here, self._local_progress(own), problems)
         return self._render(request, f"{here} · elasticd", *content)
 
-    def _local_progress(self, rows: list[dict[str, Any]]) -> dict[str, facts.JobStatus]:
-        """How this node's jobs are getting on, by its own word; those that do not say so in time are left out."""
-        found: dict[str, facts.JobStatus] = {}
+    def _read_overview(self) -> _Overview:
+        jobs, problems = self.api.service.jobs()
+        nodes, _ = self.api.service.nodes()
+        return jobs, nodes, problems
+
+    def _local_progress(self, rows: Sequence[JobSummary]) -> dict[str, JobStatus]:
+        """This node's jobs with their progress as this node knows it; without those that do not answer in time."""
+        found: dict[str, JobStatus] = {}
         until = time.monotonic() + PAGE_TIMEOUT_S
         for row in rows:
             try:
                 known = run_within(max(0.0, until - time.monotonic()), functools.partial(self._local_job, row))
             except (ElasticdError, DeadlineExceeded):
                 continue
-            found[row["job"]] = facts.job_status({**row, "progress": known})
+            found[row.job] = views.job_status(row, (), known)
         return found
 
-    def _local_job(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        name, number, desk = row["job"], row["number"], self.api.service
-        return self._jobs.get((name, number, "here"), lambda: desk.local.progress(name, number, desk.now()))
+    def _local_job(self, row: JobSummary) -> JobProgress:
+        service = self.api.service
+        return self._progress.get(
+            (row.job, row.number), lambda: service.local.progress(row.job, row.number, service.now())
+        )
 
     def _job(self, request: HttpRequest, name: str, view: PageQuery) -> HttpResponse:
         job = self._job_status(name)
         now = self.api.service.now()
-        explained = self._explanation(job)
-        content = jobpage.job_page(job, view, now, self._tail(job, view), explained)
+        content = job_page.job_page(job, view, now, self._tail(job, view), self._explanation(job))
         mark = "▲ " if problem(job) else ""
-        every_s = max(frame.REFRESH_S, len(job.nodes) / NODES_A_SECOND)
+        every_s = max(layout.REFRESH_S, len(job.nodes) / NODES_PER_SECOND)
         return self._render(request, f"{mark}{job.job}: {job.state} · elasticd", *content, every_s=every_s)
 
     def _explain(self, request: HttpRequest, name: str) -> HttpResponse:
         job = self._job_status(name)
         rows = self._evidence.get((name, job.number, "all"), lambda: self.api.service.explain(name, None))["nodes"]
         back = tag("p", tag("a", f"← {name}", href=words.job_url(name)))
-        found = jobpage.explanation(name, rows, brief=False)
-        return self._render(
-            request, f"{name}: evidence · elasticd", back, tag("h1", "Who was to blame"), found, every_s=None
-        )
+        found = job_page.explanation(name, rows, brief=False)
+        title = tag("h1", "Evidence of all nodes")
+        return self._render(request, f"{name}: evidence · elasticd", back, title, found, every_s=None)
 
-    def _job_status(self, name: str) -> facts.JobStatus:
-        return facts.job_status(self._jobs.get(name, lambda: self.api.service.job(name)))
+    def _job_status(self, name: str) -> JobStatus:
+        return self._jobs.get(name, lambda: self.api.service.job(name))
 
-    def _explanation(self, job: facts.JobStatus) -> Child:
+    def _explanation(self, job: JobStatus) -> Child:
         """The newest hang's; read once for each, since evidence does not change."""
-        number = jobpage.last_hung_round(job.rounds)
+        number = job_page.last_hung_round(job.known.rounds)
         if not number:
-            return jobpage.evidence_link(job.job)
-        key, desk = (job.job, job.number, number), self.api.service
+            return job_page.evidence_link(job.job)
+        key, service = (job.job, job.number, number), self.api.service
         try:
-            found = run_within(PAGE_TIMEOUT_S, lambda: self._evidence.get(key, lambda: desk.explain(job.job, None)))
+            found = run_within(PAGE_TIMEOUT_S, lambda: self._evidence.get(key, lambda: service.explain(job.job, None)))
         except (ElasticdError, DeadlineExceeded):
-            link = tag("a", "ask again", href=words.job_url(job.job, "/explain"))
+            link = tag("a", "try again", href=words.job_url(job.job, "/explain"))
             return tag("p", "Reading the evidence takes long: ", link, ".", class_="quiet")
-        return jobpage.explanation(job.job, found["nodes"], brief=True)
+        return job_page.explanation(job.job, found["nodes"], brief=True)
 
-    def _tail(self, job: facts.JobStatus, view: PageQuery) -> LogTail:
-        asked = LogRequest(view.rank, None, view.stream, -TAIL_BYTES, TAIL_BYTES)
+    def _tail(self, job: JobStatus, view: PageQuery) -> LogTail:
+        request = LogRequest(view.rank, None, view.stream, -TAIL_BYTES, TAIL_BYTES)
         try:
-            logs = run_within(PAGE_TIMEOUT_S, lambda: self.api.service.logs(job.job, asked, None))
+            logs = run_within(PAGE_TIMEOUT_S, lambda: self.api.service.logs(job.job, request))
         except DeadlineExceeded:
-            return LogTail(why=f"Who has it did not answer within {in_words(PAGE_TIMEOUT_S)}.")
+            return LogTail(why=f"Its node did not answer within {in_words(PAGE_TIMEOUT_S)}.")
         except ElasticdError as error:
             return LogTail(why=str(error))
         text = logs.data.decode("utf-8", "replace")
         if logs.start:  # the first line is cut
             text = text.partition("\n")[2] or text
-        which = f"round {logs.round}, " if logs.round else ""
-        return LogTail(text, f"{which}on {logs.node}, the last {len(logs.data):,} of {logs.size:,} bytes")
+        round = f"round {logs.round}, " if logs.round else ""
+        return LogTail(text, f"{round}on {logs.node}, the last {len(logs.data):,} of {logs.size:,} bytes")
 
     def _render(
         self,
         request: HttpRequest,
         title: str,
         *content: Child,
-        every_s: float | None = frame.REFRESH_S,
+        every_s: float | None = layout.REFRESH_S,
         code: int = 200,
     ) -> HttpResponse:
-        desk, leave = self.api.service, bool(request.host)
-        page = frame.page(title, desk.local.node, self.version, *content, now=desk.now(), leave=leave, every_s=every_s)
-        return frame.html_response(code, page)
+        service, logout = self.api.service, bool(request.host)
+        node, now = service.local.node, service.now()
+        page = layout.page(title, node, self.version, *content, now=now, logout=logout, every_s=every_s)
+        return layout.html_response(code, page)
 
     def _error_page(self, code: int, title: str, why: str, request: HttpRequest) -> HttpResponse:
-        said = [tag("h1", title), frame.banner("bad", why), tag("p", tag("a", "Jobs and nodes", href="/"))]
-        return self._render(request, f"{title} · elasticd", *said, code=code)
+        content = [tag("h1", title), layout.banner("bad", why), tag("p", tag("a", "Jobs and nodes", href="/"))]
+        return self._render(request, f"{title} · elasticd", *content, code=code)
 
-    # ---- the way in
+    # ---- login
 
     def _login(self, request: HttpRequest) -> HttpResponse:
-        asked = _form(request)
-        then = _local_path(asked.get("then", "/"))
+        form = _form(request)
+        target = _local_path(form.get("then", "/"))
         if self.token.signing_key() is None:
-            why = "This agent has no token, so nobody can log in: set http.token_file in agent.toml."
-            return _public_response(403, "Nobody can log in", why)
+            why = "This agent has no token: set http.token_file in agent.toml."
+            return _public_response(403, "Login is disabled", why)
         wait = self.rate_limit.attempt(request.host)
         if wait:
-            why = f"There were too many wrong tokens. Try again in {in_words(wait)}."
-            return frame.html_response(
-                429, frame.login(why, then), frame.PUBLIC_POLICY, ("Retry-After", str(int(wait) + 1))
-            )
-        cookie = self.cookies.issue() if self.token.matches(asked.get("token", "")) else None
+            page = layout.login(f"Too many wrong tokens. Try again in {in_words(wait)}.", target)
+            return layout.html_response(429, page, layout.PUBLIC_POLICY, ("Retry-After", str(int(wait) + 1)))
+        cookie = self.cookies.issue() if self.token.matches(form.get("token", "")) else None
         if cookie is None:
-            return frame.html_response(401, frame.login("That is not this agent's token.", then), frame.PUBLIC_POLICY)
+            page = layout.login("That is not this agent's token.", target)
+            return layout.html_response(401, page, layout.PUBLIC_POLICY)
         self.rate_limit.reset(request.host)
-        return _redirect(then, cookie)
+        return _redirect(target, cookie)
 
 
 def dashboard_routes(
@@ -224,13 +234,13 @@ def _is_dashboard_path(path: str) -> bool:
 
 
 def _view(query: str) -> PageQuery:
-    """What makes no sense in a link shows what there is without it."""
-    asked = _pairs(query)
-    rank = asked.get("rank", "0")
+    """Values that make no sense are replaced by the defaults."""
+    values = _pairs(query)
+    rank = values.get("rank", "0")
     return PageQuery(
-        window=found if (found := asked.get("window", "1h")) in WINDOWS else "1h",
+        window=found if (found := values.get("window", "1h")) in WINDOWS else "1h",
         rank=int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 8 else 0,
-        stream=found if (found := asked.get("stream", "stdout")) in STREAMS else "stdout",
+        stream=found if (found := values.get("stream", "stdout")) in STREAMS else "stdout",
     )
 
 
@@ -246,16 +256,16 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def _local_path(path: str) -> str:
-    """Where to go on after the login: a page of ours, whatever the form said."""
+    """The target after the login: always a page of this agent."""
     plain = path.isascii() and path.isprintable() and len(path) < 2000
     return path if plain and "\\" not in path and path.startswith("/jobs/") else "/"
 
 
 def _redirect(where: str, cookie: str) -> HttpResponse:
-    """303: what comes next is a GET."""
+    """303: the browser continues with a GET."""
     return HttpResponse(303, b"", headers=(("Location", where), ("Set-Cookie", cookie)))
 
 
 def _public_response(code: int, title: str, why: str) -> HttpResponse:
-    said = [tag("h1", title), tag("p", why)]
-    return frame.html_response(code, frame.public_page(f"{title} · elasticd", *said), frame.PUBLIC_POLICY)
+    page = layout.public_page(f"{title} · elasticd", tag("h1", title), tag("p", why))
+    return layout.html_response(code, page, layout.PUBLIC_POLICY)

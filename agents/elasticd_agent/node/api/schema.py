@@ -1,0 +1,211 @@
+"""What the HTTP API answers, as typed values with their JSON form; docs/http.md lists the same fields.
+
+The answer of a runner or of another agent is checked here, once, where it comes in: a malformed one raises WireError
+naming the field. Pages and tables then draw typed values only. Times are unix seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from elasticd.errors import WireError
+from elasticd_agent.model.codec import Record
+
+PLANNED_CAUSES = frozenset({"start", "resize", "join", "drain", ""})
+"""Causes of rounds that follow no fault."""
+_MAX_FLOAT = 1e12
+
+StepSample = tuple[float, int, int]
+"""Unix time, round, step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer(Record):
+    """Numbers are finite and in a range that can be drawn."""
+
+    def check(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, float) and not 0 <= value < _MAX_FLOAT:  # also refuses NaN
+                raise WireError(f"{type(self).__name__}.{one.name}: {value} is out of range")
+            if isinstance(value, int) and value < -256:
+                raise WireError(f"{type(self).__name__}.{one.name}: {value} is negative")
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress(_Answer):
+    rank: int
+    node: str = ""
+    slot: int | None = None
+    phase: str = ""
+    step: int = 0
+    idle_seconds: float = 0.0
+    """Since any counter of the rank advanced."""
+    state: str = ""
+    """Its process state, as /proc names it."""
+    barrier: str = ""
+    """The name of the barrier it waits at."""
+    exited: bool = False
+    """It ended with code 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStatus(_Answer):
+    round: int
+    at: float = 0.0
+    world_size: int = 0
+    nodes: tuple[str, ...] = ()
+    cause: str = ""
+    reason: str = ""
+    lost_nodes: tuple[str, ...] = ()
+    """Members of the round before that were lost."""
+    first_step: int | None = None
+    first_step_at: float | None = None
+    last_step: int | None = None
+    ended_at: float | None = None
+    """When it made its last step; None while it may make more."""
+    lost_seconds: float | None = None
+    """From the last step of the round before to the first step of this one."""
+    lost_steps: int | None = None
+    """Steps that had to be trained again; None if unknown."""
+
+    @property
+    def planned(self) -> bool:
+        return self.cause in PLANNED_CAUSES and not self.lost_nodes
+
+    @property
+    def kind(self) -> str:
+        """Why it began, in one or two words."""
+        return "node lost" if self.lost_nodes and self.cause in PLANNED_CAUSES else self.cause or "round"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStatus(_Answer):
+    step: int
+    round: int = 0
+    at: float | None = None
+    age_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSlots(_Answer):
+    node: str
+    slots: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerAnswer(_Answer):
+    """The part of a runner's `status` answer that the API uses."""
+
+    round: int = 0
+    world_size: int = 0
+    phase: str = ""
+    members: tuple[MemberSlots, ...] = ()
+    step: int | None = None
+    steps_per_second: float | None = None
+    step_samples: tuple[StepSample, ...] = ()
+    ranks: tuple[RankProgress, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgress(_Answer):
+    """How a job does, as one node or all of its nodes together know."""
+
+    node: str = ""
+    """The node whose answer counts where two nodes disagree."""
+    round: int | None = None
+    phase: str | None = None
+    world_size: int | None = None
+    members: tuple[MemberSlots, ...] = ()
+    restarts: int | None = None
+    step: int | None = None
+    steps_per_second: float | None = None
+    checkpoint: CheckpointStatus | None = None
+    goodput: float | None = None
+    started_at: float | None = None
+    rounds: tuple[RoundStatus, ...] = ()
+    ranks: tuple[RankProgress, ...] = ()
+    step_samples: tuple[StepSample, ...] = ()
+    unreachable: Mapping[str, str] = field(default_factory=dict)
+    """By node: why it did not answer."""
+    runner_problem: str = ""
+    """Why the runner on `node` did not answer."""
+
+    @property
+    def newest_round(self) -> RoundStatus | None:
+        return self.rounds[-1] if self.rounds else None
+
+
+@dataclass(frozen=True, slots=True)
+class Requested(_Answer):
+    """Minimum and maximum."""
+
+    nodes: tuple[int, int]
+    slots: tuple[int, int]
+    """On each node."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSummary(_Answer):
+    job: str
+    number: int = 0
+    """Its place in the order of all submissions."""
+    state: str = ""
+    nodes: tuple[str, ...] = ()
+    slots: int = 0
+    requested: Requested | None = None
+    submitted_at: float | None = None
+    age_seconds: float | None = None
+    submitted_by: str = ""
+    ended_at: float | None = None
+    ended_seconds: float | None = None
+    exit_code: int | None = None
+    leaving: tuple[str, ...] = ()
+    """Nodes where workers of an ended job are still being stopped."""
+    reason: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.ended_at is not None
+
+    @property
+    def max_workers(self) -> int | None:
+        return None if self.requested is None else self.requested.nodes[1] * self.requested.slots[1]
+
+
+@dataclass(frozen=True, slots=True)
+class AssignmentStatus(_Answer):
+    node: str
+    slots: tuple[int, ...] = ()
+    state: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus(JobSummary):
+    assignments: tuple[AssignmentStatus, ...] = ()
+    progress: JobProgress | None = None
+    """None while no node knows anything."""
+
+    @property
+    def known(self) -> JobProgress:
+        """The progress, empty while no node knows anything."""
+        return self.progress or JobProgress()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSummary(_Answer):
+    node: str
+    state: str = ""
+    slots: int = 0
+    used: int = 0
+    jobs: tuple[str, ...] = ()
+    reason: str = ""
+    address: str = ""
+    gpus: tuple[str, ...] = ()
+    cpus: int = 0
+    memory_bytes: int = 0
+    labels: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    cordoned_by: str | None = None
