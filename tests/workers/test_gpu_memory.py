@@ -19,10 +19,11 @@ from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.model.messages import GroupEnded
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked, NoGpuMemory, NvmlGpuMemory, open_gpu_memory
+from elasticd_agent.workers.group import GroupStarted, LauncherReady
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.preload import Preload
 from elasticd_agent.workers.launcher.requests import WorkerSpec
-from elasticd_agent.workers.manager import GroupStarted, OwnerEvent, WorkerManager
+from elasticd_agent.workers.manager import OwnerEvent, WorkerManager
 
 PATIENCE_S = 30.0
 
@@ -193,7 +194,7 @@ class Node:
     def log(self, sentence: str) -> None:
         self.sentences.append(sentence)
 
-    def launcher_ready(self, mode: str, reason: str, seconds: float | None) -> None:
+    def on(self, event: LauncherReady, now: float) -> None:
         pass
 
     def start(self, number: int) -> None:
@@ -280,8 +281,8 @@ def test_who_never_gives_it_back_is_named_and_the_group_starts(node: Node, nvml:
     node.workers.memory_checked(MemoryChecked(((70, 0), (70, 1)), 10.04))
     node.started(2)
     assert node.sentences == [
-        "round 2: GPU memory is still held by the dead (process 70 on GPU 0, process 70 on GPU 1); "
-        "starting all the same after 10.0 s"
+        "round 2: ended processes still hold GPU memory (process 70 on GPU 0, process 70 on GPU 1); "
+        "starting the workers after 10.0 s"
     ]
 
 
@@ -296,4 +297,4 @@ def test_an_answer_that_never_comes_is_not_waited_for_for_ever(node: Node, nvml:
     assert due < time.monotonic() + 20
     node.workers.tick(due)
     assert not node.started(2)[1]
-    assert node.sentences[0].startswith("round 2: nobody says whether GPU memory is free")
+    assert node.sentences[0].startswith("round 2: the check of the GPU memory did not answer")

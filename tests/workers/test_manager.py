@@ -20,10 +20,11 @@ from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.model.messages import GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
+from elasticd_agent.workers.group import GroupStarted, StoreReady
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.preload import Preload, plan_preload, worker_base_environment
 from elasticd_agent.workers.launcher.requests import WorkerSpec
-from elasticd_agent.workers.manager import GroupStarted, OwnerEvent, StoreReady, WorkerManager
+from elasticd_agent.workers.manager import OwnerEvent, WorkerManager
 
 SCRIPT = Path(__file__).parent / "scripts" / "sum.py"
 PATIENCE_S = 60.0
@@ -51,7 +52,7 @@ class Node:
 
     def owner_message(self, what: str) -> dict[str, Any]:
         """The owner's first such message."""
-        return self.wait(lambda: next((m for m in self.messages if m["is"] == what), None), what)
+        return self.wait(lambda: next((m for m in self.messages if m["kind"] == what), None), what)
 
     def wait(self, condition: Callable[[], T | None], what: str, within: float = PATIENCE_S) -> T:
         deadline = time.monotonic() + within
@@ -184,7 +185,7 @@ def test_one_nodes_store_serves_all_of_them_until_the_last_has_ended(node: Start
     assert [type(heard) for heard in a.received][:2] == [StoreReady, GroupStarted]
     assert not any(isinstance(heard, StoreReady) for heard in b.received)
     assert a.until(GroupStarted).store_pid > 0 == b.until(GroupStarted).store_pid
-    assert not any(message["is"] == "parked" for message in b.messages)  # what was parked is what ran
+    assert not any(message["kind"] == "parked" for message in b.messages)  # what was parked is what ran
     for rank, local_rank, group, size in ((0, 0, 0, 2), (1, 1, 0, 2), (2, 0, 1, 1)):
         told = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": group, "ROLE_RANK": rank, "WORLD_SIZE": 3}
         told |= {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -275,5 +276,8 @@ def test_a_store_that_cannot_listen_is_a_failed_start_that_leaves_nothing(node: 
 
 def test_what_only_a_newer_launcher_says_is_no_news(node: StartNode) -> None:
     workers = node("a", preload=Preload(cold=COLD)).workers
-    for message in ({"is": "thawed", "group": 1}, {"is": "gone", "group": 99, "undying": [], "why": "since 1.1"}):
+    for message in (
+        {"kind": "thawed", "group": 1},
+        {"kind": "ended", "group": 99, "unkillable": [], "why": "since 1.1"},
+    ):
         assert workers.handle(OwnerMessage(message)) == []

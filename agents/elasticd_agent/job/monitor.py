@@ -22,9 +22,9 @@ from elasticd_agent.job import exit_cause as lastwords
 from elasticd_agent.model.messages import FirstStep
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous.driver import RendezvousDriver
+from elasticd_agent.workers.group import GroupStarted
 from elasticd_agent.workers.heartbeat import exit_report_of
 from elasticd_agent.workers.launcher.requests import WorkerSpec
-from elasticd_agent.workers.manager import GroupStarted
 
 EAGER_INTERVAL_S = 0.02
 """How often a group is looked at until its first step, so that the next one is parked soon."""
@@ -38,9 +38,7 @@ REPORT_CHECKPOINT_S = 10.0
 
 
 class ObservationListener(Protocol):
-    """Who is told of every look."""
-
-    def observed(self, seen: Observation, now: float) -> None: ...
+    def on(self, event: Observation, now: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,7 @@ class GroupMonitor:
         if (counts := self._wait_shares.update(seen)) is not None:
             self._rendezvous.update_record(wait_counts=counts)
         self.detector.update(seen, self._history.deadline_s(seen), now)
-        self._listener.observed(seen, now)
+        self._listener.on(seen, now)
         calm = number == self._stepped_round or now > self._eager_until
         self._at = now + (INTERVAL_S if calm and now > self._hasty_until else EAGER_INTERVAL_S)
         return first

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd_agent.job.loop import JobLoop, Message
-from elasticd_agent.job.story import JobReporter
+from elasticd_agent.job.reporter import JobReporter
 from elasticd_agent.model.job import AgentSettings, JobSpec, Policy
 from elasticd_agent.system.control_socket import SOCKET_NAME, Verb, open_control
 from elasticd_agent.system.nonblocking_writer import open_std_writers
@@ -47,7 +47,7 @@ class Reporting(contextlib.ExitStack):
         self.callback(logging.getLogger("elasticd").removeHandler, handler)
         self.logs = JobLogs(spec, runtime, out, err, console.log, os.environ.get(PREFIX_VARIABLE))
         self.callback(self.logs.close)
-        self.story = JobReporter(spec, policy, node, self.events, self.metrics, console, self.logs.group_ended)
+        self.reporter = JobReporter(spec, policy, node, self.events, self.metrics, console, self.logs.group_ended)
 
     def open_events(self, job: str, node: str) -> eventlog.EventSink:
         """Raises UsageError."""
@@ -67,7 +67,7 @@ class Reporting(contextlib.ExitStack):
     def serve(self, status: Callable[[], dict[str, Any]], loop: JobLoop, post: Callable[[Message], None]) -> None:
         """Open the control socket, and the metrics port if one was asked for."""
         verbs = self.verbs(status, post)
-        self.callback(open_control(self._socket, post, self._about, self.story.log, verbs).close)
+        self.callback(open_control(self._socket, post, self._about, self.reporter.log, verbs).close)
         if self._settings.metrics_port is None:
             return
         from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages, open_metrics_server
@@ -81,7 +81,7 @@ class Reporting(contextlib.ExitStack):
         server = open_metrics_server(self._settings.metrics_addr, self._settings.metrics_port, pages)
         self.callback(server.close)
         if server.url:
-            self.story.log(f"metrics at {server.url}/metrics")
+            self.reporter.log(f"metrics at {server.url}/metrics")
 
 
 def readiness(loop: JobLoop) -> tuple[bool, str]:

@@ -101,14 +101,14 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContex
         warm=running[0].settled,
         attentive=lambda: not loops or loops[0].overdue_s() < policy.lease_s,
         post=inbox.put,
-        log=outputs.story.log,
+        log=outputs.reporter.log,
         renewed=outputs.metrics.lease,
         stack=stack,
     )
     evidence = EvidenceCollector(runtime, inbox.put, policy.evidence_s, job=spec.job_id)
     stack.callback(evidence.close)
     suspicion = HangDetector(
-        node, policy, evidence, seat.rendezvous.report_hang, outputs.story, report_every_look=not seat.shared
+        node, policy, evidence, seat.rendezvous.report_hang, outputs.reporter.hangs, report_every_look=not seat.shared
     )
     loop = JobLoop(
         node=node,
@@ -123,11 +123,11 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContex
         ),
         rendezvous=seat.rendezvous,
         address=seat.address,
-        monitor=GroupMonitor(seat.rendezvous, StepHistory(policy), suspicion, outputs.story, shared=seat.shared),
+        monitor=GroupMonitor(seat.rendezvous, StepHistory(policy), suspicion, outputs.reporter, shared=seat.shared),
         workers=running[0],
         make_workers=make_workers,
         prepare=WorkerSetup(spec, policy, node, runtime, outputs.logs, gpus=gpus).prepare,
-        listener=outputs.story,
+        listener=outputs.reporter,
         inbox=inbox,
         max_workers=spec.max_workers,
         slots=Slots(node, range(spec.max_workers), spec.min_workers),

@@ -1,23 +1,34 @@
-"""What is remembered of a worker group on its way (parked ahead, asked for, running), and what is told of it.
+"""A worker group on its way (parked, pending, running), and the messages about it that are not Events.
 
-What is remembered is the deciding thread's: `manager.py` keeps it, nobody else sees it. What is told beside Events are
-words for the person, the metrics and the loop, which the core does not need.
+The state belongs to the deciding thread and to `manager.py`. The messages are for the loop and its listener; the state
+machine does not need them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from elasticd_agent.model.records import Round
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 
 Master = tuple[str, int]
-"""Where a round's store is: what MASTER_ADDR and MASTER_PORT say."""
+"""Where a round's store listens: MASTER_ADDR and MASTER_PORT."""
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherReady:
+    """It is known how workers start from now on."""
+
+    mode: Literal["warm", "cold"]
+    reason: str
+    seconds: float | None = None
+    """How long the template took."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStarted:
-    """What the person and the metrics want to know of a start; not an Event, the core does not need it."""
+    """The workers of round `number` run."""
 
     number: int
     pids: list[int]
@@ -30,7 +41,7 @@ class GroupStarted:
 class StoreReady:
     """The store of round `number` accepts connections on `port`: other nodes' workers may be started.
 
-    It comes before Started, at most once for a group, and only for one that was started without a master.
+    It precedes GroupStarted, at most once for a group, and only for one that was started without a master.
     """
 
     number: int
@@ -39,30 +50,31 @@ class StoreReady:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUnkillable:
-    """A process of round `number`'s group was sent SIGKILL and does not die; GroupGone comes all the same.
+    """A process of round `number`'s group has survived SIGKILL; GroupEnded follows all the same.
 
-    It runs no code any more, but may hold its device. `rank` and `slot` are its worker's, None for the round's store
-    and for what is no worker's as far as can be told; `state` and `wchan` are /proc's words, "" where unknown.
+    It runs no code any more, but may hold its device.
     """
 
     number: int
     pid: int
     rank: int | None
+    """Its worker's rank; None for the round's store, and for a process of no known worker. So is `slot`."""
     slot: int | None
     state: str
+    """As /proc has it, "" if unknown. So is `wchan`."""
     wchan: str
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessReaped:
-    """A process that was stuck has ended at last."""
+    """An unkillable process has ended."""
 
     pid: int
 
 
 @dataclass(slots=True)
 class PendingStart:
-    """A Round on its way to running: asked for, not yet started. Without a `master` the round's store starts, too."""
+    """A Round whose group is to be started. Without a `master` the round's store starts as well."""
 
     round: Round
     workers: tuple[WorkerSpec, ...]
@@ -85,7 +97,7 @@ class WorkerGroup:
 
 @dataclass(slots=True)
 class ParkedGroup:
-    """A parked group: forked ahead, waiting to be released."""
+    """A group forked ahead that waits for its release."""
 
     name: int
     size: int
@@ -93,12 +105,12 @@ class ParkedGroup:
     ready: bool = False
 
     def fits(self, start: PendingStart) -> bool:
-        """What it has too much is ended at its release; what it lacks it cannot get."""
+        """A release ends surplus processes and cannot add any."""
         return self.size >= len(start.workers) and (self.with_store or start.master is not None)
 
 
 def with_master(master: Master | None, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
-    """The workers, told of a store that is elsewhere; of their own the owner tells them."""
+    """The workers with the address of a store on another node; the owner adds that of its own store."""
     if master is None:
         return workers
     env = {"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])}
@@ -106,5 +118,5 @@ def with_master(master: Master | None, workers: tuple[WorkerSpec, ...]) -> tuple
 
 
 def keeps_store(round: Round) -> bool:
-    """Whether a store outlives its own node's group: the workers of others may end later, as under torchrun."""
+    """Whether a store outlives its own node's group: workers of other nodes may end later, as under torchrun."""
     return len(round.members) > 1

@@ -1,7 +1,7 @@
-"""The agent's side of its worker groups: start them, warm where possible, signal them, and say how they ended.
+"""Starts, signals and follows this node's worker groups through the owner.
 
-It turns Rounds into messages to the owner and the owner's messages into Events. It belongs to the deciding thread,
-decides nothing about the job, and never waits: what takes time shows up as a message later, or as a deadline in `tick`.
+It turns Rounds into requests to the owner, and the owner's messages into events. It belongs to the deciding thread and
+never waits: a slow operation returns as a later message, or as a deadline in `tick`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
-from elasticd.heartbeat import record as beat
+from elasticd.heartbeat import record as heartbeat
 from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.messages import Event, ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Round
 from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked, NoGpuMemory
 from elasticd_agent.workers.group import (
     GroupStarted,
+    LauncherReady,
     Master,
     ParkedGroup,
     PendingStart,
@@ -31,36 +31,23 @@ from elasticd_agent.workers.group import (
 )
 from elasticd_agent.workers.heartbeat import read_exit_report, write_request
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerMessage
+from elasticd_agent.workers.launcher.owned_group import STORE_RANK
 from elasticd_agent.workers.launcher.preload import Preload
 from elasticd_agent.workers.launcher.requests import LaunchRequests, WorkerSpec
 
-__all__ = [
-    "STORE_RANK",
-    "GroupStarted",
-    "OwnerEvent",
-    "ProcessReaped",
-    "ProcessUnkillable",
-    "StoreReady",
-    "WorkerManager",
-]
-
 PRELOAD_DEADLINE_S = 180.0
-"""Importing torch from a cold network file system has been seen to take minutes; after that the start is cold."""
+"""Importing torch from a cold network file system can take minutes; after this deadline workers start cold."""
 FORK_DEADLINE_S = 10.0
 MEMORY_DEADLINE_S = 15.0
-"""Whoever is asked about the memory of the dead answers in 12 s; this is for the case that it never does."""
+"""GPU memory is checked within 12 s; this is for a check that never answers."""
 TEMPLATE_TRIES = 3
-STORE_RANK = -1
-
 
 OwnerEvent = Event | GroupStarted | StoreReady | ProcessUnkillable | ProcessReaped
 
 
 class WorkersListener(Protocol):
-    """Who is told of what is no Event."""
-
     def log(self, sentence: str) -> None: ...
-    def launcher_ready(self, mode: str, reason: str, seconds: float | None) -> None: ...
+    def on(self, event: LauncherReady, now: float) -> None: ...
 
 
 class WorkerManager:
@@ -77,61 +64,61 @@ class WorkerManager:
         memory: GpuMemory | None = None,
     ) -> None:
         """`host` is where the stores of rounds whose rank 0 is here listen: a literal address, "0.0.0.0" or "::"."""
-        self._node, self._owner = node, owner
-        self._commands = LaunchRequests(spec, base_env, preload)
+        self._node = node
+        self._owner = owner
+        self._requests = LaunchRequests(spec, base_env, preload)
         self._store_at = {"host": host, "port": spec.master_port or 0}
         self._listener: WorkersListener | None = None
-        self._undelivered: list[Callable[[WorkersListener], None]] = []
+        self._unreported: list[LauncherReady | str] = []
         self._cold_reason = preload.cold
         self._template_ready = False
         self._template_since: float | None = None
         self._template_tries = 0
         self._last_name = 0
         self._spare: ParkedGroup | None = None
-        self._park_request: tuple[int, bool] | None = None  # what to park once the template is there
+        self._park_request: tuple[int, bool] | None = None
+        """The group to park once the template is ready: size, with a store."""
         self._start: PendingStart | None = None
         self._memory = memory or NoGpuMemory()
-        self._waiting_for_memory: PendingStart | None = None  # until the memory of the dead is given back
         self._memory_requested = False
+        self._waiting_for_memory: PendingStart | None = None
+        """The start that waits until the last group's GPU memory is free."""
         self._unkillable: set[int] = set()
         self._groups: dict[int, WorkerGroup] = {}
-        self._stores: list[int] = []  # groups that have ended, but for their store
+        self._stores: list[int] = []
+        """Groups that have ended except for their store."""
         if self._cold_reason is None:
             self._begin_template()
         else:
-            self._report_launcher("cold", f"workers start cold: {self._cold_reason}")
+            self._report(LauncherReady("cold", f"workers start cold: {self._cold_reason}"))
 
     @property
     def settled(self) -> bool:
-        """True once it is known how workers start: forked from a template that is there, or cold."""
+        """True once it is known how workers start: forked from a ready template, or cold."""
         return self._template_ready or self._cold_reason is not None
 
     def set_listener(self, listener: WorkersListener) -> None:
-        """Say everything to `listener` from now on, and what there was to say before it was there."""
+        """Report to `listener` from now on, and first what was not reported yet."""
         self._listener = listener
-        for untold in self._undelivered:
-            untold(listener)
-        self._undelivered.clear()
+        unreported, self._unreported = self._unreported, []
+        for report in unreported:
+            self._report(report)
 
-    def _notify(self, telling: Callable[[WorkersListener], None]) -> None:
+    def _report(self, report: LauncherReady | str) -> None:
         if self._listener is None:
-            self._undelivered.append(telling)
+            self._unreported.append(report)
+        elif isinstance(report, str):
+            self._listener.log(report)
         else:
-            telling(self._listener)
+            self._listener.on(report, time.monotonic())
 
-    def _log(self, sentence: str) -> None:
-        self._notify(lambda listener: listener.log(sentence))
-
-    def _report_launcher(self, mode: str, reason: str, seconds: float | None = None) -> None:
-        self._notify(lambda listener: listener.launcher_ready(mode, reason, seconds))
-
-    # --- asked by the loop ----------------------------------------------------------------------------------------
+    # --- requests of the loop --------------------------------------------------------------------------------------
 
     def start(self, round: Round, workers: tuple[WorkerSpec, ...], master: Master | None) -> None:
-        """Begin to start this node's group of `round`; Started or StartFailed follows.
+        """Begin to start this node's group of `round`; GroupStarted or StartFailed follows.
 
-        Rank 0's node starts the round's store as well (`master` is None, StoreReady says its port); elsewhere `master`
-        is where that one listens. It waits until whoever ended last has given its GPU memory back.
+        Rank 0's node starts the round's store as well: `master` is None there, and StoreReady has its port. On other
+        nodes `master` is its address. The start waits until the last group's GPU memory is free.
         """
         self.end_store()
         start = PendingStart(round, with_master(master, workers), master, time.monotonic() + MEMORY_DEADLINE_S)
@@ -143,15 +130,15 @@ class WorkerManager:
         self.park(len(workers), with_store=master is None)
 
     def memory_checked(self, memory: MemoryChecked) -> None:
-        """What the dead hold on the GPUs, for the group that waits to be started, if it still does."""
+        """The answer to the check that a start waits for, if it still does."""
         self._memory_requested = False
         start, self._waiting_for_memory = self._waiting_for_memory, None
         if start is None:
             return
         held = ", ".join(f"process {pid} on GPU {gpu}" for pid, gpu in memory.holders)
         if held or memory.trouble:
-            what = f"GPU memory is still held by the dead ({held})" if held else memory.trouble
-            self._log(f"round {start.round.number}: {what}; starting all the same after {memory.seconds:.1f} s")
+            what = f"ended processes still hold GPU memory ({held})" if held else memory.trouble
+            self._report(f"round {start.round.number}: {what}; starting the workers after {memory.seconds:.1f} s")
         self._begin(start)
 
     def _begin(self, start: PendingStart) -> None:
@@ -160,22 +147,22 @@ class WorkerManager:
         self._advance()
 
     def park(self, size: int, with_store: bool) -> None:
-        """Fork the next group ahead, if there is none yet, as soon as forking works."""
+        """Fork the next group ahead, unless one is parked, as soon as forking works."""
         if self._spare is None and self._start is None and self._cold_reason is None:
             self._park_request = (size, with_store)
             self._advance()
 
     def end_store(self) -> None:
-        """End the store of a round that is over; a new one's start does so too.
+        """End the store of a round that is over, as the next start does.
 
-        With several nodes the store outlives this node's group if that ended well: the others' workers may still run.
+        With several nodes the store outlives a group that succeeded: other nodes' workers may still run.
         """
         for name in self._stores:
             self._owner.send(do="signal", group=name, signal=int(signal.SIGKILL))
         self._stores.clear()
 
     def signal(self, number: int, signum: int) -> list[Event]:
-        """Signal every process of the round's group at once; a group that has not begun to run is gone by any."""
+        """Signal every process of the round's group at once. Any signal ends a group that has not started yet."""
         running = [name for name, group in self._groups.items() if group.round.number == number]
         for name in running:
             self._owner.send(do="signal", group=name, signal=int(signum))
@@ -185,24 +172,24 @@ class WorkerManager:
             self._waiting_for_memory = None
         return [] if running else [GroupEnded(number)]
 
-    def request(self, number: int, word: int, only: int | None = None) -> None:
-        """Put `word` (beat.STOP, beat.HOLD, 0) into the beats of the round's workers, or of rank `only`, if it is here.
+    def request(self, number: int, request: int, only: int | None = None) -> None:
+        """Write `request` (STOP, PAUSE, 0) into the heartbeat records of the round's workers, or of rank `only`.
 
-        A Session heeds it at its next decision point. STOP is the last word: nothing takes it back.
+        A Session obeys at its next decision point. STOP is final.
         """
         for group in self._groups.values():
             if group.round.number == number and not group.stopping:
-                group.stopping = word & beat.REQUEST_KIND == beat.STOP
+                group.stopping = request & heartbeat.REQUEST_KIND == heartbeat.STOP
                 for rank, worker in zip(group.round.ranks(self._node), group.workers, strict=True):
                     if only is None or rank == only:
-                        write_request(worker.heartbeat, word)
+                        write_request(worker.heartbeat, request)
 
     def close(self) -> None:
         """End the owner and every process it has."""
         self._owner.close()
 
     def tick(self, now: float) -> float | None:
-        """Give up on what is overdue. Returns the next monotonic time this wants to be called, or None."""
+        """Abandon what is overdue. Returns the monotonic time of the next deadline, or None."""
         if self._template_since is not None and now >= self._template_since + PRELOAD_DEADLINE_S:
             self._template_since = None
             self._owner.send(do="end_template")
@@ -210,22 +197,21 @@ class WorkerManager:
         elif self._start is not None and now >= self._start.deadline:
             self._go_cold("the template did not fork in time")
         elif self._waiting_for_memory is not None and now >= self._waiting_for_memory.deadline:
-            self.memory_checked(MemoryChecked((), MEMORY_DEADLINE_S, "nobody says whether GPU memory is free"))
+            self.memory_checked(MemoryChecked((), MEMORY_DEADLINE_S, "the check of the GPU memory did not answer"))
         deadlines = [start.deadline for start in (self._start, self._waiting_for_memory) if start is not None]
         if self._template_since is not None:
             deadlines.append(self._template_since + PRELOAD_DEADLINE_S)
         return min(deadlines, default=None)
 
-    # --- told by the owner ----------------------------------------------------------------------------------------
+    # --- messages of the owner -------------------------------------------------------------------------------------
 
-    def handle(self, said: OwnerMessage) -> list[OwnerEvent]:
-        """Turn one message of the owner's into what it means for the agent."""
-        message = said.message
-        match message["is"]:
+    def handle(self, received: OwnerMessage) -> list[OwnerEvent]:
+        message = received.message
+        match message["kind"]:
             case "template_ready":
-                self._template_is_ready(message)
-            case "template_gone":
-                self._template_is_gone(message["why"])
+                self._template_became_ready(message)
+            case "template_ended":
+                self._template_ended(message["why"])
             case "parked":
                 self._parked(message["group"])
             case "refused":
@@ -237,14 +223,14 @@ class WorkerManager:
                 return self._started(message)
             case "exited":
                 return self._exited(message)
-            case "gone":
+            case "ended":
                 return self._group_ended(message)
-            case "freed":
+            case "reaped":
                 self._unkillable.discard(message["pid"])
                 return [ProcessReaped(message["pid"])]
         return []
 
-    def _template_is_ready(self, message: dict[str, Any]) -> None:
+    def _template_became_ready(self, message: dict[str, Any]) -> None:
         self._template_since = None
         if message["cold"] is not None:
             self._owner.send(do="end_template")
@@ -252,22 +238,21 @@ class WorkerManager:
             self._go_cold(message["cold"])
             return
         self._template_ready = True
-        self._report_launcher(
-            "warm", f"the warm launcher is ready after {message['seconds']:.1f} s", message["seconds"]
-        )
+        seconds = message["seconds"]
+        self._report(LauncherReady("warm", f"the warm launcher is ready after {seconds:.1f} s", seconds))
         self._advance()
 
-    def _template_is_gone(self, why: str) -> None:
+    def _template_ended(self, why: str) -> None:
         was_ready, self._template_ready, self._template_since = self._template_ready, False, None
         if self._spare is not None and not self._spare.ready:
             self._spare = None
         if self._cold_reason is not None:
             return
         if self._start is not None:
-            self._log(f"the warm launcher {why}: round {self._start.round.number} starts cold")
+            self._report(f"the warm launcher {why}: round {self._start.round.number} starts cold")
             self._execute()
         elif was_ready:
-            self._log(f"the warm launcher {why}: the workers go on, and a new one is being started")
+            self._report(f"the warm launcher {why}: the workers continue, and another one is started")
         if self._template_tries < TEMPLATE_TRIES:
             self._begin_template()
         else:
@@ -280,7 +265,7 @@ class WorkerManager:
         self._advance()
 
     def _refused(self, message: dict[str, Any]) -> list[OwnerEvent]:
-        """A cold group that could not be started is a failed start; a warm one is started cold instead."""
+        """A cold group that could not be started is a failed start; a warm one starts cold instead."""
         name, why = message["group"], message["why"]
         was_spare = self._spare is not None and self._spare.name == name
         if was_spare:
@@ -288,10 +273,10 @@ class WorkerManager:
         group = self._groups.pop(name, None)
         if group is not None and not group.warm:
             return [StartFailed(group.round.number, why, time.monotonic()), GroupEnded(group.round.number)]
-        if group is not None:  # released, but the parked group it was to become is gone
+        if group is not None:  # released, but its parked processes have ended
             self._start = PendingStart(group.round, group.workers, group.master, time.monotonic() + FORK_DEADLINE_S)
         if self._start is not None and (was_spare or group is not None):
-            self._log(f"round {self._start.round.number}: {why}; starting its workers cold")
+            self._report(f"round {self._start.round.number}: {why}; starting its workers cold")
             self._execute()
         return []
 
@@ -314,8 +299,8 @@ class WorkerManager:
         member = group.round.member(self._node)
         assert member is not None
         rank = group.round.ranks(self._node)[local_rank]
-        words = read_exit_report(group.workers[local_rank].heartbeat)
-        return [WorkerExited(number, rank, local_rank, member.slots[local_rank], status, words, at)]
+        report = read_exit_report(group.workers[local_rank].heartbeat)
+        return [WorkerExited(number, rank, local_rank, member.slots[local_rank], status, report, at)]
 
     def _group_ended(self, message: dict[str, Any]) -> list[OwnerEvent]:
         group = self._groups.pop(message["group"], None)
@@ -323,22 +308,20 @@ class WorkerManager:
             return []
         if group.store_pid and keeps_store(group.round):
             self._stores.append(message["group"])
-        self._unkillable.update(stuck["pid"] for stuck in message["stuck"])
-        return [
-            *(self._process_unkillable(group.round, stuck) for stuck in message["stuck"]),
-            GroupEnded(group.round.number),
-        ]
+        unkillable = [self._process_unkillable(group.round, process) for process in message["unkillable"]]
+        self._unkillable.update(process.pid for process in unkillable)
+        return [*unkillable, GroupEnded(group.round.number)]
 
-    def _process_unkillable(self, round: Round, stuck: dict[str, Any]) -> ProcessUnkillable:
-        member, local_rank, rank, slot = round.member(self._node), stuck["local_rank"], None, None
+    def _process_unkillable(self, round: Round, process: dict[str, Any]) -> ProcessUnkillable:
+        member, local_rank, rank, slot = round.member(self._node), process["local_rank"], None, None
         if member is not None and local_rank is not None and local_rank != STORE_RANK:
             rank, slot = round.ranks(self._node)[local_rank], member.slots[local_rank]
-        return ProcessUnkillable(round.number, stuck["pid"], rank, slot, stuck["state"], stuck["wchan"])
+        return ProcessUnkillable(round.number, process["pid"], rank, slot, process["state"], process["wchan"])
 
-    # --- the way to a start ---------------------------------------------------------------------------------------
+    # --- starting ---------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Take the pending start, or what is to be parked, one step further; else wait for the template."""
+        """Take the pending start, or the requested parked group, one step further; else wait for the template."""
         start, spare = self._start, self._spare
         if start is None:
             if self._park_request is not None and spare is None and self._template_ready:
@@ -382,17 +365,17 @@ class WorkerManager:
         assert start is not None
         self._last_name += 1
         self._groups[self._last_name] = WorkerGroup(start.round, start.workers, start.master, warm=False)
-        cold = self._commands.cold(start.workers, with_store=start.master is None)
+        cold = self._requests.cold(start.workers, with_store=start.master is None)
         self._owner.send(do="exec", group=self._last_name, keep=keeps_store(start.round), **self._store_at, **cold)
 
     def _go_cold(self, why: str) -> None:
         self._cold_reason = why
         self._template_ready, self._park_request = False, None
-        self._report_launcher("cold", f"workers start cold from now on: {why}")
+        self._report(LauncherReady("cold", f"workers start cold from now on: {why}"))
         self._end_spare()
         self._advance()
 
     def _begin_template(self) -> None:
         self._template_tries += 1
         self._template_since = time.monotonic()
-        self._owner.send(do="template", **self._commands.template())
+        self._owner.send(do="template", **self._requests.template())

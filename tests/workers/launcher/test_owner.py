@@ -59,8 +59,8 @@ def test_an_agent_one_minor_version_newer_is_obeyed_as_far_as_we_understand_it(t
     ):
         agent.send(json.dumps(message).encode())
     said = [json.loads(agent.recv(1 << 16)) for _ in range(4)]
-    assert said[0] == {"is": "refused", "group": 9, "why": "freeze: this launcher is older and cannot do that"}
-    assert [message["is"] for message in said[1:]] == ["started", "exited", "gone"]
+    assert said[0] == {"kind": "refused", "group": 9, "why": "freeze: this launcher is older and cannot do that"}
+    assert [message["kind"] for message in said[1:]] == ["started", "exited", "ended"]
     assert said[2]["status"] == 0
     agent.close()
     _, words = process.communicate(timeout=20)
@@ -73,7 +73,7 @@ def test_what_cannot_even_be_named_in_utf_8_ends_its_worker_and_nothing_else(tmp
     group = {"group": 1, "store": None, "keep": False, "cwd": "/", "env": {}, "host": "127.0.0.1", "port": 0}
     agent.send(json.dumps({"do": "exec", **group, "workers": [worker]}).encode())
     said = [json.loads(agent.recv(1 << 16)) for _ in range(3)]
-    assert [message["is"] for message in said] == ["started", "exited", "gone"]
+    assert [message["kind"] for message in said] == ["started", "exited", "ended"]
     assert said[1]["status"] == 127 << 8
     assert (tmp_path / "run").exists(), "the failed worker has gone on as its parent"
     agent.close()
@@ -88,7 +88,7 @@ def test_a_template_killed_by_a_signal_without_a_name_is_gone_and_its_owner_is_n
     spawn = {"do": "template", "argv": dies, "env": {"PATH": "/usr/bin:/bin"}, "cwd": "/", "launch": {}}
     agent.send(json.dumps(spawn).encode())
     said = json.loads(agent.recv(1 << 16))
-    assert said["is"] == "template_gone"
+    assert said["kind"] == "template_ended"
     assert said["why"] in ("was killed by signal 40", "closed its socket")
     agent.close()
     _, words = process.communicate(timeout=20)

@@ -70,7 +70,7 @@ class Owner:
         while True:
             message = json.loads(self.socket.recv(1 << 20))
             self.said.append(message)
-            if message["is"] == kind and group in (None, message.get("group")):
+            if message["kind"] == kind and group in (None, message.get("group")):
                 return dict(message)
 
     def end(self) -> None:
@@ -94,21 +94,21 @@ def test_who_does_not_die_is_told_of_and_reaped_whenever_it_ends(owner: Owner) -
     with Tracer(stays) as first, Tracer(child):
         began = time.monotonic()
         owner.kill(1)
-        gone = owner.until("gone", 1)
+        gone = owner.until("ended", 1)
         assert KILL_DEADLINE_S <= time.monotonic() - began < PATIENCE_S
-        stuck = {each["pid"]: (each["local_rank"], each["state"], each["wchan"]) for each in gone["stuck"]}
+        stuck = {each["pid"]: (each["local_rank"], each["state"], each["wchan"]) for each in gone["unkillable"]}
         assert stuck == {stays: (1, "Z", ""), child: (2, "Z", "")}, "a worker's child is known by its session"
-        exits = {m["pid"]: os.waitstatus_to_exitcode(m["status"]) for m in owner.said if m["is"] == "exited"}
+        exits = {m["pid"]: os.waitstatus_to_exitcode(m["status"]) for m in owner.said if m["kind"] == "exited"}
         assert exits == {dies: -signal.SIGKILL, parent: -signal.SIGKILL}
 
         owner.start(2, WORKER)
         began = time.monotonic()
         owner.kill(2)
-        assert owner.until("gone", 2)["stuck"] == []
+        assert owner.until("ended", 2)["unkillable"] == []
         assert time.monotonic() - began < KILL_DEADLINE_S, "what is known to be stuck is waited for once"
 
         first.let_go()
-        assert owner.until("freed")["pid"] == stays
+        assert owner.until("reaped")["pid"] == stays
         began = time.monotonic()
         owner.end()
         assert time.monotonic() - began < KILL_DEADLINE_S, "nor is it waited for at the end"

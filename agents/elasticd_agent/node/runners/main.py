@@ -186,7 +186,7 @@ class RunnerReporting(Reporting):
 
         def whole(_: Mapping[str, Any]) -> Mapping[str, Any]:
             rate = {"steps_per_second": self._rates.steps_per_second, "step_samples": self._rates.step_track.points()}
-            rate["goodput"] = round(self.story.spent().goodput, 4)
+            rate["goodput"] = round(self.reporter.spent().goodput, 4)
             return {**status(), **self._about, "pid": os.getpid(), **rate, **self._history.snapshot()}
 
         def asked_to_leave(request: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The agent's end of the owner: starts it, speaks with it, and cleans up after it should it be killed."""
+"""The agent's end of the owner: starts it, exchanges messages with it, and ends its processes if it was killed."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from elasticd_agent.workers.launcher.sockets import PACKET, encode, pair
 
 PR_SET_CHILD_SUBREAPER = 36
 END_DEADLINE_S = 12.0
-"""The owner gives SIGKILLed processes 10 s to vanish; then it says goodbye, whoever would not die."""
+"""The owner waits 10 s for killed processes to die, then ends in any case."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerMessage:
-    """A message of the owner's, as owner.py's docstring lists them."""
+    """A report of the owner; owner.py lists them."""
 
     message: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerLost:
-    """The owner is gone, and with it, by PDEATHSIG, the workers."""
+    """The owner has died, and by PDEATHSIG the workers with it."""
 
 
 class OwnerClient:
-    """One owner process. `post` is called with OwnerSaid and OwnerLost from a thread of this object's own."""
+    """One owner process. `post` is called from a thread of this object."""
 
     def __init__(
         self, runtime_dir: Path, post: Callable[[OwnerMessage | OwnerLost], None], keep: Sequence[int] = ()
     ) -> None:
-        """`keep`: file descriptors that the owner, too, has open until nothing is left of what it owns."""
-        # Should the owner be killed, its descendants become ours to end.
+        """`keep`: file descriptors that the owner keeps open, too, for as long as it has a process to end."""
+        # If the owner is killed, its descendants become our children, and are ended by us.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._socket, theirs = pair()
         with theirs:
@@ -54,7 +54,7 @@ class OwnerClient:
             )
         self._post = post
         self._closing = False
-        self._stuck: set[int] = set()  # the reader's: what the owner could not end, nobody can
+        self._unkillable: set[int] = set()  # written by the reader thread
         self._reader = threading.Thread(target=self._read, name="owner-reader", daemon=True)
         self._reader.start()
 
@@ -63,9 +63,9 @@ class OwnerClient:
         return self._process.pid
 
     def send(self, **message: Any) -> None:
-        """Say one thing to the owner. That it is gone shows as OwnerLost, not here.
+        """Send one request. An owner that has died shows as OwnerLost, not here.
 
-        Raises UsageError for what is too large to be said.
+        Raises UsageError for a request that is too large.
         """
         packet = encode(message)
         try:
@@ -88,18 +88,18 @@ class OwnerClient:
             if not packet:
                 break
             message = json.loads(packet)
-            if message["is"] == "gone":
-                self._stuck.update(stuck["pid"] for stuck in message["stuck"])
-            elif message["is"] == "freed":
-                self._stuck.discard(message["pid"])
+            if message["kind"] == "ended":
+                self._unkillable.update(process["pid"] for process in message["unkillable"])
+            elif message["kind"] == "reaped":
+                self._unkillable.discard(message["pid"])
             self._post(OwnerMessage(message))
         if not self._closing:
             self._post(OwnerLost())
 
     def close(self) -> None:
-        """End the owner and with it every process it has; returns when all are gone, or after a deadline.
+        """End the owner with all of its processes, or return at a deadline.
 
-        Should it have been killed, its processes are ours, and end here; but for those that are known not to die.
+        If it was killed, its processes are ours and end here, except those known to survive SIGKILL.
         """
         self._closing = True
         try:
@@ -109,4 +109,4 @@ class OwnerClient:
         end_process(self._process, END_DEADLINE_S, END_DEADLINE_S)
         self._reader.join(END_DEADLINE_S)
         self._socket.close()
-        end_children(END_DEADLINE_S, except_pids=self._stuck)  # what a killed owner has left to us
+        end_children(END_DEADLINE_S, except_pids=self._unkillable)

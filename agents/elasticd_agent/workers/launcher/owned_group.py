@@ -1,8 +1,8 @@
-"""What the owner knows of one group: its processes, since when they should be dead, and what does not die.
+"""The owner's state of one group: its processes, the deadlines of their end, and which of them survive SIGKILL.
 
-It exists so that "the group is gone" has one meaning, with a bound: every member and every process a member left behind
-has been reaped, or was sent SIGKILL `STUCK_S` ago and is still in the kernel's hands, where it runs no code any more.
-It signals nobody; standard library only, since the owner runs without site-packages.
+"The group has ended" has one meaning, and a bound: every member and every process that a member left behind has been
+reaped, or was sent SIGKILL `KILL_DEADLINE_S` ago and still hangs in the kernel, where it runs no code any more. Only
+the standard library is imported: the owner runs without site-packages.
 """
 
 from __future__ import annotations
@@ -16,54 +16,69 @@ from typing import Any
 from elasticd_agent.workers.launcher.reaping import CLEANER_GRACE_S, kernel_state
 
 STORE_RANK = -1
-"""The local rank under which the round's store process is known."""
+"""The local rank of the round's store process."""
 KILL_DEADLINE_S = 5.0
-"""How long after SIGKILL a process is waited for. A worker that unpins and unmaps hundreds of GB takes a second or two;
-one that waits for a dead NFS server or a broken driver (state D) may never end, and the others need not wait for it."""
+"""A worker that unpins and unmaps hundreds of GB takes a second or two to die. One that waits for a dead NFS server or
+a broken driver (state D) may never end, and the others need not wait for it."""
 LEFTOVER_GRACE_S = 5.0
-"""What a successful script left running may take to end by itself, once it was sent SIGTERM."""
+"""How long processes that a successful script left running may take to end after SIGTERM."""
 
 
 class OwnedGroup:
-    """The workers of one group and, where the round's store is hosted, the store: parked, then running, then gone."""
+    """The workers of one group and, where it is hosted here, the round's store: parked, running, ended."""
 
     def __init__(self, name: int, channels: dict[int, socket.socket]) -> None:
         self.name = name
-        self.channels = channels  # local rank -> our end; the store's stays open: its end of file ends the store
-        self.port = 0  # the store's, once it listens
+        self.channels = channels
+        """Our ends by local rank. The store's stays open: its end of file ends the store."""
+        self.port = 0
+        """The store's, once it listens."""
         self.since = time.monotonic()
-        self.alive: dict[int, int] = {}  # pid -> local rank
-        self.ranks: dict[int, int] = {}  # the same, of those who have ended, too
+        self.alive: dict[int, int] = {}
+        """pid -> local rank."""
+        self.ranks: dict[int, int] = {}
+        """The same, with the members that have ended."""
         self.running = False
-        self.keeps_store = False  # until told otherwise, once all has ended well: other nodes' workers may need it
-        self.gone = False  # but for the store that it keeps
+        self.keeps_store = False
+        """After a success the store stays until it is killed: other nodes' workers may need it."""
+        self.ended = False
+        """Except for the store that it keeps."""
         self.failed = False
         self.killed_at: float | None = None
-        self.last_exit_at = 0.0  # when a member ended last
+        self.last_exit_at = 0.0
         self.leftovers_since: float | None = None
+        """When its workers had ended and left processes behind."""
 
     def workers(self) -> list[int]:
         return [pid for pid, rank in self.alive.items() if rank != STORE_RANK]
 
-    def ending(self) -> bool:
-        """Its end is near: every worker has ended, or should have."""
-        return self.running and not self.gone and (self.killed_at is not None or not self.workers())
+    def is_parked(self) -> bool:
+        """Requested from the template, which has not forked it yet."""
+        return not self.running and not self.alive
 
-    def overdue(self, now: float) -> bool:
-        """Whoever of its members is still there does not die."""
-        return self.killed_at is not None and now > self.killed_at + KILL_DEADLINE_S
+    def is_ending(self) -> bool:
+        """Every worker has ended, or was killed."""
+        return self.running and not self.ended and (self.killed_at is not None or not self.workers())
 
-    def leftovers_dead_by(self) -> float:
-        """What the workers left behind, the last of them when it ended, has been sent SIGKILL, and time to obey."""
-        assert self.leftovers_since is not None
+    def store_outlives(self) -> bool:
+        return bool(self.alive) and self.keeps_store and not self.failed
+
+    def members_may_die(self, now: float) -> bool:
+        """False once every member that is left counts as unkillable."""
+        return self.killed_at is None or now <= self.killed_at + KILL_DEADLINE_S
+
+    def leftovers_may_die(self, now: float) -> bool:
+        """False once all leftovers had their grace period, then SIGKILL, then KILL_DEADLINE_S."""
+        if self.leftovers_since is None:
+            return True
         grace_s = CLEANER_GRACE_S if self.failed else LEFTOVER_GRACE_S
-        return max(self.leftovers_since, self.last_exit_at) + grace_s + KILL_DEADLINE_S
+        return now <= max(self.leftovers_since, self.last_exit_at) + grace_s + KILL_DEADLINE_S
 
     def describe_unkillable(self, pids: Iterable[int]) -> list[dict[str, Any]]:
-        """What is known of members and leftovers that do not die. A leftover is its worker's by its session."""
-        return [{"pid": pid, "local_rank": self.rank_of(pid), **kernel_state(pid)} for pid in pids]
+        """For each pid its worker's local rank (a leftover's by its session), and where it hangs in the kernel."""
+        return [{"pid": pid, "local_rank": self._rank_of(pid), **kernel_state(pid)} for pid in pids]
 
-    def rank_of(self, pid: int) -> int | None:
+    def _rank_of(self, pid: int) -> int | None:
         try:
             return self.ranks.get(pid, self.ranks.get(os.getsid(pid)))
         except OSError:

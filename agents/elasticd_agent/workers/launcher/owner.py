@@ -1,16 +1,18 @@
-"""The owner: the parent of every process a job runs on this node, and the one who ends them all.
+"""The owner: the parent of every process that a job runs on this node, which also ends them all.
 
-It exists so that no death leaves anything behind. It is a child subreaper, so whatever a worker starts, daemonised or
-not, becomes its child in the end; when the agent dies it sees the end of file on its socket and kills every descendant
-it has; when it dies itself, PDEATHSIG ends the template, the workers and the store. It decides nothing: it starts,
-releases, signals and reaps what the agent names, and says what happened.
+No death may leave a process behind. The owner is a child subreaper, so every process that a worker starts, daemonised
+or not, becomes its child in the end. When the agent dies, the owner reads end of file on its socket and kills all of
+its descendants. When the owner dies, PDEATHSIG ends the template, the workers and the store, and the agent, a subreaper
+too, ends the rest. The owner starts, releases, signals and reaps what the agent names, and reports it; it decides
+nothing.
 
-Runs as `python -I -S owner.py FD RUNTIME_DIR [KEPT_FD ...]`, in one thread: the standard library and four files beside
-it. KEPT_FDs it only keeps open, for as long as anything is left to end: a lock on one of them says that.
+Runs as `python -I -S owner.py FD RUNTIME_DIR [KEPT_FD ...]`, in one thread, with the standard library and a few modules
+of ours that need no more. It keeps each KEPT_FD open for as long as it has a process to end: a lock on one shows that.
 
-Messages are one JSON object a packet. From the agent ("do"): template, park, release, exec, signal, end_template.
-To the agent ("is"): template_ready, template_gone, parked, refused, store_ready, started, exited, gone, freed.
-`gone` names what does not die (`stuck`); `freed` follows for each of these that does at last.
+Messages are one JSON object a packet. Requests of the agent ("do"): template, park, release, exec, signal,
+end_template. Reports to the agent ("kind"): template_ready, template_ended, parked, refused, store_ready, started,
+exited, ended, reaped. `ended` lists the processes that survive SIGKILL (`unkillable`); `reaped` follows when one of
+them has died.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-if __name__ == "__main__":  # run as a file, isolated: the standard library comes first, what we are part of last
+if __name__ == "__main__":  # run as a file, isolated: our own packages come after the standard library
     sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
 
 from elasticd_agent.system.process import IGNORED_SIGNALS, prctl, spawn
@@ -54,8 +56,10 @@ class Owner:
         self.groups: dict[int, OwnedGroup] = {}
         self.template: socket.socket | None = None
         self.template_pid = 0
-        self.early_exits: dict[int, tuple[int, float]] = {}  # exits of children we have not been told of yet
-        self.unkillable: set[int] = set()  # were sent SIGKILL and do not die; their groups are gone
+        self.early_exits: dict[int, tuple[int, float]] = {}
+        """Exits of children that the template has not reported yet: pid -> status, time."""
+        self.unkillable: set[int] = set()
+        """Processes that survive SIGKILL and whose groups have ended."""
         self.running = True
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -65,21 +69,21 @@ class Owner:
         for fd in (self.agent.fileno(), read):
             self.poll.register(fd, select.POLLIN)
 
-    def send(self, **message: Any) -> None:
+    def send(self, kind: str, **fields: Any) -> None:
         try:
-            self.agent.send(encode(message))
+            self.agent.send(encode({"kind": kind, **fields}))
         except OSError:
-            self.running = False  # the agent is gone; the loop ends everything
+            self.running = False  # the agent has died; the loop ends everything
 
     def run(self) -> None:
         try:
             self.serve()
-        finally:  # a mistake of ours, too, ends with nothing left behind
+        finally:  # an error in this program, too, leaves no process behind
             self.end_everything()
 
     def serve(self) -> None:
         while self.running:
-            waiting = any(group.ending() for group in self.groups.values())
+            waiting = any(group.is_ending() for group in self.groups.values())
             for fd, _ in self.poll.poll(50 if waiting else None):
                 if fd == self.wakeup:
                     os.read(fd, 4096)
@@ -94,7 +98,7 @@ class Owner:
     def receive_from_agent(self) -> None:
         try:
             packet = self.agent.recv(PACKET)
-        except OSError:  # a reset, not an end of file, when the agent died with words of ours unread
+        except OSError:  # a reset instead of end of file: the agent died before it had read all reports
             packet = b""
         if not packet:
             self.running = False
@@ -102,14 +106,14 @@ class Owner:
         message = json.loads(packet)
         verb: Callable[[Message], None] | None = getattr(self, f"do_{message['do']}", None)
         try:
-            if verb is None:  # an agent one minor version newer may ask for more than we can do
+            if verb is None:  # an agent that is one minor version newer may send requests unknown here
                 raise OSError("this launcher is older and cannot do that")
             verb(message)
         except OSError as error:
             group = self.groups.get(message.get("group"))
             if group is not None and not group.running:
                 self.drop(group)
-            self.send(**{"is": "refused", "group": message.get("group"), "why": f"{message['do']}: {error}"})
+            self.send("refused", group=message.get("group"), why=f"{message['do']}: {error}")
 
     # --- the template -------------------------------------------------------------------------------------------
 
@@ -138,12 +142,13 @@ class Owner:
             self.template_lost("closed its socket")
             return
         message = json.loads(packet)
-        if message["is"] == "forked":
+        kind = message.pop("kind")
+        if kind == "forked":
             self.adopt(message)
             return
-        if message["is"] == "refused" and message["group"] in self.groups:
+        if kind == "refused" and message["group"] in self.groups:
             self.drop(self.groups[message["group"]])
-        self.send(**message)
+        self.send(kind, **message)
 
     def template_lost(self, why: str) -> None:
         if self.template is not None:
@@ -151,20 +156,20 @@ class Owner:
             self.template.close()
             self.template = None
         for group in list(self.groups.values()):
-            if not group.running and not group.alive:  # asked for, never forked
+            if group.is_parked():
                 self.drop(group)
-                self.send(**{"is": "refused", "group": group.name, "why": f"the template ended: {why}"})
+                self.send("refused", group=group.name, why=f"the template ended: {why}")
         if self.template_pid:
             signal_child(self.template_pid, signal.SIGKILL)
-            self.send(**{"is": "template_gone", "why": why})
+            self.send("template_ended", why=why)
             self.template_pid = 0
 
     # --- groups -------------------------------------------------------------------------------------------------
 
     def do_park(self, message: Message) -> None:
-        """Fork a group that waits: {group, workers, store, host, port}.
+        """Fork a group that waits for its release: {group, workers, store, host, port}.
 
-        With a `store` there is one more process, which starts to serve at once if the port is 0, else at release.
+        With a `store` there is one more process, which serves at once if the port is 0, otherwise from the release on.
         """
         name, ranks = message["group"], [*[STORE_RANK] * message["store"], *range(message["workers"])]
         if self.template is None:
@@ -184,23 +189,23 @@ class Owner:
 
     def adopt(self, message: Message) -> None:
         group = self.groups.get(message["group"])
-        if group is None:  # dropped meanwhile
+        if group is None:  # it was dropped meanwhile
             for pid in message["pids"]:
                 signal_child(pid, signal.SIGKILL)
             return
         for rank, pid in zip(group.channels, message["pids"], strict=True):
             group.alive[pid] = rank
-        self.send(**{"is": "parked", "group": group.name, "pids": message["pids"]})
+        self.send("parked", group=group.name, pids=message["pids"])
         for pid in list(group.alive):
             status, at = self.early_exits.pop(pid, (0, 0.0))
-            if at > group.since:  # otherwise another process had that number before
+            if at > group.since:  # otherwise an earlier process had that pid
                 self.member_exited(group, pid, status, at)
 
     def do_release(self, message: Message) -> None:
-        """Let a parked group go: {group, store, keep, host, port, workers: [{env, stdout, stderr}]}; the surplus ends.
+        """Release a parked group: {group, store, keep, host, port, workers: [{env, stdout, stderr}]}; the surplus ends.
 
-        Without a `store` of its own the group joins one elsewhere, which its workers' `env` names already. With `keep`
-        the store outlives a group that ends well, until the group is sent SIGKILL.
+        Without a `store` the group uses one on another node, which is in its workers' `env` already. With `keep` the
+        store outlives a group that succeeds, until the group is sent SIGKILL.
         """
         group = self.groups.get(message["group"])
         if group is None or not group.alive:
@@ -210,13 +215,13 @@ class Owner:
                 self.give_store_its_port(group, message["host"], message["port"])
             self.report_port(group)
         else:
-            group.port = 0  # a parked store that is not wanted serves nobody
+            group.port = 0  # the surplus store ends below
         pids = {rank: pid for pid, rank in group.alive.items()}
         for rank, worker in enumerate(message["workers"]):
             try:
                 group.channels[rank].send(encode(self.with_port(group, worker)))
             except OSError:
-                pass  # it died while parked: its exit is told like any other
+                pass  # it died while parked: its exit is reported like any other
         for rank in [
             rank for rank in pids if rank >= len(message["workers"]) or (rank == STORE_RANK and not group.port)
         ]:
@@ -229,7 +234,7 @@ class Owner:
     def do_exec(self, message: Message) -> None:
         """Start a group cold: {group, store, keep, host, port, cwd, env, workers: [{argv, env, stdout, stderr}]}.
 
-        A worker's `env` is what it has besides everybody's. `store` is {argv} or None; all else is as in `do_release`.
+        A worker's `env` is added to the common one. `store` is {argv} or None; the other fields are as in `do_release`.
         """
         group = self.groups[message["group"]] = OwnedGroup(message["group"], {})
         if message["store"] is not None:
@@ -242,7 +247,7 @@ class Owner:
     def begin(self, group: OwnedGroup, pids: dict[int, int], keeps_store: bool) -> None:
         group.running, group.keeps_store, group.ranks = True, keeps_store, dict(group.alive)
         workers = [pids[rank] for rank in sorted(pids) if rank != STORE_RANK]
-        self.send(**{"is": "started", "group": group.name, "pids": workers, "store": pids.get(STORE_RANK, 0)})
+        self.send("started", group=group.name, pids=workers, store=pids.get(STORE_RANK, 0))
 
     # --- the round's store --------------------------------------------------------------------------------------
 
@@ -262,24 +267,24 @@ class Owner:
         self.report_port(group)
 
     def report_port(self, group: OwnedGroup) -> None:
-        """Before a worker runs: who listens accepts, and other nodes' workers need the port as soon as ours."""
-        self.send(**{"is": "store_ready", "group": group.name, "port": group.port})
+        """Before a worker runs: the socket accepts already, and other nodes' workers need the port as soon as ours."""
+        self.send("store_ready", group=group.name, port=group.port)
 
     def with_port(self, group: OwnedGroup, worker: Message) -> Message:
-        """The worker, told of the group's own store if it has one."""
+        """The worker with the port of the group's own store, if it has one."""
         own = {"MASTER_PORT": str(group.port)} if group.port else {}
         return {**worker, "env": {**worker["env"], **own}}
 
     # --- signals ------------------------------------------------------------------------------------------------
 
     def do_signal(self, message: Message) -> None:
-        """Send {group, signal}; SIGKILL reaches the store too, and what the workers left behind."""
+        """{group, signal}: SIGKILL also reaches the store, and the processes that the workers left behind."""
         group = self.groups.get(message["group"])
         if group is None:
             return
         if message["signal"] == signal.SIGKILL:
             group.failed = True
-            if not group.running or group.gone:
+            if not group.running or group.ended:
                 self.drop(group)
                 return
             self.kill_members(group)
@@ -303,7 +308,7 @@ class Owner:
     # --- deaths -------------------------------------------------------------------------------------------------
 
     def reap(self) -> None:
-        """Collect every child that ended. What it leaves behind becomes our child: see `finish`."""
+        """Collect every child that ended. Its own children become ours: see `finish`."""
         while True:
             try:
                 dead, status = os.waitpid(-1, os.WNOHANG)
@@ -317,11 +322,11 @@ class Owner:
                 self.member_exited(group, dead, status, now)
             elif dead in self.unkillable:
                 self.unkillable.discard(dead)
-                self.send(**{"is": "freed", "pid": dead})
+                self.send("reaped", pid=dead)
             elif dead == self.template_pid:
                 self.template_pid = 0
                 why = describe_status(status)
-                self.send(**{"is": "template_gone", "why": why})
+                self.send("template_ended", why=why)
                 self.template_lost(why)
             else:
                 self.early_exits[dead] = (status, now)
@@ -333,52 +338,57 @@ class Owner:
         group.last_exit_at = at
         if not group.running:
             self.drop(group)
-            self.send(**{"is": "refused", "group": group.name, "why": f"a parked process {describe_status(status)}"})
+            self.send("refused", group=group.name, why=f"a parked process {describe_status(status)}")
             return
-        if group.gone:  # its store was all that was left of it
+        if group.ended:  # this was the store that it kept
             self.drop(group)
-        self.send(**{"is": "exited", "group": group.name, "local_rank": rank, "pid": pid, "status": status, "at": at})
+        self.send("exited", group=group.name, local_rank=rank, pid=pid, status=status, at=at)
 
     def finish(self, group: OwnedGroup) -> None:
-        """A running group whose last worker ended is over, and what its workers left behind; and its store, mostly.
+        """End a group whose last worker has exited: its store, unless kept, and what its workers left behind.
 
-        What was sent SIGKILL and does not die is not waited for: it is told of, and reaped whenever it ends.
+        Processes that survive SIGKILL are waited for until a deadline, then reported, and reaped whenever they end.
         """
-        if not group.ending():
+        if not group.is_ending():
             return
         now = time.monotonic()
-        keeps_store = bool(group.alive) and group.keeps_store and not group.failed
+        keeps_store = group.store_outlives()
         if not keeps_store:
             self.kill_members(group)
         leftovers = self.leftovers()
-        if leftovers and any(not group.running and not group.alive for group in self.groups.values()):
-            return  # some of these may be a parked group's: the template is about to tell
-        if leftovers and group.leftovers_since is None:
+        if leftovers and any(other.is_parked() for other in self.groups.values()):
+            return  # some of them may be that group's members, which the template reports in a moment
+        if leftovers:
+            self.end_leftovers(group, leftovers, now)
+        members_left = bool(group.alive) and not keeps_store
+        if members_left and group.members_may_die(now):
+            return
+        if leftovers and group.leftovers_may_die(now):
+            return
+        self.group_ended(group, keeps_store, leftovers)
+
+    def end_leftovers(self, group: OwnedGroup, leftovers: list[int], now: float) -> None:
+        """After a success SIGTERM and a grace period come first. Cleaners of shared memory get a moment in any case."""
+        if group.leftovers_since is None:
             group.leftovers_since = now
             if not group.failed:
                 for pid in leftovers:
                     signal_child(pid, signal.SIGTERM)
-        waited = now - max(group.leftovers_since or now, group.last_exit_at)
-        if leftovers and (group.failed or waited > LEFTOVER_GRACE_S):
+        waited_s = now - max(group.leftovers_since, group.last_exit_at)
+        if group.failed or waited_s > LEFTOVER_GRACE_S:
             for pid in leftovers:
-                if waited > CLEANER_GRACE_S or not is_cleaner(pid):
+                if waited_s > CLEANER_GRACE_S or not is_cleaner(pid):
                     signal_child(pid, signal.SIGKILL)
-        if group.alive and not keeps_store and not group.overdue(now):
-            return
-        if leftovers and now <= group.leftovers_dead_by():
-            return
-        self.group_ended(group, keeps_store, leftovers)
 
     def group_ended(self, group: OwnedGroup, keeps_store: bool, leftovers: list[int]) -> None:
-        """Nothing is left of the group but what it keeps and what does not die."""
-        undying = [*leftovers, *([] if keeps_store else group.alive)]
-        stuck = group.describe_unkillable(undying)
-        self.unkillable.update(undying)
-        group.gone = True
+        survivors = [*leftovers, *([] if keeps_store else group.alive)]
+        unkillable = group.describe_unkillable(survivors)
+        self.unkillable.update(survivors)
+        group.ended = True
         if not keeps_store:
             group.alive.clear()
             self.drop(group)
-        self.send(**{"is": "gone", "group": group.name, "stuck": stuck})
+        self.send("ended", group=group.name, unkillable=unkillable)
 
     def leftovers(self) -> list[int]:
         """Our children that are neither the template nor in a group: orphans of ended workers."""
@@ -386,7 +396,7 @@ class Owner:
         return [pid for pid in children() if pid not in known]
 
     def end_everything(self) -> None:
-        """Kill every descendant: each death hands us its children, until none is left. Bounded."""
+        """Kill every descendant: each death makes more of them our children, until none is left. Bounded."""
         end_children(2 * LEFTOVER_GRACE_S, except_pids=self.unkillable)
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
@@ -395,9 +405,9 @@ def main() -> None:
     fd, runtime_dir = int(sys.argv[1]), sys.argv[2]
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_NAME, b"elasticd-owner")
-    for deaf_to in IGNORED_SIGNALS:
-        if signal.getsignal(deaf_to) is not signal.SIG_IGN:  # the agent's end of file is the one thing that ends us
-            signal.signal(deaf_to, lambda *_: None)  # a handler, since what is ignored stays ignored in the workers
+    for number in IGNORED_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # only the agent's end of file ends this process
+            signal.signal(number, lambda *_: None)  # a handler: an ignored signal would stay ignored in the workers
     agent = socket.socket(fileno=fd)
     agent.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
     for ours in (fd, *map(int, sys.argv[3:])):

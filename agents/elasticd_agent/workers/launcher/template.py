@@ -112,12 +112,12 @@ class Template:
         try:
             self.preload()
         except BaseException as error:  # noqa: BLE001 the job's own modules may raise anything, and the cold start will show it
-            self.send(is_="template_ready", cold=f"preloading failed: {type(error).__name__}: {error}", seconds=0.0)
+            self.send("template_ready", cold=f"preloading failed: {type(error).__name__}: {error}", seconds=0.0)
             os._exit(0)
         gc.collect()
         gc.freeze()  # collections in the workers then leave the shared pages alone
         cold = self.unfit() or self.shadowed() or self.bad_fork()
-        self.send(is_="template_ready", cold=cold, seconds=time.monotonic() - started)
+        self.send("template_ready", cold=cold, seconds=time.monotonic() - started)
         while True:
             try:
                 packet, fds, _, _ = socket.recv_fds(self.control, PACKET, 253)
@@ -130,9 +130,9 @@ class Template:
             if released is not None:
                 return released
 
-    def send(self, is_: str, **fields: Any) -> None:
+    def send(self, kind: str, **fields: Any) -> None:
         try:
-            self.control.send(json.dumps({"is": is_, **fields}).encode())
+            self.control.send(json.dumps({"kind": kind, **fields}).encode())
         except OSError:
             os._exit(0)  # the owner was killed; an exception would end in the script being run here
 
@@ -206,19 +206,19 @@ class Template:
         """Fork a store, if asked for, and workers by an intermediate; None in the template, the release in a worker."""
         unfit = self.unfit()
         if unfit is not None:
-            self.send(is_="refused", group=request["fork"], why=unfit)
+            self.send("refused", group=request["fork"], why=unfit)
             return None
         try:
             intermediate = os.fork()
         except OSError as error:  # no room for another process, here or in the job's cgroup
-            self.send(is_="refused", group=request["fork"], why=f"fork: {error.strerror}")
+            self.send("refused", group=request["fork"], why=f"fork: {error.strerror}")
             return None
         if intermediate:
             for channel in channels:
                 channel.close()
             _, status = os.waitpid(intermediate, 0)
             if status:  # whom it has forked sees the channels closed, and goes
-                self.send(is_="refused", group=request["fork"], why="the template could not fork all of its workers")
+                self.send("refused", group=request["fork"], why="the template could not fork all of its workers")
             return None
         pids = []
         self.intermediate = os.getpid()
@@ -231,7 +231,7 @@ class Template:
                         other.close()
                 return self.child(is_store=role == 0 and request["store"], channel=channel)
             pids.append(pid)
-        self.send(is_="forked", group=request["fork"], pids=pids)
+        self.send("forked", group=request["fork"], pids=pids)
         os._exit(0)
 
     def child(self, is_store: bool, channel: socket.socket) -> Config:

@@ -1,0 +1,76 @@
+"""What a job's loop reports, beside the events and notices that it receives; and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from elasticd_agent.hangs.observer import Observation
+from elasticd_agent.model.messages import Event, StepRules, StopForced, StopRequested
+from elasticd_agent.model.notices import LeaderNotice, StoreAvailability, StragglersFound
+from elasticd_agent.model.records import Failure, Round
+from elasticd_agent.model.reports import HangVerdict
+from elasticd_agent.workers.group import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseChanged:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEnding:
+    """The agent is about to signal the group of round `number`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopStarted:
+    """The node begins to leave, or the job to stop."""
+
+    request: StopRequested | StopForced
+    rules: StepRules
+
+
+@dataclass(frozen=True, slots=True)
+class SlotChanged:
+    """A process that survives SIGKILL has taken a slot out of use, or has ended."""
+
+    cause: ProcessUnkillable | ProcessReaped
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobLeft:
+    """The agent's work on this job is over. `round` is the last one it knew."""
+
+    exit_code: int
+    why: str
+    round: Round | None
+
+
+JobEvent = (
+    Event
+    | LeaderNotice
+    | StoreAvailability
+    | StragglersFound
+    | HangVerdict
+    | Failure
+    | Observation
+    | LauncherReady
+    | GroupStarted
+    | GroupEnding
+    | SlotChanged
+    | StopStarted
+    | PhaseChanged
+    | JobLeft
+)
+
+
+class JobListener(Protocol):
+    def log(self, sentence: str) -> None: ...
+
+    def on(self, event: JobEvent, now: float) -> None:
+        """`now` is time.monotonic()."""
+        ...

@@ -1,0 +1,165 @@
+"""What is reported of a job: events, sentences, and the numbers that others compare with."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elasticd.heartbeat.record import Heartbeat
+from elasticd.heartbeat.worker_events import WorkerEvent
+from elasticd_agent.config.run_options import parse_run
+from elasticd_agent.hangs.observer import Observation
+from elasticd_agent.job.listener import JobLeft, StopStarted
+from elasticd_agent.job.reporter import JobReporter
+from elasticd_agent.model.messages import ExitStatus, RoundPublished, StepRules, StopRequested, StoreExited
+from elasticd_agent.model.records import BudgetState, Member, Round
+from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
+from elasticd_agent.telemetry import events
+from elasticd_agent.telemetry.console import PlainConsole
+from elasticd_agent.telemetry.event_log import NullEventLog
+from elasticd_agent.telemetry.events import LogEvent
+from elasticd_agent.telemetry.metrics import Metrics
+from elasticd_agent.workers.group import GroupStarted
+
+
+class RecordingEventLog(NullEventLog):
+    """An event log in a list."""
+
+    def __init__(self, into: list[LogEvent]) -> None:
+        self._into = into
+
+    def write(self, record: LogEvent) -> None:
+        self._into.append(record)
+
+
+StartReporter = Callable[..., JobReporter]
+ALONE = (Member("a", "x", (0,)),)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartReporter]:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    writer = NonBlockingWriter(nowhere)
+
+    def start(flags: str, written: list[LogEvent] | None = None) -> JobReporter:
+        spec, policy, _ = parse_run([*flags.split(), "train.py"], {}, tmp_path)
+        log = NullEventLog() if written is None else RecordingEventLog(written)
+        return JobReporter(
+            spec, policy, "a", log, Metrics("lm", "a"), PlainConsole(writer, "lm"), on_group_ended=lambda number: None
+        )
+
+    yield start
+    assert writer.close()
+    os.close(nowhere)
+
+
+@pytest.mark.parametrize(("nodes", "workers", "here", "aim"), [(1, 4, 3, 4), (4, 2, 2, 8), (1, 2, 2, 2), (2, 1, 3, 3)])
+def test_world_size_target_counts_all_nodes(
+    nodes: int, workers: int, here: int, aim: int, start: StartReporter
+) -> None:
+    """`here` workers run; nodes that have more slots than this one can exceed the target."""
+    reporter = start(
+        f"--nnodes 1:{nodes} --nproc-per-node {workers} --rdzv-backend etcd --rdzv-endpoint h:1 --rdzv-id lm"
+    )
+    reporter.on(RoundPublished(Round(1, (Member("a", "x", tuple(range(here))),), cause="start")), time.monotonic())
+    served = reporter.metrics.render().decode()
+    assert f'elasticd_world_size{{job_id="lm",node="a"}} {here}.0' in served
+    assert f'elasticd_world_size_target{{job_id="lm",node="a"}} {aim}.0' in served
+
+
+def test_a_leaving_node_does_not_end_the_job(start: StartReporter) -> None:
+    """The log of a drained node must not report that the job stopped, which continues on other nodes."""
+    flags = "--rdzv-backend etcd --rdzv-endpoint h:1 --rdzv-id lm --nproc-per-node 1 "
+    written: list[LogEvent] = []
+    leaving = StepRules("a", leave_on_stop=True, leave_limit_s=60.0)
+    for nnodes, rules, within in (("1:2", leaving, 60.0), ("1", StepRules("a"), 30.0)):
+        reporter = start(f"{flags} --nnodes {nnodes}", written)
+        reporter.on(StopStarted(StopRequested("SIGTERM", 143, 1.0, "drained: a fan"), rules), 1.0)
+        without = Round(2, (Member("b", "x", (0,)),), cause="resize")
+        reporter.on(JobLeft(143, "stopped: drained: a fan", without), 2.0)
+        requested, ended = written[-2:]
+        assert isinstance(requested, events.StopRequestedEvent)
+        assert isinstance(ended, events.JobEndedEvent)
+        assert (requested.by, requested.grace_seconds) == ("SIGTERM", within)
+        assert ended.outcome == ("left" if rules.leave_on_stop else "stopped")
+    assert [record.reason for record in written] == [
+        "a leaves within 60 s: drained: a fan", "stopped: drained: a fan",
+        "SIGTERM received: workers have 30 s to stop", "stopped: drained: a fan",
+    ]  # fmt: skip
+
+
+def test_steps_after_the_terminal_round_count(start: StartReporter) -> None:
+    """The last steps before a stop, and the checkpoint of them, belong into the numbers."""
+    written: list[LogEvent] = []
+    reporter = start("--nproc-per-node 1", written)
+    terminal = Round(2, (), outcome="stopped", exit_code=143, reason="stopped by SIGTERM")
+    reporter.on(RoundPublished(Round(1, ALONE, cause="start")), 1.0)
+    reporter.on(GroupStarted(1, [10], 11, True), 1.0)
+    reporter.on(Observation(1, (_heartbeat(5, 2),), (), 0.0), 2.0)
+    reporter.on(RoundPublished(terminal), 3.0)
+    reporter.on(Observation(1, (_heartbeat(9, 4),), (), 0.0), 4.0)
+    reporter.on(JobLeft(143, "stopped by SIGTERM", terminal), 5.0)
+    assert isinstance(written[-1], events.JobEndedEvent)
+    assert written[-1].step == 9
+    assert _value(reporter, "elasticd_step") == 9.0
+
+
+def test_the_end_of_the_workers_store_is_an_event(start: StartReporter) -> None:
+    written: list[LogEvent] = []
+    reporter = start("--nproc-per-node 1", written)
+    reporter.on(RoundPublished(Round(1, ALONE, cause="start")), 1.0)
+    reporter.on(GroupStarted(1, [10], 11, True), 1.0)
+    reporter.on(StoreExited(1, "was killed by SIGKILL", 2.0, ExitStatus.of(-9)), 2.0)
+    assert isinstance(written[-1], events.StoreExitedEvent)
+    assert (written[-1].pid, written[-1].exit_code, written[-1].signal) == (11, None, 9)
+
+
+def test_a_restored_checkpoint_of_another_node_counts_as_the_last_one(start: StartReporter) -> None:
+    """Until this node saves one itself, no other number shows how much a fault would cost."""
+    reporter = start("--nproc-per-node 1")
+    reporter.on(RoundPublished(Round(2, ALONE, cause="resize")), 90.0)
+
+    def last_checkpoint(kind: str, step: int, wall: float) -> list[str]:
+        reporter.on(Observation(2, (), (WorkerEvent(kind, 2, 0, step, wall, wall, ""),), 0.0), wall)
+        served = reporter.metrics.render().decode().splitlines()
+        return [line.rpartition(" ")[2] for line in served if line.startswith("elasticd_checkpoint_last_")][:2]
+
+    assert last_checkpoint("resumed", 50, 100.0) == ["50.0", "100.0"]
+    assert last_checkpoint("checkpoint_saved", 60, 110.0) == ["60.0", "110.0"]
+    assert last_checkpoint("resumed", 60, 120.0) == ["60.0", "110.0"]
+
+
+def test_remaining_restarts_follow_progress_and_the_clock(start: StartReporter) -> None:
+    reporter = start("--nproc-per-node 1")
+    left = lambda: _value(reporter, "elasticd_restart_budget_remaining")  # noqa: E731
+    assert left() is None
+    now = time.monotonic()
+    state = BudgetState(streak=2, tokens=30.0, high_water=70)
+    again = Round(3, ALONE, last_checkpoint=(2, 50), cause="crash", budget=state)
+    reporter.on(RoundPublished(again), now)
+    assert left() == 1.0
+    saved = lambda number, step: Observation(  # noqa: E731
+        number, (), (WorkerEvent("checkpoint_saved", number, 0, step, now, now, ""),), 0.0
+    )
+    reporter.on(saved(3, 50), now)
+    assert left() == 1.0, "it is a copy of the restored one"
+    reporter.on(saved(3, 60), now)
+    assert left() == 3.0
+    for number, ago_s, granted in ((4, 20.0, 0.0), (5, 70.0, 1.0), (6, 200.0, 3.0)):  # 60 an hour: one a minute
+        reporter.on(RoundPublished(replace(again, number=number, budget=replace(state, tokens=0.0))), now - ago_s)
+        reporter.on(saved(number, 60), now)
+        assert left() == granted
+
+
+def _heartbeat(step: int, at_s: int) -> Heartbeat:
+    return Heartbeat(step=step, progress_ns=at_s * 10**9, first_step_ns=2 * 10**9)
+
+
+def _value(reporter: JobReporter, name: str) -> float | None:
+    lines = reporter.metrics.render().decode().splitlines()
+    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{")), None)
