@@ -5,7 +5,7 @@ Every answer carries its reason. Failures of the script are `plan`'s subject.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from elasticd_agent.model.job import Policy
@@ -25,6 +25,7 @@ MAX_BRANCHES = 100
 """How often the search for the largest connected set may branch: 0.3 s where 300 nodes are partitioned."""
 EXCLUSION_EXPIRES_S = 600.0
 """A node that stayed for so long after its return is a node like any other."""
+_PRESENT = "", float("-inf")
 
 
 # ---- lost members
@@ -40,174 +41,76 @@ class Losses:
     """Members whose record should be back soon."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Finding:
-    """A rule's answer about a member: lost because of `why`, undecided before `until`, or present (neither)."""
-
-    why: str = ""
-    until: float | None = None
-    returning: bool = False
-
-
-_PRESENT = _Finding()
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """One member of the current Round, with everything the loss rules look at."""
-
-    view: View
-    current: Round
-    policy: Policy
-    now: float
-    member: Member
-    record: NodeRecord | None
-    probe: ProbeResult | None
-    absent_since: float
-    silent_since: float | None
-    stalled: bool
-    failure_reported: bool
-
-    @property
-    def node(self) -> str:
-        return self.member.node
-
-    def lost_from(self, due: float, why: str) -> _Finding:
-        """Lost once it is `due`."""
-        return _Finding(why) if self.now >= due else _Finding(until=due)
-
-
 def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
     """The members of `current` that cannot continue: by the first rule that applies, or by a partition."""
-    probes = dict(view.probe_results)
-    absent = dict(view.absent_since)
-    silent = dict(view.silent_since)
+    probes, absent, silent = dict(view.probe_results), dict(view.absent_since), dict(view.silent_since)
     stalled = view.next_step_due is not None and now >= view.next_step_due + STALLED_S
-    failed = {f.node for f in view.failures if f.round == current.number}
-    found: dict[str, _Finding] = {}
+    lost: dict[str, str] = {}
+    until: list[float] = []
+    returning: list[str] = []
     for member in current.members:
-        node = member.node
-        case = _Case(
-            view,
-            current,
-            policy,
-            now,
-            member,
-            view.record(node),
-            probes.get(node),
-            absent.get(node, now),
-            silent.get(node),
-            stalled,
-            node in failed,
-        )
-        found[node] = next(finding for rule in _LOSS_RULES if (finding := rule(case)) is not None)
-    lost = {node: finding.why for node, finding in found.items() if finding.why}
+        node, record, probe = member.node, view.record(member.node), probes.get(member.node)
+        if node in view.done:
+            continue  # its workers have all ended with code 0
+        if record is not None and record.incarnation != member.incarnation:
+            loss = f"{node} started anew", now
+        elif probe == "refused":
+            loss = f"{node} is lost: nothing of the job listens there any more", now
+        elif record is None:
+            loss = _absence(view, policy, node, probe, absent.get(node, now))
+        else:
+            loss = _delay(view, current, policy, member, record, probe, silent.get(node) if stalled else None)
+        why, due = loss
+        if now < due:
+            until.append(due)
+            if record is None and view.failures:
+                returning.append(node)
+        elif why:
+            lost[node] = why
     if stalled or view.failures:
         lost |= _partitioned(view, current, lost)
-    return Losses(
-        lost,
-        min((finding.until for finding in found.values() if finding.until is not None), default=None),
-        tuple(node for node, finding in found.items() if finding.returning),
-    )
+    return Losses(lost, min(until, default=None), tuple(returning))
 
 
-def _done(case: _Case) -> _Finding | None:
-    """A node whose workers have all ended with code 0 cannot be lost."""
-    return _PRESENT if case.node in case.view.done else None
+def _absence(view: View, policy: Policy, node: str, probe: ProbeResult | None, since: float) -> tuple[str, float]:
+    """From when on a member without a record is lost.
 
-
-def _restarted(case: _Case) -> _Finding | None:
-    """A new incarnation has none of the old one's workers."""
-    if case.record is not None and case.record.incarnation != case.member.incarnation:
-        return _Finding(f"{case.node} started anew")
-    return None
-
-
-def _refused_probe(case: _Case) -> _Finding | None:
-    """Its machine answers that the agent's port is closed: proof, where silence is none."""
-    if case.probe == "refused":
-        return _Finding(f"{case.node} is lost: nothing of the job listens there any more")
-    return None
-
-
-def _absent_from_a_broken_group(case: _Case) -> _Finding | None:
-    """The group has failed, so all that matters is who can be in the next one: a short wait for the record."""
-    if case.record is not None or not case.view.failures:
-        return None
-    if case.probe == "silent":
-        return _Finding(f"{case.node} is lost: it has no lease, and does not answer")
-    back_by = max(case.absent_since, case.view.store_up_since) + RETURN_S
-    finding = case.lost_from(back_by, f"{case.node} is lost: its lease has ended")
-    return replace(finding, returning=not finding.why)
-
-
-def _absent(case: _Case) -> _Finding | None:
-    """The record is missing while the group may still train: a missing lease proves a loss late."""
-    if case.record is not None:
-        return None
-    due = _absence_proves_loss_at(case.view, case.policy, case.absent_since)
-    return case.lost_from(due, f"{case.node} is lost: its lease has ended")
-
-
-def _has_reported(case: _Case) -> _Finding | None:
-    """A node that reported a failure of this Round has seen and started it."""
-    return _PRESENT if case.failure_reported else None
-
-
-def _round_not_seen(case: _Case) -> _Finding | None:
-    """Every agent reads a new Round within `seen_timeout_s`; a probe that is answered excuses a slower one."""
-    if case.record is None or case.record.seen_round >= case.current.number:
-        return None
-    due = case.view.round_at + case.policy.seen_timeout_s
-    why = f"{case.node} has not seen round {case.current.number} within {case.policy.seen_timeout_s:g} s"
-    if case.now >= due and case.probe == "answered":
-        return _PRESENT
-    return case.lost_from(due, why)
-
-
-def _silent(case: _Case) -> _Finding | None:
-    """No worker advances, and the agent has answered no probe for as long as a lease lives."""
-    if not case.stalled or case.silent_since is None:
-        return None
-    why = f"{case.node} cannot be reached, and no worker has made a step meanwhile"
-    return case.lost_from(case.silent_since + case.policy.lease_s, why)
-
-
-def _not_started(case: _Case) -> _Finding | None:
-    """It has the slots and has seen the Round, but has not started its group."""
-    if case.record is None or case.record.ready_round >= case.current.number:
-        return None
-    if not set(case.member.slots) <= set(case.record.slots):
-        return None
-    why = f"{case.node} has not started round {case.current.number} within {START_LIMIT_S:g} s"
-    return case.lost_from(case.view.round_at + START_LIMIT_S, why)
-
-
-def _no_sign(case: _Case) -> _Finding | None:
-    return _PRESENT
-
-
-_LOSS_RULES: tuple[Callable[[_Case], _Finding | None], ...] = (
-    _done,
-    _restarted,
-    _refused_probe,
-    _absent_from_a_broken_group,
-    _absent,
-    _has_reported,
-    _round_not_seen,
-    _silent,
-    _not_started,
-    _no_sign,
-)
-
-
-def _absence_proves_loss_at(view: View, policy: Policy, since: float) -> float:
-    """When a missing lease is a lost node: not while the job trains on, nor soon after a store outage."""
+    After a failure, what matters is who can be in the next group: a short wait. While the group may still train, not
+    before it has stopped, nor soon after a store outage, nor before `adopt_timeout_s` where that cannot be seen.
+    """
+    why = f"{node} is lost: its lease has ended"
+    if view.failures:
+        if probe == "silent":
+            return f"{node} is lost: it has no lease, and does not answer", since
+        return why, max(since, view.store_up_since) + RETURN_S
     trusted = view.store_up_since + policy.lease_s + policy.renewal_s
     at_last = since + policy.adopt_timeout_s
-    if view.next_step_due is None:
-        return max(trusted, at_last)
-    return max(trusted, min(at_last, max(since, view.next_step_due) + STALLED_S))
+    if view.next_step_due is not None:
+        at_last = min(at_last, max(since, view.next_step_due) + STALLED_S)
+    return why, max(trusted, at_last)
+
+
+def _delay(
+    view: View,
+    current: Round,
+    policy: Policy,
+    member: Member,
+    record: NodeRecord,
+    probe: ProbeResult | None,
+    silent_since: float | None,
+) -> tuple[str, float]:
+    """From when on a member with a record is lost, "" if it is not. `silent_since`: only while no worker advances."""
+    node, number = member.node, current.number
+    if any(f.node == node and f.round == number for f in view.failures):
+        return _PRESENT  # it has seen and started the round
+    if record.seen_round < number:
+        why = f"{node} has not seen round {number} within {policy.seen_timeout_s:g} s"
+        return "" if probe == "answered" else why, view.round_at + policy.seen_timeout_s
+    if silent_since is not None:
+        return f"{node} cannot be reached, and no worker has made a step meanwhile", silent_since + policy.lease_s
+    if record.ready_round < number and set(member.slots) <= set(record.slots):
+        return f"{node} has not started round {number} within {START_LIMIT_S:g} s", view.round_at + START_LIMIT_S
+    return _PRESENT
 
 
 # ---- partitions

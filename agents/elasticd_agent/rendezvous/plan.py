@@ -2,29 +2,19 @@
 
 Membership, restarts, quarantined slots and the end of a job are decided here, from a view that can be written down.
 Nothing is kept between calls: counters and cool-offs are in the Round, ages are taken on the caller's monotonic clock,
-and the same view gives the same answer. The caller publishes.
-
-The rules are tried in order, and the first one with an answer decides: `_RULES` for a running Round, `_FAILURE_RULES`
-once a member has reported a failure, `_RESIZE_RULES` while nothing is wrong.
+and the same view gives the same answer. The rules are tried in order, and the first one with an answer decides: see
+`_plan`, `_after_failure` and `_resize`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from elasticd_agent.model.exit_codes import TERMINATED
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.phrases import count
-from elasticd_agent.model.records import (
-    BudgetState,
-    Failure,
-    NodeRecord,
-    Outcome,
-    QuarantinedSlot,
-    Round,
-)
+from elasticd_agent.model.records import BudgetState, Failure, NodeRecord, Outcome, QuarantinedSlot, Round
 from elasticd_agent.rendezvous.membership import (
     RETURN_S,
     Losses,
@@ -114,7 +104,16 @@ def _plan(view: View, policy: Policy, now: float) -> Verdict:
     if current.terminal:
         return Wait(f"the job has {current.outcome}: {current.reason}", None)
     running = _Running(view, current, policy, now)
-    return next(verdict for rule in _RULES if (verdict := rule(running)) is not None)
+    return (
+        _all_done(running)
+        or _stop_round(view)
+        or _round_conflict(running)
+        or _await_returning(running)
+        or _after_failure(running)
+        or _members_lost(running)
+        or _slots_missing(running)
+        or _resize(running)
+    )
 
 
 def _bound_shortage(view: View, policy: Policy, wait: Wait, since: float, now: float) -> Round | Wait:
@@ -148,10 +147,6 @@ def _all_done(running: _Running) -> Round | None:
     return _final_round(view, "succeeded", 0, why)
 
 
-def _stopped(running: _Running) -> Round | None:
-    return _stop_round(running.view)
-
-
 def _round_conflict(running: _Running) -> Round | Wait | None:
     """Nodes outside this round have started another one of its number; the next number ends both.
 
@@ -178,16 +173,6 @@ def _await_returning(running: _Running) -> Wait | None:
     return Wait(f"{running.first_failure.why}; waiting for {who} to be back in the store", running.losses.until)
 
 
-def _failed(running: _Running) -> Round | Wait | None:
-    """The group failed. Where nodes are lost and no failure names a cause of its own, the loss is the cause."""
-    if not running.failures:
-        return None
-    has_cause = any(f.culprits or f.kind == "user_error" for f in running.failures)
-    if running.losses.nodes and not has_cause:
-        return None
-    return next(verdict for rule in _FAILURE_RULES if (verdict := rule(running)) is not None)
-
-
 def _members_lost(running: _Running) -> Round | Wait | None:
     lost = running.losses.nodes
     return _uncounted_round(running, "; ".join(lost.values()), lost) if lost else None
@@ -196,28 +181,6 @@ def _members_lost(running: _Running) -> Round | Wait | None:
 def _slots_missing(running: _Running) -> Round | Wait | None:
     unusable = short_of_slots(running.view, running.current)
     return _uncounted_round(running, "; ".join(unusable)) if unusable else None
-
-
-def _resize(running: _Running) -> Verdict:
-    """Nodes leave or join, once that costs no step. The last rule: it always answers."""
-    verdict = next(verdict for rule in _RESIZE_RULES if (verdict := rule(running)) is not None)
-    if isinstance(verdict, Round):
-        return verdict
-    return replace(
-        verdict, until=min((at for at in (running.losses.until, verdict.until) if at is not None), default=None)
-    )
-
-
-_RULES: tuple[Callable[[_Running], Verdict | None], ...] = (
-    _all_done,
-    _stopped,
-    _round_conflict,
-    _await_returning,
-    _failed,
-    _members_lost,
-    _slots_missing,
-    _resize,
-)
 
 
 def _uncounted_round(running: _Running, why: str, lost: dict[str, str] | None = None) -> Round | Wait:
@@ -232,98 +195,64 @@ def _uncounted_round(running: _Running, why: str, lost: dict[str, str] | None = 
 # ---- nodes that leave and join
 
 
-def _workers_ending(running: _Running) -> Wait | None:
-    """Workers of a node have ended with code 0, so the others are about to: a new Round would only repeat work."""
-    return _unchanged(running) if running.view.done else None
+def _resize(running: _Running) -> Verdict:
+    """The last rules: nodes leave or join, once that costs no step."""
+    verdict = _unchanged(running) or _all_leave(running) or _resized(running)
+    if isinstance(verdict, Round):
+        return verdict
+    until = min((at for at in (running.losses.until, verdict.until) if at is not None), default=None)
+    return replace(verdict, until=until)
 
 
-def _more_may_join(running: _Running) -> Wait | None:
-    """Nodes often come in groups: one restart for all of them."""
-    if not running.joining or running.leaving:
+def _unchanged(running: _Running) -> Wait | None:
+    """No node leaves or joins; or its workers end with code 0, so all others are about to; or more nodes may join."""
+    current, joining = running.current, running.joining
+    if running.view.done or not (running.leaving or joining):
+        return Wait(f"round {current.number} runs with {count(current.world_size, 'worker')}", None)
+    settled = max((p.joined_at for p in joining), default=running.now) + running.policy.grow_debounce_s
+    if running.leaving or running.now >= settled:
         return None
-    settled = max(p.joined_at for p in running.joining) + running.policy.grow_debounce_s
-    if running.now >= settled:
-        return None
-    return Wait(f"{_names(running.joining)} joined; waiting whether more come", settled)
+    return Wait(f"{_names(joining)} joined; waiting whether more come", settled)
 
 
-def _no_change(running: _Running) -> Wait | None:
-    return None if running.leaving or running.joining else _unchanged(running)
-
-
-def _all_leave(running: _Running) -> Verdict | None:
+def _all_leave(running: _Running) -> Pause | Round | None:
     """Every node was asked to leave, as a scheduler does: the job stops, at a checkpoint if it can pause."""
     view, current = running.view, running.current
     some_stay = running.joining or any(not p.record.leaving for p in view.nodes)
     if len(running.leaving) < len(current.members) or some_stay:
         return None
-    if _pausable(running):
+    if _can_pause(running):
         return Pause(current.number, running.resize_reason)
     return _final_round(view, "stopped", _leaving_exit_code(view), running.resize_reason)
 
 
-def _too_few_would_be_left(running: _Running) -> Wait | None:
-    left = len(running.current.members) - len(running.leaving) + len(running.joining)
-    if left >= running.view.requirements.min_nodes:
-        return None
-    return Wait(f"{running.resize_reason}; too few nodes would be left", None, notable=True)
-
-
-def _pause_first(running: _Running) -> Pause | None:
-    """A pause at a checkpoint makes the new Round cost no step."""
-    return Pause(running.current.number, running.resize_reason) if _pausable(running) else None
-
-
-def _resize_now(running: _Running) -> Round | Wait | None:
-    """The group is paused; or somebody wants the change at the price of some steps."""
-    paused = running.rank_0 is not None and running.rank_0.paused == running.current.number
+def _resized(running: _Running) -> Verdict:
+    """A pause at a checkpoint comes first, so that no step is lost; a joiner waits where that is not possible."""
+    current, why = running.current, running.resize_reason
+    if len(current.members) - len(running.leaving) + len(running.joining) < running.view.requirements.min_nodes:
+        return Wait(f"{why}; too few nodes would be left", None, notable=True)
+    if _can_pause(running):
+        return Pause(current.number, why)
+    paused = running.rank_0 is not None and running.rank_0.paused == current.number
     if running.leaving or running.policy.grow == "always" or paused:
         return _uncounted_round(running, "; ".join(running.leaving))
-    return None
-
-
-def _join_at_restart(running: _Running) -> Wait:
     cannot = "the script cannot be held at a checkpoint, so that waits for the next restart"
-    return Wait(f"{running.resize_reason}; {cannot}", None, notable=True)
-
-
-_RESIZE_RULES: tuple[Callable[[_Running], Verdict | None], ...] = (
-    _workers_ending,
-    _more_may_join,
-    _no_change,
-    _all_leave,
-    _too_few_would_be_left,
-    _pause_first,
-    _resize_now,
-    _join_at_restart,
-)
-
-
-def _unchanged(running: _Running) -> Wait:
-    current = running.current
-    return Wait(f"round {current.number} runs with {count(current.world_size, 'worker')}", None)
-
-
-def _pausable(running: _Running) -> bool:
-    return _can_pause(running) or (bool(running.leaving) and _will_be_able_to_pause(running))
+    return Wait(f"{why}; {cannot}", None, notable=True)
 
 
 def _can_pause(running: _Running) -> bool:
-    """True if rank 0's workers can be asked to pause, and have not paused yet."""
-    rank_0, number = running.rank_0, running.current.number
-    return rank_0 is not None and rank_0.can_pause == number and rank_0.paused != number
+    """True if rank 0's workers can be asked to pause, and have not paused yet.
 
-
-def _will_be_able_to_pause(running: _Running) -> bool:
-    """True if an earlier round could pause, and no step of this one is reported yet.
-
-    It may have made some: rank 0 reads the request at its first. A node that leaves does not wait for it longer than
-    its own stop may take.
+    Where nodes leave, also if an earlier round could pause and no step of this one is reported yet: rank 0 may have
+    made some, and reads the request at its first. A node that leaves waits no longer than its own stop may take.
     """
     rank_0, number = running.rank_0, running.current.number
-    if rank_0 is None or rank_0.stepped_round == number or rank_0.paused == number:
+    if rank_0 is None or rank_0.paused == number:
         return False
-    return any(record is not None and record.can_pause for record in running.records)
+    if rank_0.can_pause == number:
+        return True
+    could = any(record is not None and record.can_pause for record in running.records)
+    return bool(running.leaving) and rank_0.stepped_round != number and could
 
 
 def _leaving_exit_code(view: View) -> int:
@@ -335,7 +264,15 @@ def _names(nodes: list[PresentNode]) -> str:
     return ", ".join(p.record.id for p in nodes)
 
 
-# ---- the rules of a failure
+# ---- after a failure
+
+
+def _after_failure(running: _Running) -> Round | Wait | None:
+    """The group failed. Where nodes are lost and no failure names a cause of its own, the loss is the cause."""
+    failures = running.failures
+    if not failures or (running.losses.nodes and not any(f.culprits or f.kind == "user_error" for f in failures)):
+        return None
+    return _await_root_cause(running) or _user_error(running) or _restart(running)
 
 
 def _await_root_cause(running: _Running) -> Wait | None:
@@ -386,9 +323,6 @@ def _restart(running: _Running) -> Round | Wait:
             lost = running.losses.nodes
             why = "; ".join([first.why, *map(_quarantine_phrase, new), *lost.values()])
             return _next_round(running, state, quarantined, why, lost, cause=first.kind)
-
-
-_FAILURE_RULES: tuple[Callable[[_Running], Round | Wait | None], ...] = (_await_root_cause, _user_error, _restart)
 
 
 def _all_secondary(running: _Running) -> bool:
