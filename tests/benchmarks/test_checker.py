@@ -31,7 +31,7 @@ def a_good_run() -> Job:
         log += [published(1, 1.0, "a b", 0, "first round: 2 workers on 2 nodes"), group(1, 1.1)]
     a += [saved(1, 2, 1.4), saved(1, 4, 1.7)]
     trained(record, 1, 1.2, "a b", None, range(1, 7))
-    a += [published(2, 3.0, "a", 1, "b is lost: its lease has ended; restart 1: 1 worker on a"), gone(1, 3.1)]
+    a += [published(2, 3.0, "a", 1, "b is lost: its lease has expired; restart 1: 1 worker on a"), gone(1, 3.1)]
     a += [group(2, 3.2), resumed(2, 1, 4, 3.3), saved(2, 6, 3.7)]
     trained(record, 2, 3.4, "a", (1, 4), range(5, 7))
     for log in (a, again):
@@ -128,7 +128,7 @@ def find(lines: list[dict[str, Any]], **having: Any) -> dict[str, Any]:
 
 
 def a_round_comes_twice(job: Job) -> None:
-    job["agents"]["agent-0-a"].append(published(2, 9.0, "a", 1, "b is lost: its lease has ended; restart 1: a"))
+    job["agents"]["agent-0-a"].append(published(2, 9.0, "a", 1, "b is lost: its lease has expired; restart 1: a"))
     find(job["agents"]["agent-0-a"], kind="round_published", round=2)["reason"] = job["agents"]["agent-0-a"][-1][
         "reason"
     ]

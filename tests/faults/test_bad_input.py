@@ -115,7 +115,9 @@ def test_another_jobs_id(nodes: StartNodes) -> None:
     a = both.agent("a", "tells.py")
     a.file("told-0")
     both.nnodes = "1:3"
-    refused(both.agent("b", "tells.py"), f"job '{both.job}' runs with another command: --nnodes MAX is 3 here, 2 there")
+    refused(
+        both.agent("b", "tells.py"), f"job '{both.job}' runs with a different command: --nnodes MAX is 3 here, 2 there"
+    )
     both.nnodes = "1:2"
     refused(both.agent("b", "plain.py"), "the script is 'plain.py' here, 'tells.py' there")
     (a.work / "enough").touch()

@@ -57,7 +57,7 @@ def test_a_slot_that_keeps_failing_is_set_aside(job: StartJob) -> None:
     assert [size for round_, _, size in sizes if round_ == 3] == [1]
     assert [event["world_size"] for event in run.events("round_published")] == [2, 2, 1]
     assert "slot 1 of" in run.event("round_published", round=3)["reason"]
-    assert "set aside for 60 s after 2 failures" in run.event("round_published", round=3)["reason"]
+    assert "quarantined for 60 s after 2 failures" in run.event("round_published", round=3)["reason"]
 
 
 @pytest.mark.system

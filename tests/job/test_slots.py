@@ -121,7 +121,7 @@ def test_too_few_nodes_with_usable_slots_are_waited_for_a_bounded_time() -> None
     short = replace(short, short_since=NOW)
     waits = plan(short, Policy(), NOW)
     assert waits == Wait(
-        "slot 1 of b is held; 1 of at least 2 nodes here", NOW + Policy().replace_timeout_s, too_few_nodes=True
+        "slot 1 of b is held; 1 of at least 2 nodes present", NOW + Policy().replace_timeout_s, too_few_nodes=True
     )
     end = plan(short, Policy(), NOW + Policy().replace_timeout_s)
     assert isinstance(end, Round)

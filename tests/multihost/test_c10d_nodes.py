@@ -40,5 +40,5 @@ def test_the_host_is_lost_for_good_and_the_others_ask_to_be_queued_again(trainin
     for agent in cluster.agents:
         if agent.node != "node0":
             assert agent.wait() == 75, agent.told()
-            assert "the store has been away for" in agent.event("job_ended")["reason"]
+            assert "the store has been unavailable for" in agent.event("job_ended")["reason"]
     cluster.assert_over()

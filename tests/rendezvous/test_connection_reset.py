@@ -29,7 +29,7 @@ def test_a_killed_member_is_replaced_at_once_though_nobody_failed() -> None:
     cluster.nodes["a"].member.peer_disconnected("b")
     cluster.wait(0.2)
     assert [m.node for m in cluster.rounds[2].members] == ["a", "c"]
-    assert "b is lost: nothing of the job listens there any more" in cluster.rounds[2].reason
+    assert "b is lost: the port of its agent is closed" in cluster.rounds[2].reason
 
 
 def test_a_killed_planner_is_succeeded_at_once_though_nobody_failed() -> None:

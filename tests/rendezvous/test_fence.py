@@ -48,7 +48,7 @@ def test_who_takes_the_planners_key_makes_the_rounds_version_another() -> None:
         assert now < 110
     key = store.read(KEYS.planner)
     assert key is not None
-    store.delete(KEYS.planner)  # its lease has ended meanwhile
+    store.delete(KEYS.planner)  # its lease has expired meanwhile
     while not second.leads:
         second.turn(now)
         now += 0.1

@@ -61,13 +61,11 @@ def test_nobody_is_lost_while_all_is_well() -> None:
 
 def test_a_new_incarnation_is_a_lost_node_at_once() -> None:
     view = replace(VIEW, nodes=(*without("b").nodes, present("b", "new")))
-    assert lost(view) == {"b": "b started anew"}
+    assert lost(view) == {"b": "b was restarted"}
 
 
 def test_refused_is_gone_but_silence_alone_is_not() -> None:
-    assert lost(replace(VIEW, probe_results=(("b", "refused"),))) == {
-        "b": "b is lost: nothing of the job listens there any more"
-    }
+    assert lost(replace(VIEW, probe_results=(("b", "refused"),))) == {"b": "b is lost: the port of its agent is closed"}
     assert lost(replace(VIEW, probe_results=(("b", "silent"),))) == {}
 
 
@@ -79,7 +77,7 @@ def test_a_missing_lease_counts_once_the_workers_here_have_stopped() -> None:
     view = replace(without("b"), absent_since=(("b", NOW),))
     due = NOW + 1 + STALLED_S
     assert losses(view, ROUND, POLICY, NOW).until == due
-    assert lost(view, due) == {"b": "b is lost: its lease has ended"}
+    assert lost(view, due) == {"b": "b is lost: its lease has expired"}
     trains = replace(view, next_step_due=NOW + 900)
     assert losses(trains, ROUND, POLICY, due).until == NOW + POLICY.adopt_timeout_s, "not while they train on"
     assert "b" in lost(trains, NOW + POLICY.adopt_timeout_s)
@@ -97,8 +95,8 @@ def test_a_missing_lease_says_nothing_soon_after_the_store_was_away() -> None:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        ("silent", "b is lost: it has no lease, and does not answer"),
-        ("refused", "b is lost: nothing of the job listens there any more"),
+        ("silent", "b is lost: its lease has expired and it does not answer"),
+        ("refused", "b is lost: the port of its agent is closed"),
     ],
 )
 def test_in_a_broken_round_who_has_no_lease_and_does_not_answer_is_gone(answer: ProbeResult, why: str) -> None:
@@ -111,7 +109,7 @@ def test_in_a_broken_round_who_answers_without_a_lease_is_awaited() -> None:
     back = replace(view, store_up_since=NOW)
     found = losses(back, ROUND, POLICY, NOW)
     assert (found.nodes, found.returning, found.until) == ({}, ("b",), NOW + RETURN_S)
-    assert lost(back, NOW + RETURN_S) == {"b": "b is lost: its lease has ended"}
+    assert lost(back, NOW + RETURN_S) == {"b": "b is lost: its lease has expired"}
     assert "b" in lost(view), "it has had its time"
 
 
@@ -135,7 +133,7 @@ def test_who_cannot_be_reached_is_lost_only_while_nobody_advances() -> None:
     stuck = replace(VIEW, next_step_due=NOW - STALLED_S, silent_since=(("b", NOW),))
     due = NOW + POLICY.lease_s
     assert losses(stuck, ROUND, POLICY, NOW).until == due
-    assert lost(stuck, due) == {"b": "b cannot be reached, and no worker has made a step meanwhile"}
+    assert lost(stuck, due) == {"b": "b is unreachable and no worker has made a step since"}
     assert lost(replace(stuck, next_step_due=due), due) == {}
     assert lost(replace(stuck, next_step_due=None), due) == {}
 
@@ -206,7 +204,7 @@ def test_better_one_that_keeps_failing_than_none() -> None:
     assert chosen(VIEW, excluded=excluded) == ["c"]
     assert chosen(replace(VIEW, requirements=Requirements(1, 1, 2, 4)), excluded=excluded) == ["a", "b", "c"]
     few = select_members(replace(VIEW, requirements=Requirements(1, 1, 4, 4)), POLICY, NOW, {}, ())
-    assert few == Wait("3 of at least 4 nodes here", None, too_few_nodes=True)
+    assert few == Wait("3 of at least 4 nodes present", None, too_few_nodes=True)
 
 
 def test_last_call_is_for_strangers_only() -> None:

@@ -82,7 +82,7 @@ def lost(view: View) -> dict[str, str]:
 
 
 def test_of_two_that_do_not_reach_each_other_the_later_one_is_lost_while_nobody_advances() -> None:
-    why = "c and b do not reach each other, and no worker has made a step meanwhile"
+    why = "c and b cannot reach each other and no worker has made a step since"
     assert lost(STUCK) == {"c": why}
     assert lost(replace(STUCK, next_step_due=NOW + 9)) == {}, "they train"
     assert "c" in lost(replace(STUCK, next_step_due=None, failures=(Failure(3, "a", "crash", (), "lost its peers"),)))

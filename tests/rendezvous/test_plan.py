@@ -57,7 +57,7 @@ def test_the_first_round() -> None:
     view = replace(first(node("a")), first_number=8, checkpoint=(7, 50))
     r = decided(view)
     assert r == Round(8, (Member("a", "i", (0, 1)),), (7, 50), reason=r.reason, cause="start")
-    assert r.reason == "begun anew after round 7: 2 workers on a, from checkpoint r7-s50"
+    assert r.reason == "new start after round 7: 2 workers on a, from checkpoint r7-s50"
     assert decided(first(node("a"))).reason == "first round: 2 workers on a, from the beginning"
     assert waiting(running(view)) == Wait("round 8 runs with 2 workers", None)
 
@@ -98,7 +98,7 @@ def test_backoff_is_counted_from_the_failure() -> None:
     assert view.current is not None
     tired = replace(view.current, budget=BudgetState(counted=2, streak=2))
     view = replace(view, current=tired, failures=(crash(),), failed_at=100.0)
-    why = "rank 1 was killed by SIGKILL; restarting 2 s after it (backoff)"
+    why = "rank 1 was killed by SIGKILL; restart 2 s after the failure (backoff)"
     assert waiting(view, 100.0) == Wait(why, 102.0, notable=True)
     r = decided(view, 102.0)
     assert r.budget == BudgetState(counted=3, streak=3, tokens=59.0)
@@ -131,7 +131,9 @@ def test_a_lost_node_costs_nothing_and_the_survivors_keep_their_order() -> None:
     left = (node("aa", joined_at=9), node("b", joined_at=3), node("a", joined_at=2, incarnation="new"), node("c"))
     r = decided(replace(view, nodes=left[:3]))
     assert [(m.node, m.incarnation) for m in r.members] == [("b", "i"), ("a", "new"), ("aa", "i")]
-    assert r.reason.startswith("c is lost: its lease has ended; a started anew; aa joined; restart 1: 6 workers on 3")
+    assert r.reason.startswith(
+        "c is lost: its lease has expired; a was restarted; aa joined; restart 1: 6 workers on 3"
+    )
     assert r.budget == BudgetState(high_water=40)
     assert waiting(replace(view, nodes=left[1:], done=frozenset({"a"}))).until is None, "who is done cannot be lost"
 
@@ -142,7 +144,7 @@ def test_last_call() -> None:
     assert len(decided(view, 8.0).members) == 2
     assert len(decided(replace(view, nodes=(*view.nodes, *_far((node("c", joined_at=4),), 0))), 4.0).members) == 3
     few = replace(view, requirements=Requirements(2, 2, 3, 3))
-    assert waiting(few, 99.0).why == "2 of at least 3 nodes here"
+    assert waiting(few, 99.0).why == "2 of at least 3 nodes present"
 
 
 def failing(view: View, r: Round, *slots: int, step: int = 0, now: float = 0.0) -> Round:
@@ -158,7 +160,7 @@ def test_a_slot_that_keeps_failing_is_set_aside_while_enough_remain() -> None:
     assert r.quarantined_slots == (QuarantinedSlot("a", 1, strikes=2, times=1, left_s=60.0),)
     assert r.members[0].slots == (0, 2)
     assert r.budget.streak == 1, "what runs next is not what failed"
-    assert "; slot 1 of a set aside for 60 s after 2 failures without progress; " in r.reason
+    assert "; slot 1 of a quarantined for 60 s after 2 failures without progress; " in r.reason
     r = failing(view, failing(view, r, 2), 2)
     assert r.members[0].slots == (0,)
     r = failing(view, r, 0)

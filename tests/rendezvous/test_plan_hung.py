@@ -69,7 +69,7 @@ def test_twice_running_sets_the_slot_aside_with_a_cool_off_that_grows() -> None:
     said = job.hang(("b", 1))
     assert job.slots() == {"a": BOTH, "b": (0,), "c": BOTH}
     first_s = POLICY.cooloff_s(1)
-    assert f"slot 1 of b set aside for {first_s:g} s after 2 hangs" in said
+    assert f"slot 1 of b quarantined for {first_s:g} s after 2 hangs" in said
     job.hang(("a", 0), after_s=first_s + 1)
     assert job.slots()["b"] == BOTH, "tried again at the next restart after its cool-off"
     job.hang(("b", 1))

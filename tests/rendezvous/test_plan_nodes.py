@@ -52,7 +52,7 @@ def nodes(round: Round) -> str:
 
 def test_growing_waits_whether_more_come_and_then_holds() -> None:
     view = with_(present("d", NOW))
-    assert plan(view, POLICY, NOW) == Wait("d joined; waiting whether more come", NOW + POLICY.grow_debounce_s)
+    assert plan(view, POLICY, NOW) == Wait("d joined; waiting for more nodes to join", NOW + POLICY.grow_debounce_s)
     assert plan(view, POLICY, NOW + 1) == Pause(3, "d joined")
     held = with_(present("a", stepped_round=3, can_pause=3, paused=3), view=view)
     grown = decided(held, NOW + 1)
@@ -79,7 +79,7 @@ def test_growing_is_the_scripts_and_the_policys_choice() -> None:
     waits = plan(plain, POLICY, NOW)
     assert isinstance(waits, Wait)
     assert waits.notable
-    assert waits.why == "d joined; the script cannot be held at a checkpoint, so that waits for the next restart"
+    assert waits.why == "d joined; the script cannot pause at a checkpoint, so this waits for the next restart"
     assert nodes(decided(plain, policy=Policy(grow="always"))) == "abcd"
     assert plan(with_(present("d")), Policy(grow="never"), NOW) == Wait("round 3 runs with 3 workers", None)
 
@@ -114,7 +114,7 @@ def test_who_leaves_at_the_start_of_a_round_lets_it_hold_at_its_first_step_as_an
 def test_leaving_too_few_behind_waits_for_a_replacement() -> None:
     gone = [present(n, leaving=f"{n} leaves") for n in "bc"]
     waits = plan(with_(*gone), POLICY, NOW)
-    assert waits == Wait("b leaves; c leaves; too few nodes would be left", None, notable=True)
+    assert waits == Wait("b leaves; c leaves; too few nodes would remain", None, notable=True)
     assert plan(with_(*gone, present("d")), POLICY, NOW) == Pause(3, "b leaves; c leaves; d joined")
 
 
@@ -139,7 +139,7 @@ def test_two_rounds_of_one_number_end_with_the_next_one() -> None:
     stranger = present("x", ready_round=3)
     grown = decided(with_(stranger))
     assert (grown.number, nodes(grown)) == (4, "abcx")
-    assert grown.reason.startswith("x ran another round 3, which an empty store did not know; x joined; restart 2")
+    assert grown.reason.startswith("x started a conflicting round 3 after the store lost its data; x joined; restart 2")
     full = decided(replace(with_(stranger), requirements=Requirements(1, 1, 2, 3)))
     assert (full.number, nodes(full)) == (4, "abc"), "where there is no room its round ends, too"
     before = present("x", ready_round=2)
@@ -149,7 +149,7 @@ def test_two_rounds_of_one_number_end_with_the_next_one() -> None:
 def test_strangers_wait_for_a_round_that_somebody_runs_and_number_theirs_above() -> None:
     runs, stranger = present("a", joined_at=NOW, highest_round=1), present("x", joined_at=NOW, seen_round=0)
     view = replace(VIEW, current=None, nodes=(runs, stranger), requirements=Requirements(1, 1, 2, 2))
-    why = "a came from a round that the store does not know, and will write it down"
+    why = "waiting for a to restore a round that is missing from the store"
     assert plan(view, POLICY, NOW) == Wait(why, NOW + RETURN_S)
     assert decided(view, NOW + RETURN_S).number == 4
 
@@ -160,9 +160,7 @@ def victim(node: str) -> Failure:
 
 def test_victims_wait_for_who_failed_first() -> None:
     view = replace(VIEW, failures=(victim("a"),))
-    assert plan(view, POLICY, NOW) == Wait(
-        "a lost its peers; waiting for word of what it lost them by", NOW + ROOT_CAUSE_WAIT_S
-    )
+    assert plan(view, POLICY, NOW) == Wait("a lost its peers; waiting for the root cause", NOW + ROOT_CAUSE_WAIT_S)
     culprit = Failure(3, "b", "crash", ((1, 0),), "rank 1 was killed by SIGKILL")
     named = decided(replace(view, failures=(victim("a"), culprit)))
     assert named.reason.startswith("rank 1 was killed by SIGKILL; ")
@@ -195,7 +193,7 @@ def test_a_lost_node_explains_its_victims_and_costs_nothing() -> None:
     view = replace(VIEW, failures=(victim("a"), victim("c")), probe_results=(("b", "refused"),))
     after = decided(view)
     assert (nodes(after), after.budget.counted) == ("ac", 0)
-    assert after.reason.startswith("b is lost: nothing of the job listens there any more; restart 2")
+    assert after.reason.startswith("b is lost: the port of its agent is closed; restart 2")
 
 
 def test_a_broken_round_waits_for_who_is_only_away_from_the_store() -> None:
@@ -206,7 +204,7 @@ def test_a_broken_round_waits_for_who_is_only_away_from_the_store() -> None:
         absent_since=(("c", NOW),),
         probe_results=(("c", "answered"),),
     )
-    assert plan(view, POLICY, NOW) == Wait("a lost its peers; waiting for c to be back in the store", NOW + RETURN_S)
+    assert plan(view, POLICY, NOW) == Wait("a lost its peers; waiting for c to register again", NOW + RETURN_S)
     assert nodes(decided(view, NOW + RETURN_S)) == "ab"
 
 
@@ -218,7 +216,7 @@ def test_too_few_nodes_are_waited_for_a_while() -> None:
     assert waits.until == NOW + POLICY.replace_timeout_s
     end = decided(lost, NOW + POLICY.replace_timeout_s)
     assert (end.outcome, end.exit_code) == ("failed", 1)
-    assert end.reason.endswith("1 of at least 2 nodes here, and no more came within 600 s (--replace-timeout)")
+    assert end.reason.endswith("1 of at least 2 nodes present, and no more joined within 600 s (--replace-timeout)")
     never = View(None, (FIRST,), Requirements(1, 1, 2, 2), short_since=NOW)
     waits = plan(never, Policy(join_timeout_s=60), NOW)
     assert waits.until == NOW + 60

@@ -114,4 +114,4 @@ def test_another_major_version_is_another_job() -> None:
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff", b"[]", b"17", b'"x"', b"null", b"[" * 100_000])
 def test_garbage_is_refused(garbage: bytes) -> None:
-    assert heard(MINE, garbage) == ("what its first node has written of itself cannot be understood", [])
+    assert heard(MINE, garbage) == ("the spec written by its first node cannot be decoded", [])

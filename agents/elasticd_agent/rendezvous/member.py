@@ -228,7 +228,7 @@ class RendezvousMember:
         if not self._agreement.done and away_s >= min(FIRST_CONTACT_S, self._policy.join_timeout_s):
             self._notices.append(Rejected(f"no answer from the store within {away_s:.0f} s: {why}"))
         elif away_s >= self._policy.store_away_s:
-            self._notices.append(StoreAbandoned(f"the store has been away for {away_s:.0f} s: {why}", now))
+            self._notices.append(StoreAbandoned(f"the store has been unavailable for {away_s:.0f} s: {why}", now))
         retry_s = RETRY_S[min(self._retries, len(RETRY_S) - 1)]
         self._retries += 1
         return now + min(retry_s, self._policy.lease_s / 3)

@@ -53,9 +53,9 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
         if node in view.done:
             continue  # its workers have all ended with code 0
         if record is not None and record.incarnation != member.incarnation:
-            loss = f"{node} started anew", now
+            loss = f"{node} was restarted", now
         elif probe == "refused":
-            loss = f"{node} is lost: nothing of the job listens there any more", now
+            loss = f"{node} is lost: the port of its agent is closed", now
         elif record is None:
             loss = _absence(view, policy, node, probe, absent.get(node, now))
         else:
@@ -78,10 +78,10 @@ def _absence(view: View, policy: Policy, node: str, probe: ProbeResult | None, s
     After a failure, what matters is who can be in the next group: a short wait. While the group may still train, not
     before it has stopped, nor soon after a store outage, nor before `adopt_timeout_s` where that cannot be seen.
     """
-    why = f"{node} is lost: its lease has ended"
+    why = f"{node} is lost: its lease has expired"
     if view.failures:
         if probe == "silent":
-            return f"{node} is lost: it has no lease, and does not answer", since
+            return f"{node} is lost: its lease has expired and it does not answer", since
         return why, max(since, view.store_up_since) + RETURN_S
     trusted = view.store_up_since + policy.lease_s + policy.renewal_s
     at_last = since + policy.adopt_timeout_s
@@ -107,7 +107,7 @@ def _delay(
         why = f"{node} has not seen round {number} within {policy.seen_timeout_s:g} s"
         return "" if probe == "answered" else why, view.round_at + policy.seen_timeout_s
     if silent_since is not None:
-        return f"{node} cannot be reached, and no worker has made a step meanwhile", silent_since + policy.lease_s
+        return f"{node} is unreachable and no worker has made a step since", silent_since + policy.lease_s
     if record.ready_round < number and set(member.slots) <= set(record.slots):
         return f"{node} has not started round {number} within {START_LIMIT_S:g} s", view.round_at + START_LIMIT_S
     return _PRESENT
@@ -127,9 +127,7 @@ def _partitioned(view: View, current: Round, lost: dict[str, str]) -> dict[str, 
             others = [n for n in kept if frozenset((node, n)) in cuts] or [
                 n for n in here if frozenset((node, n)) in cuts
             ]
-            out[node] = (
-                f"{node} and {', '.join(others)} do not reach each other, and no worker has made a step meanwhile"
-            )
+            out[node] = f"{node} and {', '.join(others)} cannot reach each other and no worker has made a step since"
     return out
 
 
@@ -217,7 +215,7 @@ def short_of_slots(view: View, current: Round) -> list[str]:
         if record is None or record.incarnation != member.incarnation or member.node in view.done:
             continue
         if not set(member.slots) <= set(record.slots):
-            found.append(record.unusable or f"{member.node} has only {count(len(record.slots), 'slot')} to use")
+            found.append(record.unusable or f"{member.node} has only {count(len(record.slots), 'usable slot')}")
     return found
 
 
@@ -284,7 +282,7 @@ def select_members(
     if len(willing) < requirements.min_nodes:  # a node that keeps failing is better than none
         willing = candidates
     if len(willing) < requirements.min_nodes:
-        why = f"{len(willing)} of at least {count(requirements.min_nodes, 'node')} here"
+        why = f"{len(willing)} of at least {count(requirements.min_nodes, 'node')} present"
         return Wait(why, None, too_few_nodes=True)
     survived = any((p.record.id, p.record.incarnation) in previous_order for p in candidates)
     if not survived and (wait := _last_call(view, willing, now)) is not None:
@@ -348,8 +346,8 @@ def _last_call(view: View, willing: list[PresentNode], now: float) -> Wait | Non
     until = max(p.joined_at for p in willing) + requirements.last_call_s
     if now >= until:
         return None
-    here = f"{len(willing)} of {requirements.max_nodes} nodes here"
-    return Wait(f"{here}; last call, {requirements.last_call_s:g} s after the newest", until)
+    here = f"{len(willing)} of {requirements.max_nodes} nodes present"
+    return Wait(f"{here}; waiting for more until {requirements.last_call_s:g} s after the newest", until)
 
 
 def _reader_first(chosen: list[NodeRecord], running: Round) -> list[NodeRecord]:

@@ -123,7 +123,7 @@ def _bound_shortage(view: View, policy: Policy, wait: Wait, since: float, now: f
         bound_s, name = (policy.replace_timeout_s, "--replace-timeout")
     until = since + bound_s
     if now >= until:
-        return _final_round(view, "failed", 1, f"{wait.why}, and no more came within {bound_s:g} s ({name})")
+        return _final_round(view, "failed", 1, f"{wait.why}, and no more joined within {bound_s:g} s ({name})")
     return replace(wait, until=min(until, wait.until) if wait.until is not None else until)
 
 
@@ -161,7 +161,7 @@ def _round_conflict(running: _Running) -> Round | Wait | None:
     ]
     if not conflicting:
         return None
-    why = f"{_names(conflicting)} ran another round {current.number}, which an empty store did not know"
+    why = f"{_names(conflicting)} started a conflicting round {current.number} after the store lost its data"
     return _uncounted_round(running, why)
 
 
@@ -170,7 +170,7 @@ def _await_returning(running: _Running) -> Wait | None:
     if not running.failures or not running.losses.returning:
         return None
     who = ", ".join(running.losses.returning)
-    return Wait(f"{running.first_failure.why}; waiting for {who} to be back in the store", running.losses.until)
+    return Wait(f"{running.first_failure.why}; waiting for {who} to register again", running.losses.until)
 
 
 def _members_lost(running: _Running) -> Round | Wait | None:
@@ -212,7 +212,7 @@ def _unchanged(running: _Running) -> Wait | None:
     settled = max((p.joined_at for p in joining), default=running.now) + running.policy.grow_debounce_s
     if running.leaving or running.now >= settled:
         return None
-    return Wait(f"{_names(joining)} joined; waiting whether more come", settled)
+    return Wait(f"{_names(joining)} joined; waiting for more nodes to join", settled)
 
 
 def _all_leave(running: _Running) -> Pause | Round | None:
@@ -230,13 +230,13 @@ def _resized(running: _Running) -> Verdict:
     """A pause at a checkpoint comes first, so that no step is lost; a joiner waits where that is not possible."""
     current, why = running.current, running.resize_reason
     if len(current.members) - len(running.leaving) + len(running.joining) < running.view.requirements.min_nodes:
-        return Wait(f"{why}; too few nodes would be left", None, notable=True)
+        return Wait(f"{why}; too few nodes would remain", None, notable=True)
     if _can_pause(running):
         return Pause(current.number, why)
     paused = running.rank_0 is not None and running.rank_0.paused == current.number
     if running.leaving or running.policy.grow == "always" or paused:
         return _uncounted_round(running, "; ".join(running.leaving))
-    cannot = "the script cannot be held at a checkpoint, so that waits for the next restart"
+    cannot = "the script cannot pause at a checkpoint, so this waits for the next restart"
     return Wait(f"{why}; {cannot}", None, notable=True)
 
 
@@ -279,7 +279,7 @@ def _await_root_cause(running: _Running) -> Wait | None:
     """All failures so far are of ranks that lost a peer: the peer's node is about to report."""
     until = running.view.failed_at + ROOT_CAUSE_WAIT_S
     if _all_secondary(running) and len(running.failures) < len(running.current.members) and running.now < until:
-        return Wait(f"{running.first_failure.why}; waiting for word of what it lost them by", until)
+        return Wait(f"{running.first_failure.why}; waiting for the root cause", until)
     return None
 
 
@@ -294,7 +294,7 @@ def _user_error(running: _Running) -> Round | Wait | None:
         return _final_round(running.view, "failed", 1, f"an error in the script, not restarted: {first.why}")
     settled = running.view.failed_at + running.policy.user_error_wait_s
     if running.now < settled:
-        return Wait(f"{first.why}; waiting whether {count(missing, 'more node')} will say the same", settled)
+        return Wait(f"{first.why}; waiting for the same error from {count(missing, 'more node')}", settled)
     return None
 
 
@@ -319,7 +319,7 @@ def _restart(running: _Running) -> Round | Wait:
         case RestartGranted(state, delay_s):
             until = view.failed_at + delay_s
             if running.now < until:
-                return Wait(f"{first.why}; restarting {delay_s:g} s after it (backoff)", until, notable=True)
+                return Wait(f"{first.why}; restart {delay_s:g} s after the failure (backoff)", until, notable=True)
             lost = running.losses.nodes
             why = "; ".join([first.why, *map(_quarantine_phrase, new), *lost.values()])
             return _next_round(running, state, quarantined, why, lost, cause=first.kind)
@@ -384,7 +384,7 @@ def _can_spare(view: View, ledger: dict[tuple[str, int], QuarantinedSlot], at: t
 def _quarantine_phrase(slot: QuarantinedSlot) -> str:
     where = f"slot {slot.slot} of {slot.node}"
     what = "hangs or failures" if slot.hung else "failures without progress"
-    return f"{where} set aside for {slot.left_s:g} s after {slot.strikes} {what}"
+    return f"{where} quarantined for {slot.left_s:g} s after {slot.strikes} {what}"
 
 
 # ---- the next Round
@@ -397,7 +397,7 @@ def _first_round(view: View, policy: Policy, now: float) -> Round | Wait:
         if p.record.ready_round and (view.current is None or p.record.ready_round > view.current.number)
     ]
     if runs and now < (until := max(p.joined_at for p in runs) + RETURN_S):
-        return Wait(f"{_names(runs)} came from a round that the store does not know, and will write it down", until)
+        return Wait(f"waiting for {_names(runs)} to restore a round that is missing from the store", until)
     number = max([view.first_number, *(max(p.record.highest_round, p.record.seen_round) + 1 for p in view.nodes)])
     if view.current is not None:
         number = max(number, view.current.number + 1)
@@ -409,7 +409,7 @@ def _first_round(view: View, policy: Policy, now: float) -> Round | Wait:
         return found
     workers = sum(len(m.slots) for m in found)
     # A job that is submitted again, or whose agent was killed where no store remembers it, has had other rounds.
-    begins = "first round" if number == 1 else f"begun anew after round {number - 1}"
+    begins = "first round" if number == 1 else f"new start after round {number - 1}"
     return Round(
         number,
         found,
@@ -445,7 +445,7 @@ def _next_round(
     why = "; ".join([*filter(None, [why]), *([f"{', '.join(came)} joined"] if came else [])])
     reason = f"{why}; restart {restarts}: {_size_phrase(view, workers, [m.node for m in found])}"
     if chosen[0].directory != current.directory:
-        reason += f"; {chosen[0].id} has a checkpoint directory of its own and starts from what is in there"
+        reason += f"; {chosen[0].id} has its own checkpoint directory and starts from the checkpoints in it"
     return replace(
         current,
         number=max(current.number + 1, view.first_number),

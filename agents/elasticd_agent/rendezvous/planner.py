@@ -101,7 +101,9 @@ class Planner:
             self._liveness.check_joiners(view, round, now)
             view = replace(view, unreachable=self._observations.unreachable)
             if silent := self._liveness.unreachable_majority(view, round, now):
-                why = f"{self._node} does not reach {', '.join(silent)}, who reach the store: another node shall plan"
+                why = (
+                    f"{self._node} does not reach {', '.join(silent)}, which reach the store; another node should lead"
+                )
                 self._log(why)
                 return HandOver(why)
             view = self._judge_hangs(view, round, facts, now)
@@ -111,7 +113,7 @@ class Planner:
         if isinstance(verdict, Round):
             version = None if current is None else current.version
             if not self._store.compare_and_swap(self._keys.round, version, verdict.to_json(), guard):
-                return Wait("another planner was faster", now)
+                return Wait("another leader has published a round", now)
             self._published(verdict, view, now)
         elif isinstance(verdict, Wait) and (verdict.too_few_nodes or view.failures):
             self._observe_faults(view, now)

@@ -22,7 +22,7 @@ from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.records import Round
 from elasticd_agent.store import Store
 
-_ABANDONED_RUN = "a later run of this job has come, and nobody of this one is left"
+_ABANDONED_RUN = "a later run of this job has begun and no node of this run is left"
 
 _LABELS = {
     "entrypoint": "the script",
@@ -99,7 +99,7 @@ def mismatch(mine: bytes, theirs: bytes, say: Callable[[str], None]) -> str | No
             say(f"allowed, but of one role: {_difference('args', ours['args'], other['args'])}, the job's first node")
         return why or None
     except (ValueError, TypeError, AttributeError, RecursionError):
-        return "what its first node has written of itself cannot be understood"
+        return "the spec written by its first node cannot be decoded"
 
 
 def is_later_run(mine: bytes, theirs: bytes) -> bool:
@@ -191,7 +191,7 @@ class SpecAgreement:
             self.done = True
         elif self._until is None:
             self._until = now + self._within_s
-            self._log(f"{why}; it is waited for")
+            self._log(f"{why}; waiting for them")
         elif now >= self._until:
             raise StoreRefused(f"{why}, for {self._within_s:g} s (join_timeout)")
         return self.done
@@ -208,9 +208,9 @@ class SpecAgreement:
         last = None if stored is None else decode_record(Round, keys.round, stored.value)
         if last is None or not last.terminal:
             if not is_later_run(self._spec, found.value):
-                raise StoreRefused(f"job {keys.job!r} runs with another command: {why}")
+                raise StoreRefused(f"job {keys.job!r} runs with a different command: {why}")
             if left := sorted(key.removeprefix(keys.nodes) for key in store.list(keys.nodes)):
-                return f"an earlier run of this job has not left {', '.join(left)}"
+                return f"nodes of an earlier run of this job have not left: {', '.join(left)}"
             if stored is not None and last is not None:
                 over = stopped_round(replace(last, number=last.number + 1), _ABANDONED_RUN)
                 if not store.compare_and_swap(keys.round, stored.version, over.to_json()):

@@ -75,7 +75,7 @@ def test_planned_round_is_not_counted_as_lost() -> None:
 
 def test_round_after_a_lost_node_is_not_planned() -> None:
     """Its cause is a resize, as after a drain, but the pause was not planned."""
-    why = {"cause": "resize", "reason": "b is lost: its lease has ended", "lost_nodes": ["b"]}
+    why = {"cause": "resize", "reason": "b is lost: its lease has expired", "lost_nodes": ["b"]}
     rounds = [
         a_round(1, NOW - 300, ended_at=NOW - 200),
         a_round(2, NOW - 199, **why, lost_seconds=0.8, lost_steps=11),
