@@ -19,13 +19,14 @@ from elasticd_agent.node.api.client import AgentClient, client_context
 from elasticd_agent.node.api.local import LocalJobs
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.routes import ApiRoutes
-from elasticd_agent.node.api.server import REQUEST_TIMEOUT_S, ApiServer, ListenOptions, Routes
+from elasticd_agent.node.api.server import REQUEST_TIMEOUT_S, ApiServer, ListenOptions
 from elasticd_agent.node.api.service import JobService
 from elasticd_agent.node.records import NodeStatus, Placement, RunnerStatus, SlotAssignment
 from elasticd_agent.store import Versioned
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.system.http_auth import TokenAuth
+from elasticd_agent.system.http_server import Routes
 from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages
 
 TOKEN = "correct-horse-battery-staple"

@@ -188,7 +188,7 @@ def test_who_opens_more_and_more_connections_closes_only_those_of_his_own() -> N
             stack.enter_context(connected(server))
             assert eventually(lambda: len(server._listener.threads()) <= MAX_CONNECTIONS)
         prober.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-        assert prober.recv(100).startswith(b"HTTP/1.0 200 ")
+        assert prober.recv(100).startswith(b"HTTP/1.1 200 ")
     assert server.close()
 
 
@@ -240,7 +240,7 @@ def test_out_of_file_descriptors_the_port_waits_and_then_answers() -> None:
         assert time.process_time() - spent < 0.2
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert sock.recv(15) == b"HTTP/1.0 200 OK"
+    assert sock.recv(15) == b"HTTP/1.1 200 OK"
     sock.close()
     assert server.close()
 

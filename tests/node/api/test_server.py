@@ -22,7 +22,8 @@ import pytest
 
 from elasticd.errors import UsageError
 from elasticd_agent.node.api.client import AgentClient, Unreachable
-from elasticd_agent.node.api.server import MAX_BODY_BYTES, MAX_CONNECTIONS, MAX_HEAD_BYTES, ApiServer, ListenOptions
+from elasticd_agent.node.api.server import MAX_CONNECTIONS, ApiServer, ListenOptions
+from elasticd_agent.system.http_server import MAX_BODY_BYTES, MAX_HEAD_BYTES
 from tests.etcd import Authority
 from tests.node.served import DEADLINE, JOB, TOKEN, Served, ended, fds
 
@@ -339,7 +340,7 @@ def test_a_route_with_a_defect_is_a_500_that_tells_nothing(serve: Serve, caplog:
     one = serve()
     one.desk.jobs = None  # type: ignore[assignment, method-assign]
     reply = one.tcp().get("/v1/jobs")
-    assert (reply.code, reply.why) == (500, "this could not be answered; the daemon's log says why")
+    assert (reply.code, reply.why) == (500, "internal error; the agent's log says why")
     assert "could not answer GET '/v1/jobs'" in caplog.text
     assert one.tcp().get("/v1/nodes").code == 200
 
@@ -417,11 +418,11 @@ def test_what_cannot_be_listened_on_is_one_line_that_names_the_key(serve: Serve,
     free = tmp_path / "other.sock"
     (tmp_path / "file").write_text("")
     for where, said in [
-        (ListenOptions(one.root / "run" / "agent.sock"), "http.socket .*a daemon answers there already"),
-        (ListenOptions(tmp_path / "file"), "http.socket .*no socket is there"),
+        (ListenOptions(one.root / "run" / "agent.sock"), "http.socket .*another agent listens there"),
+        (ListenOptions(tmp_path / "file"), "http.socket .*not a socket"),
         (ListenOptions(free, port=one.address[1]), "http.port .*in use"),
         (ListenOptions(free, bind="203.0.113.7", port=0), "http.port .*203.0.113.7"),
-        (ListenOptions(free, port=0, tls_cert=tmp_path / "file"), "tls_cert and http.tls_key come together"),
+        (ListenOptions(free, port=0, tls_cert=tmp_path / "file"), "tls_cert and http.tls_key: give both"),
         (
             ListenOptions(free, port=0, tls_cert=tmp_path / "file", tls_key=tmp_path / "no"),
             "http.tls_cert .*no certificate",
@@ -436,7 +437,7 @@ def test_what_cannot_be_listened_on_is_one_line_that_names_the_key(serve: Serve,
     assert not free.exists()
 
 
-def test_what_a_killed_daemon_has_left_is_taken_over(serve: Serve, tmp_path: Path) -> None:
+def test_socket_of_a_killed_agent_is_replaced(serve: Serve, tmp_path: Path) -> None:
     path = tmp_path / "0" / "run" / "agent.sock"
     path.parent.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as dead:

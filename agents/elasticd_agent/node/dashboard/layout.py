@@ -10,9 +10,9 @@ import base64
 import hashlib
 from importlib import resources
 
-from elasticd_agent.node.api.server import HttpResponse
 from elasticd_agent.node.dashboard import format as words
 from elasticd_agent.node.dashboard.markup import Child, Html, joined, tag, text
+from elasticd_agent.system.http_server import HttpResponse
 
 HTML_TYPE = "text/html; charset=utf-8"
 REFRESH_S = 2.0

@@ -19,7 +19,6 @@ from elasticd_agent.node.api.cluster import NodesUnavailable, NotFound
 from elasticd_agent.node.api.rank_logs import LogRequest
 from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, NodeSummary
-from elasticd_agent.node.api.server import HttpRequest, HttpResponse, UnauthenticatedRequest
 from elasticd_agent.node.dashboard import format as words
 from elasticd_agent.node.dashboard import job_page, layout
 from elasticd_agent.node.dashboard.cache import ResponseCache
@@ -31,6 +30,7 @@ from elasticd_agent.node.dashboard.status import problem
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.durations import in_words
 from elasticd_agent.system.http_auth import AccessDenied
+from elasticd_agent.system.http_server import HttpRequest, HttpResponse, UnauthenticatedRequest
 
 CACHE_S = 0.9
 """The script asks every two seconds: every open page gets an answer that is newer than its last."""
