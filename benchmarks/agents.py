@@ -22,7 +22,7 @@ from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.messages import RoundPublished
 from elasticd_agent.model.notices import Notice, PauseRequested
 from elasticd_agent.model.records import Failure, NodeRecord
-from elasticd_agent.rendezvous.driver import DriverFailed, ThreadedDriver
+from elasticd_agent.rendezvous.driver import DriverFailed, MemberThread
 from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.rendezvous.peer_links import PeerLinks
 from elasticd_agent.rendezvous.probe import ProbeServer, probe_nodes
@@ -78,9 +78,8 @@ class SimulatedAgent:
             keep_links=self.lines.keep,
         )
         self._member = member
-        self.meeting = ThreadedDriver(member, self.heard, hosts)
-        member.on_hint(self.meeting.wake)
-        self.meeting.start()
+        self._thread = MemberThread(member, self.heard, hosts)
+        self._thread.start()
 
     @property
     def plans(self) -> bool:
@@ -93,12 +92,12 @@ class SimulatedAgent:
         match news:
             case RoundPublished(round):
                 if round.member(self.name) is not None:
-                    self.meeting.update_record(
+                    self._member.update_record(
                         ready_round=round.number, stepped_round=round.number, can_pause=round.number
                     )
                 say(kind="round", node=self.name, number=round.number, size=len(round.members), why=round.reason[:1000])
             case PauseRequested(number, on=True):
-                self.meeting.update_record(paused=number)
+                self._member.update_record(paused=number)
             case DriverFailed(error):
                 say(kind="broken", node=self.name, error=repr(error))
 
@@ -110,16 +109,16 @@ class SimulatedAgent:
         """Its lease is not renewed, and it takes nothing back."""
         self.lines.close()
         self.store.close()
-        self.meeting.abandon()
+        self._thread.abandon()
 
     def fail(self, number: int) -> None:
         """What gloo's reset connections make every survivor say."""
-        self.meeting.report_failure(Failure(number, self.name, "crash", (), "lost its peers"))
+        self._member.report_failure(Failure(number, self.name, "crash", (), "lost its peers"), time.monotonic())
 
     def end(self) -> None:
         self.knock.close()
         self.lines.close()
-        self.meeting.close()
+        self._thread.close()
         self.store.close()
 
 

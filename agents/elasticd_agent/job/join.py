@@ -20,8 +20,8 @@ from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.notices import Notice, Probed
 from elasticd_agent.model.records import NodeRecord
-from elasticd_agent.rendezvous.driver import DriverFailed, InlineDriver, ThreadedDriver
-from elasticd_agent.rendezvous.member import RendezvousMember
+from elasticd_agent.rendezvous.driver import DriverFailed, MemberThread
+from elasticd_agent.rendezvous.member import RendezvousMember, TurnResult
 from elasticd_agent.rendezvous.peer_links import PeerLinks
 from elasticd_agent.rendezvous.probe import ProbeServer, probe_nodes
 from elasticd_agent.rendezvous.spec_check import mismatch, spec_document
@@ -46,12 +46,17 @@ class JobMembership:
     node: str
     incarnation: str
     shared: bool
-    rendezvous: InlineDriver | ThreadedDriver
+    rendezvous: RendezvousMember
     address: OwnAddress
+    thread: MemberThread | None = None
 
     def start(self) -> None:
-        if isinstance(self.rendezvous, ThreadedDriver):
-            self.rendezvous.start()
+        if self.thread is not None:
+            self.thread.start()
+
+    def turn(self, now: float) -> TurnResult:
+        """A turn of the loop is one of the rendezvous, unless a thread takes those."""
+        return self.rendezvous.turn(now) if self.thread is None else ([], None)
 
 
 def join_job(
@@ -118,11 +123,10 @@ def join_job(
         renewed=renewed if shared else ignore_renewals,
     )
     if not shared:
-        return JobMembership(node, incarnation, shared, InlineDriver(member), own)
-    driver = ThreadedDriver(member, post, hosts)
-    member.on_hint(driver.wake)
-    stack.callback(driver.close)
-    return JobMembership(node, incarnation, shared, driver, own)
+        return JobMembership(node, incarnation, shared, member, own)
+    thread = MemberThread(member, post, hosts)
+    stack.callback(thread.close)
+    return JobMembership(node, incarnation, shared, member, own, thread)
 
 
 def _without_renewal(policy: Policy) -> Policy:

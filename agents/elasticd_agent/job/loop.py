@@ -26,7 +26,8 @@ from elasticd_agent.job.state_machine import step
 from elasticd_agent.model import messages, notices
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangVerdict
-from elasticd_agent.rendezvous.driver import DriverFailed, RendezvousDriver
+from elasticd_agent.rendezvous.driver import DriverFailed
+from elasticd_agent.rendezvous.member import RendezvousMember, TurnResult
 from elasticd_agent.system.control_socket import DumpRequested
 from elasticd_agent.workers.gpu_memory import MemoryChecked
 from elasticd_agent.workers.group import GroupStarted, ProcessReaped, ProcessUnkillable, StoreReady
@@ -50,7 +51,8 @@ class JobLoop:
         *,
         node: str,
         rules: messages.StepRules,
-        rendezvous: RendezvousDriver,
+        rendezvous: RendezvousMember,
+        turn_rendezvous: Callable[[float], TurnResult],
         address: Callable[[], str],
         monitor: GroupMonitor,
         workers: WorkerManager,
@@ -66,6 +68,7 @@ class JobLoop:
         self._node = node
         self._rules = rules
         self._rendezvous = rendezvous
+        self._take_turn = turn_rendezvous
         self._address = address
         self._monitor = monitor
         self._make_workers = make_workers
@@ -343,7 +346,7 @@ class JobLoop:
         facts = self._rendezvous.facts
         failure = replace(failure, high_water=facts.high_water, checkpoint=facts.checkpoint)
         self._listener.on(failure, now)
-        self._rendezvous.report_failure(failure)
+        self._rendezvous.report_failure(failure, now)
 
     # --- observation and rendezvous -------------------------------------------------------------------------------
 
@@ -359,7 +362,7 @@ class JobLoop:
     def _turn_rendezvous(self, now: float) -> None:
         if isinstance(self._phase, messages.Ended):
             return
-        received, self._rendezvous_at = self._rendezvous.turn(now)
+        received, self._rendezvous_at = self._take_turn(now)
         for notice in received:
             self._handle_notice(notice, now)
 

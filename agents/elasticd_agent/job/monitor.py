@@ -21,7 +21,7 @@ from elasticd_agent.hangs.wait_share import WaitCounter
 from elasticd_agent.job import exit_cause as lastwords
 from elasticd_agent.model.messages import FirstStep
 from elasticd_agent.model.records import Round
-from elasticd_agent.rendezvous.driver import RendezvousDriver
+from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.workers.group import GroupStarted
 from elasticd_agent.workers.heartbeat import exit_report_of
 from elasticd_agent.workers.launcher.requests import WorkerSpec
@@ -56,7 +56,7 @@ class GroupMonitor:
 
     def __init__(
         self,
-        rendezvous: RendezvousDriver,
+        rendezvous: RendezvousMember,
         history: StepHistory,
         detector: HangDetector,
         listener: ObservationListener,

@@ -122,6 +122,7 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContex
             leave_on_stop=seat.shared or host.pauses_before_stop,
         ),
         rendezvous=seat.rendezvous,
+        turn_rendezvous=seat.turn,
         address=seat.address,
         monitor=GroupMonitor(seat.rendezvous, StepHistory(policy), suspicion, outputs.reporter, shared=seat.shared),
         workers=running[0],

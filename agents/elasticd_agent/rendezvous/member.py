@@ -105,7 +105,7 @@ class RendezvousMember:
         )
         self._watches: dict[str, Watch] = {}
         self._disconnected: deque[str] = deque()
-        self._hinted: Callable[[], None] = lambda: None
+        self._changed: Callable[[], None] = lambda: None
         self._reread_at = float("-inf")
         self._last_turn = float("-inf")
         self._unavailable_since: float | None = None
@@ -116,9 +116,9 @@ class RendezvousMember:
         self._rejected_at = 0.0
         self._waiting_for = ""
 
-    def on_hint(self, call: Callable[[], None]) -> None:
-        """`call` after every hint, from whatever thread it came."""
-        self._hinted = call
+    def on_change(self, call: Callable[[], None]) -> None:
+        """`call` when a turn is due early: after a report or a hint, from any thread."""
+        self._changed = call
 
     # --- reports, from the deciding thread --------------------------------------------------------------------------
 
@@ -129,31 +129,36 @@ class RendezvousMember:
     def update_record(self, **fields: Any) -> None:
         """Set fields of this node's record."""
         self._registration.update(**fields)
+        self._changed()
 
     def report_failure(self, failure: Failure, now: float) -> None:
         self._outbox.add(failure.round, self._keys.failures(failure.round) + self._me[0], failure.to_json())
         self._election.expect_answer(now)
+        self._changed()
 
     def report_done(self, number: int) -> None:
         self._outbox.add(number, self._keys.done(number) + self._me[0], b"done")
+        self._changed()
 
     def report_master(self, number: int, address: str, port: int) -> None:
         self._outbox.add(number, self._keys.master(number), json.dumps([address, port]).encode())
+        self._changed()
 
     def report_hang(self, report: HangReport | None) -> None:
         """What this node observes of its ranks while any node suspects a hang; None: no node does any more."""
         self._hang_report.report = report
+        self._changed()
 
     def hint(self, key: str) -> None:
         """A watch has named `key`."""
         self._follower.invalidate(key)
         self._planner.hint(key)
-        self._hinted()
+        self._changed()
 
     def peer_disconnected(self, node: str) -> None:
         """The standing connection to `node`'s agent has broken: it may have been killed. Safe from any thread."""
         self._disconnected.append(node)
-        self._hinted()
+        self._changed()
 
     @property
     def leads(self) -> bool:
@@ -276,14 +281,14 @@ class RendezvousMember:
     def _followed(self, round: Round) -> None:
         self._waiting_for = ""
         self._election.round_published()
-        self.update_record(seen_round=round.number, paused=0)
+        self._registration.update(seen_round=round.number, paused=0)
         self._notices.append(RoundPublished(round))
 
     def _check_reachability(self, now: float) -> float | None:
         record = self._registration.record
         again_at = self._reachability.turn(self._follower.round, record.stepped_round, self.facts.next_step_due, now)
         if self._reachability.unreachable != record.unreachable:
-            self.update_record(unreachable=self._reachability.unreachable)
+            self._registration.update(unreachable=self._reachability.unreachable)
         return again_at
 
     def _probe_disconnected(self, now: float) -> None:
