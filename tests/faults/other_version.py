@@ -14,7 +14,7 @@ from tests.faults.job import REPOSITORY
 FIELD = "mood"
 _RECORDS = {
     "agents/elasticd_agent/model/records.py": ("Member", "Exclusion", "BudgetState", "Round", "NodeRecord", "Failure"),
-    "agents/elasticd_agent/rendezvous/probe.py": ("ProbeAnswer",),
+    "agents/elasticd_agent/rendezvous/probe.py": ("ProbeAlive",),
     "agents/elasticd_agent/model/reports.py": ("HangReport",),
 }
 

@@ -260,7 +260,7 @@ def test_a_machine_that_drops_everything_is_silent() -> None:
     [
         (b"", "closed the connection without an answer"),
         (b'{"node":"a","incarnation":"i1","version":"1.0"}', "closed the connection without an answer"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "not as an agent does: ProbeAnswer: not JSON"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "not as an agent does: ProbeAlive: not JSON"),
         (b"[1]\n", "expected an object"),
         (b'{"node":"","incarnation":"i1","version":"1.0"}\n', "needs a node"),
         (b'{"node":"a","incarnation":"i1","version":"2.0"}\n', "version 2.0 cannot be read"),
@@ -285,7 +285,9 @@ def test_half_an_answer_is_forgotten_when_it_is_asked_again() -> None:
 
 def test_an_agent_one_minor_version_newer_is_understood() -> None:
     with saying(b'{"node":"a","incarnation":"i9","mood":3,"version":"1.7"}\n') as port:
-        assert one("127.0.0.1", port) == ProbeAlive("a", "i9")
+        answer = one("127.0.0.1", port)
+        assert isinstance(answer, ProbeAlive)
+        assert (answer.node, answer.incarnation) == ("a", "i9")
 
 
 @pytest.mark.parametrize(
@@ -381,7 +383,7 @@ fewer = probe_nodes(nodes, 10.0)
 os.close(taken[0])
 print(*({str(answer) for answer in found.values()} for found in (few, none, fewer)), sep="\\n")
 print(sum("connected" in answer.why for answer in mute.values()))
-print(sum("not asked: too few file descriptors" in answer.why for answer in mute.values()))
+print(sum("not probed: too few file descriptors" in answer.why for answer in mute.values()))
 """
 
 
@@ -393,7 +395,7 @@ def test_with_few_file_descriptors_all_are_asked_and_with_none_nobody_is_taken_f
             few, none, fewer, connected, left = process.stdout.read().splitlines()
             assert process.wait(DEADLINE) == 0
     assert few == fewer == str({str(ProbeAlive("a", "i1"))})
-    assert none == str({str(ProbeNoAnswer("could not be asked: too many open files"))})
+    assert none == str({str(ProbeNoAnswer("could not be probed: too many open files"))})
     assert (connected, left) == ("32", "68"), "half of them are the rest of the agent's"
 
 

@@ -1,4 +1,4 @@
-"""The thread that takes a RendezvousMember's turns, so that a store that does not answer costs the deciding loop nothing.
+"""The thread that takes a RendezvousMember's turns: the deciding loop never waits for a store that does not answer.
 
 Where the store is this process's memory, the loop takes the turns itself.
 """

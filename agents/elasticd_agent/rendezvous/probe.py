@@ -1,9 +1,9 @@
-"""Is that agent there? A port on which every agent says who it is, and the planner's knock at many of them at once.
+"""Liveness probes: a port on which every agent sends its name and incarnation, and a probe of many of them at once.
 
-It exists to tell two things apart that look alike in a store: a process that is gone (its machine refuses the
-connection) and one that does not speak (stopped, stuck, or behind a broken network). The first may be acted on at once,
-the second only after `seen_timeout`. It decides nothing, resolves no names, and reads nothing that a caller sends: the
-answer is sent unasked, so there is no client for whom it would have to wait. Who stays connected hears us die.
+A store cannot tell a process that is gone from one that is stopped, stuck or behind a broken network. A probe can: the
+machine of the first one refuses the connection, which may be acted on at once; the others are silent, which counts only
+after `seen_timeout`. Names are not resolved. The server sends its answer unasked and reads nothing, so it waits for no
+client; a client that stays connected sees the agent's death as the end of the connection.
 """
 
 from __future__ import annotations
@@ -24,57 +24,43 @@ from elasticd.errors import UsageError, WireError
 from elasticd_agent.model.codec import Document
 from elasticd_agent.system.waker import Waker
 
-# A thousand agents at once are the most this is measured with; the kernel keeps their connections until we take them.
-BACKLOG = 1024
-# A port that closes while its process ends refuses just the same: only a second refusal, this much later, counts.
-REFUSAL_CONFIRM_S = 0.05
-# While the agent is stuck, or out of file descriptors, callers stay in the backlog and this is how often we look.
-ACCEPT_RETRY_S = 0.05
-# How soon the thread ends by itself when the main thread ended without close(): it must not answer for a dead agent.
-ORPHAN_S = 1.0
-# An answer is a name and a token; whoever says more without ending the line is no agent.
-ANSWER_BYTES = 4096
-MAX_ERROR_CHARS = 200  # of somebody else's text in our log
+BACKLOG = 1024  # connections that the kernel keeps until they are accepted; measured with a thousand agents
+REFUSAL_CONFIRM_S = 0.05  # a closing port of a living process refuses, too: only a second refusal after this counts
+ACCEPT_RETRY_S = 0.05  # while the agent is stuck or out of file descriptors; callers stay in the backlog
+ORPHAN_S = 1.0  # the thread ends so soon after the main thread: it must not answer for a dead agent
+ANSWER_BYTES = 4096  # an answer is a name and a token; a longer one is not an agent's
+MAX_ERROR_CHARS = 200  # of another program's text in our log
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeAlive:
-    """An agent is there. Whether it is the one that was meant, the caller compares."""
-
-    node: str
-    incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeRefused:
-    """Twice, AGAIN_S apart, its machine said that nobody listens there."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeNoAnswer:
-    """No answer, and no proof that nobody is there either."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeAnswer(Document):
-    """What is sent: one line of JSON."""
+class ProbeAlive(Document):
+    """The answer, one line of JSON: an agent is there. Whether it is the expected one, the caller compares."""
 
     node: str
     incarnation: str
 
     def check(self) -> None:
         if not self.node or not self.incarnation:
-            raise WireError("ProbeAnswer: needs a node and an incarnation")
+            raise WireError("ProbeAlive: needs a node and an incarnation")
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRefused:
+    """Its machine refused the connection twice: no process listens there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeNoAnswer:
+    """No answer, and no proof that the agent is gone."""
+
+    why: str
 
 
 class ProbeServer:
-    """Answers at (`address`, `port`), port 0 being any that is free, until closed.
+    """Answers at (`address`, `port`), port 0 for any free one, until closed.
 
-    `answering` is asked before callers are taken, from another thread, and must not wait. While it is False they find
-    what a stopped process has to offer: a connection without an answer. They get one if it turns True in time.
-    `answered` is called after each, from that thread.
+    While `answering` returns False, callers are in the state that a stopped process leaves them in: connected, without
+    an answer until it returns True. `answered` is called after each answer. Both are called from the server's thread.
     """
 
     def __init__(
@@ -86,19 +72,20 @@ class ProbeServer:
         answering: Callable[[], bool] = lambda: True,
         answered: Callable[[], None] = lambda: None,
     ) -> None:
-        """Raises UsageError when the port cannot be had."""
-        self._answer = ProbeAnswer(node=node, incarnation=incarnation).to_json() + b"\n"
-        self._answering, self._answered = answering, answered
+        """Raises UsageError if the port cannot be bound."""
+        self._answer = ProbeAlive(node, incarnation).to_json() + b"\n"
+        self._answering = answering
+        self._answered = answered
         self._listener = _listening(address, port)
         self.port: int = self._listener.getsockname()[1]
-        self._most_kept = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4  # the rest of them is for others
+        self._most_kept = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4  # the rest is for other uses
         self._closing = threading.Event()
         self._waker = Waker()
-        self._thread = threading.Thread(target=self._run, name="elasticd-knock", daemon=False)
+        self._thread = threading.Thread(target=self._run, name="elasticd-probe", daemon=False)
         self._thread.start()
 
     def close(self) -> None:
-        """Refuse from now on. The thread waits for nobody, so this takes some microseconds. May be called again."""
+        """Refuse from now on, within microseconds. May be called again."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -124,10 +111,7 @@ class ProbeServer:
                 caller.close()
 
     def _serve(self, selector: selectors.BaseSelector, kept: set[socket.socket]) -> bool:
-        """Answer whoever waits; False when nobody can be answered at the moment.
-
-        A caller stays connected for as long as it likes, and says nothing: it may want to hear us die.
-        """
+        """Answer all callers in the backlog; False if that is not possible now. They may stay connected."""
         while not self._closing.is_set():
             if not self._answering():
                 return False
@@ -136,8 +120,7 @@ class ProbeServer:
             except BlockingIOError:
                 return True
             except OSError:
-                # Out of file descriptors or of memory, most likely: it would fail again at once.
-                return False
+                return False  # most likely out of file descriptors or memory: it would fail again at once
             try:
                 caller.setblocking(False)
                 caller.send(self._answer)
@@ -160,7 +143,7 @@ def _listening(address: str, port: int) -> socket.socket:
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot listen for other agents on {address!r} port {port}: {_error_text(error)}") from error
     try:
-        # The last agent's answered callers linger in TIME_WAIT: without this a restart could not have its port again.
+        # Answered callers of the previous agent are in TIME_WAIT: without this a restart could not bind its port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
         listener.listen(BACKLOG)
@@ -174,22 +157,22 @@ def _listening(address: str, port: int) -> socket.socket:
 def probe_nodes(
     nodes: Mapping[str, tuple[str, int]], timeout_s: float
 ) -> dict[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
-    """Ask at every node's (literal address, port), all at once; every node is in the result.
+    """Probe every node's (literal address, port), all at once; every node is in the result.
 
-    Takes `timeout_s` plus AGAIN_S at the most. Whoever hangs up without an answer is asked once more, at once. More
-    nodes than half of this process's file descriptors are asked as others answer.
+    Takes `timeout_s` plus REFUSAL_CONFIRM_S at most. A connection that is reset without an answer is tried once more at
+    once. At most half of this process's file descriptors are used at a time.
     """
     try:
         selector = selectors.DefaultSelector()
-    except OSError as error:  # no file descriptor left: says nothing about the others
-        return {node: ProbeNoAnswer(f"could not be asked: {_error_text(error)}") for node in nodes}
+    except OSError as error:  # no file descriptor left: no statement about the others
+        return {node: ProbeNoAnswer(f"could not be probed: {_error_text(error)}") for node in nodes}
     with selector:
-        knocking = _ProbeRun(nodes, timeout_s, selector)
+        probing = _ProbeRun(nodes, timeout_s, selector)
         try:
-            knocking.run()
+            probing.run()
         finally:
-            knocking.hang_up()
-        return knocking.results
+            probing.close()
+        return probing.results
 
 
 @dataclass(slots=True)
@@ -199,8 +182,8 @@ class _Attempt:
     port: int
     due: float
     refused: bool = False
-    hung_up: bool = False
-    heard: bytearray = field(default_factory=bytearray)
+    was_reset: bool = False
+    received: bytearray = field(default_factory=bytearray)
     sock: socket.socket | None = None
 
 
@@ -214,7 +197,7 @@ class _ProbeRun:
         self._end = now + timeout_s + REFUSAL_CONFIRM_S
         self._selector = selector
         self._calls = [_Attempt(node, address, port, now) for node, (address, port) in nodes.items()]
-        self._waiting = deque(self._calls)  # those not asked yet, and those to ask again: by the time they are due
+        self._waiting = deque(self._calls)  # not probed yet, or to probe again, by due time
         self._open: set[str] = set()
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._room = len(self._calls) if soft == resource.RLIM_INFINITY else max(1, soft // 2)
@@ -223,7 +206,7 @@ class _ProbeRun:
         late = False
         while not late:
             now = time.monotonic()
-            # Looked at before the select, so that whoever has answered is heard even if we were the ones held up.
+            # Checked before the select: an answer that has arrived counts even if this process was held up.
             late = now >= self._end
             while self._waiting and self._waiting[0].due <= now and len(self._open) < self._room:
                 self._dial(self._waiting.popleft())
@@ -238,7 +221,7 @@ class _ProbeRun:
             if call.node not in self.results:
                 self._done(call, ProbeNoAnswer(self._silence(call)))
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         for call in self._calls:
             self._close(call)
 
@@ -251,8 +234,8 @@ class _ProbeRun:
             )
             return
         if call.port == 0 or ipaddress.ip_address(where[0]).is_unspecified:
-            # The kernel would refuse the one, and take the other for this very machine, where the port may be free.
-            self._done(call, ProbeNoAnswer(f"{call.address} port {call.port} is nobody's in particular"))
+            # The kernel would refuse port 0, and take an unspecified address for this machine's own.
+            self._done(call, ProbeNoAnswer(f"{call.address} port {call.port} is not an agent's address"))
             return
         try:
             call.sock = sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -261,13 +244,13 @@ class _ProbeRun:
                 self._room = len(self._open)
                 self._waiting.appendleft(call)
             else:
-                self._done(call, ProbeNoAnswer(f"could not be asked: {_error_text(error)}"))
+                self._done(call, ProbeNoAnswer(f"could not be probed: {_error_text(error)}"))
             return
         code = sock.connect_ex(where)
         if _connected_to_itself(sock, where):
             self._refused(call)
         elif code in (0, errno.EINPROGRESS):
-            # An error of the connection makes it readable, too.
+            # A connection error makes it readable, too.
             self._selector.register(sock, selectors.EVENT_READ, call)
             self._open.add(call.node)
         elif code == errno.ECONNREFUSED:
@@ -285,18 +268,18 @@ class _ProbeRun:
             self._refused(call)
             return
         except ConnectionResetError as error:
-            self._hung_up(call, _error_text(error))
+            self._reset(call, _error_text(error))
             return
         except OSError as error:
             self._done(call, ProbeNoAnswer(_error_text(error)))
             return
-        call.heard += data
-        line, ended, _ = bytes(call.heard).partition(b"\n")
+        call.received += data
+        line, ended, _ = bytes(call.received).partition(b"\n")
         if ended:
             self._done(call, _decode_answer(line))
         elif not data:
-            self._hung_up(call, "closed the connection without an answer")
-        elif len(call.heard) >= ANSWER_BYTES:
+            self._reset(call, "closed the connection without an answer")
+        elif len(call.received) >= ANSWER_BYTES:
             self._done(call, ProbeNoAnswer("answered something that is not an agent's"))
 
     def _refused(self, call: _Attempt) -> None:
@@ -307,14 +290,14 @@ class _ProbeRun:
             call.refused, call.due = True, time.monotonic() + REFUSAL_CONFIRM_S
             self._waiting.append(call)
 
-    def _hung_up(self, call: _Attempt, words: str) -> None:
-        """It may have died just now: the kernel ends what its backlog holds, once the port is closed. So ask again."""
-        if call.hung_up:
-            self._done(call, ProbeNoAnswer(words))
+    def _reset(self, call: _Attempt, text: str) -> None:
+        """It may have died just now: the kernel resets the backlog once the port is closed. So probe again."""
+        if call.was_reset:
+            self._done(call, ProbeNoAnswer(text))
             return
         self._close(call)
-        call.hung_up, call.due = True, time.monotonic()
-        call.heard.clear()
+        call.was_reset, call.due = True, time.monotonic()
+        call.received.clear()
         self._waiting.appendleft(call)
 
     def _done(self, call: _Attempt, result: ProbeAlive | ProbeNoAnswer) -> None:
@@ -330,9 +313,9 @@ class _ProbeRun:
             sock.close()
 
     def _silence(self, call: _Attempt) -> str:
-        before = "refused once, then " if call.refused else "hung up once, then " if call.hung_up else ""
+        before = "refused once, then " if call.refused else "reset once, then " if call.was_reset else ""
         if call.sock is None:
-            return before + ("there was no time to ask again" if before else "not asked: too few file descriptors")
+            return before + ("there was no time to probe again" if before else "not probed: too few file descriptors")
         try:
             call.sock.getpeername()
         except OSError:
@@ -341,31 +324,30 @@ class _ProbeRun:
 
 
 def _numeric_address(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """What bind and connect take, scope of an IPv6 address included. Raises OSError or ValueError, never asks DNS."""
+    """What bind and connect take, with an IPv6 scope. Raises OSError or ValueError; never resolves a name."""
     if not address or not 0 <= port <= 65535:
         raise ValueError("not an address and a port")
     flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=flags)[0]
-    return family, where  # type: ignore[return-value]  # an IPv6 address has two fields more, which only the kernel reads
+    return family, where  # type: ignore[return-value]  # an IPv6 address has two fields more, which the kernel reads
 
 
 def _connected_to_itself(sock: socket.socket, where: tuple[str, int]) -> bool:
-    """Whether the kernel gave our end the very address we dialled: TCP then connects the socket with itself.
+    """Whether TCP connected the socket with itself: our end got the very address that it connects to.
 
-    That takes a port of this machine nobody listens on, in the range that outgoing connections are numbered from.
+    That takes a free port of this machine in the range of outgoing connections.
     """
-    mine: tuple[str, int] = sock.getsockname()
-    return mine[:2] == where[:2]
+    own: tuple[str, int] = sock.getsockname()
+    return own[:2] == where[:2]
 
 
 def _decode_answer(line: bytes) -> ProbeAlive | ProbeNoAnswer:
     try:
-        answer = ProbeAnswer.from_json(line)
+        return ProbeAlive.from_json(line)
     except WireError as error:
         return ProbeNoAnswer(f"answered, but not as an agent does: {error}"[:MAX_ERROR_CHARS])
-    return ProbeAlive(answer.node, answer.incarnation)
 
 
 def _error_text(error: OSError | ValueError) -> str:
-    words = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return words[:1].lower() + words[1:]
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return text[:1].lower() + text[1:]
