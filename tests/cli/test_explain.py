@@ -329,7 +329,7 @@ def test_pipes_links_and_directories_are_named_and_not_opened(evidence: Path, tm
     done = explain(str(evidence))  # a read of the FIFO would never end
     assert done.returncode == 0
     assert "secret" not in done.stdout
-    for line in ("verdict.json is no plain file", "rank-0.log is a link", "rank-1.json is no plain file"):
+    for line in ("verdict.json is not a plain file", "rank-0.log is a link", "rank-1.json is not a plain file"):
         assert line in done.stdout
 
 

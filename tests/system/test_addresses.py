@@ -88,7 +88,7 @@ def test_a_given_address_that_is_not_ours_names_what_would_be_right(given: str, 
 
 @pytest.mark.parametrize("given", ["127.0.0.5", "localhost", "::1"])
 def test_loopback_is_no_address_for_a_job_that_meets_elsewhere(given: str) -> None:
-    with pytest.raises(UsageError, match=f"^--local-addr {given}: nobody on another machine can reach it"):
+    with pytest.raises(UsageError, match=f"^--local-addr {given}: it cannot be reached from another machine"):
         local_address([(FOREIGN, 2379)], given)
 
 

@@ -20,20 +20,15 @@ MAX_PROBE_INTERVAL_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Signs that a member may be gone. A change of them makes a probe due at once."""
+    """Signs that a member may be gone, the first four as node names. A change of them makes a probe due at once."""
 
     round: int
     failed: tuple[str, ...]
-    """Nodes that reported a failure."""
-    unseen: tuple[str, ...]
-    """Nodes that have not seen the Round in time."""
-    absent: tuple[str, ...]
-    """Nodes without a record."""
+    unseen: tuple[str, ...]  #: have not seen the Round in time
+    absent: tuple[str, ...]  #: have no record
     suspects: tuple[str, ...]
-    stalled: bool
-    """The workers beside this agent are overdue with their next step."""
-    settled: bool
-    """All nodes had time to report. An agent that answered at the first report may have died since, as its workers."""
+    stalled: bool  #: the workers beside this agent are overdue with their next step
+    settled: bool  #: all nodes had time to report: an agent that answered at the first report may have died since
 
     @property
     def only_stalled(self) -> bool:
@@ -55,23 +50,19 @@ class LivenessProber:
         self._handed_over = 0
 
     def reset(self) -> None:
-        self._observations.forget_results()
-        self._probed_for = None
-
-    def round_published(self) -> None:
-        """Its trouble is new, whatever it is."""
+        """Any trouble is new."""
         self._probed_for = None
 
     def trouble(self, view: View, round: Round, now: float) -> Trouble | None:
-        others = {m.node for m in round.members if m.node != self._node}
+        others = self._others(round)
         late = now >= view.round_at + self._policy.seen_timeout_s
         unseen = (n for n in others if (r := view.record(n)) is not None and r.seen_round < round.number)
         trouble = Trouble(
             round.number,
             failed=tuple(f.node for f in view.failures),
-            unseen=tuple(sorted(unseen)) if late else (),
+            unseen=tuple(unseen) if late else (),
             absent=tuple(node for node, _ in view.absent_since),
-            suspects=tuple(sorted(self._observations.suspects & others)),
+            suspects=tuple(sorted(self._observations.suspects & others.keys())),
             stalled=view.next_step_due is not None and now >= view.next_step_due + STALLED_S,
             settled=bool(view.failures) and now >= view.failed_at + ROOT_CAUSE_WAIT_S,
         )
@@ -81,7 +72,7 @@ class LivenessProber:
         """All is well: probe members that have never been probed, so that their later silence means something."""
         self._observations.forget_results()
         self._stalled_probes = 0
-        unknown = {n: i for n, i in self._others(round).items() if not self._observations.has_answered((n, i))}
+        unknown = {n: i for n, i in self._others(round).items() if (n, i) not in self._observations.answered}
         if unknown and now >= self._next_at:
             self._probe(view, unknown, now)
             self._observations.forget_results()
@@ -102,10 +93,9 @@ class LivenessProber:
         """A node that was lost because it is unreachable is not taken again before it is reachable."""
         members = {m.node for m in round.members}
         joiners: dict[str, Address] = {}
-        for present in view.nodes:
-            record = present.record
+        for record in (p.record for p in view.nodes):
+            known = (record.id, record.incarnation) in self._observations.answered
             address = try_parse_endpoint(record.address)
-            known = self._observations.has_answered((record.id, record.incarnation))
             if record.id not in members and known and address is not None:
                 joiners[record.id] = address
         if now >= self._joiners_at or joiners.keys() != self._joiners:
@@ -114,10 +104,7 @@ class LivenessProber:
             self._observations.probe_joiners(joiners)
 
     def unreachable_majority(self, view: View, round: Round, now: float) -> list[str]:
-        """Members that do not answer this agent, if they are the majority: then it is this agent that is cut off.
-
-        Once a Round, so that leadership is not passed around for ever.
-        """
+        """Members that do not answer this agent, if they are the majority: then this agent is cut off. Once a Round."""
         silent_s = self._policy.lease_s
         silent = [node for node, since in view.silent_since if now >= since + silent_s and view.record(node)]
         if len(silent) <= len(round.members) / 2 or self._handed_over >= round.number:

@@ -8,8 +8,10 @@ and the same view gives the same answer. The rules are tried in order, and the f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 from elasticd_agent.model.exit_codes import TERMINATED
 from elasticd_agent.model.job import Policy
@@ -104,16 +106,19 @@ def _plan(view: View, policy: Policy, now: float) -> Verdict:
     if current.terminal:
         return Wait(f"the job has {current.outcome}: {current.reason}", None)
     running = _Running(view, current, policy, now)
-    return (
+    verdict = (
         _all_done(running)
         or _stop_round(view)
         or _round_conflict(running)
         or _await_returning(running)
         or _after_failure(running)
-        or _members_lost(running)
-        or _slots_missing(running)
-        or _resize(running)
     )
+    if verdict is not None:
+        return verdict
+    lost = running.losses.nodes
+    if reasons := list(lost.values()) or short_of_slots(view, current):
+        return _uncounted_round(running, "; ".join(reasons), lost)
+    return _resize(running)
 
 
 def _bound_shortage(view: View, policy: Policy, wait: Wait, since: float, now: float) -> Round | Wait:
@@ -173,23 +178,13 @@ def _await_returning(running: _Running) -> Wait | None:
     return Wait(f"{running.first_failure.why}; waiting for {who} to register again", running.losses.until)
 
 
-def _members_lost(running: _Running) -> Round | Wait | None:
-    lost = running.losses.nodes
-    return _uncounted_round(running, "; ".join(lost.values()), lost) if lost else None
-
-
-def _slots_missing(running: _Running) -> Round | Wait | None:
-    unusable = short_of_slots(running.view, running.current)
-    return _uncounted_round(running, "; ".join(unusable)) if unusable else None
-
-
-def _uncounted_round(running: _Running, why: str, lost: dict[str, str] | None = None) -> Round | Wait:
+def _uncounted_round(running: _Running, why: str, lost: Mapping[str, str] = MappingProxyType({})) -> Round | Wait:
     """A Round that costs nothing of the restart budget: nodes came or went."""
     view, current = running.view, running.current
     progress = round_progressed(current, view.failures, view.high_water)
     budget = carry_over(current.budget, progress=progress, high_water=view.high_water)
     quarantined, _ = _update_strikes(running, (), progress)
-    return _next_round(running, budget, quarantined, why, lost or {}, cause="resize")
+    return _next_round(running, budget, quarantined, why, dict(lost), cause="resize")
 
 
 # ---- nodes that leave and join

@@ -59,7 +59,7 @@ class Planner:
         self._node = node
         self._log = log
         self._cache = StoreCache(store, log)
-        self._reader = ViewReader(self._cache, keys, requirements, node, observations)
+        self._reader = ViewReader(self._cache, keys, requirements, observations)
         self._liveness = LivenessProber(node, policy, observations)
         self._observations = observations
         self._judge = HangJudge(policy)
@@ -81,6 +81,7 @@ class Planner:
         self._judge.reset()
         self._reader.reset()
         self._liveness.reset()
+        self._observations.forget_results()
 
     def take_notices(self) -> list[Notice]:
         """What the deciding loop must know, each once."""
@@ -206,8 +207,8 @@ class Planner:
         self._garbage += self._cache.drop((keys.failures(), keys.done(), keys.hang_reports()))
         self._garbage.append(keys.master(round.number - 1))
         self._reader.forget_before(round.number)
-        self._observations.clear_suspects()
-        self._liveness.round_published()
+        self._observations.round_published()
+        self._liveness.reset()
         self._report_unshared_directory(round, view)
         if round.terminal:
             self.delete_records(round)

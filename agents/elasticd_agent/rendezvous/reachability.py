@@ -99,7 +99,7 @@ class ReachabilityMonitor:
         """Probe members that have never been probed, while all is well. It is not worth a turn of its own."""
         if self._introductions >= INTRODUCTION_TRIES:
             return
-        unknown = {m for m in self._incarnations - {self._me} if not self._observations.has_answered(m)}
+        unknown = {m for m in self._incarnations - {self._me} if m not in self._observations.answered}
         if not unknown:
             self._introductions = INTRODUCTION_TRIES
             return
@@ -131,7 +131,7 @@ class ReachabilityMonitor:
         self._interval_s = min(2 * self._interval_s, MAX_INTERVAL_S)
 
     def _silence_counts(self, identity: Identity) -> bool:
-        return self._observations.has_answered(identity) or identity in self._missed
+        return identity in self._observations.answered | self._missed
 
     def _probe(self, nodes: set[str]) -> Mapping[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
         addresses = {node: address for node, address in self._member_addresses().items() if node in nodes}

@@ -13,12 +13,11 @@ class ViewReader:
     """One job's. Reading may raise StoreUnavailable."""
 
     def __init__(
-        self, cache: StoreCache, keys: Keys, requirements: Requirements, node: str, observations: PeerObservations
+        self, cache: StoreCache, keys: Keys, requirements: Requirements, observations: PeerObservations
     ) -> None:
         self._cache = cache
         self._keys = keys
         self._requirements = requirements
-        self._node = node
         self._observations = observations
         self._round_at: dict[int, float] = {}
         self._failed_at: dict[int, float] = {}
@@ -48,7 +47,7 @@ class ViewReader:
         if failures:
             self._failed_at.setdefault(number, now)
         present = {r.id for r in records}
-        self._observations.own_record(self._node in present, now)
+        self._observations.listed(present, now)
         members = {m.node for m in current.members} if current is not None else set()
         self._absent_since = {node: self._absent_since.get(node, now) for node in sorted(members - present)}
         self._forget_departed(records, current)

@@ -1,9 +1,8 @@
 """Which address of this machine others can reach, which names mean this machine, and how host and port are written.
 
-It exists because a host name that means this machine here ("localhost", or 127.0.1.1 in /etc/hosts) means another one,
-or none, elsewhere: what agents tell each other are literal addresses, and the kernel's routes say which. It never sends
-anything: connecting a UDP socket only asks for the route. Names are looked up as the system is set up to, which may
-take the resolver's own timeout; literal addresses never ask it.
+A host name that means this machine here ("localhost", or 127.0.1.1 in /etc/hosts) means another one elsewhere, so
+agents exchange literal addresses, chosen by the kernel's routes. No packet is sent: connecting a UDP socket only asks
+for the route. Looking a name up may take the resolver's timeout.
 """
 
 from __future__ import annotations
@@ -20,31 +19,32 @@ from elasticd.errors import UsageError
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback", "localhost.localdomain"})
-# Where the default route leads, for each family: addresses set aside for documentation (RFC 5737, RFC 3849).
+# Targets behind the default route of each family: addresses reserved for documentation (RFC 5737, RFC 3849).
 _DEFAULT_ROUTE_TARGETS = ("198.51.100.1", "2001:db8::1")
 _ANY_PORT = 9  # a route does not depend on it; 9 is "discard"
-# Linux's <linux/in6.h>, not in Python's socket: of several IPv6 addresses prefer the lasting one to a privacy address,
-# which a day later is gone (RFC 5014).
+# Of <linux/in6.h>, not in Python's socket: prefer the stable IPv6 address to a privacy address, which expires (RFC
+# 5014).
 _IPV6_ADDR_PREFERENCES = 72
 _IPV6_PREFER_SRC_PUBLIC = 0x0002
 _HOST = re.compile(r"[\w.:%-]+")
 
 
 def local_address(endpoints: Sequence[tuple[str, int]], given: str | None = None) -> str:
-    """A literal address of this machine by which those who reach the endpoints `towards` can reach it.
+    """A literal address of this machine that is reachable from the hosts of `endpoints`.
 
-    It is `given` (a name or an address of this machine) if there is one, else the address from which the first endpoint
-    with a route would be contacted. Loopback only when all endpoints are on loopback, too: everybody is here then.
-    Raises UsageError when there is none, in one line that says what would be right.
+    It is `given` (a name or an address of this machine) if there is one, otherwise the source address of the first
+    route to an endpoint. Loopback only when all endpoints are on loopback. Raises UsageError, which says what would be
+    right.
     """
     return _text(_address_towards(endpoints) if given is None else _check_given(given, endpoints))
 
 
 def is_local(host: str) -> bool:
-    """Whether this name or address belongs to this machine.
+    """Whether this name or address belongs to this machine: localhost, its host name (also in full), an interface's
+    address.
 
-    As torchrun matches its endpoint's host: localhost, this host's name (also in full), any address an interface has.
-    A name that also means another machine belongs to nobody: else each of the two would take it for its own.
+    As torchrun matches its endpoint's host. A name that also means another machine is not local: otherwise each of the
+    two would host the store.
     """
     name = _name(host)
     if name in _LOOPBACK_NAMES or name == _name(socket.gethostname()):
@@ -59,7 +59,7 @@ def format_endpoint(host: str, port: int) -> str:
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """The host and port that `joined` wrote, or a person did. Raises UsageError, saying how it is written."""
+    """Host and port of HOST:PORT. Raises UsageError, which says how it is written."""
     text = text.strip()
     host, colon, digits = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -80,7 +80,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def try_parse_endpoint(text: str) -> tuple[str, int] | None:
-    """As `split`, of what another agent says of itself; None for "" and for what is no address."""
+    """As parse_endpoint, for what another agent has published; None for anything else."""
     try:
         return parse_endpoint(text)
     except UsageError:
@@ -89,7 +89,7 @@ def try_parse_endpoint(text: str) -> tuple[str, int] | None:
 
 def _address_towards(towards: Sequence[tuple[str, int]]) -> Ip:
     loopback: Ip | None = None
-    elsewhere = False  # an endpoint that is here only by the name others know this machine by
+    elsewhere = False  # an endpoint that is here by the name under which others know this machine
     for host, _ in towards:
         for ip in _resolved(host):
             source = None if ip.is_unspecified else _source(ip)
@@ -105,8 +105,8 @@ def _address_towards(towards: Sequence[tuple[str, int]]) -> Ip:
             if source is not None and not source.is_loopback:
                 return source
         raise UsageError(
-            f"{named} is on loopback as this machine resolves it, and there is no default route to tell which address "
-            "others reach it by; name it with --local-addr"
+            f"{named} is on loopback as this machine resolves it, and there is no default route that shows its "
+            "address for others; name it with --local-addr"
         )
     if loopback is None:
         unknown = towards and not any(_resolved(host) for host, _ in towards)
@@ -136,7 +136,7 @@ def _check_given(given: str, towards: Sequence[tuple[str, int]]) -> Ip:
         return _address_towards(towards)
     if all(is_local(host) for host, _ in towards):
         return own[0]
-    raise UsageError(f"--local-addr {given}: nobody on another machine can reach it; {_suggestion(towards)}")
+    raise UsageError(f"--local-addr {given}: it cannot be reached from another machine; {_suggestion(towards)}")
 
 
 def _suggestion(towards: Sequence[tuple[str, int]]) -> str:
@@ -148,16 +148,16 @@ def _suggestion(towards: Sequence[tuple[str, int]]) -> str:
 
 
 def _resolved(host: str) -> list[Ip]:
-    """The addresses a name has, best first (RFC 6724), or none."""
+    """The addresses of a name, best first (RFC 6724), or none."""
     try:
         found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM) if host else []
-    except (OSError, ValueError):  # not known; or not even the form of a name
+    except (OSError, ValueError):  # an unknown name, or not a name at all
         return []
     return list(dict.fromkeys(_ip(where) for _, _, _, _, where in found))
 
 
 def _ip(where: tuple[Any, ...]) -> Ip:
-    """The address in a socket's address: an IPv6 one with its interface, an IPv4 one in IPv6's clothes as itself."""
+    """The address in a socket's address: an IPv6 one with its interface, an IPv4-mapped one as IPv4."""
     text = str(where[0]).partition("%")[0]
     ip = ipaddress.ip_address(text)
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
@@ -173,7 +173,7 @@ def _source(ip: Ip) -> Ip | None:
     try:
         sock = socket.socket(family, socket.SOCK_DGRAM)
     except OSError as error:
-        if error.errno == errno.EAFNOSUPPORT:  # a kernel without IPv6; anything else is no matter of routes
+        if error.errno == errno.EAFNOSUPPORT:  # a kernel without IPv6
             return None
         raise
     with sock:
@@ -190,16 +190,16 @@ def _source(ip: Ip) -> Ip | None:
 
 
 def _is_assigned(ip: Ip) -> bool | None:
-    """Whether an interface of this machine has this address; None when that cannot be told for want of a route."""
+    """Whether an interface of this machine has this address; None without a route to find out."""
     if ip.is_loopback:
         return True
-    # To itself, a machine sends from the very address it sends to.
+    # A machine contacts its own address from that address.
     source = _source(ip)
     return None if source is None else int(source) == int(ip) and source.version == ip.version
 
 
 def _means_loopback(host: str) -> bool:
-    """Whether `host` is loopback on every machine, and not by one machine's host table."""
+    """Whether `host` is loopback on every machine, and not only by this machine's host table."""
     if _name(host) in _LOOPBACK_NAMES:
         return True
     try:

@@ -1,8 +1,8 @@
-"""Reading what somebody else left on a disk, without ever being held up by it.
+"""Reads files that another program left behind, without being blocked by them.
 
-It exists because evidence is read when things are broken: a name may be a pipe nobody writes to, a link to a secret, or
-a file of a hundred gigabytes. Only plain files are read, a bounded part of each, and what cannot be read is a sentence,
-never an exception. A file system that does not answer at all holds up a thread, and nobody waits for that for long.
+Evidence is read when things are broken: a name may be a pipe without a writer, a link to a secret, or a file of a
+hundred gigabytes. Only plain files are read, a bounded part of each, and an error is a sentence, never an exception. A
+file system that does not answer blocks one thread, which is abandoned.
 """
 
 from __future__ import annotations
@@ -23,27 +23,25 @@ TEXT_LIMIT = 4 << 20
 LINE_LIMIT = 1 << 20
 ENTRIES_LIMIT = 20_000
 _DIGITS = 20
-"""Of an integer of 64 bits, its sign included."""
+"""Of a 64-bit integer with its sign."""
 
 _Result = TypeVar("_Result")
 
 
 class DeadlineExceeded(Exception):
-    """The file system has not answered in time."""
+    """The file system did not answer in time."""
 
 
 def run_within(seconds: float, work: Callable[[], _Result]) -> _Result:
-    """The work's result, or what it raises; Silent when it takes longer: then its thread is left where it hangs.
-
-    Silent, too, where no thread can be started: nothing has answered, and whoever asks is not to end over it.
-    """
+    """The result of `work`, or its exception. DeadlineExceeded after `seconds`, with the thread left where it hangs, or
+    when no thread can be started."""
     results: list[_Result] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
             results.append(work())
-        except BaseException as error:  # noqa: BLE001 raised again below, in the thread that asked
+        except BaseException as error:  # noqa: BLE001 raised again below, in the calling thread
             errors.append(error)
 
     thread = threading.Thread(target=run, name="elasticd-explain", daemon=True)
@@ -61,7 +59,7 @@ def run_within(seconds: float, work: Callable[[], _Result]) -> _Result:
 
 @dataclass(frozen=True, slots=True)
 class FileText:
-    """What could be read of one file. `trouble`: why there is less than there should be, "" if all is well."""
+    """The text read of one file. `trouble`: why it is incomplete, "" if it is complete."""
 
     text: str = ""
     trouble: str = ""
@@ -70,7 +68,7 @@ class FileText:
 
 def read(path: Path, most: int = TEXT_LIMIT, *, tail: bool = False) -> FileText:
     """The file's first `most` bytes, or its last. Undecodable bytes become U+FFFD."""
-    # O_NOFOLLOW: who explains another user's job must not be led to a file only they may read.
+    # O_NOFOLLOW: a job's user must not lead `elasticd explain` of another user to a file only that one may read.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
     try:
         fd = os.open(path, flags)
@@ -82,7 +80,7 @@ def read(path: Path, most: int = TEXT_LIMIT, *, tail: bool = False) -> FileText:
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            return FileText(trouble=f"{path.name} is no plain file and was not read")
+            return FileText(trouble=f"{path.name} is not a plain file and was not read")
         cut = found.st_size > most
         data = _bytes(fd, found.st_size - most if cut and tail else 0, most)
     except OSError as error:
@@ -95,7 +93,7 @@ def read(path: Path, most: int = TEXT_LIMIT, *, tail: bool = False) -> FileText:
 
 
 def read_json(path: Path, most: int = TEXT_LIMIT) -> tuple[dict[str, Any] | None, str]:
-    """The JSON object in the file, None if there is none, and what was wrong with it."""
+    """The JSON object in the file, or None, and the error."""
     found = read(path, most)
     if found.missing or (found.trouble and not found.text):
         return None, found.trouble
@@ -106,11 +104,11 @@ def read_json(path: Path, most: int = TEXT_LIMIT) -> tuple[dict[str, Any] | None
 
 
 def read_lines(path: Path, most: int = TEXT_LIMIT) -> tuple[list[dict[str, Any]], str]:
-    """The JSON objects of the file's last `most` bytes, one a line; how many lines were no such thing."""
+    """The JSON objects of the file's last `most` bytes, one a line, and the error."""
     found = read(path, most, tail=True)
     lines = [line for line in found.text.splitlines() if line.strip()]
     if found.trouble and lines:
-        lines = lines[1:]  # the first one was cut
+        lines = lines[1:]  # the first one is incomplete
     objects = [data for line in lines if len(line) <= LINE_LIMIT and (data := _object(line)) is not None]
     bad = len(lines) - len(objects)
     trouble = f"{path.name}: {bad} of {len(lines)} lines cannot be read" if bad else found.trouble
@@ -118,7 +116,7 @@ def read_lines(path: Path, most: int = TEXT_LIMIT) -> tuple[list[dict[str, Any]]
 
 
 def entry_names(directory: Path) -> list[str]:
-    """What is in the directory, sorted, at most ENTRIES_LIMIT; nothing if it cannot be read."""
+    """The sorted names in the directory, at most ENTRIES_LIMIT; none if it cannot be read."""
     try:
         with os.scandir(directory) as entries:
             return sorted(entry.name for _, entry in zip(range(ENTRIES_LIMIT), entries, strict=False))
@@ -127,7 +125,7 @@ def entry_names(directory: Path) -> list[str]:
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """A number that no clock and no JSON can show (NaN, 1e999, one of 400 digits) is as good as none."""
+    """A number that no JSON can show (NaN, 1e999, one of 400 digits) becomes None."""
     try:
         data = json.loads(text, parse_float=_finite, parse_int=_bounded, parse_constant=lambda _: None)
     except (ValueError, RecursionError):

@@ -1,9 +1,8 @@
-"""The agent's control socket: how `elasticd dump`, or the daemon that started it, asks an agent for something.
+"""The agent's control socket: requests of `elasticd dump`, and of the daemon that started the runner.
 
-It exists so that a person can ask without a port, a store or a signal. One thread serves a few callers at a time, each
-with a deadline; a request becomes a message in the loop's inbox, and whatever the deciding thread answers, in its own
-time, goes back. It never waits for the deciding thread, and a caller that stalls, floods or goes away costs nobody else
-anything. Only this user and root may ask: the socket lies in a private directory, and the kernel says who calls.
+One thread serves a few callers at a time, each with a deadline. A request becomes a message in the loop's inbox, whose
+answer arrives whenever the deciding thread gives it; verbs are answered at once. Only this user and root may call: the
+socket is in a private directory, and the kernel identifies the caller.
 """
 
 from __future__ import annotations
@@ -30,25 +29,23 @@ MAX_CALLERS = 8
 REQUEST_BYTES = 16 << 10
 ANSWER_BYTES = 1 << 20
 ANSWER_S = 30.0
-"""Evidence takes 3 s by default; an agent that has not answered by then is stuck, and says so by its silence."""
+"""Evidence takes 3 s by default; an agent that has not answered by then is stuck."""
 _ORPHAN_S = 1.0
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 
 Reply = Callable[[Path | str], None]
 Verb = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Answers a request at once, on the server's thread, from what is known already."""
+"""Answers a request at once, on the server's thread, from known state."""
 
 
 class ControlSocketError(Exception):
-    """Nobody answers at this socket, or not in time, or not sensibly. The text says which."""
+    """No agent answered, or not in time, or not with JSON. The text says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class DumpRequested:
-    """Evidence of the group that runs is wanted, in `out` if that is given.
-
-    `reply` takes the folder it is in, or a sentence that says why there is none. From any thread, once.
-    """
+    """A request for evidence of the running group, in `out` if given. `reply` takes its directory, or a sentence that
+    says why there is none; from any thread, once."""
 
     out: Path | None
     reply: Reply = field(compare=False)
@@ -56,7 +53,7 @@ class DumpRequested:
 
 @dataclass(slots=True)
 class _Caller:
-    """One connection. `number` tells a late reply to an earlier caller from one to this."""
+    """One connection. `number` distinguishes it from an earlier caller with the same socket."""
 
     number: int
     until: float
@@ -65,7 +62,8 @@ class _Caller:
 
 
 class ControlServer:
-    """Listens at `path` until closed. `post` is called on the server's thread; `about` is what a caller may know."""
+    """Listens at `path` until closed. `post` is called on the server's thread; `about` answers the request of that
+    name."""
 
     def __init__(
         self,
@@ -75,10 +73,8 @@ class ControlServer:
         users: Sequence[int] | None = None,
         verbs: Mapping[str, Verb] | None = None,
     ) -> None:
-        """`users` may ask, by default root and whoever this is. `verbs` are what may be asked besides about and dump.
-
-        Raises OSError when the socket cannot be made.
-        """
+        """`users` may call, by default root and this user. `verbs` are answered beside about and dump. Raises
+        OSError."""
         self._path, self._post, self._about, self._verbs = path, post, dict(about or {}), dict(verbs or {})
         self._users = (0, os.geteuid()) if users is None else tuple(users)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -102,7 +98,7 @@ class ControlServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more, and let callers go without an answer. May be called again."""
+        """Callers stay without an answer. May be called again."""
         if self._closing:
             return
         self._closing = True
@@ -133,7 +129,7 @@ class ControlServer:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # gone again, or no file descriptor left: the backlog keeps it
+        except OSError:  # closed again, or no file descriptor left: the backlog keeps it
             time.sleep(0.01)
             return
         sock.setblocking(False)
@@ -154,7 +150,7 @@ class ControlServer:
             data = b""
         caller.received += data
         if not data or len(caller.received) > REQUEST_BYTES or caller.requested:
-            self._drop(sock)  # gone, or talking on and on: the answer to what it asked goes nowhere
+            self._drop(sock)  # closed, or sending without an end: its answer is dropped
         elif b"\n" in caller.received:
             caller.requested = True
             self._handle(sock, caller, bytes(caller.received))
@@ -185,7 +181,7 @@ class ControlServer:
     def _run_verb(self, name: str, request: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             return self._verbs[name](request)
-        except Exception as error:  # noqa: BLE001 an answer that cannot be made costs nobody but who asked for it
+        except Exception as error:  # noqa: BLE001 a failing verb concerns only its caller
             return {"error": f"{name}: {type(error).__name__}: {error}"}
 
     def _reply(self, number: int, said: Path | str) -> None:
@@ -199,7 +195,7 @@ class ControlServer:
                 self._end(sock, answer)
 
     def _end(self, sock: socket.socket, answer: Mapping[str, Any]) -> None:
-        # An answer is far smaller than a socket's buffer; a caller that takes not even that has gone.
+        # An answer is far smaller than a socket's buffer: a full one belongs to a caller that does not read.
         with contextlib.suppress(OSError):
             sock.send(json.dumps(answer).encode("utf-8", "backslashreplace") + b"\n")
         self._drop(sock)
@@ -211,7 +207,7 @@ class ControlServer:
 
 
 class NullControlServer:
-    """The socket of an agent that could not make one."""
+    """The server of an agent that could not create its socket."""
 
     def close(self) -> None:
         pass
@@ -224,7 +220,7 @@ def open_control(
     log: Callable[[str], None],
     verbs: Mapping[str, Verb] | None = None,
 ) -> ControlServer | NullControlServer:
-    """The socket at `path`; without one the job runs as well, and that is said."""
+    """A server at `path`; the job also runs without one."""
     try:
         return ControlServer(path, post, about, verbs=verbs)
     except OSError as error:
@@ -235,7 +231,8 @@ def open_control(
 def send_request(
     path: Path, request: Mapping[str, Any], within_s: float = ANSWER_S + 5, users: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """What the agent at this socket answers. It must be one of `users`, by default root or us. Raises Unanswered."""
+    """The answer of the agent at this socket, which must be one of `users`, by default root or us. Raises
+    ControlSocketError."""
     until = time.monotonic() + within_s
     heard = bytearray()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -244,7 +241,7 @@ def send_request(
             with short_path(path) as name:
                 sock.connect(name)
             if _peer(sock) not in ((0, os.geteuid()) if users is None else users):
-                raise ControlSocketError(f"{path} belongs to somebody else")
+                raise ControlSocketError(f"{path} belongs to another user")
             sock.sendall(json.dumps(request).encode() + b"\n")
             while b"\n" not in heard and len(heard) <= ANSWER_BYTES:
                 sock.settimeout(max(0.001, until - time.monotonic()))
@@ -274,7 +271,7 @@ def _peer(sock: socket.socket) -> int:
 
 @contextlib.contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """A name for `path` that fits into the 108 bytes a unix socket's address has, however deep it lies."""
+    """A name for `path` that fits into the 108 bytes of a unix socket's address."""
     fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{path.name}"

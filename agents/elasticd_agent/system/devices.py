@@ -1,8 +1,5 @@
-"""How many workers this machine is good for, without importing torch.
-
-It exists because `--nproc-per-node gpu|cpu|auto` is answered before any worker runs, by a process that never loads
-torch or a driver. It counts device files (a container sees only its own) and minds CUDA_VISIBLE_DEVICES.
-"""
+"""How many workers fit on this machine, without importing torch or loading a driver: `--nproc-per-node
+gpu|cpu|auto`."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from pathlib import Path
 
 
 def cpu_count() -> int:
-    """CPUs this process may run on, as torch counts them for --nproc-per-node cpu."""
+    """CPUs this process may use, as torch counts them for --nproc-per-node cpu."""
     return len(os.sched_getaffinity(0))
 
 
 def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
-    """The NVIDIA GPUs CUDA would use, in its order, as CUDA_VISIBLE_DEVICES spells them."""
+    """The NVIDIA GPUs that CUDA would use, in its order, as CUDA_VISIBLE_DEVICES spells them."""
     present = _gpus_present(environ, dev)
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
@@ -27,11 +24,11 @@ def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[
 
 
 def _chosen(chosen: str, present: int) -> tuple[str, ...]:
-    """CUDA's own reading: the list ends before the first entry that names no device; a repeated one voids it."""
+    """As CUDA reads it: the list ends before the first entry without a device, and a repeated entry voids it."""
     taken: list[str] = []
     for entry in (part.strip() for part in chosen.split(",")):
         if entry.startswith(("GPU-", "MIG-")):
-            name = entry  # a UUID: whether it exists only the driver knows
+            name = entry  # a UUID, which only the driver can look up
         elif re.fullmatch(r"\+?\d+", entry) and int(entry) < present:
             name = str(int(entry))
         else:
@@ -46,7 +43,7 @@ def _gpus_present(environ: Mapping[str, str], dev: Path) -> int:
     count = sum(1 for node in dev.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", node.name))
     if count or not (dev / "dxg").exists():
         return count
-    import subprocess  # only here: half of what the command line's answer would cost
+    import subprocess  # imported here: it would double the command line's start time
 
     try:  # WSL has one device file for all GPUs; only the driver's own tool can count them
         listing = subprocess.run(

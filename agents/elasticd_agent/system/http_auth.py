@@ -1,7 +1,7 @@
-"""Who may ask the daemon: the kernel's word on a unix socket, a token on TCP.
+"""Who may call the daemon: the kernel identifies callers on the unix socket, a token those on TCP.
 
-It exists so that "may they?" is answered in one place, before anything of a request but its head is read. A token is
-compared in constant time and never said, logged or shown; what is wrong with its file is. It fails closed.
+Access is decided in one place, before more of a request than its head is read. A token is compared in constant time and
+never logged or shown.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from elasticd.errors import UsageError
 from elasticd_agent.system.secret_files import read_secret
 
 MIN_TOKEN_LENGTH = 16
-"""Below that somebody could guess it; `openssl rand -hex 32` makes a good one."""
+"""A shorter one could be guessed; `openssl rand -hex 32` makes a good one."""
 _UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 _SO_PEERGROUPS = 59  # asm-generic/socket.h, Linux 4.13; Python has no name for it
-_MAX_GROUPS = 256  # what fits into the 1,024 bytes that Python reads; of a user with more only the first group counts
+_MAX_GROUPS = (
+    256  # as many as fit into the 1,024 bytes that Python reads; of a user with more, only the primary group counts
+)
 
 
 @dataclass(frozen=True, slots=True)
 class AccessDenied:
-    """Not admitted: the HTTP status, and the sentence that says what would be right."""
+    """The HTTP status, and a sentence that says what would be right."""
 
     code: int
     why: str
@@ -39,20 +41,20 @@ class AccessDenied:
 
 class Authenticator(Protocol):
     def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> str | AccessDenied:
-        """Who asks, in words for a record (`by`), or why they may not. `authorization`: those headers, as they came."""
+        """The caller, as `by` in records, or the denial. `authorization`: those headers, as received."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PeerCredentialAuth:
-    """Root, whoever runs the daemon, and the users and groups that agent.toml names, by the kernel's word."""
+    """Admits root, the daemon's user, and the users and groups in agent.toml, as the kernel identifies them."""
 
     users: frozenset[int] = frozenset()
     groups: frozenset[int] = frozenset()
 
     @classmethod
     def from_names(cls, users: Sequence[str], groups: Sequence[str]) -> PeerCredentialAuth:
-        """By name or number. Raises UsageError for a name that this machine does not know."""
+        """By name or number. Raises UsageError for a name that is unknown on this machine."""
         return cls(
             frozenset(_lookup_id(name, "users", lambda known: pwd.getpwnam(known).pw_uid) for name in users),
             frozenset(_lookup_id(name, "groups", lambda known: grp.getgrnam(known).gr_gid) for name in groups),
@@ -60,7 +62,7 @@ class PeerCredentialAuth:
 
     @property
     def socket_mode(self) -> int:
-        """The socket file's: no wider than it has to be, since the kernel's word is asked for in any case."""
+        """No wider than necessary, although the caller is identified in any case."""
         return 0o666 if self.users or len(self.groups) > 1 else 0o660 if self.groups else 0o600
 
     def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> str | AccessDenied:
@@ -75,7 +77,7 @@ class PeerCredentialAuth:
 
 
 class TokenAuth:
-    """Whoever knows the token in `file`, which is read again when it has changed. Thread-safe."""
+    """Admits callers with the token in `file`, which is read again after a change. Thread-safe."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -105,31 +107,30 @@ class TokenAuth:
         return f"the token's holder at {peer[0]}" if isinstance(peer, tuple) else "the token's holder"
 
     def matches(self, given: str) -> bool:
-        """Whether that is the token."""
         digest = self.signing_key()
-        # The digests are compared, so that not even the length of the token shows in the time this takes.
+        # Comparing digests also hides the token's length from a measurement of time.
         same = hmac.compare_digest(_digest(given.strip().encode("utf-8", "surrogateescape")), digest or b"")
         return same and digest is not None
 
     def signing_key(self) -> bytes | None:
-        """What only who has the token can know, to sign with; another token, another key. None without a token."""
+        """A key for signatures that changes with the token; None without one."""
         return None if self._file is None else self._read(self._file)[0]
 
     def problem(self) -> str:
-        """What is wrong with the token's file, "" if nothing: for the daemon to say at its start."""
+        """What is wrong with the token's file, "" if nothing."""
         return self._read(self._file)[1] if self._file is not None else ""
 
     def token(self) -> str | None:
-        """The token itself, to ask another daemon with; None if there is none that can be used."""
+        """The token itself, for requests to another daemon; None if there is no usable one."""
         if self._file is None or self._read(self._file)[0] is None:
             return None
         try:
             return read_token(self._file, "http.token_file")
-        except UsageError:  # it went between the two looks
+        except UsageError:  # it was removed between the two reads
             return None
 
     def _read(self, file: Path) -> tuple[bytes | None, str]:
-        """Its digest, or None and why."""
+        """Its digest, or None and the problem."""
         try:
             found = os.stat(file)
         except (OSError, ValueError) as error:
@@ -146,7 +147,7 @@ class TokenAuth:
 
 
 def read_token(file: Path, key: str) -> str:
-    """The token in `file`; `key` is what the sentence begins with. Raises UsageError, which never quotes the file."""
+    """The token in `file`; `key` begins the sentences. Raises UsageError, which never quotes the file."""
     token = read_secret(file, key)
     if len(token) < MIN_TOKEN_LENGTH or not token.isascii():
         raise UsageError(
@@ -161,7 +162,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _groups(sock: socket.socket) -> tuple[int, ...]:
-    """The peer's supplementary groups; none where the kernel does not tell."""
+    """The caller's supplementary groups; none where the kernel does not report them."""
     try:
         data = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MAX_GROUPS)
     except OSError:

@@ -1,7 +1,7 @@
-"""Listens for HTTP connections, bounded in number and time, with a thread for each.
+"""Accepts HTTP connections, bounded in number and time, with a thread for each.
 
-It exists so that neither a slow reader, nor a flood, nor a client that trickles ever costs the agent more than a few
-threads for a few seconds. It knows nothing of pages or of who may see them: handlers do. It never resolves a name.
+A slow reader, a flood, or a client that trickles bytes costs the agent a few threads for a few seconds. Host names are
+never resolved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("elasticd.http")
 
 @dataclass(slots=True)
 class _Connection:
-    """A connection. `until`: when it is cut; infinite once it was. `host`: whose. `heard`: what it asks is known."""
+    """`until`: when it is cut, infinite afterwards. `host`: the client's."""
 
     deadline: float
     thread: threading.Thread
@@ -35,17 +35,18 @@ class _Connection:
 
 
 class HttpListener(ThreadingHTTPServer):
-    """At most `most` connections at once, each cut after `connection_s` seconds.
+    """At most `max_connections` at once, each cut after `connection_s` seconds.
 
-    One too many takes the place of one that still asks, the oldest of whoever has most of those; else it is closed at
-    once. So who holds connections open keeps himself out, not the prober whose silence would cost a container.
+    One too many replaces the oldest connection, of the host that has most, whose request is not complete; if there is
+    none, it is closed. So a client that holds connections open shuts itself out, and not the prober that would kill a
+    container.
     """
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
     allow_reuse_port = False  # some Pythons' HTTPServer would share the port with another server
-    timeout = 0.0  # handle_request is only called when somebody waits
+    timeout = 0.0  # handle_request is called when a connection waits
 
     def __init__(
         self, address: Any, handler: type[BaseHTTPRequestHandler], *, connection_s: float, most: int, name: str
@@ -66,8 +67,8 @@ class HttpListener(ThreadingHTTPServer):
         self._serving.start()
 
     def _serve(self) -> None:
-        """Accept connections, and cut those that are late. It wakes up for nothing else: waiting costs nothing."""
-        with selectors.PollSelector() as selector:  # which takes no descriptor: there may be none left
+        """Accept connections, and cut expired ones. Waiting costs nothing."""
+        with selectors.PollSelector() as selector:  # it needs no descriptor: there may be none left
             selector.register(self.socket, selectors.EVENT_READ)
             selector.register(self._waker, selectors.EVENT_READ)
             while not self._closing:
@@ -75,10 +76,10 @@ class HttpListener(ThreadingHTTPServer):
                 if any(key.fileobj is self.socket for key, _ in ready):
                     try:
                         self.handle_request()
-                    except Exception:  # noqa: BLE001 one connection's trouble must not close the port to all others
-                        _log.warning("%s could not take a connection", self.name, exc_info=True)
+                    except Exception:  # noqa: BLE001 an error of one connection must not close the port for the others
+                        _log.warning("%s could not accept a connection", self.name, exc_info=True)
                         time.sleep(0.1)
-                # A socket's own timeout counts from byte to byte: a client that trickles would stay for ever.
+                # A socket's own timeout starts anew with every byte: a trickling client would stay for ever.
                 self.cut_expired(time.monotonic())
 
     def _until_next_cut(self) -> float | None:
@@ -87,7 +88,7 @@ class HttpListener(ThreadingHTTPServer):
         return None if first == math.inf else max(0.0, first - time.monotonic())
 
     def server_bind(self) -> None:
-        # HTTPServer's own looks its name up in DNS, which may take half a minute.
+        # HTTPServer's own resolves its name, which may take half a minute.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = "elasticd", 0
 
@@ -113,7 +114,8 @@ class HttpListener(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def _make_room(self) -> bool:
-        """Call with the lock. Threads that were cut need a moment to end: of those there are never more than `most`."""
+        """Call with the lock. Threads that were cut need a moment to end: there are never more than `max_connections`
+        of them."""
         counted = [(request, one) for request, one in self._connections.items() if one.deadline != math.inf]
         if len(counted) < self.max_connections:
             return len(self._connections) < 2 * self.max_connections
@@ -127,19 +129,18 @@ class HttpListener(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         try:
             super().shutdown_request(request)
-        finally:  # who closes the listener waits for those that are still in here
+        finally:  # `close` waits for the connections that are still in here
             with self._lock:
                 self._connections.pop(request, None)
 
     def extend(self, request: socket.socket, seconds: float) -> None:
-        """This connection has `seconds` from now on: what it asks for takes longer than asking."""
+        """Give this connection `seconds` from now on: its request is complete, and the answer takes longer."""
         with self._lock:
             one = self._connections.get(request)
             if one is not None and one.deadline != math.inf:
                 one.deadline, one.is_request_read = time.monotonic() + seconds, True
 
     def cut_expired(self, now: float) -> None:
-        """Cut every connection whose time is over at `now`."""
         with self._lock:
             for request, one in self._connections.items():
                 if now >= one.deadline:
@@ -148,12 +149,12 @@ class HttpListener(ThreadingHTTPServer):
     @staticmethod
     def _cut(request: socket.socket, one: _Connection) -> None:
         one.deadline = math.inf
-        # Not an SSLSocket's own, which would forget first that it is one.
+        # Not SSLSocket.shutdown, which would drop the encryption first.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(request, socket.SHUT_RDWR)
 
     def close(self, within: float) -> bool:
-        """Stop listening, cut every connection; True when every thread is gone within `within` seconds."""
+        """Stop listening, cut every connection; True when every thread has ended within `within` seconds."""
         until = time.monotonic() + within
         self._closing = True
         self._waker.wake()
@@ -168,7 +169,7 @@ class HttpListener(ThreadingHTTPServer):
             thread.join(max(0.0, until - time.monotonic()))
         stuck = [thread.name for thread in threads if thread.is_alive()]
         if stuck:
-            _log.warning("%s is closed, but %d threads of it did not end", self.name, len(stuck))
+            _log.warning("%s is closed, but %d of its threads did not end", self.name, len(stuck))
         return not stuck
 
     def threads(self) -> list[threading.Thread]:

@@ -1,8 +1,8 @@
-"""Which network interface has an address, so that gloo can be told to use it.
+"""Which network interface has an address, so that gloo uses it.
 
-Left alone, gloo (torch 2.13) listens on whatever this machine's host name resolves to, and on loopback where it does
-not: on a machine that calls itself 127.0.1.1, as Debian's do, no peer on another machine ever reaches it. It takes no
-address but an interface's name, and then the first address that getifaddrs(3) lists for it. This sends nothing.
+By default gloo (torch 2.13) listens on the address of this machine's host name, which is loopback on a machine that
+calls itself 127.0.1.1, as Debian does: no peer on another machine can then reach it. Gloo takes only an interface's
+name, and then the first address that getifaddrs(3) lists for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def gloo_environment(environ: Mapping[str, str], address: str) -> dict[str, str]:
-    """What workers need so that gloo listens where this node's `address` is; nothing if the person has chosen."""
+    """What workers need so that gloo listens at this node's `address`; nothing if the user has chosen."""
     interface = None if GLOO_VARIABLE in environ else interface_of(address)
     return {} if interface is None else {GLOO_VARIABLE: interface}
 
@@ -28,14 +28,14 @@ def interface_of(address: str) -> str | None:
     if isinstance(wanted, ipaddress.IPv6Address) and wanted.ipv4_mapped is not None:
         wanted = wanted.ipv4_mapped
     names = [name for name, ip in _addresses() if ip == wanted]
-    scope = address.partition("%")[2]  # a link-local address says itself which of several it is
+    scope = address.partition("%")[2]  # a link-local address names its interface
     if not names and wanted.is_loopback:
         names = [name for name, ip in _addresses() if ip.is_loopback]  # all of 127.0.0.0/8 is here
     return next((name for name in names if scope in ("", name)), None)
 
 
 class _IfAddrs(ctypes.Structure):
-    """struct ifaddrs, as far as it is read here (getifaddrs(3))."""
+    """The part of struct ifaddrs that is read here (getifaddrs(3))."""
 
 
 _IfAddrs._fields_ = (
@@ -47,7 +47,7 @@ _IfAddrs._fields_ = (
 
 
 def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """(interface, address) in the order that gloo sees them in."""
+    """(interface, address) in gloo's order."""
     libc = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_IfAddrs)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:

@@ -1,10 +1,9 @@
-"""A file descriptor that may block, behind a queue that may not: what the agent says never holds the agent up.
+"""Writes to a file descriptor that may block, from a queue that does not: our output never blocks the agent.
 
-A terminal under Ctrl-S, a pipe into a stopped pager or a reader that went away must cost nothing but the lines it does
-not take. Making the inherited descriptor non-blocking would do it, but that flag is shared with the workers and the
-shell. So one thread a descriptor writes, and everybody else only leaves bytes here. It never drops what it accepted
-while its descriptor works, and never splits one accepted piece to put another's bytes in between. A disk that is full
-costs what it does not take, and no line after that.
+A terminal under Ctrl-S, a stopped pager or a closed pipe costs only the lines that it does not take. The descriptor
+itself cannot be made non-blocking, since that flag is shared with the workers and the shell, so one thread a descriptor
+writes. Accepted pieces are never dropped while the descriptor works, and never interleaved. A full disk loses what it
+does not take, and no later line.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NonBlockingWriter:
-    """Writes what `put` is given to a duplicate of `fd`, in order."""
+    """Writes the pieces given to `put` to a duplicate of `fd`, in order."""
 
-    def __init__(self, fd: int, capacity: int = CAPACITY, name: str = "elasticd-outlet") -> None:
-        """A closed `fd` makes an outlet that is broken from the start; it swallows everything."""
+    def __init__(self, fd: int, capacity: int = CAPACITY, name: str = "elasticd-writer") -> None:
+        """A closed `fd` makes a writer that is broken from the start and discards everything."""
         self._capacity = capacity
         self._pieces: deque[bytes] = deque()
         self._pending_bytes = self._lost_bytes = 0
@@ -44,11 +43,11 @@ class NonBlockingWriter:
 
     @property
     def broken(self) -> bool:
-        """Nobody reads the other end any more, or there never was one."""
+        """The other end is closed, or never existed."""
         return self._broken
 
     def room(self) -> int:
-        """How many bytes `put` would accept now; a broken outlet accepts, and swallows, anything."""
+        """How many bytes `put` would accept now; a broken writer accepts and discards any number."""
         return self._capacity if self._broken else self._capacity - self._pending_bytes
 
     def empty(self) -> bool:
@@ -56,11 +55,11 @@ class NonBlockingWriter:
         return self._pending_bytes == 0
 
     def put(self, piece: bytes) -> bool:
-        """Leave bytes to be written. False, and nothing is written of them, when there is no room. Never blocks."""
+        """Queue bytes. False, with nothing queued, when there is no room. Never blocks."""
         with self._changed:
             if self._broken or self._closing or not piece:
                 return True
-            # An outlet with nothing to do takes any piece, or one larger than its capacity could never be written.
+            # An empty queue takes any piece: one larger than the capacity could never be written otherwise.
             if self._pending_bytes and self._pending_bytes + len(piece) > self._capacity:
                 return False
             self._pieces.append(piece)
@@ -69,16 +68,16 @@ class NonBlockingWriter:
             return True
 
     def when_drained(self, listener: Callable[[], None]) -> None:
-        """`listener` is called, on the outlet's thread, whenever there is room again; it must not block."""
+        """`listener` is called on the writer's thread whenever there is room again; it must not block."""
         self._listeners.append(listener)
 
     def flush(self, within: float) -> bool:
-        """Wait at most `within` seconds until everything accepted so far has been written; True when it was."""
+        """True when everything accepted so far has been written within `within` seconds."""
         with self._changed:
             return self._changed.wait_for(self.empty, within)
 
     def close(self, within: float = 1.0) -> bool:
-        """Write what is left for at most `within` seconds; True when all of it was written."""
+        """As `flush`, then end the thread."""
         until = time.monotonic() + within
         with self._changed:
             already, self._closing = self._closing, True
@@ -96,7 +95,7 @@ class NonBlockingWriter:
                 self._changed.notify_all()
             for listener in self._listeners:
                 listener()
-        # Not in `close`: a thread still stuck in write(2) would find the number given to somebody else's file.
+        # Not in `close`: for a thread stuck in write(2) the number could then mean another file.
         os.close(self._fd)
 
     def _next(self) -> bytes:
@@ -121,7 +120,7 @@ class NonBlockingWriter:
             try:
                 left = left[os.write(self._fd, left) :]
             except BlockingIOError:
-                # Whoever shares the descriptor made it non-blocking.
+                # Another process that shares the descriptor made it non-blocking.
                 poll = select.poll()
                 poll.register(self._fd, select.POLLOUT)
                 poll.poll(1000)
@@ -136,7 +135,8 @@ class NonBlockingWriter:
 
 
 def open_std_writers() -> tuple[NonBlockingWriter, NonBlockingWriter]:
-    """For standard output and error; one for both when they go to the same place, so that lines keep their order."""
+    """For standard output and error: one writer for both if they go to the same file, which keeps the order of
+    lines."""
     out = NonBlockingWriter(1, name="elasticd-stdout")
     return (out, out) if _same_file(1, 2) else (out, NonBlockingWriter(2, name="elasticd-stderr"))
 

@@ -1,7 +1,6 @@
-"""How the owner starts a program: the template, a cold worker, a cold store.
+"""Starts the owner's children: the template, a cold worker, a cold store.
 
-Standard library only, since the owner runs without site-packages. It never lets anything in a forked child return into
-the owner's loop.
+Standard library only: the owner runs without site-packages. A forked child never returns into the owner's loop.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import signal
 
 PR_SET_PDEATHSIG = 1
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that do not end the owner, and mean to its children what they would have meant without it."""
+"""They do not end the owner, and keep their usual meaning for its children."""
 
 
 def prctl(option: int, argument: int | bytes) -> None:
@@ -20,9 +19,9 @@ def prctl(option: int, argument: int | bytes) -> None:
 
 
 def spawn(argv: list[str], env: dict[str, str], cwd: str, stdout: str | None, stderr: str | None) -> int:
-    """Fork and exec as `Popen(start_new_session=True)` would; the parent's death is the child's."""
+    """Fork and exec as `Popen(start_new_session=True)` would; the child dies with its parent."""
     owner = os.getpid()
-    # Our handlers are the child's until it execs: a signal in between waits for the default action, or is lost.
+    # Until its exec the child has our handlers: a signal in between waits for the default action.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     pid = os.fork()
     if pid:
@@ -43,15 +42,15 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, stdout: str | None, st
         redirect(stdout, stderr)
         os.chdir(cwd)
         os.execvpe(argv[0], argv, env)
-    except BaseException as error:  # noqa: BLE001 this is a forked child: nothing may go back to the owner's loop
-        # A name that is not UTF-8 can be neither started nor written as it is.
+    except BaseException as error:  # noqa: BLE001 a forked child must not return into the owner's loop
+        # The name may contain bytes that are not UTF-8.
         os.write(2, f"elasticd: cannot start {argv[0]}: {error}\n".encode("utf-8", "backslashreplace"))
     finally:
         os._exit(127)
 
 
 def redirect(stdout: str | None, stderr: str | None) -> None:
-    """Append this process' output to files; None leaves a stream as inherited. The files are the owner's alone."""
+    """Append this process' output to files with mode 0600; None keeps a stream as inherited."""
     for path, fd in ((stdout, 1), (stderr, 2)):
         if path is not None:
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

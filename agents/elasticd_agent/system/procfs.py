@@ -1,8 +1,7 @@
-"""What /proc says of processes: the state of one, what whole trees have used, and who belongs to which tree.
+"""Processes as /proc shows them: the state of one, what whole trees have used, and which process belongs to which tree.
 
-It exists so that a rank that works can be told from one that waits, whatever children do its work. It reads only files
-that the kernel answers at once, also for a process that is stuck: never cmdline, environ, maps or anything else that
-waits for the process's memory lock. It judges nothing, and a process that ends meanwhile is no error.
+Only files that the kernel answers at once are read, also for a stuck process: never cmdline, environ, maps or another
+file that waits for the process's memory lock. A process that ends meanwhile is no error.
 """
 
 from __future__ import annotations
@@ -16,16 +15,13 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _READ_LIMIT = 4096
 """A stat line is below 400 bytes, an io file below 200."""
 _FLAGS, _PF_EXITING = 6, 0x4
-"""Where a stat line has them, behind the name, and what says that the thread is on its way out (linux/sched.h)."""
+"""The flags' index behind the name in a stat line, and the flag of a thread that exits (linux/sched.h)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of a whole process tree so far: processor seconds, and bytes read and written.
-
-    Bytes count when a system call moves them, and when a disk does: one that is read from a disk counts twice, so that
-    both what a cache answers and what is read through a map are seen.
-    """
+    """Of a whole process tree so far. Bytes count when a system call moves them, and again when a disk does, so that
+    both cached reads and reads through a memory map are counted."""
 
     cpu_s: float
     io_bytes: int
@@ -33,7 +29,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """One process. `cpu_s` has that of children which ended and were waited for; `started` is in ticks since boot."""
+    """One process. `cpu_s` includes reaped children; `started` is in ticks since boot."""
 
     pid: int
     comm: str
@@ -66,20 +62,19 @@ def parse_io(text: bytes) -> int:
 
 
 def state(pid: int) -> str:
-    """The state letter of the process ("R", "S", "D", "T" stopped, "t" traced, "Z", …); "" if it is gone. 6 µs."""
+    """The state letter ("R", "S", "D", "T" stopped, "t" traced, "Z", …); "" if the process has ended. 6 µs."""
     found = stat(pid)
     return found.state if found is not None else ""
 
 
 def condition(pid: int) -> str:
-    """As `state`, but "X" of one that is ending: of all threads the main one becomes a zombie first, and the last one
-    may have a driver's memory to give back, for seconds."""
+    """As `state`, but "X" for a process that is ending: its main thread becomes a zombie first, while another one may
+    free a driver's memory for seconds."""
     found = state(pid)
     return "X" if found == "Z" and not _has_live_thread(pid) else found
 
 
 def _has_live_thread(pid: int) -> bool:
-    """A thread of the process is neither dead nor dying."""
     try:
         tids = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -92,7 +87,7 @@ def _has_live_thread(pid: int) -> bool:
 
 
 def stat(pid: int) -> Stat | None:
-    """The process; None if it is gone."""
+    """The process; None if it has ended."""
     line = read(f"/proc/{pid}/stat")
     try:
         return parse_stat(line)
@@ -101,16 +96,15 @@ def stat(pid: int) -> Stat | None:
 
 
 def usage(pids: Sequence[int]) -> dict[int, Usage]:
-    """What the trees of these processes have used so far; those that are gone are left out."""
+    """What the trees of these processes have used so far; ended processes are left out."""
     return UsageReader().read(pids)
 
 
 class UsageReader:
-    """The same again and again, of the same processes: who belongs to nobody of them is looked at once.
+    """`usage`, again and again for the same processes: unrelated processes are read once.
 
-    A look costs 6 µs a process, a machine with many cores has thousands, most of them the kernel's, and a group whose
-    steps take seconds is looked at all the time. It relies on this: who is not below a process, nor in its session,
-    never gets there later. A process id that is given to another process between two calls may be missed.
+    Reading costs 6 µs a process, and a machine with many cores has thousands. A process that is neither below another
+    one nor in its session never gets there later. A process id that is reused between two calls may be missed.
     """
 
     def __init__(self) -> None:
@@ -118,7 +112,6 @@ class UsageReader:
         self._unrelated: set[int] = set()
 
     def read(self, pids: Sequence[int]) -> dict[int, Usage]:
-        """What the trees of these processes have used so far; those that are gone are left out."""
         if tuple(pids) != self._pids:
             self._pids, self._unrelated = tuple(pids), set()
         everyone = all_pids()
@@ -136,7 +129,7 @@ class UsageReader:
 
 
 def all_pids() -> set[int]:
-    """The ids of all processes; none where there is no file descriptor left to look with."""
+    """None where no file descriptor is left to look with."""
     try:
         return {int(name) for name in os.listdir("/proc") if name.isdigit()}
     except OSError:
@@ -144,16 +137,16 @@ def all_pids() -> set[int]:
 
 
 def scan(pids: Iterable[int] | None = None) -> dict[int, Stat]:
-    """Every process there is, or those of `pids`. 6 µs each."""
+    """Every process, or those of `pids`. 6 µs each."""
     found = map(stat, all_pids() if pids is None else pids)
     return {one.pid: one for one in found if one is not None}
 
 
 def trees(roots: Iterable[int], processes: Iterable[Stat]) -> dict[int, tuple[int, ...]]:
-    """By root all its descendants and itself, in order of discovery. Pure.
+    """For each root all of its descendants and itself, in order of discovery. Pure.
 
-    A process whose parent has ended is somebody else's child, but stays in its session: where a root leads a session,
-    as workers do, everyone in it counts as its own. A root within another's tree belongs to both.
+    A process whose parent has ended has another parent, but stays in its session: a root that leads a session, as
+    workers do, owns all of it. A root within another's tree belongs to both.
     """
     below: dict[int, list[int]] = {}
     led: dict[int, list[int]] = {}
@@ -176,7 +169,7 @@ def trees(roots: Iterable[int], processes: Iterable[Stat]) -> dict[int, tuple[in
 
 
 def read(path: str, most: int = _READ_LIMIT) -> bytes:
-    """The file's first `most` bytes; b"" if it is not there, not ours to read, or its process has just ended."""
+    """The file's first `most` bytes; b"" if it does not exist, is not readable, or its process has just ended."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

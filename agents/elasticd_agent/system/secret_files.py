@@ -1,8 +1,4 @@
-"""Files that hold one secret: a token, a password, a private key. Nobody else may read them.
-
-It exists so that a secret that is not one is refused before anything listens, in the same words for all of them. What
-is in the file is never part of a sentence.
-"""
+"""Files that hold one secret: a token, a password, a private key. A sentence never quotes their content."""
 
 from __future__ import annotations
 
@@ -13,13 +9,12 @@ from pathlib import Path
 from elasticd.errors import UsageError
 
 MAX_LENGTH = 1024
-"""Characters; a file that holds more is another file than was meant."""
+"""Characters; a longer file is not a secret."""
 
 
 def find_problem(path: Path) -> str | None:
-    """What is wrong with `path` as a secret's file and what would be right, or None. It must be no one else's to read;
-    its group may, as mounted secrets in containers are made.
-    """
+    """What is wrong with `path` as a secret's file and what would be right, or None. Its group may read it, as with
+    secrets mounted into containers."""
     try:
         found = path.stat()
     except OSError as error:
@@ -36,7 +31,7 @@ def find_problem(path: Path) -> str | None:
 
 
 def read_secret(path: Path, key: str) -> str:
-    """The one line `path` holds. `key` is what the sentence begins with. Raises UsageError."""
+    """The one line in `path`. `key` begins the sentences. Raises UsageError."""
     wrong = find_problem(path)
     if wrong is not None:
         raise UsageError(f"{key}: {wrong}")

@@ -1,8 +1,8 @@
-"""The round's store as a process of its own, for groups that were not forked from a template.
+"""Serves the round's TCPStore: `python tcp_store.py HOST LISTEN_FD CHANNEL_FD` in a cold start, `serve` in a forked
+store.
 
-Runs with the job's interpreter as `python store.py HOST LISTEN_FD CHANNEL_FD`; `serve` is also what the
-template's forked store calls. It ends when the owner closes the channel or dies, and by no signal that means the job:
-the workers' last words before a stop go through it.
+The process ends when the owner closes the channel or dies, and by no signal sent to the whole job: the workers use the
+store up to their end.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def serve(tcp_store: Callable[..., Any] | None, host: str, listen_fd: int, channel: socket.socket) -> None:
-    """Serve a TCPStore on an already listening socket until the channel's end of file.
+    """Serve a TCPStore on a listening socket until the channel's end of file.
 
-    Clients may connect before this is called: they wait in the listening socket's backlog. Without torch (None) there
-    is nothing to serve and nobody who could ask for it: the job is no training job, and runs all the same.
+    Clients that connect earlier wait in the socket's backlog. Without torch (None) the job cannot use a store, and none
+    is served.
     """
     for number in IGNORED_SIGNALS:  # batch systems signal every process of a job
         signal.signal(number, signal.SIG_IGN)
@@ -34,7 +34,7 @@ def serve(tcp_store: Callable[..., Any] | None, host: str, listen_fd: int, chann
 
 
 def start(tcp_store: Callable[..., Any], host: str, listen_fd: int) -> Any:
-    """The store, listening. It closes the descriptor when it goes."""
+    """The store, listening. It closes the descriptor when it is deleted."""
     with socket.socket(fileno=os.dup(listen_fd)) as listener:
         port = listener.getsockname()[1]
     given = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listen_fd}
@@ -42,7 +42,7 @@ def start(tcp_store: Callable[..., Any], host: str, listen_fd: int) -> Any:
 
 
 def serving(tcp_store: Callable[..., Any]) -> Callable[..., Any]:
-    """`tcp_store` for a socket that listens already, which torch 2.6 serves by its older backend only."""
+    """`tcp_store` for a socket that listens already; torch 2.6 supports that only in its older backend."""
 
     def made(*place: Any, **how: Any) -> Any:
         try:

@@ -1,8 +1,8 @@
-"""The environment a worker sees: torchrun's, variable for variable, and elasticd's own beside it.
+"""The environment of a worker: torchrun's, variable for variable, and elasticd's own.
 
-Pure. The names and meanings are those of torch.distributed.elastic's local agent (torch 2.13), also where nodes have
-different numbers of slots or different roles. MASTER_PORT is added when the group starts: by the
-owner, which knows where the round's store listens, or with MASTER_ADDR when that store is another node's.
+Pure. Names and meanings are those of torch.distributed.elastic's local agent (torch 2.13), also where nodes have
+different numbers of slots or different roles. MASTER_PORT is added when the group starts: by the owner, or with
+MASTER_ADDR when the round's store is on another node.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from elasticd_agent.model.records import Round
 
 FR_BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 FR_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""The new and the old name of one setting. Older torch knows the old ones only; newer ones prefer the new ones, but
-whether there is a dump pipe is decided by the old one alone (ProcessGroupNCCL.hpp, 2.13 too): so both are set alike."""
+"""The new and the old name of one setting. Older torch knows the old names only, and the old one alone decides about
+the dump pipe (ProcessGroupNCCL.hpp, 2.13 too), so both are set alike."""
 FR_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 NCCL_DEFAULTS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "600",
 }
-"""What docs/nccl.md explains, one by one."""
+"""docs/nccl.md explains each of them."""
 FR_ENTRIES = "2000"
-"""The newest torch's own default; older ones record nothing unless asked to."""
+"""The newest torch's default; older ones record nothing by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPaths:
-    """Where one worker's files are."""
-
     heartbeat: str
     events: str
     error_file: str
@@ -51,10 +49,9 @@ def worker_environment(
     checkpoint_dir: str | None,
     virtual_local_rank: bool = False,
 ) -> dict[str, str]:
-    """What differs from the job's base environment for the worker with `local_rank` on `node`.
+    """The difference from the job's base environment, for the worker with `local_rank` on `node`.
 
-    `master_addr` is where the workers on this node reach this round's store if it is here: with several nodes, the
-    literal address by which other nodes reach it, too.
+    `master_addr` is the address of this node for the workers: with several nodes, the literal one that other nodes use.
     """
     ranks = round.ranks(node)
     rank, world = ranks[local_rank], round.world_size
@@ -87,9 +84,9 @@ def worker_environment(
 
 
 def role_rank_and_size(round: Round, node: str, role: str) -> tuple[int, int]:
-    """ROLE_RANK of the first worker on `node`, and ROLE_WORLD_SIZE: ranks as if the nodes of this role were alone.
+    """ROLE_RANK of the first worker on `node`, and ROLE_WORLD_SIZE: ranks among the nodes of this role.
 
-    Members whose planner knew no roles have this one: such a planner's job had one.
+    Members from a planner without roles count as having this role.
     """
     alike = [m for m in round.members if m.node == node or m.role in ("", role)]
     here = next(at for at, m in enumerate(alike) if m.node == node)
@@ -97,9 +94,9 @@ def role_rank_and_size(round: Round, node: str, role: str) -> tuple[int, int]:
 
 
 def nccl_environment(given: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """What workers on a machine with GPUs get besides, so that a hung NCCL collective leaves evidence in `directory`.
+    """Settings with which a hung NCCL collective leaves evidence in `directory`.
 
-    `given` is what the user has set, which is left as it is: under either of its names, where a setting has two.
+    `given` is the user's environment, which takes precedence, under either name of a setting with two.
     """
     wanted = {FR_PIPE: str(directory / "nccl-pipe-"), **NCCL_DEFAULTS}
     for names, value in ((FR_BUFFER, FR_ENTRIES), (FR_FILE, str(directory / "nccl-flight-"))):
@@ -109,7 +106,7 @@ def nccl_environment(given: Mapping[str, str], directory: Path) -> dict[str, str
 
 
 def flight_recorder(env: Mapping[str, str], rank: int) -> tuple[Path, Path] | None:
-    """The pipe to write to (anything) for a dump by `rank`, and the file it then writes; None if it has none."""
+    """The pipe that triggers a dump by `rank` (write anything), and the file it writes; None without a recorder."""
     pipe, file = env.get(FR_PIPE, ""), next((env[name] for name in FR_FILE if name in env), "")
     entries = next((env[name] for name in FR_BUFFER if name in env), "0")
     if not pipe or not file or not entries.isdigit() or int(entries) == 0:
@@ -118,5 +115,5 @@ def flight_recorder(env: Mapping[str, str], rank: int) -> tuple[Path, Path] | No
 
 
 def visible_devices(slots: tuple[int, ...], devices: tuple[str, ...], only: int | None = None) -> str:
-    """CUDA_VISIBLE_DEVICES for the slots in use: a slot is an index into `devices`, LOCAL_RANK one into the result."""
+    """CUDA_VISIBLE_DEVICES: a slot is an index into `devices`, LOCAL_RANK one into the result."""
     return ",".join(devices[slot] for slot in (slots if only is None else (slots[only],)))

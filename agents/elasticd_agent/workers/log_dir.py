@@ -1,7 +1,7 @@
 """The log directory: `round-<N>/rank-<R>/{stdout.log,stderr.log,error.json}`, one job at a time, nothing overwritten.
 
-A restart gets a directory of its own because round numbers only grow, within a job and, by `highest_round`, from one
-job to the next in the same directory. Only whole rounds are ever deleted here, the oldest first, beyond `KEEP_ROUNDS`.
+Round numbers only grow, within a job and, by `highest_round`, from one job to the next, so each restart gets its own
+directory. Whole rounds are deleted, the oldest first, beyond KEEP_ROUNDS.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from elasticd.errors import UsageError
 
-# With 2 files a rank of at most 128 MiB each this is generous; a job that restarts forever still fills no disk.
+# With two files of at most 128 MiB a rank this bounds the disk usage of a job that restarts for ever.
 KEEP_ROUNDS = 100
 LOCK = ".elasticd.lock"
 _ROUND = re.compile(r"round-([1-9][0-9]*)")
@@ -25,10 +25,10 @@ _log = logging.getLogger("elasticd.logs")
 
 
 class LogDirectory:
-    """Held by one job from construction to `close`. Several agents of the same job and run may share it."""
+    """Locked by one job from construction to `close`. Several agents of the same job and run may share it."""
 
     def __init__(self, path: Path, job: str, run: str) -> None:
-        """Makes `path` (0700) if need be. Raises UsageError when that fails or another job writes there now."""
+        """Creates `path` (0700). Raises UsageError if that fails, or another job writes there."""
         self.path = path
         self._fd = -1
         try:
@@ -56,7 +56,7 @@ class LogDirectory:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-            _log.warning("--log-dir %s: this file system has no locks; nothing keeps two jobs apart there", self.path)
+            _log.warning("--log-dir %s: this file system has no locks; two jobs could mix their logs there", self.path)
             return
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{_holder_name(job, run)} pid {os.getpid()}\n".encode("utf-8", "replace"), 0)
@@ -68,7 +68,7 @@ class LogDirectory:
         return highest_round(self.path)
 
     def prune(self, keep: int, current: int) -> list[Path]:
-        """Delete the oldest rounds beyond the newest `keep`, never `current` or newer. Returns what was deleted."""
+        """Delete the oldest rounds beyond the newest `keep`, never `current` or newer. Returns the deleted paths."""
         old = [number for number in _rounds(self.path)[: -keep or None] if number < current]
         deleted = [self.path / f"round-{number}" for number in old]
         for path in deleted:
@@ -76,14 +76,14 @@ class LogDirectory:
         return deleted
 
     def close(self) -> None:
-        """Let another job have the directory. Safe to call again."""
+        """Safe to call again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def highest_round(path: Path) -> int:
-    """The highest round that has logs in `path`; 0 when there is none, or no such directory."""
+    """The highest round with logs in `path`; 0 if there is none."""
     return max(_rounds(path), default=0)
 
 

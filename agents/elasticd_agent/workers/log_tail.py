@@ -1,9 +1,9 @@
-"""One thread that follows the workers' log files: shows them on the console, and keeps each of them bounded.
+"""Follows the workers' log files in one thread: shows them on the console, and bounds the size of each.
 
-Workers write into the files themselves, so neither the console nor this thread, nor the agent's death, can ever block
-them. The files are also the buffer: what the console does not take yet simply stays there to be read later. A file
-above its limit is copied to `<name>.1` and truncated, as logrotate's copytruncate does; what a worker writes between
-the last copy and the truncation, microseconds, is lost. Bytes are passed on as they are, whatever their encoding.
+Workers write into the files themselves, so the console, this thread and the agent's death never block them. The files
+are also the buffer: output that the console does not take yet is read later. A file above its limit is copied to
+`<name>.1` and truncated, as by logrotate's copytruncate; output between the last copy and the truncation, microseconds,
+is lost. Bytes pass unchanged, whatever their encoding.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 
 LIMIT = 64 << 20
-# torchrun's own, too: short to the eye, and a dozen system calls a second for each file.
+# As torchrun's: short for a reader, and a dozen system calls a second for each file.
 INTERVAL_S = 0.1
-# A file's end is waited for that long after its writers are gone, should the console not take it any faster.
+# How long a slow console delays the next round's output, after a round's workers have ended.
 FINISH_S = 5.0
 _CHUNK = 64 * 1024
 _COPY = 1 << 20
@@ -32,14 +32,14 @@ _log = logging.getLogger("elasticd.logs")
 
 @dataclass(frozen=True, slots=True)
 class LineFilter:
-    """Lines with any of `needles` in them are also appended to `path`, prefix included."""
+    """Lines that contain one of `patterns` are also appended to `path`, with their prefix."""
 
     path: Path
     patterns: tuple[bytes, ...]
 
 
 class TailedFile:
-    """One file of one worker: how far it was read, and what is still to be shown of it. Used by the tail's thread."""
+    """One file of one worker, read by the tailer's thread."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class TailedFile:
         filter: LineFilter | None = None,
         limit: int = LIMIT,
     ) -> None:
-        """Opens `path`, made 0600 if need be. `outlet` None: the file is kept bounded, not shown. Raises OSError."""
+        """Opens or creates `path` (0600). Without an `outlet` the file is bounded, not shown. Raises OSError."""
         self.number, self._path, self._name, self._limit = number, path, name, limit
         self._outlet, self._prefix, self._filter = outlet, prefix, filter
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -60,9 +60,9 @@ class TailedFile:
         self._partial = b""
 
     def poll(self, show: bool) -> bool:
-        """Read and show a piece if `show`, bound the file. True when there is more to do at once."""
+        """Show the next piece if `show`, and bound the file. True when more can be shown at once."""
         size = os.fstat(self._fd).st_size
-        if size < self._position:  # somebody else truncated it
+        if size < self._position:  # another program truncated it
             self._position = 0
         behind = False
         if self._outlet is not None and show:
@@ -72,11 +72,11 @@ class TailedFile:
         return behind
 
     def done(self) -> bool:
-        """Everything that was written has been shown, but for a last line without an end."""
+        """Everything written has been shown, except a last line without an end."""
         return self._caught_up(os.fstat(self._fd).st_size)
 
     def close(self) -> None:
-        """Show the last line even though it has no end, and say what else was not shown."""
+        """Show a last line without an end, and report how much was not shown."""
         if self._partial:
             self._emit(self._lines(b"\n"))
         with suppress(OSError):
@@ -105,14 +105,14 @@ class TailedFile:
         data = os.pread(self._fd, _CHUNK, self._position)
         whole = len(data) == _CHUNK
         if not self._prefix:
-            # Another worker's output may come between two pieces, so end a piece with a line where there is one.
+            # Another worker's output may follow a piece, so a piece ends with a line if it contains one.
             data = data[: data.rfind(b"\n") + 1] or data
         self._position += len(data)
         self._emit(self._lines(data) if self._prefix else data)
         return whole
 
     def _lines(self, data: bytes) -> bytes:
-        """The lines complete by now, each behind the prefix. As with torchrun, a carriage return ends a line, too."""
+        """The complete lines, each after the prefix. As with torchrun, a carriage return ends a line, too."""
         data = self._partial + data
         if b"\r" in data:
             tail = b"\r" if data.endswith(b"\r") else b""
@@ -146,7 +146,7 @@ class TailedFile:
         try:
             copied = self._copy(backup, max(0, size - self._limit))
         except OSError as error:
-            # Most likely the disk is full: the promise is that logs do not fill it, so the old output goes.
+            # Most likely the disk is full. Logs must not fill it, so the old output is dropped.
             _log.warning("%s: its first %d MiB could not be kept: %s", self._path, size >> 20, error.strerror or error)
             with suppress(OSError):
                 backup.unlink()
@@ -157,10 +157,10 @@ class TailedFile:
         self._position = 0
 
     def _copy(self, backup: Path, start: int) -> int:
-        """Copy from `start` to the end, wherever that is by then; returns where that was."""
+        """Copy from `start` to the end, wherever that is by then; returns its position."""
         fd = os.open(backup, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            # A worker that writes faster than this copies is cut off here: it would never end.
+            # A worker may write faster than this copies: the copy has a limit.
             end = start + 2 * self._limit
             while start < end and (data := os.pread(self._fd, _COPY, start)):
                 left = memoryview(data)
@@ -182,7 +182,7 @@ def _rotated_path(path: Path) -> Path:
 
 
 class LogTailer:
-    """The thread. Files are followed from `follow` until they are read to their end after `finish`, or `close`."""
+    """Files are followed from `follow` until they are read to their end after `finish`, or `close`."""
 
     def __init__(self, outlets: Iterable[NonBlockingWriter] = (), interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s
@@ -202,18 +202,18 @@ class LogTailer:
             self._files.append(file)
 
     def finish(self, number: int, within: float = FINISH_S) -> None:
-        """The round's writers are gone: read to the end, for at most `within` seconds, then let go."""
+        """The round's workers have ended: read to the end, for at most `within` seconds, then close the files."""
         with self._lock:
             self._finish_by.setdefault(number, time.monotonic() + within)
         self._wake.set()
 
     def run_later(self, task: Callable[[], object]) -> None:
-        """Have the thread do something slow, once."""
+        """Run a slow task once, in the thread."""
         with self._lock:
             self._tasks.append(task)
 
     def close(self, within: float = 2.0) -> bool:
-        """Show what is left for at most `within` seconds; True when the thread has ended."""
+        """Show the rest for at most `within` seconds; True when the thread has ended."""
         with self._lock:
             self._closing = True
             numbers = {file.number for file in self._files}
@@ -243,7 +243,7 @@ class LogTailer:
         more, gone, oldest_behind = False, [], None
         for file in files:
             try:
-                # A round's last words come before the next round's first.
+                # A round's last lines precede the next round's first.
                 show = oldest_behind is None or file.number == oldest_behind
                 more |= file.poll(show)
                 done = file.done()

@@ -1,7 +1,7 @@
-"""Worker logs of one job on one node: says for each worker where its output goes, and keeps the console fed from there.
+"""Worker logs of one job on one node: where each worker's output goes, and which files the console shows.
 
-It never stands between a worker and its output: workers write to files or to what they inherit. A log directory that
-stops working costs the logs, never a start: the output then goes to the console.
+Workers write to files or to inherited descriptors. A log directory that fails costs the logs, never a start: the output
+then goes to the console.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 @dataclass(frozen=True, slots=True)
 class WorkerFiles:
-    """Where one worker's output goes: paths, None to inherit the agent's; and its TORCHELASTIC_ERROR_FILE."""
-
     stdout: str | None
     stderr: str | None
     error: str
 
 
 class JobLogs:
-    """Belongs to the deciding thread; what is slow happens on the tail's."""
+    """Belongs to the deciding thread; slow operations run on the tailer's."""
 
     def __init__(
         self,
@@ -44,8 +42,8 @@ class JobLogs:
         limit: int = LIMIT,
         keep_rounds: int = KEEP_ROUNDS,
     ) -> None:
-        """`template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE; `runtime` is where error files go when there are no
-        log files. Raises UsageError when the log directory cannot be used."""
+        """`template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE; `runtime` takes error files if there are no log files.
+        Raises UsageError if the log directory cannot be used."""
         self._spec, self._runtime, self._log, self._template = spec, runtime, log, template
         self._outlets = {Streams.OUT: out, Streams.ERR: err}
         self._limit, self._keep_rounds = limit, keep_rounds
@@ -55,17 +53,17 @@ class JobLogs:
             base = spec.log_dir
             if base is None:
                 base = Path(tempfile.mkdtemp(prefix="elasticd_logs_"))
-                log(f"worker logs go to {base}, which nobody deletes; --log-dir chooses another place")
+                log(f"worker logs go to {base}, which is never deleted; --log-dir chooses another directory")
             self._directory = LogDirectory(base, spec.job_id, spec.run)
             self._tail = LogTailer({out, err})
         self._newest = 0
 
     def highest_round(self) -> int:
-        """The highest round number that has logs here from before; a new job's rounds must start above it."""
+        """The highest round with logs here; a new job's rounds start above it."""
         return 0 if self._directory is None else self._directory.highest_round()
 
     def worker(self, number: int, local_rank: int, rank: int) -> WorkerFiles:
-        """Make what the worker of round `number` needs, and follow it."""
+        """Create the files of a worker of round `number`, and follow them."""
         if self._directory is None or self._tail is None:
             return self._without_files(number, local_rank, rank)
         directory, tail = self._directory, self._tail
@@ -83,19 +81,18 @@ class JobLogs:
         return WorkerFiles(out, err, str(rank_dir / "error.json"))
 
     def evidence_dir(self, number: int) -> Path:
-        """Where the evidence of a hang in round `number` belongs; made by whoever writes it."""
+        """The directory for evidence of a hang in round `number`, created by its writer."""
         if self._directory is None:
             own = Path(tempfile.gettempdir()) / f"elasticd-evidence-{os.getuid()}" / self._spec.job_id
             return own / f"round-{number}" / "evidence"
         return self._directory.rank_dir(number, 0).with_name("evidence")
 
     def group_ended(self, number: int) -> None:
-        """Nobody writes to the round's files any more."""
         if self._tail is not None:
             self._tail.finish(number)
 
     def close(self, within: float = 2.0) -> None:
-        """Show what is left, for at most `within` seconds, and let go of the directory. Safe to call again."""
+        """Show the rest, for at most `within` seconds. Safe to call again."""
         if self._tail is not None:
             self._tail.close(within)
         if self._directory is not None:

@@ -1,8 +1,8 @@
 """Pure: where a worker's output goes, by torchrun's --redirects, --tee and --local-ranks-filter, and our --log-dir.
 
-torchrun's rules are those of `DefaultLogsSpecs.reify` in torch/distributed/elastic/multiprocessing/api.py. One thing is
-added: --log-dir without --redirects and --tee, which there holds nothing but error files, keeps a copy of everything
-and shows the output as usual, without a prefix.
+The rules are those of `DefaultLogsSpecs.reify` in torch/distributed/elastic/multiprocessing/api.py, and one more:
+--log-dir without --redirects and --tee, which keeps only error files there, keeps a copy of all output here and also
+shows it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ STREAM_NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
 
 @dataclass(frozen=True, slots=True)
 class OutputTarget:
-    """Where one stream goes. `path` None: it is the agent's own, inherited. `shown`: the file is copied to the console,
-    every line behind `prefix`."""
+    """`path` None: the inherited descriptor. `tailed`: the file is shown on the console, each line after `prefix`."""
 
     path: Path | None = None
     tailed: bool = False
@@ -32,14 +31,14 @@ DISCARDED = OutputTarget(Path(os.devnull))
 
 
 def keeps_files(spec: JobSpec) -> bool:
-    """Whether any worker's output goes to files; log_dir None then means a temporary directory."""
+    """Whether any worker's output goes to files; without a log_dir these are in a temporary directory."""
     if spec.log_dir == Path(os.devnull):
         return False
     return spec.log_dir is not None or _redirects_or_tees(spec)
 
 
 def plan_stream(spec: JobSpec, which: Streams, rank_dir: Path, local_rank: int, prefix: bytes) -> OutputTarget:
-    """Where stream `which` (OUT or ERR) of `local_rank` goes; `rank_dir` is where its files would be."""
+    """The target of stream `which` (OUT or ERR) of `local_rank`; `rank_dir` is the directory for its files."""
     shown_rank = spec.local_ranks_filter is None or local_rank in spec.local_ranks_filter
     if not keeps_files(spec):
         return INHERITED if shown_rank else DISCARDED
@@ -54,7 +53,7 @@ def plan_stream(spec: JobSpec, which: Streams, rank_dir: Path, local_rank: int, 
 
 
 def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> bytes:
-    """What --tee puts before each line; `template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, a string.Template."""
+    """The prefix of --tee; `template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, a string.Template."""
     text = f"[{role}{local_rank}]:"
     if template:
         text = Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
