@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from elasticd_agent.workers.launcher import reaping as endings
+from elasticd_agent.system import process as endings
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _MARK = f"TESTS_OF_ELASTICD={os.getpid()}.{time.monotonic_ns()}"  # not ELASTICD_…: daemons keep those from jobs

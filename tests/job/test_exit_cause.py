@@ -6,7 +6,7 @@ import pytest
 
 from elasticd_agent.job.exit_cause import describe_exception as raised_words
 from elasticd_agent.job.exit_cause import describe_exit, describe_peer_loss, is_secondary, may_be_secondary, user_error
-from elasticd_agent.model.messages import ExitStatus, WorkerExited, WorkerExitReport
+from elasticd_agent.model.messages import ExitReport, ExitStatus, WorkerExited
 
 # As torch 2.13 raised it in a survivor whose gloo peer was killed.
 GLOO = (
@@ -15,12 +15,12 @@ GLOO = (
 )
 
 
-def ended(code: int, words: WorkerExitReport | None) -> WorkerExited:
+def ended(code: int, words: ExitReport | None) -> WorkerExited:
     return WorkerExited(1, 0, 0, 0, ExitStatus.of(code), words, 0.0)
 
 
 def raised(type_: str, message: str = "", bases: tuple[str, ...] = ()) -> WorkerExited:
-    return ended(1, WorkerExitReport("exception", type_, message, "Traceback …", bases))
+    return ended(1, ExitReport("exception", type_, message, "Traceback …", bases=bases))
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def raised(type_: str, message: str = "", bases: tuple[str, ...] = ()) -> Worker
         (raised("KeyboardInterrupt"), None, True),
         (raised("elasticd.errors.ElasticdError", "on rank 0: OSError: [Errno 20] Not a directory"), None, True),
         (raised("elasticd.errors.ElasticdError", "on rank 1"), "elasticd.errors.ElasticdError", False),
-        (ended(2, WorkerExitReport("exit", "SystemExit", "2", "")), "SystemExit", False),
-        (ended(3, WorkerExitReport("exit", "SystemExit", "3", "")), None, False),
+        (ended(2, ExitReport("exit", "SystemExit", "2", "")), "SystemExit", False),
+        (ended(3, ExitReport("exit", "SystemExit", "3", "")), None, False),
         (ended(-9, None), None, False),
         (ended(3, None), None, False),
-        (ended(-6, WorkerExitReport("exception", "ValueError", "", "")), None, False),
+        (ended(-6, ExitReport("exception", "ValueError", "", "")), None, False),
     ],
 )
 def test_whose_fault(exit: WorkerExited, is_mistake: str | None, is_victim: bool) -> None:
@@ -75,7 +75,7 @@ def test_whose_fault(exit: WorkerExited, is_mistake: str | None, is_victim: bool
         (raised("torch.OutOfMemoryError"), False),
         # a script's own
         (raised("ValueError", "Connection closed by peer"), False),
-        (ended(1, WorkerExitReport("exit", "SystemExit", "1", "")), False),
+        (ended(1, ExitReport("exit", "SystemExit", "1", "")), False),
         (ended(-9, None), False),
         (ended(3, None), False),
     ],
@@ -112,7 +112,7 @@ def test_a_victim_is_said_to_have_lost_only_what_it_has_lost(exit: WorkerExited,
         (raised("torch.OutOfMemoryError", "CUDA out of memory"), "raised torch.OutOfMemoryError: CUDA out of memory"),
         (raised("RuntimeError", GLOO), ""),
         (raised("TimeoutError"), ""),
-        (ended(3, WorkerExitReport("exit", "SystemExit", "3", "")), ""),
+        (ended(3, ExitReport("exit", "SystemExit", "3", "")), ""),
     ],
 )
 def test_what_a_rank_that_has_not_ended_ends_by(exit: WorkerExited, what: str) -> None:
@@ -123,7 +123,7 @@ def test_what_a_rank_that_has_not_ended_ends_by(exit: WorkerExited, what: str) -
 def test_an_exit_in_words() -> None:
     assert describe_exit(ended(-9, None)) == "was killed by SIGKILL"
     assert describe_exit(ended(-63, None)) == "was killed by signal 63"
-    assert describe_exit(ended(2, WorkerExitReport("exit", "SystemExit", "2", ""))) == "exited with code 2"
+    assert describe_exit(ended(2, ExitReport("exit", "SystemExit", "2", ""))) == "exited with code 2"
     assert describe_exit(raised("KeyError", "'x'\nmore")) == "exited with code 1 (KeyError: 'x')"
     assert describe_exit(raised("AssertionError")) == "exited with code 1 (AssertionError)"
     assert len(describe_exit(raised("ValueError", "x" * 1000))) < 200

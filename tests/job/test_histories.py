@@ -17,6 +17,7 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.messages import (
     Action,
     Event,
+    ExitReport,
     ExitStatus,
     FirstStep,
     GroupEnded,
@@ -33,14 +34,13 @@ from elasticd_agent.model.messages import (
     StopRequested,
     StoreExited,
     WorkerExited,
-    WorkerExitReport,
 )
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous.view import Requirements
 from tests.rendezvous.world import World
 
-OWN = WorkerExitReport("exception", "ValueError", "bad", "Traceback …")
-ECHO = WorkerExitReport("exception", "torch.distributed.DistBackendError", "peer", "Traceback …")
+OWN = ExitReport("exception", "ValueError", "bad", "Traceback …")
+ECHO = ExitReport("exception", "torch.distributed.DistBackendError", "peer", "Traceback …")
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class History(World):
             case "no start":
                 self.later(StartFailed(n, "no memory", self.now), 0.0)
 
-    def exits(self, r: Round, rank: int, code: int, words: WorkerExitReport | None, late: float) -> None:
+    def exits(self, r: Round, rank: int, code: int, words: ExitReport | None, late: float) -> None:
         slot = next(slot for rk, _, _, slot in r.assignments() if rk == rank)
         late += self.delay()
         self.later(WorkerExited(r.number, rank, rank, slot, ExitStatus.of(code), words, self.now + late), late)

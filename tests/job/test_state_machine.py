@@ -13,6 +13,7 @@ from elasticd_agent.job.state_machine import ROOT_CAUSE_WAIT_S, SHARED_ROOT_CAUS
 from elasticd_agent.model.messages import (
     Ended,
     Event,
+    ExitReport,
     ExitStatus,
     FirstStep,
     GroupEnded,
@@ -38,7 +39,6 @@ from elasticd_agent.model.messages import (
     StoreExited,
     TimerExpired,
     WorkerExited,
-    WorkerExitReport,
 )
 from elasticd_agent.model.records import Failure, Member, Round
 
@@ -50,13 +50,11 @@ ELSEWHERE = Round(5, (Member("b", "i", (0,)),), reason="not here")
 STOPPED = Round(6, (), reason="stopped by SIGTERM", outcome="stopped", exit_code=143)
 FAILED = Round(6, (), reason="no restart left", outcome="failed", exit_code=1)
 STOP = PendingStop("SIGTERM", 143, 40.0)
-MISTAKE = WorkerExitReport("exception", "ValueError", "bad", "Traceback: bad")
-ECHO = WorkerExitReport("exception", "RuntimeError", "[gloo/transport/tcp/pair.cc:537] Connection reset by peer", "")
+MISTAKE = ExitReport("exception", "ValueError", "bad", "Traceback: bad")
+ECHO = ExitReport("exception", "RuntimeError", "[gloo/transport/tcp/pair.cc:537] Connection reset by peer", "")
 
 
-def exited(
-    rank: int, code: int, words: WorkerExitReport | None = None, number: int = 3, at: float = 10.0
-) -> WorkerExited:
+def exited(rank: int, code: int, words: ExitReport | None = None, number: int = 3, at: float = 10.0) -> WorkerExited:
     return WorkerExited(number, rank, rank, 4 + rank, ExitStatus.of(code), words, at)
 
 
@@ -248,7 +246,7 @@ def test_every_rank_must_make_the_same_mistake_in_time() -> None:
     assert (phase, actions) == (Settling(R3, (RAISED0,), 10.5), [SetTimer(10.5)])
     cases: list[tuple[Event, str, tuple[tuple[int, int], ...]]] = [
         (exited(1, 1, MISTAKE), "user_error", ((0, 4),)),
-        (exited(1, 1, WorkerExitReport("exception", "OSError", "", "")), "crash", ((0, 4),)),
+        (exited(1, 1, ExitReport("exception", "OSError", "", "")), "crash", ((0, 4),)),
         (exited(1, 0), "crash", ((0, 4),)),
         (exited(1, -11), "crash", ((1, 5),)),
         (TimerExpired(10.5), "crash", ((0, 4),)),

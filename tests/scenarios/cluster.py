@@ -26,6 +26,7 @@ from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.messages import (
     Action,
     Event,
+    ExitReport,
     ExitStatus,
     FirstStep,
     GroupEnded,
@@ -44,7 +45,6 @@ from elasticd_agent.model.messages import (
     StopRequested,
     TimerExpired,
     WorkerExited,
-    WorkerExitReport,
 )
 from elasticd_agent.model.notices import (
     FaultDetected,
@@ -214,7 +214,7 @@ class Cluster:
             node.partition.peers.discard(label)
         self._see_peers()
 
-    def exit(self, label: str, local_rank: int, status: ExitStatus, words: WorkerExitReport | None = None) -> None:
+    def exit(self, label: str, local_rank: int, status: ExitStatus, words: ExitReport | None = None) -> None:
         node = self.nodes[label]
         assert node.group is not None, f"{label} has no group"
         rank = node.group.ranks(node.name)[local_rank]
@@ -510,7 +510,7 @@ class Cluster:
         def lose(node: Node) -> None:
             waits = isinstance(node.phase, Running) and node.done != round.number
             if self._lives(node, round) and waits and self._reaches(node, gone):
-                words = WorkerExitReport("exception", "RuntimeError", "Connection reset by peer", "")
+                words = ExitReport("exception", "RuntimeError", "Connection reset by peer", "")
                 for local_rank in range(_workers(node)):
                     if isinstance(node.phase, Running):
                         self.exit(node.label, local_rank, ExitStatus(1), words)

@@ -22,6 +22,7 @@ from elasticd_agent.model.messages import (
     Action,
     Ended,
     Event,
+    ExitReport,
     ExitStatus,
     FirstStep,
     GroupEnded,
@@ -43,7 +44,6 @@ from elasticd_agent.model.messages import (
     StopRequested,
     StoreExited,
     WorkerExited,
-    WorkerExitReport,
 )
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous.view import Requirements
@@ -142,10 +142,10 @@ def _exit(world: ScriptedWorld, number: int, rank: int, code: str | None, words:
     else:
         status = ExitStatus(int(code))
         if words == "exit":
-            last_words = WorkerExitReport("exit", "SystemExit", code, "")
+            last_words = ExitReport("exit", "SystemExit", code, "")
         elif words:
             kind, _, message = words.partition(": ")
-            last_words = WorkerExitReport("exception", kind, message, f"Traceback …\n{words}")
+            last_words = ExitReport("exception", kind, message, f"Traceback …\n{words}")
     return WorkerExited(number, rank, place[2], place[3], status, last_words, world.now)
 
 

@@ -35,7 +35,7 @@ from dataclasses import fields, replace
 
 from elasticd_agent.model.codec import VERSION
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.messages import ExitStatus, WorkerExitReport
+from elasticd_agent.model.messages import ExitReport, ExitStatus
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous.view import Requirements
 from elasticd_agent.workers.environment import role_rank_and_size
@@ -208,11 +208,11 @@ def _number(kind: object, text: str) -> int | float | str:
     return float(text) if kind == "float" else text
 
 
-def _end(words: list[str]) -> tuple[ExitStatus, WorkerExitReport | None]:
+def _end(words: list[str]) -> tuple[ExitStatus, ExitReport | None]:
     if not words[0].startswith("code="):
         return ExitStatus(None, signal.Signals[words[0]]), None
     status = ExitStatus(int(words[0].removeprefix("code=")))
     if not words[1:]:
         return status, None
     kind, _, message = " ".join(words[1:]).partition(": ")
-    return status, WorkerExitReport("exception", kind, message, f"Traceback …\n{kind}: {message}")
+    return status, ExitReport("exception", kind, message, f"Traceback …\n{kind}: {message}")

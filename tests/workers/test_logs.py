@@ -20,9 +20,8 @@ import pytest
 from elasticd.errors import UsageError
 from elasticd_agent.model.job import JobSpec, Mode, Streams
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
-from elasticd_agent.workers.log_dir import LogDirectory, highest_round
 from elasticd_agent.workers.log_tail import LineFilter, LogTailer, TailedFile
-from elasticd_agent.workers.logs import JobLogs, WorkerFiles
+from elasticd_agent.workers.logs import JobLogs, LogDirectory, WorkerFiles, highest_round
 
 DEADLINE = 20.0
 OUT = {0: Streams.OUT, 1: Streams.OUT}
@@ -353,7 +352,7 @@ def test_two_jobs_never_share_a_log_directory_but_agents_of_one_run_do(tmp_path:
 
 def test_the_lock_ends_with_its_holder_however_it_ends(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from elasticd_agent.workers.log_dir import LogDirectory\n"
+        "import os, sys; from pathlib import Path; from elasticd_agent.workers.logs import LogDirectory\n"
         "held = LogDirectory(Path(sys.argv[1]), 'a', 'r'); print('held', flush=True); sys.stdin.read()\n"
     )
     holder = subprocess.Popen(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elasticd_agent.model.job import JobSpec, Mode, Streams
-from elasticd_agent.workers.redirects import STREAM_NAMES, OutputTarget, keeps_files, line_prefix, plan_stream
+from elasticd_agent.workers.logs import STREAM_NAMES, OutputTarget, keeps_files, line_prefix, plan_stream
 
 WORKERS = 2
 CHOICES: list[Mapping[int, Streams]] = [

@@ -16,7 +16,7 @@ from elasticd_agent.config import run_options as arguments
 from elasticd_agent.config.decode import ConfigError
 from elasticd_agent.config.job_file import in_keys
 from elasticd_agent.model.job import Policy, Rendezvous, Tls
-from elasticd_agent.system.secret_files import read_secret
+from elasticd_agent.system.files import read_secret
 
 if TYPE_CHECKING:
     from elasticd_agent.config.agent_settings import NodeSettings

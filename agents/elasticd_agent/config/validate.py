@@ -23,8 +23,8 @@ from elasticd_agent.model.job import Rendezvous, Tls
 from elasticd_agent.store import tls as certificate_files
 from elasticd_agent.system.devices import cpu_count, visible_gpus
 from elasticd_agent.system.durations import setting_text
+from elasticd_agent.system.files import find_problem
 from elasticd_agent.system.http_auth import PeerCredentialAuth, read_token
-from elasticd_agent.system.secret_files import find_problem
 
 if TYPE_CHECKING:
     from elasticd_agent.config.agent_settings import HealthSettings, HttpSettings, NodeSettings, StoreSettings

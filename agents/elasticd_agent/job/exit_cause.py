@@ -7,7 +7,8 @@ costs a fraction of a second, a job given up wrongly costs the job. Nothing here
 
 from __future__ import annotations
 
-from elasticd_agent.model.messages import WorkerExited, WorkerExitReport
+from elasticd.heartbeat.exit_report import ExitReport
+from elasticd_agent.model.messages import WorkerExited
 
 # Class names, without their modules: torch spells some both torch.X and torch._C.X. Subclasses are found by `bases`.
 _PEER_ERRORS = frozenset({
@@ -44,7 +45,7 @@ _MAX_LINE, _MAX_LINE_WITH_RANKS = 160, 480
 _NAMES_RANKS = ("BarrierTimeout", "DecisionTimeout")
 
 
-def is_own_failure(words: WorkerExitReport | None) -> bool:
+def is_own_failure(words: ExitReport | None) -> bool:
     """True if the worker ended by an exception or exit that nothing outside its script explains."""
     if words is None:
         return False
@@ -90,19 +91,19 @@ def describe_peer_loss(exit: WorkerExited) -> str:
     return "lost a connection" if names & _CONNECTION_ERRORS else "lost its peers"
 
 
-def describe_exception(words: WorkerExitReport) -> str:
+def describe_exception(words: ExitReport) -> str:
     """What a worker that has not ended yet ends by, "raised KeyError: 'x'"; "" if that is somebody else's doing."""
     if words.kind != "exception" or not (is_own_failure(words) or _is_machine_failure(words)):
         return ""
     return f"raised {_one_line(words)}"
 
 
-def _is_machine_failure(words: WorkerExitReport) -> bool:
+def _is_machine_failure(words: ExitReport) -> bool:
     names = {name.rpartition(".")[2] for name in (words.type, *words.bases)}
     return bool(names & _MACHINE_ERRORS) or (words.type == "RuntimeError" and "CUDA error" in words.message)
 
 
-def _is_rank_0_failure(words: WorkerExitReport) -> bool:
+def _is_rank_0_failure(words: ExitReport) -> bool:
     return words.type.rpartition(".")[2] == "ElasticdError" and words.message.startswith(_RANK_0_PREFIX)
 
 
@@ -127,7 +128,7 @@ def describe_exit(exit: WorkerExited) -> str:
     return f"{exit.status.text} ({_one_line(words)})"
 
 
-def _one_line(words: WorkerExitReport) -> str:
+def _one_line(words: ExitReport) -> str:
     first_line = words.message.strip().partition("\n")[0]
     text = f"{words.type}: {first_line}" if first_line else words.type
     most = _MAX_LINE_WITH_RANKS if words.type.rpartition(".")[2] in _NAMES_RANKS else _MAX_LINE

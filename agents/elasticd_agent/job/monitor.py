@@ -23,7 +23,6 @@ from elasticd_agent.model.messages import FirstStep
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.workers.group import GroupStarted
-from elasticd_agent.workers.heartbeat import exit_report_of
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 
 EAGER_INTERVAL_S = 0.02
@@ -170,7 +169,7 @@ class GroupMonitor:
         if self._pending_exception:
             return
         for rank, beat in zip(seen.ranks, seen.heartbeats, strict=True):
-            if beat.exit_report is not None and (why := lastwords.describe_exception(exit_report_of(beat.exit_report))):
+            if beat.exit_report is not None and (why := lastwords.describe_exception(beat.exit_report)):
                 self._pending_exception = f"rank {rank.rank} {why}"
                 self._rendezvous.update_record(pending_exception=self._pending_exception)
                 return

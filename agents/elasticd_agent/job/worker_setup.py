@@ -16,7 +16,7 @@ from elasticd_agent.hangs.observer import GroupObserver
 from elasticd_agent.job.monitor import PreparedGroup
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.records import Round
-from elasticd_agent.system.interfaces import gloo_environment
+from elasticd_agent.system.addresses import gloo_environment
 from elasticd_agent.workers.environment import (
     WorkerPaths,
     flight_recorder,

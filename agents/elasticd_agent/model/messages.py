@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import signal as signals
 from dataclasses import dataclass
-from typing import Literal
 
+from elasticd.heartbeat.exit_report import ExitReport
 from elasticd_agent.model.records import Failure, Round
 
 
@@ -58,17 +58,6 @@ class ExitStatus:
             return f"was killed by signal {self.signal}"
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerExitReport:
-    """What a Python worker left behind when it ended by itself: an uncaught exception, or sys.exit."""
-
-    kind: Literal["exception", "exit"]
-    type: str  #: the class's qualified name without "builtins."
-    message: str
-    traceback: str
-    bases: tuple[str, ...] = ()  #: of the base classes, if known
-
-
 # ---- events
 
 
@@ -88,7 +77,7 @@ class WorkerExited:
     local_rank: int
     slot: int
     status: ExitStatus
-    exit_report: WorkerExitReport | None
+    exit_report: ExitReport | None
     at: float
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elasticd.errors import UsageError
-from elasticd_agent.system.secret_files import read_secret
+from elasticd_agent.system.files import read_secret
 
 MIN_TOKEN_LENGTH = 16
 """A shorter one could be guessed; `openssl rand -hex 32` makes a good one."""

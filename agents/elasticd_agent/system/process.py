@@ -1,6 +1,7 @@
-"""Starts the owner's children: the template, a cold worker, a cold store.
+"""Starts, signals and reaps child processes: the owner's tools, and the agent's when the owner was killed.
 
-Standard library only: the owner runs without site-packages. A forked child never returns into the owner's loop.
+Standard library only: the owner runs without site-packages. Every wait is bounded, only children of the caller are
+signalled, and a forked child never returns into the owner's loop.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
+from collections.abc import Collection
 
 PR_SET_PDEATHSIG = 1
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -56,3 +59,94 @@ def redirect(stdout: str | None, stderr: str | None) -> None:
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             os.dup2(opened, fd)
             os.close(opened)
+
+
+CLEANER_GRACE_S = 1.0
+CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+"""They free the shared memory of their parents within milliseconds of their death, and then end; if they were killed
+together with them, it would stay."""
+
+
+def end_children(within_s: float, except_pids: Collection[int] = ()) -> None:
+    """Kill and reap all children: each death makes the dead one's children ours. Bounded.
+
+    `except_pids`: children known to survive SIGKILL, which are not waited for.
+    """
+    started = now = time.monotonic()
+    while now < started + within_s:
+        for pid in children():
+            if now > started + CLEANER_GRACE_S or not is_cleaner(pid):
+                signal_child(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        if not set(children()).difference(except_pids):
+            return
+        time.sleep(0.002)
+        now = time.monotonic()
+
+
+def children() -> list[int]:
+    """Pids of our direct children, zombies among them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as listing:
+            return [int(pid) for pid in listing.read().split()]
+    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent_of(pid) == os.getpid()]
+
+
+def parent_of(pid: int) -> int:
+    fields = _read_proc(pid, "stat").rpartition(")")[2].split()
+    return int(fields[1]) if len(fields) > 1 else 0
+
+
+def kernel_state(pid: int) -> dict[str, str]:
+    """`state` and `wchan` of a process that survives SIGKILL, "" where unknown.
+
+    Its own memory is not read: reading its command line could wait for the very lock that it holds.
+    """
+    wchan = _read_proc(pid, "wchan").strip()
+    return {"state": _read_proc(pid, "stat").rpartition(")")[2].strip()[:1], "wchan": "" if wchan == "0" else wchan}
+
+
+def is_cleaner(pid: int) -> bool:
+    return kernel_state(pid)["state"] != "D" and any(name in _read_proc(pid, "cmdline") for name in CLEANERS)
+
+
+def _read_proc(pid: int, name: str) -> str:
+    try:
+        with open(f"/proc/{pid}/{name}", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def signal_child(pid: int, signum: int) -> None:
+    """Signal a child that is not reaped yet, so that the pid is still its own.
+
+    Every signal except SIGKILL also goes to the process group it leads, as a terminal's would. Survivors of a killed
+    process become our children, and are killed next.
+    """
+    try:
+        if signum == signal.SIGKILL or os.getpgid(pid) != pid:
+            os.kill(pid, signum)
+        else:
+            os.killpg(pid, signum)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def describe_status(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"was killed by {signal_name(os.WTERMSIG(status))}"
+    return f"exited with code {os.WEXITSTATUS(status)}"
+
+
+def signal_name(number: int) -> str:
+    """Goes after "by": "SIGKILL"; most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

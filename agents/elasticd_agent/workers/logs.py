@@ -1,22 +1,165 @@
 """Worker logs of one job on one node: where each worker's output goes, and which files the console shows.
 
 Workers write to files or to inherited descriptors. A log directory that fails costs the logs, never a start: the output
-then goes to the console.
+then goes to the console. The log directory holds `round-<N>/rank-<R>/{stdout.log,stderr.log,error.json}` of one job at
+a time. Round numbers only grow, within a job and, by `highest_round`, from one job to the next, so nothing is
+overwritten.
+
+Redirection follows `DefaultLogsSpecs.reify` in torch/distributed/elastic/multiprocessing/api.py, with one more rule:
+--log-dir without --redirects and --tee, which keeps only error files there, keeps and shows all output here.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import logging
 import os
+import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
+from elasticd.errors import UsageError
 from elasticd_agent.model.job import JobSpec, Streams
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
-from elasticd_agent.workers.log_dir import KEEP_ROUNDS, LogDirectory
 from elasticd_agent.workers.log_tail import LIMIT, LineFilter, LogTailer, TailedFile
-from elasticd_agent.workers.redirects import STREAM_NAMES, OutputTarget, keeps_files, line_prefix, plan_stream
+
+STREAM_NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTarget:
+    """`path` None: the inherited descriptor. `tailed`: the file is shown on the console, each line after `prefix`."""
+
+    path: Path | None = None
+    tailed: bool = False
+    prefix: bytes = b""
+
+
+INHERITED = OutputTarget()
+DISCARDED = OutputTarget(Path(os.devnull))
+
+
+def keeps_files(spec: JobSpec) -> bool:
+    """Whether any worker's output goes to files; without a log_dir these are in a temporary directory."""
+    if spec.log_dir == Path(os.devnull):
+        return False
+    return spec.log_dir is not None or _redirects_or_tees(spec)
+
+
+def plan_stream(spec: JobSpec, which: Streams, rank_dir: Path, local_rank: int, prefix: bytes) -> OutputTarget:
+    """The target of stream `which` (OUT or ERR) of `local_rank`; `rank_dir` is the directory for its files."""
+    shown_rank = spec.local_ranks_filter is None or local_rank in spec.local_ranks_filter
+    if not keeps_files(spec):
+        return INHERITED if shown_rank else DISCARDED
+    path = rank_dir / f"{STREAM_NAMES[which]}.log"
+    if not _redirects_or_tees(spec):
+        return OutputTarget(path, tailed=shown_rank)
+    if spec.tee.get(local_rank, Streams.NONE) & which:
+        return OutputTarget(path, tailed=shown_rank, prefix=prefix if shown_rank else b"")
+    if spec.redirects.get(local_rank, Streams.NONE) & which:
+        return OutputTarget(path)
+    return INHERITED if shown_rank else DISCARDED
+
+
+def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> bytes:
+    """The prefix of --tee; `template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, a string.Template."""
+    text = f"[{role}{local_rank}]:"
+    if template:
+        text = Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _redirects_or_tees(spec: JobSpec) -> bool:
+    return any(spec.redirects.values()) or any(spec.tee.values())
+
+
+# With two files of at most 128 MiB a rank this bounds the disk usage of a job that restarts for ever.
+KEEP_ROUNDS = 100
+LOCK = ".elasticd.lock"
+_ROUND = re.compile(r"round-([1-9][0-9]*)")
+
+_log = logging.getLogger("elasticd.logs")
+
+
+class LogDirectory:
+    """Locked by one job from construction to `close`. Several agents of the same job and run may share it."""
+
+    def __init__(self, path: Path, job: str, run: str) -> None:
+        """Creates `path` (0700). Raises UsageError if that fails, or another job writes there."""
+        self.path = path
+        self._fd = -1
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise UsageError(f"--log-dir {path}: logs cannot be written there: {why}") from error
+        try:
+            self._lock(job, run)
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self, job: str, run: str) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 4096, 0).decode("utf-8", "replace").strip()
+            if holder.rpartition(" pid ")[0] == _holder_name(job, run):
+                return
+            raise UsageError(
+                f"--log-dir {self.path}: {holder or 'another job'} is writing its logs there; give each job its own"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            _log.warning("--log-dir %s: this file system has no locks; two jobs could mix their logs there", self.path)
+            return
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{_holder_name(job, run)} pid {os.getpid()}\n".encode("utf-8", "replace"), 0)
+
+    def rank_dir(self, number: int, rank: int) -> Path:
+        return self.path / f"round-{number}" / f"rank-{rank}"
+
+    def highest_round(self) -> int:
+        return highest_round(self.path)
+
+    def prune(self, keep: int, current: int) -> list[Path]:
+        """Delete the oldest rounds beyond the newest `keep`, never `current` or newer. Returns the deleted paths."""
+        old = [number for number in _rounds(self.path)[: -keep or None] if number < current]
+        deleted = [self.path / f"round-{number}" for number in old]
+        for path in deleted:
+            shutil.rmtree(path, ignore_errors=True)
+        return deleted
+
+    def close(self) -> None:
+        """Safe to call again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def highest_round(path: Path) -> int:
+    """The highest round with logs in `path`; 0 if there is none."""
+    return max(_rounds(path), default=0)
+
+
+def _rounds(path: Path) -> list[int]:
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return []
+    return sorted(int(found.group(1)) for found in map(_ROUND.fullmatch, names) if found)
+
+
+def _holder_name(job: str, run: str) -> str:
+    return f"job {job} run {run}"
+
 
 PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SCRIPT = """
 import ctypes, subprocess, sys, threading, time
-from elasticd_agent.workers.launcher.reaping import end_children
+from elasticd_agent.system.process import end_children
 
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, as the agent
 started, over = threading.Event(), threading.Event()

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 from elasticd_agent.node.health import directories
 from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
+from elasticd_agent.system.process import signal_name
 from elasticd_agent.system.procfs import read, stat
-from elasticd_agent.workers.launcher.reaping import signal_name
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MAX_OUTPUT_BYTES = 1 << 20

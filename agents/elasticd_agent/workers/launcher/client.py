@@ -17,7 +17,7 @@ from typing import Any
 from elasticd.errors import UsageError
 from elasticd_agent.system.helper_process import end_process
 from elasticd_agent.system.installation import program
-from elasticd_agent.workers.launcher.reaping import end_children
+from elasticd_agent.system.process import end_children
 from elasticd_agent.workers.launcher.sockets import PACKET, encode, pair
 
 PR_SET_CHILD_SUBREAPER = 36

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from elasticd_agent.workers.launcher.reaping import CLEANER_GRACE_S, kernel_state
+from elasticd_agent.system.process import CLEANER_GRACE_S, kernel_state
 
 STORE_RANK = -1
 """The local rank of the round's store process."""

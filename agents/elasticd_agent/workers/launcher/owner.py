@@ -31,16 +31,18 @@ from typing import Any
 if __name__ == "__main__":  # run as a file, isolated: our own packages come after the standard library
     sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
 
-from elasticd_agent.system.process import IGNORED_SIGNALS, prctl, spawn
-from elasticd_agent.workers.launcher.owned_group import LEFTOVER_GRACE_S, STORE_RANK, OwnedGroup
-from elasticd_agent.workers.launcher.reaping import (
+from elasticd_agent.system.process import (
     CLEANER_GRACE_S,
+    IGNORED_SIGNALS,
     children,
     describe_status,
     end_children,
     is_cleaner,
+    prctl,
     signal_child,
+    spawn,
 )
+from elasticd_agent.workers.launcher.owned_group import LEFTOVER_GRACE_S, STORE_RANK, OwnedGroup
 from elasticd_agent.workers.launcher.sockets import PACKET, encode, listen, pair
 
 PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 36, 15
