@@ -26,21 +26,8 @@ if TYPE_CHECKING:
     from elasticd.sampler import ElasticBatchSampler
     from elasticd.session import Resumed, Session, init
 
-_MODULES = {
-    "init": "session",
-    "Session": "session",
-    "Resumed": "session",
-    "ElasticBatchSampler": "sampler",
-    "ElasticdError": "errors",
-    "UsageError": "errors",
-    "BarrierTimeout": "errors",
-    "DecisionTimeout": "errors",
-    "SamplerError": "errors",
-    "CheckpointError": "errors",
-    "CheckpointRefused": "errors",
-    "CheckpointCorrupt": "errors",
-    "DirectoryInUse": "errors",
-}
+_MODULES = {"Session": "session", "Resumed": "session", "init": "session", "ElasticBatchSampler": "sampler"}
+"""Where a public name is defined; the others are errors."""
 
 __all__ = [
     "BarrierTimeout",
@@ -60,12 +47,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULES.get(name)
-    if module is None:
+    if name not in __all__:
         raise AttributeError(f"module 'elasticd' has no attribute {name!r}; it has {', '.join(__all__)}")
     from importlib import import_module
 
-    return getattr(import_module(f"elasticd.{module}"), name)
+    return getattr(import_module(f"elasticd.{_MODULES.get(name, 'errors')}"), name)
 
 
 def __dir__() -> list[str]:

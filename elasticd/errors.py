@@ -44,14 +44,11 @@ class DecisionTimeout(ElasticdError):
 
 
 class BarrierTimeout(ElasticdError):
-    """A barrier ended without all ranks; the message gives the last known status of the missing ones."""
+    """A barrier ended without all ranks; the message gives the last known status of the missing ones.
 
-    name: str
-    """The barrier's name."""
-    missing: tuple[int, ...]
-    """The ranks that did not come; empty where the round's store itself did not answer."""
-    waited_s: float
-    """How long this rank waited."""
+    `name` is the barrier's, `missing` the ranks that did not come (none where the store itself did not answer), and
+    `waited_s` how long this rank waited.
+    """
 
     def __init__(self, message: str, *, name: str = "", missing: tuple[int, ...] = (), waited_s: float = 0.0) -> None:
         super().__init__(message)

@@ -51,15 +51,8 @@ class ElasticBatchSampler:
     most; micro-batch m of rank r is slice `m * world_size + r`. Where there are fewer samples than slices, a rank
     without samples gets one stand-in sample, so that it takes part in DDP's collectives, with `loss_scale()` 0.
 
-    Call `commit()` after each optimizer step (`session.step()` does) and `set_epoch()` before each epoch:
-
-        for epoch in range(sampler.epoch, epochs):
-            sampler.set_epoch(epoch)
-            for x, y in loader:
-                (criterion(model(x), y) * sampler.loss_scale()).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                sampler.commit()
+    Call `commit()` after each optimizer step (`session.step()` does), `set_epoch()` before each epoch of `for epoch in
+    range(sampler.epoch, epochs)`, and multiply each loss by `loss_scale()`: docs/sampler.md has the loop.
 
     Raises SamplerError for arguments that cannot work.
     """
@@ -156,15 +149,10 @@ class ElasticBatchSampler:
     def loss_scale(self, micro: int = 0) -> float:
         """The factor for this micro-batch's mean loss, for the step at the cursor: n * W / B.
 
-        n is the number of samples in this rank's micro-batch (0 for a stand-in), W the world size, B the number of
-        samples in this global step (the last one of an epoch may be smaller). Why: each rank's backward adds up the
-        gradients of its scaled mean losses, and DDP averages them over the W ranks,
-
-            1/W * sum over r, m of (n_rm * W / B) * (1/n_rm * sum of the gradients of r, m's samples)
-              = 1/B * sum of the gradients of all samples of the global batch,
-
-        which is the gradient of the mean loss over the global batch in one process, however uneven the slices. There is
-        no further division by `accumulate`. It holds for losses that are a mean over samples (reduction="mean").
+        n: samples in this rank's micro-batch (0 for a stand-in), W: world size, B: samples in this global step. With it
+        the gradient that DDP averages over the ranks is that of the mean loss over the global batch in one process,
+        1/W * sum over r, m of (n_rm * W / B) * (mean gradient of r, m) = 1/B * sum of all samples' gradients, however
+        uneven the slices, without a further division by `accumulate`. The loss must be a mean over samples.
 
         Call it before `commit()`. It never depends on what was prefetched. Raises SamplerError at the end of an epoch,
         and for a micro-batch out of range.
@@ -348,7 +336,6 @@ def _integer(name: str, value: object, *, at_least: int) -> int:
 
 
 def _rank_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """(rank, world size), checked; from the default process group when neither is given."""
     if (rank is None) != (world_size is None):
         raise SamplerError("give both rank and world_size, or neither to take them from the process group")
     if rank is None or world_size is None:

@@ -9,9 +9,12 @@ ranks agree and meet; this module puts them together.
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from elasticd import process_group
@@ -22,7 +25,6 @@ from elasticd.coordination import pause
 from elasticd.coordination.barrier import Barriers, timeout_seconds
 from elasticd.coordination.decisions import Action, DecisionPoints
 from elasticd.coordination.rank_status import RankStatus, StatusPublisher
-from elasticd.coordination.sigterm import SigtermHandler
 from elasticd.coordination.store_channel import open_channel
 from elasticd.errors import UsageError
 from elasticd.heartbeat import record as heartbeat
@@ -318,7 +320,6 @@ class Session:
         return "SIGTERM" if self._sigterm.received and isinstance(self._heartbeat, heartbeat.NullHeartbeat) else ""
 
     def _pause(self, saved: bool) -> Action:
-        """Wait with all ranks until rank 0 decides what follows the pause."""
         before = self._heartbeat.current_phase
         self._heartbeat.set_phase(Phase.BARRIER, heartbeat.PAUSE_BARRIER)
         try:
@@ -330,3 +331,39 @@ class Session:
         finally:
             self._heartbeat.set_phase(before)
         return over.action
+
+
+class SigtermHandler:
+    """SIGTERM as a request to stop, for a script whose loop reads `session.should_stop`.
+
+    The handler is installed only while SIGTERM still has its default action, only from the main thread, and only once
+    the script steps: before that, SIGTERM ends it as usual. A second SIGTERM ends the process, unless a launcher
+    started it: batch systems signal every process of a job, the launcher passes its own signal on, and it kills a
+    worker that takes too long. Forked children get the default action back; otherwise nothing could terminate them.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self._installed = False
+
+    def install(self) -> None:
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        ):
+            return
+        signal.signal(signal.SIGTERM, self._on_signal)
+        os.register_at_fork(after_in_child=self.close)
+        self._installed = True
+
+    def close(self) -> None:
+        """Restore SIGTERM's default action, if the handler is still ours."""
+        if self._installed and signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._installed = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received and "TORCHELASTIC_RUN_ID" not in os.environ:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.received = True

@@ -32,6 +32,7 @@ from elasticd.checkpointing.lineage import (
 )
 from elasticd.checkpointing.manifest import MANIFEST, STATE, Manifest, Unreadable, parse
 from elasticd.checkpointing.retention import retain
+from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.errors import CheckpointCorrupt, CheckpointRefused
 
 __all__ = [
@@ -71,8 +72,6 @@ def save(
     disk is full or the directory cannot be written, and then leaves no checkpoint; ValueError for invalid numbers.
     """
     import torch
-
-    from elasticd.checkpointing.safe_types import check_loadable
 
     base = Path(directory)
     check_loadable(state)

@@ -31,16 +31,13 @@ _MAX_BYTES = 1 << 16
 
 
 class DirectoryLock:
-    """The lock of one directory, as one process holds it."""
-
-    unlocked: str | None
-    """Why this file system gave no lock; None: it did."""
+    """The lock of one directory. `unlocked` is the reason why the file system gave none, else None."""
 
     def __init__(self, directory: str | os.PathLike[str], job: str, run: str) -> None:
         self._path = Path(directory) / NAME
         self._own = {"job": job, "run": run}
         self._fd: int | None = None
-        self.unlocked = None
+        self.unlocked: str | None = None
 
     def acquire(self) -> None:
         """Take the lock, creating the directory if needed; does nothing if it is held already.

@@ -12,17 +12,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing import state
+from elasticd.checkpointing.lineage import Entry
 from elasticd.checkpointing.saver import Saver
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 from elasticd.process_group import DefaultGroup
-
-if TYPE_CHECKING:
-    from elasticd.checkpointing.api import Entry
 
 logger = logging.getLogger("elasticd")
 
@@ -52,29 +51,19 @@ def restore(
     return _Restore(saver.directory, attached, saver, group, channel, events).run()
 
 
+@dataclass
 class _Restore:
-    """One restore, from the choice to the agreement."""
-
-    def __init__(
-        self,
-        directory: Path,
-        attached: Mapping[str, Any],
-        saver: Saver,
-        group: DefaultGroup,
-        channel: StoreChannel,
-        events: WorkerEventWriter,
-    ) -> None:
-        self._directory = directory
-        self._attached = attached
-        self._saver = saver
-        self._group = group
-        self._channel = channel
-        self._events = events
-        self._entry: Entry | None = None
-        self._content: dict[str, Any] | None = None
+    directory: Path
+    attached: Mapping[str, Any]
+    saver: Saver
+    group: DefaultGroup
+    channel: StoreChannel
+    events: WorkerEventWriter
+    _entry: Entry | None = None
+    _content: dict[str, Any] | None = None
 
     def run(self) -> Resumed | None:
-        chosen = self._channel.on_rank0("restore", "which checkpoint it restores", self._choose)
+        chosen = self.channel.on_rank0("restore", "which checkpoint it restores", self._choose)
         if chosen["step"] is None:
             return None
         self._read_everywhere(chosen)
@@ -82,21 +71,18 @@ class _Restore:
         error: Exception | None = None
         try:
             assert self._content is not None
-            notes += state.scatter(self._attached, self._content)
+            notes += state.scatter(self.attached, self._content)
             notes += self._restore_random_state(self._content[state.RESERVED]["rng"])
         except Exception as raised:  # noqa: BLE001 - all ranks must learn of any error of a load_state_dict
             error = raised
         resumed = self._agree(chosen, error, notes)
-        self._saver.parent = (resumed.round, resumed.step)
+        self.saver.parent = (resumed.round, resumed.step)
         if self._entry is not None:
             self._relink(self._entry, resumed)
         return resumed
 
     def _choose(self) -> dict[str, Any]:
-        """Rank 0: the newest checkpoint that can be read whole."""
-        from elasticd.checkpointing import api as checkpoint
-
-        entries, skipped = checkpoint.lineage(self._directory)
+        entries, skipped = checkpoint.lineage(self.directory)
         for each in skipped:
             self._skip(each.path, each.why)
         for entry in entries:
@@ -119,14 +105,14 @@ class _Restore:
     def _skip(self, path: Path, why: str) -> None:
         reason = f"checkpoint {path.name} skipped: {why}"
         logger.warning(reason)
-        self._events.write("checkpoint_skipped", reason, None, path=str(path))
+        self.events.write("checkpoint_skipped", reason, None, path=str(path))
 
     def _read_everywhere(self, chosen: Mapping[str, Any]) -> None:
         """Load the content on every rank: from its own file system, else from rank 0."""
-        if self._group.world_size == 1:
+        if self.group.world_size == 1:
             return
-        error = "" if self._group.rank == 0 else self._read_here(chosen)
-        answers = self._channel.collect("read", error.encode(), "whether it can read the checkpoint")
+        error = "" if self.group.rank == 0 else self._read_here(chosen)
+        answers = self.channel.collect("read", error.encode(), "whether it can read the checkpoint")
         unable = [rank for rank, answer in enumerate(answers) if answer]
         size = 0
         packed = b""
@@ -134,23 +120,21 @@ class _Restore:
             packed = state.to_bytes(self._content)
             size = len(packed)
             reason = (
-                f"rank {', '.join(map(str, unable))} cannot read {self._directory / chosen['name']} "
+                f"rank {', '.join(map(str, unable))} cannot read {self.directory / chosen['name']} "
                 f"({answers[unable[0]].decode()}); rank 0 sends it. Is the checkpoint directory shared by all nodes?"
             )
             logger.warning(reason)
-            self._events.write("message", reason, chosen["step"], path=str(self._directory))
-        size = self._channel.on_rank0("send", "whether it sends the checkpoint", lambda: {"size": size})["size"]
+            self.events.write("message", reason, chosen["step"], path=str(self.directory))
+        size = self.channel.on_rank0("send", "whether it sends the checkpoint", lambda: {"size": size})["size"]
         if size:
-            data = _broadcast(packed, size, self._group)
+            data = _broadcast(packed, size, self.group)
             if self._content is None:
                 self._content = state.from_bytes(data)
 
     def _read_here(self, chosen: Mapping[str, Any]) -> str:
         """On other ranks than 0: load the same checkpoint; returns the error, "" for none."""
-        from elasticd.checkpointing import api as checkpoint
-
         try:
-            for entry in checkpoint.lineage(self._directory)[0]:
+            for entry in checkpoint.lineage(self.directory)[0]:
                 found = entry.manifest
                 if (found.round, found.step, found.checksum) == (chosen["round"], chosen["step"], chosen["checksum"]):
                     self._content = checkpoint.load(entry)
@@ -161,7 +145,7 @@ class _Restore:
 
     def _restore_random_state(self, every_rank: list[Any]) -> list[str]:
         """Last, so that no load_state_dict moves the streams again."""
-        rank, ranks, world_size = self._group.rank, len(every_rank), self._group.world_size
+        rank, ranks, world_size = self.group.rank, len(every_rank), self.group.world_size
         counts = f"saved by {ranks} rank{'s' if ranks > 1 else ''}, now {world_size}"
         notes: list[str] = []
         if rank == 0 and ranks > world_size:
@@ -169,19 +153,14 @@ class _Restore:
             notes.append(f"{counts}: the random state of rank {unused} was not used")
         if rank >= ranks:
             return [f"{counts}: there is no random state for rank {rank}, which keeps its own"]
-        return notes + state.set_random_state(every_rank[rank], self._group.device)
+        return notes + state.set_random_state(every_rank[rank], self.group.device)
 
     def _agree(self, chosen: Mapping[str, Any], error: Exception | None, notes: list[str]) -> Resumed:
-        """All ranks raise if one could not load; else all get all notes."""
         own = {"error": f"{type(error).__name__}: {error}" if error else "", "notes": notes}
-        answers = [
-            json.loads(each) for each in self._channel.collect("loaded", json.dumps(own).encode(), "its loading")
-        ]
-        every = self._channel.on_rank0("restored", "whether all ranks restored", lambda: {"answers": answers})[
-            "answers"
-        ]
+        answers = [json.loads(each) for each in self.channel.collect("loaded", json.dumps(own).encode(), "its loading")]
+        every = self.channel.on_rank0("restored", "whether all ranks restored", lambda: {"answers": answers})["answers"]
         if any(answer["error"] for answer in every):
-            self._channel.leave("restored/received")  # rank 0 may serve the store itself, and is about to leave
+            self.channel.leave("restored/received")  # rank 0 may serve the store itself, and is about to leave
         if error is not None:
             raise error
         failed = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(every) if answer["error"]]
@@ -192,20 +171,18 @@ class _Restore:
 
     def _relink(self, entry: Entry, resumed: Resumed) -> None:
         """Rank 0: the chosen checkpoint becomes this round's first, so later writes of older rounds are not loaded."""
-        from elasticd.checkpointing import api as checkpoint
-
         where = f"resumed from step {resumed.step} of round {resumed.round}"
         reason = "; ".join([where, *resumed.notes])
         origin = {"from_round": resumed.round, "from_step": resumed.step}
-        self._events.write("resumed", reason, resumed.step, path=str(entry.path), **origin)
+        self.events.write("resumed", reason, resumed.step, path=str(entry.path), **origin)
         for note in resumed.notes:
             logger.warning("%s: %s", where, note)
         try:
-            checkpoint.relink(self._directory, entry, self._saver.round)
+            checkpoint.relink(self.directory, entry, self.saver.round)
         except OSError as error:
-            reason = f"{entry.path.name} could not become round {self._saver.round}'s first checkpoint: {error}"
+            reason = f"{entry.path.name} could not become round {self.saver.round}'s first checkpoint: {error}"
             logger.warning(reason)
-            self._events.write("checkpoint_failed", reason, resumed.step, path=str(entry.path))
+            self.events.write("checkpoint_failed", reason, resumed.step, path=str(entry.path))
 
 
 def _broadcast(packed: bytes, size: int, group: DefaultGroup) -> bytearray:

@@ -123,7 +123,6 @@ def _name(value: Any) -> str:
 
 
 def _instead(value: Any, torch: Any) -> str:
-    """What to store instead."""
     if isinstance(value, type):
         return "store its name, and look it up in load_state_dict()"
     numpy = sys.modules.get("numpy")

@@ -12,20 +12,21 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing import state
+from elasticd.checkpointing.directory_lock import DirectoryLock
+from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import UsageError
 from elasticd.heartbeat.record import HeartbeatWriter, Phase
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 from elasticd.process_group import DefaultGroup, WorkerEnvironment
-
-if TYPE_CHECKING:
-    from elasticd.checkpointing.api import DirectoryLock
+from elasticd.sampler import ElasticBatchSampler
 
 logger = logging.getLogger("elasticd")
 
@@ -60,38 +61,25 @@ class SaveInterval:
         )
 
 
+@dataclass
 class Saver:
     """The checkpoint directory as one session uses it. All ranks call the same methods at the same steps."""
 
-    directory: Path | None
-    round: int
+    environment: WorkerEnvironment
+    group: DefaultGroup
+    channel: StoreChannel
+    events: WorkerEventWriter
+    heartbeat: HeartbeatWriter
+    directory: Path | None = None
+    round: int = 0
     """The number under which this session saves: the agent's, else one more than the highest in the directory."""
-    parent: tuple[int, int] | None
+    parent: tuple[int, int] | None = None
     """The (round, step) that this round resumed from."""
-    every: SaveInterval | None
-    keep: int
-
-    def __init__(
-        self,
-        environment: WorkerEnvironment,
-        group: DefaultGroup,
-        channel: StoreChannel,
-        events: WorkerEventWriter,
-        heartbeat: HeartbeatWriter,
-    ) -> None:
-        self._environment = environment
-        self._group = group
-        self._channel = channel
-        self._events = events
-        self._heartbeat = heartbeat
-        self.directory = None
-        self.round = environment.round
-        self.parent = None
-        self.every = None
-        self.keep = DEFAULT_KEEP
-        self._lock: DirectoryLock | None = None
-        self._last_at = time.monotonic()
-        self._saves = 0
+    every: SaveInterval | None = None
+    keep: int = DEFAULT_KEEP
+    _lock: DirectoryLock | None = None
+    _last_at: float = field(default_factory=time.monotonic)
+    _saves: int = 0
 
     def open(self, directory: str | os.PathLike[str] | None, caller: str) -> Path:
         """Choose the directory (the argument, else ELASTICD_CHECKPOINT_DIR) and lock it; a second call only checks it.
@@ -110,33 +98,29 @@ class Saver:
             )
         path = Path(chosen).absolute()
         what = f"the lock of the checkpoint directory {path}"
-        self.round = self._channel.on_rank0("directory", what, lambda: self._open_first(path))["round"]
+        self.round = self.channel.on_rank0("directory", what, lambda: self._open_first(path))["round"]
         self.directory = path
         return path
 
     def _open_first(self, path: Path) -> dict[str, Any]:
-        from elasticd.checkpointing import api as checkpoint
-
         try:
             self._take_lock(path)
         except OSError as error:
             self._warn(
                 "message", f"checkpoint directory {path}: {error}; training continues, saves will be tried", path
             )
-        if self._environment.round:
-            return {"round": self._environment.round}
+        if self.environment.round:
+            return {"round": self.environment.round}
         # Without an agent each start is a round of its own, so that its checkpoints come after all others.
         return {"round": checkpoint.highest_round(path) + 1}
 
     def _take_lock(self, path: Path) -> None:
-        from elasticd.checkpointing.api import DirectoryLock
-
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = DirectoryLock(path, self._environment.job, self._environment.run)
+        lock = DirectoryLock(path, self.environment.job, self.environment.run)
         lock.acquire()
         self._lock = lock
         if lock.unlocked:
-            self._events.write("message", lock.unlocked, None, path=str(path))
+            self.events.write("message", lock.unlocked, None, path=str(path))
 
     def due_by_steps(self, step: int) -> bool:
         """The same on every rank."""
@@ -157,31 +141,27 @@ class Saver:
             raise UsageError("nothing is attached: call session.attach(model=..., optimizer=...) before saving")
         self._saves += 1
         self._last_at = time.monotonic()
-        mine = state.to_bytes(state.random_state(self._group.device))
-        every_rank = self._channel.collect(f"random/{self._saves}", mine, f"random states for the save at step {step}")
+        mine = state.to_bytes(state.random_state(self.group.device))
+        every_rank = self.channel.collect(f"random/{self._saves}", mine, f"random states for the save at step {step}")
         if self._saves == 1:
             what = f"whether the state of step {step} can be loaded again"
-            self._channel.on_rank0("first save", what, lambda: self._check(step, attached, every_rank))
-        return self._group.rank == 0 and self._write(step, attached, every_rank, why)
+            self.channel.on_rank0("first save", what, lambda: self._check(step, attached, every_rank))
+        return self.group.rank == 0 and self._write(step, attached, every_rank, why)
 
     def _check(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes]) -> dict[str, Any]:
-        from elasticd.checkpointing.safe_types import check_loadable
-
         check_loadable(self._content(step, attached, every_rank))
         return {}
 
     def _content(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes]) -> dict[str, Any]:
-        own = {"step": step, "round": self.round, "world_size": self._group.world_size}
+        own = {"step": step, "round": self.round, "world_size": self.group.world_size}
         streams = [state.from_bytes(each) for each in every_rank]
         return {**state.gather(attached), state.RESERVED: {**own, "rng": streams}}
 
     def _write(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes], why: str) -> bool:
-        from elasticd.checkpointing import api as checkpoint
-
         assert self.directory is not None
         saved = False
-        before = self._heartbeat.current_phase
-        self._heartbeat.set_phase(Phase.CHECKPOINT)
+        before = self.heartbeat.current_phase
+        self.heartbeat.set_phase(Phase.CHECKPOINT)
         start = time.monotonic()
         path = self.directory / f"r{self.round}-s{step}"
         try:
@@ -192,27 +172,27 @@ class Saver:
                 round=self.round,
                 step=step,
                 parent=self.parent,
-                world_size=self._group.world_size,
-                job=self._environment.job,
-                run=self._environment.run,
+                world_size=self.group.world_size,
+                job=self.environment.job,
+                run=self.environment.run,
                 cursor=_cursor(attached),
                 state=self._content(step, attached, every_rank),
             )
             saved = True
             seconds, size = time.monotonic() - start, entry.manifest.bytes
             reason = f"checkpoint of step {step} saved ({why})"
-            self._events.write("checkpoint_saved", reason, step, path=str(entry.path), bytes=size, seconds=seconds)
+            self.events.write("checkpoint_saved", reason, step, path=str(entry.path), bytes=size, seconds=seconds)
             checkpoint.retain(self.directory, self.round, self.keep)
         except OSError as error:
             again = f"it is tried again {self.every}" if self.every else "it is not tried again"
             self._warn("checkpoint_failed", f"checkpoint of step {step} failed ({error}); {again}", path, step)
         finally:
-            self._heartbeat.set_phase(before)
+            self.heartbeat.set_phase(before)
         return saved
 
     def _warn(self, kind: str, reason: str, path: Path, step: int | None = None) -> None:
         logger.warning(reason)
-        self._events.write(kind, reason, step, path=str(path))
+        self.events.write(kind, reason, step, path=str(path))
 
     def close(self) -> None:
         """Release the lock."""
@@ -222,7 +202,5 @@ class Saver:
 
 
 def _cursor(attached: Mapping[str, Any]) -> dict[str, Any] | None:
-    from elasticd.sampler import ElasticBatchSampler
-
     samplers = [obj for obj in attached.values() if isinstance(obj, ElasticBatchSampler)]
     return dict(samplers[0].state_dict()) if samplers else None

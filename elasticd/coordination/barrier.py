@@ -115,25 +115,21 @@ class Barriers:
 
 
 class _Barrier:
-    """One rank at one barrier: what its threads do with the store, and the outcome."""
-
     def __init__(
         self, channel: StoreChannel, publisher: StatusPublisher, number: int, name: str, seconds: float
     ) -> None:
-        self._rank = channel.rank
-        self._world_size = channel.world_size
         self._publisher = publisher
-        self._prefix = channel.prefix
+        self._channel = channel
         self._number = number
         self._name = name
         self._seconds = seconds
-        self._key = f"{self._prefix}barrier/{number}/"
+        self._key = f"{self._channel.prefix}barrier/{number}/"
         shown = name if len(name) <= _SHOWN_CHARACTERS else name[: _SHOWN_CHARACTERS - 3] + "..."
         self._what = f"barrier {shown!r}"
         self._began = time.monotonic()
         self._came = False
         self._left = ""  # why this rank does not wait any more
-        self._statuses = StatusReader(self._prefix)
+        self._statuses = StatusReader(self._channel.prefix)
         # Before the deadline by as much as shows which ranks still publish, where there is that much time.
         margin_s = publisher.period_s + _SLACK_S
         self._last_read_s = seconds - margin_s if seconds > margin_s else seconds / 2
@@ -144,18 +140,18 @@ class _Barrier:
 
     def attend(self, store: Any) -> None:
         """Come, and wait for the outcome."""
-        store.set(f"{self._prefix}came/{self._rank}", str(self._number))
-        mine = {"name": self._name, "rank": self._rank, "seconds": self._seconds}
+        store.set(f"{self._channel.prefix}came/{self._channel.rank}", str(self._number))
+        mine = {"name": self._name, "rank": self._channel.rank, "seconds": self._seconds}
         first = json.loads(store.compare_set(self._key + "name", "", json.dumps(mine)))
         self._came = True
         if first["name"] != self._name:
             why = (
-                f"{self._what} on rank {self._rank} is barrier {first['name'][:_SHOWN_CHARACTERS]!r} on rank "
+                f"{self._what} on rank {self._channel.rank} is barrier {first['name'][:_SHOWN_CHARACTERS]!r} on rank "
                 f"{first['rank']}: all ranks must call the same barriers in the same order (this is number "
                 f"{self._number} of each)"
             )
             self._decide(store, {"usage": why})
-        elif store.add(self._key + "count", 1) == self._world_size and not self._left:
+        elif store.add(self._key + "count", 1) == self._channel.world_size and not self._left:
             self._decide(store, {"released": True})
             if self._number > 1:
                 self._publisher.submit(self._delete_last)
@@ -163,14 +159,14 @@ class _Barrier:
             self._decide(store, self._left_outcome())
         else:
             # The rank that came first times out first, unless this rank has a shorter timeout.
-            if first["rank"] == self._rank or self._seconds < first["seconds"]:
+            if first["rank"] == self._channel.rank or self._seconds < first["seconds"]:
                 self._publisher.set_task(self)
             self._await_outcome(store)
 
     def _await_outcome(self, store: Any) -> None:
         from torch.distributed import DistStoreError
 
-        until = self._began + self._seconds + _FALLBACK_S + _SPREAD_S * self._rank / self._world_size
+        until = self._began + self._seconds + _FALLBACK_S + _SPREAD_S * self._channel.rank / self._channel.world_size
         while self._outcome is None:
             left = until - time.monotonic()
             if left <= 0:
@@ -207,8 +203,8 @@ class _Barrier:
         self._publisher.submit(publish, now=True)
 
     def _left_outcome(self) -> dict[str, Any]:
-        why = f"{self._what}: rank {self._rank} has left it: {self._left}"
-        return {"why": why, "missing": [self._rank], "by": self._rank}
+        why = f"{self._what}: rank {self._channel.rank} has left it: {self._left}"
+        return {"why": why, "missing": [self._channel.rank], "by": self._channel.rank}
 
     def linger(self) -> None:
         """Give the threads the time they need to learn the outcome, but no more."""
@@ -229,15 +225,15 @@ class _Barrier:
             raise UsageError(outcome["usage"])
         if "why" in outcome:
             missing = tuple(outcome["missing"])
-            late = self._rank in missing and outcome["by"] != self._rank
-            why = f"rank {self._rank} came too late to {outcome['why']}" if late else outcome["why"]
+            late = self._channel.rank in missing and outcome["by"] != self._channel.rank
+            why = f"rank {self._channel.rank} came too late to {outcome['why']}" if late else outcome["why"]
             raise BarrierTimeout(why, name=self._name, missing=missing, waited_s=waited_s)
 
     def _missing(self, store: Any) -> list[int]:
-        return [rank for rank in range(self._world_size) if not self._has_come(store, rank)]
+        return [rank for rank in range(self._channel.world_size) if not self._has_come(store, rank)]
 
     def _has_come(self, store: Any, rank: int) -> bool:
-        key = f"{self._prefix}came/{rank}"
+        key = f"{self._channel.prefix}came/{rank}"
         return bool(store.check([key])) and int(store.get(key)) >= self._number
 
     def _time_out(self, store: Any, at_once: bool = False) -> None:
@@ -245,11 +241,11 @@ class _Barrier:
         if not missing and not at_once:
             return  # the last one has just come, and is about to release all
         self._statuses.read(store, missing)
-        count = f"{len(missing)} of {self._world_size} ranks {'is' if len(missing) == 1 else 'are'} missing"
+        count = f"{len(missing)} of {self._channel.world_size} ranks {'is' if len(missing) == 1 else 'are'} missing"
         why = f"{count} after {self._seconds:g} s: {self._statuses.describe_all(missing)}"
         if not missing:
             why = f"every rank has come, but the last one did not release it within {self._seconds:g} s"
-        self._decide(store, {"why": f"{self._what}: {why}", "missing": missing, "by": self._rank})
+        self._decide(store, {"why": f"{self._what}: {why}", "missing": missing, "by": self._channel.rank})
 
     def _decide(self, store: Any, outcome: dict[str, Any]) -> None:
         """Fix the outcome, unless another rank has; either way it is known afterwards."""
@@ -258,7 +254,7 @@ class _Barrier:
     def _delete_last(self, store: Any) -> None:
         for key in ("name", "count", "outcome"):
             with contextlib.suppress(RuntimeError):
-                store.delete_key(f"{self._prefix}barrier/{self._number - 1}/{key}")
+                store.delete_key(f"{self._channel.prefix}barrier/{self._number - 1}/{key}")
 
     def _no_answer(self, waited_s: float) -> str:
         since = f"for {waited_s - self._seconds:.1f} s" if self._came else f"since this rank came {waited_s:.1f} s ago"

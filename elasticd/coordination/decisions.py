@@ -137,7 +137,6 @@ class DecisionPoints:
         self._stored.append(key)
 
     def _delete_oldest(self) -> bool:
-        """True if there were so many decisions that one had to be deleted."""
         if len(self._stored) <= self._max_stored:
             return False
         self._channel.delete(self._stored.pop(0))

@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from elasticd.coordination.decisions import Action
 from elasticd.errors import UsageError
@@ -37,23 +38,23 @@ def timeout_from_environment(environment: Mapping[str, str] = os.environ) -> flo
     return seconds
 
 
+@dataclass
 class PauseController:
     """Rank 0's state of pauses: whether they are possible, which request is open, when a pause is over."""
 
-    def __init__(self, heartbeat: HeartbeatWriter, events: WorkerEventWriter, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._heartbeat = heartbeat
-        self._events = events
-        self._announced = False
-        self._open = 0
-        self._answered = 0
+    heartbeat: HeartbeatWriter
+    events: WorkerEventWriter
+    timeout_s: float
+    _announced: bool = False
+    _open: int = 0
+    _answered: int = 0
 
     def should_pause(self, step: int, able: bool) -> bool:
         """True if the ranks should pause at this step. `able`: objects are attached and there is a directory."""
         if able and not self._announced:
             self._announced = True
-            self._events.write("can_pause", "can pause at the end of a step, right after a checkpoint", step)
-        request = self._heartbeat.request
+            self.events.write("can_pause", "can pause at the end of a step, right after a checkpoint", step)
+        request = self.heartbeat.request
         if request & REQUEST_KIND != PAUSE:
             self._answered = 0
             return False
@@ -72,18 +73,18 @@ class PauseController:
         """
         if not saved:
             return "continue", self._refuse(step, "its checkpoint could not be saved")
-        self._events.write("paused", f"paused at step {step} for the next round, up to {self.timeout_s:g} s", step)
+        self.events.write("paused", f"paused at step {step} for the next round, up to {self.timeout_s:g} s", step)
         start = time.monotonic()
         action, why = self._until_over(start + self.timeout_s, stop)
         reason = f"the pause at step {step} is over: {why}"
-        self._events.write("pause_ended", reason, step, seconds=time.monotonic() - start)
+        self.events.write("pause_ended", reason, step, seconds=time.monotonic() - start)
         return action, reason
 
     def _until_over(self, deadline: float, stop: Callable[[], str]) -> tuple[Action, str]:
         while True:
             if why := stop():
                 return "stop", why
-            if self._heartbeat.request != self._open:
+            if self.heartbeat.request != self._open:
                 return "continue", "the agent withdrew its request"
             left = deadline - time.monotonic()
             if left <= 0:
@@ -94,5 +95,5 @@ class PauseController:
     def _refuse(self, step: int, why: str) -> str:
         self._answered = self._open
         reason = f"no pause at step {step}: {why}"
-        self._events.write("cannot_pause", reason, step)
+        self.events.write("cannot_pause", reason, step)
         return reason

@@ -1,14 +1,11 @@
 """The status of every rank, published by the rank itself: to tell a missing rank from a slow one.
 
-Each rank's process publishes once a second its step, its phase, and for how long it has been there. The status goes to
-the round's store from a thread with a connection of its own, as a plain `set`, which TCPStore does not answer: it costs
-some 20 µs, waits for nobody, and is read only when a rank is missed. It is published all the time, not only while a
-rank waits, for two reasons. A poll once a second for waiting ranks would be as many messages, and a blocking wait for
-the question would make torch print two lines whenever it times out, and make Python abort a process that exits while a
-thread returns from one. And a stopped rank cannot answer a question: its status must have been published before. In a
-large group statuses are published less often, so that the store gets a few hundred of them a second.
-
-Ages are measured by the observer's own reads: no two clocks are compared.
+Each rank's process publishes once a second its step, its phase, and for how long it has been there, from a thread with
+a connection of its own. It is a plain `set`, which TCPStore does not answer: it costs some 20 µs, waits for nobody, and
+is read only when a rank is missed. It is published all the time, not on request: polls for requests would be as many
+messages, a blocking wait for them would make torch print two lines whenever it times out and Python abort a process
+that exits while a thread returns from one, and a stopped rank could not answer. Ages are measured by the observer's own
+reads: no two clocks are compared.
 """
 
 from __future__ import annotations

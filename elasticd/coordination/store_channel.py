@@ -41,19 +41,13 @@ class StoreChannel:
     which DecisionTimeout is raised; a store that is gone raises torch.distributed's own error.
     """
 
-    store: Any
-    """The channel's own connection, None in a group of one."""
-    in_use: bool
-    """Another thread uses the connection, perhaps for ever: a frozen store answers nothing."""
-    prefix: str
-    """Of all keys. It holds a counter, as a process may make a second session in the same group."""
-
     def __init__(self, rank: int, world_size: int, store: Any, attempt: str, timeout_s: float) -> None:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.store = store
-        self.in_use = False
+        self.in_use = False  # by another thread, perhaps for ever: a frozen store answers nothing
+        # With a counter, as a process may make a second session in the same group.
         self.prefix = f"{attempt}/{store.add(f'{attempt}/sessions/{rank}', 1)}/" if store is not None else ""
 
     def new_connection(self) -> Any:
@@ -61,7 +55,6 @@ class StoreChannel:
         return new_connection(self.store)
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a message."""
         self.store.set(self.prefix + key, value)
 
     def read(self, key: str, what: str, timeout_s: float | None = None) -> bytes:
@@ -71,11 +64,9 @@ class StoreChannel:
         return found
 
     def delete(self, key: str) -> None:
-        """Delete a message; it may be gone already."""
         self.store.delete_key(self.prefix + key)
 
     def exists(self, key: str) -> bool:
-        """True if the message is there."""
         return bool(self.store.check([self.prefix + key]))
 
     def on_rank0(self, key: str, what: str, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ words zero; their readers skip them. An older writer leaves them as the agent ma
 from __future__ import annotations
 
 import enum
+import mmap
 import os
 import signal
 import struct
@@ -55,7 +56,6 @@ from dataclasses import dataclass
 
 from elasticd.errors import WireError
 from elasticd.heartbeat.exit_report import ExitReport, decode, encode
-from elasticd.heartbeat.shared_memory import map_file
 
 INIT_PROCESS_GROUP = "init_process_group"
 """The name of the barrier in phase STARTING: torch's function in which all ranks wait for each other."""
@@ -85,6 +85,7 @@ _STEPS_BEFORE_SESSION = 4
 """In a script with a Session optimizers may step this often before the first `session.step()`."""
 _BARRIER, _BARRIER_BYTES, _REPORT_AT = 112, 64, 256
 _REPORT_BYTES = SIZE - _REPORT_AT - 4
+_PYBUF_WRITE = 0x200  # from CPython's stable ABI
 _HEADER = struct.Struct("<8sIIQ40x QqQQQII64sQQ qQqQQqQQ I")
 _NOTHING_ISSUED = (_UNKNOWN, 0, _UNKNOWN, 0, 0, _UNKNOWN, 0, 0)
 # A writer killed between two stores leaves `seq` odd for good: after this many reads the words are taken as they are.
@@ -113,7 +114,10 @@ class Source(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """One reading of a heartbeat file. Times are CLOCK_MONOTONIC nanoseconds, 0 when it has not happened."""
+    """One reading of a heartbeat file; the layout above says what each field means.
+
+    Times are CLOCK_MONOTONIC nanoseconds, 0 when it has not happened.
+    """
 
     step: int = 0
     progress_ns: int = 0
@@ -122,28 +126,18 @@ class Heartbeat:
     phase: Phase = Phase.STARTING
     source: Source = Source.NONE
     collectives: int = _UNKNOWN
-    """Issued by the default process group, -1: unknown."""
     alive_ticks: int = 0
-    """Counts while the background thread gets the GIL, 0: there is none."""
     barrier: str = ""
     request: int = 0
     exit_report: ExitReport | None = None
     collectives_per_step: int = _UNKNOWN
-    """Issued during the last finished step, -1: unknown."""
     wait_ticks: int = 0
-    """Ticks of the background thread that saw the rank wait for others."""
     timeout_s: float = 0.0
-    """The default process group's own, 0: unknown."""
     collectives_at_step: int = _UNKNOWN
-    """Issued until the end of the last finished step, -1: unknown."""
     dump_done: int = 0
-    """The answer to `request_dump`."""
     barrier_s: float = 0.0
-    """The timeout that the script gave the barrier it waits at, 0: none."""
     pid: int = 0
-    """In the worker's own process namespace."""
     moved_ticks: int = 0
-    """Ticks that saw the main thread's Python at another place than the tick before."""
 
 
 def create(path: str | os.PathLike[str]) -> None:
@@ -170,7 +164,7 @@ class HeartbeatWriter:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _check_header(os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size, path)
-            self._use(map_file(fd, SIZE))
+            self._use(_map_file(fd, SIZE))
         finally:
             os.close(fd)
         os.register_at_fork(after_in_child=self._detach)
@@ -359,27 +353,10 @@ class HeartbeatReader:
             known_phase, known_source = Phase(phase), Source(source)
         except ValueError as error:
             raise WireError(f"heartbeat file {os.fspath(self._path)}: {error} in layout {MAJOR}.{minor}") from error
-        return Heartbeat(
-            step=step,
-            progress_ns=progress,
-            first_step_ns=first,
-            started_ns=started,
-            phase=known_phase,
-            source=known_source,
-            collectives=issued,
-            alive_ticks=alive,
-            barrier=name.rstrip(b"\0").decode("utf-8", "replace"),
-            request=request,
-            exit_report=self._exit_report(length) if length else None,
-            collectives_per_step=per_step,
-            wait_ticks=waits,
-            timeout_s=timeout_ms / 1000,
-            collectives_at_step=at_step,
-            dump_done=dump_done,
-            barrier_s=barrier_ms / 1000,
-            pid=pid,
-            moved_ticks=moved,
-        )
+        barrier = name.rstrip(b"\0").decode("utf-8", "replace")
+        report = self._exit_report(length) if length else None
+        seen = (step, progress, first, started, known_phase, known_source, issued, alive, barrier, request, report)
+        return Heartbeat(*seen, per_step, waits, timeout_ms / 1000, at_step, dump_done, barrier_ms / 1000, pid, moved)
 
     def _exit_report(self, length: int) -> ExitReport:
         where = f"heartbeat file {os.fspath(self._path)}"
@@ -421,6 +398,21 @@ def from_environment() -> HeartbeatWriter:
     """The heartbeat that the agent made for this process (ELASTICD_BEAT), or one without a reader."""
     path = os.environ.get("ELASTICD_BEAT")
     return HeartbeatWriter(path) if path else NullHeartbeat()
+
+
+def _map_file(fd: int, size: int) -> memoryview:
+    """The first `size` bytes of the file, shared, without the descriptor that Python's mmap keeps before 3.13."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "mmap of the heartbeat file failed")
+    prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+    view: memoryview = prototype(("PyMemoryView_FromMemory", ctypes.pythonapi))(address, size, _PYBUF_WRITE)
+    return view
 
 
 def _check_header(raw: bytes, size: int, path: str | os.PathLike[str]) -> None:

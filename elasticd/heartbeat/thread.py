@@ -58,7 +58,7 @@ class HeartbeatThread:
         self._dump_to = dump_to
         self._period_s = period_s
         self._collectives = Collectives()
-        self._group: Callable[[], Any] = no_group  # a weak reference to the last group
+        self._group: Callable[[], Any] = lambda: None  # a weak reference to the last group
         self._issued = UNKNOWN
         self._position = (0, 0)
         self._timeout_ms = 0
@@ -129,7 +129,6 @@ class HeartbeatThread:
             self._writer.dump_done = requested
 
     def _main_position(self) -> tuple[str, tuple[int, int]]:
-        """The file of the main thread's innermost Python frame, and the position in its code."""
         frame = sys._current_frames().get(self._main)
         return ("", (0, 0)) if frame is None else (frame.f_code.co_filename, (id(frame.f_code), frame.f_lasti))
 
@@ -158,7 +157,10 @@ class HeartbeatThread:
         another = self._group() is not group
         if another:
             self._collectives.reset()
-            self._group = weak_reference(group)
+            try:
+                self._group = weakref.ref(group)
+            except TypeError:  # a class of the script's own, with slots
+                self._group = lambda: None
         self._ticks_with_group += 1
         # The timeout can change while the group lives. A group without one is not read again.
         if another or (self._timeout_ms and self._ticks_with_group % TIMEOUT_EVERY == 0):
@@ -166,17 +168,6 @@ class HeartbeatThread:
         before = self._issued
         self._issued = issued
         return UNKNOWN if issued < before or (another and before >= 0) else issued
-
-
-def weak_reference(group: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(group)
-    except TypeError:  # a class of the script's own, with slots
-        return no_group
-
-
-def no_group() -> None:
-    return None
 
 
 def is_in_init_process_group() -> bool:

@@ -30,13 +30,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elasticd.errors import WireError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 VERSION = 1
 KINDS = (
@@ -79,42 +77,30 @@ class WorkerEvent:
             raise WireError(
                 f"worker event {line[:80]!r} is not of version {VERSION}; run the same elasticd in agent and worker"
             )
-        checks: dict[str, Callable[[Any], bool]] = {
-            "kind": _is_text,
-            "round": _is_integer,
-            "rank": _is_integer,
-            "step": lambda value: value is None or _is_integer(value),
-            "mono": _is_number,
-            "wall": _is_number,
-            "reason": _is_text,
-        }
-        for name, check in checks.items():
-            if name not in found or not check(found[name]):
+        for name, check in _CHECKS.items():
+            if (name in _KNOWN or name in found) and not (name in found and check(found[name])):
                 raise WireError(f"worker event {line[:80]!r}: {name} is missing or of the wrong type")
         extra = {name: value for name, value in found.items() if name not in _KNOWN}
-        for name in extra.keys() & _EXTRA.keys():
-            if not _EXTRA[name](extra[name]):
-                raise WireError(f"worker event {line[:80]!r}: {name} is of the wrong type")
-        return cls(**{name: found[name] for name in checks}, extra=extra)
+        return cls(**{name: found[name] for name in _KNOWN[1:]}, extra=extra)
 
 
+@dataclass(slots=True)
 class WorkerEventWriter:
     """The worker's side; without a path (a script without an agent) it writes nothing."""
 
-    def __init__(self, path: str | os.PathLike[str] | None, round: int = 0, rank: int = 0) -> None:
-        self._path = path
-        self._round = round
-        self._rank = rank
-        self._lost = 0
-        self._torn = False
+    path: str | os.PathLike[str] | None
+    round: int = 0
+    rank: int = 0
+    _lost: int = 0
+    _torn: bool = False
 
     def write(self, kind: str, reason: str, step: int | None = None, **extra: Any) -> None:
         """Append one event; the table above lists the fields of each kind."""
-        if self._path is None:
+        if self.path is None:
             return
         if self._lost:
             extra["lost"] = self._lost
-        event = WorkerEvent(kind, self._round, self._rank, step, time.monotonic(), time.time(), reason, extra)
+        event = WorkerEvent(kind, self.round, self.rank, step, time.monotonic(), time.time(), reason, extra)
         line = event.to_line()
         if self._torn:
             line = b"\n" + line
@@ -127,8 +113,8 @@ class WorkerEventWriter:
         self._lost = self._lost + 1 if self._torn else 0
 
     def _append(self, line: bytes) -> int:
-        assert self._path is not None
-        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        assert self.path is not None
+        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             return os.write(fd, line)
         finally:
@@ -190,7 +176,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LARGEST
 
 
-_EXTRA = {
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "kind": _is_text,
+    "round": _is_integer,
+    "rank": _is_integer,
+    "step": lambda value: value is None or _is_integer(value),
+    "mono": _is_number,
+    "wall": _is_number,
+    "reason": _is_text,
     "path": _is_text,
     "bytes": _is_integer,
     "seconds": _is_number,
@@ -198,4 +191,4 @@ _EXTRA = {
     "from_step": _is_integer,
     "every_seconds": _is_number,
 }
-"""The types of the kinds' fields: readers rely on them, and a file may hold anything."""
+"""Readers rely on the types, and a file may hold anything. The fields of a kind may be absent."""

@@ -18,7 +18,6 @@ LAUNCHER_FILES = ("template", "tcp_store", "hidden_modules", "debug_hooks")
 LIBRARY = (
     "elasticd.errors",
     "elasticd.heartbeat.exit_report",
-    "elasticd.heartbeat.shared_memory",
     "elasticd.heartbeat.record",
     "elasticd.heartbeat.collectives",
     "elasticd.heartbeat.optimizer_hook",
