@@ -33,6 +33,7 @@ from elasticd_agent.job.worker_setup import WorkerSetup
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy
 from elasticd_agent.model.messages import StepRules, StopForced, StopRequested
 from elasticd_agent.model.reports import RankReport
+from elasticd_agent.system import installation
 from elasticd_agent.system.devices import visible_gpus
 from elasticd_agent.workers.gpu_memory import open_gpu_memory
 from elasticd_agent.workers.launcher.client import OwnerClient
@@ -59,6 +60,8 @@ class RunContext:
     leave_within_s: float | None = None
     on_runtime_dir: Callable[[Path], None] = lambda path: None
     stop_reason: Callable[[], str] = lambda: ""
+    own_code: bool = False
+    """The process was started from a copy of the code that no upgrade changes."""
 
 
 def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContext | None = None) -> int:
@@ -83,14 +86,20 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContex
     memory = open_gpu_memory(gpus, inbox.put)
     stack.callback(memory.close)
 
-    def make_workers() -> WorkerManager:
-        owner = OwnerClient(runtime, inbox.put, host.kept_fds)
+    def start_owner() -> OwnerClient:
+        return OwnerClient(runtime, inbox.put, host.kept_fds)
+
+    def make_workers(owner: OwnerClient) -> WorkerManager:
         return WorkerManager(spec, node, base_env, preload, owner, listening_address(spec), memory)
 
-    running = [make_workers()]
+    owner = start_owner()
+    copy_error = "" if host.own_code else use_private_code(runtime)  # takes no time: the owner's interpreter starts
+    running = [make_workers(owner)]
     stack.callback(lambda: running[0].close())
 
     outputs = stack.enter_context(_reporting(spec, policy, settings, host, node, runtime))
+    if copy_error:
+        outputs.reporter.log(copy_error)
     used, resume = find_on_disk(spec.checkpoint_dir)
     loops: list[JobLoop] = []
     seat = join_job(
@@ -126,7 +135,7 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContex
         address=seat.address,
         monitor=GroupMonitor(seat.rendezvous, StepHistory(policy), suspicion, outputs.reporter, shared=seat.shared),
         workers=running[0],
-        make_workers=make_workers,
+        make_workers=lambda: make_workers(start_owner()),
         prepare=WorkerSetup(spec, policy, node, runtime, outputs.logs, gpus=gpus).prepare,
         listener=outputs.reporter,
         inbox=inbox,
@@ -140,6 +149,17 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContex
         return loop.run()
     finally:
         running[0] = loop.workers
+
+
+def use_private_code(runtime: Path) -> str:
+    """Continue from a copy of the code, which an upgrade does not change. Returns why that failed, or ""."""
+    copy = runtime / "code"
+    try:
+        installation.copy_to(copy)
+    except OSError as error:
+        return f"no copy of elasticd in {copy} ({error.strerror}): do not upgrade elasticd while this job runs"
+    installation.use(copy)
+    return ""
 
 
 def _reporting(
@@ -180,7 +200,7 @@ def status(spec: JobSpec, loop: JobLoop) -> dict[str, Any]:
         "restarts": round.restarts if round is not None else 0,
         "reason": round.reason if round is not None else "",
         "members": [{"node": m.node, "slots": list(m.slots)} for m in round.members] if round is not None else [],
-        "benched": [{"node": b.node, "slot": b.slot, "times": b.times} for b in round.quarantined_slots]
+        "quarantined_slots": [{"node": b.node, "slot": b.slot, "times": b.times} for b in round.quarantined_slots]
         if round
         else [],
         "step": loop.high_water,

@@ -1,16 +1,21 @@
 """Where our own files are. The only module that knows which programs are started by path.
 
-A running job starts helpers long after it began, also after the installation was replaced under it: `snapshot` copies
-what it may need. Everything is found beside this file, so a process that runs from a snapshot stays in it.
+A job starts helpers and imports modules long after its start, also after an upgrade has replaced the installation under
+it. Therefore a runner works from a copy (docs/adr/0007): it is started from one, or `use` redirects it to one.
 """
 
 from __future__ import annotations
 
-import shutil
-from importlib.util import find_spec
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
-_AGENT = Path(__file__).parents[1]
+import elasticd
+import elasticd_agent
+
 _PROGRAMS = {
     "owner": "workers/launcher/owner.py",
     "template": "workers/launcher/template.py",
@@ -23,31 +28,98 @@ _PROGRAMS = {
     "c10d_fork_server": "store/c10d/helper_process.py",
     "all_reduce": "node/health/all_reduce_process.py",
 }
+_RUN = """\
+import sys
+from elasticd_agent.cli.main import main
+sys.exit(main())
+"""
+_COMPILED = f".{sys.implementation.cache_tag}.pyc"
 
 
 def program(name: str) -> str:
     """The path of a file of ours that another interpreter runs or loads. Raises KeyError for an unknown name."""
-    return str(_AGENT / _PROGRAMS[name])
+    return str(_packages()["elasticd_agent"] / _PROGRAMS[name])
 
 
 def library_file(module: str) -> str:
     """The path of a module of the library, "elasticd.heartbeat.record"."""
-    return str(_library() / f"{module.partition('.')[2].replace('.', '/')}.py")
+    return str(_packages()["elasticd"] / f"{module.partition('.')[2].replace('.', '/')}.py")
 
 
 def import_path() -> list[str]:
     """The directories on sys.path from which elasticd_agent and elasticd are imported: one or two."""
-    return list(dict.fromkeys([str(_AGENT.parent), str(_library().parent)]))
+    return list(dict.fromkeys(str(package.parent) for package in _packages().values()))
 
 
-def snapshot(directory: Path) -> str:
-    """Copy both packages into `directory`. Returns what to put first on PYTHONPATH to run from the copy."""
-    for package in (_AGENT, _library()):
-        shutil.copytree(package, directory / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-    return str(directory)
+def digest() -> str:
+    """Identifies the content of both packages. Raises OSError."""
+    return _digest(_packages())
 
 
-def _library() -> Path:
-    spec = find_spec("elasticd")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
+def is_copy(directory: Path, digest: str) -> bool:
+    """True if `directory` is a complete copy with this digest."""
+    try:
+        return _digest({name: directory / name for name in _packages()}) == digest
+    except OSError:
+        return False
+
+
+def copy_to(directory: Path) -> None:
+    """Copy both packages into a new `directory`; `python DIRECTORY ...` is then the command `elasticd`.
+
+    Every user may read the copy, only this one may change it. Compiled files come along, and stay valid because the
+    sources keep their times: a process starts as fast as from the installation. Raises OSError.
+    """
+    for name, package in _packages().items():
+        for source, _, files in os.walk(package):
+            target = directory / name / os.path.relpath(source, package)
+            _make_directory(target)
+            for file in files:
+                if not file.endswith(".pyc") or file.endswith(_COMPILED):
+                    found = os.stat(os.path.join(source, file))
+                    _write(target / file, Path(source, file).read_bytes())
+                    os.utime(target / file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    _write(directory / "__main__.py", _RUN.encode())
+    try:  # `importlib.metadata` finds this version first, whatever is installed by then
+        version = metadata.version("elasticd")
+    except metadata.PackageNotFoundError:
+        return
+    _make_directory(info := directory / f"elasticd-{version}.dist-info")
+    _write(info / "METADATA", f"Metadata-Version: 2.1\nName: elasticd\nVersion: {version}\n".encode())
+
+
+def use(directory: Path) -> None:
+    """From now on this process imports, and starts programs, from `directory`, a copy of the code that it runs."""
+    packages = set(_packages())
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in packages and hasattr(module, "__path__"):
+            module.__path__[:] = [str(directory / name.replace(".", "/"))]
+
+
+def _packages() -> dict[str, Path]:
+    return {package.__name__: Path(package.__path__[0]) for package in (elasticd, elasticd_agent)}
+
+
+def _digest(packages: dict[str, Path]) -> str:
+    total = hashlib.sha256()
+    for name, package in packages.items():
+        for file in sorted(_sources(package)):
+            total.update(f"{name}/{file.relative_to(package)}\0".encode())
+            total.update(hashlib.sha256(file.read_bytes()).digest())
+    return total.hexdigest()[:16]
+
+
+def _sources(package: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(package):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        yield from (Path(folder, file) for file in files)
+
+
+def _make_directory(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(0o755)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    path.chmod(0o644)

@@ -67,7 +67,7 @@ def test_metrics_say_what_stands() -> None:
 
 
 def said(*benched: dict[str, Any], number: int = 3) -> dict[str, Any]:
-    return {"round": number, "reason": "rank 1 hung", "benched": list(benched), "alone": False}
+    return {"round": number, "reason": "rank 1 hung", "quarantined_slots": list(benched), "alone": False}
 
 
 def slot(number: int, times: int, node: str = "me") -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_what_an_adopted_runner_says_first_is_no_news() -> None:
 
 @pytest.mark.parametrize("benched", [None, "x", [1], [{}], [{"node": "me", "slot": "1", "times": 1}]])
 def test_what_makes_no_sense_blames_nobody(benched: object) -> None:
-    assert JobFailures("me").update({("j", 1): {"benched": benched, "alone": False}}) == []
+    assert JobFailures("me").update({("j", 1): {"quarantined_slots": benched, "alone": False}}) == []
 
 
 def test_a_job_that_runs_here_alone_blames_nobody() -> None:
@@ -106,6 +106,6 @@ def test_a_job_that_runs_here_alone_blames_nobody() -> None:
 
 
 def test_a_runner_that_talks_on_and_on_does_not_make_the_nodes_card_too_large() -> None:
-    said = {"benched": [{"node": "me", "slot": 0, "times": 1}], "alone": False, "reason": "." * 100_000}
+    said = {"quarantined_slots": [{"node": "me", "slot": 0, "times": 1}], "alone": False, "reason": "." * 100_000}
     (sentence,) = JobFailures("me").update({("j", 1): said})
     assert len(sentence) == 1000

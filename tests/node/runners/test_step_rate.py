@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from elasticd_agent.node.runners.step_rate import COARSE_POINTS, FINE_POINTS, FINE_S, StepTrack
+from elasticd_agent.node.runners.history import COARSE_POINTS, FINE_POINTS, FINE_S, StepTrack
 
 
 def test_a_month_of_steps_is_a_few_hundred_points() -> None:

@@ -27,7 +27,7 @@ class JobFailures:
         self._counts = {key: times for key, times in self._counts.items() if key in told}
         sentences = []
         for key, said in told.items():
-            now = _quarantine_counts(said.get("benched"), self._node) if said.get("alone") is False else None
+            now = _quarantine_counts(said.get("quarantined_slots"), self._node) if said.get("alone") is False else None
             if now is None:
                 continue
             before = self._counts.get(key, now if key in set(adopted) else {})

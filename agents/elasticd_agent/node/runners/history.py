@@ -1,25 +1,76 @@
-"""What a runner remembers of its job, for whoever asks: its rounds, its last checkpoint, how fast it goes and went.
+"""The history of a runner's job for status requests: rounds, last checkpoint, step rate and steps over time.
 
-It sits where the event log and the metrics are written, so that nothing has to be told twice, and passes everything on.
-It is written by the deciding thread, read by the control socket's, and bounded whatever happens.
+Recorded where events and metrics pass through, by the loop's thread; read by the control socket's thread. Bounded.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from elasticd_agent.node.records import RoundSummary
 from elasticd_agent.node.runners.spec import MAX_EXIT_ROUNDS
-from elasticd_agent.node.runners.step_rate import StepTrack
 from elasticd_agent.telemetry import events, metrics
 from elasticd_agent.telemetry.event_log import EventSink
 
+FINE_S = 2.0
+FINE_POINTS = 300
+"""The last ten minutes, a point every two seconds."""
+COARSE_POINTS = 256
+"""At this number every second point is removed, and the interval of new points is doubled."""
+
+Point = tuple[float, int, int]
+"""Unix seconds, round, step."""
+_NumberedPoint = tuple[int, Point]
+"""With its position among all points ever recorded."""
+
+
+@dataclass(slots=True)
+class StepTrack:
+    """The step at each time: the whole run coarsely, the last minutes finely. Written by one thread, read by others."""
+
+    _fine: deque[_NumberedPoint] = field(default_factory=lambda: deque(maxlen=FINE_POINTS))
+    _coarse: list[_NumberedPoint] = field(default_factory=list)
+    _count: int = 0
+    _every_s: float = FINE_S
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, wall: float, round: int, step: int) -> None:
+        """Keeps the first point of every round, and others after the interval."""
+        with self._lock:
+            self._count += 1
+            point = (self._count, (wall, round, step))
+            if _due(self._fine, point, FINE_S):
+                self._fine.append(point)
+            if _due(self._coarse, point, self._every_s):
+                self._coarse.append(point)
+                if len(self._coarse) >= COARSE_POINTS:
+                    # The newest point is kept: the next interval is measured from it.
+                    self._coarse = self._coarse[-1::-2][::-1]
+                    span = self._coarse[-1][1][0] - self._coarse[0][1][0]
+                    self._every_s = max(FINE_S, span / len(self._coarse))
+
+    def points(self) -> list[Point]:
+        """In the order of recording, each once."""
+        with self._lock:
+            fine, coarse = list(self._fine), list(self._coarse)
+        return [point for count, point in coarse if not fine or count < fine[0][0]] + [point for _, point in fine]
+
+
+def _due(before: Sequence[_NumberedPoint], point: _NumberedPoint, every_s: float) -> bool:
+    if not before:
+        return True
+    (then, last_round, _), (now, round, _) = before[-1][1], point[1]
+    # A clock that was set back must not stop the recording until it has caught up.
+    return round != last_round or not 0 <= now - then < every_s
+
 
 class RoundHistory:
-    """An event log in front of another one. `log` is the one that everything goes on to."""
+    """An event sink that forwards everything to `log`."""
 
     def __init__(self) -> None:
         self.log: EventSink | None = None
@@ -58,14 +109,14 @@ class RoundHistory:
             "age_seconds": round(time.monotonic() - self._started_at, 3),
             "checkpoint": self._checkpoint,
             "rounds": [
-                {"round": note.number, "world_size": note.world_size, "reason": note.reason, "at": note.at}
-                for note in self.rounds
+                {"round": one.number, "world_size": one.world_size, "reason": one.reason, "at": one.at}
+                for one in self.rounds
             ],
         }
 
 
 class RunnerMetrics(metrics.Metrics):
-    """The job's metrics, which also remember how fast it goes and went."""
+    """The job's metrics, with its step rate and steps over time."""
 
     steps_per_second: float | None = None
     _last_round = 0
@@ -74,15 +125,15 @@ class RunnerMetrics(metrics.Metrics):
         super().__init__(job, node, version)
         self.step_track = StepTrack()
 
-    def round_published(self, number: int, *more: Any, **named: Any) -> None:
+    def round_published(self, number: int, *args: Any, **kwargs: Any) -> None:
         self._last_round = number
-        super().round_published(number, *more, **named)
+        super().round_published(number, *args, **kwargs)
 
     def progress(self, steps: Mapping[int, int], steps_per_second: float | None, wall: float) -> None:
         if steps_per_second is not None:
             self.steps_per_second = steps_per_second
-        if reached := max(steps.values(), default=0):
-            self.step_track.add(wall, self._last_round, reached)
+        if step := max(steps.values(), default=0):
+            self.step_track.add(wall, self._last_round, step)
         super().progress(steps, steps_per_second, wall)
 
     def group_ended(self) -> None:

@@ -1,7 +1,7 @@
-"""A lock that says that a process lives, and a process's identity that no other process ever has again.
+"""Whether a process is alive: a lock that it holds, and an identity that no other process ever has.
 
-They exist so that nobody is signalled by mistake: process ids come again, after a reboot all of them do. A lock is the
-kernel's word, a process is named by its id, when it started, and the boot in which it did. Nothing here waits.
+Pids are assigned again, after a reboot all of them, so a process is identified by pid, start time and boot id; the lock
+is released by the kernel. No other process is ever signalled by mistake. No function waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elasticd_agent.system import procfs
 from elasticd_agent.system.files import open_plain
 
 OWNER_BYTES = 80
-"""Always as long, so that a name is replaced by one write, and on a full disk, too."""
+"""A constant length, so that one write replaces an identity, also on a full disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """The process that has this id now; None if there is none, or it only waits to be reaped."""
+        """The process with this pid; None if there is none, or a zombie."""
         stat = procfs.stat(pid)
         return None if stat is None or stat.state in ("Z", "X") else cls(pid, stat.started, boot_id())
 
@@ -44,7 +44,7 @@ class ProcessIdentity:
 
     @classmethod
     def parse(cls, text: str) -> ProcessIdentity | None:
-        """What `str` made, whatever else there may be."""
+        """Reads the output of `str`; further text is ignored."""
         words = text.split()
         if len(words) < 3 or not (words[0].isdecimal() and words[1].isdecimal()):
             return None
@@ -56,10 +56,10 @@ def boot_id() -> str:
 
 
 def take_lock(path: Path) -> int | None:
-    """Lock `path`, in which our name is then. Returns a file descriptor that holds it; None: somebody else does.
+    """Lock `path` and write our identity into it. Returns its file descriptor; None: another process has the lock.
 
-    The lock lasts until every copy of the descriptor is closed, also one that a child has. Raises OSError, also where
-    `path` leads elsewhere: its folder may be another user's, who would like to be given what is there.
+    The lock lasts until every copy of the descriptor is closed, also a child's. Raises OSError, also for a link: the
+    folder may belong to another user, who could point it at a file of ours.
     """
     fd = open_plain(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -75,14 +75,14 @@ def take_lock(path: Path) -> int | None:
 
 
 def write_owner(fd: int, pid: int | None = None) -> None:
-    """Write into the locked file who has it: this process, or `pid`."""
+    """Write the owner's identity into the locked file: this process, or `pid`."""
     named = ProcessIdentity.of(os.getpid() if pid is None else pid)
-    with contextlib.suppress(OSError):  # a full disk: the lock is what counts
+    with contextlib.suppress(OSError):  # a full disk: the lock is sufficient
         os.pwrite(fd, f"{named}\n".ljust(OWNER_BYTES).encode(), 0)
 
 
 def is_locked(path: Path) -> bool:
-    """True while a process has the lock at `path`, or while that cannot be told."""
+    """True while a process has the lock at `path`, or if that cannot be determined."""
     try:
         fd = open_plain(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def is_locked(path: Path) -> bool:
 
 
 def lock_owner(path: Path) -> ProcessIdentity | None:
-    """Who wrote its name there, if it lives, and is of the user whose file it is: nobody can name another's process."""
+    """The process named in the file, if it is alive and of the file's owner: nobody can name another user's process."""
     try:
         with open(open_plain(path, os.O_RDONLY), "rb") as file:
             named = ProcessIdentity.parse(file.read(OWNER_BYTES).decode("ascii", "replace"))
@@ -112,7 +112,7 @@ def lock_owner(path: Path) -> ProcessIdentity | None:
 
 
 def find_unnamed_owner(path: Path, name: bytes) -> ProcessIdentity | None:
-    """Who has a lock that does not say so: of the processes that go by this name and have the file, the oldest."""
+    """The owner of a lock without an identity: the oldest process of this name that has the file open."""
     try:
         owner = path.stat().st_uid
     except OSError:
@@ -127,7 +127,7 @@ def find_unnamed_owner(path: Path, name: bytes) -> ProcessIdentity | None:
 
 
 def process_user(pid: int) -> int | None:
-    """Whose process it is: the files in /proc of one that keeps secrets look like root's."""
+    """A process's user: the files in /proc of a process with secrets belong to root."""
     for line in procfs.read(f"/proc/{pid}/status").splitlines():
         if line.startswith(b"Uid:"):
             return int(line.split()[2])
@@ -135,9 +135,9 @@ def process_user(pid: int) -> int | None:
 
 
 def processes_with_open(path: Path) -> Iterator[int]:
-    """Every process that has the file open, as far as we may look: who holds its lock is among them.
+    """Every process that has the file open, as far as we may look; the lock's owner is among them.
 
-    Nobody, where there is a link instead: its folder's owner could name /dev/null, which everybody has open.
+    None for a link: the folder's owner could link to /dev/null, which every process has open.
     """
     try:
         wanted = path.lstat()

@@ -1,9 +1,9 @@
-"""The runner, `python -m elasticd_agent job DIR`: what `elasticd run` is, for one job of a daemon's.
+"""The runner, `elasticd job DIR`: what `elasticd run` is, for one job of an agent.
 
-It exists so that the daemon's death, upgrade or mistake costs training nothing: the runner has its own session, lease,
-planner and judgement. It holds a lock for as long as anything of it is left, answers at a control socket, and writes
-last how it ended. When no daemon has spoken to it for `adopt_timeout` it leaves by itself, as after a SIGTERM, so that
-the other nodes go on without this one. It never speaks to the daemon first, and never starts anything but its job.
+The runner has its own session, lease, planner and hang detection, so the end, an upgrade or a bug of the agent costs no
+training. It holds the lock of its folder while any process of the job exists, answers on a control socket, and writes
+its exit last. After `adopt_timeout` without a request from an agent it leaves as after a SIGTERM, so that the other
+nodes continue without this one. It never contacts the agent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.version import version
 from elasticd_agent.node.keys import RUNNER_COMM
-from elasticd_agent.node.runners import liveness as alive
+from elasticd_agent.node.runners import liveness
 from elasticd_agent.node.runners.history import RoundHistory, RunnerMetrics
 from elasticd_agent.node.runners.spec import (
     MAX_WHY_CHARS,
@@ -50,66 +50,71 @@ from elasticd_agent.telemetry import metrics
 
 PR_SET_NAME = 15
 MAX_WAKE_DELAY_S = 2.0
-"""Whoever wakes up so much later than it wanted to was stopped or starved, and has not heard the daemon meanwhile."""
+"""A timer that is later was delayed because this process was stopped or starved, and could not answer meanwhile."""
 
 
 def job(argv: Sequence[str]) -> int:
-    """Run the job of the folder `argv[0]` to its end. Returns the exit code, which the folder then says, too.
+    """Run the job of the folder `argv[0]` to its end. Returns the exit code, which is also written to the folder.
 
-    `argv[1]` is the file descriptor that holds the folder's lock, `argv[2]` the one with what opens the store.
+    The other arguments are file descriptors: the folder's lock, the store's secrets and, where the runner was started
+    from a copy of the code, the lock of that copy.
     """
-    if len(argv) != 3 or not all(text.isdecimal() for text in argv[1:]):
-        raise UsageError("job is for the daemon to call: elasticd agent --config FILE")
+    if len(argv) not in (3, 4) or not all(text.isdecimal() for text in argv[1:]):
+        raise UsageError("job is an internal command: use elasticd agent --config FILE")
     os.umask(0o077)
     prctl(PR_SET_NAME, RUNNER_COMM)
     _reset_oom_score()
-    files, lock, handed = JobFiles(Path(argv[0])), int(argv[1]), int(argv[2])
-    os.set_inheritable(lock, False)
-    alive.write_owner(lock)
+    files = JobFiles(Path(argv[0]))
+    lock, secrets_fd, *code_lock = map(int, argv[1:])
+    for fd in (lock, *code_lock):
+        os.set_inheritable(fd, False)
+    liveness.write_owner(lock)
     try:
-        order, secrets = read_spec(files), StoreSecrets.from_fd(handed)
+        spec = read_spec(files)
+        secrets = StoreSecrets.from_fd(secrets_fd)
     except (OSError, WireError) as error:
         raise UsageError(f"{files.runner_spec}: {error}") from None
-    return _run_to_end(order, secrets, files, lock)
+    return _run_to_end(spec, secrets, files, (lock, *code_lock))
 
 
 def _reset_oom_score() -> None:
-    """The daemon may be spared when memory runs out; a job is not, lest it outlives what the machine needs."""
+    """The kernel spares the agent when memory runs out, but not its jobs, which use the memory."""
     with contextlib.suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
         if int(score.read_text()) < 0:
             score.write_text("0")
 
 
-def _run_to_end(spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, lock: int) -> int:
+def _run_to_end(spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...]) -> int:
     files.runner_exit.unlink(missing_ok=True)
     try:
         reserve_exit_space(files)
     except OSError as error:
-        print(f"elasticd job: {files.root}: {error.strerror}; the job runs all the same", file=sys.stderr, flush=True)
-    book = RoundHistory()
+        _print(f"{files.root}: {error.strerror}; the job runs anyway")
+    history = RoundHistory()
     try:
-        code = _run(spec, secrets, files, lock, book)
-        reason = book.ended.reason if book.ended is not None else f"exit code {code}"
+        code = _run(spec, secrets, files, locks, history)
+        reason = history.ended.reason if history.ended is not None else f"exit code {code}"
     except UsageError as error:
         code, reason = 2, str(error)
-        print(f"elasticd job: error: {reason}", file=sys.stderr, flush=True)
-    step = book.ended.step if book.ended is not None else None
+        _print(f"error: {reason}")
+    step = history.ended.step if history.ended is not None else None
     try:
-        write_exit(files, exit_for(spec, code, reason, book.rounds, step or 0))
+        write_exit(files, exit_for(spec, code, reason, history.rounds, step or 0))
     except OSError as error:
-        print(
-            f"elasticd job: {files.runner_exit}: {error.strerror}; ended with {code}: {reason}",
-            file=sys.stderr,
-            flush=True,
-        )
+        _print(f"{files.runner_exit}: {error.strerror}; ended with {code}: {reason}")
     return code
 
 
-def _run(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, lock: int, history: RoundHistory) -> int:
-    wanted = jobfile.from_json(runner_spec.job_file)
+def _print(sentence: str) -> None:
+    print(f"elasticd job: {sentence}", file=sys.stderr, flush=True)
+
+
+def _run(
+    runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], history: RoundHistory
+) -> int:
     spec, policy, settings = jobfile.run_model(
-        wanted,
+        jobfile.from_json(runner_spec.job_file),
         job_id=runner_spec.job,
         run=str(runner_spec.number),
         node=runner_spec.node,
@@ -125,24 +130,25 @@ def _run(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, lock: 
         preflight.check(spec, settings, spec.base_environment(os.environ))
     except UsageError as error:
         raise jobfile.in_keys(str(error)) from None
-    host = RunContext(
-        reporting=lambda *how: RunnerReporting(*how, runner_spec=runner_spec, history=history),
-        kept_fds=(lock,),
+    context = RunContext(
+        reporting=lambda *args: RunnerReporting(*args, runner_spec=runner_spec, history=history),
+        kept_fds=locks,
         pauses_before_stop=True,
         leave_within_s=runner_spec.drain_timeout_s,
         on_runtime_dir=lambda runtime: replace_link(files.runtime, runtime),
         stop_reason=lambda: leave_reason(files),
+        own_code=len(locks) > 1,
     )
     try:
-        return run_job(spec, policy, settings, host)
+        return run_job(spec, policy, settings, context)
     except UsageError as error:
-        if str(error).startswith("--"):  # of a flag, which is a key in a job file
+        if str(error).startswith("--"):  # about a flag, which is a key in a job file
             raise jobfile.in_keys(str(error)) from None
         raise
 
 
 class RunnerReporting(Reporting):
-    """What a runner tells, and what it answers."""
+    """Adds the job's history to event log and metrics, and the verbs of the control socket."""
 
     def __init__(
         self,
@@ -155,7 +161,8 @@ class RunnerReporting(Reporting):
         runner_spec: RunnerSpec,
         history: RoundHistory,
     ) -> None:
-        self._runner_spec, self._history = runner_spec, history
+        self._runner_spec = runner_spec
+        self._history = history
         super().__init__(spec, policy, settings, node, runtime)
         self._about |= {"number": runner_spec.number, "slots": list(runner_spec.slots), "version": version()}
 
@@ -164,51 +171,60 @@ class RunnerReporting(Reporting):
         return self._history
 
     def open_metrics(self, job: str, node: str) -> metrics.MetricsRecorder:
-        self._rates = RunnerMetrics(job, node, version())
-        return self._rates
+        self._metrics = RunnerMetrics(job, node, version())
+        return self._metrics
 
     def verbs(self, status: Callable[[], dict[str, Any]], post: Callable[[Message], None]) -> Mapping[str, Verb]:
-        def leave(why: str) -> None:
+        def stop(why: str) -> None:
             post(StopRequested("SIGTERM", TERMINATED, time.monotonic(), why))
 
-        tether = AgentWatchdog(self._runner_spec.adopt_timeout_s, leave)
-        self.callback(tether.close)
+        watchdog = AgentWatchdog(self._runner_spec.adopt_timeout_s, stop)
+        self.callback(watchdog.close)
 
         def brief() -> dict[str, Any]:
             now = status()
-            said = {name: now[name] for name in ("phase", "round", "world_size", "step", "reason", "benched")}
+            fields = {
+                name: now[name] for name in ("phase", "round", "world_size", "step", "reason", "quarantined_slots")
+            }
             alone = all(member["node"] == self._runner_spec.node for member in now["members"])
-            return said | {"alone": alone} | self._about
+            return fields | {"alone": alone} | self._about
 
-        def here(_: Mapping[str, Any]) -> Mapping[str, Any]:
-            tether.contacted()
+        def poll(_: Mapping[str, Any]) -> Mapping[str, Any]:
+            watchdog.contacted()
             return brief()
 
-        def whole(_: Mapping[str, Any]) -> Mapping[str, Any]:
-            rate = {"steps_per_second": self._rates.steps_per_second, "step_samples": self._rates.step_track.points()}
-            rate["goodput"] = round(self.reporter.spent().goodput, 4)
-            return {**status(), **self._about, "pid": os.getpid(), **rate, **self._history.snapshot()}
+        def full(_: Mapping[str, Any]) -> Mapping[str, Any]:
+            return {
+                **status(),
+                **self._about,
+                "pid": os.getpid(),
+                "steps_per_second": self._metrics.steps_per_second,
+                "step_samples": self._metrics.step_track.points(),
+                "goodput": round(self.reporter.spent().goodput, 4),
+                **self._history.snapshot(),
+            }
 
-        def asked_to_leave(request: Mapping[str, Any]) -> Mapping[str, Any]:
-            leave(str(request.get("why") or "asked to leave")[:MAX_WHY_CHARS])
+        def leave(request: Mapping[str, Any]) -> Mapping[str, Any]:
+            stop(str(request.get("why") or "a stop was requested")[:MAX_WHY_CHARS])
             return brief()
 
         return {
-            "here": here,
-            "status": whole,
+            "poll": poll,
+            "status": full,
             "metrics": lambda _: {"text": self.metrics.render().decode()},
-            "leave": asked_to_leave,
+            "leave": leave,
         }
 
 
 class AgentWatchdog:
-    """Calls `leave` once when `held` was not called for `seconds`, in time that this process could have heard it."""
+    """Calls `leave` once after `timeout_s` without `contacted`; time in which this process was stopped is excluded."""
 
     def __init__(self, timeout_s: float, leave: Callable[[str], None]) -> None:
-        self._timeout_s, self._leave = timeout_s, leave
+        self._timeout_s = timeout_s
+        self._leave = leave
         self._contact_at = time.monotonic()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="elasticd-tether", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="elasticd-agent-watchdog", daemon=True)
         self._thread.start()
 
     def contacted(self) -> None:
@@ -223,9 +239,8 @@ class AgentWatchdog:
             wake_at = time.monotonic() + left
             if self._closing.wait(left):
                 return
-            if time.monotonic() > wake_at + MAX_WAKE_DELAY_S:
-                self._contact_at = max(
-                    self._contact_at, time.monotonic() - self._timeout_s + min(MAX_WAKE_DELAY_S, self._timeout_s)
-                )
+            if (now := time.monotonic()) > wake_at + MAX_WAKE_DELAY_S:
+                extended = now - self._timeout_s + min(MAX_WAKE_DELAY_S, self._timeout_s)
+                self._contact_at = max(self._contact_at, extended)
         with contextlib.suppress(OSError):
-            self._leave(f"no daemon has spoken to this runner for {self._timeout_s:g} s")
+            self._leave(f"no agent has contacted this runner for {self._timeout_s:g} s")

@@ -1,7 +1,6 @@
-"""Looks after runners from a thread of its own: says that the daemon is here, hears how they are, sees them die.
+"""Polls the runners from its own thread: shows them that the agent is alive, keeps their status, notices their end.
 
-It exists so that the deciding thread never waits for a runner: one that is stopped costs this thread a second, and
-nobody else anything. What it hears is kept for the deciding thread to read; it decides nothing.
+The main loop never waits for a runner: a stopped runner costs only this thread one second.
 """
 
 from __future__ import annotations
@@ -16,22 +15,23 @@ from typing import Any
 
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.runners.liveness import ProcessIdentity
-from elasticd_agent.system import control_socket as control
+from elasticd_agent.system import control_socket
 from elasticd_agent.system.waker import Waker
 
 TIMEOUT_S = 1.0
 STARTING_INTERVAL_S = 0.1
-"""How often one is tried that has never answered: it is starting."""
+"""For a runner that has not answered yet: it is starting."""
 
 Key = tuple[str, int]
 
 
 class RunnerPoller:
-    """Visits every `visit_s` seconds. `post` is called when a runner has died, or answers for the first time."""
+    """Polls every `interval_s` seconds. `post` is called when a runner has ended, and at its first answer."""
 
     def __init__(self, post: Callable[[], None], interval_s: float) -> None:
-        self._post, self._interval_s = post, interval_s
         self.statuses: dict[Key, Mapping[str, Any]] = {}
+        self._post = post
+        self._interval_s = interval_s
         self._targets: dict[Key, tuple[JobFiles, ProcessIdentity]] = {}
         self._changed = False
         self._closing = False
@@ -39,18 +39,18 @@ class RunnerPoller:
         self._lock = threading.Lock()
         self._waker = Waker()
         self._fds: dict[int, Key] = {}
-        self._thread = threading.Thread(target=self._run, name="elasticd-visitor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="elasticd-poller", daemon=True)
         self._thread.start()
 
     def set_targets(self, runners: Mapping[Key, tuple[JobFiles, ProcessIdentity]]) -> None:
-        """Look after these from now on, and after nobody else."""
+        """Poll exactly these runners from now on."""
         with self._lock:
             self._targets = dict(runners)
             self._changed = True
         self._waker.wake()
 
     def raise_failure(self) -> None:
-        """Raises what has ended the thread: without it every runner would take itself for an orphan."""
+        """Raises the exception that ended the thread: without polls every runner would leave as an orphan."""
         if self._failure is not None:
             raise self._failure
 
@@ -62,7 +62,7 @@ class RunnerPoller:
     def _run(self) -> None:
         try:
             self._poll_until_closed()
-        except BaseException as error:  # noqa: BLE001 nobody else would hear of it
+        except BaseException as error:  # noqa: BLE001 the main loop raises it
             self._failure = error
             self._post()
 
@@ -89,16 +89,16 @@ class RunnerPoller:
     def _apply_targets(self, poll: select.poll) -> None:
         with self._lock:
             self._changed = False
-            wanted = dict(self._targets)
+            targets = dict(self._targets)
         for fd, key in list(self._fds.items()):
-            if key not in wanted:
-                with contextlib.suppress(KeyError):  # it has died, and nobody waits for that any more
+            if key not in targets:
+                with contextlib.suppress(KeyError):  # it has ended, and was unregistered then
                     poll.unregister(fd)
                 os.close(fd)
                 del self._fds[fd]
-        self.statuses = {key: said for key, said in self.statuses.items() if key in wanted}
-        for key in wanted.keys() - self._fds.values():
-            process = wanted[key][1]
+        self.statuses = {key: status for key, status in self.statuses.items() if key in targets}
+        for key in targets.keys() - self._fds.values():
+            process = targets[key][1]
             try:
                 fd = os.pidfd_open(process.pid)
             except OSError:
@@ -112,27 +112,31 @@ class RunnerPoller:
             poll.register(fd, select.POLLIN)
 
     def _poll_all(self) -> float:
-        """Say to everybody that the daemon is here. Returns when to do so again."""
-        eager = False
+        """Poll every runner. Returns the seconds until the next round."""
+        starting = False
         for key, (files, _) in list(self._targets.items()):
             if self._closing or self._changed:
                 return 0.0
             try:
-                said = ask_runner(files, {"do": "here"}, TIMEOUT_S)
-            except control.ControlSocketError:
-                eager = eager or key not in self.statuses
+                status = ask_runner(files, {"do": "poll"}, TIMEOUT_S)
+            except control_socket.ControlSocketError:
+                starting = starting or key not in self.statuses
                 continue
             first = key not in self.statuses
-            self.statuses[key] = said
+            self.statuses[key] = status
             if first:
                 self._post()
-        return STARTING_INTERVAL_S if eager else self._interval_s
+        return STARTING_INTERVAL_S if starting else self._interval_s
 
 
 def ask_runner(files: JobFiles, request: Mapping[str, Any], within_s: float) -> dict[str, Any]:
-    """Ask the runner of this folder. Only who owns the folder, or root, may answer. Raises control.Unanswered."""
+    """Send a request to the runner of this folder. Only the folder's owner and root may answer.
+
+    Raises ControlSocketError.
+    """
     try:
         owner = files.root.stat().st_uid
-        return control.send_request(files.runtime / control.SOCKET_NAME, request, within_s, (0, os.geteuid(), owner))
-    except OSError as error:  # it has not come so far, or is gone
-        raise control.ControlSocketError(f"its runner cannot be asked: {error.strerror}") from error
+        socket = files.runtime / control_socket.SOCKET_NAME
+        return control_socket.send_request(socket, request, within_s, (0, os.geteuid(), owner))
+    except OSError as error:  # it is still starting, or has ended
+        raise control_socket.ControlSocketError(f"its runner cannot be asked: {error.strerror}") from error

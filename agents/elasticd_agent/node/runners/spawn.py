@@ -1,8 +1,4 @@
-"""Starts a runner as the user that its job runs as: what it inherits, and why that user cannot.
-
-It exists so that what a job's process must not get from the daemon (its variables, its user, its descriptors) is
-decided in one place. It follows nobody and ends nobody.
-"""
+"""Starts a runner as its job's user: the environment, user and file descriptors that it inherits from the agent."""
 
 from __future__ import annotations
 
@@ -18,31 +14,24 @@ from pathlib import Path
 
 from elasticd.errors import UsageError
 from elasticd_agent.model.job_dir import JobFiles
+from elasticd_agent.node.runners import versions
 from elasticd_agent.node.runners.spec import StoreSecrets
 from elasticd_agent.system.files import open_plain
 
 MAX_RUNNER_LOG_BYTES = 1 << 20
 _AGENT_PREFIXES = (
-    "ELASTICD_",
-    "PET_",
-    "LISTEN_",
-    "NOTIFY_",
-    "WATCHDOG_",
-    "JOURNAL_",
-    "INVOCATION_",
-    "CREDENTIALS_",
-    "GRPC_",
-)
-"""Variables that are meant for the daemon: no job shall speak for it, or see where its secrets are."""
+    "ELASTICD_", "PET_", "LISTEN_", "NOTIFY_", "WATCHDOG_", "JOURNAL_", "INVOCATION_", "CREDENTIALS_", "GRPC_",
+)  # fmt: skip
+"""Variables for the agent only: a job must not notify systemd for it, or learn the location of its secrets."""
 
 
 class NotAllowed(UsageError):
-    """This node will never be able to start the job as its user."""
+    """This node can never start the job as its user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """As whom a runner runs."""
+    """The user of a runner."""
 
     name: str
     uid: int
@@ -52,7 +41,7 @@ class Account:
 
     @classmethod
     def of(cls, name: str | None) -> Account:
-        """`name` None: the daemon's own. Raises UsageError for one that this node does not have, or may not become."""
+        """`name` None: the agent's own. Raises UsageError for an unknown user, and if the agent is not root."""
         try:
             entry = pwd.getpwuid(os.geteuid()) if name is None else pwd.getpwnam(name)
         except KeyError:
@@ -61,28 +50,37 @@ class Account:
                 return cls(str(uid), uid, os.getegid(), os.environ.get("HOME", "/"), "/bin/sh")
             raise UsageError(f"user {name!r} does not exist on this node") from None
         if os.geteuid() not in (0, entry.pw_uid):
-            raise UsageError(f"user {name!r}: this agent does not run as root, and can run jobs only as itself")
+            raise UsageError(f"user {name!r}: this agent does not run as root, so it can run jobs only as its own user")
         return cls(entry.pw_name, entry.pw_uid, entry.pw_gid, entry.pw_dir, entry.pw_shell)
 
 
-def spawn(files: JobFiles, lock: int, account: Account, secrets: StoreSecrets) -> subprocess.Popen[bytes]:
+def spawn(
+    files: JobFiles, lock: int, account: Account, secrets: StoreSecrets, code: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """`code`: the copy of elasticd to start from; without it, or if it is gone, the installation."""
     with contextlib.suppress(OSError):
         if files.output.stat().st_size > MAX_RUNNER_LOG_BYTES:
             os.rename(files.output, files.output.with_suffix(".log.1"))
     other = account.uid != os.geteuid()
-    told = open_plain(files.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    handed = secrets.to_fd()
+    output = open_plain(files.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    secrets_fd = secrets.to_fd()
+    fds = [lock, secrets_fd]
+    elasticd = ["-m", "elasticd_agent"]
+    if code is not None:
+        with contextlib.suppress(OSError):
+            fds.append(versions.lock(code))
+            elasticd = [str(code)]
     try:
         if other:
-            os.fchown(told, account.uid, account.gid)
+            os.fchown(output, account.uid, account.gid)
         return subprocess.Popen(
-            [sys.executable, "-m", "elasticd_agent", "job", str(files.root), str(lock), str(handed)],
+            [sys.executable, *elasticd, "job", str(files.root), *map(str, fds)],
             stdin=subprocess.DEVNULL,
-            stdout=told,
-            stderr=told,
+            stdout=output,
+            stderr=output,
             cwd="/",
             env=runner_environment(account),
-            pass_fds=[lock, handed],
+            pass_fds=fds,
             start_new_session=True,
             user=account.uid if other else None,
             group=account.gid if other else None,
@@ -92,23 +90,24 @@ def spawn(files: JobFiles, lock: int, account: Account, secrets: StoreSecrets) -
         executes = error.filename == sys.executable
         if not (executes or other):
             raise
-        if os.fstat(told).st_size == 0:
-            files.output.unlink(missing_ok=True)  # nobody has said anything here
+        if os.fstat(output).st_size == 0:
+            files.output.unlink(missing_ok=True)  # an empty log would hide another node's
         if not executes:
             raise UsageError(
                 f"this agent may not become user {account.name!r}: it is root without CAP_SETUID, CAP_SETGID or "
-                "CAP_CHOWN, which its unit takes from it (docs/systemd.md)"
+                "CAP_CHOWN, which its unit removes (docs/systemd.md)"
             ) from error
         raise NotAllowed(
             f"user {account.name!r} may not execute {sys.executable}{blocked_directory(account, Path(sys.executable))}"
         ) from None
     finally:
-        os.close(told)
-        os.close(handed)
+        os.close(output)
+        for fd in fds[1:]:
+            os.close(fd)
 
 
 def blocked_directory(account: Account, program: Path) -> str:
-    """Where the way to the program ends for this user, as far as modes tell: it may go through links."""
+    """The directory on the program's path that is closed to this user, as far as modes show; links are followed."""
     groups = os.getgrouplist(account.name, account.gid)
     places = [*reversed(program.parents), *reversed(program.resolve().parents)]
     for place in dict.fromkeys(places):
@@ -117,12 +116,14 @@ def blocked_directory(account: Account, program: Path) -> str:
             mine = 0o100 if found.st_uid == account.uid else 0o010 if found.st_gid in groups else 0o001
             if not found.st_mode & mine:
                 mode = stat.S_IMODE(found.st_mode)
-                return f", as it may not pass through {place} (mode {mode:04o}); install where everybody can"
-    return ", or pass through to it"
+                return (
+                    f", because {place} (mode {mode:04o}) is closed to it; install in a directory that is open to all"
+                )
+    return ", or cannot reach it"
 
 
 def runner_environment(account: Account, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a runner inherits: the daemon's own, but for what is meant for the daemon, and as its user's."""
+    """A runner's environment: the agent's own without the agent's variables, with the values of its user."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_AGENT_PREFIXES)}
     if account.uid != os.geteuid():
         kept |= {"HOME": account.home, "USER": account.name, "LOGNAME": account.name, "SHELL": account.shell}

@@ -1,9 +1,8 @@
-"""What a runner is told to do, and how it says that it has ended: two files in the job's folder.
+"""A runner's spec and its exit: two files in the job's folder.
 
-They exist so that a runner needs nothing from the daemon that started it, which may be gone a moment later, and so that
-the next daemon learns from the disk what this one began. Both are 0600, as a job's environment may be nobody else's
-business; the store's own credentials are in neither (see `Secrets`). An order stays its daemon's where the runner is
-another user's, who may only read it: the next daemon goes by it.
+A runner needs nothing else from the agent that started it, and the next agent reads both. They are 0600, because a
+job's environment may be confidential; the store's credentials are in neither, see `StoreSecrets`. The spec belongs to
+the agent also where the runner is another user's, who may only read it: the next agent relies on it.
 """
 
 from __future__ import annotations
@@ -24,25 +23,26 @@ from elasticd_agent.system.files import open_plain, read_plain
 from elasticd_agent.system.process import prctl
 
 PR_SET_DUMPABLE = 4
-MAX_SPEC_BYTES, MAX_EXIT_BYTES = 16 << 20, 512 << 10
-"""A job file has at most 1 MiB, and is in an order twice, once quoted twice. A last word becomes a record for etcd."""
+MAX_SPEC_BYTES = 16 << 20
+"""A job file has at most 1 MiB; a spec contains it twice, once quoted twice."""
+MAX_EXIT_BYTES = 512 << 10
+"""An exit becomes a record in etcd."""
 MAX_REASON_CHARS = 2000
 RESERVED_FILE = "exit.spare"
 RESERVED_BYTES = 64 << 10
-"""Room for the last word, taken when the runner starts: a full disk then costs logs, but not the way a job ended."""
+"""Space for the exit, reserved when the runner starts: a full disk costs logs, but not the result of a job."""
 MAX_WHY_CHARS = 500
 MAX_EXIT_ROUNDS = 100
-"""More rounds than this are the event log's to tell."""
-
+"""The event log has all rounds."""
 
 Outcome = Literal["succeeded", "failed", "refused", "left"]
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSecrets(Document):
-    """What opens the store: the password, and PEM texts. It is handed to a runner in memory, and is in no file.
+    """The credentials of the store: the password, and PEM texts. Passed to a runner in memory, and written to no file.
 
-    A job's user can read whatever lies in files of its own; and who can write the store can run anything on every node.
+    A job's user can read all its files, and write access to the store is enough to run any program on every node.
     """
 
     password: str | None = None
@@ -51,17 +51,17 @@ class StoreSecrets(Document):
     key: str | None = None
 
     def files(self) -> Tls:
-        """The texts as files that only this process can open, and that go with it."""
+        """The texts as files that only this process can open, and that end with it."""
         ca, cert, key = (None if text is None else _unnamed_file(text) for text in (self.ca, self.cert, self.key))
         return Tls(ca, cert, key)
 
     def to_fd(self) -> int:
-        """A file descriptor for the child that it is passed to, from which `taken` reads it."""
+        """A file descriptor for a child process, which reads it with `from_fd`."""
         return _memory_file(self.to_json())
 
     @classmethod
     def from_fd(cls, fd: int) -> StoreSecrets:
-        """What `handed` made; nobody else can look into this process from now on. Raises WireError, OSError."""
+        """The content of `to_fd`; no other process can inspect this one from now on. Raises WireError, OSError."""
         prctl(PR_SET_DUMPABLE, 0)
         with open(fd, "rb") as file:
             file.seek(0)
@@ -81,18 +81,16 @@ def _unnamed_file(text: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class RunnerSpec(Document):
-    """One run of one job on one node. `spec` is the job file as JSON, `slots` are the node's.
-
-    `submission` is the job's record as the store had it, so that a store that has forgotten the job can be told again.
-    `devices` is what all slots of the node stand for, `job_user` who a job that names nobody runs as.
-    """
+    """One run of one job on one node."""
 
     job: str
     number: int
     node: str
     slots: tuple[int, ...]
     job_file: str
+    """As JSON."""
     submission: str = ""
+    """The job's record in the store, to register the job again in a store that lost its data."""
     adopt_timeout_s: float = 60.0
     drain_timeout_s: float = 60.0
     backend: Literal["memory", "etcd"] = "memory"
@@ -101,16 +99,18 @@ class RunnerSpec(Document):
     user: str | None = None
     local_addr: str | None = None
     job_user: str | None = None
+    """For a job file without a user."""
     devices: tuple[str, ...] = ()
+    """Of all slots of the node."""
     min_nodes: int = 1
     max_nodes: int = 1
 
     def check(self) -> None:
         if not self.job or self.number < 1 or not self.node or not self.slots:
-            raise WireError(f"order for {self.job!r}: it needs a job, a number from 1, a node and slots")
+            raise WireError(f"runner spec of {self.job!r}: it needs a job, a number from 1, a node and slots")
 
     def rendezvous(self, secrets: StoreSecrets) -> Rendezvous:
-        """Where the runners of this job meet, as this node."""
+        """The rendezvous of this job's runners, for this node."""
         if self.backend == "memory":
             return Rendezvous(node=self.node)
         return Rendezvous(
@@ -128,7 +128,7 @@ class RunnerSpec(Document):
 
 @dataclass(frozen=True, slots=True)
 class RunnerExit(Document):
-    """How a runner ended. `refused`: this node cannot run the job at all. `left`: the job is not over."""
+    """How a runner ended. `refused`: this node cannot run the job at all. `left`: the job has not ended."""
 
     job: str
     number: int
@@ -141,31 +141,31 @@ class RunnerExit(Document):
 
 
 def read_spec(files: JobFiles, *, own_only: bool = False) -> RunnerSpec:
-    """`ours`: only one that this very user has written. Raises WireError in a whole sentence, OSError."""
+    """`own_only`: refuse a file of another user. Raises WireError, OSError."""
     return RunnerSpec.from_json(read_plain(files.runner_spec, MAX_SPEC_BYTES, own_only=own_only))
 
 
 def read_exit(files: JobFiles) -> RunnerExit | None:
-    """None while the runner has not ended, or where it could not say how."""
+    """None while the runner has not ended, or if it could not write its exit."""
     try:
-        last = RunnerExit.from_json(read_plain(files.runner_exit, MAX_EXIT_BYTES))
-        return replace(last, reason=last.reason[:MAX_REASON_CHARS])  # it goes on into the node's card
+        found = RunnerExit.from_json(read_plain(files.runner_exit, MAX_EXIT_BYTES))
+        return replace(found, reason=found.reason[:MAX_REASON_CHARS])  # it becomes a part of the node's status
     except (OSError, WireError):
         return None
 
 
-def write_exit(files: JobFiles, last: RunnerExit) -> None:
-    """The runner's last word, whole or not at all, also on a full disk if there was room at the start."""
+def write_exit(files: JobFiles, exit: RunnerExit) -> None:
+    """Atomic, also on a full disk if the space could be reserved at the start."""
     spare = files.root / RESERVED_FILE
     with open(open_plain(spare, os.O_WRONLY | os.O_CREAT), "wb") as file:
-        file.write(last.to_json())
+        file.write(exit.to_json())
         file.truncate()
         os.fsync(file.fileno())
     os.rename(spare, files.runner_exit)
 
 
 def leave_reason(files: JobFiles) -> str:
-    """What the daemon wrote before its SIGTERM, in one line; "" where it wrote nothing, or somebody else sent that."""
+    """The agent's reason for its SIGTERM, in one line; "" if the signal is not from the agent."""
     try:
         with open(files.leave_reason, "rb") as file:
             return " ".join(file.read(4 * MAX_WHY_CHARS).decode(errors="replace").split())[:MAX_WHY_CHARS]
@@ -174,13 +174,13 @@ def leave_reason(files: JobFiles) -> str:
 
 
 def reserve_exit_space(files: JobFiles) -> None:
-    """Take the room for the last word now. Raises OSError on a disk that is full already."""
+    """Raises OSError on a disk that is already full."""
     with open(open_plain(files.root / RESERVED_FILE, os.O_WRONLY | os.O_CREAT), "wb") as file:
         file.write(b" " * RESERVED_BYTES)
 
 
 def exit_for(spec: RunnerSpec, exit_code: int, reason: str, rounds: Sequence[RoundSummary], step: int) -> RunnerExit:
-    """What this exit code means to the daemon."""
+    """The exit for this exit code."""
     outcomes: dict[int, Outcome] = {0: "succeeded", 1: "failed", 2: "refused"}
     outcome = outcomes.get(exit_code, "left")
     kept = tuple(rounds)[-MAX_EXIT_ROUNDS:]
