@@ -47,8 +47,8 @@ def test_a_full_disk_costs_no_job_and_not_even_how_it_ended(node: MakeNode, smal
     n1.kill()
     os.truncate(n1.state / "node.json", 5)  # under which name it was here, it cannot even write down anew
     n1.start(wait=False)
-    n1.wait_for_log(f"its runner (pid {runner}) lives, and goes on")
-    n1.wait_for_log("node n1 takes part")
+    n1.wait_for_log(f"adopted its runner (pid {runner})")
+    n1.wait_for_log("node n1 is registered")
     assert n1.workers("one") == workers
     assert all(map(lives, workers))
     assert n1.drain() == 0
@@ -58,9 +58,9 @@ def test_a_full_disk_costs_no_job_and_not_even_how_it_ended(node: MakeNode, smal
     # A node with a full disk starts, and says what it cannot do; with room again it does it.
     (n1.work / "ready-0").unlink()
     fill(small_disk)
-    aways = n1.log.count("goes on without the store")
+    aways = n1.log.count("continue without the store")
     n1.start(wait=False)
-    until(lambda: n1.log.count("goes on without the store") > aways, n1.diagnostics)
+    until(lambda: n1.log.count("continue without the store") > aways, n1.diagnostics)
     assert not (n1.work / "ready-0").exists()
     filler.unlink()
     until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)

@@ -35,7 +35,7 @@ def test_a_second_agent_with_the_same_state_directory_is_refused_in_one_line(nod
     twin = node("n2", root=n1.root / "twin", state_dir=n1.state)
     twin.start(wait=False)
     assert twin.wait() == 2
-    line = f"state_dir {n1.state}: another agent uses it (pid {n1.pid}); one agent a directory"
+    line = f"state_dir {n1.state}: another agent uses it (pid {n1.pid}); give each agent its own"
     assert twin.log == f"elasticd agent: error: {line}\n"
     assert n1.drain() == 0
 
@@ -94,7 +94,7 @@ def test_a_runner_that_no_daemon_speaks_to_leaves_by_itself(node: MakeNode) -> N
     assert 3 < time.monotonic() - killed < 15
     assert (last.outcome, last.exit_code) == ("left", 143)
     assert not lives(worker)
-    assert "no daemon has spoken to this runner for 5 s" in n1.files("one").output.read_text()
+    assert "no agent has contacted this runner for 5 s" in n1.files("one").output.read_text()
     until(lambda: not n1.processes(), n1.diagnostics)
     n1.start()
     n1.event("runner_started")
@@ -145,7 +145,7 @@ def test_a_second_sigterm_does_not_wait_for_workers_that_do_not_listen(node: Mak
     n1.signal(signal.SIGTERM)
     assert n1.wait() == 0
     assert time.monotonic() - asked < 20
-    assert "SIGTERM again: what is left here is killed" in n1.log
+    assert "SIGTERM again: remaining jobs are killed" in n1.log
     assert not lives(worker)
     n1.assert_gone()
 
@@ -165,7 +165,7 @@ def test_what_runs_goes_on_while_the_store_is_away_and_in_one_that_came_back_emp
     etcd.restart()
     n1.event("store_back")
     etcd.restart(empty=True)
-    n1.wait_for_log("it is told again")
+    n1.wait_for_log("; registering again")
     store = EtcdStore(etcd.endpoints)
     try:
         until(lambda: store.read(f"{names.SUBMISSIONS}one"), n1.diagnostics)

@@ -20,7 +20,7 @@ def test_a_reload_is_all_or_nothing_and_says_what_waits(node: MakeNode) -> None:
 
     n1.config.write_text(n1.config.read_text() + "worker = 3\n")
     n1.signal(signal.SIGHUP)
-    said = n1.wait_for_log("nothing was reloaded")
+    said = n1.wait_for_log("the configuration was not reloaded")
     assert said.endswith(f"{n1.config}: job[0].worker: is not a key; did you mean workers?")
 
     # A job may use the directory of this node's jobs and no other from now on; its slots are another matter.
@@ -63,12 +63,12 @@ def test_an_agent_does_not_replace_itself_by_one_that_would_not_start(node: Make
 
     n1.config.write_text(right + "nonsense = 1\n")
     n1.signal(signal.SIGUSR2)
-    assert "nonsense: is not a key" in n1.wait_for_log("SIGUSR2: this agent goes on as it is")
+    assert "nonsense: is not a key" in n1.wait_for_log("SIGUSR2: this agent keeps running")
     n1.config.write_text(right)
 
     (installed / "elasticd_agent.py").write_text("raise ImportError('half of it')\n")
     n1.signal(signal.SIGUSR2)
-    assert "SIGUSR2: this agent goes on as it is" in n1.wait_for_log("ImportError: half of it")
+    assert "SIGUSR2: this agent keeps running" in n1.wait_for_log("ImportError: half of it")
     (installed / "elasticd_agent.py").unlink()
 
     n1.upgrade()

@@ -74,7 +74,7 @@ def test_an_agent_that_does_not_come_back_loses_its_node_gracefully_and_one_that
     alone = until(lambda: rounds(1, n1, after=both["round"]), n1.diagnostics)[-1]
     assert time.monotonic() - gone > 20
     assert alone["nodes"] == ["n1"]
-    assert "no daemon has spoken to this runner" in n2.files("both").output.read_text()
+    assert "no agent has contacted this runner" in n2.files("both").output.read_text()
     trains_in(n1, alone["round"])
     assert n1.drain() == 0
     until(lambda: not n2.processes(), n2.diagnostics)

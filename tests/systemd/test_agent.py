@@ -288,7 +288,7 @@ def test_reload(service: AgentService) -> None:
     service.until(lambda: "drain_timeout" in service.machine.journal(UNIT), 20)
     service.machine.write("/etc/elasticd/agent.toml", "slot = 2\n")
     service.machine.run("systemctl", "reload", UNIT)
-    service.until(lambda: "nothing was reloaded" in service.machine.journal(UNIT), 20)
+    service.until(lambda: "the configuration was not reloaded" in service.machine.journal(UNIT), 20)
     service.wait_for_steps()
     assert service.workers == before
 

@@ -1,8 +1,8 @@
-"""`elasticd agent`: builds the daemon, runs its deciding loop, and is the one place that knows about its process.
+"""`elasticd agent`: builds the agent, runs its main loop, and handles signals and its replacement by exec.
 
-Signals become words in the loop's inbox: SIGTERM and SIGINT drain the node and end the daemon, SIGHUP has it read its
-configuration again, SIGUSR2 has it replace itself, as the same process, by what is installed now. Runners notice none
-of it: they are processes of their own, found again by their locks.
+Signals become messages in the loop's inbox: SIGTERM and SIGINT drain the node and end the agent, SIGHUP reloads the
+configuration, SIGUSR2 replaces the agent, as the same process, by the installed version. None of them affects runners:
+they are separate processes, which a later agent finds by their locks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import NodeSettings, load
 from elasticd_agent.config.env_variables import AGENT_FLAGS
-from elasticd_agent.config.reload import merge_reloaded as merged_settings
+from elasticd_agent.config.reload import merge_reloaded
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.model.version import version
-from elasticd_agent.node import state_dir as statedir
+from elasticd_agent.node import state_dir
 from elasticd_agent.node.api.service import JobService
 from elasticd_agent.node.api.setup import open_api
 from elasticd_agent.node.cleanup import DiskCleaner
@@ -40,6 +40,7 @@ from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.loop import LoopDependencies, Message, NodeLoop, SignalRequest, Wakeup
 from elasticd_agent.node.metrics import NodeMetrics
 from elasticd_agent.node.registration import NodeStatusPublisher
+from elasticd_agent.node.runners import versions
 from elasticd_agent.node.runners.manager import RunnerManager
 from elasticd_agent.node.runners.spec_builder import SpecBuilder
 from elasticd_agent.node.scheduler.scheduler import Scheduler
@@ -49,6 +50,7 @@ from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.file import FileStore
 from elasticd_agent.store.open import open_store
+from elasticd_agent.system import installation
 from elasticd_agent.system.addresses import format_endpoint, local_address
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.telemetry import events
@@ -57,9 +59,9 @@ from elasticd_agent.telemetry.metrics_server import HealthProbeResult, Monitorin
 
 STORE_JOURNAL = "store.journal"
 REPLACEMENT_CHECK_S = 20.0
-"""The deciding thread waits meanwhile, and systemd's watchdog may be as short as 30 s (deploy/systemd)."""
+"""The main loop waits for it, and systemd's watchdog may be as short as 30 s (deploy/systemd)."""
 MAX_HEALTHY_LAG_S = 30.0
-"""A deciding thread that has not turned for this long is stuck; its own timers are far shorter."""
+"""A main loop that has not run for this long is stuck; its own timers are far shorter."""
 _SIGNAL_REQUESTS: Mapping[int, SignalRequest] = {
     signal.SIGTERM: SignalRequest("drain", "SIGTERM"),
     signal.SIGINT: SignalRequest("drain", "SIGINT"),
@@ -69,23 +71,28 @@ _SIGNAL_REQUESTS: Mapping[int, SignalRequest] = {
 
 
 def agent(argv: Sequence[str]) -> int:
-    """Returns 0 once it has left because it was asked to; raises UsageError for what cannot work here."""
-    asked = _parser().parse_args(argv)
-    if asked.supervised:
+    """Returns 0 once it has left on request; raises UsageError for a configuration that cannot work here."""
+    options = _parser().parse_args(argv)
+    if options.supervised:
         from elasticd_agent.node.supervisor import supervise
 
         return supervise(_own_command(without="--supervised"))
-
-    def read() -> NodeSettings:
-        return _load_settings(asked)
-
-    settings = read()
-    faulthandler.enable()  # systemd's watchdog ends a daemon that hangs by SIGABRT: the journal has its stacks then
+    settings = _load_settings(options)
+    if options.check:
+        return 0
+    faulthandler.enable()  # systemd's watchdog ends a hung agent with SIGABRT: the journal then has its stacks
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     with signals_to_inbox(inbox):
         with contextlib.ExitStack() as stack:
             notifier = open_notifier(os.environ)
-            replaces = _run(settings, read, lambda: installed_version_error(argv), inbox, notifier, stack)
+            replaces = _run(
+                settings,
+                lambda: _load_settings(options),
+                lambda: installed_version_error(argv),
+                inbox,
+                notifier,
+                stack,
+            )
         if replaces:
             _exec_replacement(notifier, inbox)
     return 0
@@ -99,84 +106,105 @@ def _run(
     notifier: Notifier,
     stack: contextlib.ExitStack,
 ) -> bool:
-    """True: the process is to replace itself."""
-    stack.enter_context(statedir.exclusive(settings.state_dir))
+    """Builds the agent and runs it. True: the process must replace itself."""
+
+    def wake() -> None:
+        inbox.put(Wakeup())
+
+    state = settings.state_dir
+    lease_s, renewal_s = float(settings.lease_s), float(settings.renewal_s)
+    stack.enter_context(state_dir.exclusive(state))
     os.umask(0o077)
-    outlet = NonBlockingWriter(2)
-    stack.callback(outlet.close)
-    journal = AgentJournal(PlainConsole(outlet, settings.node), settings.logs / "events.jsonl", settings.node)
+    output = NonBlockingWriter(2)
+    stack.callback(output.close)
+    journal = AgentJournal(PlainConsole(output, settings.node), settings.logs / "events.jsonl", settings.node)
     stack.callback(journal.close)
-    where = store_rendezvous(settings)
+    code = _prepare_code(state, journal)
+    rendezvous = store_rendezvous(settings)
     store = _open_store(settings, journal)
     stack.callback(store.close)
-    cache = StoreCache(store, journal.warn, lambda: inbox.put(Wakeup()))
-    card = inventory(settings, statedir.incarnation(settings.state_dir, settings.node), os.environ)
-    runners = RunnerManager(settings.state_dir, lambda: inbox.put(Wakeup()), journal.log)
+    cache = StoreCache(store, journal.warn, wake)
+    status = inventory(settings, state_dir.incarnation(state, settings.node), os.environ)
+    runners = RunnerManager(state, wake, journal.log, code)
     stack.callback(runners.close)
     metrics = NodeMetrics(settings.node, version())
-    announcement = NodeStatusPublisher(store, card, float(settings.lease_s), float(settings.renewal_s), metrics.lease)
-    placer = Scheduler(
+    registration = NodeStatusPublisher(store, status, lease_s, renewal_s, metrics.lease)
+    scheduler = Scheduler(
         store,
-        card.node,
-        card.incarnation,
-        float(settings.lease_s),
-        float(settings.renewal_s),
+        status.node,
+        status.incarnation,
+        lease_s,
+        renewal_s,
         float(settings.adopt_timeout_s),
-        changed=lambda: inbox.put(Wakeup()),
-        announce=announcement.announce_with_node,
+        changed=wake,
+        announce=registration.announce_with_node,
         retention_s=float(settings.keep_ended_s),
         cache=cache,
     )
     health = open_health(settings, os.environ, idle=lambda: not runners.alive())
     stack.callback(health.close)
     parts = LoopDependencies(
-        store, cache, announcement, runners, placer, health, notifier, journal, inbox, card, metrics
+        store, cache, registration, runners, scheduler, health, notifier, journal, inbox, status, metrics
     )
-    orders = SpecBuilder(settings, where, settings.devices(os.environ))
 
     def reload(old: NodeSettings) -> tuple[NodeSettings, list[str]]:
-        new, said = merged_settings(old, read())
+        new, changes = merge_reloaded(old, read())
         health.update(monitor_settings(new, os.environ))
-        placer.adopt_timeout_s, placer.retention_s = float(new.adopt_timeout_s), float(new.keep_ended_s)
-        return new, said
+        scheduler.adopt_timeout_s = float(new.adopt_timeout_s)
+        scheduler.retention_s = float(new.keep_ended_s)
+        return new, changes
 
-    def changed(now: HealthChanged) -> None:
-        report_change(now, journal.event)
-        inbox.put(Wakeup())
+    def health_changed(change: HealthChanged) -> None:
+        report_change(change, journal.event)
+        wake()
 
-    deciding = NodeLoop(parts, orders, reload, replacement_error)
+    specs = SpecBuilder(settings, rendezvous, settings.devices(os.environ))
+    loop = NodeLoop(parts, specs, reload, replacement_error)
     serving = open_api(
-        lambda: deciding.settings,
+        lambda: loop.settings,
         store,
         cache,
-        lambda desk: _pages(deciding, desk, metrics, health),
+        lambda service: _pages(loop, service, metrics, health),
         lambda api, token, tls: dashboard_routes(api, token, version(), tls=tls),
     )
     stack.callback(serving.close)
-    sweeper = DiskCleaner(
-        settings.state_dir, deciding.jobs_with_files_in_use, lambda: float(deciding.settings.keep_ended_s), journal.log
-    )
-    stack.callback(sweeper.close)
-    deciding.set_address(_advertised_address(settings, where, serving.address))
-    adopted = deciding.adopt()
-    health.start(changed)
-    who = f"elasticd {version()}, pid {os.getpid()}"
+    cleaner = DiskCleaner(state, loop.jobs_with_files_in_use, lambda: float(loop.settings.keep_ended_s), journal.log)
+    stack.callback(cleaner.close)
+    loop.set_address(_advertised_address(settings, rendezvous, serving.address))
+    adopted = loop.adopt()
+    if code is not None:
+        versions.remove_unused(state, code)
+    health.start(health_changed)
+    me = f"elasticd {version()}, pid {os.getpid()}: the agent of node {status.node}"
     journal.event(
         events.AgentStartedEvent,
-        f"{who}: the agent of node {card.node} starts" + (f", and finds {adopted} runner(s)" if adopted else ""),
+        f"{me} starts" + (f" and adopts {adopted} runner(s)" if adopted else ""),
         version=version(),
         pid=os.getpid(),
         adopted=adopted,
     )
     replaces = False
     try:
-        replaces = deciding.run()
+        replaces = loop.run()
     finally:
-        deciding.close(leaves=not replaces)
-    how = "is replaced by what is installed now" if replaces else "has left"
-    code = None if replaces else 0
-    journal.event(events.AgentEndedEvent, f"{who}: the agent of node {card.node} {how}", exit_code=code)
+        loop.close(leaves=not replaces)
+    how = "is replaced by the installed version" if replaces else "has left"
+    journal.event(events.AgentEndedEvent, f"{me} {how}", exit_code=None if replaces else 0)
     return replaces
+
+
+def _prepare_code(state: Path, journal: AgentJournal) -> Path | None:
+    """A copy of elasticd's code for the runners and, from now on, for this process; None: it cannot be made."""
+    try:
+        code = versions.prepare(state)
+    except OSError as error:
+        journal.warn(
+            f"no copy of elasticd in {state / 'versions'} ({error.strerror}): jobs that start now use the installed "
+            "files; do not upgrade elasticd while they run"
+        )
+        return None
+    installation.use(code)
+    return code
 
 
 def _pages(loop: NodeLoop, service: JobService, metrics: NodeMetrics, health: NodeHealth) -> MonitoringPages:
@@ -186,13 +214,13 @@ def _pages(loop: NodeLoop, service: JobService, metrics: NodeMetrics, health: No
         return merge_pages([metrics.render(loop.facts()), health.metrics(node), *jobs])
 
     def healthy() -> HealthProbeResult:
-        late = loop.lag_s()
+        lag_s = loop.lag_s()
         return HealthProbeResult(
-            late < MAX_HEALTHY_LAG_S, f"the deciding thread is {late:.0f} s late" if late > 1 else "it decides"
+            lag_s < MAX_HEALTHY_LAG_S, f"the main loop is {lag_s:.0f} s late" if lag_s > 1 else "ok"
         )
 
     def status() -> Mapping[str, Any]:
-        return {**loop.status.to_dict(), "joined": loop.registered, "store_away": loop.store_down}
+        return {**loop.status.to_dict(), "registered": loop.registered, "store_unavailable": loop.store_down}
 
     return MonitoringPages(
         metrics=page, status=status, healthy=healthy, ready=lambda: HealthProbeResult(*loop.readiness())
@@ -200,21 +228,20 @@ def _pages(loop: NodeLoop, service: JobService, metrics: NodeMetrics, health: No
 
 
 def _advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to: tuple[str, int] | None) -> str:
-    """HOST:PORT by which other nodes reach us, if they do."""
+    """HOST:PORT of this agent for other nodes; "" if it has no port."""
     if bound_to is None:
         return ""
     host, port = bound_to
     if host in ("0.0.0.0", "::"):
-        host = settings.local_addr or (
-            local_address(rendezvous.endpoints, None) if rendezvous.endpoints else "127.0.0.1"
-        )
+        endpoints = rendezvous.endpoints
+        host = settings.local_addr or (local_address(endpoints, None) if endpoints else "127.0.0.1")
     return format_endpoint(host, port)
 
 
 def _open_store(settings: NodeSettings, journal: AgentJournal) -> Store:
     if settings.store.backend == "local":
         return FileStore(settings.state_dir / STORE_JOURNAL, log=journal.warn)
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # whom we fork execs at once; gRPC would complain about each
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # our forks exec at once; gRPC would log a warning for each
     return open_store(store_rendezvous(settings), sys.executable, store_policy(settings), journal.warn)[0]
 
 
@@ -223,77 +250,63 @@ def _open_store(settings: NodeSettings, journal: AgentJournal) -> Store:
 
 @contextlib.contextmanager
 def signals_to_inbox(inbox: queue.SimpleQueue[Message]) -> Iterator[None]:
-    """From here on signals are words. Those that came while this process was replacing itself are heard now."""
+    """Signals become messages, also those that arrived while this process was replacing itself."""
 
-    def hear(signum: int, _: FrameType | None) -> None:
+    def handle(signum: int, _: FrameType | None) -> None:
         inbox.put(_SIGNAL_REQUESTS[signum])
 
-    before = {signum: signal.signal(signum, hear) for signum in _SIGNAL_REQUESTS}
+    before = {signum: signal.signal(signum, handle) for signum in _SIGNAL_REQUESTS}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNAL_REQUESTS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, _SIGNAL_REQUESTS
-        )  # what comes now is the next one's, or comes too late
+        # A signal from now on is for the replacement, or too late.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNAL_REQUESTS)
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
 
 def installed_version_error(arguments: Sequence[str] = ()) -> str:
-    """Why what is installed now could not take over with these arguments; "" if it can. Takes a second; bounded.
+    """Why the installed version cannot take over with these arguments; "" if it can. Takes a second; bounded.
 
-    It reads the configuration as well: whoever takes over and then finds it wrong is gone, and its jobs with it.
+    It reads the configuration, too: a replacement that found it wrong would exit and leave the jobs without an agent.
     """
-    program = (
-        "import sys, elasticd_agent.cli.main, elasticd_agent.node.agent as it; "
-        "sys.exit(getattr(it, 'startup_error', lambda arguments: '')(sys.argv[1:]) or 0)"
-    )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program, *arguments],
+            [sys.executable, "-m", "elasticd_agent", "agent", "--check", *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=REPLACEMENT_CHECK_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"the version that is installed does not start: {error}"
+        return f"the installed version does not start: {error}"
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return "" if done.returncode == 0 else f"the version that is installed does not start: {last}"
-
-
-def startup_error(argv: Sequence[str]) -> str:
-    """Why an agent with these arguments would not start; "" if it would."""
-    try:
-        asked = _parser().parse_args(argv)
-        _load_settings(asked)
-    except UsageError as error:
-        return str(error)
-    return ""
+    why = last.removeprefix("elasticd agent: error: ")
+    return "" if done.returncode == 0 else f"the installed version does not start: {why}"
 
 
 def _load_settings(options: argparse.Namespace) -> NodeSettings:
-    told = {flag: text for flag in AGENT_FLAGS if (text := getattr(options, flag[2:].replace("-", "_"))) is not None}
-    return load(options.config, os.environ, told)
+    given = {flag: text for flag in AGENT_FLAGS if (text := getattr(options, flag[2:].replace("-", "_"))) is not None}
+    return load(options.config, os.environ, given)
 
 
 def _exec_replacement(notifier: Notifier, inbox: queue.SimpleQueue[Message]) -> NoReturn:
-    """Become what is installed now: same process, same children. Signals wait, blocked, until it listens.
+    """Become the installed version: same process, same children. Signals stay blocked until it handles them.
 
-    So do those that nobody has acted on: the stop that systemd asks for while this replaces itself must not be lost.
+    Unhandled requests become signals again: a stop that systemd requests during the replacement must not be lost.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNAL_REQUESTS)
-    numbers = {asked: signum for signum, asked in _SIGNAL_REQUESTS.items()}
+    numbers = {request: signum for signum, request in _SIGNAL_REQUESTS.items()}
     with contextlib.suppress(queue.Empty):
         while True:
-            if isinstance(unheard := inbox.get_nowait(), SignalRequest) and unheard.action != "replace":
-                signal.raise_signal(numbers[unheard])
+            if isinstance(message := inbox.get_nowait(), SignalRequest) and message.action != "replace":
+                signal.raise_signal(numbers[message])
     os.execve(sys.executable, _own_command(), {**os.environ, **notifier.inherited})
 
 
 def _own_command(without: str = "") -> list[str]:
-    """The command line of this very process."""
+    """The command line of this process."""
     return [sys.executable, *(word for word in sys.orig_argv[1:] if word != without)]
 
 
@@ -305,10 +318,9 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="elasticd agent",
-        description="Runs for months on one node: announces it, runs the jobs placed on it, leaves when asked.",
-        epilog="SIGTERM drains the node and ends the agent, SIGHUP has it read its configuration again, SIGUSR2 has it "
-        "replace itself by the version that is installed now; jobs go on. Exit codes: 0 it has left, 2 usage. "
-        "More: docs/agent.md.",
+        description="Runs for months on one node: registers it, runs the jobs scheduled there, drains on request.",
+        epilog="SIGTERM drains the node and ends the agent, SIGHUP reloads its configuration, SIGUSR2 replaces it by "
+        "the installed version while jobs continue. Exit codes: 0 left on request, 2 usage. More: docs/agent.md.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="agent.toml; otherwise defaults and ELASTICD_…")
@@ -317,6 +329,7 @@ def _parser() -> argparse.ArgumentParser:
             flag, metavar={"--bind": "ADDR", "--port": "PORT"}.get(flag, "TIME"), help=f"instead of {key} in FILE"
         )
     parser.add_argument(
-        "--supervised", action="store_true", help="start the agent again whenever it dies: for containers"
+        "--supervised", action="store_true", help="start the agent again whenever it ends abnormally: for containers"
     )
+    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)  # see installed_version_error
     return parser

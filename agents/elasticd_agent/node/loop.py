@@ -1,9 +1,8 @@
-"""The daemon's deciding loop: one inbox, one thread. Every turn looks at everything anew and makes the node agree.
+"""The agent's main loop: one inbox, one thread. Every turn reads the whole state and makes the node match the store.
 
-It exists so that the daemon can be killed, replaced or cut off at any moment: what it knows is in the store, in the
-runners' folders and in locks, and a turn needs nothing that an earlier one remembered. A store that is away stops
-nothing: the last that was known counts until it is back. Where a job runs is `placing`'s to decide, what that means
-for this node `reconciling`'s, doing it `performing`'s.
+The agent can be killed, replaced or disconnected at any moment: its state is in the store, in the runners' folders and
+in locks, and a turn needs no result of an earlier one. While the store is unavailable the last known state applies.
+The scheduler decides where jobs run, `reconcile` what that means for this node, `executor` does it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Literal, Protocol
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.config.agent_settings import NodeSettings
-from elasticd_agent.node import keys as names
+from elasticd_agent.node import keys
 from elasticd_agent.node.configured_jobs import ConfiguredJobs
 from elasticd_agent.node.executor import Executor
 from elasticd_agent.node.health.job_failures import JobFailures
@@ -28,7 +27,7 @@ from elasticd_agent.node.records import NodeState, NodeStatus, RunnerStatus
 from elasticd_agent.node.registration import NameTaken, NodeStatusPublisher
 from elasticd_agent.node.runners.manager import RunnerManager
 from elasticd_agent.node.runners.spec_builder import SpecBuilder
-from elasticd_agent.node.scheduler import job_queue as jobs
+from elasticd_agent.node.scheduler import job_queue
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.node.sd_notify import Notifier
 from elasticd_agent.store import Store
@@ -36,26 +35,26 @@ from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.telemetry import events
 
 COALESCE_S = 0.02
-"""What is hinted at together is looked at together."""
+"""Wake-ups within this time cause one turn."""
 NAME_CONFLICT_MARGIN_S = 2.0
-"""A name that is taken when we start may be that of a daemon that is no more: two of its leases and this decide."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wakeup:
-    """Something may have changed: look."""
-
-
-@dataclass(frozen=True, slots=True)
-class SignalRequest:
-    """A signal to the daemon: to drain and end, to read its configuration again, to replace itself."""
-
-    action: Literal["drain", "reload", "replace"]
-    signal_name: str
+"""A name in use at our start may be a dead agent's: it counts after two leases and this."""
 
 
 REREAD_S = 10.0
 """Everything is read again this often, in case a watch missed something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wakeup:
+    """Something may have changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignalRequest:
+    action: Literal["drain", "reload", "replace"]
+    signal_name: str
+
+
 Message = Wakeup | SignalRequest
 
 
@@ -73,8 +72,6 @@ class SchedulerTurns(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoopDependencies:
-    """What the loop is made of."""
-
     store: Store
     cache: StoreCache
     registration: NodeStatusPublisher
@@ -89,7 +86,10 @@ class LoopDependencies:
 
 
 class NodeLoop:
-    """`reload` reads the configuration again and says what came of it, or raises UsageError."""
+    """`reload` returns the new configuration and its changes, or raises UsageError.
+
+    `replacement_error` returns why the installed version cannot replace the agent, or "".
+    """
 
     def __init__(
         self,
@@ -98,14 +98,13 @@ class NodeLoop:
         reload: Callable[[NodeSettings], tuple[NodeSettings, list[str]]],
         replacement_error: Callable[[], str],
     ) -> None:
-        """`replaceable`: why the daemon cannot replace itself by what is installed now, or ""."""
-        self._parts = parts
-        self._reload, self._replacement_error = reload, replacement_error
-        settings = specs.settings
         self.status = parts.status
+        self._parts = parts
+        self._reload = reload
+        self._replacement_error = replacement_error
         self._registration = parts.registration
         self._cache = parts.cache
-        self._configured_jobs = ConfiguredJobs(settings.state_dir)
+        self._configured_jobs = ConfiguredJobs(specs.settings.state_dir)
         self._job_failures = JobFailures(parts.status.node)
         self._outcomes = RunOutcomes()
         self._cluster_view = ClusterView()
@@ -119,7 +118,7 @@ class NodeLoop:
         self._next_at = 0.0
         self._started_at = time.monotonic()
 
-    # --- asked from other threads -----------------------------------------------------------------------------------
+    # --- for other threads ------------------------------------------------------------------------------------------
 
     @property
     def settings(self) -> NodeSettings:
@@ -134,30 +133,33 @@ class NodeLoop:
         return self._store_down_since is not None
 
     def readiness(self) -> tuple[bool, str]:
-        """What a readiness probe is told, and why. It does not follow the store: who has joined trains on without it,
-        and a probe that fails would only take the node from whoever wants to look at it."""
+        """The answer of a readiness probe, with its reason.
+
+        A registered node stays ready without the store: its jobs continue, and a failing probe would only hide the node
+        from people who examine it.
+        """
         since = self._store_down_since
         if since is None:
-            return self.registered, "joined" if self.registered else "not joined: the node's card is not in the store"
-        without = f"the store has not answered for {time.monotonic() - since:.0f} s"
+            return self.registered, "registered" if self.registered else "not registered: no node status in the store"
+        outage = f"the store has been unavailable for {time.monotonic() - since:.0f} s"
         if self._registered:
-            return True, f"joined; {without}, and what runs here goes on without it"
-        return False, f"not joined yet: {without}"
+            return True, f"registered; {outage}, and running jobs continue without it"
+        return False, f"not registered yet: {outage}"
 
     def facts(self) -> NodeFacts:
-        """How the node is now, for its metrics."""
-        running, known = self.status.runners, self._cluster_view
-        states = [one.state for one in running]
-        over = {(e.job, e.number) for e in known.results}
-        waiting = [p for p in known.placements if not p.assignments and (p.job, p.number) not in over]
+        """For the node's metrics."""
+        view = self._cluster_view
+        states = [one.state for one in self.status.runners]
+        ended = {(one.job, one.number) for one in view.results}
+        pending = [p for p in view.placements if not p.assignments and (p.job, p.number) not in ended]
         return NodeFacts(
             slots=self.status.slots,
-            slots_used=sum(len(runs.spec.slots) for runs in self._parts.runners.alive()),
+            slots_used=sum(len(one.spec.slots) for one in self._parts.runners.alive()),
             state=self.status.state,
             registered=self.registered,
             is_scheduler=self._parts.scheduler.is_leader,
             runners={state: states.count(state) for state in states},
-            jobs_waiting=len(waiting),
+            jobs_waiting=len(pending),
             store_up=not self.store_down,
             loop_lag_s=self.lag_s(),
             event_log_lines_lost=self._parts.journal.lost,
@@ -165,72 +167,72 @@ class NodeLoop:
 
     def jobs(self) -> tuple[tuple[str, int], ...]:
         """(job, number) of the runners here."""
-        return tuple(runs.key for runs in self._parts.runners.alive())
+        return tuple(one.key for one in self._parts.runners.alive())
 
     def jobs_with_files_in_use(self) -> set[tuple[str, int]]:
-        """(job, number) whose files on this node are in use, or may be soon."""
+        """(job, number) of running jobs, and of all that may start here."""
         return {*self.jobs(), *((s.job, s.number) for s in self._cluster_view.unfinished())}
 
     def set_address(self, address: str) -> None:
-        """Where the daemon is asked from other nodes; before `run`."""
+        """HOST:PORT of the agent's HTTP server; to be called before `run`."""
         self.status = replace(self.status, address=address)
 
     def lag_s(self) -> float:
-        """For how long the deciding thread should have turned and has not."""
+        """How late the next turn is."""
         return max(0.0, time.monotonic() - max(self._next_at, self._last_turn_at))
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def adopt(self) -> int:
-        """Find the runners that an earlier daemon has started, and how the others ended; how many live."""
-        for over in self._parts.runners.adopt():
-            if over.exit is not None and over.exit.outcome != "left":
-                self._outcomes.add(over, 0.0, time.monotonic())
+        """Take over the runners of an earlier agent. Returns how many are alive."""
+        for end in self._parts.runners.adopt():
+            if end.exit is not None and end.exit.outcome != "left":
+                self._outcomes.add(end, 0.0, time.monotonic())
         return len(self._parts.runners.alive())
 
     def run(self) -> bool:
-        """Until it is over. True: the process is to replace itself; False: it is to end."""
+        """True: the process must replace itself; False: it must end."""
         parts = self._parts
         parts.notifier.ready(f"node {self.status.node}")
         while True:
-            asked = self._receive()
-            while asked:
-                if self._handle(asked.pop(0)):
-                    for later in asked:  # the next one's to hear
-                        parts.inbox.put(later)
+            requests = self._receive()
+            while requests:
+                if self._handle(requests.pop(0)):
+                    for unhandled in requests:  # for the replacement
+                        parts.inbox.put(unhandled)
                     return True
             self._turn(time.monotonic())
             if self._draining and not parts.runners.alive():
                 return False
 
     def _receive(self) -> list[SignalRequest]:
-        """Wait until there is something to do; what people have asked for meanwhile."""
-        asked = []
+        """Wait until the next turn is due. Returns the signals that arrived meanwhile."""
+        requests = []
         timeout: float | None = max(0.0, self._next_at - time.monotonic())
         try:
             first = self._parts.inbox.get(timeout=timeout)
             if isinstance(first, Wakeup):
                 time.sleep(COALESCE_S)
             else:
-                asked.append(first)
+                requests.append(first)
             while True:
                 more = self._parts.inbox.get_nowait()
                 if isinstance(more, SignalRequest):
-                    asked.append(more)
+                    requests.append(more)
         except queue.Empty:
-            return asked
+            return requests
 
     def _handle(self, request: SignalRequest) -> bool:
-        """True if the process is to replace itself now."""
-        telling = self._parts.journal
+        """True if the process must replace itself now."""
+        journal = self._parts.journal
         match request.action:
             case "drain" if self._draining:
-                telling.warn(f"{request.signal_name} again: what is left here is killed")
+                journal.warn(f"{request.signal_name} again: remaining jobs are killed")
                 self._parts.runners.expire_deadlines()
             case "drain":
                 within_s = float(self.settings.drain_timeout_s)
                 self._draining = f"the agent was stopped ({request.signal_name})"
-                telling.event(
+                journal.event(
                     events.NodeStateEvent,
                     f"{request.signal_name}: jobs have {within_s:g} s to leave this node",
                     state="draining",
@@ -239,70 +241,64 @@ class NodeLoop:
             case "reload":
                 self._parts.notifier.reloading()
                 try:
-                    settings, said = self._reload(self.settings)
+                    settings, changes = self._reload(self.settings)
                     self._executor.specs = replace(self._executor.specs, settings=settings)
                     self.status = replace(self.status, labels=settings.labels)
-                    telling.event(
-                        events.AgentReloadedEvent, f"{request.signal_name}: {'; '.join(said) or 'nothing has changed'}"
+                    journal.event(
+                        events.AgentReloadedEvent, f"{request.signal_name}: {'; '.join(changes) or 'no changes'}"
                     )
                 except UsageError as error:
-                    telling.warn(f"{request.signal_name}: nothing was reloaded: {error}")
+                    journal.warn(f"{request.signal_name}: the configuration was not reloaded: {error}")
                 self._parts.notifier.ready(f"node {self.status.node}")
             case "replace":
                 if why := self._replacement_error():
-                    telling.warn(f"{request.signal_name}: this agent goes on as it is: {why}")
+                    journal.warn(f"{request.signal_name}: this agent keeps running: {why}")
                 elif self._draining:
-                    telling.warn(f"{request.signal_name}: this agent is leaving already")
+                    journal.warn(f"{request.signal_name}: this agent is leaving already")
                 else:
                     return True
         return False
 
     def _turn(self, now: float) -> None:
         self._last_turn_at = now
-        parts, settings = self._parts, self.settings
-        for over in parts.runners.poll(now):
-            self._executor.record_end(over, now)
-        heard = parts.runners.statuses()
-        for blame in self._job_failures.update(heard, [key for key in heard if not self._executor.has_started(key)]):
-            parts.health.record_job_failure(blame)
+        parts = self._parts
+        for end in parts.runners.poll(now):
+            self._executor.record_end(end, now)
+        statuses = parts.runners.statuses()
+        adopted = [key for key in statuses if not self._executor.has_started(key)]
+        for failure in self._job_failures.update(statuses, adopted):
+            parts.health.record_job_failure(failure)
         self._update_status(self.status.runners)
         self._sync_with_store(now)
-        plan = reconcile(
-            self._cluster_view, self.status.node, parts.runners.alive(), self._outcomes, self._draining, now
-        )
+        plan = self._plan(now)
         self._executor.execute(plan, now)
-        running = plan.runners if not plan.start else self._plan(now).runners
-        changed = self._update_status(running)
-        due = parts.runners.next_poll_at()
-        times = [
-            now + float(settings.renewal_s),
-            plan.next_start_at,
-            due,
-            *([now] if changed and not self.store_down else []),
-        ]
+        changed = self._update_status(self._plan(now).runners if plan.start else plan.runners)
+        times = [now + float(self.settings.renewal_s), plan.next_start_at, parts.runners.next_poll_at()]
+        if changed and not self.store_down:
+            times.append(now)
         self._next_at = min(at for at in times if at is not None)
         parts.notifier.feed()
 
     def _plan(self, now: float) -> NodePlan:
-        runs = self._parts.runners.alive()
-        return reconcile(self._cluster_view, self.status.node, runs, self._outcomes, self._draining, now)
+        runners = self._parts.runners.alive()
+        return reconcile(self._cluster_view, self.status.node, runners, self._outcomes, self._draining, now)
 
     # --- the store --------------------------------------------------------------------------------------------------
 
     def _sync_with_store(self, now: float) -> None:
-        """Hear what the store says, and say what there is to say. One that is away costs nothing but the news."""
+        """Read the store's records and write this node's. Without the store the last known records apply."""
         try:
             if self._registration.turn(self.status, now):
                 self._cache.clear()
                 if not self._registered:
                     self._registered = True
                     self._parts.journal.event(
-                        events.NodeRegisteredEvent, f"node {self.status.node} takes part", slots=self.status.slots
+                        events.NodeRegisteredEvent, f"node {self.status.node} is registered", slots=self.status.slots
                     )
-            self._cache.watch(self, jobs.CACHED)
+            self._cache.watch(self, job_queue.CACHED)
             if self._cache.refresh(now, REREAD_S):
                 self._registration.check()
-            self._cluster_view = jobs.cached_view(self._cache)
+            self._cluster_view = job_queue.cached_view(self._cache)
             self._publish_results()
             self._resubmit_missing(now)
             if not self._draining:
@@ -312,19 +308,17 @@ class NodeLoop:
                     self._parts.journal.log(sentence)
             for sentence in self._parts.scheduler.turn(now):
                 self._parts.journal.event(events.JobScheduledEvent, sentence)
-            self._cluster_view = jobs.cached_view(self._cache)
+            self._cluster_view = job_queue.cached_view(self._cache)
             self._on_store_back(now)
         except StoreUnavailable as error:
             self._on_store_lost(str(error), now)
         except NameTaken as error:
-            if (
-                not self._registered
-                and now >= self._started_at + 2 * float(self.settings.lease_s) + NAME_CONFLICT_MARGIN_S
-            ):
+            wait_s = 2 * float(self.settings.lease_s) + NAME_CONFLICT_MARGIN_S
+            if not self._registered and now >= self._started_at + wait_s:
                 raise UsageError(str(error)) from None
             if self._registered and str(error) != self._reported_name_conflict:
                 self._reported_name_conflict = str(error)
-                self._parts.journal.warn(f"{error}; what runs here goes on")
+                self._parts.journal.warn(f"{error}; running jobs continue")
         except (StoreRefused, WireError) as error:
             if not self._registered and isinstance(error, StoreRefused):
                 raise
@@ -335,59 +329,60 @@ class NodeLoop:
         if self._store_down_since is None:
             self._store_down_since = now
             self._parts.metrics.store_lost()
-            self._parts.journal.event(events.StoreUnavailableEvent, f"what runs here goes on without the store: {why}")
+            self._parts.journal.event(events.StoreUnavailableEvent, f"running jobs continue without the store: {why}")
         self._missing_since = None
 
     def _on_store_back(self, now: float) -> None:
         if self._store_down_since is not None:
-            seconds, self._store_down_since = now - self._store_down_since, None
-            sentence = f"the store answers again after {seconds:.1f} s"
+            seconds = now - self._store_down_since
+            self._store_down_since = None
+            sentence = f"the store is available again after {seconds:.1f} s"
             self._parts.journal.event(events.StoreAvailableEvent, sentence, seconds=seconds)
 
     def _publish_results(self) -> None:
-        for ending in self._plan(time.monotonic()).results:
-            jobs.record_result(self._parts.store, ending)
-            self._cache.invalidate(names.RESULTS + ending.job)
-        self._cluster_view = jobs.cached_view(self._cache)
+        for result in self._plan(time.monotonic()).results:
+            job_queue.record_result(self._parts.store, result)
+            self._cache.invalidate(keys.RESULTS + result.job)
+        self._cluster_view = job_queue.cached_view(self._cache)
         self._outcomes.forget_recorded(self._cluster_view, self.status.node)
 
     def _resubmit_missing(self, now: float) -> None:
-        """A store that came back empty hears from us which jobs there are, once every node has had time to be back."""
-        forgotten = self._plan(now).missing
-        if not forgotten:
+        """Register running jobs in a store that came back empty, after all nodes had time to reconnect."""
+        missing = self._plan(now).missing
+        if not missing:
             self._missing_since = None
             return
         if self._missing_since is None:
             self._missing_since = now
-            named = ", ".join(order.job for order in forgotten)
-            self._parts.journal.warn(f"the store does not know {named}, which runs on here: it is told again")
+            jobs = ", ".join(spec.job for spec in missing)
+            self._parts.journal.warn(f"missing from the store, but running here: {jobs}; registering again")
         if now < self._missing_since + float(self.settings.lease_s) + float(self.settings.renewal_s):
             return
-        for order in forgotten:
-            if order.submission:
-                self._parts.store.compare_and_swap(names.SUBMISSIONS + order.job, None, order.submission.encode())
-                self._cache.invalidate(names.SUBMISSIONS + order.job)
+        for spec in missing:
+            if spec.submission:
+                self._parts.store.compare_and_swap(keys.SUBMISSIONS + spec.job, None, spec.submission.encode())
+                self._cache.invalidate(keys.SUBMISSIONS + spec.job)
         self._missing_since = None
 
-    # --- the card -----------------------------------------------------------------------------------------------------
+    # --- the node's status ------------------------------------------------------------------------------------------
 
-    def _update_status(self, running: tuple[RunnerStatus, ...]) -> bool:
-        """Write the card anew. True if it says something else than before."""
+    def _update_status(self, runners: tuple[RunnerStatus, ...]) -> bool:
+        """True if the status has changed."""
         state, why = self._state()
         if state != self.status.state and state != "draining":
             self._parts.journal.event(
                 events.NodeStateEvent, f"node {self.status.node} is {state}" + (f": {why}" if why else ""), state=state
             )
-        card = replace(self.status, state=state, why=why, runners=running)
-        changed, self.status = card != self.status, card
-        return changed
+        before = self.status
+        self.status = replace(before, state=state, why=why, runners=runners)
+        return self.status != before
 
     def _state(self) -> tuple[NodeState, str]:
         if self._draining:
             return "draining", self._draining
         cordon = next((c for c in self._cluster_view.cordons if c.node == self.status.node), None)
-        well, why = self._parts.health.verdict()
-        if not well:
+        healthy, why = self._parts.health.verdict()
+        if not healthy:
             return "starting" if why == NOT_CHECKED_YET else "quarantined", why
         if cordon is not None:
             return "cordoned", cordon.reason
@@ -396,10 +391,10 @@ class NodeLoop:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def close(self, *, leaves: bool) -> None:
-        """Let another daemon place; `leaves`: take the card away, too. Raises nothing."""
+        """Give up the scheduler's role; `leaves`: also delete the node's status. Raises nothing."""
         self._cache.unwatch(self)
-        for away in (self._parts.scheduler.close, *([self._registration.withdraw] if leaves else [])):
+        for release in (self._parts.scheduler.close, *([self._registration.withdraw] if leaves else [])):
             try:
-                away()
+                release()
             except (StoreUnavailable, StoreRefused):
-                pass  # it runs out by itself
+                pass  # its lease expires

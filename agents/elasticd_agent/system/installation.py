@@ -70,6 +70,7 @@ def copy_to(directory: Path) -> None:
     Every user may read the copy, only this one may change it. Compiled files come along, and stay valid because the
     sources keep their times: a process starts as fast as from the installation. Raises OSError.
     """
+    _make_directory(directory)
     for name, package in _packages().items():
         for source, _, files in os.walk(package):
             target = directory / name / os.path.relpath(source, package)

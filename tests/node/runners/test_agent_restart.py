@@ -97,7 +97,7 @@ def test_a_killed_agent_comes_back_to_the_same_workers_and_an_upgrade_keeps_them
     n1.kill()
     go_on(n1, workers)
     n1.start()
-    n1.wait_for_log(f"its runner (pid {runner}) lives, and goes on")
+    n1.wait_for_log(f"adopted its runner (pid {runner})")
     go_on(n1, workers)
     # A runner that is too busy to answer is left out of a scrape.
     until(lambda: 'elasticd_workers_running{job_id="one",node="n1"} 2.0' in page(port, "metrics"), n1.diagnostics)
@@ -107,7 +107,7 @@ def test_a_killed_agent_comes_back_to_the_same_workers_and_an_upgrade_keeps_them
     goes_on(
         before, series(until(lambda: "elasticd_workers" in (said := page(port, "metrics")) and said, n1.diagnostics))
     )
-    assert page(port, "readyz") == "joined\n"
+    assert page(port, "readyz") == "registered\n"
     go_on(n1, workers)
     (n1.work / "enough").touch()
     assert n1.wait_for_exit("one").outcome == "succeeded"
@@ -122,14 +122,16 @@ def test_who_has_joined_stays_ready_while_the_store_is_away_and_says_so(nodes: M
     port = free_port()
     n1 = nodes("n1", http={"port": port})
     n1.start()
-    assert page(port, "readyz") == "joined\n"
+    assert page(port, "readyz") == "registered\n"
     etcd.kill()
     n1.event("store_away")
     said = page(port, "readyz")  # of a 503 there is none
-    assert re.fullmatch(r"joined; the store has not answered for \d+ s, and what runs here goes on without it\n", said)
+    assert re.fullmatch(
+        r"registered; the store has been unavailable for \d+ s, and running jobs continue without it\n", said
+    )
     etcd.restart()
     n1.event("store_back")
-    assert page(port, "readyz") == "joined\n"
+    assert page(port, "readyz") == "registered\n"
     assert n1.drain() == 0
 
 
@@ -170,8 +172,8 @@ def test_a_runner_whose_order_cannot_be_read_is_asked_what_it_runs(node: MakeNod
     n1.kill()
     os.truncate(n1.files("one").runner_spec, 100)
     n1.start()
-    n1.wait_for_log("its runner itself says what it runs")
-    n1.wait_for_log(f"its runner (pid {runner}) lives, and goes on")
+    n1.wait_for_log("its runner reports what it runs")
+    n1.wait_for_log(f"adopted its runner (pid {runner})")
     go_on(n1, workers)
     (n1.work / "enough").touch()
     n1.event("runner_ended", name="one", outcome="succeeded")

@@ -120,7 +120,7 @@ def test_an_order_that_a_jobs_user_has_written_is_nobodys(tmp_path: Path) -> Non
         assert [over.key for over in runners.adopt()] == [("mine", 1)]
         os.chown(files.runner_spec, 65534, 65534)
         assert runners.adopt() == []
-    assert said == [f"{files.runner_spec}: [Errno 1] it belongs to user 65534: '{files.runner_spec}'; it is left alone"]
+    assert said == [f"{files.runner_spec}: [Errno 1] it belongs to user 65534: '{files.runner_spec}'; ignored"]
 
 
 HOLDS = """
@@ -199,4 +199,4 @@ def test_an_order_of_another_job_than_its_folders_is_nobodys(tmp_path: Path) -> 
     write_exit(files, RunnerExit("mine", 1, 0, "succeeded", "done"))
     with closing(RunnerManager(tmp_path, lambda: None, said.append)) as runners:
         assert runners.adopt() == []
-    assert said == [f"{files.runner_spec}: it is of job mine number 1; it is left alone"]
+    assert said == [f"{files.runner_spec}: it is of job mine number 1; ignored"]

@@ -102,7 +102,7 @@ def test_a_job_runs_as_its_user_who_cannot_read_what_opens_the_store(
     assert "Permission denied" in asks_as_somebody(look, str(runner))
     n1.kill()
     n1.start()
-    n1.wait_for_log(f"its runner (pid {runner}) lives, and goes on")
+    n1.wait_for_log(f"adopted its runner (pid {runner})")
     assert n1.request_as_agent("one", "status")["phase"] == "running"
     os.kill(runner, signal.SIGKILL)
     until(lambda: not lives(worker), n1.diagnostics)
@@ -140,13 +140,13 @@ def test_a_user_who_gets_no_further_than_a_directory_on_the_way_to_our_python_is
     nobody = spawning.Account.of("nobody") if os.geteuid() == 0 else None
     if nobody is None:
         pytest.skip("only root may run jobs as somebody else")
-    assert spawning.blocked_directory(nobody, env / "python") == ", or pass through to it", "modes do not tell"
+    assert spawning.blocked_directory(nobody, env / "python") == ", or cannot reach it", "modes do not show it"
     home.chmod(0o700)
     assert spawning.blocked_directory(nobody, env / "python") == (
-        f", as it may not pass through {home} (mode 0700); install where everybody can"
+        f", because {home} (mode 0700) is closed to it; install in a directory that is open to all"
     )
     env.chmod(0o750)
-    assert f"may not pass through {env} (mode 0750)" in spawning.blocked_directory(nobody, env / "python")
+    assert f"{env} (mode 0750) is closed" in spawning.blocked_directory(nobody, env / "python")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
