@@ -1,17 +1,21 @@
-"""What a deadline is after some history of steps; above all, that no job which only changes its pace is suspected."""
+"""Deadlines after some history of steps; above all, a job that only changes its pace is never suspected."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP, Heartbeat, Phase, Source
 from elasticd_agent.hangs import deadlines as learning
-from elasticd_agent.hangs.deadlines import LearnedDurations
+from elasticd_agent.hangs.deadlines import LearnedDurations, StepHistory
+from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.model.job import Policy
+from elasticd_agent.model.reports import RankReport
 
 SHARP = Policy(hang_floor_s=0.5, evidence_s=0.5)
 
@@ -36,7 +40,7 @@ def deadline(learned: LearnedDurations, phase: str = "step", policy: Policy = SH
 
 
 def margins(steps: Iterable[float], policy: Policy = SHARP) -> list[float]:
-    """By how much each step stayed below the deadline it was under, as a part of that."""
+    """The distance of each step to its deadline, as a part of that."""
     learned, found = LearnedDurations(), []
     for seconds in steps:
         found.append(1 - seconds / deadline(learned, policy=policy, stepped=learned.steps > 0))
@@ -44,7 +48,7 @@ def margins(steps: Iterable[float], policy: Policy = SHARP) -> list[float]:
     return found
 
 
-def test_before_anything_is_learned_ceilings_count() -> None:
+def test_ceilings_before_anything_is_learned() -> None:
     policy = Policy(startup_ceiling_s=11, first_step_ceiling_s=22, progress_ceiling_s=33)
     assert deadline(LearnedDurations(), "starting", policy, stepped=False) == 11
     assert deadline(LearnedDurations(), "step", policy, stepped=False) == 22
@@ -52,40 +56,40 @@ def test_before_anything_is_learned_ceilings_count() -> None:
     assert {deadline(after([60, 60]), phase, policy) for phase in ("step", "barrier", "checkpoint", "eval")} == {33}
 
 
-def test_a_job_of_equal_steps() -> None:
+def test_deadline_of_equal_steps() -> None:
     assert deadline(after([60, 9] + [0.02] * 500)) == 0.5, "the floor"
     assert deadline(after([60, 9] + [0.2] * 500)) == pytest.approx(1.0), "five times a step"
     assert deadline(after([0.2] * 500), policy=Policy()) == 5
     assert learning.deadline_s(after([0.2] * 500), "step", True, has_checkpoint=False, policy=Policy()) == 60
 
 
-def test_a_young_job_has_not_shown_its_slow_steps() -> None:
+def test_young_job_gets_more_time() -> None:
     assert deadline(after([1] * 100)) == pytest.approx(25)
     assert deadline(after([1] * (learning.YOUNG_STEPS + learning.EXCLUDED_STEPS))) == pytest.approx(5)
     assert deadline(after([0.02] * 100)) == pytest.approx(0.5), "the floor decides where steps are short"
-    assert deadline(after([0.02] * 100 + [0.3])) < 2, "one that took long is no usual one"
+    assert deadline(after([0.02] * 100 + [0.3])) < 2, "a single long step is not the usual one"
 
 
-def test_a_new_round_excludes_its_first_steps_and_forgets_nothing() -> None:
+def test_new_round_excludes_its_first_steps() -> None:
     learned = after([0.2] * 500)
     again = after([90, 40], learning.begin_round(learned))
     assert deadline(again) == deadline(learned)
     assert deadline(after([90, 40], learned)) > 100
 
 
-def test_the_longest_is_forgotten_by_half() -> None:
+def test_longest_step_decays_by_half() -> None:
     learned = after([0.001] * 300 + [8])
     assert deadline(learned) == 40
     assert deadline(after([0.001] * learning.HALF_LIFE_STEPS, learned)) == pytest.approx(20)
 
 
-def test_a_ceiling_bounds_what_is_learned_unless_steps_themselves_take_that_long() -> None:
+def test_progress_ceiling_bounds_deadline() -> None:
     policy = Policy(progress_ceiling_s=100)
     assert deadline(after([1] * 300 + [30]), policy=policy) == 100
     assert deadline(after([1] * 300 + [90]), policy=policy) == 180
 
 
-def test_evaluations_and_checkpoints_have_deadlines_of_their_own() -> None:
+def test_phases_have_their_own_deadlines() -> None:
     learned = learning.record_duration(after([0.02] * 300), "checkpoint", 20)
     assert deadline(learned, "checkpoint") == 100
     assert deadline(learned, "eval") == SHARP.progress_ceiling_s
@@ -93,15 +97,13 @@ def test_evaluations_and_checkpoints_have_deadlines_of_their_own() -> None:
     small = after_visits(learned, 1.0, 10)
     assert deadline(small, "checkpoint") == pytest.approx(50), "the longest one is forgotten by half in ten"
     quick = learning.record_duration(learned, "eval", 0.1)
-    assert deadline(quick, "eval", Policy()) == 60, "a disk may pause, where nobody has said that it does not"
+    assert deadline(quick, "eval", Policy()) == 60, "disks pause, unless --hang-floor excludes it"
     assert deadline(quick, "eval") == pytest.approx(0.5)
 
 
-def test_exit_handlers_have_the_floor_but_no_less_than_some_seconds() -> None:
+def test_exit_deadline_floor() -> None:
     assert deadline(LearnedDurations(), "exit", stepped=False) == 5
-    assert deadline(LearnedDurations(), "exit", Policy(), stepped=False) == 60, (
-        "a checkpoint does not bring back what they do"
-    )
+    assert deadline(LearnedDurations(), "exit", Policy(), stepped=False) == 60, "no checkpoint restores their work"
     assert deadline(LearnedDurations(), "exit", Policy(hang_floor_s=9)) == 9
 
 
@@ -118,23 +120,104 @@ SLOW = {
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_what_is_only_slow_stays_below_its_deadline(name: str) -> None:
+def test_slow_jobs_stay_below_their_deadline(name: str) -> None:
     policy = Policy() if "hundredth" in name else SHARP
     assert min(margins(SLOW[name], policy)) > 0
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0.001, 100), max_size=60), st.floats(0.001, 100))
-def test_a_longer_step_never_makes_a_deadline_shorter(steps: list[float], last: float) -> None:
+def test_longer_step_never_shortens_deadline(steps: list[float], last: float) -> None:
     old = [1.0] * 300
     assert deadline(after([*old, *steps, last])) <= deadline(after([*old, *steps, last * 2]))
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), max_size=60), st.booleans(), st.sampled_from(["step", "eval", "exit", "barrier"]))
-def test_a_deadline_is_between_the_floor_and_what_twice_the_longest_step_needs(
-    steps: list[float], attached: bool, phase: str
-) -> None:
+def test_deadline_bounds(steps: list[float], attached: bool, phase: str) -> None:
     learned, policy = after(steps), Policy()
     found = learning.deadline_s(learned, phase, True, attached, policy)
     assert policy.effective_hang_floor_s(attached) <= found <= max(policy.progress_ceiling_s, 2 * max(steps, default=0))
+
+
+# ---- StepHistory
+
+POLICY = Policy(hang_floor_s=0.5, evidence_s=0.5, progress_ceiling_s=1800.0, startup_ceiling_s=600.0)
+TRAINS = Heartbeat(step=1, phase=Phase.STEP, source=Source.HOOK, first_step_ns=1, progress_ns=1)
+
+
+def observation(
+    at: float, step: int, *, beat: Heartbeat = TRAINS, phase: str = "step", barrier: str = ""
+) -> Observation:
+    ranks = (RankReport(0, 0, phase=phase, step=step, barrier=barrier),)
+    return Observation(1, (replace(beat, step=step),), (), 0.0, ranks, observed_s=at)
+
+
+def trained(history: StepHistory, steps: int, step_s: float, from_s: float = 0.0, first: int = 1) -> float:
+    """Looks at every step; returns the deadline after the last one."""
+    found = 0.0
+    for i in range(steps):
+        seen = observation(from_s + i * step_s, first + i)
+        history.high_water(seen)
+        found = history.deadline_s(seen)
+    return found
+
+
+def test_history_deadline_is_a_multiple_of_steps() -> None:
+    history = StepHistory(POLICY)
+    assert trained(history, 300, 1.0) == pytest.approx(5.0, rel=0.1)
+
+
+def test_history_averages_steps_between_looks() -> None:
+    history = StepHistory(POLICY)
+    history.deadline_s(observation(0.0, 1))
+    found = [history.deadline_s(observation(0.25 * i, 1 + 12 * i)) for i in range(1, 60)]
+    assert found[-1] == POLICY.hang_floor_s, "12 steps in 0.25 s: the floor decides"
+
+
+def test_history_new_group_gets_startup_ceiling() -> None:
+    history = StepHistory(POLICY)
+    trained(history, 300, 0.01)
+    history.begin()
+    start = Heartbeat(phase=Phase.STARTING)
+    assert history.deadline_s(observation(0.0, 0, beat=start, phase="starting")) == POLICY.startup_ceiling_s
+
+
+@pytest.mark.parametrize(
+    ("beat", "phase", "barrier", "expected"),
+    [
+        (Heartbeat(), "starting", "", 0.0),
+        (Heartbeat(), "starting", INIT_PROCESS_GROUP, POLICY.startup_ceiling_s),
+        (Heartbeat(source=Source.SESSION), "starting", "", POLICY.startup_ceiling_s),
+        (Heartbeat(phase=Phase.EXIT), "exit", "", 0.0),
+    ],
+)
+def test_history_before_first_step(beat: Heartbeat, phase: str, barrier: str, expected: float) -> None:
+    assert StepHistory(POLICY).deadline_s(observation(0.0, 0, beat=beat, phase=phase, barrier=barrier)) == expected
+
+
+def test_history_learns_reported_checkpoints() -> None:
+    history = StepHistory(POLICY)
+    trained(history, 300, 0.01)
+    saving = observation(3.0, 300, phase="checkpoint")
+    assert history.deadline_s(saving) == POLICY.progress_ceiling_s
+    history = StepHistory(POLICY)
+    trained(history, 300, 0.01)
+    history.checkpoint_saved(0.4)
+    assert history.deadline_s(saving) == pytest.approx(2.0)
+
+
+def test_history_longest_phase_counts() -> None:
+    history = StepHistory(POLICY)
+    trained(history, 300, 0.01)
+    ranks = (RankReport(0, 0, phase="step", step=300), RankReport(1, 1, phase="eval", step=300))
+    beats = (TRAINS, TRAINS)
+    assert history.deadline_s(Observation(1, beats, (), 0.0, ranks, observed_s=3.0)) == POLICY.progress_ceiling_s
+
+
+def test_history_adds_up_rounds_of_plain_script() -> None:
+    history = StepHistory(POLICY)
+    assert history.high_water(observation(0.0, 40)) == 40
+    history.begin()
+    assert history.high_water(observation(0.0, 5)) == 45
+    assert history.high_water(observation(0.0, 60, beat=Heartbeat(source=Source.SESSION))) == 60

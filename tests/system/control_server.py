@@ -7,7 +7,7 @@ import queue
 import threading
 from pathlib import Path
 
-from elasticd_agent.hangs.explain.phrases import DUMP_REASON
+from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.system.control_socket import SOCKET_NAME, ControlServer, DumpRequested
 
 

@@ -24,3 +24,6 @@ ADVICE = {
 """What a person can look at next, by cause."""
 
 CAUSES = tuple(ADVICE)
+
+DUMP_REASON = "requested by elasticd dump"
+"""The reason for evidence without a suspicion."""

@@ -1,9 +1,8 @@
-"""Pure: how long steps and phases of one job take, as one node has seen it, and after how long quiet is suspicious.
+"""How long steps and phases of one job take on this node, and the deadline learned from that.
 
-It exists so that a deadline is the job's own and not a number somebody guessed: a factor over the longest of late, with
-a floor, and a generous ceiling before anything is learned. It reads no clock and decides nothing: who looks is not who
-judges. The longest is forgotten by half in `HALF_LIFE` steps, so that one slow step in a hundred is remembered, and a
-job whose first epoch was slow is not judged by it for ever.
+A deadline is a factor over the longest recent duration, with a floor, and with a ceiling before anything is learned.
+The longest one is forgotten by half in HALF_LIFE_STEPS steps, so that one slow step in a hundred is remembered and a
+slow first epoch is not. All times are observed time; no clock is read here.
 """
 
 from __future__ import annotations
@@ -11,39 +10,43 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP, Source
+from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.model.job import HANG_FLOOR_S, Policy
 
 EXCLUDED_STEPS = 2
-"""The first steps of a round compile, allocate and fill caches: they say nothing of the others."""
+"""The first steps of a round compile, allocate and fill caches: the others take less."""
 HALF_LIFE_STEPS = 200
-"""Steps in which the longest one is forgotten by half: one slow step in a hundred is still known to 70 %."""
+"""Steps in which the longest one is forgotten by half: one slow step in a hundred is still remembered to 70 %."""
 HALF_LIFE_VISITS = 10
-"""The same for evaluations and checkpoints, of which there are few."""
+"""The same for evaluations and checkpoints, which are few."""
 YOUNG_STEPS, YOUNG_FACTOR = 200, 5.0
-"""A job that has made fewer steps may not have shown its slow ones yet, one in a hundred, twenty times as slow: until
-then a step may take the factor times so many times the usual one."""
+"""A job with fewer steps may not have shown its slow ones, one in a hundred, twenty times as slow: until then a step
+may take the hang factor times this many usual ones."""
 EXIT_FLOOR_S = 5.0
-"""Exit handlers have no past to learn from: they are given at least so long."""
+"""Exit handlers have no past to learn from: this is their least deadline."""
+MOST_STEPS_PER_LOOK = 64
+"""Of more steps between two looks, this many are learned: their average is settled by then."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedDurations:
-    """The decaying maximum of each phase's seconds ("step": of one step); steps of this round; of all that counted, how
-    many they were and how long they took."""
-
     longest_s: Mapping[str, float] = field(default_factory=dict)
+    """The decaying maximum by phase; "step": of one step."""
     steps: int = 0
+    """Of this round."""
     counted: int = 0
+    """All steps that counted, which took `total_s`."""
     total_s: float = 0.0
 
 
 def begin_round(learned: LearnedDurations) -> LearnedDurations:
-    """A new round starts: its first steps are excluded again; what is known of the job stays."""
+    """The first steps are excluded again; what is known of the job stays."""
     return replace(learned, steps=0)
 
 
 def record_duration(learned: LearnedDurations, phase: str, seconds: float) -> LearnedDurations:
-    """One more step ("step"), or one more visit to another phase, took so long."""
+    """Add the duration of one step ("step"), or of one visit to another phase."""
     step = phase == "step"
     if step and learned.steps < EXCLUDED_STEPS:
         return replace(learned, steps=learned.steps + 1)
@@ -56,17 +59,14 @@ def record_duration(learned: LearnedDurations, phase: str, seconds: float) -> Le
 
 
 def deadline_s(learned: LearnedDurations, phase: str, has_stepped: bool, has_checkpoint: bool, policy: Policy) -> float:
-    """Seconds without progress after which the group is suspicious in `phase`.
-
-    `stepped`: this round has made a step. `attached`: a checkpoint is.
-    """
-    if phase == "exit":  # what a script does last, no checkpoint brings back
+    """Seconds without progress after which the group is suspicious in `phase`. `has_stepped`: in this round."""
+    if phase == "exit":  # no checkpoint restores the last actions of a script
         return max(policy.effective_hang_floor_s(attached=False), EXIT_FLOOR_S)
     floor = policy.effective_hang_floor_s(has_checkpoint)
     if not has_stepped:
         return policy.startup_ceiling_s if phase == "starting" else policy.first_step_ceiling_s
     if phase in ("checkpoint", "eval"):
-        if policy.hang_floor_s is None:  # disks and other people's storage pause for longer than steps do
+        if policy.hang_floor_s is None:  # disks and shared storage pause for longer than steps do
             floor = max(floor, min(HANG_FLOOR_S, policy.progress_ceiling_s))
     else:
         phase = "step"
@@ -76,3 +76,77 @@ def deadline_s(learned: LearnedDurations, phase: str, has_stepped: bool, has_che
     usual_s = learned.total_s / learned.counted if phase == "step" and learned.counted < YOUNG_STEPS else 0.0
     long_s = policy.hang_factor * max(longest, YOUNG_FACTOR * usual_s)
     return max(floor, min(long_s, max(policy.progress_ceiling_s, 2 * longest)))
+
+
+@dataclass(slots=True)
+class StepHistory:
+    """One job's steps and phases on this node. The high water of a plain script is the sum over its rounds."""
+
+    policy: Policy
+    has_checkpoint: bool = False
+    _durations: LearnedDurations = field(default_factory=LearnedDurations)
+    _steps_before: int = 0
+    _high_water: int = 0
+    _ever_stepped: bool = False
+    _step: int = 0
+    _step_at: float = 0.0
+    _looked_at: float = 0.0
+    _phases: dict[int, tuple[str, float]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """A new group starts; the steps of the last one count as done."""
+        self._steps_before = self._high_water
+        self._durations = begin_round(self._durations)
+        self._step = 0
+        self._step_at = 0.0
+        self._looked_at = 0.0
+        self._phases = {}
+
+    def high_water(self, seen: Observation) -> int:
+        """The highest step seen so far.
+
+        A Session counts the job's steps. The optimizer hook counts those of a process, which begins at 0 in each round:
+        there every step counts as progress, since only the script has the step it resumed from.
+        """
+        if any(beat.source == Source.SESSION for beat in seen.heartbeats):
+            self._high_water = max(self._high_water, seen.step)
+        else:
+            self._high_water = max(self._high_water, self._steps_before + seen.step)
+        self._ever_stepped = self._ever_stepped or seen.step > 0
+        return self._high_water
+
+    def deadline_s(self, seen: Observation) -> float:
+        """After how long without progress this group is suspicious.
+
+        0, never, for a program that takes no optimizer step and makes no process group, or is no Python at all.
+        """
+        self._record(seen)
+        stepped = seen.first_step_at is not None
+        joining = any(rank.phase == "starting" and rank.barrier == INIT_PROCESS_GROUP for rank in seen.ranks)
+        if not (stepped or self._ever_stepped or joining or seen.has_session):
+            return 0.0
+        phases = {rank.phase for rank in seen.ranks if not rank.exited} or {"starting"}
+        return max(deadline_s(self._durations, phase, stepped, self.has_checkpoint, self.policy) for phase in phases)
+
+    def checkpoint_saved(self, seconds: float) -> None:
+        """A checkpoint was saved, during which training paused: most are over before the next look."""
+        self._durations = record_duration(self._durations, "checkpoint", seconds)
+
+    def _record(self, seen: Observation) -> None:
+        now = seen.observed_s
+        for rank in seen.ranks:
+            phase, since = self._phases.get(rank.rank, ("", now))
+            if rank.phase != phase:
+                if phase == "eval":
+                    self._durations = record_duration(self._durations, phase, now - since)
+                self._phases[rank.rank] = rank.phase, now
+        if any(rank.phase in ("checkpoint", "eval") for rank in seen.ranks):
+            self._step_at += now - self._looked_at  # a phase with a deadline of its own is no part of a step
+        steps = max((rank.step for rank in seen.ranks), default=0) - self._step
+        if steps > 0:
+            # A step seen to take long must not be averaged away by quick ones after it, before this look.
+            seconds = max((now - self._step_at) / steps, self._looked_at - self._step_at)
+            for _ in range(min(steps, MOST_STEPS_PER_LOOK) if self._step else 1):
+                self._durations = record_duration(self._durations, "step", seconds)
+            self._step, self._step_at = self._step + steps, now
+        self._looked_at = now

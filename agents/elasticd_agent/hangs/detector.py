@@ -1,9 +1,8 @@
-"""One node's part in finding a hang: when to be suspicious, to take evidence, and to tell the others what is seen.
+"""Detects a hang on one node: when to suspect one, to gather evidence, and to report to the leader.
 
-It exists so that the loop only has to look. While this node or another one suspects a hang, evidence of this node's
-ranks is taken by helper processes, and what is seen goes to the planner; when progress resumes all of it is taken back.
-It belongs to the deciding thread, never waits, and never decides that a group is hung: the planner does, on all nodes'
-reports.
+While this node or another one suspects a hang, helpers gather evidence of this node's ranks and every observation is
+reported; when progress resumes the report is withdrawn. It runs in the deciding thread and never waits. Only the leader
+decides that a group is hung, on all nodes' reports.
 """
 
 from __future__ import annotations
@@ -16,23 +15,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from elasticd_agent.hangs import verdict as hang
+from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, GatheredEvidence
 from elasticd_agent.hangs.observer import Observation
+from elasticd_agent.hangs.verdict import reason_to_suspect
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.reports import HangReport, HangVerdict
 
 REPORT_INTERVALS_S = (0.5, 0.5, 1.0, 2.0, 4.0, 5.0)
-"""How far apart reports get while a suspicion lasts: it may be an evaluation of an hour."""
+"""Between reports while a suspicion lasts, which may be an evaluation of an hour."""
 GATHER_INTERVALS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
-"""How far apart stacks are taken then."""
+"""Between gatherings of evidence then."""
 KEPT_REPORTS = 200
 
 DumpReply = Callable[[Path | str], None]
 
 
 class HangListener(Protocol):
-    """Who is told of a suspicion."""
+    """Receives this node's suspicions."""
 
     def hang_suspected(self, number: int, why: str) -> None: ...
     def hang_cleared(self, number: int, seconds: float) -> None: ...
@@ -40,18 +40,18 @@ class HangListener(Protocol):
 
 @dataclass(slots=True)
 class HangDetector:
-    """One job's, of one group at a time. `report` reaches the planner; `local`: that costs nothing.
-
-    `verdict` is the last one of this job, as verdict.json has it; `verdict_in`: where that is, or soon will be.
-    """
+    """The detector of one job, for one group at a time."""
 
     node: str
     policy: Policy
     evidence: EvidenceCollector
     publish: Callable[[HangReport | None], None]
+    """To the leader; None withdraws the report."""
     listener: HangListener
     report_every_look: bool
+    """The leader is in this process, so that reports cost nothing."""
     last_verdict: Mapping[str, Any] | None = None
+    """The content of verdict.json, which is in `last_verdict_dir` or soon will be."""
     last_verdict_dir: Path = Path()
     _round: int = 0
     _targets: Sequence[EvidenceTarget] = ()
@@ -71,44 +71,49 @@ class HangDetector:
     _dump_replies: list[DumpReply] = field(default_factory=list)
 
     def begin(self, number: int, targets: Sequence[EvidenceTarget], directory: Path) -> None:
-        """The group of round `number` runs; its evidence belongs into `directory`."""
+        """The group of round `number` runs; its evidence goes to `directory`."""
         self.end()
-        self._round, self._targets, self._directory = number, targets, directory
+        self._round = number
+        self._targets = targets
+        self._directory = directory
         self._reports.clear()
         self._verdicts.clear()
 
     def end(self) -> None:
-        """No group runs any more."""
+        """The group has ended."""
         if self._evidence_found is not None:
-            self.evidence.discard()  # or it would be of the dead
+            self.evidence.discard()  # evidence of processes that are being ended is misleading
         if self._open_since is not None:
             self.publish(None)
             self._write(f"reports-{self.node}.jsonl", "".join(line + "\n" for line in self._reports))
-        self._open_since, self._evidence_found, self._why, self._targets = None, None, "", ()
+        self._open_since = None
+        self._evidence_found = None
+        self._why = ""
+        self._targets = ()
 
     def report_requested(self, number: int, on: bool) -> None:
-        """The planner wants to hear of our ranks of round `number`, or wants that no more."""
+        """The leader requests reports of round `number`, or withdraws the request."""
         self._requested_round = number if on else 0
 
     @property
     def suspected(self) -> bool:
-        """True while this node or another one suspects a hang of the group that runs here."""
+        """This node or another one suspects a hang of the group that runs here."""
         return self._open_since is not None
 
     def update(self, seen: Observation, deadline_s: float, now: float) -> None:
-        """What the ranks do now. Gathers and reports as is due."""
+        """Take one observation: gather evidence and report as is due."""
         if seen.round != self._round or not self._targets:
             return
         if seen.pids:
             self._targets = [replace(one, pid=pid) for one, pid in zip(self._targets, seen.pids, strict=True)]
         report = self._report_of(seen, deadline_s)
-        why = hang.reason_to_suspect(report, self.policy) or ""
+        why = reason_to_suspect(report, self.policy) or ""
         if not why and self._requested_round != self._round:
             self._clear(now)
             return
         if self._open_since is None:
-            self._open_since, self._gather_at, self._report_at = now, now, now
-            self._evidence_found = None  # what a dump took before says nothing of now
+            self._open_since = self._gather_at = self._report_at = now
+            self._evidence_found = None  # a dump from before says nothing about now
             self._gather_count = self._report_count = 0
         self._set_suspicion(why, now)
         if now >= self._gather_at and not self._gathering:
@@ -126,31 +131,29 @@ class HangDetector:
         if found.round != self._round:
             return
         if found.trouble and self._gather_count == 0 and not any(rank.source for rank in found.ranks):
-            self._gather_count, self._gather_at = (
-                1,
-                now,
-            )  # the helper came too late for stacks: a busy machine, once more
+            self._gather_count = 1  # the helper came too late for stacks, as on a busy machine: once more
+            self._gather_at = now
             return
         self._evidence_found = found
         self._gather_at = now + GATHER_INTERVALS_S[min(self._gather_count, len(GATHER_INTERVALS_S) - 1)]
         self._gather_count += 1
         self._report_at = now
 
-    def hang_found(self, judged: HangVerdict) -> Path | None:
-        """Keep what was decided, and on what, beside the evidence, which is where the answer says; None: not here."""
+    def hang_found(self, hang: HangVerdict) -> Path | None:
+        """Write the verdict and its reports beside the evidence. Returns that directory; None for another round's."""
         verdict = {
             "version": "1.0",
-            "round": judged.round,
-            "cause": judged.cause,
-            "culprits": [{"node": node, "rank": rank, "slot": slot} for node, rank, slot in judged.culprits],
-            "why": judged.why,
-            "action": "restart" if judged.restarts else "report",
-            "seen_after_s": round(judged.hung_s, 3),
+            "round": hang.round,
+            "cause": hang.cause,
+            "culprits": [{"node": node, "rank": rank, "slot": slot} for node, rank, slot in hang.culprits],
+            "why": hang.why,
+            "action": "restart" if hang.restarts else "report",
+            "seen_after_s": round(hang.hung_s, 3),
             "at_wall": time.time(),
         }
-        reports = [report.to_dict() for report in judged.reports]
+        reports = [report.to_dict() for report in hang.reports]
         self._verdicts.append(json.dumps({"verdict": verdict, "reports": reports}))
-        if judged.round != self._round:
+        if hang.round != self._round:
             return None
         self.last_verdict, self.last_verdict_dir = verdict, self.evidence.directory_for(self._directory)
         self._write("verdict.json", json.dumps(verdict, indent=1) + "\n")
@@ -158,13 +161,13 @@ class HangDetector:
         return self.last_verdict_dir
 
     def dump(self, out: Path | None, reply: DumpReply) -> None:
-        """Take evidence of a group that nobody suspects; `reply` gets where it is, or why there is none."""
+        """Gather evidence without a suspicion; `reply` gets its directory, or why there is none."""
         if not self._targets:
             reply("no workers are running")
-        elif self._gathering or self._gather("requested by elasticd dump", out or self._directory.with_name("dump")):
+        elif self._gathering or self._gather(DUMP_REASON, out or self._directory.with_name("dump")):
             self._dump_replies.append(reply)
         else:
-            reply("evidence is being taken already; try again in a moment")
+            reply("evidence is being gathered already; try again in a moment")
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
@@ -172,10 +175,11 @@ class HangDetector:
         if self._open_since is not None:
             self.publish(None)
         self._set_suspicion("", now)
-        self._open_since, self._evidence_found = None, None
+        self._open_since = None
+        self._evidence_found = None
 
     def _set_suspicion(self, why: str, now: float) -> None:
-        """Our own suspicion begins, lasts, or ends: the planner hears of its end at once, and asks nobody any more."""
+        """This node's own suspicion begins, lasts, or ends. Its end is reported at once."""
         if why and not self._why:
             self._suspicious_since = now
             self.listener.hang_suspected(self._round, why)
@@ -214,7 +218,7 @@ class HangDetector:
         self.publish(report)
 
     def _due_in(self, report: HangReport) -> list[float]:
-        """In how long a rank will have been stopped, or idle, for as long as counts."""
+        """The seconds until ranks reach the limits for being stopped and idle."""
         limits = [self.policy.stopped_after_s - r.stopped_s for r in report.ranks if r.stopped_s]
         limits.append(self.policy.stopped_after_s - report.store_stopped_s if report.store_stopped_s else 0.0)
         limits += [report.deadline_s - r.idle_s for r in report.ranks]

@@ -1,8 +1,8 @@
-"""Evidence of a hang, taken before the group is killed: by helper processes, on local disk first, in bounded time.
+"""Collects evidence of a hang before the group is killed: by helper processes, on local disk first, in bounded time.
 
-It exists so that whoever decides never waits for what may hang: a process stuck in the kernel, a dead file system, a
-driver. Everything slow happens in helpers (gather/), which a thread of this one starts, listens to, and kills with
-their whole session at their deadline. What a helper has told by then counts. It judges nothing.
+What may hang (a process stuck in the kernel, a dead file system, a driver) is touched by helpers only (collector/). A
+thread of this module starts them, receives what they report, and kills their session at their deadline: the deciding
+thread never waits, and what was reported by then counts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import queue
 import shutil
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -22,75 +23,54 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elasticd_agent.hangs.collector.request import CollectRequest, PublishRequest, WorkerRequest
-from elasticd_agent.hangs.tools import find_py_spy
+from elasticd_agent.hangs.collector.request import CollectRequest, EvidenceTarget, PublishRequest, to_message
 from elasticd_agent.model.reports import Where
 from elasticd_agent.system import procfs
 from elasticd_agent.system.helper_process import HelperError, HelperProcess, HelperTimeout
 from elasticd_agent.system.installation import import_path, program
 from elasticd_agent.system.nvml import find_nvml
 
+__all__ = ["EvidenceCollector", "EvidenceTarget", "GatheredEvidence", "RankEvidence"]
+
 GATHER_PART, KILL_PART = 0.6, 0.7
-"""Of the budget: how long a helper gathers, and when it is killed. The rest is for the way to the log directory."""
+"""Of the budget: how long a helper gathers, and when it is killed. The rest is for publishing to the log directory."""
 PUBLISH_S = 1.0
-"""That way has at least so much: a directory is not dead because a busy machine took the whole budget to gather."""
+"""The least time to publish: a directory is not dead because a busy machine took the whole budget to gather."""
 FALLBACK_S = 2.0
-"""For the copy outside of the log directory, if that does not answer: by then nobody waits for it."""
+"""For the copy outside of a log directory that does not answer; nothing waits for it."""
 WRITE_S = 5.0
-"""For what was decided: nobody waits for it, and on a busy machine a helper needs seconds to start."""
+"""For the verdict's files: nothing waits for them, and on a busy machine a helper needs seconds to start."""
 CLOSE_S = 3.0
 ORPHAN_S = 5.0
-"""A helper whose agent has been killed ends so long after it should have."""
+"""A helper whose agent was killed ends this long after its deadline."""
 REAP_S = 0.5
 
 _log = logging.getLogger("elasticd.evidence")
 
 
 @dataclass(frozen=True, slots=True)
-class EvidenceTarget:
-    """One worker, and where its files are.
-
-    `logs` are what it prints to; `stacks` is what its faulthandler appends to, `flight` what its background thread
-    writes the flight recorder to. `pipe`: NCCL's dump pipe, and `dump` the file that NCCL then writes.
-    """
-
-    rank: int
-    pid: int
-    logs: tuple[Path, ...] = ()
-    heartbeat: Path | None = None
-    stacks: Path | None = None
-    flight: Path | None = None
-    pipe: Path | None = None
-    dump: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RankEvidence:
-    """What was found of one rank.
-
-    `where` its main thread is and the `function` that says so; `stack` is the same for equal stacks; `state` and
-    `wchan` are /proc's. `source` is who gave the stack, "" if nobody did; `trouble` then says why.
-    """
-
     rank: int
     where: Where
     function: str
+    """The call that says `where` the main thread is."""
     stack: str
+    """A digest: the same for equal stacks."""
     state: str
     wchan: str
     source: str
+    """The tool that read the stack; "" if none did, and then `trouble` says why."""
     trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredEvidence:
-    """Evidence of round `number` is at `path`, after `seconds`. `trouble`: what is missing or elsewhere, and why."""
-
     round: int
     ranks: tuple[RankEvidence, ...]
     path: Path
     seconds: float
     trouble: str = ""
+    """What is missing or elsewhere, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +91,7 @@ class _Write:
 
 
 class EvidenceCollector:
-    """Takes it, one gathering at a time, in a thread that ends with `close`."""
+    """Gathers evidence, once at a time, in a thread that ends with `close`."""
 
     def __init__(
         self,
@@ -124,14 +104,17 @@ class EvidenceCollector:
         temporary: Path | None = None,
         nvml: str | None = None,
     ) -> None:
-        """`scratch` is on local disk and may go when the agent does; `post` is called by the thread.
+        """`scratch` is on local disk and may be deleted with the agent; the thread calls `post`.
 
-        `job` names the place in `temporary` (the system's directory for that) for evidence whose own place does not
-        answer. `spy` is py-spy, "" for none; None: it is looked for. `nvml` is the directory that has pynvml; None: if
-        this machine has GPUs, it is looked for.
+        `temporary` (the system's directory for that) gets a folder named `job` for evidence whose own directory does
+        not answer. `spy` is py-spy's path, "" for none, and `nvml` the directory of pynvml; None: found at need.
         """
-        self._scratch, self._post, self._budget_s, self._kept_rounds = scratch, post, budget_s, keep
-        self._spy, self._nvml = spy, nvml
+        self._scratch = scratch
+        self._post = post
+        self._budget_s = budget_s
+        self._kept_rounds = keep
+        self._spy = spy
+        self._nvml = nvml
         temporary = temporary or Path(tempfile.gettempdir())
         self._fallback_dir = temporary / f"elasticd-evidence-{os.getuid()}" / (job or scratch.name)
         self._requests: queue.SimpleQueue[_Gather | _Write | None] = queue.SimpleQueue()
@@ -143,9 +126,9 @@ class EvidenceCollector:
         self._redirected: dict[Path, Path] = {}
 
     def gather(self, number: int, targets: Sequence[EvidenceTarget], final: Path, why: str) -> bool:
-        """Begin; a Gathered is posted within the budget, or KEEP_S after it where gathering took all of it.
+        """Begin; the result is posted within the budget, or PUBLISH_S after it if gathering took all of that.
 
-        False: nothing begins; another one is still going on, or there can be no thread.
+        False if nothing begins: another gathering is under way, or no thread can be started.
         """
         with self._lock:
             if self._busy or self._closing:
@@ -162,40 +145,42 @@ class EvidenceCollector:
             self._enqueue(_Write(number, name, text, final))
 
     def directory_for(self, final: Path) -> Path:
-        """Where what belongs into `final` is put: elsewhere, since `final` was found not to answer."""
+        """`final`, or its replacement after it did not answer."""
         return self._redirected.get(final, final)
 
     def discard(self) -> None:
-        """The processes are about to be ended: what is being taken of them is dropped, what was taken before stays."""
+        """The processes are about to be ended: drop what is being gathered, keep what was gathered before."""
         with self._lock:
             if self._busy and not self._publishing:
                 self._dropped = True
-                if self._helper is not None:
-                    self._helper.kill()
+                self._kill_helper()
 
     def close(self) -> None:
         """Finish what is to be written, end everything else. Bounded; safe to call again."""
         with self._lock:
             self._closing = True
-            if self._taking and self._helper is not None:
-                self._helper.kill()
+            if self._taking:
+                self._kill_helper()
         if self._thread is not None:
             self._requests.put(None)
             self._thread.join(CLOSE_S)
             with self._lock:
-                if self._helper is not None:
-                    self._helper.kill()
+                self._kill_helper()
             self._thread.join(2 * REAP_S)
 
-    def _enqueue(self, what: _Gather | _Write) -> bool:
-        self._requests.put(what)
+    def _kill_helper(self) -> None:
+        if self._helper is not None:
+            self._helper.kill()
+
+    def _enqueue(self, request: _Gather | _Write) -> bool:
+        self._requests.put(request)
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="elasticd-evidence", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # no room for another one: the job goes on, and it is tried again
-                if not self._warned:  # a suspicious loop asks at every look
-                    _log.warning("evidence of round %d: %s", what.round, error)
+            except RuntimeError as error:  # the process has no room for another one; the next call tries again
+                if not self._warned:  # while a suspicion lasts every look calls
+                    _log.warning("evidence of round %d: %s", request.round, error)
                 self._warned = True
                 self._requests.get_nowait()
                 return False
@@ -205,120 +190,113 @@ class EvidenceCollector:
     # --- in the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (what := self._next.popleft() if self._next else self._requests.get()) is not None:
-            if isinstance(what, _Write):
-                self._write(self._same_place(what))
+        while (request := self._next.popleft() if self._next else self._requests.get()) is not None:
+            if isinstance(request, _Write):
+                self._write(self._batch(request))
             elif not self._closing:
-                self._take(what)
+                self._take(request)
 
-    def _same_place(self, first: _Write) -> list[_Write]:
-        """It and what else is to be written there now."""
+    def _batch(self, first: _Write) -> list[_Write]:
+        """The file and the next ones for the same directory: one helper writes them all."""
         batch = [first]
         with suppress(queue.Empty):
             while True:
-                what = self._requests.get_nowait()
-                if not isinstance(what, _Write) or what.final != first.final:
-                    self._next.append(what)
+                request = self._requests.get_nowait()
+                if not isinstance(request, _Write) or request.final != first.final:
+                    self._next.append(request)
                     break
-                batch.append(what)
+                batch.append(request)
         return batch
 
     def _write(self, batch: list[_Write]) -> None:
-        first = batch[0]
+        final = batch[0].final
         files = tuple((one.name, one.text) for one in batch)
-        place = self.directory_for(first.final)
+        place = self.directory_for(final)
         trouble = self._publish(PublishRequest(str(place), files=files), time.monotonic() + WRITE_S)
         if trouble:
-            kept = self._redirect(first.round, first.final)
-            _log.warning("%s cannot be written: %s; %s is in %s", place, trouble, ", ".join(n for n, _ in files), kept)
-            self._publish(
-                PublishRequest(str(kept), files=files, rounds=self._kept_rounds), time.monotonic() + FALLBACK_S
-            )
+            other = self._redirect(batch[0].round, final)
+            names = ", ".join(name for name, _ in files)
+            _log.warning("%s cannot be written: %s; %s is in %s", place, trouble, names, other)
+            request = PublishRequest(str(other), files=files, rounds=self._kept_rounds)
+            self._publish(request, time.monotonic() + FALLBACK_S)
 
-    def _take(self, asked: _Gather) -> None:
-        local = self._scratch / "evidence" / f"{asked.round}-{asked.final.name}"
-        heard: dict[int, dict[str, Any]] = {}
-        self._taking, kept = True, asked.final
+    def _take(self, request: _Gather) -> None:
+        local = self._scratch / "evidence" / f"{request.round}-{request.final.name}"
+        ranks: dict[int, dict[str, Any]] = {}
+        self._taking, path = True, request.final
         try:
-            kept, troubles = self._gather(asked, local, heard)
-        except Exception as error:  # noqa: BLE001 whoever waits for evidence must hear that there is none
+            path, troubles = self._gather(request, local, ranks)
+        except Exception as error:  # noqa: BLE001 the detector waits for a result, also for none
             troubles = [f"no evidence: {type(error).__name__}: {error}"]
         if troubles:
-            _log.warning("evidence of round %d: %s", asked.round, "; ".join(troubles))
-        ranks = tuple(_of(target, heard.get(target.rank, {})) for target in asked.targets)
+            _log.warning("evidence of round %d: %s", request.round, "; ".join(troubles))
+        found = tuple(_rank_evidence(target, ranks.get(target.rank, {})) for target in request.targets)
         with self._lock:
             self._busy = self._taking = self._publishing = self._dropped = False
-        self._post(GatheredEvidence(asked.round, ranks, kept, time.monotonic() - asked.began, "; ".join(troubles)))
-        if kept != asked.final and local.exists():
-            lost = self._publish(
-                PublishRequest(str(kept), str(local), rounds=self._kept_rounds), time.monotonic() + FALLBACK_S
-            )
+        self._post(GatheredEvidence(request.round, found, path, time.monotonic() - request.began, "; ".join(troubles)))
+        if path != request.final and local.exists():
+            publish = PublishRequest(str(path), str(local), rounds=self._kept_rounds)
+            lost = self._publish(publish, time.monotonic() + FALLBACK_S)
             if lost:
-                _log.warning("%s cannot be written either: %s", kept, lost)
+                _log.warning("%s cannot be written either: %s", path, lost)
         shutil.rmtree(local, ignore_errors=True)
 
-    def _gather(self, asked: _Gather, local: Path, heard: dict[int, dict[str, Any]]) -> tuple[Path, list[str]]:
+    def _gather(self, request: _Gather, local: Path, ranks: dict[int, dict[str, Any]]) -> tuple[Path, list[str]]:
         """All that has a deadline. Returns where the evidence is, or will be, and what went wrong."""
         troubles: list[str] = []
 
-        def hear(line: dict[str, Any]) -> None:
-            if "rank" in line:
-                heard.setdefault(line["rank"], {}).update(line)
-            elif "trouble" in line:
-                troubles.append(line["trouble"])
+        def receive(message: dict[str, Any]) -> None:
+            if "rank" in message:
+                ranks.setdefault(message["rank"], {}).update(message)
+            elif "trouble" in message:
+                troubles.append(message["trouble"])
 
         shutil.rmtree(local, ignore_errors=True)
         local.mkdir(mode=0o700, parents=True)
-        request = self._request(asked, local).to_dict()
-        trouble = self._help("gather", request, asked.began + KILL_PART * self._budget_s, hear)
+        collect = CollectRequest(
+            str(local),
+            max(0.1, request.began + GATHER_PART * self._budget_s - time.monotonic()),
+            tuple(target for target in request.targets if target.pid > 0),
+            request.why,
+            find_py_spy() if self._spy is None else self._spy,
+            find_nvml() if self._nvml is None else self._nvml,
+        )
+        trouble = self._help("gather", collect, request.began + KILL_PART * self._budget_s, receive)
         with self._lock:
             if self._dropped or self._closing:
-                return asked.final, []
+                return request.final, []
             self._publishing = True
         troubles += [trouble] if trouble else []
-        place = self.directory_for(asked.final)
-        if place == asked.final:
-            until = max(asked.began + self._budget_s, time.monotonic() + PUBLISH_S)
+        place = self.directory_for(request.final)
+        if place == request.final:
+            until = max(request.began + self._budget_s, time.monotonic() + PUBLISH_S)
             lost = self._publish(PublishRequest(str(place), str(local), rounds=self._kept_rounds), until)
             if lost:
-                place = self._redirect(asked.round, asked.final)
-                troubles.append(f"{asked.final} cannot be written ({lost}): the evidence is in {place}")
+                place = self._redirect(request.round, request.final)
+                troubles.append(f"{request.final} cannot be written ({lost}): the evidence is in {place}")
         return place, troubles
 
-    def _request(self, asked: _Gather, local: Path) -> CollectRequest:
-        ranks = tuple(
-            WorkerRequest(
-                target.rank,
-                target.pid,
-                tuple(str(log) for log in target.logs),
-                *(
-                    str(path) if path is not None else ""
-                    for path in (target.heartbeat, target.stacks, target.flight, target.pipe, target.dump)
-                ),
-            )
-            for target in asked.targets
-            if target.pid > 0
-        )
-        spy = find_py_spy() if self._spy is None else self._spy
-        nvml = find_nvml() if self._nvml is None else self._nvml
-        left_s = asked.began + GATHER_PART * self._budget_s - time.monotonic()
-        return CollectRequest(str(local), max(0.1, left_s), ranks, asked.why, spy, nvml)
-
-    def _publish(self, keep: PublishRequest, until: float) -> str:
-        """Have a helper do it. "" or what went wrong."""
-        said: list[str] = []
-        trouble = self._help("keep", keep.to_dict(), until, lambda line: said.append(line.get("trouble", "")))
-        return next((one for one in said if one), trouble)
+    def _publish(self, request: PublishRequest, until: float) -> str:
+        """Returns what went wrong, or ""."""
+        troubles: list[str] = []
+        trouble = self._help("publish", request, until, lambda line: troubles.append(line.get("trouble", "")))
+        return next((one for one in troubles if one), trouble)
 
     def _redirect(self, number: int, final: Path) -> Path:
-        """Where evidence goes whose directory does not answer, from now on."""
+        """Evidence for `final`, which does not answer, goes elsewhere from now on."""
         return self._redirected.setdefault(final, self._fallback_dir / f"round-{number}" / final.name)
 
-    def _help(self, what: str, request: dict[str, Any], until: float, hear: Callable[[dict[str, Any]], object]) -> str:
-        """Run a helper until it ends, or until its time is over. "" or what went wrong."""
+    def _help(
+        self,
+        verb: str,
+        request: CollectRequest | PublishRequest,
+        until: float,
+        receive: Callable[[dict[str, Any]], object],
+    ) -> str:
+        """Run a helper to its end, or to its deadline. Returns what went wrong, or ""."""
         began = time.monotonic()
         seconds = f"{max(0.0, until - began) + ORPHAN_S:.1f}"
-        command = [sys.executable, "-I", "-S", program("evidence_collector"), what, seconds, *import_path()]
+        command = [sys.executable, "-I", "-S", program("evidence_collector"), verb, seconds, *import_path()]
         try:
             helper = HelperProcess(command, cwd="/", keep_errors=True)
         except OSError as error:
@@ -328,9 +306,9 @@ class EvidenceCollector:
                 self._helper = helper
                 if (self._closing and self._taking) or self._dropped:
                     helper.kill()
-            helper.send(request, until)
+            helper.send(to_message(request), until)
             for message in helper.messages(until):
-                hear(message)
+                receive(message)
         except HelperTimeout:
             return f"it did not answer within {until - began:.1f} s"
         except HelperError as error:
@@ -342,14 +320,14 @@ class EvidenceCollector:
         return ""
 
 
-def _of(target: EvidenceTarget, line: dict[str, Any]) -> RankEvidence:
-    return RankEvidence(
-        target.rank,
-        line.get("where", ""),
-        line.get("function", ""),
-        line.get("stack", ""),
-        line.get("state") or procfs.state(target.pid),
-        line.get("wchan", ""),
-        line.get("source", ""),
-        line.get("trouble", "there was no time for its stack"),
-    )
+def _rank_evidence(target: EvidenceTarget, message: dict[str, Any]) -> RankEvidence:
+    words = {name: message.get(name, "") for name in ("where", "function", "stack", "state", "wchan", "source")}
+    words["state"] = words["state"] or procfs.state(target.pid)
+    return RankEvidence(target.rank, **words, trouble=message.get("trouble", "there was no time for its stack"))
+
+
+def find_py_spy() -> str:
+    """Where py-spy is: beside this interpreter, where pip puts it, or on the PATH. "" if nowhere."""
+    beside = [Path(sys.executable).with_name("py-spy"), Path(sysconfig.get_path("scripts")) / "py-spy"]
+    found = next((str(path) for path in beside if os.access(path, os.X_OK)), None)
+    return found or shutil.which("py-spy") or ""

@@ -1,8 +1,7 @@
-"""The planner's ear for hangs: collects what every node says of its ranks, asks `hang.judge`, and words the verdict.
+"""Collects the nodes' hang reports at the leader and turns a hang into one verdict and its Failures.
 
-It exists so that a hang is judged once, on the whole group, by whoever plans. All it keeps between turns are times of
-its own clock and what it has said; the reports themselves are in the store, so another planner can take over. It ends
-nothing: its verdict becomes a Failure, and what follows from that is `plan`'s.
+A hang is judged once, on the whole group. Only times of this node's clock and the last verdict are kept between turns;
+the reports are in the store, so that another leader can take over.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangReport, HangVerdict, RankReport
 
 JUDGE_INTERVAL_S = 0.25
-"""How often reports are judged while there are some: as often as the ranks are looked at."""
+"""How often reports are judged while there are some: as often as the ranks are observed."""
 
 
 @dataclass(slots=True)
 class HangJudge:
-    """One job's. Times are the planner's monotonic seconds."""
+    """The judge of one job. Times are this node's monotonic seconds."""
 
     policy: Policy
     suspected: bool = False
@@ -33,83 +32,84 @@ class HangJudge:
     _last_hang: tuple[int, hang.PreviousHang] = (0, hang.PreviousHang())
 
     def reset(self) -> None:
-        """Somebody else planned, or the store was away: who answers from now on, and how soon, is seen anew."""
-        self._since, self._last_verdict = None, ()
+        """Another node was leader, or the store was unavailable: every node gets its time to answer again."""
+        self._since = None
+        self._last_verdict = ()
         self._reporting_nodes.clear()
 
     def turn(self, round: Round, reports: Iterable[HangReport], done: frozenset[str], now: float) -> HangVerdict | None:
-        """The verdict that ends the group, until it has; `judged` gets it once.
+        """The verdict that ends the group, at every turn until it has; `new_verdicts` gets it once.
 
-        `done`: nodes whose workers have all ended with code 0.
+        `done`: nodes whose workers have all exited with code 0.
         """
         if round.number != self._round:
             self._round = round.number
             self.reset()
-        told = {report.node: report for report in reports if report.round == round.number and round.member(report.node)}
-        self.suspected = any(report.why for report in told.values())
+        current = {one.node: one for one in reports if one.round == round.number and round.member(one.node)}
+        self.suspected = any(report.why for report in current.values())
         if not self.suspected:
             self.reset()
             return None
-        self._reporting_nodes |= told.keys()
-        if self._reporting_nodes - told.keys():
-            return None  # who takes back what it said sees progress, or is lost: either way this is no hang any more
+        self._reporting_nodes |= current.keys()
+        if self._reporting_nodes - current.keys():
+            return None  # a node that withdraws its report sees progress, or is lost: either way this hang is over
         self._since = now if self._since is None else self._since
-        waited_s = now - self._since
-        late = waited_s >= self.policy.evidence_s + self.policy.seen_timeout_s + self.policy.renewal_s
-        heard = [*told.values(), *(_exited_report(round, node) for node in sorted(done - told.keys()))]
+        time_for_evidence_s = self.policy.evidence_s + self.policy.seen_timeout_s + self.policy.renewal_s
+        all_reports = [*current.values(), *(_exited_report(round, node) for node in sorted(done - current.keys()))]
         last, before = self._last_hang
         before = before if last < round.number else hang.PreviousHang()
         nodes = [member.node for member in round.members]
-        verdict = hang.judge(heard, nodes, self.policy, deadline_passed=late, previous=before)
-        if not isinstance(verdict, hang.Hang):
+        passed = now - self._since >= time_for_evidence_s
+        found = hang.judge(all_reports, nodes, self.policy, deadline_passed=passed, previous=before)
+        if not isinstance(found, hang.Hang):
             return None
         restarts = self.policy.on_hang == "restart"
-        judged = HangVerdict(
+        verdict = HangVerdict(
             round.number,
-            tuple((place.node, place.rank, place.slot) for place in verdict.culprits),
-            verdict.cause,
-            verdict.why,
-            _idle_s(heard, verdict),
+            tuple((place.node, place.rank, place.slot) for place in found.culprits),
+            found.cause,
+            found.why,
+            _idle_s(all_reports, found),
             restarts,
-            tuple(heard),
+            tuple(all_reports),
         )
-        if (judged.cause, judged.culprits) != self._last_verdict:
-            self._last_verdict = judged.cause, judged.culprits
-            self.new_verdicts.append(judged)
-            self._last_hang = round.number, hang.previous_hang(heard)
-        return judged if restarts else None  # again and again: the store may not have taken it
+        if (verdict.cause, verdict.culprits) != self._last_verdict:
+            self._last_verdict = verdict.cause, verdict.culprits
+            self.new_verdicts.append(verdict)
+            self._last_hang = round.number, hang.previous_hang(all_reports)
+        return verdict if restarts else None  # at every turn: the store may not have taken it
 
     def next_turn_at(self, now: float) -> float:
-        """When to judge again, if nothing new is heard."""
+        """When to judge again, if no report comes."""
         return now + JUDGE_INTERVAL_S
 
 
-def failures(judged: HangVerdict, node: str, high_water: int, checkpoint: tuple[int, int] | None) -> list[Failure]:
-    """The verdict as `plan` takes it: a Failure for every node that is to blame, else one of `node`, the planner's."""
+def failures(verdict: HangVerdict, node: str, high_water: int, checkpoint: tuple[int, int] | None) -> list[Failure]:
+    """The verdict as `plan` takes it: a Failure for every blamed node, else one of `node`, the leader."""
     blamed: dict[str, list[tuple[int, int]]] = {}
-    for culprit, rank, slot in judged.culprits:
+    for culprit, rank, slot in verdict.culprits:
         blamed.setdefault(culprit, []).append((rank, slot))
     return [
         Failure(
-            judged.round,
+            verdict.round,
             where,
             "hung",
             tuple(places),
-            judged.why,
+            verdict.why,
             high_water=high_water,
             checkpoint=checkpoint,
-            cause=judged.cause,
+            cause=verdict.cause,
         )
         for where, places in (blamed or {node: []}).items()
     ]
 
 
 def _idle_s(reports: Iterable[HangReport], verdict: hang.Hang) -> float:
-    """For how long nobody had made progress, or for how long those who are to blame had not, if that is longer."""
+    """For how long no rank had made progress, or for how long a culprit had not, if that is longer."""
     culprits = {place.rank for place in verdict.culprits}
     live = [rank for report in reports for rank in report.ranks if not rank.exited]
-    quiet_s = min((rank.idle_s for rank in live), default=0.0)
-    return max([quiet_s, *(max(rank.idle_s, rank.stopped_s) for rank in live if rank.rank in culprits)])
+    idle_s = min((rank.idle_s for rank in live), default=0.0)
+    return max([idle_s, *(max(rank.idle_s, rank.stopped_s) for rank in live if rank.rank in culprits)])
 
 
 def _exited_report(round: Round, node: str) -> HangReport:

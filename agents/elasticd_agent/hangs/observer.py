@@ -1,8 +1,7 @@
-"""What the agent sees of the group it runs: beats, notes and processes, looked at at its own pace.
+"""Observes the group that runs on this node: heartbeats, worker events and processes -> Observation.
 
-It turns shared memory, note files and /proc into facts: the step, the first step's time, the notes since the last look,
-and of every rank what it says, what its process does, and for how long. Ages count attentive time only: a turn that
-took long (the machine was suspended, the agent was starved) ages nobody. It never judges and never waits.
+Ages count observed time only: over a gap in which the agent could not look (the machine was suspended, the agent was
+starved) no rank grows older. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -22,31 +21,30 @@ from elasticd_agent.system import procfs
 MAX_LOOK_GAP_S = 1.0
 """A gap between two looks counts as at most this much."""
 USAGE_AFTER_IDLE_S = 0.5
-"""A group that has made no progress for so long is worth counting its processes' time."""
+"""The processes of a group without progress for this long are worth a scan of /proc."""
 USAGE_INTERVAL_S = 0.2
-"""Not oftener, however often the group is looked at: it takes a scan of /proc."""
+"""The least time between two scans, however often the group is observed."""
 USAGE_WINDOW_S = 3.0
-"""What a rank uses of the machine is told of the last seconds: what it did before it stood still says nothing."""
+"""A rank's usage is that of the last seconds: what it did before it became idle says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One look at the group. `first_step_at` and `progress_at` are CLOCK_MONOTONIC seconds, None if there is none.
-
-    `idle_s`: for how long no rank here has made progress. `store_state` is the /proc state of the round's store, ""
-    where it is not here; `store_stopped_s`: for how long it has been "T". `pids` are the processes that train, by local
-    rank, none before they have been started.
-    """
+    """One look at the group."""
 
     round: int
     heartbeats: tuple[Heartbeat, ...]
     worker_events: tuple[WorkerEvent, ...]
+    """Since the last look."""
     idle_s: float
+    """For how long no rank here has made progress."""
     ranks: tuple[RankReport, ...] = ()
     store_state: str = ""
+    """The /proc state of the round's store, "" where it is not here, and for how long it has been "T"."""
     store_stopped_s: float = 0.0
     observed_s: float = 0.0
     pids: tuple[int, ...] = ()
+    """The processes that train, by local rank; none before they have been started."""
 
     @property
     def step(self) -> int:
@@ -54,6 +52,7 @@ class Observation:
 
     @property
     def first_step_at(self) -> float | None:
+        """CLOCK_MONOTONIC seconds."""
         times = [beat.first_step_ns for beat in self.heartbeats if beat.first_step_ns]
         return min(times) / 1e9 if times else None
 
@@ -69,7 +68,7 @@ class Observation:
 
 @dataclass(slots=True)
 class _Ages:
-    """What only looking again and again can tell of one process."""
+    """Ages of one process, from one look to the next."""
 
     progress: tuple[object, ...] = ()
     idle_s: float = 0.0
@@ -83,15 +82,17 @@ class _Ages:
         progress = beat.step, beat.progress_ns, beat.phase, beat.barrier, beat.collectives
         if progress == self.progress:
             self.idle_s += passed_s
-        else:  # since the beat if that is what moved, else since some time after the last look
+        else:  # since the heartbeat if that changed, else since some time after the last look
             self.idle_s = min(passed_s, max(0.0, now - beat.progress_ns / 1e9))
         self.progress = progress
-        if beat.alive_ticks != self.alive:  # 0: the thread has ended, as it does last at the exit
-            self.alive, self.alive_s = beat.alive_ticks, 0.0 if beat.alive_ticks else -1.0
+        if beat.alive_ticks != self.alive:  # 0: the thread has ended, the last act of an exit
+            self.alive = beat.alive_ticks
+            self.alive_s = 0.0 if beat.alive_ticks else -1.0
         elif self.alive_s >= 0:
             self.alive_s += passed_s
         if beat.moved_ticks != self.moved:
-            self.moved, self.moved_s = beat.moved_ticks, 0.0
+            self.moved = beat.moved_ticks
+            self.moved_s = 0.0
         elif self.moved_s >= 0:
             self.moved_s += passed_s
 
@@ -101,10 +102,10 @@ class _Ages:
 
 @dataclass(slots=True)
 class _OwnBytes:
-    """What a worker reads and writes without what it writes because we ask: a flight recorder of 0.9 MB is no work.
+    """What a worker reads and writes by itself: a flight recorder of 0.9 MB, written on request, is no work.
 
-    The answer to `want_dump` comes when all of it is written, perhaps after a sample in the middle: what was counted
-    since the last sample but one is left out.
+    The request is answered when all of it is written, perhaps after a sample in the middle, so everything since the
+    last sample but one is left out.
     """
 
     answered: int = 0
@@ -122,7 +123,7 @@ class _OwnBytes:
 
 @dataclass(slots=True)
 class GroupObserver:
-    """Reads the beats and notes of one round's workers on this node. `places` are their (rank, slot), by local rank."""
+    """Observes one round's workers on this node. `rank_slots` are their (rank, slot), by local rank."""
 
     round: int
     rank_slots: Sequence[tuple[int, int]]
@@ -152,33 +153,27 @@ class GroupObserver:
 
     def set_processes(self, pids: Sequence[int], store_pid: int) -> None:
         """The processes of this group: the workers' by local rank, and the round's store, 0 if it is not here."""
-        self._pids, self._store_pid = tuple(pids), store_pid
+        self._pids = tuple(pids)
+        self._store_pid = store_pid
 
     def worker_exited(self, rank: int) -> None:
-        """The worker has ended with code 0."""
+        """The worker has exited with code 0."""
         self._exited.add(rank)
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The workers' processes by local rank, as far as they have been started."""
-        return self._pids
-
     def observe(self, now: float) -> Observation:
-        """Read everything once. A beat that makes no sense counts as one that says nothing."""
+        """Read everything once. A heartbeat that cannot be decoded counts as empty."""
         passed_s = 0.0 if self._last_look is None else min(now - self._last_look, MAX_LOOK_GAP_S)
         self._last_look = now
         self._observed_s += passed_s
-        beats = tuple(read_heartbeat(reader) for reader in self._heartbeat_readers)
-        notes: list[WorkerEvent] = []
-        for note_reader in self._worker_event_readers:
-            with suppress(OSError):  # no file descriptor is left, say: they are there at the next look
-                notes += note_reader.read()[0]
+        beats = tuple(read_heartbeat(one) for one in self._heartbeat_readers)
+        events: list[WorkerEvent] = []
+        for reader in self._worker_event_readers:
+            with suppress(OSError):  # no file descriptor is left, for example: the next look reads them
+                events += reader.read()[0]
         for ages, beat in zip(self._ages, beats, strict=True):
             ages.on_heartbeat(beat, passed_s, now)
         idle_s = min((ages.idle_s for ages in self._ages), default=0.0)
-        pids = (
-            tuple(_training_pid(beat, pid) for beat, pid in zip(beats, self._pids, strict=True)) if self._pids else ()
-        )
+        pids = tuple(_training_pid(beat, pid) for beat, pid in zip(beats, self._pids, strict=bool(self._pids)))
         states = [self.state(pid) for pid in pids] or [""] * len(beats)
         for ages, state in zip(self._ages, states, strict=True):
             ages.on_state(state, passed_s)
@@ -188,7 +183,7 @@ class GroupObserver:
         return Observation(
             self.round,
             beats,
-            tuple(sorted(notes, key=lambda note: note.mono)),
+            tuple(sorted(events, key=lambda event: event.mono)),
             idle_s,
             tuple(self._rank(i, beat, states[i]) for i, beat in enumerate(beats)),
             store_state,
@@ -216,12 +211,12 @@ class GroupObserver:
         rank, slot = self.rank_slots[index]
         ages = self._ages[index]
         waits = beat.phase == Phase.BARRIER or (beat.phase == Phase.STARTING and beat.collectives < 0)
-        seen = RankReport(
+        report = RankReport(
             rank,
             slot,
             phase=beat.phase.name.lower(),
             step=beat.step,
-            # The thread that counts them may have been stopped first, or be kept from it.
+            # The thread that counts them may have been stopped before, or not get the GIL.
             collectives=max(beat.collectives, beat.collectives_at_step),
             usual=beat.collectives_per_step,
             barrier=beat.barrier if waits else "",
@@ -235,13 +230,13 @@ class GroupObserver:
             exited=rank in self._exited,
         )
         if not self._usage_samples:
-            return seen
+            return report
         pid = self._pids[index]
         (began, before), (ended, after) = self._usage_samples[0], self._usage_samples[-1]
         if pid not in before or pid not in after:
-            return seen
+            return report
         return replace(
-            seen,
+            report,
             cpu_s=max(0.0, after[pid].cpu_s - before[pid].cpu_s),
             io_bytes=max(0, after[pid].io_bytes - before[pid].io_bytes),
             window_s=ended - began,
@@ -253,7 +248,7 @@ class GroupObserver:
 
 
 def _training_pid(beat: Heartbeat, pid: int) -> int:
-    """The process that trains where worker `pid` only runs it, as a script for a shell does: it is in its session."""
+    """The process that trains: a child in the session of worker `pid` where that is only a shell, else `pid`."""
     if beat.pid in (0, pid):
         return pid
     found = procfs.stat(beat.pid)

@@ -1,47 +1,65 @@
-"""Pure: which ranks the others persistently wait for, and by how much they are slower. Never a reason to end anything.
+"""Stragglers: ranks that the others persistently wait for, and by how much they are slower. None is ended for it.
 
-It exists because a rank that is half as fast as its peers costs as much as one that is missing, and nobody sees it: in
-data-parallel training all ranks are as slow as the slowest. Each rank's background thread counts its pulses (`alive`)
-and those of them that saw the rank wait for others (`waited`), so what is left is its own work.
-Ranks whose work is on a device look alike to it: there the host waits in all of them.
+In data-parallel training all ranks are as slow as the slowest. Each rank's heartbeat thread counts its ticks and those
+in which the rank waits for others; the rest is the rank's own work. Each node's record carries the counts of its last
+minute, so that all nodes are compared. Ranks whose work is on a device look alike here: their hosts all wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from statistics import median
 
+from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.model.job import Policy
 
 MIN_TICKS = 100
-"""Ten seconds. Of fewer, chance alone makes some rank look half again as slow."""
+"""Ten seconds. In less, chance alone makes some rank look half again as slow."""
+WINDOW_S = 60.0
+"""Long enough for chance to level out, and rare enough for a node's record to be written."""
+
+WaitCounts = tuple[tuple[int, int, int], ...]
+"""(rank, ticks, ticks in which it waited) of each rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankWaitCounts:
-    """How often a rank's background thread counted in some window, and how often it found the rank waiting."""
+@dataclass(slots=True)
+class WaitCounter:
+    """Counts of one group, window by window."""
 
-    rank: int
-    ticks: int
-    waiting_ticks: int
+    _window_began_s: float | None = None
+    _window_began: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    @property
-    def working_share(self) -> float:
-        """The part of the time it did not wait; a pulse's worth at least."""
-        return max(self.ticks - self.waiting_ticks, 1) / self.ticks
+    def begin(self) -> None:
+        """A new group starts."""
+        self._window_began_s = None
+
+    def update(self, seen: Observation) -> WaitCounts | None:
+        """The counts of a window that has just ended, else None. A window begins after the group's first step."""
+        if seen.first_step_at is None:
+            return None
+        began_s, before = self._window_began_s, self._window_began
+        if began_s is not None and seen.observed_s < began_s + WINDOW_S:
+            return None
+        beats = zip(seen.ranks, seen.heartbeats, strict=True)
+        now = {rank.rank: (beat.alive_ticks, beat.wait_ticks) for rank, beat in beats}
+        self._window_began_s = seen.observed_s
+        self._window_began = now
+        if began_s is None:
+            return None
+        return tuple((rank, now[rank][0] - before[rank][0], now[rank][1] - before[rank][1]) for rank in sorted(now))
 
 
-def find_stragglers(ranks: Sequence[RankWaitCounts], policy: Policy) -> tuple[tuple[int, float], ...]:
-    """(rank, factor), the slowest first: whose own work takes more than `slow_factor` times what its peers' takes.
+def find_stragglers(counts: Iterable[tuple[int, int, int]], policy: Policy) -> tuple[tuple[int, float], ...]:
+    """(rank, factor), the slowest first: ranks whose own work takes more than `slow_factor` times that of their peers.
 
-    Steps take all ranks the same time, so that the parts of it that are their own work can be compared. The peers' is
-    their median: of three ranks, a second slow one is found, too.
+    A step takes all ranks the same time, so the parts of it that are their own work can be compared. The peers' is
+    their median, so that of three ranks two stragglers are found.
     """
-    counted = [rank for rank in ranks if rank.ticks >= MIN_TICKS]
+    work = {rank: max(ticks - waiting, 1) / ticks for rank, ticks, waiting in counts if ticks >= MIN_TICKS}
     found = []
-    for rank in counted:
-        peers = [peer.working_share for peer in counted if peer.rank != rank.rank]
-        if peers and (factor := rank.working_share / median(peers)) > policy.slow_factor:
-            found.append((rank.rank, factor))
+    for rank, share in work.items():
+        peers = [other for peer, other in work.items() if peer != rank]
+        if peers and (factor := share / median(peers)) > policy.slow_factor:
+            found.append((rank, factor))
     return tuple(sorted(found, key=lambda one: (-one[1], one[0])))

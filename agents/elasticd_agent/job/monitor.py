@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Protocol
 
 from elasticd.heartbeat.worker_events import WorkerEvent
+from elasticd_agent.hangs.deadlines import StepHistory
 from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceTarget
 from elasticd_agent.hangs.observer import GroupObserver, Observation
-from elasticd_agent.hangs.step_history import StepHistory
-from elasticd_agent.hangs.wait_share import WaitCounter
+from elasticd_agent.hangs.stragglers import WaitCounter
 from elasticd_agent.job import exit_cause as lastwords
 from elasticd_agent.model.messages import FirstStep
 from elasticd_agent.model.records import Round

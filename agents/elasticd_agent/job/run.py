@@ -22,9 +22,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import DirectoryInUse, UsageError
+from elasticd_agent.hangs.deadlines import StepHistory
 from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceCollector
-from elasticd_agent.hangs.step_history import StepHistory
 from elasticd_agent.job.join import join_job, listening_address
 from elasticd_agent.job.loop import JobLoop, Message
 from elasticd_agent.job.monitor import GroupMonitor

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elasticd_agent.hangs.judge import HangJudge, failures
-from elasticd_agent.hangs.stragglers import RankWaitCounts, find_stragglers
+from elasticd_agent.hangs.stragglers import find_stragglers
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.notices import FaultDetected, Notice, StragglersFound
@@ -193,7 +193,7 @@ class Planner:
 
     def _find_stragglers(self, view: View, round: Round) -> None:
         records = [r for m in round.members if (r := view.record(m.node)) is not None and r.ready_round == round.number]
-        counts = [RankWaitCounts(*rank) for record in records for rank in record.wait_counts]
+        counts = [rank for record in records for rank in record.wait_counts]
         stragglers = find_stragglers(counts, self._policy)
         if stragglers != self._stragglers:
             self._stragglers = stragglers

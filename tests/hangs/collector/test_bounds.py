@@ -235,7 +235,7 @@ def test_evidence_that_cannot_even_be_kept_here_is_said_to_be_missing(
 def test_a_helper_whose_agent_is_gone_ends_by_itself(tmp_path: Path) -> None:
     """It waits for its request here, which stands for whatever it could be stuck in."""
     entry = Path(module.__file__).with_name("collector") / "__main__.py"
-    with subprocess.Popen([sys.executable, "-I", "-S", str(entry), "keep", "0.2"], stdin=subprocess.PIPE) as helper:
+    with subprocess.Popen([sys.executable, "-I", "-S", str(entry), "publish", "0.2"], stdin=subprocess.PIPE) as helper:
         assert helper.wait(20) == -signal.SIGALRM
 
 

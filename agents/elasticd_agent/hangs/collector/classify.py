@@ -1,9 +1,8 @@
-"""Pure: the stack of a thread -> where it is: in a collective, a device wait, an init, a barrier of ours, or elsewhere.
+"""Pure: the stack of a thread -> where it is: a collective, a device wait, an init, a barrier of elasticd, elsewhere.
 
-It exists so that the rank that waits can be told from the one it waits for. A stack is read from its innermost call
-outwards, through torch's and Python's own frames, to the first one the table knows; the first frame of anybody else's
-code ends the search: who runs code of the script's own is elsewhere. Nothing is guessed from names alone that a script
-could use, too.
+This tells a rank that waits from the one it waits for. A stack is read from its innermost call outwards, through frames
+of torch and Python, to the first one in the table. The first frame of other code ends the search: a thread that runs
+the script's own code is elsewhere. A rule names the file, too: a script may use the same function names.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ if TYPE_CHECKING:  # it would be a tenth of the helper's start
 
 @dataclass(frozen=True, slots=True)
 class StackContext:
-    """What a stack does not show.
-
-    `idle`: the thread uses no processor. `group`: there is a process group. `cuda`: the process uses a GPU. `gil`: the
-    thread has the GIL. `source`: the innermost frame's line of source, for methods written in C have no frame.
-    """
+    """What a stack does not show."""
 
     idle: bool = False
+    """The thread uses no processor."""
     group: bool = False
+    """There is a process group."""
     cuda: bool = False
     gil: bool = False
+    """The thread has the GIL."""
     source: str = ""
+    """The innermost frame's line of source, for methods written in C have no frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackLocation:
-    """`function` is what a person is told: "all_reduce", or for elsewhere the script's own "train.py:88 next_batch"."""
+    """`function` is for people: "all_reduce", or for elsewhere the script's own "train.py:88 next_batch"."""
 
     where: Where
     function: str
@@ -99,7 +98,7 @@ _RULES = (
     ),
     _rule("barrier", r"elasticd/coordination/barrier\.py", r".*", "session.barrier"),
     _rule("barrier", r"elasticd/coordination/(?:store_channel|decisions|pause|rank_status)\.py", r".*", "session"),
-    # Whoever writes or reads a checkpoint inside of what the others wait for is at work.
+    # A rank that writes or reads a checkpoint inside of a wait of the others is at work.
     _rule("elsewhere", r"elasticd/(?!session|heartbeat/(?:optimizer_hook|thread))[\w/]+\.py"),
 )
 
@@ -118,7 +117,7 @@ _SERVING = re.compile(
     rf"{STDLIB}(?:concurrent/futures|multiprocessing|socketserver)\b|{PACKAGES}(?:torch/utils/data|torch/_inductor|tqdm"
     rf"|prometheus_client|tensorboard|wandb)/|{_OURS}"
 )
-"""Threads that serve somebody: they wait for work for most of their life, and say nothing of the training."""
+"""Threads that serve other ones: they wait for work most of the time, which says nothing about the training."""
 
 
 def locate(frames: Sequence[Frame], context: StackContext = StackContext()) -> StackLocation:
@@ -127,7 +126,7 @@ def locate(frames: Sequence[Frame], context: StackContext = StackContext()) -> S
         return StackLocation("elsewhere", "")
     for frame in frames:
         if _matches(_BACKWARD, frame):
-            # Its own waits for collectives look like this, and so does all its work.
+            # Waits for collectives and all work look the same here.
             inside = context.idle and context.group
             return (
                 StackLocation("collective", _BACKWARD.label)
@@ -144,9 +143,9 @@ def locate(frames: Sequence[Frame], context: StackContext = StackContext()) -> S
 
 
 def representative_thread(threads: Sequence[Sequence[Frame]]) -> int:
-    """Of a process's threads, the main one first, the one whose stack says what the rank does.
+    """Of a process's threads, the main one first, the index of the one whose stack says what the rank does.
 
-    That is the main thread, unless the script has it wait for another thread, or it is over: a script may train in one.
+    That is the main thread, unless it waits for another thread or has ended: a script may train in another one.
     """
     main = threads[0]
     caller = _beyond_waiting(main)
@@ -168,7 +167,7 @@ def _matches(rule: _Rule, frame: Frame) -> bool:
 
 
 def _public(frames: Sequence[Frame], at: Frame) -> str:
-    """Of functions of one file that call each other the outermost: what the script has called."""
+    """Of functions of one file that call each other the outermost: the one that the script called."""
     name = at.name
     for frame in frames[frames.index(at) :]:
         if frame.file == at.file:
@@ -179,7 +178,7 @@ def _public(frames: Sequence[Frame], at: Frame) -> str:
 
 
 def _beyond_waiting(frames: Sequence[Frame]) -> Frame | None:
-    """Who called Python's own wait, perhaps through more of the kind."""
+    """The caller of Python's own wait functions."""
     return next((frame for frame in frames if not _WAITING.search(frame.file)), None)
 
 
@@ -189,7 +188,7 @@ def _serves(frames: Sequence[Frame]) -> bool:
 
 
 def _by_source(frames: Sequence[Frame], context: StackContext) -> StackLocation | None:
-    """A method written in C, by the line that calls it: a thread that waits in one has let go of the GIL."""
+    """A method written in C, by the line that calls it: a thread that waits in one has released the GIL."""
     if not context.source or context.gil:
         return None
     if context.group and context.idle and _WORK_WAIT.search(context.source):

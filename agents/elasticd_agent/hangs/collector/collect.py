@@ -1,8 +1,7 @@
-"""One gathering: all ranks at once, each in a thread of its own, and nobody waits for one that does not come back.
+"""One collection of evidence: all ranks at once, each in a thread of its own, so that a blocked read costs only itself.
 
-It exists so that what blocks costs only itself. A rank's state is told first, then its stack and where that is; its log
-and the GPUs are read beside it. At the deadline the process ends under whatever still runs: what has been told is told,
-what is on disk is whole.
+A rank's state is reported first, then its stack and where that is; its log and the GPUs are read in parallel. At the
+deadline the process ends under the threads that still run: files on disk are complete, reports have been sent.
 """
 
 from __future__ import annotations
@@ -23,40 +22,41 @@ from elasticd_agent.hangs.collector import classify, stacks
 from elasticd_agent.hangs.collector import files as disk
 from elasticd_agent.hangs.collector import flight_recorder as flight
 from elasticd_agent.hangs.collector import proc_facts as facts
-from elasticd_agent.hangs.collector.request import NO_STACKS, CollectRequest, WorkerRequest
+from elasticd_agent.hangs.collector.request import NO_STACKS, CollectRequest, EvidenceTarget, FilePath
 from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack, digest
 from elasticd_agent.system import procfs
 from elasticd_agent.system.helper_process import HelperError, HelperProcess, HelperTimeout
 from elasticd_agent.system.nvml import start_nvml_process
 
 SPARE_PART = 0.2
-"""Of the time: programs are given up so much before its end, to have time to say so and to ask faulthandler."""
+"""Of the time: programs are given up this much before its end, which leaves time for faulthandler and the report."""
 SAMPLE_S = 0.2
-"""Over how long it is seen whether a thread uses the processor: a busy one has had many turns by then."""
+"""Over how long the use of the processor is measured: a busy thread has had many turns by then."""
 IDLE_SHARE = 0.1
-"""Of the sample. A rank that waits in gloo uses nothing; the first 0.1 s of an OpenMP pool's waiting are busy."""
+"""Of the sample. A rank that waits in gloo uses nothing; an OpenMP pool spins for the first 0.1 s of a wait."""
 SOURCE_S = 0.2
 LOG_GRACE_S = 0.5
-"""Logs may take this much longer than all else: they are read in milliseconds."""
+"""Logs, read in milliseconds, may take this much longer than all else."""
 FLIGHT_S = 0.6
-"""The background thread looks ten times a second, and writes for 25 ms."""
+"""The heartbeat thread reads requests ten times a second, and writes for 25 ms."""
 NCCL_S = 2.5
-"""NCCL's monitor thread looks once a second (docs/nccl.md)."""
+"""NCCL's monitor thread reads its pipe once a second (docs/nccl.md)."""
 CHILDREN, CHILDREN_S = 16, 1.0
-"""Of so many processes below a worker the stacks are read, too, one after the other, for so long: 40 ms each."""
+"""The stacks of at most this many processes below a worker are read, too, one after the other: 40 ms each."""
 
 
 class Collection:
-    """Belongs to one process, which ends with it. `say` takes what goes to the agent, one JSON object each."""
+    """The work of one helper process. `emit` sends the agent one JSON object."""
 
-    def __init__(self, request: CollectRequest, say: Callable[[dict[str, Any]], None]) -> None:
-        self._request, self._emit = request, say
+    def __init__(self, request: CollectRequest, emit: Callable[[dict[str, Any]], None]) -> None:
+        self._request = request
+        self._emit = emit
         self._began = time.monotonic()
         self._until = self._began + request.seconds
         self._spare_s = SPARE_PART * request.seconds
 
     def run(self) -> None:
-        """Returns when all is done, or the time is over."""
+        """Returns when all is done, or at the deadline."""
         first, logs, others = [], [], [self._start(self._gpus, {})]
         for worker in self._request.ranks:
             first.append(self._start(partial(self._rank, worker), {"rank": worker.rank}))
@@ -67,12 +67,12 @@ class Collection:
         self._join(logs, min(self._until, time.monotonic() + LOG_GRACE_S))
 
     def _start(self, act: Callable[[], None], about: dict[str, Any]) -> threading.Thread:
-        """`about` says whose trouble it is if it fails."""
+        """`about` names the rank in the report of a failure."""
 
         def guarded() -> None:
             try:
                 act()
-            except Exception as error:  # noqa: BLE001 it is told, and costs nobody else anything
+            except Exception as error:  # noqa: BLE001 it is reported, and costs the other threads nothing
                 self._emit({**about, "trouble": f"{type(error).__name__}: {error}"})
 
         thread = threading.Thread(target=guarded, daemon=True)
@@ -88,7 +88,7 @@ class Collection:
 
     # --- one rank ---------------------------------------------------------------------------------------------------
 
-    def _rank(self, worker: WorkerRequest) -> None:
+    def _rank(self, worker: EvidenceTarget) -> None:
         rank, pid = worker.rank, worker.pid
         try:
             pidfd = os.pidfd_open(pid)
@@ -121,8 +121,8 @@ class Collection:
             self._emit({"rank": rank, **words})
         self._children(worker, dump.text, RankStacks(dump.source, (process,)), found)
 
-    def _stacks(self, worker: WorkerRequest, pidfd: int, state: str) -> stacks.StackDump:
-        """py-spy's, else faulthandler's. `trouble` keeps why it was not py-spy."""
+    def _stacks(self, worker: EvidenceTarget, pidfd: int, state: str) -> stacks.StackDump:
+        """By py-spy, else by faulthandler. `trouble` keeps why py-spy failed."""
         alive = facts.living_thread(worker.pid)
         if not alive:
             return stacks.StackDump(trouble="it has ended")
@@ -136,14 +136,14 @@ class Collection:
         disk.write(self._path(f"rank-{rank}.stacks.json"), data.to_json())
         disk.write(self._path(f"rank-{rank}.stacks.txt"), text.encode())
 
-    def _write_facts(self, worker: WorkerRequest, found: dict[str, Any]) -> None:
+    def _write_facts(self, worker: EvidenceTarget, found: dict[str, Any]) -> None:
         about = {"rank": worker.rank, "why": self._request.why, "at_wall": round(time.time(), 3)}
         text = json.dumps(about | _beat(worker.heartbeat) | found, indent=1)
         disk.write(self._path(f"rank-{worker.rank}.json"), text.encode() + b"\n")
 
     def _locate(
         self,
-        worker: WorkerRequest,
+        worker: EvidenceTarget,
         dump: stacks.StackDump,
         found: dict[str, Any],
         active: dict[int, int],
@@ -158,7 +158,7 @@ class Collection:
         source = _source(thread.frames)
         idle = classify.StackContext(idle=True, group=joined, cuda=cuda, gil=thread.holds_gil, source=source)
         located, if_busy = (classify.locate(thread.frames, each) for each in (idle, replace(idle, idle=False)))
-        # Only where it makes a difference is it worth the wait to see whether the thread is at work.
+        # Whether the thread is at work is measured only where it makes a difference.
         if located != if_busy:
             time.sleep(max(0.0, since + SAMPLE_S - time.monotonic()))
             passed_ns = (time.monotonic() - since) * 1e9
@@ -167,7 +167,7 @@ class Collection:
                 located = if_busy
         return located, thread
 
-    def _children(self, worker: WorkerRequest, text: str, data: RankStacks, found: dict[str, Any]) -> None:
+    def _children(self, worker: EvidenceTarget, text: str, data: RankStacks, found: dict[str, Any]) -> None:
         """The stacks of Python processes below, DataLoader workers for instance, behind the worker's own."""
         until = min(self._until - self._spare_s, time.monotonic() + CHILDREN_S)
         exe = _exe(worker.pid)
@@ -182,11 +182,11 @@ class Collection:
 
     # --- beside it --------------------------------------------------------------------------------------------------
 
-    def _log(self, worker: WorkerRequest) -> None:
+    def _log(self, worker: EvidenceTarget) -> None:
         if worker.logs:
             disk.write(self._path(f"rank-{worker.rank}.log"), disk.last_lines(worker.logs))
 
-    def _flight(self, worker: WorkerRequest) -> None:
+    def _flight(self, worker: EvidenceTarget) -> None:
         if procfs.state(worker.pid) in ("", "T", "t"):
             return
         recorded = b""
@@ -223,7 +223,7 @@ class Collection:
         return {"gpus": [], "trouble": trouble}
 
 
-def _beat(path: str) -> dict[str, Any]:
+def _beat(path: FilePath | None) -> dict[str, Any]:
     if not path:
         return {}
     try:
@@ -243,7 +243,7 @@ def _beat(path: str) -> dict[str, Any]:
 
 
 def _source(frames: tuple[Frame, ...]) -> str:
-    """The innermost frame's line. Read in a thread: the script may be on the file system that hangs."""
+    """The innermost frame's line, read in a thread: the script may be on a file system that hangs."""
     lines: list[str] = []
     if frames:
         frame = frames[0]

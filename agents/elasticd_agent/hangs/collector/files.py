@@ -1,7 +1,7 @@
-"""Files of the helper: evidence is written whole and 0600, logs are read without waiting for them.
+"""Files of the helper: evidence is written whole and 0600, logs are read without waiting.
 
-A log may be a FIFO, a terminal or a device: only plain files are read, and opening one waits for nobody. A file system
-that does not answer holds up whoever asks it; that is why all this runs in a process that can be killed.
+A log may be a FIFO, a terminal or a device: only plain files are read, and opening one never blocks. A file system that
+does not answer blocks its caller, which is why all this runs in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 
+from elasticd_agent.hangs.collector.request import FilePath
+
 PART = ".part"
 LOG_LINES = 200
 LOG_BYTES = 256 << 10
@@ -19,10 +21,7 @@ LINE_LIMIT = 2000
 
 
 def write(path: str, content: bytes) -> None:
-    """Make or replace the file, at once and whole, so that nobody ever reads half of it.
-
-    Raises OSError, and leaves no part of it then: on a disk that is full every byte is somebody's.
-    """
+    """Make or replace the file atomically. Raises OSError, and leaves no part of it on a disk that is full."""
     part = f"{path}{PART}"
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -38,7 +37,7 @@ def write(path: str, content: bytes) -> None:
         os.close(fd)
 
 
-def read(path: str, most: int, *, tail: bool = False) -> bytes:
+def read(path: FilePath, most: int, *, tail: bool = False) -> bytes:
     """The first or last `most` bytes of a plain file. Raises OSError, also for what is no plain file."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
@@ -50,8 +49,8 @@ def read(path: str, most: int, *, tail: bool = False) -> bytes:
         os.close(fd)
 
 
-def last_lines(paths: Sequence[str]) -> bytes:
-    """The end of each log, behind its name if there is more than one with anything in it."""
+def last_lines(paths: Sequence[FilePath]) -> bytes:
+    """The end of each log, behind its name if several have content."""
     parts = []
     for path in dict.fromkeys(paths):
         try:

@@ -1,8 +1,7 @@
-"""PyTorch's flight recorder of one worker: asked of the worker's background thread, and of NCCL's own by its pipe.
+"""PyTorch's flight recorder of one worker, requested from its heartbeat thread, and from NCCL's own thread by a pipe.
 
-The background thread (elasticd/heartbeat/thread.py) needs the GIL to answer; NCCL's monitor thread does not, it writes
-when a byte comes through its pipe. NCCL's file is a pickle of plain values, read by
-an unpickler that can make nothing else, and written as JSON. Each has a deadline; a stopped worker is not asked.
+The heartbeat thread (elasticd/heartbeat/thread.py) needs the GIL to answer. NCCL's monitor thread writes when a byte
+comes through its pipe: a pickle of plain values, read by an unpickler that can make nothing else, and kept as JSON.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ import time
 from elasticd.errors import WireError
 from elasticd.heartbeat.record import HeartbeatReader
 from elasticd_agent.hangs.collector import files as disk
+from elasticd_agent.hangs.collector.request import FilePath
 
 LIMIT = 64 << 20
 """20,000 entries with stacks are some 20 MB."""
 POLL_S = 0.01
 
 
-def request_dump(beat: str) -> int:
-    """Have the background thread write; what `written` waits for. 0: there is nobody to ask."""
+def request_dump(beat: FilePath) -> int:
+    """Have the heartbeat thread write. Returns the number that `await_dump` waits for; 0 without such a thread."""
     try:
         with HeartbeatReader(beat) as reader:
             return reader.request_dump() if reader.read().alive_ticks else 0
@@ -31,13 +31,13 @@ def request_dump(beat: str) -> int:
         return 0
 
 
-def await_dump(beat: str, wanted: int, path: str, until: float) -> bytes:
-    """What the background thread has written by `until`; b"" if nothing, or if it has nothing to write."""
-    if not wanted:
+def await_dump(beat: FilePath, request: int, path: FilePath, until: float) -> bytes:
+    """What the heartbeat thread has written by `until`; b"" for nothing."""
+    if not request:
         return b""
     try:
         with HeartbeatReader(beat) as reader:
-            while reader.read().dump_done != wanted:
+            while reader.read().dump_done != request:
                 if time.monotonic() >= until:
                     return b""
                 time.sleep(POLL_S)
@@ -46,10 +46,10 @@ def await_dump(beat: str, wanted: int, path: str, until: float) -> bytes:
         return b""
 
 
-def nccl_dump(pipe: str, dump: str, until: float) -> bytes:
-    """As JSON what NCCL writes to `dump` when a byte comes through `pipe`; b"" if nobody listens there.
+def nccl_dump(pipe: FilePath, dump: FilePath, until: float) -> bytes:
+    """As JSON what NCCL writes to `dump` when a byte comes through `pipe`; b"" if no process reads the pipe.
 
-    One that does not write by `until` may have written before, when asked then or because it has found out itself.
+    Without an answer by `until` an older dump counts: NCCL writes one at a timeout of its own, too.
     """
     before = _changed(dump)
     if not _poke_pipe(pipe):
@@ -61,7 +61,7 @@ def nccl_dump(pipe: str, dump: str, until: float) -> bytes:
     return _whole(dump)
 
 
-def _poke_pipe(pipe: str) -> bool:
+def _poke_pipe(pipe: FilePath) -> bool:
     try:
         fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -74,29 +74,29 @@ def _poke_pipe(pipe: str) -> bool:
         os.close(fd)
 
 
-def _changed(path: str) -> int:
+def _changed(path: FilePath) -> int:
     try:
         return os.stat(path).st_mtime_ns
     except OSError:
         return 0
 
 
-def _whole(path: str) -> bytes:
+def _whole(path: FilePath) -> bytes:
     try:
         return as_json(disk.read(path, LIMIT))
-    except (OSError, ValueError):  # it is not there yet, or only half of it
+    except (OSError, ValueError):  # it does not exist yet, or is incomplete
         return b""
 
 
 class _Plain(pickle.Unpickler):
-    """Reads a pickle of numbers, words, lists and dicts, and refuses everything that would call anything."""
+    """Reads a pickle of numbers, strings, lists and dicts, and refuses everything that would call a function."""
 
     def find_class(self, module: str, name: str) -> object:
         raise pickle.UnpicklingError(f"{module}.{name} in a flight recording")
 
 
 def as_json(data: bytes) -> bytes:
-    """A recording as JSON, whatever it is in. Raises ValueError for what is neither, or not whole."""
+    """A recording, JSON or pickle, as JSON. Raises ValueError for anything else, and for an incomplete one."""
     if data[:1] == b"{":
         json.loads(data)
         return data

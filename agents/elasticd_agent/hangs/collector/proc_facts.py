@@ -1,7 +1,6 @@
 """/proc's facts of one process, its threads and its tree, as one JSON object.
 
-Nothing is read that the process itself could hold a lock on, no descriptor's target is opened. What may not be read, or
-is not there on this kernel, is left out.
+Nothing is read that takes a lock of the process, and no descriptor's target is opened. What cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _OF_FD = (
 
 
 def process_facts(pid: int) -> dict[str, Any]:
-    """All that is known of the process; {} if it is gone."""
+    """All that is known of the process; {} if it has ended."""
     stat = procfs.stat(pid)
     if stat is None:
         return {}
@@ -71,7 +70,7 @@ def process_facts(pid: int) -> dict[str, Any]:
 
 
 def wchan(pid: int) -> str:
-    """The kernel function the process sleeps in; "" for none, or where that may not be known."""
+    """The kernel function the process sleeps in; "" for none, or without the right to know."""
     found = _text(f"/proc/{pid}/wchan")
     return "" if found == "0" else found
 
@@ -91,7 +90,7 @@ def syscall(pid: int, fds: dict[str, str]) -> dict[str, Any]:
 
 
 def fd_targets(pid: int) -> dict[str, str]:
-    """What its descriptors point to, by number. The links are read, never followed."""
+    """The targets of its descriptors, by number. The links are read, never followed."""
     found = {}
     try:
         numbers = sorted(os.listdir(f"/proc/{pid}/fd"), key=int)
@@ -114,15 +113,15 @@ def tids(pid: int) -> list[int]:
 
 
 def living_thread(pid: int) -> int:
-    """A thread of the process that lives, the main one if it does; 0 if none does: then it only waits to be reaped."""
+    """A living thread of the process, the main one if that lives; 0 if the process only waits to be reaped."""
     states = ((tid, _text(f"/proc/{pid}/task/{tid}/stat").rpartition(")")[2].strip()[:1]) for tid in tids(pid))
     return next((tid for tid, state in states if state not in ("Z", "X", "")), 0)
 
 
 def run_time_ns(pid: int) -> dict[int, int]:
-    """By thread that can run Python or backward code, for how long it has run or waited for a processor.
+    """By thread, the time it ran or waited for a processor: of the main thread and autograd's ("pt_autograd_0").
 
-    Those are the main thread and autograd's ("pt_autograd_0"). /proc/PID/task/TID/schedstat: run, wait, slices.
+    /proc/PID/task/TID/schedstat: run, wait, slices. -1 without that file.
     """
     found = {}
     for tid in tids(pid):

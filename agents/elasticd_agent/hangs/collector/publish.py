@@ -1,7 +1,6 @@
-"""Evidence is put where it belongs, and what is old there goes: in a process, for the directory may not answer.
+"""Puts evidence into the log directory and rotates what is old there; in the helper, for the directory may not answer.
 
-`round-N/evidence` directories beyond the newest so many are removed whole; nothing else is ever deleted. A file takes
-the place of an older one of its name at once and whole.
+Whole `round-N/evidence` directories beyond the newest ones are removed, nothing else. Files are replaced atomically.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def publish(request: PublishRequest) -> None:
     if request.source:
         for path in _files(Path(request.source)):
             content = disk.read(str(path), _CHUNK)
-            # Stacks of a moment ago are better than none of now: the worker may have been ended meanwhile.
+            # Older stacks are better than none: the worker may have been ended meanwhile.
             if not content.startswith(NO_STACKS.encode()) or not (final / path.name).exists():
                 disk.write(str(final / path.name), content)
     for name, text in request.files:
@@ -37,7 +36,7 @@ def publish(request: PublishRequest) -> None:
 
 
 def _files(source: Path) -> list[Path]:
-    """What is whole there, the small ones first: there may not be time for a flight recording."""
+    """Complete files, the small ones first: there may be no time for a flight recording."""
     with os.scandir(source) as found:
         entries = [e for e in found if e.is_file(follow_symlinks=False) and not e.name.endswith(disk.PART)]
         return [Path(entry.path) for entry in sorted(entries, key=lambda entry: entry.stat().st_size)]
@@ -46,8 +45,7 @@ def _files(source: Path) -> list[Path]:
 def make_directory(directory: Path) -> None:
     """The directory and those above it, 0700. Raises OSError.
 
-    In a directory that everybody may write to, such as /tmp, a name may be somebody else's: their directory or link is
-    refused.
+    In a directory that all users may write to, such as /tmp, a directory or link of another user is refused.
     """
     for path in (*reversed(directory.parents), directory):
         try:
@@ -57,8 +55,8 @@ def make_directory(directory: Path) -> None:
             if os.stat(path.parent).st_mode & stat.S_IWOTH and (
                 found.st_uid not in (os.geteuid(), 0) or stat.S_ISLNK(found.st_mode)
             ):
-                raise PermissionError(errno.EPERM, f"{path} is somebody else's, or a link") from None
-        except OSError:  # of a directory that is there, but where nobody may make one
+                raise PermissionError(errno.EPERM, f"{path} belongs to another user, or is a link") from None
+        except OSError:  # read-only, for example
             if not path.exists():
                 raise
     if not directory.is_dir():
@@ -66,7 +64,7 @@ def make_directory(directory: Path) -> None:
 
 
 def rotate(final: Path, rounds: int) -> list[Path]:
-    """Remove `final`'s like of older rounds; the newest `rounds` that have one keep it. Returns what was removed."""
+    """Remove the directories of `final`'s name of all but the newest `rounds` rounds that have one. Returns those."""
     if _ROUND.fullmatch(final.parent.name) is None:
         return []
     have = {}

@@ -1,63 +1,68 @@
-"""What the helper is asked for: one JSON object on its standard input, written by evidence.py."""
+"""The requests of evidence.py to its helper, one JSON line each."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 NO_STACKS = "no stacks: "
-"""How the file of a rank's stacks begins where there are none, and why."""
+"""The text of a rank's stacks begins with this where there are none; the reason follows."""
+
+FilePath = str | Path
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerRequest:
-    """One worker; paths are "" where there is none. See evidence.Target."""
+class EvidenceTarget:
+    """One worker, and where its files are."""
 
     rank: int
     pid: int
-    logs: tuple[str, ...] = ()
-    heartbeat: str = ""
-    stacks: str = ""
-    flight: str = ""
-    pipe: str = ""
-    dump: str = ""
+    logs: tuple[FilePath, ...] = ()
+    """Its output."""
+    heartbeat: FilePath | None = None
+    stacks: FilePath | None = None
+    """Its faulthandler appends to this."""
+    flight: FilePath | None = None
+    """Its heartbeat thread writes the flight recorder to this."""
+    pipe: FilePath | None = None
+    """NCCL's dump pipe, and `dump`, the file that NCCL then writes."""
+    dump: FilePath | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CollectRequest:
-    """Evidence of `ranks` into `directory`, which is there, within `seconds`.
-
-    `spy` is py-spy's path, `nvml` a directory that holds pynvml; "" without. `nvml` None: there are no GPUs.
-    """
+    """Write evidence of `ranks` to `directory`, which exists, within `seconds`."""
 
     directory: str
     seconds: float
-    ranks: tuple[WorkerRequest, ...]
+    ranks: tuple[EvidenceTarget, ...]
     why: str = ""
     spy: str = ""
+    """py-spy's path."""
     nvml: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    """The directory of pynvml, "" if it is not installed; None without GPUs."""
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> CollectRequest:
-        ranks = tuple(WorkerRequest(**{**one, "logs": tuple(one["logs"])}) for one in data["ranks"])
+        ranks = tuple(EvidenceTarget(**{**one, "logs": tuple(one["logs"])}) for one in data["ranks"])
         return cls(**{**data, "ranks": ranks})
 
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """Put `files`, by name, and everything in `source` ("": nothing) into `final`, and rotate what is older there."""
+    """Put `files`, by name, and all of `source` ("": nothing) into `final`; keep that of the newest `rounds` only."""
 
     final: str
     source: str = ""
     files: tuple[tuple[str, str], ...] = ()
     rounds: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def of(cls, data: dict[str, Any]) -> PublishRequest:
         return cls(**{**data, "files": tuple((name, text) for name, text in data["files"])})
+
+
+def to_message(request: CollectRequest | PublishRequest) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(asdict(request), default=str)))

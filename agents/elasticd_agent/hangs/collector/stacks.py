@@ -12,12 +12,13 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elasticd.heartbeat.record import STACKS_SIGNAL
-from elasticd_agent.hangs.collector.run_program import run_program
+from elasticd_agent.hangs.collector.request import FilePath
 from elasticd_agent.hangs.stacks import Frame, ThreadStack
 from elasticd_agent.system import procfs
 
@@ -95,12 +96,12 @@ def as_text(pid: int, threads: Sequence[ThreadStack]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def by_faulthandler(pid: int, pidfd: int, path: str, until: float) -> StackDump:
+def by_faulthandler(pid: int, pidfd: int, path: FilePath | None, until: float) -> StackDump:
     """Have the process itself write its stacks to `path`; a stopped one, or one stuck in the kernel, cannot.
 
     `pidfd` refers to the process, so that no other one gets the signal should it end now.
     """
-    if pidfd < 0 or not path or not catches(pid, STACKS_SIGNAL):
+    if pidfd < 0 or path is None or not catches(pid, STACKS_SIGNAL):
         return StackDump(trouble="the process does not handle the signal for faulthandler")
     until = min(until, time.monotonic() + FAULTHANDLER_S)
     try:
@@ -154,3 +155,35 @@ def error_line(output: str) -> str:
     errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
     causes = [line.partition(": ")[2] for line in lines if re.match(r"\d+: ", line)]
     return ": ".join(["py-spy", *(errors[:1] or lines[:1] or ["it failed without a message"]), *causes[-1:]])
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramResult:
+    """Without a `code` the program did not end in time, or could not be started; `trouble` says which."""
+
+    code: int | None
+    stdout: bytes = b""
+    stderr: str = ""
+    trouble: str = ""
+
+
+def run_program(command: Sequence[str], until: float) -> ProgramResult:
+    """Run it until `until` on time.monotonic(). `subprocess.run` waits without bound for a killed program, and one that
+    hangs in the kernel does not die: here it is left behind, in the helper's session, which is killed as a whole."""
+    began = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "RUST_BACKTRACE": "0"},  # only the messages of its errors are used
+        )
+    except OSError as error:
+        return ProgramResult(None, trouble=f"cannot be started: {error.strerror or error}")
+    try:
+        out, said = process.communicate(timeout=max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return ProgramResult(None, trouble=f"did not answer within {time.monotonic() - began:.1f} s")
+    return ProgramResult(process.returncode, out, said.decode("utf-8", "replace"))

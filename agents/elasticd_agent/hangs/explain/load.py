@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.collector.request import NO_STACKS
 from elasticd_agent.hangs.explain import flight_recorder, gpus, phrases, stacks
 from elasticd_agent.hangs.explain.event_log import RunLog
@@ -64,7 +65,7 @@ def explain(
     kind: EvidenceKind = "suspicion"
     if judged is not None or reason:
         kind = "hang"
-    elif folder.is_dump or found.why == phrases.DUMP_REASON:
+    elif folder.is_dump or found.why == DUMP_REASON:
         kind = "dump"
     return Explanation(
         round=folder.round,

@@ -46,8 +46,6 @@ _KERNEL = (
 """Kernel functions, by how their names begin -> what a process in one of them waits for."""
 _USUAL = tuple(what for _, what in _KERNEL[-4:])
 """The usual waits of a rank that waits for others: not worth a remark."""
-DUMP_REASON = "requested by elasticd dump"
-"""The reason for evidence without a suspicion."""
 _BUSY = 10.0
 """Per cent of a CPU: a rank that uses more counts as working in the verdict's rules."""
 
