@@ -71,8 +71,8 @@ def test_of_a_worker_that_runs_the_script_as_its_child_the_child_is_looked_at(
     watch: GroupObserver, tmp_path: Path
 ) -> None:
     """As a shell does that was started with --no-python."""
-    beat = f"BeatWriter({str(tmp_path / 'beat')!r})"
-    train = f"import time; from elasticd.heartbeat.record import BeatWriter; {beat}; time.sleep(60)"
+    beat = f"HeartbeatWriter({str(tmp_path / 'beat')!r})"
+    train = f"import time; from elasticd.heartbeat.record import HeartbeatWriter; {beat}; time.sleep(60)"
     shell = subprocess.Popen(["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", train], start_new_session=True)
     try:
         watch.set_processes([shell.pid], 0)
