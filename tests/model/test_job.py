@@ -54,18 +54,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("numbers", "sentence"), WRONG, ids=[next(iter(numbers)) for numbers, _ in WRONG])
-def test_a_policy_that_cannot_work_says_what_would(numbers: dict[str, Any], sentence: str) -> None:
+def test_contradictory_policy_is_refused_with_the_arithmetic(numbers: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         Policy(**numbers)
 
 
-def test_without_a_checkpoint_a_wrong_restart_costs_more() -> None:
+def test_hang_floor_is_higher_without_a_checkpoint() -> None:
     assert (Policy().effective_hang_floor_s(attached=True), Policy().effective_hang_floor_s(attached=False)) == (5, 60)
     assert Policy(progress_ceiling_s=20).effective_hang_floor_s(attached=False) == 20
     assert {Policy(hang_floor_s=9).effective_hang_floor_s(attached) for attached in (True, False)} == {9}
 
 
-def test_a_slot_stays_out_longer_each_time_but_never_more_than_an_hour() -> None:
+def test_quarantine_doubles_up_to_an_hour() -> None:
     assert [Policy().cooloff_s(times) for times in (1, 2, 3, 7, 99)] == [60, 120, 240, 3600, 3600]
     assert Policy(slot_cooloff_s=7200).cooloff_s(2) == 7200
 
@@ -85,17 +85,17 @@ NOWHERE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "sentence"), NOWHERE, ids=[sentence for _, sentence in NOWHERE])
-def test_a_rendezvous_where_nobody_could_meet_is_refused(fields: dict[str, Any], sentence: str) -> None:
+def test_impossible_rendezvous_is_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         Rendezvous(**fields)
 
 
-def test_a_client_certificate_is_two_files() -> None:
+def test_client_certificate_is_two_files() -> None:
     for name, missing in (("cert", "key"), ("key", "cert")):
         with pytest.raises(UsageError, match=f"{name} without {missing}"):
             Tls(**{name: Path("x")})
 
 
-def test_more_workers_at_least_than_at_most_is_refused_with_the_right_order() -> None:
+def test_swapped_worker_bounds_are_refused() -> None:
     with pytest.raises(UsageError, match="write 2:4"):
         JobSpec("python", Mode.SCRIPT, "t.py", (), Path("/"), "job", "run", min_workers=4, max_workers=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from elasticd_agent.model.keys import Keys
 
 
-def test_what_every_agent_watches_holds_nothing_that_every_node_writes() -> None:
+def test_watched_keys_are_not_written_by_every_node() -> None:
     """Or a hang of N nodes is N² messages, each with a node's report in it."""
     keys = Keys("job")
     for watched in (keys.round, keys.planner, keys.master(), keys.pause, keys.hang_report_request):

@@ -1,4 +1,4 @@
-"""Records survive the trip, and whatever is not one is refused in a sentence that names the field."""
+"""Records survive JSON; anything else is refused in a sentence with the field."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ json_values = st.recursive(
 
 @settings(max_examples=50)
 @given(rounds | failures)
-def test_there_and_back(record: Document) -> None:
+def test_json_round_trip(record: Document) -> None:
     line = record.to_json()
     assert b"\n" not in line
     assert type(record).from_json(line) == record
@@ -76,7 +76,7 @@ def test_there_and_back(record: Document) -> None:
 
 
 @pytest.mark.parametrize("record", [ROUND, END, FAILURE, NODE], ids=lambda r: type(r).__name__)
-def test_unknown_fields_of_a_newer_minor_version_are_written_back(record: Document) -> None:
+def test_unknown_fields_are_written_back(record: Document) -> None:
     raw = {**json.loads(record.to_json()), "version": "1.9", "mood": {"a": [1, None, {"b": "c"}]}}
     if "members" in raw:
         raw["members"] = [{**m, "rack": "r1"} for m in raw["members"]]
@@ -143,7 +143,7 @@ def broken(record: Document, **changes: Any) -> str:
         ("", r"not JSON"),
     ],
 )
-def test_refused_by_name(text: str, names_it: str) -> None:
+def test_invalid_field_is_named(text: str, names_it: str) -> None:
     kind: type[Document] = {"Fail": Failure, "node": NodeRecord}.get(names_it.lstrip("^")[:4], Round)
     with pytest.raises(WireError, match=names_it):
         kind.from_json(text)
@@ -151,7 +151,7 @@ def test_refused_by_name(text: str, names_it: str) -> None:
 
 @settings(max_examples=150)
 @given(st.binary(max_size=60) | st.text(max_size=60) | json_values.map(json.dumps))
-def test_garbage_is_refused(garbage: bytes | str) -> None:
+def test_undecodable_text_is_refused(garbage: bytes | str) -> None:
     for kind in (Round, Failure, NodeRecord):
         with pytest.raises(WireError):
             kind.from_json(garbage)
@@ -159,7 +159,8 @@ def test_garbage_is_refused(garbage: bytes | str) -> None:
 
 @settings(max_examples=200)
 @given(st.sampled_from([ROUND, END, FAILURE, NODE]), st.data())
-def test_one_wrong_value_anywhere_is_refused_or_makes_sense(record: Document, data: st.DataObject) -> None:
+def test_mutated_value_is_refused_or_valid(record: Document, data: st.DataObject) -> None:
+    """One wrong value anywhere in a record raises WireError, or still makes sense."""
     raw = json.loads(record.to_json())
     spot: Any = raw
     while True:
@@ -177,7 +178,7 @@ def test_one_wrong_value_anywhere_is_refused_or_makes_sense(record: Document, da
 
 @settings(max_examples=100)
 @given(st.sampled_from([ROUND, FAILURE, NODE]), st.integers(0, 400), st.integers(1, 255))
-def test_a_damaged_byte_never_raises_anything_else(record: Document, at: int, flip: int) -> None:
+def test_damaged_byte_raises_wire_error_only(record: Document, at: int, flip: int) -> None:
     line = bytearray(record.to_json())
     line[at % len(line)] ^= flip
     for damaged in (bytes(line), bytes(line[: at % len(line)])):
@@ -185,12 +186,12 @@ def test_a_damaged_byte_never_raises_anything_else(record: Document, at: int, fl
             type(record).from_json(damaged)
 
 
-def test_output_that_is_not_text_can_still_be_reported() -> None:
+def test_undecodable_output_can_be_reported() -> None:
     detail = b"caf\xe9".decode("utf-8", "surrogateescape")
     assert Failure.from_json(Failure(1, "a", "crash", (), "w", detail=detail).to_json()).detail == "caf?"
 
 
-def test_ranks_run_through_the_members_and_their_slots() -> None:
+def test_ranks_run_through_members_and_slots() -> None:
     assert ROUND.world_size == 3
     assert list(ROUND.assignments()) == [(0, "a", 0, 4), (1, "a", 1, 2), (2, "b", 0, 0)]
     assert (ROUND.ranks("a"), ROUND.ranks("b"), ROUND.ranks("z")) == (range(2), range(2, 3), range(0))

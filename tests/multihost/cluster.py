@@ -24,7 +24,7 @@ from tests.faults.job import PATIENCE_S, REPOSITORY, SCRIPTS, Event, Fault, unti
 from tests.multihost.net import Host, Network
 
 TRAIN = Path(__file__).with_name("train.py")
-"""Trains until `Cluster.finish`; knows nothing of elasticd."""
+"""Trains until `Cluster.finish`, without elasticd."""
 LINEAGE = Path(__file__).with_name("lineage.py")
 """The same with a Session: it goes back to checkpoints, can be held, and keeps a record of what it trained on."""
 

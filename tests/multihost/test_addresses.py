@@ -1,4 +1,4 @@
-"""Addresses and knocks between machines: names that mean loopback at home, links that drop, machines that refuse."""
+"""Addresses and probes between machines: names that mean loopback at home, links that drop, machines that refuse."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ask(host: Host, *questions: object) -> list[object]:
     return answers
 
 
-def test_which_address_a_machine_is_reached_by(network: StartNetwork) -> None:
+def test_address_towards_the_store(network: StartNetwork) -> None:
     a, b = network(hosts=2).hosts
     expected = {
         "towards IPv4": (([b.address], None), a.address),
@@ -69,7 +69,7 @@ def test_which_address_a_machine_is_reached_by(network: StartNetwork) -> None:
     assert ask(a, "node0", a.address, a.address6, "node1", b.address, b.address6) == [True] * 3 + [False] * 3
 
 
-def test_a_name_that_means_loopback_at_home(network: StartNetwork, tmp_path: Path) -> None:
+def test_name_that_resolves_to_loopback_locally(network: StartNetwork, tmp_path: Path) -> None:
     a, b = network(hosts=2).hosts
     table = [
         "127.0.1.1 node0.cluster node0",  # as Debian's installer writes it
@@ -96,7 +96,7 @@ def test_a_name_that_means_loopback_at_home(network: StartNetwork, tmp_path: Pat
     assert ask(a, (["node0"], None), (["node0"], "node0")) == [a.address, a.address]
 
 
-def test_a_link_local_address_comes_with_its_interface(network: StartNetwork) -> None:
+def test_link_local_address_has_its_interface(network: StartNetwork) -> None:
     a, _ = network(hosts=2).hosts
     a.run(["ip", "addr", "add", "fe80::77/64", "dev", "eth0", "nodad"])
     towards, given, bare = ask(a, (["fe80::99%eth0"], None), (["::1"], "fe80::77%eth0"), (["::1"], "fe80::77"))
@@ -106,7 +106,7 @@ def test_a_link_local_address_comes_with_its_interface(network: StartNetwork) ->
     assert ask(a, "fe80::77%eth0", "fe80::99%eth0") == [True, False]
 
 
-def test_a_cut_machine_is_silent_and_a_dead_agent_refuses(network: StartNetwork) -> None:
+def test_cut_machine_is_silent_and_dead_agent_refuses(network: StartNetwork) -> None:
     net = network(hosts=2)
     a, b = net.hosts
     pipe = subprocess.PIPE

@@ -1,4 +1,4 @@
-"""Nodes that meet in a store which one of their agents hosts."""
+"""Nodes with a c10d store that one of their agents hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.multihost.conftest import StartTraining
 pytestmark = pytest.mark.system
 
 
-def test_a_node_is_killed_and_the_others_go_on(training: StartTraining) -> None:
+def test_killed_node_is_left_out(training: StartTraining) -> None:
     cluster = training(backend="c10d")
     lost = next(node for node in cluster.round(1)["nodes"] if node != "node0")
     cluster.kill_node(lost)
@@ -20,7 +20,7 @@ def test_a_node_is_killed_and_the_others_go_on(training: StartTraining) -> None:
     cluster.finish()
 
 
-def test_the_host_is_killed_and_comes_back(training: StartTraining) -> None:
+def test_killed_store_host_comes_back(training: StartTraining) -> None:
     """Its store is empty then; the others have not forgotten which round it was."""
     cluster = training(backend="c10d", resumes=True)
     nodes = cluster.round(1)["nodes"]
@@ -34,7 +34,8 @@ def test_the_host_is_killed_and_comes_back(training: StartTraining) -> None:
     cluster.finish()
 
 
-def test_the_host_is_lost_for_good_and_the_others_ask_to_be_queued_again(training: StartTraining) -> None:
+def test_lost_store_host_ends_the_others_with_requeue(training: StartTraining) -> None:
+    """They exit with 75 once store_away has passed."""
     cluster = training(backend="c10d", conf="store_away=5")
     cluster.kill_node("node0")
     for agent in cluster.agents:

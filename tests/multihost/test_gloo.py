@@ -1,4 +1,4 @@
-"""gloo between machines whose names nobody resolves: it meets where elasticd tells it to listen."""
+"""gloo between machines whose names do not resolve: it listens at the address that elasticd gives it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ print("total", int(total))
 """
 
 
-def test_ranks_on_two_machines_find_each_other(network: StartNetwork) -> None:
+def test_ranks_on_two_machines_connect(network: StartNetwork) -> None:
     hosts = network(2, names=False).hosts
     for host in hosts:
         assert host.call(lambda host=host: [interface_of(a) for a in (host.address, host.address6)]) == ["eth0", "eth0"]

@@ -28,7 +28,7 @@ def two_nodes(network: StartNetwork, work: Path, faults: list[Fault], policy: Se
 
 
 @pytest.mark.system
-def test_by_default_it_takes_seconds_whichever_node_it_is(network: StartNetwork, tmp_path: Path) -> None:
+def test_default_hang_detection_takes_seconds(network: StartNetwork, tmp_path: Path) -> None:
     """Both nodes know that a checkpoint is attached: else the longer deadline of the other one would count."""
     cluster = two_nodes(network, tmp_path, [Fault(1, 30, "sleep")], policy=())
     hung = cluster.event("hung", round=1)
@@ -41,9 +41,7 @@ def test_by_default_it_takes_seconds_whichever_node_it_is(network: StartNetwork,
 @pytest.mark.system
 @pytest.mark.parametrize(("what", "cause"), [("stop", "stopped"), ("sleep", "blocked"), ("gil", "gil")])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_node_hangs_and_the_other_waits(
-    network: StartNetwork, tmp_path: Path, what: str, cause: str, rank: int
-) -> None:
+def test_hang_on_one_node(network: StartNetwork, tmp_path: Path, what: str, cause: str, rank: int) -> None:
     cluster = two_nodes(network, tmp_path, [Fault(rank, 30, what)])
     hung = cluster.event("hung", round=1)
     assert (hung["cause"], hung["ranks"]) == (cause, [rank]), hung
@@ -55,7 +53,7 @@ def test_one_node_hangs_and_the_other_waits(
 
 
 @pytest.mark.system
-def test_the_network_between_two_nodes_swallows_everything(network: StartNetwork, tmp_path: Path) -> None:
+def test_dropped_packets_between_two_nodes(network: StartNetwork, tmp_path: Path) -> None:
     cluster = two_nodes(network, tmp_path, [])
     cluster.trains(1, steps=30)
     a, b = cluster.net.hosts

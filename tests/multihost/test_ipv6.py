@@ -1,4 +1,4 @@
-"""Nodes that have no IPv4 address to reach each other by."""
+"""Nodes without IPv4."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.system
 
 
 @pytest.mark.parametrize("backend", ["etcd", "c10d"])
-def test_a_job_trains_loses_a_node_and_ends(training: StartTraining, backend: Literal["etcd", "c10d"]) -> None:
+def test_job_over_ipv6_loses_a_node_and_ends(training: StartTraining, backend: Literal["etcd", "c10d"]) -> None:
     cluster = training(backend=backend, ipv6=True)
     for node in cluster.net.hosts:
         assert "10.77." not in node.run(["ip", "addr"])

@@ -97,7 +97,7 @@ def wire(net: Network, request: pytest.FixtureRequest) -> Iterator[Wire]:
         yield wire
 
 
-def test_hosts_have_names_and_addresses_of_their_own(net: Network) -> None:
+def test_hosts_have_own_names_and_addresses(net: Network) -> None:
     for host in (*net.hosts, net["store"]):
         assert host.run(["hostname"]).strip() == host.name
         assert {host.address, host.address6} <= set(host.run(["hostname", "-I"]).split())
@@ -107,15 +107,13 @@ def test_hosts_have_names_and_addresses_of_their_own(net: Network) -> None:
     assert socket.gethostname() not in ("node0", "node1", "node2", "store", "switch")
 
 
-def test_without_names_not_even_ones_own_resolves(network: StartNetwork) -> None:
+def test_no_name_resolves_without_names(network: StartNetwork) -> None:
     node = network(hosts=1, names=False).hosts[0]
     assert node.popen(["getent", "hosts", "node0"]).wait(DEADLINE_S) == 2  # not found
     assert node.run(["getent", "ahostsv4", "localhost"]).split()[0] == "127.0.0.1"
 
 
-def test_a_process_on_a_host_keeps_its_directory_and_gets_what_is_added_to_the_environment(
-    net: Network, tmp_path: Path
-) -> None:
+def test_process_on_a_host_keeps_directory_and_environment(net: Network, tmp_path: Path) -> None:
     said = net.hosts[2].run(["sh", "-c", "pwd; echo $ADDED $TESTS_OF_ELASTICD"], {"ADDED": "yes"}, cwd=tmp_path)
     assert said.split() == [str(tmp_path), "yes", os.environ["TESTS_OF_ELASTICD"]]
 
@@ -127,7 +125,7 @@ def test_hosts_share_files_but_no_memory(net: Network, tmp_path: Path) -> None:
     assert net.hosts[1].run(["ls", tmp_path]).split() == ["everywhere"]
 
 
-def test_a_port_is_there_for_its_own_network_only(network: StartNetwork) -> None:
+def test_port_is_reachable_in_its_network_only(network: StartNetwork) -> None:
     one, other = network(hosts=2), network(hosts=2)
     assert one.hosts[0].address == other.hosts[0].address
     with listen(one.hosts[0], one.hosts[0].address) as server:
@@ -136,11 +134,11 @@ def test_a_port_is_there_for_its_own_network_only(network: StartNetwork) -> None
             connect(other.hosts[1], server)
 
 
-def test_hosts_talk(wire: Wire) -> None:
+def test_hosts_connect(wire: Wire) -> None:
     wire.assert_carries()
 
 
-def test_a_link_that_is_down_swallows_both_ways_and_what_was_sent_arrives_later(net: Network, wire: Wire) -> None:
+def test_link_down_delays_packets_both_ways(net: Network, wire: Wire) -> None:
     net.hosts[1].link(up=False)
     wire.assert_silent(wire.near)
     wire.assert_silent(wire.far)
@@ -153,7 +151,7 @@ def test_a_link_that_is_down_swallows_both_ways_and_what_was_sent_arrives_later(
     wire.assert_carries()
 
 
-def test_a_cut_parts_two_hosts_and_nobody_else(net: Network, wire: Wire) -> None:
+def test_cut_separates_two_hosts_only(net: Network, wire: Wire) -> None:
     a, b, c = net.hosts
     net.cut(a, b)
     wire.assert_silent(wire.near)
@@ -168,7 +166,7 @@ def test_a_cut_parts_two_hosts_and_nobody_else(net: Network, wire: Wire) -> None
     wire.assert_carries()
 
 
-def test_a_cut_may_be_one_way(net: Network, wire: Wire) -> None:
+def test_cut_may_be_one_way(net: Network, wire: Wire) -> None:
     net.cut(net.hosts[0], net.hosts[1], one_way=True)
     wire.assert_silent(wire.near)
     wire.far.sendall(b"arrives")
@@ -177,7 +175,7 @@ def test_a_cut_may_be_one_way(net: Network, wire: Wire) -> None:
     wire.assert_carries()
 
 
-def test_who_is_killed_resets_its_connections(net: Network) -> None:
+def test_killed_host_resets_its_connections(net: Network) -> None:
     a, b, _ = net.hosts
     deaf = b.popen([sys.executable, "-c", DEAF, b.address], stdout=subprocess.PIPE)
     assert deaf.stdout is not None
@@ -203,7 +201,7 @@ def until_listening(host: Host, address: tuple[str, int]) -> socket.socket:
             time.sleep(0.01)
 
 
-def test_who_is_frozen_is_silent_until_thawed(net: Network) -> None:
+def test_frozen_host_is_silent_until_thawed(net: Network) -> None:
     a, b, _ = net.hosts
     echo = (
         "import socket, sys; c = socket.create_server((sys.argv[1], 7000)).accept()[0]\nwhile w := c.recv(1): c.send(w)"
@@ -239,7 +237,7 @@ time.sleep(600)
 """
 
 
-def test_a_host_is_killed_at_once_nobody_lives_to_see_another_one_die(net: Network) -> None:
+def test_host_kill_is_atomic(net: Network) -> None:
     """Even where the one who kills gets the processor last of all."""
     node, cpu = net.hosts[0], min(os.sched_getaffinity(0))
 
@@ -258,7 +256,7 @@ def test_a_host_is_killed_at_once_nobody_lives_to_see_another_one_die(net: Netwo
         assert watchers.stdout.read() == b""
 
 
-def test_a_host_is_killed_as_a_whole_also_while_it_forks(net: Network) -> None:
+def test_host_kill_includes_forking_processes(net: Network) -> None:
     node = net.hosts[0]
     forks = "import os\nwhile True: os.fork() or os._exit(0); os.waitpid(-1, 0)"
     for _ in range(3):
@@ -269,7 +267,7 @@ def test_a_host_is_killed_as_a_whole_also_while_it_forks(net: Network) -> None:
     assert not node.processes()
 
 
-def test_nothing_is_left_of_a_network() -> None:
+def test_network_leaves_nothing_behind() -> None:
     links = os.listdir("/sys/class/net")
     with Network(hosts=2) as net:
         net.hosts[0].popen([sys.executable, "-c", DAEMON]).wait(DEADLINE_S)
@@ -305,7 +303,7 @@ def until_empty(network: int) -> None:
         time.sleep(0.01)
 
 
-def test_nothing_is_left_of_a_test_run_that_was_killed(run: subprocess.Popen[str]) -> None:
+def test_killed_test_run_leaves_nothing_behind(run: subprocess.Popen[str]) -> None:
     assert run.stdout is not None
     network, *_ = map(int, run.stdout.readline().split())
     assert len(processes_in(network, 0)) == 2  # the holder and the daemon
@@ -313,7 +311,8 @@ def test_nothing_is_left_of_a_test_run_that_was_killed(run: subprocess.Popen[str
     until_empty(network)
 
 
-def test_what_was_killed_together_with_its_holders_is_swept_at_the_next_start(run: subprocess.Popen[str]) -> None:
+def test_leftovers_are_removed_at_the_next_start(run: subprocess.Popen[str]) -> None:
+    """They were killed together with the processes that would have removed them."""
     assert run.stdout is not None
     network, *holders = map(int, run.stdout.readline().split())
     for pid in holders:

@@ -1,4 +1,4 @@
-"""What happens to single nodes: frozen, replaced, asked to leave, started twice; and to the one that plans."""
+"""Faults of single nodes: frozen, replaced, leaving, started twice; and of the leader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.multihost.conftest import StartTraining
 pytestmark = pytest.mark.system
 
 
-def test_a_frozen_node_is_left_out_and_joins_again_once_it_is_thawed(training: StartTraining) -> None:
+def test_frozen_node_is_left_out_and_joins_again(training: StartTraining) -> None:
     cluster = training(resumes=True)
     nodes = cluster.round(1)["nodes"]
     frozen = cluster.agent(nodes[0])
@@ -35,7 +35,7 @@ def test_a_frozen_node_is_left_out_and_joins_again_once_it_is_thawed(training: S
 
 
 @pytest.mark.parametrize("which", [0, -1])
-def test_an_agent_is_killed_and_is_back_at_once_under_its_id(training: StartTraining, which: int) -> None:
+def test_killed_agent_is_back_under_its_id(training: StartTraining, which: int) -> None:
     cluster = training(resumes=True)
     nodes = cluster.round(1)["nodes"]
     again = cluster.replace_agent(nodes[which])
@@ -45,7 +45,7 @@ def test_an_agent_is_killed_and_is_back_at_once_under_its_id(training: StartTrai
     cluster.finish()
 
 
-def test_a_second_agent_with_a_nodes_id_is_refused_and_the_first_one_trains_on(training: StartTraining) -> None:
+def test_second_agent_with_the_same_id_is_refused(training: StartTraining) -> None:
     cluster = training(hosts=2, spare=1)
     first = cluster.agent("node1")
     [second] = cluster.start(cluster.net.hosts[2], node="node1")
@@ -58,7 +58,8 @@ def test_a_second_agent_with_a_nodes_id_is_refused_and_the_first_one_trains_on(t
     cluster.finish()
 
 
-def test_one_agent_is_asked_to_leave_and_the_others_go_on_from_where_it_left(training: StartTraining) -> None:
+def test_leaving_agent_costs_no_step(training: StartTraining) -> None:
+    """The others continue from the checkpoint at which it left."""
     cluster = training(resumes=True)
     nodes = cluster.round(1)["nodes"]
     leaver = cluster.agent(nodes[-1])
@@ -75,7 +76,7 @@ def test_one_agent_is_asked_to_leave_and_the_others_go_on_from_where_it_left(tra
     cluster.finish()
 
 
-def test_the_planners_node_is_killed(training: StartTraining) -> None:
+def test_leaders_node_is_killed(training: StartTraining) -> None:
     cluster = training(hosts=3)
     planner = who_plans(cluster)
     cluster.kill_node(planner)
@@ -86,7 +87,8 @@ def test_the_planners_node_is_killed(training: StartTraining) -> None:
     cluster.finish()
 
 
-def test_the_planner_is_killed_while_it_has_to_see_to_another_loss(training: StartTraining) -> None:
+def test_leader_is_killed_during_another_loss(training: StartTraining) -> None:
+    """Its successor finds both losses."""
     cluster = training(hosts=4)
     planner = who_plans(cluster)
     lost = next(node for node in cluster.round(1)["nodes"] if node != planner)
@@ -97,7 +99,7 @@ def test_the_planner_is_killed_while_it_has_to_see_to_another_loss(training: Sta
     cluster.finish()
 
 
-def test_all_workers_are_done_and_every_agent_says_so_in_the_same_words(training: StartTraining) -> None:
+def test_agents_report_the_same_success(training: StartTraining) -> None:
     cluster = training()
     cluster.finish()
     words = {agent.node: agent.event("job_ended")["reason"] for agent in cluster.agents}

@@ -1,4 +1,4 @@
-"""Nodes and the store die under a job of three nodes, and it goes on with what is left."""
+"""Nodes and the store die under a job of three nodes, which continues with the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.multihost.cluster import Cluster
 from tests.multihost.conftest import StartTraining
 
 
-def test_the_node_of_rank_0_is_killed_and_the_others_go_on_and_finish(training: StartTraining) -> None:
+def test_killed_rank_0_node_is_replaced(training: StartTraining) -> None:
     """With it go the workers' store and, as often as not, the planner."""
     cluster = training()
     lost = cluster.round(1)["nodes"][0]
@@ -18,7 +18,8 @@ def test_the_node_of_rank_0_is_killed_and_the_others_go_on_and_finish(training: 
 
 
 @pytest.mark.system
-def test_a_link_goes_down_nothing_is_reset_and_the_node_is_back_once_it_is_up(training: StartTraining) -> None:
+def test_link_down_and_up_again(training: StartTraining) -> None:
+    """Nothing resets the connections: the node is left out, and joins again once its link is up."""
     cluster = training(resumes=True)
     nodes = cluster.round(1)["nodes"]
     cut_off = cluster.agent(nodes[0])
@@ -32,7 +33,7 @@ def test_a_link_goes_down_nothing_is_reset_and_the_node_is_back_once_it_is_up(tr
 
 
 @pytest.mark.system
-def test_the_store_is_restarted_and_training_does_not_notice(training: StartTraining) -> None:
+def test_store_restart_does_not_affect_training(training: StartTraining) -> None:
     cluster = training()
     assert cluster.store is not None
     cluster.store.kill()

@@ -1,4 +1,4 @@
-"""What arrives at some and not at others: one lineage goes on, and who was left out joins again once it is healed."""
+"""Partial partitions: one lineage continues, and a node that was left out joins again once the network is healed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLES = 1000  # lineage.py's
 
 
 @pytest.mark.parametrize("one_way", [False, True], ids=["both ways", "one way"])
-def test_a_node_reaches_the_store_and_not_its_peers(training: StartTraining, one_way: bool) -> None:
+def test_node_reaches_the_store_and_not_its_peers(training: StartTraining, one_way: bool) -> None:
     cluster = training(resumes=True)
     nodes = cluster.round(1)["nodes"]
     cut_off = cluster.agent(nodes[0]).host
@@ -28,7 +28,7 @@ def test_a_node_reaches_the_store_and_not_its_peers(training: StartTraining, one
     one_lineage_ends(cluster, without["round"])
 
 
-def test_a_node_reaches_neither_the_store_nor_its_peers(training: StartTraining) -> None:
+def test_node_reaches_neither_store_nor_peers(training: StartTraining) -> None:
     cluster = training(resumes=True)
     nodes = cluster.round(1)["nodes"]
     cut_off = cluster.agent(nodes[0])
@@ -44,7 +44,7 @@ def test_a_node_reaches_neither_the_store_nor_its_peers(training: StartTraining)
 
 
 @pytest.mark.parametrize("two", [(0, 1), (1, 2)], ids=["rank 0's and another", "neither is rank 0's"])
-def test_two_of_three_nodes_do_not_reach_each_other(training: StartTraining, two: tuple[int, int]) -> None:
+def test_two_of_three_nodes_cannot_reach_each_other(training: StartTraining, two: tuple[int, int]) -> None:
     cluster = training(resumes=True)
     nodes = cluster.round(1)["nodes"]
     a, b = (cluster.agent(nodes[place]).host for place in two)

@@ -1,4 +1,4 @@
-"""What happens to the store, or to a node's way to it: training goes on."""
+"""Faults of the store, or of a node's connection to it: training continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ pytestmark = pytest.mark.system
 LEASE_S = 3.0  # Policy.lease_s
 
 
-def test_the_store_is_away_for_longer_than_every_lease_and_nothing_restarts(training: StartTraining) -> None:
+def test_store_unavailable_for_longer_than_every_lease(training: StartTraining) -> None:
+    """Nothing restarts."""
     cluster = training()
     assert cluster.store is not None
     cluster.store.kill()
@@ -25,7 +26,8 @@ def test_the_store_is_away_for_longer_than_every_lease_and_nothing_restarts(trai
     the_store_is_back(cluster)
 
 
-def test_the_store_freezes_for_longer_than_every_lease_and_nothing_restarts(training: StartTraining) -> None:
+def test_store_frozen_for_longer_than_every_lease(training: StartTraining) -> None:
+    """Nothing restarts."""
     cluster = training()
     assert cluster.store is not None
     cluster.store.host.freeze()
@@ -35,7 +37,8 @@ def test_the_store_freezes_for_longer_than_every_lease_and_nothing_restarts(trai
     the_store_is_back(cluster)
 
 
-def test_the_store_comes_back_empty_and_nothing_restarts(training: StartTraining) -> None:
+def test_store_comes_back_empty(training: StartTraining) -> None:
+    """Nothing restarts: the members restore the round."""
     cluster = training()
     assert cluster.store is not None
     cluster.store.kill()
@@ -45,7 +48,7 @@ def test_the_store_comes_back_empty_and_nothing_restarts(training: StartTraining
     the_store_is_back(cluster)
 
 
-def test_a_node_is_cut_off_from_the_store_alone_and_trains_on(training: StartTraining) -> None:
+def test_node_cut_from_the_store_continues_training(training: StartTraining) -> None:
     cluster = training()
     host = cluster.agent(cluster.round(1)["nodes"][-1]).host
     cluster.net.cut(host, cluster.net["store"])

@@ -1,8 +1,8 @@
-"""Random lives of a job on several nodes against the real coordinators, planners and cores: invariants 1, 2, 4 and 5.
+"""Random histories of a job on several nodes against real members, planners and state machines: invariants 1, 2, 4, 5.
 
-Nodes are killed, frozen, cut off, stopped and started anew, also in the middle of a turn; the store goes down,
-forgets, loses answers; watches are late, repeat themselves or stay silent. Afterwards all is well again: then the job
-must train, or have ended with a reason that every agent gives.
+Nodes are killed, frozen, cut off, stopped and restarted, also in the middle of a turn; the store goes down,
+loses its data or answers; watches are late, repeated or silent. Afterwards every fault is healed: then the job must
+train, or have ended with a reason that every agent gives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.scenarios.node import Node
 
 NAMES = "abcd"
 HEARD_S = 3.0
-"""Within this a node that reaches the store has heard of a Round and killed its old group: retries, a lost lease."""
+"""A node that reaches the store has read a Round and killed its old group within this: retries, a lost lease."""
 MISSED_S = 12.0
 """The same where its watches stay silent: it reads its keys every 10 s."""
 
@@ -53,7 +53,7 @@ acts = st.builds(
 
 
 class CheckedCluster(Cluster):
-    """A Cluster that looks at every move for a breach."""
+    """A Cluster that checks every transition."""
 
     def __init__(self, asked: Requirements, policy: Policy, holds: bool) -> None:
         super().__init__(asked, policy, 1, holds)
@@ -120,7 +120,7 @@ def happen(c: CheckedCluster, act: Step) -> None:
             c.store_up = act.kind == "store up"
         case "store empty" if c.store_up and any(_remembers(c, n) for n in c.nodes.values()):
             c.empty_store()
-            c.wait(1.0)  # whoever runs the newest Round says so before anybody new plans
+            c.wait(1.0)  # a member of the newest Round restores it before a joiner leads
         case "hints" | "deaf":
             c.deliveries = () if act.kind == "deaf" else ((0.0,), (0.5,), (2.0, 0.0, 0.3))[act.n % 3]
             c.deaf_until = c.now + MISSED_S if c.deliveries else float("inf")
@@ -130,7 +130,7 @@ def happen(c: CheckedCluster, act: Step) -> None:
 
 
 def _remembers(c: CheckedCluster, node: Node) -> bool:
-    """True if the newest Round that runs has a member here that can write it down again."""
+    """True if the newest Round that runs has a member here that can restore it."""
     newest = c.rounds.get(max(c.rounds, default=0))
     running = newest is not None and not newest.terminal and node.group == newest
     return running and node in c._alive() and not node.partition.store and not node.store.fates
@@ -164,7 +164,7 @@ def check_rounds(c: CheckedCluster) -> None:
     began=st.integers(1, 3),
     acts=st.lists(acts, max_size=10),
 )
-def test_any_life_of_many_nodes(fewest: int, holds: bool, began: int, acts: list[Step]) -> None:
+def test_random_histories_keep_the_invariants(fewest: int, holds: bool, began: int, acts: list[Step]) -> None:
     live(fewest, holds, began, acts)
 
 

@@ -1,4 +1,4 @@
-"""A broken line is a reason to knock, and nothing more."""
+"""A broken connection is a reason to probe, and nothing more."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ def three() -> Cluster:
     return cluster
 
 
-def die_without_a_word(cluster: Cluster, name: str) -> None:
-    """As with NCCL: its workers' peers wait, and nothing tells them."""
+def die_silently(cluster: Cluster, name: str) -> None:
+    """As with NCCL: its workers' peers wait, and get no error."""
     node = cluster.nodes[name]
     node.dead = node.partition.store = True
 
 
-def test_a_killed_member_is_replaced_at_once_though_nobody_failed() -> None:
+def test_killed_member_is_replaced_at_once() -> None:
+    """A broken connection leads to a probe, although no node reported a failure."""
     cluster = three()
-    die_without_a_word(cluster, "b")
+    die_silently(cluster, "b")
     cluster.nodes["a"].member.peer_disconnected("b")
     cluster.wait(0.2)
     assert [m.node for m in cluster.rounds[2].members] == ["a", "c"]
     assert "b is lost: the port of its agent is closed" in cluster.rounds[2].reason
 
 
-def test_a_killed_planner_is_succeeded_at_once_though_nobody_failed() -> None:
+def test_killed_leader_is_succeeded_at_once() -> None:
+    """Its members probe it when its connection breaks, although no node reported a failure."""
     cluster = three()
-    die_without_a_word(cluster, "a")
+    die_silently(cluster, "a")
     for name in ("b", "c"):
         cluster.nodes[name].member.peer_disconnected("a")
     cluster.wait(0.3)
     assert [m.node for m in cluster.rounds[2].members] == ["b", "c"]
 
 
-def test_who_answers_the_knock_stays() -> None:
+def test_answered_probe_keeps_the_member() -> None:
     cluster = three()
     cluster.nodes["a"].member.peer_disconnected("b")
     cluster.nodes["b"].member.peer_disconnected("a")
@@ -50,7 +52,7 @@ def test_who_answers_the_knock_stays() -> None:
     assert cluster.nodes["a"].member.leads
 
 
-def test_a_member_that_hung_up_and_is_silent_has_its_lease() -> None:
+def test_silent_member_stays_until_its_lease_expires() -> None:
     cluster = three()
     cluster.nodes["b"].frozen = True
     cluster.nodes["a"].member.peer_disconnected("b")

@@ -1,4 +1,4 @@
-"""What broke a round, in one word, and whose fault it was: once, as soon as it is settled, and only if it was one."""
+"""The fault that ended a round, in one word, and the node at fault: once, as soon as it is settled."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ VICTIM = failed("a")
         (replace(running(CRASH), current=Round(4, (), outcome="failed", exit_code=1)), []),
     ],
 )
-def test_what_broke_the_round(view: View, found: list[Fault]) -> None:
+def test_find_faults(view: View, found: list[Fault]) -> None:
     assert list(find_faults(view, POLICY, NOW)) == found
 
 

@@ -1,4 +1,4 @@
-"""A planner that was held up cannot publish once another has its key, also where one key is compared at a time."""
+"""A leader that was held up cannot publish once another one has the key, also where one key is compared at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def agent(store: MemoryStore, name: str) -> RendezvousMember:
     )
 
 
-def test_who_takes_the_planners_key_makes_the_rounds_version_another() -> None:
+def test_new_leader_fences_the_round_key() -> None:
+    """It gives the round key another version, so that a former leader that was held up cannot publish."""
     store = SingleKeyStore()
     first, second = agent(store, "a"), agent(store, "b")
     now = 100.0

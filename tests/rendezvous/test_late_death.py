@@ -1,4 +1,4 @@
-"""Nodes that die while the planner makes up its mind, or with it, cost one round and not two."""
+"""Nodes that die while a round is being planned, or with the leader, cost one round instead of two."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def members(cluster: Cluster, number: int) -> list[str]:
     return [m.node for m in cluster.rounds[number].members]
 
 
-def test_an_agent_that_dies_a_moment_after_its_workers_is_not_in_the_next_round() -> None:
+def test_agent_that_dies_after_its_workers_is_left_out() -> None:
+    """It answered the first probe, and is probed once more before the next round is published."""
     cluster = running("a", "b", "c")
     doomed = cluster.nodes["c"]
     doomed.member.report_failure = lambda failure, now: None  # type: ignore[method-assign]  # has no time for it
@@ -37,7 +38,7 @@ def test_an_agent_that_dies_a_moment_after_its_workers_is_not_in_the_next_round(
     assert max(cluster.rounds) == 2
 
 
-def test_who_dies_with_the_planner_is_known_to_its_successor() -> None:
+def test_member_that_dies_with_the_leader_is_left_out() -> None:
     cluster = running("a", "b", "c", "d")
     cluster.kill("a")
     cluster.kill("c")

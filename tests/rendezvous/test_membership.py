@@ -1,4 +1,4 @@
-"""`membership` rule by rule: who of a Round is lost and why, who may join, who comes first."""
+"""`membership` rule by rule: lost members and reasons, joiners, the order of the next members."""
 
 from __future__ import annotations
 
@@ -54,26 +54,26 @@ def lost(view: View, now: float = NOW) -> dict[str, str]:
     return losses(view, ROUND, POLICY, now).nodes
 
 
-def test_nobody_is_lost_while_all_is_well() -> None:
+def test_no_losses_while_all_is_well() -> None:
     found = losses(VIEW, ROUND, POLICY, NOW)
     assert (found.nodes, found.until, found.returning) == ({}, None, ())
 
 
-def test_a_new_incarnation_is_a_lost_node_at_once() -> None:
+def test_new_incarnation_is_a_loss() -> None:
     view = replace(VIEW, nodes=(*without("b").nodes, present("b", "new")))
     assert lost(view) == {"b": "b was restarted"}
 
 
-def test_refused_is_gone_but_silence_alone_is_not() -> None:
+def test_refused_probe_is_a_loss_and_silence_is_not() -> None:
     assert lost(replace(VIEW, probe_results=(("b", "refused"),))) == {"b": "b is lost: the port of its agent is closed"}
     assert lost(replace(VIEW, probe_results=(("b", "silent"),))) == {}
 
 
-def test_who_is_done_cannot_be_lost() -> None:
+def test_done_node_cannot_be_lost() -> None:
     assert lost(replace(without("b"), done=frozenset("b"), probe_results=(("b", "refused"),))) == {}
 
 
-def test_a_missing_lease_counts_once_the_workers_here_have_stopped() -> None:
+def test_missing_lease_counts_once_workers_stall() -> None:
     view = replace(without("b"), absent_since=(("b", NOW),))
     due = NOW + 1 + STALLED_S
     assert losses(view, ROUND, POLICY, NOW).until == due
@@ -85,7 +85,7 @@ def test_a_missing_lease_counts_once_the_workers_here_have_stopped() -> None:
     assert losses(outside, ROUND, POLICY, due).until == NOW + POLICY.adopt_timeout_s, "who has none cannot tell"
 
 
-def test_a_missing_lease_says_nothing_soon_after_the_store_was_away() -> None:
+def test_missing_lease_does_not_count_after_an_outage() -> None:
     view = replace(without("b"), absent_since=(("b", NOW),), next_step_due=NOW - 5, store_up_since=NOW)
     due = NOW + POLICY.lease_s + POLICY.renewal_s
     assert losses(view, ROUND, POLICY, NOW + 1).until == due
@@ -99,12 +99,13 @@ def test_a_missing_lease_says_nothing_soon_after_the_store_was_away() -> None:
         ("refused", "b is lost: the port of its agent is closed"),
     ],
 )
-def test_in_a_broken_round_who_has_no_lease_and_does_not_answer_is_gone(answer: ProbeResult, why: str) -> None:
+def test_failed_round_missing_lease_without_answer_is_a_loss(answer: ProbeResult, why: str) -> None:
     view = replace(without("b"), failures=(VICTIM,), absent_since=(("b", NOW),), probe_results=(("b", answer),))
     assert lost(view) == {"b": why}
 
 
-def test_in_a_broken_round_who_answers_without_a_lease_is_awaited() -> None:
+def test_failed_round_answer_without_lease_is_waited_for() -> None:
+    """Its agent lives and is about to register again."""
     view = replace(without("b"), failures=(VICTIM,), absent_since=(("b", NOW - 9),), probe_results=(("b", "answered"),))
     back = replace(view, store_up_since=NOW)
     found = losses(back, ROUND, POLICY, NOW)
@@ -113,7 +114,7 @@ def test_in_a_broken_round_who_answers_without_a_lease_is_awaited() -> None:
     assert "b" in lost(view), "it has had its time"
 
 
-def test_unseen_rounds() -> None:
+def test_round_not_seen_in_time_is_a_loss() -> None:
     view = replace(VIEW, nodes=(*without("b").nodes, present("b", seen_round=2, ready_round=2)), round_at=NOW)
     due = NOW + POLICY.seen_timeout_s
     assert losses(view, ROUND, POLICY, NOW).until == due
@@ -123,13 +124,13 @@ def test_unseen_rounds() -> None:
     assert lost(replace(view, failures=(failed,)), due) == {}, "who reports a failure of it has seen it"
 
 
-def test_rounds_that_are_never_started() -> None:
+def test_round_not_started_in_time_is_a_loss() -> None:
     view = replace(VIEW, nodes=(*without("b").nodes, present("b", ready_round=2)), round_at=NOW)
     assert losses(view, ROUND, POLICY, NOW + 2).until == NOW + START_LIMIT_S
     assert lost(view, NOW + START_LIMIT_S) == {"b": "b has not started round 3 within 30 s"}
 
 
-def test_who_cannot_be_reached_is_lost_only_while_nobody_advances() -> None:
+def test_silent_member_is_lost_only_while_stalled() -> None:
     stuck = replace(VIEW, next_step_due=NOW - STALLED_S, silent_since=(("b", NOW),))
     due = NOW + POLICY.lease_s
     assert losses(stuck, ROUND, POLICY, NOW).until == due
@@ -138,20 +139,20 @@ def test_who_cannot_be_reached_is_lost_only_while_nobody_advances() -> None:
     assert lost(replace(stuck, next_step_due=None), due) == {}
 
 
-def test_exclusions_are_counted_and_forgiven() -> None:
+def test_exclusions_are_counted_and_expire() -> None:
     current = replace(ROUND, excluded=(Exclusion("b", 2, 10.0), Exclusion("z", 5, EXCLUSION_EXPIRES_S - 100)))
     found = exclusions(replace(VIEW, round_at=NOW - 100), current, {"b": "gone", "c": "gone"}, NOW)
     assert found == (Exclusion("b", 3), Exclusion("c", 1)), "z is forgiven"
 
 
-def test_cooling_off_is_nothing_at_first_and_doubles() -> None:
+def test_cooloff_is_zero_at_first_and_doubles() -> None:
     times = [cooloff_left_s("b", (Exclusion("b", n),), POLICY) for n in (1, 2, 3, 4, 99)]
     assert times == [0.0, 5.0, 10.0, 20.0, EXCLUSION_EXPIRES_S]
     assert cooloff_left_s("b", (Exclusion("b", 3, 4.0),), POLICY) == 6.0
     assert cooloff_left_s("a", (Exclusion("b", 3),), POLICY) == 0.0
 
 
-def test_newcomers_have_seen_the_round_and_can_be_reached() -> None:
+def test_joiners_have_seen_the_round_and_are_reachable() -> None:
     view = replace(VIEW, nodes=(*VIEW.nodes, present("e", joined_at=2), present("d", joined_at=1)))
     assert [p.record.id for p in joiners(view, ROUND, POLICY, NOW)] == ["d", "e"]
     for other in (
@@ -164,7 +165,8 @@ def test_newcomers_have_seen_the_round_and_can_be_reached() -> None:
     assert [p.record.id for p in joiners(view, cooling, POLICY, NOW)] == ["e"]
 
 
-def test_a_newcomer_is_not_awaited_by_a_running_round_while_it_imports() -> None:
+def test_joiner_must_be_warm() -> None:
+    """A running round does not wait while a joiner imports what its workers need."""
     view = replace(VIEW, nodes=(*VIEW.nodes, present("d", joined_at=NOW - 10, warm=0)))
     assert joiners(view, ROUND, POLICY, NOW) == []
     assert [p.record.id for p in joiners(view, ROUND, POLICY, NOW + 60)] == ["d"], "but not for ever"
@@ -176,30 +178,32 @@ def chosen(view: View, lost: dict[str, str] | None = None, excluded: tuple[Exclu
     return [r.id for r in found]
 
 
-def test_survivors_keep_their_places_and_newcomers_follow_by_arrival() -> None:
+def test_survivors_keep_their_order_and_joiners_follow() -> None:
     view = replace(VIEW, nodes=(present("e", joined_at=2), present("d", joined_at=1), *reversed(VIEW.nodes)))
     assert chosen(view) == ["a", "b", "c", "d"], "four at most"
     assert chosen(view, {"a": "gone"}) == ["b", "c", "d", "e"]
 
 
-def test_records_of_the_dead_are_nobody() -> None:
+def test_dead_nodes_record_is_not_selected() -> None:
+    """The record of a dead node stays until its lease expires, but it has not seen the round."""
     dead = present("d", seen_round=2)
     assert chosen(replace(VIEW, nodes=(*VIEW.nodes, dead))) == ["a", "b", "c"]
     late = replace(VIEW, nodes=(present("a", seen_round=2), present("b"), present("c")))
     assert chosen(late) == ["a", "b", "c"], "a member is judged by losses alone"
 
 
-def test_whoever_leaves_or_cannot_be_reached_is_not_taken() -> None:
+def test_leaving_and_unreachable_nodes_are_not_selected() -> None:
     assert chosen(replace(VIEW, nodes=(*without("b").nodes, present("b", leaving="b leaves")))) == ["a", "c"]
     assert chosen(replace(VIEW, unreachable=frozenset("b"))) == ["a", "c"]
 
 
-def test_rank_0_goes_to_who_has_the_checkpoints() -> None:
+def test_rank_0_node_has_the_checkpoint_directory() -> None:
+    """Rank 0 goes to a node with the checkpoint directory that the job has used so far."""
     view = replace(VIEW, nodes=(present("a", directory="x"), present("b"), present("c")))
     assert chosen(view) == ["b", "a", "c"]
 
 
-def test_better_one_that_keeps_failing_than_none() -> None:
+def test_excluded_node_is_selected_where_too_few_remain() -> None:
     excluded = (Exclusion("a", 3), Exclusion("b", 3))
     assert chosen(VIEW, excluded=excluded) == ["c"]
     assert chosen(replace(VIEW, requirements=Requirements(1, 1, 2, 4)), excluded=excluded) == ["a", "b", "c"]
@@ -207,7 +211,8 @@ def test_better_one_that_keeps_failing_than_none() -> None:
     assert few == Wait("3 of at least 4 nodes present", None, too_few_nodes=True)
 
 
-def test_last_call_is_for_strangers_only() -> None:
+def test_last_call_without_survivors_only() -> None:
+    """Survivors of a round do not wait for more nodes."""
     strangers = replace(VIEW, current=None, nodes=(present("a", joined_at=NOW - 1), present("b", joined_at=NOW - 3)))
     found = select_members(strangers, POLICY, NOW, {}, ())
     assert isinstance(found, Wait)

@@ -1,4 +1,4 @@
-"""What a node says of its Round is said again now and then, and does not pile up while nobody can hear it."""
+"""A node's reports of its Round are sent again now and then, and do not pile up during an outage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class CountingStore(MemoryStore):
         return super().compare_and_swap(key, expected, value, guard)
 
 
-def test_an_outage_of_a_day_leaves_as_little_to_say_as_one_of_a_minute() -> None:
+def test_long_outage_does_not_grow_the_outbox() -> None:
+    """An outage of a day leaves as little to send as one of a minute."""
     store = CountingStore()
     reports = Outbox(store)
     reports.add(3, "done/3/a", b"done")

@@ -1,4 +1,4 @@
-"""Who goes on where members do not reach each other: `together`, and what `membership` makes of it."""
+"""The members that continue where some do not reach each other: `largest_connected`, and its use by `membership`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def _pairs(nodes: tuple[str, ...]) -> list[frozenset[str]]:
 
 @settings(max_examples=300)
 @given(st.integers(1, len(NAMES)), st.sets(pairs, max_size=20))
-def test_together_is_the_largest_set_and_of_equal_ones_one_with_the_first(
-    count: int, cuts: set[frozenset[str]]
-) -> None:
+def test_largest_connected_prefers_the_first_node(count: int, cuts: set[frozenset[str]]) -> None:
     nodes = NAMES[:count]
     cuts = {pair for pair in cuts if pair <= set(nodes)}
     kept = largest_connected(nodes, cuts)
@@ -47,7 +45,8 @@ def test_together_is_the_largest_set_and_of_equal_ones_one_with_the_first(
     assert largest_connected(nodes, sorted(cuts, key=sorted, reverse=True)) == kept, "whoever is asked says the same"
 
 
-def test_hundreds_of_nodes_with_cuts_everywhere_take_no_time() -> None:
+def test_largest_connected_is_bounded_for_many_cuts() -> None:
+    """The search is NP-hard: with hundreds of partitioned nodes it is cut short."""
     nodes = [f"n{i:03}" for i in range(300)]
     halves = {frozenset((a, b)) for a in nodes[:140] for b in nodes[140:]}
     ring = {frozenset((nodes[i], nodes[(i * 7 + d) % 300])) for i in range(300) for d in (1, 5, 11, 60)}
@@ -81,7 +80,8 @@ def lost(view: View) -> dict[str, str]:
     return losses(view, ROUND, POLICY, NOW).nodes
 
 
-def test_of_two_that_do_not_reach_each_other_the_later_one_is_lost_while_nobody_advances() -> None:
+def test_later_of_two_partitioned_members_is_lost_while_stalled() -> None:
+    """Two members that cannot reach each other stay while workers advance."""
     why = "c and b cannot reach each other and no worker has made a step since"
     assert lost(STUCK) == {"c": why}
     assert lost(replace(STUCK, next_step_due=NOW + 9)) == {}, "they train"
@@ -91,12 +91,13 @@ def test_of_two_that_do_not_reach_each_other_the_later_one_is_lost_while_nobody_
     assert lost(replace(old, round_at=NOW)) == {}, "that was another round's"
 
 
-def test_whoever_is_lost_anyway_costs_nobody_else_the_place() -> None:
+def test_lost_member_partitions_no_other() -> None:
+    """A member that is lost anyway excludes no member that it cannot reach."""
     assert set(lost(replace(STUCK, probe_results=(("c", "refused"),)))) == {"c"}
     assert set(lost(replace(STUCK, probe_results=(("b", "refused"),)))) == {"b"}
 
 
-def test_who_was_left_out_is_taken_once_it_reaches_all_members() -> None:
+def test_excluded_node_joins_once_it_reaches_all_members() -> None:
     view = replace(STUCK, nodes=(record("a"), record("b"), record("c"), record("d"), record("e", "b")))
     assert joiners(view, ROUND, POLICY, NOW) == []
     chosen = select_members(view, POLICY, NOW, {}, ROUND.excluded)
@@ -109,7 +110,7 @@ def test_who_was_left_out_is_taken_once_it_reaches_all_members() -> None:
     assert [p.record.id for p in joiners(healed, ROUND, POLICY, NOW)] == ["e"]
 
 
-def test_of_two_newcomers_that_do_not_reach_each_other_one_is_taken() -> None:
+def test_one_of_two_partitioned_joiners_is_selected() -> None:
     view = replace(STUCK, nodes=(*(record(n) for n in "abcd"), record("e"), record("f", "e")))
     chosen = select_members(view, POLICY, NOW, {}, ())
     assert isinstance(chosen, list)

@@ -70,7 +70,7 @@ def until_kept(port: int, callers: int) -> None:
     raise AssertionError(f"not {callers} callers at port {port}")
 
 
-def test_a_killed_process_hangs_up(heard: Heard, agent: tuple[subprocess.Popen[str], int]) -> None:
+def test_killed_process_breaks_its_link(heard: Heard, agent: tuple[subprocess.Popen[str], int]) -> None:
     process, port = agent
     heard.lines.keep({"a": ("127.0.0.1", port)})
     until_kept(port, 1)
@@ -78,7 +78,7 @@ def test_a_killed_process_hangs_up(heard: Heard, agent: tuple[subprocess.Popen[s
     assert heard.next() == "a"
 
 
-def test_a_stopped_one_does_not(heard: Heard, agent: tuple[subprocess.Popen[str], int]) -> None:
+def test_stopped_process_keeps_its_link(heard: Heard, agent: tuple[subprocess.Popen[str], int]) -> None:
     process, port = agent
     other = ProbeServer("127.0.0.1", "b", "i2")
     heard.lines.keep({"a": ("127.0.0.1", port), "b": ("127.0.0.1", other.port)})
@@ -90,7 +90,7 @@ def test_a_stopped_one_does_not(heard: Heard, agent: tuple[subprocess.Popen[str]
     assert heard.nodes.empty()
 
 
-def test_who_is_not_wanted_any_more_is_hung_up_on_and_not_reported(heard: Heard) -> None:
+def test_removed_node_is_disconnected_without_a_report(heard: Heard) -> None:
     first, second = ProbeServer("127.0.0.1", "a", "i1"), ProbeServer("127.0.0.1", "b", "i2")
     heard.lines.keep({"a": ("127.0.0.1", first.port), "b": ("127.0.0.1", second.port)})
     until_kept(first.port, 1)
@@ -103,7 +103,7 @@ def test_who_is_not_wanted_any_more_is_hung_up_on_and_not_reported(heard: Heard)
     first.close()
 
 
-def test_nobody_there_is_a_broken_line_once(heard: Heard) -> None:
+def test_refused_connection_is_reported_once(heard: Heard) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         heard.lines.keep({"a": unused.getsockname()})
@@ -111,7 +111,8 @@ def test_nobody_there_is_a_broken_line_once(heard: Heard) -> None:
         heard.lines.keep({})
 
 
-def test_a_caller_that_stays_costs_knocking_nothing(heard: Heard) -> None:
+def test_standing_link_does_not_delay_probes(heard: Heard) -> None:
+    """A caller that stays connected costs the probe server nothing."""
     server = ProbeServer("127.0.0.1", "a", "i1")
     heard.lines.keep({"a": ("127.0.0.1", server.port)})
     until_kept(server.port, 1)
@@ -121,7 +122,7 @@ def test_a_caller_that_stays_costs_knocking_nothing(heard: Heard) -> None:
     assert heard.next() == "a"
 
 
-def test_whoever_talks_is_hung_up_on() -> None:
+def test_talking_caller_is_disconnected() -> None:
     server = ProbeServer("127.0.0.1", "a", "i1")
     with socket.create_connection(("127.0.0.1", server.port), WITHIN_S) as caller:
         assert caller.recv(4096).endswith(b"\n")
@@ -144,7 +145,7 @@ lines.close()
 """
 
 
-def test_more_nodes_than_file_descriptors_leave_some_to_others() -> None:
+def test_links_use_a_share_of_the_file_descriptors() -> None:
     """A thousand lines, of the 1,024 descriptors that a shell gives, would be the planner's end."""
     server = ProbeServer("127.0.0.1", "a", "i1")
     try:

@@ -1,4 +1,4 @@
-"""`plan()` case by case: who is in the next Round, when there is none, and how a job ends."""
+"""`plan()` case by case: the next Round, when there is none, and how a job ends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def waiting(view: View, now: float = 0.0, policy: Policy = POLICY) -> Wait:
     return verdict
 
 
-def test_the_first_round() -> None:
+def test_first_round() -> None:
     view = replace(first(node("a")), first_number=8, checkpoint=(7, 50))
     r = decided(view)
     assert r == Round(8, (Member("a", "i", (0, 1)),), (7, 50), reason=r.reason, cause="start")
@@ -62,12 +62,12 @@ def test_the_first_round() -> None:
     assert waiting(running(view)) == Wait("round 8 runs with 2 workers", None)
 
 
-def test_no_more_workers_than_asked_for_and_never_fewer() -> None:
+def test_workers_are_within_the_requirements() -> None:
     assert decided(first(node("a", slots=(3, 5, 7)), fewest=1, most=2)).members[0].slots == (3, 5)
     assert waiting(first(node("a"), fewest=3, most=3)).why == "a has 2 slots, the job needs 3 workers on each node"
 
 
-def test_a_job_ends_once() -> None:
+def test_job_ends_once() -> None:
     view = running(first(node("a")))
     done = decided(replace(view, done=frozenset({"a"}), stop=STOP))
     assert (done.number, done.outcome, done.exit_code, done.members) == (2, "succeeded", 0, ())
@@ -78,7 +78,7 @@ def test_a_job_ends_once() -> None:
     assert (early.number, early.outcome) == (4, "stopped")
 
 
-def test_a_crash_while_others_are_done_is_one_more_round_with_everyone() -> None:
+def test_crash_after_others_are_done_restarts_all() -> None:
     view = running(first(node("a"), node("b")))
     r = decided(replace(view, done=frozenset({"a"}), failures=(crash(node="b"),)))
     assert [m.node for m in r.members] == ["a", "b"]
@@ -87,13 +87,15 @@ def test_a_crash_while_others_are_done_is_one_more_round_with_everyone() -> None
     assert not decided(still).terminal, "a member that failed has not succeeded"
 
 
-def test_failures_of_another_round_or_of_a_stranger_are_not_counted() -> None:
+def test_foreign_failures_are_not_counted() -> None:
+    """Failures of another round, or of a node outside the round, change nothing."""
     view = running(first(node("a")))
     for failure in (replace(crash(), round=7), crash(node="z")):
         assert waiting(replace(view, failures=(failure,))).until is None
 
 
-def test_backoff_is_counted_from_the_failure() -> None:
+def test_backoff_starts_at_the_failure() -> None:
+    """Time spent on waiting for reports is part of the backoff."""
     view = running(first(node("a")))
     assert view.current is not None
     tired = replace(view.current, budget=BudgetState(counted=2, streak=2))
@@ -105,7 +107,8 @@ def test_backoff_is_counted_from_the_failure() -> None:
     assert r.reason == "rank 1 was killed by SIGKILL; restart 1: 2 workers on a, from the beginning"
 
 
-def test_a_mistake_in_the_script_ends_the_job_only_if_every_node_reports_it() -> None:
+def test_user_error_ends_the_job_if_every_node_reports_it() -> None:
+    """An error that only some nodes report is a crash, and costs a restart."""
     view = replace(running(first(node("a"), node("b"))), failed_at=10.0)
     assert waiting(replace(view, failures=(mistake("a"),)), 10.0).until == 10.5
     assert not decided(replace(view, failures=(mistake("a"),)), 10.5).terminal
@@ -116,7 +119,7 @@ def test_a_mistake_in_the_script_ends_the_job_only_if_every_node_reports_it() ->
     assert end.reason == "an error in the script, not restarted: all ranks on a raised"
 
 
-def test_a_lost_node_costs_nothing_and_the_survivors_keep_their_order() -> None:
+def test_lost_node_costs_no_restart() -> None:
     view = running(first(node("c", joined_at=1), node("a", joined_at=2), node("b", joined_at=3)))
     assert view.current is not None
     assert [m.node for m in view.current.members] == ["c", "a", "b"]
@@ -152,7 +155,7 @@ def failing(view: View, r: Round, *slots: int, step: int = 0, now: float = 0.0) 
     return decided(replace(view, current=r, failures=failures, failed_at=-99.0), now)
 
 
-def test_a_slot_that_keeps_failing_is_set_aside_while_enough_remain() -> None:
+def test_failing_slot_is_quarantined_while_enough_remain() -> None:
     view = first(node("a", slots=(0, 1, 2)), fewest=1, most=3)
     r = failing(view, decided(view), 1)
     assert r.quarantined_slots == (QuarantinedSlot("a", 1, strikes=1),)
@@ -169,7 +172,8 @@ def test_a_slot_that_keeps_failing_is_set_aside_while_enough_remain() -> None:
     assert end.terminal, "the last one is never set aside, nor forgiven"
 
 
-def test_a_slot_comes_back_after_its_cooloff_and_leaves_sooner_and_longer() -> None:
+def test_quarantine_ends_and_is_longer_the_next_time() -> None:
+    """A slot comes back after its cool-off; the next quarantine comes sooner and lasts longer."""
     view = first(node("a", slots=(0, 1, 2)), fewest=2, most=3)
     r = failing(view, failing(view, decided(view), 1), 1)
     early = failing(view, r, 0, step=5, now=59.0)
@@ -188,13 +192,13 @@ def test_a_slot_comes_back_after_its_cooloff_and_leaves_sooner_and_longer() -> N
     )
 
 
-def test_a_spare_slot_takes_the_place_of_one_set_aside() -> None:
+def test_spare_slot_replaces_a_quarantined_one() -> None:
     view = first(node("a", slots=(0, 1, 2)), fewest=2, most=2)
     r = failing(view, failing(view, decided(view), 1), 1)
     assert r.members[0].slots == (0, 2)
 
 
-def test_slots_set_aside_come_back_where_too_few_are_left() -> None:
+def test_quarantined_slots_are_used_where_too_few_remain() -> None:
     view = first(node("a", slots=(0, 1, 2)), fewest=2, most=3)
     r = replace(
         decided(view), quarantined_slots=(QuarantinedSlot("a", 0, 2, 1, 50.0), QuarantinedSlot("a", 1, 2, 1, 40.0))
@@ -204,7 +208,8 @@ def test_slots_set_aside_come_back_where_too_few_are_left() -> None:
     assert failing(view, idle, 2, step=5).members[0].slots == (1, 2), "the one nearest its return"
 
 
-def test_what_a_newer_planner_wrote_is_carried_on() -> None:
+def test_unknown_fields_of_a_round_are_kept() -> None:
+    """A newer leader may have written them."""
     view = first(node("a"))
     r = Round.from_json(decided(view).to_json().replace(b'"version":"1.0"', b'"version":"1.7","mood":"good"'))
     after = failing(view, r, 0)

@@ -1,4 +1,4 @@
-"""`plan()` after hangs: what is held against whom, wherever the verdict was found, and who is left out for how long."""
+"""`plan()` after hangs: strikes and quarantines of slots, and nodes that are left out."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Job:
 BOTH = (0, 1)
 
 
-def test_a_hang_counts_against_the_culprits_slot_and_not_against_who_found_it() -> None:
+def test_hang_strikes_the_culprits_slot() -> None:
+    """The node that found the hang gets no strike."""
     job = Job()
     job.hang(("b", 1))
     assert [(b.node, b.slot, b.strikes, b.left_s) for b in job.round.quarantined_slots] == [("b", 1, 1, 0.0)]
@@ -63,7 +64,7 @@ def test_a_hang_counts_against_the_culprits_slot_and_not_against_who_found_it() 
     assert job.round.cause == "hung"
 
 
-def test_twice_running_sets_the_slot_aside_with_a_cool_off_that_grows() -> None:
+def test_second_hang_quarantines_the_slot_for_longer() -> None:
     job = Job()
     job.hang(("b", 1))
     said = job.hang(("b", 1))
@@ -78,7 +79,7 @@ def test_twice_running_sets_the_slot_aside_with_a_cool_off_that_grows() -> None:
     assert POLICY.cooloff_s(2) > first_s
 
 
-def test_a_node_whose_every_slot_is_set_aside_is_left_out() -> None:
+def test_node_with_all_slots_quarantined_is_left_out() -> None:
     job = Job()
     for slot in (1, 1, 0, 0):
         job.hang(("b", slot))
@@ -88,14 +89,15 @@ def test_a_node_whose_every_slot_is_set_aside_is_left_out() -> None:
     assert job.slots() == {"a": BOTH, "b": BOTH, "c": BOTH}, "after its cool-off it is one like any other"
 
 
-def test_a_node_that_cannot_spare_a_slot_is_left_out_whole() -> None:
+def test_node_that_cannot_spare_a_slot_is_left_out() -> None:
     job = Job(min_workers=2)
     job.hang(("b", 1))
     job.hang(("b", 1))
     assert job.slots() == {"a": BOTH, "c": BOTH}
 
 
-def test_better_one_that_hangs_than_none() -> None:
+def test_hung_slot_stays_where_none_can_be_spared() -> None:
+    """A slot that hangs is better than none."""
     job = Job("ab", min_nodes=2, min_workers=2)
     job.hang(("b", 1))
     said = job.hang(("b", 1))
@@ -103,7 +105,7 @@ def test_better_one_that_hangs_than_none() -> None:
     assert "set aside" not in said
 
 
-def test_several_culprits_each_have_their_own() -> None:
+def test_each_culprit_has_its_own_strikes() -> None:
     job = Job()
     job.hang(("b", 0), ("c", 1))
     job.hang(("b", 0), ("c", 1))
@@ -111,7 +113,7 @@ def test_several_culprits_each_have_their_own() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 5])
-def test_a_hang_that_is_nobodys_fault_is_held_against_nobody(times: int) -> None:
+def test_hang_without_culprit_strikes_no_slot(times: int) -> None:
     job = Job()
     for _ in range(times):
         job.hang()
@@ -119,7 +121,8 @@ def test_a_hang_that_is_nobodys_fault_is_held_against_nobody(times: int) -> None
     assert job.slots() == {"a": BOTH, "b": BOTH, "c": BOTH}
 
 
-def test_another_culprit_in_between_breaks_the_row() -> None:
+def test_another_culprit_clears_the_strikes() -> None:
+    """Strikes count only in a row."""
     job = Job()
     for culprit in (("b", 1), ("c", 0), ("b", 1), ("c", 0)):
         job.hang(culprit)

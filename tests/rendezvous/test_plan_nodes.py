@@ -1,4 +1,4 @@
-"""`plan()` where nodes come, leave and are lost: when it holds, waits, goes on with whom, and when the job ends."""
+"""`plan()` where nodes join, leave and are lost: pauses, waits, the members that continue, and the job's end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def nodes(round: Round) -> str:
     return "".join(m.node for m in round.members)
 
 
-def test_growing_waits_whether_more_come_and_then_holds() -> None:
+def test_growth_waits_for_more_joiners_then_pauses() -> None:
     view = with_(present("d", NOW))
     assert plan(view, POLICY, NOW) == Wait("d joined; waiting for more nodes to join", NOW + POLICY.grow_debounce_s)
     assert plan(view, POLICY, NOW + 1) == Pause(3, "d joined")
@@ -70,11 +70,12 @@ def test_growing_waits_whether_more_come_and_then_holds() -> None:
     ],
     ids=["one is done", "before the first step", "no room", "a dead one's record"],
 )
-def test_no_growing(view: View) -> None:
+def test_no_growth(view: View) -> None:
+    """Policy, room, leaving or unseen rounds keep a joiner out."""
     assert plan(view, POLICY, NOW) == Wait("round 3 runs with 3 workers", None)
 
 
-def test_growing_is_the_scripts_and_the_policys_choice() -> None:
+def test_growth_without_pause_depends_on_the_policy() -> None:
     plain = with_(present("a", stepped_round=3), present("d"))
     waits = plan(plain, POLICY, NOW)
     assert isinstance(waits, Wait)
@@ -84,7 +85,7 @@ def test_growing_is_the_scripts_and_the_policys_choice() -> None:
     assert plan(with_(present("d")), Policy(grow="never"), NOW) == Wait("round 3 runs with 3 workers", None)
 
 
-def test_who_leaves_is_let_go_from_a_checkpoint() -> None:
+def test_leaving_node_is_released_at_a_checkpoint() -> None:
     leaving = with_(present("b", leaving="b leaves: SIGTERM"))
     assert plan(leaving, POLICY, NOW) == Pause(3, "b leaves: SIGTERM")
     held = with_(present("a", stepped_round=3, can_pause=3, paused=3), view=leaving)
@@ -95,7 +96,8 @@ def test_who_leaves_is_let_go_from_a_checkpoint() -> None:
     assert nodes(decided(taken_over)) == "acd"
 
 
-def test_who_leaves_at_the_start_of_a_round_lets_it_hold_at_its_first_step_as_an_earlier_one_could() -> None:
+def test_leaving_before_the_first_step_pauses_if_an_earlier_round_could() -> None:
+    """Rank 0 reads the request at its first step."""
     b = present("b", leaving="b leaves")
     for young in (
         with_(present("a", can_pause=2), b),
@@ -111,14 +113,15 @@ def test_who_leaves_at_the_start_of_a_round_lets_it_hold_at_its_first_step_as_an
     assert plan(came, POLICY, NOW) == Wait("round 3 runs with 3 workers", None)
 
 
-def test_leaving_too_few_behind_waits_for_a_replacement() -> None:
+def test_leaving_waits_for_a_replacement_where_too_few_remain() -> None:
     gone = [present(n, leaving=f"{n} leaves") for n in "bc"]
     waits = plan(with_(*gone), POLICY, NOW)
     assert waits == Wait("b leaves; c leaves; too few nodes would remain", None, notable=True)
     assert plan(with_(*gone, present("d")), POLICY, NOW) == Pause(3, "b leaves; c leaves; d joined")
 
 
-def test_when_all_leave_the_job_is_stopped_and_may_be_begun_again() -> None:
+def test_job_stops_when_all_leave_and_may_start_again() -> None:
+    """A scheduler asks all nodes to leave, and starts them again later."""
     gone = with_(*(present(n, leaving=f"{n} leaves", stepped_round=3, can_pause=3) for n in "abc"))
     assert plan(gone, POLICY, NOW) == Pause(3, "a leaves; b leaves; c leaves")
     held = with_(present("a", leaving="a leaves", can_pause=3, paused=3), view=gone)
@@ -135,7 +138,7 @@ def test_when_all_leave_the_job_is_stopped_and_may_be_begun_again() -> None:
         assert isinstance(plan(replace(again, current=replace(end, outcome=outcome)), POLICY, NOW), Wait)
 
 
-def test_two_rounds_of_one_number_end_with_the_next_one() -> None:
+def test_conflicting_rounds_end_with_the_next_one() -> None:
     stranger = present("x", ready_round=3)
     grown = decided(with_(stranger))
     assert (grown.number, nodes(grown)) == (4, "abcx")
@@ -146,7 +149,8 @@ def test_two_rounds_of_one_number_end_with_the_next_one() -> None:
     assert not isinstance(plan(with_(before), POLICY, NOW), Round), "that is over"
 
 
-def test_strangers_wait_for_a_round_that_somebody_runs_and_number_theirs_above() -> None:
+def test_first_round_waits_for_a_running_one_and_is_numbered_above() -> None:
+    """After the store lost its data, a member restores the round that runs before joiners start another one."""
     runs, stranger = present("a", joined_at=NOW, highest_round=1), present("x", joined_at=NOW, seen_round=0)
     view = replace(VIEW, current=None, nodes=(runs, stranger), requirements=Requirements(1, 1, 2, 2))
     why = "waiting for a to restore a round that is missing from the store"
@@ -158,7 +162,8 @@ def victim(node: str) -> Failure:
     return Failure(3, node, "crash", (), f"{node} lost its peers")
 
 
-def test_victims_wait_for_who_failed_first() -> None:
+def test_secondary_failures_wait_for_the_root_cause() -> None:
+    """Ranks that lost a peer report before the peer's node does."""
     view = replace(VIEW, failures=(victim("a"),))
     assert plan(view, POLICY, NOW) == Wait("a lost its peers; waiting for the root cause", NOW + ROOT_CAUSE_WAIT_S)
     culprit = Failure(3, "b", "crash", ((1, 0),), "rank 1 was killed by SIGKILL")
@@ -169,7 +174,7 @@ def test_victims_wait_for_who_failed_first() -> None:
     assert decided(view, NOW + ROOT_CAUSE_WAIT_S).budget.counted == 1
 
 
-def test_who_raised_and_has_not_ended_yet_explains_its_victims() -> None:
+def test_pending_exception_explains_secondary_failures() -> None:
     """Its last words are known before it ends, which may take any time."""
 
     def says(node: str, **more: Any) -> View:
@@ -189,14 +194,16 @@ def test_who_raised_and_has_not_ended_yet_explains_its_victims() -> None:
     assert "ValueError" not in decided(old, NOW + ROOT_CAUSE_WAIT_S).reason, "that was in the round before"
 
 
-def test_a_lost_node_explains_its_victims_and_costs_nothing() -> None:
+def test_lost_node_explains_secondary_failures() -> None:
+    """It costs no restart of the budget."""
     view = replace(VIEW, failures=(victim("a"), victim("c")), probe_results=(("b", "refused"),))
     after = decided(view)
     assert (nodes(after), after.budget.counted) == ("ac", 0)
     assert after.reason.startswith("b is lost: the port of its agent is closed; restart 2")
 
 
-def test_a_broken_round_waits_for_who_is_only_away_from_the_store() -> None:
+def test_failed_round_waits_for_a_returning_member() -> None:
+    """A member that has only lost the store registers again within RETURN_S."""
     view = replace(
         VIEW,
         nodes=VIEW.nodes[:2],
@@ -208,7 +215,7 @@ def test_a_broken_round_waits_for_who_is_only_away_from_the_store() -> None:
     assert nodes(decided(view, NOW + RETURN_S)) == "ab"
 
 
-def test_too_few_nodes_are_waited_for_a_while() -> None:
+def test_wait_for_too_few_nodes_is_bounded() -> None:
     lost = replace(VIEW, nodes=(FIRST,), probe_results=(("b", "refused"), ("c", "refused")), short_since=NOW)
     waits = plan(lost, POLICY, NOW)
     assert isinstance(waits, Wait)

@@ -1,4 +1,4 @@
-"""Knocking: who answers, who is gone for certain, and who only does not speak."""
+"""Probes: agents that answer, agents that are certainly gone, and silence."""
 
 from __future__ import annotations
 
@@ -119,12 +119,12 @@ def why(result: ProbeAlive | ProbeRefused | ProbeNoAnswer) -> str:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.77", "::1"])
-def test_an_agent_says_who_it_is(address: str) -> None:
+def test_answer_has_node_and_incarnation(address: str) -> None:
     with serving(address) as server:
         assert one(address, server.port) == ProbeAlive("a", "i1")
 
 
-def test_the_answer_is_one_line_of_json() -> None:
+def test_answer_is_one_line_of_json() -> None:
     with serving() as server, socket.create_connection(("127.0.0.1", server.port), DEADLINE) as sock:
         sock.shutdown(socket.SHUT_WR)  # who does not stay is not kept
         text = b""
@@ -134,29 +134,29 @@ def test_the_answer_is_one_line_of_json() -> None:
     assert json.loads(text) == {"node": "a", "incarnation": "i1", "version": "1.0"}
 
 
-def test_nobody_asked() -> None:
+def test_no_nodes() -> None:
     assert probe_nodes({}, LONG) == {}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_a_port_nobody_listens_on_has_refused_twice(address: str) -> None:
+def test_closed_port_is_refused_after_two_attempts(address: str) -> None:
     begun = time.monotonic()
     assert one(address, free_port(address)) == ProbeRefused()
     assert REFUSAL_CONFIRM_S <= time.monotonic() - begun < LONG, "not before the second knock, and not at the timeout"
 
 
-def test_refused_is_said_even_if_the_timeout_is_shorter_than_the_pause() -> None:
+def test_refused_within_a_timeout_shorter_than_the_pause() -> None:
     assert one("127.0.0.1", free_port(), timeout_s=REFUSAL_CONFIRM_S / 2) == ProbeRefused()
 
 
-def test_a_closed_server_refuses_and_closing_again_is_nothing() -> None:
+def test_closed_server_refuses() -> None:
     with serving() as server:
         assert isinstance(one("127.0.0.1", server.port), ProbeAlive)
         server.close()
         assert one("127.0.0.1", server.port) == ProbeRefused()
 
 
-def test_a_port_that_is_back_within_the_pause_is_not_refused() -> None:
+def test_port_that_is_back_within_the_pause_answers() -> None:
     deadline = time.monotonic() + DEADLINE
     result: ProbeAlive | ProbeRefused | ProbeNoAnswer = ProbeRefused()
     # Whether the port is back in time is a race against the pause, so it is run until it is won once.
@@ -178,7 +178,7 @@ def test_a_port_that_is_back_within_the_pause_is_not_refused() -> None:
     assert result == ProbeAlive("a", "i2")
 
 
-def test_a_stopped_agent_is_silent_a_killed_one_refuses() -> None:
+def test_stopped_agent_is_silent_and_killed_one_refuses() -> None:
     with agent() as (process, port):
         assert one("127.0.0.1", port) == ProbeAlive("a", "i1")
         process.send_signal(signal.SIGSTOP)
@@ -191,12 +191,12 @@ def test_a_stopped_agent_is_silent_a_killed_one_refuses() -> None:
         assert one("127.0.0.1", port) == ProbeRefused()
 
 
-def test_an_agent_whose_main_thread_ended_without_closing_ends_too() -> None:
+def test_server_ends_with_the_main_thread() -> None:
     with agent(AGENT.replace("sys.stdin.read()", "")) as (process, _):
         assert process.wait(DEADLINE) == 0
 
 
-def test_a_stuck_agent_is_silent_and_answers_when_it_no_longer_is() -> None:
+def test_stuck_agent_is_silent_until_it_continues() -> None:
     stuck = threading.Event()
     stuck.set()
     with serving(answering=lambda: not stuck.is_set()) as server:
@@ -205,13 +205,14 @@ def test_a_stuck_agent_is_silent_and_answers_when_it_no_longer_is() -> None:
         assert one("127.0.0.1", server.port) == ProbeAlive("a", "i1")
 
 
-def test_an_answer_that_comes_late_but_in_time_counts() -> None:
+def test_late_answer_within_the_timeout_counts() -> None:
     verdicts = iter([False, False, False])
     with serving(answering=lambda: next(verdicts, True)) as server:
         assert one("127.0.0.1", server.port) == ProbeAlive("a", "i1")
 
 
-def test_a_stuck_server_closes_at_once_and_resets_whoever_waits() -> None:
+def test_stuck_server_closes_at_once() -> None:
+    """Waiting callers are reset."""
     asked = threading.Event()
 
     def stuck() -> bool:
@@ -226,7 +227,7 @@ def test_a_stuck_server_closes_at_once_and_resets_whoever_waits() -> None:
 
 
 @pytest.mark.parametrize("accepted", [False, True])
-def test_an_agent_that_dies_while_it_is_asked_refuses(accepted: bool) -> None:
+def test_agent_that_dies_during_a_probe_refuses(accepted: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
@@ -243,7 +244,7 @@ def test_an_agent_that_dies_while_it_is_asked_refuses(accepted: bool) -> None:
         thread.join(DEADLINE)
 
 
-def test_a_machine_that_drops_everything_is_silent() -> None:
+def test_dropped_packets_are_silence() -> None:
     with contextlib.ExitStack() as held:
         listener = held.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
@@ -267,23 +268,24 @@ def test_a_machine_that_drops_everything_is_silent() -> None:
         (b"\xff" * 5000, "something that is not an agent's"),
     ],
 )
-def test_whoever_else_answers_there_is_silent(said: bytes, words: str) -> None:
+def test_foreign_answer_is_no_answer(said: bytes, words: str) -> None:
     with saying(said) as port:
         assert words in why(one("127.0.0.1", port))
 
 
-def test_a_reset_before_an_answer_is_silence_if_somebody_still_listens() -> None:
+def test_reset_without_answer_is_silence_while_the_port_listens() -> None:
+    """The port is probed again at once; only a refusal proves death."""
     with saying(b"", reset=True) as port:
         assert why(one("127.0.0.1", port)) == "connection reset by peer"
 
 
-def test_half_an_answer_is_forgotten_when_it_is_asked_again() -> None:
+def test_partial_answer_is_discarded_before_the_second_attempt() -> None:
     whole = b'{"node":"a","incarnation":"i1","version":"1.0"}\n'
     with saying(whole[:20], then=whole) as port:
         assert one("127.0.0.1", port) == ProbeAlive("a", "i1")
 
 
-def test_an_agent_one_minor_version_newer_is_understood() -> None:
+def test_newer_minor_version_is_decoded() -> None:
     with saying(b'{"node":"a","incarnation":"i9","mood":3,"version":"1.7"}\n') as port:
         answer = one("127.0.0.1", port)
         assert isinstance(answer, ProbeAlive)
@@ -306,13 +308,13 @@ def test_an_agent_one_minor_version_newer_is_understood() -> None:
         ("224.0.0.1", 80),
     ],
 )
-def test_what_cannot_be_dialled_is_silent_at_once(address: str, port: int) -> None:
+def test_invalid_address_is_silent_at_once(address: str, port: int) -> None:
     begun = time.monotonic()
     assert why(one(address, port))
     assert time.monotonic() - begun < LONG
 
 
-def test_a_socket_that_connects_with_itself_is_seen() -> None:
+def test_self_connection_is_refused() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", free_port()))
         where = sock.getsockname()
@@ -322,7 +324,7 @@ def test_a_socket_that_connects_with_itself_is_seen() -> None:
         assert not knocking._connected_to_itself(sock, ("127.0.0.1", server.port))
 
 
-def test_three_hundred_at_once_take_one_timeout() -> None:
+def test_three_hundred_silent_nodes_take_one_timeout() -> None:
     # One server on every loopback address is 100 that answer; one socket nobody accepts from is 100 that do not.
     with serving("0.0.0.0") as server, socket.create_server(("127.0.0.1", 0), backlog=200) as mute:
         port, gone = server.port, free_port()
@@ -342,14 +344,14 @@ def test_three_hundred_at_once_take_one_timeout() -> None:
     assert len(results) == 300
 
 
-def test_a_thousand_callers_at_once_are_all_answered() -> None:
+def test_thousand_callers_are_answered() -> None:
     with serving() as server:
         results = probe_nodes({str(i): ("127.0.0.1", server.port) for i in range(1000)}, LONG)
     assert set(results.values()) == {ProbeAlive("a", "i1")}
     assert len(results) == 1000
 
 
-def test_hostile_callers_hold_nobody_up() -> None:
+def test_hostile_callers_delay_no_answer() -> None:
     with serving() as server, contextlib.ExitStack() as held:
         for turn in range(100):
             sock = held.enter_context(socket.create_connection(("127.0.0.1", server.port), DEADLINE))
@@ -387,7 +389,8 @@ print(sum("not probed: too few file descriptors" in answer.why for answer in mut
 """
 
 
-def test_with_few_file_descriptors_all_are_asked_and_with_none_nobody_is_taken_for_dead() -> None:
+def test_few_file_descriptors_prove_no_death() -> None:
+    """With few, all nodes are probed in turn; with none, no node is taken for dead."""
     with serving() as server, socket.create_server(("127.0.0.1", 0), backlog=100) as mute:
         ports = str(server.port), str(mute.getsockname()[1])
         with agent(CRAMPED, *ports) as (process, _):
@@ -399,7 +402,7 @@ def test_with_few_file_descriptors_all_are_asked_and_with_none_nobody_is_taken_f
     assert (connected, left) == ("32", "68"), "half of them are the rest of the agent's"
 
 
-def test_a_port_or_address_that_cannot_be_had_is_one_clear_line() -> None:
+def test_unbindable_address_is_a_usage_error() -> None:
     with serving() as server, pytest.raises(UsageError, match=rf"127\.0\.0\.1 port {server.port}: .*in use"):
         ProbeServer("127.0.0.1", "a", "i1", server.port)
     for address, port in (("203.0.113.7", 0), ("localhost", 0), ("", 0), ("127.0.0.1", 70000)):
@@ -407,7 +410,7 @@ def test_a_port_or_address_that_cannot_be_had_is_one_clear_line() -> None:
             ProbeServer(address, "a", "i1", port)
 
 
-def test_a_restarted_agent_has_its_port_again_at_once() -> None:
+def test_restarted_agent_binds_its_port_at_once() -> None:
     with serving() as server:
         assert isinstance(one("127.0.0.1", server.port), ProbeAlive)
         port = server.port

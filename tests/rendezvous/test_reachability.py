@@ -1,4 +1,4 @@
-"""When a node asks the others whether they are there, and whose silence it counts."""
+"""When a node probes the other members, and which silence counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = Keys("job")
 
 
 class Network:
-    """Node b among a, b, c, d; `answers` is what each of the others does, `asked` when whom it was asked."""
+    """Node b among a, b, c, d; `answers`: the behaviour of each other node; `asked`: (time, probed nodes)."""
 
     def __init__(self, **answers: str) -> None:
         self.now = 1000.0
@@ -43,7 +43,7 @@ class Network:
         return {name: kinds.get(self.answers[name], ProbeAlive(name, "i")) for name in them}
 
     def wait(self, seconds: float) -> tuple[str, ...]:
-        """As a coordinator does: turns when it is asked to, and ten times a second."""
+        """As a member does: turns when they are due, and ten times a second."""
         until = self.now + seconds
         while self.now < until:
             due = self.reach.turn(self.round, self.stepped, self.advances_by, self.now)
@@ -58,7 +58,7 @@ class Network:
         return self.reach.unreachable
 
 
-def test_while_all_is_well_everybody_is_asked_once() -> None:
+def test_members_are_probed_once_while_all_is_well() -> None:
     net = Network()
     net.train(60)
     (at, whom), *more = net.asked
@@ -66,7 +66,7 @@ def test_while_all_is_well_everybody_is_asked_once() -> None:
     assert at <= 1000 + INTRODUCTION_SPREAD_S + 1
 
 
-def test_who_stands_still_for_a_lease_asks_ever_less_often_while_all_answer() -> None:
+def test_stalled_member_probes_less_often_while_all_answer() -> None:
     net = Network()
     net.train(10)
     net.asked.clear()
@@ -76,7 +76,8 @@ def test_who_stands_still_for_a_lease_asks_ever_less_often_while_all_answer() ->
     assert [round(pause) for pause in pauses[:6]] == [1, 2, 4, 8, 16, MAX_INTERVAL_S]
 
 
-def test_a_silence_as_long_as_a_lease_is_missed_and_forgotten_with_an_answer_or_a_step() -> None:
+def test_silence_of_a_lease_is_unreachable_until_an_answer_or_step() -> None:
+    """An unreachable member is reachable again with its answer, or with a step of the local workers."""
     net = Network()
     net.train(10)
     net.answers["c"] = "silent"
@@ -89,20 +90,23 @@ def test_a_silence_as_long_as_a_lease_is_missed_and_forgotten_with_an_answer_or_
     assert net.train(1) == (), "they train: so it is there"
 
 
-def test_a_firewall_between_agents_parts_nobody_who_has_trained() -> None:
+def test_firewall_separates_no_members_that_trained() -> None:
+    """Agents that never answered each other, while their workers trained, are not partitioned by silence."""
     net = Network(c="silent")
     net.train(100)
     assert net.wait(300) == ()
     assert len([whom for _, whom in net.asked if whom == "c"]) <= 3
 
 
-def test_before_the_first_step_who_is_silent_counts_where_others_answer() -> None:
+def test_silence_before_the_first_step_counts_if_others_answer() -> None:
+    """Where no member answers, the fault is on this side, or a firewall."""
     assert Network(c="silent").wait(20) == ("c",)
     assert Network(c="silent", d="refuses").wait(20) == ("c",), "who refuses is the planner's to judge"
     assert Network(a="silent", c="silent", d="silent").wait(60) == (), "then it is we, or a firewall"
 
 
-def test_who_was_left_out_goes_on_asking_and_says_whom_it_misses() -> None:
+def test_excluded_node_continues_to_probe() -> None:
+    """It publishes the members that it does not reach, so that it is not taken again too early."""
     net = Network(c="silent")
     assert net.wait(20) == ("c",)
     net.round = Round(2, tuple(Member(name, "i", (0,)) for name in "acd"), excluded=(Exclusion("b", 1),))
@@ -118,14 +122,14 @@ def test_who_was_left_out_goes_on_asking_and_says_whom_it_misses() -> None:
     assert net.wait(1) == (), "back in: all begins anew"
 
 
-def test_a_stranger_asks_nobody() -> None:
+def test_non_member_probes_no_node() -> None:
     net = Network()
     net.round = Round(2, tuple(Member(name, "i", (0,)) for name in "acd"))
     net.wait(60)
     assert net.asked == []
 
 
-def test_what_was_seen_stays_true_while_the_failed_group_ends() -> None:
+def test_result_stays_while_the_failed_group_ends() -> None:
     net = Network(c="silent")
     assert net.wait(20) == ("c",)
     net.advances_by = None

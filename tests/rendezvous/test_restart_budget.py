@@ -16,7 +16,7 @@ def take(state: BudgetState, policy: Policy, *, progress: bool = False, elapsed_
     return granted
 
 
-def test_backoff_grows_without_progress_and_starts_again_with_it() -> None:
+def test_backoff_grows_without_progress() -> None:
     policy = Policy(max_restarts=20)
     state, delays = BudgetState(), []
     for _ in range(10):
@@ -44,11 +44,11 @@ def test_backoff_grows_without_progress_and_starts_again_with_it() -> None:
         ),
     ],
 )
-def test_refused(state: BudgetState, policy: Policy, why: str) -> None:
+def test_refused_restart_has_the_arithmetic(state: BudgetState, policy: Policy, why: str) -> None:
     assert spend(state, policy, progress=False, high_water=0, elapsed_s=0.0) == RestartRefused(why)
 
 
-def test_max_restarts_is_the_only_limit_where_it_is_given() -> None:
+def test_max_restarts_is_the_only_limit_if_given() -> None:
     state = BudgetState(counted=99, streak=50, tokens=0.0)
     assert take(state, Policy(max_restarts=100)).state.counted == 100
 
@@ -65,14 +65,14 @@ def test_max_restarts_is_the_only_limit_where_it_is_given() -> None:
         (BudgetState(counted=9), Policy(max_restarts=3), 0),
     ],
 )
-def test_what_is_left_is_what_would_be_granted(state: BudgetState, policy: Policy, left: int) -> None:
+def test_restarts_left_equals_what_is_granted(state: BudgetState, policy: Policy, left: int) -> None:
     assert budget.restarts_left(state, policy, progress=False, elapsed_s=0.0) == left
     for _ in range(left):
         state = take(state, policy).state
     assert isinstance(spend(state, policy, progress=False, high_water=0, elapsed_s=0.0), RestartRefused)
 
 
-def test_progress_gives_a_row_back_and_time_what_the_hour_has() -> None:
+def test_progress_resets_the_streak_and_time_refills_the_hour() -> None:
     state = BudgetState(streak=3, tokens=0.0)
     assert budget.restarts_left(state, Policy(), progress=True, elapsed_s=59.0) == 0
     assert budget.restarts_left(state, Policy(), progress=True, elapsed_s=61.0) == 1
@@ -82,19 +82,20 @@ def test_progress_gives_a_row_back_and_time_what_the_hour_has() -> None:
     assert budget.restarts_left(BudgetState(counted=3), given, progress=True, elapsed_s=1e9) == 0, "a total is a total"
 
 
-def test_progress_ends_the_row_but_does_not_fill_the_hour() -> None:
+def test_progress_does_not_refill_the_hour() -> None:
+    """Progress ends the streak, and leaves the hourly allowance as it is."""
     state = take(BudgetState(streak=3, tokens=1.0), Policy(), progress=True).state
     assert (state.streak, state.tokens) == (1, 0.0)
     assert isinstance(spend(state, Policy(), progress=True, high_water=1, elapsed_s=59.0), RestartRefused)
     assert take(state, Policy(), progress=True, elapsed_s=60.0).state.tokens == 0.0  # 60 an hour: one a minute
 
 
-def test_the_bucket_never_holds_more_than_an_hour() -> None:
+def test_allowance_is_at_most_an_hours() -> None:
     assert take(BudgetState(), Policy()).state.tokens == 59.0
     assert take(BudgetState(tokens=10.0), Policy(), elapsed_s=1e9).state.tokens == 59.0
 
 
-def test_a_forgiven_failure_counts_but_not_in_the_row() -> None:
+def test_forgiven_failure_does_not_lengthen_the_streak() -> None:
     granted = spend(BudgetState(streak=3), Policy(), progress=False, high_water=0, elapsed_s=0.0, forgiven=True)
     assert granted == RestartGranted(BudgetState(counted=1, streak=3, tokens=59.0), 4)
     hard = spend(
@@ -103,7 +104,7 @@ def test_a_forgiven_failure_counts_but_not_in_the_row() -> None:
     assert isinstance(hard, RestartRefused)
 
 
-def test_what_progress_is() -> None:
+def test_progress() -> None:
     fresh = Round(2, (Member("a", "i", (0,)),), budget=BudgetState(high_water=10))
     resumed = Round(2, fresh.members, last_checkpoint=(1, 10), budget=BudgetState(high_water=15))
 
@@ -118,7 +119,7 @@ def test_what_progress_is() -> None:
     assert not round_progressed(resumed, saved(11, number=1), 15), "an older round's is no progress of this one"
 
 
-def test_a_restart_that_does_not_count_still_remembers_what_was_reached() -> None:
+def test_uncounted_restart_keeps_the_high_water() -> None:
     state = BudgetState(counted=2, streak=2, high_water=5)
     assert carry_over(state, progress=True, high_water=9) == BudgetState(counted=2, streak=0, high_water=9)
     assert carry_over(state, progress=False, high_water=5) == state

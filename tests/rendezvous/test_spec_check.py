@@ -1,4 +1,4 @@
-"""What two nodes of a job must have been asked alike, what each may choose, and how they say where they differ."""
+"""What two nodes of a job must have in common, what each may choose, and how a difference is worded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def heard(mine: dict[str, Any], theirs: object) -> tuple[str | None, list[str]]:
     return mismatch(json.dumps(mine).encode(), raw, said.append), said
 
 
-def test_what_is_a_machines_own_affair_does_not_count() -> None:
+def test_machine_settings_are_not_compared() -> None:
+    """Slots, interpreters, directories, names and addresses are each machine's own."""
     other = asked(
         "--nproc-per-node 3:8 --nnodes 2:4 --rdzv-id j --rdzv-backend etcd --rdzv-endpoint a,b --node-id n2 "
         "--local-addr 10.0.0.2 --log-dir /logs -t 3 --master-port 7 --preload numpy "
@@ -55,17 +56,18 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("command", "phrase"), DIFFERENT, ids=[phrase for _, phrase in DIFFERENT])
-def test_what_differs_is_named_and_refused(command: str, phrase: str) -> None:
+def test_difference_is_named_and_refused(command: str, phrase: str) -> None:
     assert heard(MINE, asked(command)) == (phrase, [])
 
 
-def test_nodes_of_another_role_run_what_they_like() -> None:
+def test_other_role_may_run_another_script() -> None:
     assert heard(MINE, asked(f"{MEET} --role eval -m evaluate --every 5")) == (None, [])
     refused, _ = heard(MINE, asked(f"{MEET} --role eval --nnodes 2:5 -m evaluate"))
     assert refused == "--nnodes MAX is 4 here, 5 there", "but they are one job"
 
 
-def test_other_arguments_are_allowed_and_remarked_within_one_role() -> None:
+def test_other_arguments_within_a_role_are_logged() -> None:
+    """They are allowed, and sometimes a mistake."""
     refused, remarks = heard(MINE, asked(f"{MEET} train.py --lr 0.2"))
     assert refused is None
     assert remarks == [
@@ -73,16 +75,16 @@ def test_other_arguments_are_allowed_and_remarked_within_one_role() -> None:
     ]
 
 
-def test_a_module_is_its_whole_name() -> None:
+def test_module_is_compared_by_its_whole_name() -> None:
     assert differences(asked(f"{MEET} -m a.train"), asked(f"{MEET} -m b.train"))
 
 
-def test_arguments_are_not_merely_joined() -> None:
+def test_arguments_are_compared_one_by_one() -> None:
     _, remarks = heard(asked(f"{MEET} t.py 'a b'"), asked(f"{MEET} t.py a b"))
     assert "arguments are \"'a b'\" here, 'a b' there" in remarks[0]
 
 
-def test_long_values_are_shown_where_they_begin_to_differ() -> None:
+def test_long_values_are_shown_where_they_differ() -> None:
     mine, other = (asked(f"{MEET} -m t.{'x' * 500}{end}") for end in ("a", "b"))
     phrase = differences(mine, other)
     assert len(phrase) < 300
@@ -90,28 +92,28 @@ def test_long_values_are_shown_where_they_begin_to_differ() -> None:
     assert "xxb' there" in phrase
 
 
-def test_the_document_survives_json() -> None:
+def test_document_survives_json() -> None:
     assert json.loads(json.dumps(MINE)) == MINE
 
 
-def test_a_name_that_is_not_text_can_be_agreed_on() -> None:
+def test_undecodable_name_can_be_compared() -> None:
     refused, _ = heard(MINE, asked(f"{MEET} bad\udcff.py \udcfe"))
     assert refused is not None
     assert "bad" in refused
 
 
-def test_a_field_only_a_newer_version_knows_differs_for_nobody() -> None:
+def test_field_of_a_newer_version_is_no_difference() -> None:
     newer = {**MINE, "version": "1.9", "colour": "red"}
     assert heard(MINE, newer) == heard(newer, MINE) == (None, [])
     first = {name: MINE[name] for name in ("entrypoint", "args", "mode", "role", "min_nodes", "max_nodes", "run")}
     assert heard(MINE, first) == (None, []), "the first version wrote no more"
 
 
-def test_another_major_version_is_another_job() -> None:
+def test_other_major_version_is_refused() -> None:
     refused, _ = heard(MINE, {"version": "2.0", "script": "train.py"})
     assert refused == "its first node speaks version 2.0, this one 1.0; run the same major version everywhere"
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff", b"[]", b"17", b'"x"', b"null", b"[" * 100_000])
-def test_garbage_is_refused(garbage: bytes) -> None:
+def test_undecodable_spec_is_refused(garbage: bytes) -> None:
     assert heard(MINE, garbage) == ("the spec written by its first node cannot be decoded", [])

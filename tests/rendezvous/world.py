@@ -1,7 +1,7 @@
-"""A job on one node without processes: the real core and planner, a clock that only moves when told.
+"""A job on one node without processes: the real state machine and plan, and a fake clock.
 
-Whatever drives it says what happens; it performs the actions on a pretended group, publishes what the planner
-decides, and checks the invariants at every turn.
+The test says what happens; this performs the actions on a simulated group, publishes the planner's verdicts, and
+checks the invariants at every turn.
 """
 
 from __future__ import annotations

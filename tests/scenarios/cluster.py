@@ -1,4 +1,4 @@
-"""A job on several nodes without processes, sockets or time: real coordinators, planners and cores, one memory store.
+"""A job on several nodes without processes, sockets or time: real members and state machines, one memory store.
 
 Whoever drives it says what happens to which node. A group trains while every member of its round has started it and
 can reach the others; a step takes 0.1 s; when a member's workers die, the others lose their peers 30 ms later, or never

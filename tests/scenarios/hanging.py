@@ -1,4 +1,4 @@
-"""What an agent of a Cluster sees of ranks that stand still: made-up looks and evidence for the real Suspicion."""
+"""Simulated observations and evidence of stalled ranks, for the real hang detector of a Cluster's agent."""
 
 from __future__ import annotations
 

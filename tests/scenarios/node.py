@@ -23,10 +23,10 @@ class Partition:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One agent and its group. `group`: the round whose workers live here; `joined`: they know where their store is.
+    """One agent and its group. `group`: the round whose workers live here; `joined`: they have their store's address.
 
     `done`: the round whose workers here have all ended with code 0. `stuck`: what they do instead of training:
-    "sleeps", "burns" (processor time), "stopped", "collective" (inside one, like those that wait for it). `undying`:
+    "sleeps", "burns" (processor time), "stopped", "collective" (inside one, like those that wait for it). `unkillable`:
     slots whose workers do not die of SIGKILL; `blocked`: the round that waits for such a slot.
     """
 

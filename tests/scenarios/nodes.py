@@ -3,26 +3,26 @@
     > job nodes=2:3 holds             first line; also slots=N, run=N, any number of Policy: adopt_timeout_s=5
     > start a b c                     agents start; b2=b: labelled b2, says it is node b; c:eval: with --role eval
                                       c@1.1: an elasticd one minor version newer, whose records have a field more
-    > kill b | vanish b               its processes end; or the machine, and nothing resets a connection any more
-    > freeze b | thaw b               all its processes are stopped, or go on
+    > kill b | vanish b               its processes end; or the machine does, and no connection is reset
+    > freeze b | thaw b               all its processes are stopped, or continue
     > cut a from store | peers | b    packets are dropped silently; several words are several cuts
     > heal a                          a reaches everything again
     > exit a SIGKILL                  a worker of a ends: a signal's name, or code=N, or code=1 ValueError: bad value
     > hang a sleeps | burns | stopped | collective | over    a's workers stand still, in this way; or train again
     > finish [a b]                    workers come to their end, code 0: of these nodes, or of all
-    > stop a SIGTERM                  somebody asks a's agent to stop
-    > deaf agents                     none of them ever answers a knock, as behind a firewall
+    > stop a SIGTERM                  a's agent is asked to stop
+    > deaf agents                     none of them answers a probe, as behind a firewall
     > twins allowed                   two rounds may be numbered alike, which is what the scenario is about
-    > store down | up | empty         it does not answer; it answers again; it has forgotten everything
+    > store down | up | empty         it does not answer; it answers again; it has lost its data
     > run 24                          agents that start from now on are of this run of the job
-    > hints dropped | delivered       watches do not tell of anything, or do again
+    > hints dropped | delivered       watches are silent, or work again
     > undying b 1 | dies b            b's worker in slot 1 will not die of SIGKILL; it ends at last
     > wait 3                          so many seconds pass
-    > put round {"version": "2.0"}    somebody writes that under the job's key; del round: deletes it
-    > get round                       what is there: which version wrote it, and what of it only that one knows
-    > show [requests]                 which node runs what; and how much it has asked of the store since the last show
+    > put round {"version": "2.0"}    that is written under the job's key; del round: it is deleted
+    > get round                       its value: the version that wrote it, and the fields that only that version has
+    > show [requests]                 what each node runs; and its requests to the store since the last show
 
-Times are seconds since the last input that was no wait. What several agents say in one moment is said once.
+Times are seconds since the last input other than wait. What several agents log in one moment is one line.
 '#' begins a comment.
 """
 

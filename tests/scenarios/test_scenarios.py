@@ -14,7 +14,7 @@ SCENARIOS = sorted(HERE.glob("*.txt")) + sorted(path for kind in KINDS for path 
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda p: p.relative_to(HERE).with_suffix("").as_posix())
-def test_scenario(path: Path, request: pytest.FixtureRequest) -> None:
+def test_transcript_reads_the_same(path: Path, request: pytest.FixtureRequest) -> None:
     written = path.read_text()
     now = KINDS.get(path.parent.name, interpreter.rerun)(written)
     if request.config.getoption("--rewrite-scenarios", default=False):
@@ -23,5 +23,5 @@ def test_scenario(path: Path, request: pytest.FixtureRequest) -> None:
         assert now == written
 
 
-def test_there_are_scenarios() -> None:
+def test_transcripts_are_found() -> None:
     assert len(SCENARIOS) >= 50

@@ -1,4 +1,4 @@
-"""One node's way to the store all nodes share: it can be cut, an answer can be lost on it, its agent can die on it.
+"""One node's connection to the shared store: it can be cut, an answer can be lost, the agent can die in a request.
 
 It exists so that a coordinator meets every kind of trouble at every request it makes. The store itself never fails.
 Whatever goes through it may be rewritten to read as if another version of elasticd had written it.
