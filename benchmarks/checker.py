@@ -141,9 +141,9 @@ def one_group_at_a_time(evidence: SoakLogs) -> Iterator[str]:
     rounds = evidence.rounds()
     for log in evidence.logs:
         running: int | None = None
-        for event in log.of("group_started", "group_gone"):
+        for event in log.of("group_started", "group_ended"):
             number = event["round"]
-            if event["kind"] == "group_gone":
+            if event["kind"] == "group_ended":
                 running = None if number == running else running
                 continue
             if running is not None:

@@ -86,7 +86,7 @@ class InstalledAgent:
 
     def joined(self) -> int:
         path = self.state / "logs" / "events.jsonl"
-        return path.read_text().count('"kind": "agent_joined"') if path.exists() else 0
+        return path.read_text().count('"kind": "node_registered"') if path.exists() else 0
 
     def runner(self) -> int:
         return int((self.state / "jobs" / "bench.1" / "lock").read_text().split()[0])

@@ -192,7 +192,7 @@ def only_the_killed_are_lost(evidence: FleetLogs) -> Iterator[str]:
             key = (event.get("name"), event.get("number"))
             if event["kind"] == "runner_started":
                 started[key] = event
-            elif event["kind"] == "runner_asked":  # before it could hear, perhaps
+            elif event["kind"] == "runner_stop_requested":  # before it could hear, perhaps
                 started.pop(key, None)
             elif event["kind"] == "runner_ended" and (begun := started.pop(key, None)) is not None:
                 lost = event["outcome"] == "lost" and not _hurt(evidence, node, begun["mono"], event["mono"])
@@ -204,7 +204,7 @@ def only_the_killed_are_lost(evidence: FleetLogs) -> Iterator[str]:
                 asked = [
                     one
                     for one in evidence.agents.get(node, ())
-                    if one["kind"] == "runner_asked" and (one["name"], one["number"]) == (run.job, run.number)
+                    if one["kind"] == "runner_stop_requested" and (one["name"], one["number"]) == (run.job, run.number)
                 ]
                 if not asked and not _hurt(evidence, node, event["mono"] - _EXCUSES_S, event["mono"]):
                     yield f"{run.name} lost {node} in round {number}, and nobody had hurt it: {event['reason']}"
@@ -221,7 +221,7 @@ def nobody_is_sent_away_for_nothing(evidence: FleetLogs) -> Iterator[str]:
     """A runner is asked to leave because its job is over, its node drained, or too few nodes are left."""
     for node, events in evidence.agents.items():
         for event in events:
-            if event["kind"] == "runner_asked" and not any(word in event["reason"] for word in _REASONS):
+            if event["kind"] == "runner_stop_requested" and not any(word in event["reason"] for word in _REASONS):
                 yield f"{node}: {event['reason']}"
 
 

@@ -124,7 +124,7 @@ class Fleet:
         for name in self.nodes:
             self.start_agent(name)
         for node in self.nodes.values():
-            node.until(lambda node=node: node.events("agent_joined"), "the agent to take part")
+            node.until(lambda node=node: node.events("node_registered"), "the agent to take part")
         for target in (self._watch_nodes, self._watch_store):
             self._threads.append(threading.Thread(target=target, name=target.__name__, daemon=True))
             self._threads[-1].start()

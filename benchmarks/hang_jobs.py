@@ -109,13 +109,13 @@ def _one(run: Job, number: int, situation: Situation, struck: int, outcome: Hang
         _until(lambda: (number, WARM_UP_STEPS) <= max(run.steps(), default=(0, 0)), START_S, f"{where}: steps", run)
         at = time.monotonic()
         os.kill(run.helper("store"), signal.SIGSTOP)
-    hung = _until(lambda: run.events("hung", round=number), FOUND_S, f"{where}: a verdict", run)[0]
+    hung = _until(lambda: run.events("hang_detected", round=number), FOUND_S, f"{where}: a verdict", run)[0]
     outcome.detected.append(float(hung["mono"]) - at)
     outcome.right_cause += hung["cause"] in situation.causes
     outcome.right_culprit += tuple(hung["ranks"]) == situation.blamed
     if hung["cause"] not in situation.causes or tuple(hung["ranks"]) != situation.blamed:
         outcome.wrong.append(f"{hung['cause']} {hung['ranks']}: {hung['reason']}")
-    _until(lambda: run.events("group_gone", round=number), RECOVERED_S, f"{where}: its end", run)
+    _until(lambda: run.events("group_ended", round=number), RECOVERED_S, f"{where}: its end", run)
     exits = run.events("worker_exited", round=number)
     _see_evidence(outcome, run.work / "log", number, situation.workers, exits)
     if situation.what != "exit":  # nothing is left to be trained: the next round ends at once
@@ -181,7 +181,7 @@ def partition(policy: Sequence[str], folder: Path, repetitions: int, outcome: Ha
             outcome.tried += 1
             at = time.monotonic()
             net.cut(*net.hosts)
-            hung = cluster.event("hung", FOUND_S, round=number)
+            hung = cluster.event("hang_detected", FOUND_S, round=number)
             net.heal(*net.hosts)
             outcome.detected.append(float(hung["mono"]) - at)
             outcome.right_cause += hung["cause"] == "network"

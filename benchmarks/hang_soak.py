@@ -63,8 +63,8 @@ def _one(way: str, folder: Path, found: HangSoak, say: Say) -> None:
                     found.broken.append(f"{name}: exit code {code}")
             except AssertionError as error:
                 found.broken.append(f"{name}: {str(error).splitlines()[0]}")
-            found.suspected += len(run.events("suspected"))
-            found.kills += [f"{name}: {event['reason']}" for event in run.events("hung")]
+            found.suspected += len(run.events("hang_suspected"))
+            found.kills += [f"{name}: {event['reason']}" for event in run.events("hang_detected")]
             say(f"{name}: {time.monotonic() - start:.0f} s, {len(found.kills)} killed so far")
     finally:
         for run in runs.values():

@@ -69,7 +69,7 @@ def test_a_rank_that_hangs(watched: Watched) -> None:
     """The rules' times are divided by 15: the ticket lasts 20 s instead of 5 minutes."""
     nodes, watch = watched(scale=15)
     fault = hit(nodes, "n2", signal.SIGSTOP)
-    judged = happened(nodes, "hung")
+    judged = happened(nodes, "hang_detected")
     told = in_time(watch, watch.fired("ElasticdJobHung", SOON, job_id=JOB), fault, judged)
     assert (told.severity, told.labels["cause"], told.labels["node"]) == ("ticket", "stopped", "n2")
     assert "n2" in told.annotations["summary"]
@@ -82,7 +82,7 @@ def test_a_hang_that_is_only_reported(watched: Watched) -> None:
     nodes, watch = watched(scale=60, on_hang="report")
     stopped = nodes.worker("n2")
     fault = hit(nodes, "n2", signal.SIGSTOP)
-    judged = happened(nodes, "hung")
+    judged = happened(nodes, "hang_detected")
     in_time(watch, watch.fired("ElasticdJobHung", SOON, severity="ticket", node="n2"), fault, judged)
     page = watch.fired("ElasticdJobHung", SOON, severity="page", job_id=JOB)
     assert (page.labels["cause"], page.labels["node"]) == ("stopped", "n2")
@@ -218,7 +218,7 @@ def test_a_slow_rank(watched: Watched) -> None:
     nodes, watch = watched(scale=20)
     (nodes.work / "lag-1").write_text("0.1")
     fault = time.monotonic()
-    slow = true_since(watch, "elasticd_rank_slowness_ratio", within=180)
+    slow = true_since(watch, "elasticd_straggler_ratio", within=180)
     told = in_time(watch, watch.fired("ElasticdSlowRank", 180, rank="1", job_id=JOB), fault, slow)
     assert (told.severity, told.labels["node"]) == ("ticket", nodes.node_of(1))
     (nodes.work / "lag-1").unlink()

@@ -66,7 +66,7 @@ def test_every_query_returns_data_on_a_job_with_faults(watched: Watched) -> None
     nodes, watch = watched(scale=10)
     # A slow rank, for the minute that it takes to be sure of it.
     (nodes.work / "lag-1").write_text("0.1")
-    until(lambda: watch.query("elasticd_rank_slowness_ratio"), watch.told, 150)
+    until(lambda: watch.query("elasticd_straggler_ratio"), watch.told, 150)
     (nodes.work / "lag-1").unlink()
     # A crash, a hang, a check that finds something.
     for node, signum, cause in (("n1", signal.SIGKILL, "crash"), ("n2", signal.SIGSTOP, "hung")):

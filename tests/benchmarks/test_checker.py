@@ -64,7 +64,7 @@ def group(round: int, mono: float) -> dict[str, Any]:
 
 
 def gone(round: int, mono: float) -> dict[str, Any]:
-    return event("group_gone", round, mono, "nothing is left")
+    return event("group_ended", round, mono, "nothing is left")
 
 
 def saved(round: int, step: int, mono: float) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def a_restart_is_not_counted(job: Job) -> None:
 
 def a_group_starts_before_the_last_one_is_gone(job: Job) -> None:
     events = job["agents"]["agent-0-a"]
-    old, new = (find(events, kind=kind, round=r) for kind, r in (("group_gone", 2), ("group_started", 3)))
+    old, new = (find(events, kind=kind, round=r) for kind, r in (("group_ended", 2), ("group_started", 3)))
     i, j = events.index(old), events.index(new)
     events[i], events[j] = new, old
 

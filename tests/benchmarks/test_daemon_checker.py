@@ -28,7 +28,7 @@ def good() -> Daemons:
     b += [started("j1", 1, 4.9), runner("runner_ended", "j1", 1, 6.3, "succeeded", outcome="succeeded")]
     a = [started("j1", 1, 0.9), started("j2", 2, 2.1)]
     a += [
-        runner("runner_asked", "j2", 2, 4.0, "cancelled"),
+        runner("runner_stop_requested", "j2", 2, 4.0, "cancelled"),
         runner("runner_ended", "j2", 2, 4.2, "left", outcome="left"),
     ]
     notes: dict[str, list[dict[str, Any]]] = {
@@ -142,7 +142,7 @@ def a_node_is_lost_with_its_agent(d: Daemons) -> None:
 
 
 def a_runner_is_sent_away(d: Daemons) -> None:
-    find(d["agents"]["a"], kind="runner_asked")["reason"] = "job j2: stopping its runner: a has 0 slots now"
+    find(d["agents"]["a"], kind="runner_stop_requested")["reason"] = "job j2: stopping its runner: a has 0 slots now"
 
 
 def a_round_is_not_shown(d: Daemons) -> None:

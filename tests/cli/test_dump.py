@@ -112,4 +112,4 @@ def test_a_real_job_is_looked_at_and_notices_nothing(stack: ExitStack, tmp_path:
     job.step(told["ranks"][0]["step"] + 3)
     (job.work / "enough").touch()
     assert job.wait() == 0
-    assert not job.events("suspected") + job.events("hung") + job.events("round_published", round=2)
+    assert not job.events("hang_suspected") + job.events("hang_detected") + job.events("round_published", round=2)

@@ -199,7 +199,7 @@ def test_a_node_without_the_verdict_tells_what_its_log_knows(evidence: Path) -> 
     judge = explained(evidence, log)
     assert judge.headline.startswith("round 1 hung, and rank 2 is at fault: rank 2 on node-a (step ")
     assert [rank.rank for rank in judge.blamed] == [2]
-    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"kind": "hung"' not in line))
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"kind": "hang_detected"' not in line))
     other = explained(evidence, log)  # every node has the Round, only the planner's has the verdict
     assert (other.kind, other.aftermath.resumed) == ("hang", (1, 20))
     assert other.headline.startswith("round 1 hung: rank 2 on node-a (step ")
@@ -220,7 +220,7 @@ def test_an_event_log_of_several_runs_is_read_as_the_last_one(evidence: Path) ->
     end = '{"kind": "job_ended", "job": "llama", "node": "node-a", "round": 9, "wall": 1.0, "outcome": "failed"}\n'
     before = [line.replace('"wall": 17', '"wall": 16').replace("r1-s20", "r1-s10") for line in run]
     after = [line.replace('"wall": 17', '"wall": 18') for line in run]
-    log.write_text("".join([*before, end, '{"kind": "hung", "round": 1}\n', "not JSON\n", *run, end, *after]))
+    log.write_text("".join([*before, end, '{"kind": "hang_detected", "round": 1}\n', "not JSON\n", *run, end, *after]))
     told = explained(evidence, log).aftermath
     assert told.ended.startswith("failed")
     assert told.resumed == (1, 20)

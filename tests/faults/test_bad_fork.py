@@ -22,7 +22,7 @@ def test_a_preloaded_module_that_touches_cuda_means_a_cold_start(job: StartJob, 
     (tmp_path / "touching.py").write_text(TOUCHES_CUDA)
     path = os.pathsep.join(map(str, (tmp_path, REPOSITORY, REPOSITORY / "agents")))
     run = job("plain.py", "-", "nothing", flags=["--preload", "touching"], env={"PYTHONPATH": path})
-    said = run.event("launcher", mode="cold")["reason"]
+    said = run.event("launcher_ready", mode="cold")["reason"]
     assert said == "workers start cold from now on: preloading initialised CUDA, which does not survive a fork"
     assert run.event("group_started")["warm"] is False
     run.file("ready-0")

@@ -200,6 +200,6 @@ def test_a_wall_clock_that_jumps_changes_nothing(nodes: StartNodes, tmp_path: Pa
     assert both.enough() == [0, 0]
     for agent in agents:
         assert len(agent.events("round_published")) == 1
-        assert not agent.events("store_away")
+        assert not agent.events("store_unavailable")
         monos = [event["mono"] for event in agent.events()]
         assert monos == sorted(monos)

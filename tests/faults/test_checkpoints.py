@@ -70,7 +70,7 @@ def test_a_signal_to_every_process_of_the_job_saves_as_one_to_the_agent_does(job
             os.kill(pid, signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM
     assert run.event("checkpoint_saved", step=max(run.steps())[1])
-    assert not run.events("worker_exited", asked=False)
+    assert not run.events("worker_exited", requested=False)
     assert not any(complaint in run.err for complaint in ("does not answer", "warm launcher", "store was killed"))
 
 

@@ -27,7 +27,7 @@ def test_every_way_to_die_at_a_step(job: StartJob) -> None:
         assert published["reason"].startswith(why), published
         assert published["restarts"] == number
         assert run.event("group_started", round=number + 1)["warm"]
-        assert run.event("worker_exited", round=number, rank=fault.rank, asked=False)["step"] == (
+        assert run.event("worker_exited", round=number, rank=fault.rank, requested=False)["step"] == (
             fault.step - 1 or None
         )
     assert run.steps(0)[-20:] == run.steps(1)[-20:] == [(len(WAYS) + 1, step) for step in range(1, 21)]

@@ -49,7 +49,7 @@ def test_a_crash_that_repeats_without_progress_is_given_up_after_three_restarts(
     reason = run.event("job_ended", outcome="failed", exit_code=1, restarts=3)["reason"]
     assert reason == "3 restarts without progress before any step was done: rank 1 exited with code 3"
     assert reason in run.err
-    failed = [event["mono"] for event in run.events("worker_exited", asked=False)]
+    failed = [event["mono"] for event in run.events("worker_exited", requested=False)]
     published = [event["mono"] for event in run.events("round_published")][1:]
     waits = [again - fault for fault, again in zip(failed, published, strict=False)]
     assert [round(wait - 0.4) for wait in waits] == [0, 1, 2]

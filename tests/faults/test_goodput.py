@@ -81,7 +81,7 @@ def test_what_a_kill_costs_is_what_the_event_log_says(job: StartJob, tmp_path: P
     first_page = until(scraped.page, trains._report)
     idle_s = first_page[key("elasticd_time_seconds_total", state="idle")]
     assert idle_s == sum(first_page[key("elasticd_time_seconds_total", state=state)] for state in TIME_STATES) > 0
-    caught_up = until(lambda: scraped.page() and trains.events("caught_up"), trains._report)[0]
+    caught_up = until(lambda: scraped.page() and trains.events("work_recovered"), trains._report)[0]
     # What a counter cannot take back is made good within as much time again; then they stand where the log says.
     until(lambda: abs(scraped.times()["lost"] - caught_up["seconds"]) < LATE_S, trains._report)
     scraped.assert_no_time_was_made_or_lost()

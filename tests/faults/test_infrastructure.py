@@ -33,7 +33,7 @@ def the_template_dies(run: Job, round: int) -> None:
     pids = [run.worker(rank, round) for rank in (0, 1)]
     template = run.helper("templ")
     os.kill(template, signal.SIGKILL)
-    until(lambda: run.events("launcher", mode="warm")[1:], "another template")
+    until(lambda: run.events("launcher_ready", mode="warm")[1:], "another template")
     run.step(max(run.steps())[1] + 5, round=round)
     assert all(map(alive, pids))
     assert not run.events("round_published", round=round + 1)

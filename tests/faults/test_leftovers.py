@@ -31,7 +31,7 @@ def test_a_dead_workers_children_are_gone_before_the_next_group_starts(job: Star
     family = run.file("family").split()[:8]
     assert len(family) == 8
     assert not [pid for pid in family if alive(int(pid))]
-    assert started["mono"] >= run.event("group_gone", round=1)["mono"]
+    assert started["mono"] >= run.event("group_ended", round=1)["mono"]
     assert run.wait() == 0
     assert len(run.file("family").split()) == 16
 

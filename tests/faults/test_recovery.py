@@ -26,7 +26,7 @@ def test_a_cold_job_recovers_too(job: StartJob, tmp_path: Path) -> None:
     assert run.wait() == 0
     assert [event["warm"] for event in run.events("group_started")] == [False, False]
     assert run.event("first_step", round=2)["recovery_seconds"] is not None
-    assert "OMP_NUM_THREADS" in run.event("launcher", mode="cold")["reason"]
+    assert "OMP_NUM_THREADS" in run.event("launcher_ready", mode="cold")["reason"]
 
 
 def test_a_program_that_is_no_python_fails_and_then_succeeds(job: StartJob) -> None:
@@ -76,7 +76,7 @@ def test_a_group_without_any_progress_is_ended_and_started_anew(job: StartJob) -
     assert run.wait() == 0
     reason = run.event("round_published", round=2)["reason"]
     assert reason.startswith("rank 1 on ")
-    assert run.event("hung", round=1)["ranks"] == [1]
+    assert run.event("hang_detected", round=1)["ranks"] == [1]
     assert run.event("first_step", round=2)
     assert run.event("round_published", round=2)["cause"] == "hung"
 
@@ -84,8 +84,8 @@ def test_a_group_without_any_progress_is_ended_and_started_anew(job: StartJob) -
 def test_a_stopped_worker_is_to_blame_and_its_group_ended(job: StartJob) -> None:
     run = job("train.py", "40", faults=[Fault(0, 5, "SIGSTOP", round=1)], command=[str(SCRIPTS / "impatient.py")])
     assert run.wait() == 0
-    assert run.event("worker_exited", round=1, rank=0, signal=int(signal.SIGKILL), asked=True)
-    assert run.event("hung", round=1, cause="stopped")["ranks"] == [0]
+    assert run.event("worker_exited", round=1, rank=0, signal=int(signal.SIGKILL), requested=True)
+    assert run.event("hang_detected", round=1, cause="stopped")["ranks"] == [0]
 
 
 @pytest.mark.parametrize("cold", [True, False])
@@ -118,7 +118,7 @@ def test_the_template_dies_while_it_imports(job: StartJob) -> None:
     os.kill(run.helper("templ"), signal.SIGKILL)
     run.step(2, round=1)
     assert not run.event("group_started", round=1)["warm"]
-    until(lambda: run.events("launcher", mode="warm"), "another template")
+    until(lambda: run.events("launcher_ready", mode="warm"), "another template")
     run.kill(1, round=1)
     run.step(2, round=2)
     assert run.event("group_started", round=2)["warm"]

@@ -18,7 +18,7 @@ AT_FAULT = "rank 0 exited with code 1 (ValueError: a fault)"
 
 
 def ended_by_themselves(run: Job, number: int) -> list[int]:
-    return [event["rank"] for event in run.events("worker_exited", round=number, asked=False)]
+    return [event["rank"] for event in run.events("worker_exited", round=number, requested=False)]
 
 
 def test_who_ends_last_is_named_if_it_ended_the_others(job: StartJob) -> None:
@@ -61,8 +61,8 @@ def test_who_raised_on_another_node_is_named_before_it_ends(nodes: Callable[[str
     both = nodes("2")
     agents = [both.agent(name, "lingering.py", warm=True) for name in "ab"]
     assert [agent.wait() for agent in agents] == [0, 0]
-    (fallen,) = [event for agent in agents for event in agent.events("worker_exited", round=1, asked=False)]
-    (lingering,) = [event for agent in agents for event in agent.events("worker_exited", round=1, asked=True)]
+    (fallen,) = [event for agent in agents for event in agent.events("worker_exited", round=1, requested=False)]
+    (lingering,) = [event for agent in agents for event in agent.events("worker_exited", round=1, requested=True)]
     assert (fallen["rank"], lingering["rank"], lingering["signal"]) == (0, 1, signal.SIGKILL)
     published = agents[0].event("round_published", round=2)
     assert published["reason"].startswith("rank 1 raised ValueError: a fault, and then rank 0 lost its peers: ")

@@ -27,7 +27,7 @@ def test_one_signal_reaches_the_workers_as_it_is(job: StartJob, signum: signal.S
     assert [run.file(f"got-{rank}") for rank in (0, 1)] == [signum.name, signum.name]
     assert run.event("job_ended", outcome="stopped", exit_code=128 + signum, restarts=0)
     assert run.event("stop_requested", by=signum.name)
-    assert not run.events("worker_exited", asked=False)
+    assert not run.events("worker_exited", requested=False)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -47,7 +47,7 @@ def test_a_worker_that_ignores_the_signal_is_killed_after_the_shutdown_timeout(j
     run.process.terminate()
     asked = run.event("stop_requested")["mono"]
     assert run.wait() == 128 + signal.SIGTERM
-    exits = run.events("worker_exited", signal=int(signal.SIGKILL), asked=True)
+    exits = run.events("worker_exited", signal=int(signal.SIGKILL), requested=True)
     assert len(exits) == 2
     assert all(0.9 < event["mono"] - asked < 5 for event in exits)
     assert "did not stop in time" in run.err
@@ -79,7 +79,7 @@ def test_a_signal_before_there_are_workers_ends_the_job(job: StartJob) -> None:
 def test_a_signal_during_the_backoff_ends_the_job(job: StartJob) -> None:
     run = job("test", "-d", "/no/such/directory", flags=["--no-python", "--max-restarts", "9"])
     run.event("round_published", round=4)  # the next one is due four seconds after this one has failed
-    until(lambda: run.events("group_gone", round=4), "the end of round 4")
+    until(lambda: run.events("group_ended", round=4), "the end of round 4")
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 128 + signal.SIGINT
     assert not run.events("round_published", round=5)

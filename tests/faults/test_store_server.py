@@ -110,10 +110,10 @@ def test_any_node_plans_and_may_die_and_the_store_may_come_back_empty(
         assert NodeRecord.from_json(key.value).id in agents
     assert hosted.end(signal.SIGKILL) == -signal.SIGKILL
     for agent in agents.values():
-        agent.event("store_away")
+        agent.event("store_unavailable")
     hosted.start()
     for agent in agents.values():
-        agent.event("store_back")
+        agent.event("store_available")
         (agent.work / "enough").touch()
     assert [agent.wait() for agent in agents.values()] == [0, 0]
     for agent in agents.values():

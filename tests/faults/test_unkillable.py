@@ -24,7 +24,7 @@ def test_a_slot_is_left_out_or_waited_for_until_its_worker_has_ended(job: StartJ
         missed.let_go()
         assert len(started(needs, 2)) == 2
         spared.let_go()
-        freed = spares.event("process_freed", pid=stays)
+        freed = spares.event("process_reaped", pid=stays)
         assert freed["reason"].endswith("has ended at last; slot 2 can be used again")
     spares.kill(1, 3)
     assert len(started(spares, 4)) == 3
@@ -35,9 +35,9 @@ def test_a_slot_is_left_out_or_waited_for_until_its_worker_has_ended(job: StartJ
 
 
 def goes_on_without(run: Job, pid: int) -> None:
-    stuck = run.event("process_stuck")
+    stuck = run.event("process_unkillable")
     assert (stuck["pid"], stuck["rank"], stuck["slot"], stuck["state"]) == (pid, 2, 2, "Z")
-    assert run.event("group_gone", round=1)["survivors"] == [pid]
+    assert run.event("group_ended", round=1)["survivors"] == [pid]
     smaller = run.event("round_published", round=3)
     assert (smaller["world_size"], smaller["cause"]) == (2, "resize")
     assert f"slot 2 of {smaller['nodes'][0]} is held by process {pid}, which does not die" in smaller["reason"]
@@ -46,8 +46,8 @@ def goes_on_without(run: Job, pid: int) -> None:
 
 
 def waits(run: Job) -> None:
-    run.event("process_stuck", slot=1)
-    run.event("group_gone", round=1)
+    run.event("process_unkillable", slot=1)
+    run.event("group_ended", round=1)
     assert not run.events("group_started", round=2)
 
 

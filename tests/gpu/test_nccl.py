@@ -61,7 +61,7 @@ def test_warm_forks_make_a_hundred_communicators(gpu_job: StartGpuJob, device: s
     made = [int(line.split()[2]) for line in run.file("communicators").splitlines()]
     assert sum(made) == ROUNDS * 2 * COMMUNICATORS
     assert run.event("job_ended")["restarts"] == ROUNDS - 1
-    assert not run.events("hung")
+    assert not run.events("hang_detected")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def test_ranks_that_part_are_told_apart_by_the_others(gpu_job: StartGpuJob, devi
 
 def assert_hung(run: Job, number: int, hang: Hang, device: str) -> None:
     """Found, blamed on rank 1, dumped; and the next round trains from the last checkpoint, where the dead were."""
-    hung = run.event("hung", round=number)
+    hung = run.event("hang_detected", round=number)
     assert hung["cause"] in hang.causes, hung
     assert tuple(hung["ranks"]) == (1,), hung
     evidence = run.work / "log" / f"round-{number}" / "evidence"

@@ -87,13 +87,13 @@ def stop_the_store(run: Job, round: int) -> None:
 
 def assert_hung(run: Job, number: int, situation: Situation) -> None:
     """Verdict, culprit and cause are right, all evidence was there before the kill, and a Round came that says so."""
-    hung = run.event("hung", round=number)
+    hung = run.event("hang_detected", round=number)
     assert hung["cause"] in situation.causes, hung
     assert tuple(hung["ranks"]) == situation.blamed, hung
     after = run.event("round_published", round=number + 1)
     assert after["cause"] == "hung"
     assert after["reason"].startswith(hung["reason"]), after
-    gone = run.event("group_gone", round=number)
+    gone = run.event("group_ended", round=number)
     killed = [event for event in run.events("worker_exited", round=number) if event["exit_code"] != 0]
     assert all(event["asked"] and event["signal"] == 9 for event in killed), killed
     assert gone["survivors"] == []
@@ -131,5 +131,5 @@ def ends_well(run: Job, number: int, trains: bool) -> None:
         run.step(first + 5, round=number)
     (run.work / "enough").touch()
     assert run.wait() == 0
-    assert len(run.events("hung")) == number - 1
+    assert len(run.events("hang_detected")) == number - 1
     assert run.event("job_ended", outcome="succeeded")

@@ -27,7 +27,7 @@ def test_killed_store_host_comes_back(training: StartTraining) -> None:
     cluster.kill_node("node0")
     for node in nodes:
         if node != "node0":
-            cluster.agent(node).event("store_away")
+            cluster.agent(node).event("store_unavailable")
     cluster.start(cluster.net.hosts[0])
     back = cluster.round_of(*nodes, after=1)
     cluster.trains(back["round"])

@@ -31,7 +31,7 @@ def two_nodes(network: StartNetwork, work: Path, faults: list[Fault], policy: Se
 def test_default_hang_detection_takes_seconds(network: StartNetwork, tmp_path: Path) -> None:
     """Both nodes know that a checkpoint is attached: else the longer deadline of the other one would count."""
     cluster = two_nodes(network, tmp_path, [Fault(1, 30, "sleep")], policy=())
-    hung = cluster.event("hung", round=1)
+    hung = cluster.event("hang_detected", round=1)
     assert (hung["cause"], hung["ranks"]) == ("blocked", [1]), hung
     assert FLOOR_S <= hung["seconds"] < 4 * FLOOR_S
     cluster.trains(2)
@@ -43,13 +43,13 @@ def test_default_hang_detection_takes_seconds(network: StartNetwork, tmp_path: P
 @pytest.mark.parametrize("rank", [0, 1])
 def test_hang_on_one_node(network: StartNetwork, tmp_path: Path, what: str, cause: str, rank: int) -> None:
     cluster = two_nodes(network, tmp_path, [Fault(rank, 30, what)])
-    hung = cluster.event("hung", round=1)
+    hung = cluster.event("hang_detected", round=1)
     assert (hung["cause"], hung["ranks"]) == (cause, [rank]), hung
     assert hung["nodes"] == [cluster.round(1)["nodes"][rank]]
     assert_gathered(cluster, tmp_path / "log")
     cluster.trains(2)
     cluster.finish()
-    assert len(cluster.events("hung")) == 1
+    assert len(cluster.events("hang_detected")) == 1
 
 
 @pytest.mark.system
@@ -58,7 +58,7 @@ def test_dropped_packets_between_two_nodes(network: StartNetwork, tmp_path: Path
     cluster.trains(1, steps=30)
     a, b = cluster.net.hosts
     cluster.net.cut(a, b)
-    hung = cluster.event("hung", round=1)
+    hung = cluster.event("hang_detected", round=1)
     assert (hung["cause"], hung["ranks"]) == ("network", []), hung
     cluster.net.heal(a, b)  # a job of 2:2 nodes ends its group once both can begin another one, on a busy machine
     assert_gathered(cluster, tmp_path / "log")
@@ -69,7 +69,7 @@ def test_dropped_packets_between_two_nodes(network: StartNetwork, tmp_path: Path
 def assert_gathered(cluster: Cluster, log: Path) -> None:
     """Every rank's stack was on disk before the first of them was killed."""
     for agent in cluster.agents:
-        agent.event("group_gone", round=1)
+        agent.event("group_ended", round=1)
     killed = min(event["wall"] for event in cluster.events("worker_exited", round=1))
     for rank in (0, 1):
         stacks = log / "round-1" / "evidence" / f"rank-{rank}.stacks.txt"

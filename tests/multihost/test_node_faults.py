@@ -28,7 +28,7 @@ def test_frozen_node_is_left_out_and_joins_again(training: StartTraining) -> Non
     back = cluster.round_of(*nodes, after=without["round"])
     cluster.trains(back["round"])
     # it has seen what it missed, and nothing of its old round is left
-    gone = frozen.event("group_gone", round=1)
+    gone = frozen.event("group_ended", round=1)
     assert gone["mono"] < frozen.event("group_started", round=back["round"])["mono"]
     assert frozen.running
     cluster.finish()
@@ -70,7 +70,7 @@ def test_leaving_agent_costs_no_step(training: StartTraining) -> None:
     assert leaver.wait() == 143
     cluster.trains(without["round"])
     # They were held at a checkpoint, so no step was lost.
-    held = cluster.event("holding", round=1)
+    held = cluster.event("paused", round=1)
     assert cluster.event("resumed", round=without["round"])["step"] == held["step"]
     assert max(step for in_round, step in cluster.steps() if in_round == 1) <= held["step"]
     cluster.finish()

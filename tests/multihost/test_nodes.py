@@ -25,7 +25,7 @@ def test_link_down_and_up_again(training: StartTraining) -> None:
     cut_off = cluster.agent(nodes[0])
     cut_off.host.link(up=False)
     number = the_others_go_on_without(cluster, nodes[0])
-    cut_off.event("store_away")  # that was its only link
+    cut_off.event("store_unavailable")  # that was its only link
     cut_off.host.link(up=True)
     cluster.trains(cluster.round_of(*nodes, after=number)["round"])
     assert cut_off.running

@@ -37,7 +37,7 @@ def test_node_reaches_neither_store_nor_peers(training: StartTraining) -> None:
         cluster.net.cut(cut_off.host, other)
     without = cluster.round_of(*nodes[1:], after=1)
     cluster.trains(without["round"])
-    cut_off.event("store_away")
+    cut_off.event("store_unavailable")
     for other in others:
         cluster.net.heal(cut_off.host, other)
     one_lineage_ends(cluster, without["round"])

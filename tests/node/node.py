@@ -97,7 +97,7 @@ class AgentNode:
     def start(self, *flags: str, prefix: Sequence[str] = (), wait: bool = True, **env: str) -> AgentNode:
         """Start the agent, and wait until it takes part."""
         assert self.process is None or self.process.poll() is not None
-        joined = len(self.events("agent_joined"))
+        joined = len(self.events("node_registered"))
         self.write()
         path = os.pathsep.join(self.path)
         with open(self.root / "agent.log", "ab") as log:
@@ -109,7 +109,7 @@ class AgentNode:
                 stderr=log,
             )
         if wait:
-            self.until(lambda: len(self.events("agent_joined")) > joined, "the agent to take part")
+            self.until(lambda: len(self.events("node_registered")) > joined, "the agent to take part")
         return self
 
     @property
@@ -142,10 +142,10 @@ class AgentNode:
     def upgrade(self) -> None:
         """SIGUSR2, and wait until it has come back as the same process."""
         started = len(self.events("agent_started"))
-        joined = len(self.events("agent_joined"))
+        joined = len(self.events("node_registered"))
         self.signal(signal.SIGUSR2)
         self.until(lambda: len(self.events("agent_started")) > started, "the agent to replace itself")
-        self.until(lambda: len(self.events("agent_joined")) > joined, "the agent to take part again")
+        self.until(lambda: len(self.events("node_registered")) > joined, "the agent to take part again")
         assert self.events("agent_started")[-1]["pid"] == self.pid
 
     # --- following ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ def assert_none_lost(job: str, where: AgentNode, *nodes: AgentNode) -> None:
     one down, the agent does.
     """
     steps = where.steps()
-    held = [event["step"] for node in nodes for event in node.job_events(job, "holding")]
+    held = [event["step"] for node in nodes for event in node.job_events(job, "paused")]
     trained = sorted([step for _, step in steps] + [step for step in held if step not in dict(map(reversed, steps))])
     twice = sorted({step for step in trained if trained.count(step) > 1})
     assert trained == list(range(1, trained[-1] + 1)), (twice, held, steps)

@@ -159,11 +159,11 @@ def test_what_runs_goes_on_while_the_store_is_away_and_in_one_that_came_back_emp
     n1.start()
     workers = ready(n1)
     etcd.kill()
-    n1.event("store_away")
+    n1.event("store_unavailable")
     time.sleep(5)  # longer than the lease
     assert n1.workers("one") == workers
     etcd.restart()
-    n1.event("store_back")
+    n1.event("store_available")
     etcd.restart(empty=True)
     n1.wait_for_log("; registering again")
     store = EtcdStore(etcd.endpoints)

@@ -40,7 +40,7 @@ def test_killed_agent_is_restarted_and_adopts_its_runners(node: MakeNode) -> Non
     assert "the agent was killed by SIGKILL and is started again in 0 s" in n1.log
     assert parent_of(runner) == n1.pid, "a subreaper takes the orphan, as process 1 of a container does"
     assert n1.workers("one") == (worker,)
-    until(lambda: len(n1.events("agent_joined")) == 2, n1.diagnostics)
+    until(lambda: len(n1.events("node_registered")) == 2, n1.diagnostics)
     n1.signal(signal.SIGHUP)
     n1.event("agent_reloaded")
     os.kill(runner, signal.SIGKILL)
@@ -74,7 +74,7 @@ def test_as_process_1_of_a_container(node: MakeNode) -> None:
     os.kill(agent, signal.SIGKILL)
     again = until(lambda: n1.events("agent_started")[1:], n1.diagnostics)[0]
     assert again["adopted"] == 1
-    until(lambda: len(n1.events("agent_joined")) == 2, n1.diagnostics)
+    until(lambda: len(n1.events("node_registered")) == 2, n1.diagnostics)
     os.kill(first, signal.SIGTERM)
     assert n1.wait() == 0
     n1.assert_gone()
@@ -173,5 +173,5 @@ def test_stopped_agent_is_restarted_without_effect_on_jobs(node: MakeNode) -> No
     assert again["adopted"] == 1
     assert n1.workers("one") == (worker,)
     assert lives(worker)
-    until(lambda: len(n1.events("agent_joined")) == 2, n1.diagnostics)
+    until(lambda: len(n1.events("node_registered")) == 2, n1.diagnostics)
     assert n1.drain() == 0

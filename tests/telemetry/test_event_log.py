@@ -199,14 +199,14 @@ def test_odd_values_still_make_json(tmp_path: Path) -> None:
 def test_kinds_are_the_promised_ones() -> None:
     """Adding a kind is fine, so add it here; renaming or removing one breaks readers."""
     assert [kind.kind for kind in EVENT_TYPES] == [
-        "round_published", "group_started", "first_step", "caught_up", "worker_exited", "checkpoint_saved",
-        "checkpoint_skipped", "checkpoint_failed", "resumed", "holding", "hold_over",
-    "store_away",
-    "store_back", "suspected", "suspicion_over", "hung", "slow_rank", "launcher", "store_exited", "group_gone",
-        "process_stuck", "process_freed", "stop_requested", "waiting", "job_ended", "agent_started",
-        "agent_joined", "agent_state",
-        "node_unhealthy", "node_quarantined", "node_healthy", "agent_reloaded", "agent_ended", "runner_started",
-        "runner_asked", "runner_ended", "placed",
+        "round_published", "group_started", "first_step", "work_recovered", "worker_exited", "checkpoint_saved",
+        "checkpoint_skipped", "checkpoint_failed", "resumed", "paused", "pause_ended",
+        "store_unavailable", "store_available", "hang_suspected", "hang_cleared", "hang_detected", "straggler",
+        "launcher_ready", "store_exited", "group_ended",
+        "process_unkillable", "process_reaped", "stop_requested", "waiting", "job_ended", "agent_started",
+        "node_registered", "node_state", "node_unhealthy", "node_quarantined", "node_healthy", "agent_reloaded",
+        "agent_ended",
+        "runner_started", "runner_stop_requested", "runner_ended", "scheduled",
     ]  # fmt: skip
 
 

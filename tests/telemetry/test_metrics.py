@@ -204,7 +204,7 @@ def test_a_hang_is_counted_by_cause_and_its_recovery_by_part() -> None:
     metrics.hang_detected("blocked", 5.2)
     metrics.recovered({"detect": 4.0, "evidence": 1.2, "first_step": 0.1})
     found = samples(metrics)
-    assert found["elasticd_suspicions_total"] == 2
+    assert found["elasticd_hang_suspicions_total"] == 2
     assert found['elasticd_hangs_total{cause="blocked",culprit=""}'] == 1
     assert found['elasticd_hangs_total{cause="network",culprit=""}'] == 0, (
         "there from the start, so that a rate can be taken"
@@ -220,10 +220,10 @@ def test_only_slow_ranks_have_a_series() -> None:
     metrics = Metrics("j")
     metrics.stragglers({3: 1.8, 5: 2.0})
     metrics.stragglers({3: 1.9})
-    found = {name: value for name, value in samples(metrics).items() if "slowness" in name}
-    assert found == {'elasticd_rank_slowness_ratio{rank="3"}': 1.9}
+    found = {name: value for name, value in samples(metrics).items() if "straggler" in name}
+    assert found == {'elasticd_straggler_ratio{rank="3"}': 1.9}
     metrics.stragglers({})
-    assert not any("slowness" in name for name in samples(metrics))
+    assert not any("straggler" in name for name in samples(metrics))
 
 
 def test_the_store_s_outages_are_counted() -> None:

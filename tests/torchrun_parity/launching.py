@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def why_cold(self) -> str:
-        return " ".join(event["reason"] for event in self.events("launcher") if event["mode"] == "cold")
+        return " ".join(event["reason"] for event in self.events("launcher_ready") if event["mode"] == "cold")
 
 
 class Launched:

@@ -1,4 +1,4 @@
-"""What can happen to a job, as the event log tells it: the one table of kinds and fields.
+"""The kinds and fields of the event log: what can happen to a job, and to a node's agent.
 
 docs/events.md is generated from it (`python -m elasticd_agent.telemetry.events`) and a test keeps the two in step.
 The format is stable: kinds and fields are added, never renamed or given another meaning, while FORMAT is 1.
@@ -21,24 +21,24 @@ def _field(meaning: str, **default: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEvent:
-    """What every line carries besides `v`, `kind`, `job`, `node` and `wall`, which the log adds."""
+    """The fields of every line, besides `v`, `kind`, `job`, `node` and `wall`, which the log adds."""
 
     kind: ClassVar[str]
     round: int = _field("the round's number; 0 before the first one")
     mono: float = _field("CLOCK_MONOTONIC of this node when it happened, in seconds; for one boot of one node only")
-    reason: str = _field("one sentence for a person: what happened and why")
+    reason: str = _field("one sentence: what happened and why")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPublishedEvent(LogEvent):
-    """A round was agreed on: who takes part from now on."""
+    """A round was agreed on: its members from now on."""
 
     kind: ClassVar[str] = "round_published"
     world_size: int = _field("workers in the round")
     nodes: tuple[str, ...] = _field("ids of the nodes, in rank order")
     restarts: int = _field("restarts of the job so far, this round included")
     cause: str = _field("why there is a new round; the `cause` label of `elasticd_restarts_total`, or start")
-    lost: tuple[str, ...] = _field("ids of the nodes that the round before has lost; empty when none was", default=())
+    lost: tuple[str, ...] = _field("ids of the nodes lost since the previous round", default=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +66,12 @@ class FirstStepEvent(LogEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkRecoveredEvent(LogEvent):
-    """After a fault, a hold or a change of nodes a step was finished that is beyond all before: the job goes on."""
+    """After a fault, a pause or a change of nodes, a step beyond all earlier ones was finished: work is recovered."""
 
-    kind: ClassVar[str] = "caught_up"
+    kind: ClassVar[str] = "work_recovered"
     step: int = _field("the step that was finished, as the agent counts them")
     seconds: float = _field(
-        "what the fault has cost, in seconds: from the last step before it, without waiting for nodes; 0 without one"
+        "what the fault cost, in seconds: from the last step before it, without waiting for nodes; 0 without a fault"
     )
 
 
@@ -83,127 +83,127 @@ class WorkerExitedEvent(LogEvent):
     rank: int = _field("its global rank")
     local_rank: int = _field("its local rank")
     pid: int = _field("its process id")
-    exit_code: int | None = _field("what it exited with; null when a signal ended it", default=None)
+    exit_code: int | None = _field("its exit code; null when a signal ended it", default=None)
     signal: int | None = _field("the signal that ended it; null when it exited", default=None)
-    asked: bool = _field("true when the agent had told it to stop, or killed it")
+    requested: bool = _field("true when the agent had stopped or killed it")
     step: int | None = _field("the last step it had finished; null when none is known", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSavedEvent(LogEvent):
-    """Rank 0 finished writing a checkpoint: it is on disk under its final name."""
+    """Rank 0 finished a checkpoint: it is on disk under its final name."""
 
     kind: ClassVar[str] = "checkpoint_saved"
     step: int = _field("the step it holds")
     path: str = _field("its directory")
     bytes: int = _field("its size")
-    seconds: float = _field("how long training stood still for it, in seconds")
+    seconds: float = _field("how long training paused for it, in seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSkippedEvent(LogEvent):
-    """A checkpoint could not be trusted and was passed over on the way to an older one."""
+    """A checkpoint failed its checks and was skipped in favor of an older one."""
 
     kind: ClassVar[str] = "checkpoint_skipped"
-    step: int | None = _field("the step its name or manifest claims; null when neither can be read", default=None)
+    step: int | None = _field("the step in its name or manifest; null when neither can be read", default=None)
     path: str = _field("its directory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailedEvent(LogEvent):
-    """A checkpoint could not be written; training goes on and it is tried again."""
+    """A checkpoint could not be written; training continues and the next one is tried."""
 
     kind: ClassVar[str] = "checkpoint_failed"
     step: int | None = _field("the step it would have held", default=None)
-    path: str = _field("where it was to go")
+    path: str = _field("the intended directory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedEvent(LogEvent):
-    """The round's workers loaded a checkpoint and go on from it."""
+    """The round's workers loaded a checkpoint and continue from it."""
 
     kind: ClassVar[str] = "resumed"
-    step: int = _field("the step training goes on from")
+    step: int = _field("the step from which training continues")
     from_round: int = _field("the round that wrote the checkpoint")
     path: str = _field("its directory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PausedEvent(LogEvent):
-    """All workers wait right after a checkpoint, for a round that is expected soon."""
+    """All workers are paused right after a checkpoint, since a round is expected soon."""
 
-    kind: ClassVar[str] = "holding"
-    step: int = _field("the step they wait at; its checkpoint is on disk")
+    kind: ClassVar[str] = "paused"
+    step: int = _field("the step at which they paused; its checkpoint is on disk")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseEndedEvent(LogEvent):
-    """The workers stopped waiting by themselves; when the next round ends the wait there is no such line."""
+    """The workers continued by themselves; there is no such line when the next round ended the pause."""
 
-    kind: ClassVar[str] = "hold_over"
-    step: int = _field("the step they waited at")
-    seconds: float = _field("how long they waited, in seconds")
+    kind: ClassVar[str] = "pause_ended"
+    step: int = _field("the step at which they had paused")
+    seconds: float = _field("how long they were paused, in seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUnavailableEvent(LogEvent):
-    """The store in which agents meet does not answer; training goes on, and what there is to say to others waits."""
+    """The rendezvous store does not answer; training continues, and reports to other nodes are delayed."""
 
-    kind: ClassVar[str] = "store_away"
+    kind: ClassVar[str] = "store_unavailable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAvailableEvent(LogEvent):
     """The store answers again."""
 
-    kind: ClassVar[str] = "store_back"
-    seconds: float = _field("how long it was away, in seconds")
+    kind: ClassVar[str] = "store_available"
+    seconds: float = _field("how long it was unavailable, in seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangSuspectedEvent(LogEvent):
-    """An agent suspects that its ranks hang: evidence is taken, the others are asked. Most go on by themselves."""
+    """An agent suspects a hang of its ranks; all nodes gather evidence. Most suspicions clear by themselves."""
 
-    kind: ClassVar[str] = "suspected"
+    kind: ClassVar[str] = "hang_suspected"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangClearedEvent(LogEvent):
-    """The suspected group goes on."""
+    """The suspected group makes progress again."""
 
-    kind: ClassVar[str] = "suspicion_over"
+    kind: ClassVar[str] = "hang_cleared"
     seconds: float = _field("how long the suspicion lasted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangDetectedEvent(LogEvent):
-    """The group was found hung; written by the node whose agent judged, on what all nodes see."""
+    """A hang was confirmed from the reports of all nodes; written by the leader node."""
 
-    kind: ClassVar[str] = "hung"
+    kind: ClassVar[str] = "hang_detected"
     cause: str = _field("the `cause` label of `elasticd_hangs_total`")
-    nodes: tuple[str, ...] = _field("nodes of the ranks that are to blame; empty when no single one is")
-    ranks: tuple[int, ...] = _field("the ranks that are to blame, in the same order")
+    nodes: tuple[str, ...] = _field("nodes of the ranks at fault; empty when there is no single cause")
+    ranks: tuple[int, ...] = _field("the ranks at fault, in the same order")
     slots: tuple[int, ...] = _field("their slots, in the same order")
-    seconds: float = _field("for how long no rank had made progress")
-    action: str = _field("restart, or report where --on-hang says so")
+    seconds: float = _field("time without progress of any rank")
+    action: str = _field("restart, or report with --on-hang report")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerEvent(LogEvent):
-    """A rank has been computing longer than its peers for a while; nothing is done about it."""
+    """A rank has been computing longer than its peers for a while; it is only reported."""
 
-    kind: ClassVar[str] = "slow_rank"
-    rank: int = _field("the rank the others wait for")
-    ratio: float = _field("how many times as long as its peers' its own work takes")
+    kind: ClassVar[str] = "straggler"
+    rank: int = _field("the rank that the others wait for")
+    ratio: float = _field("duration of its own work, relative to its peers'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherReadyEvent(LogEvent):
-    """How this node starts its workers from now on, and why when that is not the warm launcher."""
+    """How this node starts its workers from now on, and the reason where that is not the warm launcher."""
 
-    kind: ClassVar[str] = "launcher"
-    mode: str = _field("warm: forked from a process that has torch imported; cold: each worker imports by itself")
-    seconds: float | None = _field("how long the launcher took to get ready, in seconds; null when cold", default=None)
+    kind: ClassVar[str] = "launcher_ready"
+    mode: str = _field("warm: forked from a process that has imported torch; cold: each worker imports it")
+    seconds: float | None = _field("how long the launcher took to start, in seconds; null when cold", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,46 +212,46 @@ class StoreExitedEvent(LogEvent):
 
     kind: ClassVar[str] = "store_exited"
     pid: int = _field("its process id")
-    exit_code: int | None = _field("what it exited with; null when a signal ended it", default=None)
+    exit_code: int | None = _field("its exit code; null when a signal ended it", default=None)
     signal: int | None = _field("the signal that ended it; null when it exited", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEndedEvent(LogEvent):
-    """Nothing is left of this node's workers of a round; the next group may start."""
+    """All of this node's processes of a round are gone; the next group may start."""
 
-    kind: ClassVar[str] = "group_gone"
+    kind: ClassVar[str] = "group_ended"
     seconds: float = _field("from the decision to stop the group, or the last exit, to its end, in seconds")
-    survivors: tuple[int, ...] = _field("process ids that would not die in time; empty as a rule", default=())
+    survivors: tuple[int, ...] = _field("process ids that survived SIGKILL so far", default=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUnkillableEvent(LogEvent):
-    """A process of a round was sent SIGKILL and does not die; the agent goes on without it, and without its slot."""
+    """A process survived SIGKILL; the agent continues without it and without its slot."""
 
-    kind: ClassVar[str] = "process_stuck"
+    kind: ClassVar[str] = "process_unkillable"
     pid: int = _field("its process id")
-    rank: int | None = _field("its worker's global rank; null for the store, or where it cannot be told", default=None)
-    slot: int | None = _field("its worker's slot, left out of the next rounds; null likewise", default=None)
+    rank: int | None = _field("its worker's global rank; null for the store process, or when unknown", default=None)
+    slot: int | None = _field("its worker's slot, excluded from the next rounds; null likewise", default=None)
     state: str = _field("its state in /proc, mostly D; empty when unknown")
-    wchan: str = _field("where in the kernel it waits; empty when unknown")
+    wchan: str = _field("the kernel function it waits in; empty when unknown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReapedEvent(LogEvent):
-    """A process that was stuck has ended; its slot can be used again."""
+    """An unkillable process has ended; its slot is free again."""
 
-    kind: ClassVar[str] = "process_freed"
+    kind: ClassVar[str] = "process_reaped"
     pid: int = _field("its process id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequestedEvent(LogEvent):
-    """Somebody asked the job to stop, or this node to leave it; `reason` has what was said of why."""
+    """A stop of the job, or of this node's part in it, was requested; `reason` has the given reason."""
 
     kind: ClassVar[str] = "stop_requested"
     by: str = _field("the signal: SIGTERM, which is also the agent's, SIGINT, ...")
-    grace_seconds: float = _field("after how long what is left is killed, in seconds")
+    grace_seconds: float = _field("time until remaining processes are killed, in seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,81 +259,81 @@ class JobEndedEvent(LogEvent):
     """The last line of a job on this node."""
 
     kind: ClassVar[str] = "job_ended"
-    outcome: str = _field("succeeded, failed or stopped; or left: only this node's part is over, the job may go on")
-    exit_code: int = _field("what elasticd exits with")
+    outcome: str = _field("succeeded, failed or stopped; or left: this node's part ended, the job may continue")
+    exit_code: int = _field("exit code of elasticd")
     restarts: int = _field("restarts in all")
     step: int | None = _field("the last step finished; null when none is known", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingEvent(LogEvent):
-    """What the job waits for; told by the node whose agent plans."""
+    """The job waits, as `reason` says; written by the leader node."""
 
     kind: ClassVar[str] = "waiting"
-    nodes: bool = _field("for more nodes: nothing runs until they come")
+    nodes: bool = _field("true when it waits for more nodes and nothing runs until they join")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStartedEvent(LogEvent):
-    """The agent of a node, `elasticd agent`, has started, or has been replaced by a new version in place."""
+    """The agent of a node, `elasticd agent`, has started, or was replaced in place by a new version."""
 
     kind: ClassVar[str] = "agent_started"
     version: str = _field("elasticd's version")
     pid: int = _field("its process id")
-    adopted: int = _field("runners that an earlier one had started, and that go on")
+    adopted: int = _field("running runners of an earlier agent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRegisteredEvent(LogEvent):
-    """The node's card is in the store: jobs can be placed on it."""
+    """The node is registered in the store: jobs can be scheduled on it."""
 
-    kind: ClassVar[str] = "agent_joined"
+    kind: ClassVar[str] = "node_registered"
     slots: int = _field("workers it takes at once")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStateEvent(LogEvent):
-    """The node takes work, or does not any more, and why."""
+    """The node accepts work, or no longer does; `reason` says why."""
 
-    kind: ClassVar[str] = "agent_state"
+    kind: ClassVar[str] = "node_state"
     state: str = _field("ready, cordoned, draining or quarantined")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeUnhealthyEvent(LogEvent):
-    """Something is wrong with the node, and it is given no work; the reason says what."""
+    """A health check fails, and the node gets no work; `reason` says which."""
 
     kind: ClassVar[str] = "node_unhealthy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeQuarantinedEvent(LogEvent):
-    """What was wrong is over, or jobs failed by this node's doing: it is left out for a while."""
+    """The node recovered, or jobs failed because of it: it gets no work for a while."""
 
     kind: ClassVar[str] = "node_quarantined"
-    seconds: float = _field("for how long, if nothing else happens")
+    seconds: float = _field("for how long, unless it fails again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHealthyEvent(LogEvent):
-    """Nothing is held against the node (any more)."""
+    """The node is healthy (again)."""
 
     kind: ClassVar[str] = "node_healthy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReloadedEvent(LogEvent):
-    """The agent has read its configuration again."""
+    """The agent has reloaded its configuration."""
 
     kind: ClassVar[str] = "agent_reloaded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentEndedEvent(LogEvent):
-    """The agent has ended by itself, or is about to replace itself. One that was killed writes nothing."""
+    """The agent ends in an orderly way, or is about to replace itself. A killed agent writes no event."""
 
     kind: ClassVar[str] = "agent_ended"
-    exit_code: int | None = _field("what it exits with; null when it replaces itself", default=None)
+    exit_code: int | None = _field("its exit code; null when it replaces itself", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,29 +349,29 @@ class RunnerStartedEvent(LogEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerStopRequestedEvent(LogEvent):
-    """A job's runner was asked to leave this node, and why."""
+    """A job's runner was requested to stop on this node; `reason` says why."""
 
-    kind: ClassVar[str] = "runner_asked"
+    kind: ClassVar[str] = "runner_stop_requested"
     name: str = _field("the job's id")
     number: int = _field("which run of the job")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerEndedEvent(LogEvent):
-    """A job's runner has ended, and nothing of it is left."""
+    """A job's runner has ended, with all its processes."""
 
     kind: ClassVar[str] = "runner_ended"
     name: str = _field("the job's id")
     number: int = _field("which run of the job")
-    outcome: str = _field("succeeded, failed or refused; left when the job is not over; lost when it could not say")
-    exit_code: int | None = _field("what it exited with; null when it could not say", default=None)
+    outcome: str = _field("succeeded, failed or refused; left when the job continues elsewhere; lost when unknown")
+    exit_code: int | None = _field("its exit code; null when unknown", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobScheduledEvent(LogEvent):
-    """This node's agent, which places jobs at the time, has decided where a job runs, or why it waits."""
+    """The scheduler, which runs on this node, decided where a job runs, or why it is pending."""
 
-    kind: ClassVar[str] = "placed"
+    kind: ClassVar[str] = "scheduled"
 
 
 EVENT_TYPES: tuple[type[LogEvent], ...] = (

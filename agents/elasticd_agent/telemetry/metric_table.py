@@ -13,7 +13,7 @@ from elasticd_agent.hangs.causes import CAUSES as HANGS
 from elasticd_agent.model.messages import Phase
 
 RESTART_CAUSES = ("crash", "hung", "store_lost", "start_failed", "resize", "other")
-EXIT_KINDS = ("success", "exit_code", "signal", "asked")
+EXIT_KINDS = ("success", "exit_code", "signal", "requested")
 START_MODES = ("warm", "cold")
 RECOVERY_PARTS = ("detect", "evidence", "agree", "stop", "start", "first_step")
 FAULT_CAUSES = ("crash", "hung", "node_lost", "store_lost", "start_failed", "other")
@@ -185,7 +185,7 @@ LAUNCHER_STARTS = MetricSpec(
     label_sets=len(START_MODES),
 )
 HANG_SUSPICIONS = MetricSpec(
-    "elasticd_suspicions_total", "counter", "Times this node's agent suspected a hang; most end by themselves."
+    "elasticd_hang_suspicions_total", "counter", "Times this node's agent suspected a hang; most end by themselves."
 )
 HANGS_TOTAL = MetricSpec(
     "elasticd_hangs_total",
@@ -220,7 +220,7 @@ RECOVERY_PART = MetricSpec(
     buckets=(0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0),
 )
 STRAGGLER_RATIO = MetricSpec(
-    "elasticd_rank_slowness_ratio",
+    "elasticd_straggler_ratio",
     "gauge",
     "How many times as long as its peers' the own work of a rank takes that the others wait for, told by the node "
     "whose agent plans; absent for all others.",

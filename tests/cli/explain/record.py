@@ -69,7 +69,7 @@ def record(name: str) -> None:
             job.step(STEP)
             subprocess.run([sys.executable, "-m", "elasticd_agent", "dump", "--pid", str(job.pid)], check=True)
         elif name == "reported":
-            job.event("hung", round=1)
+            job.event("hang_detected", round=1)
         else:
             job.event("first_step", round=2)
         jobs.close()

@@ -135,9 +135,9 @@ def test_without_etcd_pods_meet_at_the_store_beside_them(machine: Machine) -> No
     # The store's pod moves: empty, and nobody starts again.
     at = len(events(logs[0], "round_published"))
     store.kill()
-    until(lambda: events(logs[0], "store_away"), lambda: f"an outage\n{machine.told}")
+    until(lambda: events(logs[0], "store_unavailable"), lambda: f"an outage\n{machine.told}")
     machine.elasticd([replaced(word, here) for word in beside["args"]], "store", {})
-    until(lambda: all(events(log, "store_back") for log in logs), lambda: f"its end\n{machine.told}", 120)
+    until(lambda: all(events(log, "store_available") for log in logs), lambda: f"its end\n{machine.told}", 120)
     assert len(events(logs[0], "round_published")) == at
     # A pod is deleted: it leaves at a checkpoint, the other one goes on.
     started[1].process.terminate()

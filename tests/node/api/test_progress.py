@@ -27,8 +27,8 @@ STARTED = (
     line("group_started", 101.0, ranks=[0, 1]),
     line("first_step", 110.0, step=1),
 )
-HELD = (line("holding", 120.0, step=10), line("hold_over", 125.0), line("caught_up", 130.0, step=11, seconds=0.0))
-CRASHED = (line("worker_exited", 130.0, step=21), line("group_gone", 131.0))
+HELD = (line("paused", 120.0, step=10), line("pause_ended", 125.0), line("work_recovered", 130.0, step=11, seconds=0.0))
+CRASHED = (line("worker_exited", 130.0, step=21), line("group_ended", 131.0))
 AGAIN = (*STARTED, *CRASHED, line("resumed", 139.0, 2, step=11), line("first_step", 140.0, 2, step=12))
 
 
@@ -54,9 +54,9 @@ def test_a_clock_that_is_set_is_no_time_that_has_passed(set_s: float) -> None:
         ((*STARTED, *CRASHED, line("resumed", 139.0, 2, step=21), line("first_step", 140.0, 2, step=22)), 140.0, 0.5),
         ((*STARTED, *CRASHED, line("resumed", 139.0, 2, step=11), line("first_step", 140.0, 2, step=12)), 140.0, 0.5),
         ((*STARTED, *CRASHED, line("resumed", 139.0, 2, step=11), line("first_step", 140.0, 2, step=12)), 150.0, 0.4),
-        ((*AGAIN, line("caught_up", 150.0, 2, step=22, seconds=20.5)), 180.0, 49.5 / 80),
+        ((*AGAIN, line("work_recovered", 150.0, 2, step=22, seconds=20.5)), 180.0, 49.5 / 80),
         ((*AGAIN, line("checkpoint_saved", 150.0, 2, step=22)), 180.0, 50 / 80),
-        ((*AGAIN, line("caught_up", 150.0, 2, step=22, seconds=8.0)), 180.0, 50 / 80),
+        ((*AGAIN, line("work_recovered", 150.0, 2, step=22, seconds=8.0)), 180.0, 50 / 80),
         ((*STARTED, *CRASHED, line("first_step", 140.0, 2, step=1)), 160.0, 20 / 60),
         # Another node's worker, or another node, was lost.
         (
@@ -65,8 +65,8 @@ def test_a_clock_that_is_set_is_no_time_that_has_passed(set_s: float) -> None:
             0.5,
         ),
         # A hang counts from when it began; a hold only while it lasts.
-        ((*STARTED, line("hung", 140.0, seconds=20.0)), 140.0, 0.25),
-        ((*STARTED, line("holding", 120.0)), 140.0, 0.25),
+        ((*STARTED, line("hang_detected", 140.0, seconds=20.0)), 140.0, 0.25),
+        ((*STARTED, line("paused", 120.0)), 140.0, 0.25),
         ((*STARTED, *HELD), 140.0, 0.5),
         # A round with other nodes that no fault has caused: what it takes is idle, what it trains again is lost.
         ((*STARTED, line("round_published", 130.0, 2, cause="resize", nodes=["a"])), 140.0, 0.5),
@@ -163,7 +163,7 @@ def test_what_each_round_cost() -> None:
 
 
 def test_a_hang_that_another_node_judged_costs_from_when_it_began() -> None:
-    second = (line("round_published", 130.0, 2, cause="hung"), line("worker_exited", 130.1, step=21, asked=True))
+    second = (line("round_published", 130.0, 2, cause="hung"), line("worker_exited", 130.1, step=21, requested=True))
     trains = line("first_step", 131.0, 2, step=12, recovery_seconds=6.0)
     seen = told(*STARTED, *second, line("resumed", 130.8, 2, step=11), trains)
     assert seen.rounds[1].last_step_at == 125.0

@@ -65,7 +65,7 @@ def trained(one: Served) -> None:
     )
     one.event("resumed", NOW - 61, 2, step=11)
     one.event("first_step", NOW - 60, 2, step=12)
-    one.event("caught_up", NOW - 50, 2, step=22, seconds=20.0)
+    one.event("work_recovered", NOW - 50, 2, step=22, seconds=20.0)
     one.event("checkpoint_saved", NOW - 34, 2, step=40)
     one.said["status"] = {"phase": "running", "round": 2, "world_size": 2, "step": 101, "steps_per_second": 1.5}
 

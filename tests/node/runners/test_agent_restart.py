@@ -124,13 +124,13 @@ def test_who_has_joined_stays_ready_while_the_store_is_away_and_says_so(nodes: M
     n1.start()
     assert page(port, "readyz") == "registered\n"
     etcd.kill()
-    n1.event("store_away")
+    n1.event("store_unavailable")
     said = page(port, "readyz")  # of a 503 there is none
     assert re.fullmatch(
         r"registered; the store has been unavailable for \d+ s, and running jobs continue without it\n", said
     )
     etcd.restart()
-    n1.event("store_back")
+    n1.event("store_available")
     assert page(port, "readyz") == "registered\n"
     assert n1.drain() == 0
 

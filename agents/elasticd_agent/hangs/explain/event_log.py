@@ -62,7 +62,7 @@ class RunLog:
 
     def verdict(self) -> RecordedVerdict | None:
         """The verdict, in the log of the node that judged."""
-        line = next(iter(self._of("hung")[-1:]), None)
+        line = next(iter(self._of("hang_detected")[-1:]), None)
         if line is None:
             return None
         places = zip(*(values(line.get(name)) for name in ("nodes", "ranks", "slots")), strict=False)
@@ -97,7 +97,7 @@ class RunLog:
         return next((line for line in self.lines if round and line["kind"] == kind and line["round"] == round), {})
 
     def _survivors(self) -> tuple[int, ...]:
-        pids = [whole(pid) for line in self._of("group_gone") for pid in values(line.get("survivors"))]
+        pids = [whole(pid) for line in self._of("group_ended") for pid in values(line.get("survivors"))]
         return tuple(pid for pid in pids if pid is not None)
 
     def _timeline(self, following: int) -> tuple[TimelineEntry, ...]:
@@ -159,10 +159,10 @@ def _job_ended(line: Line) -> str:
 
 
 _HERE: Mapping[str, Callable[[Line], str]] = {
-    "suspected": lambda line: f"suspected: {_reason(line)}",
-    "suspicion_over": _reason,
-    "hung": _hang_detected,
-    "group_gone": _group_gone,
+    "hang_suspected": lambda line: f"suspected: {_reason(line)}",
+    "hang_cleared": _reason,
+    "hang_detected": _hang_detected,
+    "group_ended": _group_gone,
     "waiting": _reason,
     "job_ended": _job_ended,
 }

@@ -211,7 +211,7 @@ class JobTimeline:
         self._on_step(line)
 
     def _on_worker_exited(self, line: _Line) -> None:
-        requested, at = line.fields.get("asked"), line.ledger_at
+        requested, at = line.fields.get("requested"), line.ledger_at
         if not requested and line.fields.get("exit_code") == 0:
             self._ledger = self._ledger.on_progress(at)
         else:
