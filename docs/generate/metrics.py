@@ -34,7 +34,9 @@ def max_node_series(checks: int) -> int:
 def _table(labels: str, specs: Iterable[MetricSpec]) -> str:
     rows = [f"| name | type | labels besides {labels} | meaning |", "|---|---|---|---|"]
     for spec in specs:
-        rows.append(f"| `{spec.name}` | {spec.kind} | {', '.join(f'`{label}`' for label in spec.labels)} | {spec.help} |")
+        rows.append(
+            f"| `{spec.name}` | {spec.kind} | {', '.join(f'`{label}`' for label in spec.labels)} | {spec.help} |"
+        )
     return "\n".join(rows)
 
 
