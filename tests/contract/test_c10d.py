@@ -18,12 +18,15 @@ from torch.distributed import TCPStore
 
 from elasticd_agent.store import Versioned
 from elasticd_agent.store.c10d.client_process import Operations, register_watch, remove
-from elasticd_agent.store.c10d.envelope import (
+from elasticd_agent.store.c10d.server_process import TOMBSTONE_S, TURN_S, UNWATCHED_S, HostMaintenance
+from elasticd_agent.store.c10d.store import C10dStore
+from elasticd_agent.store.c10d.tcp_store import (
     DIRECTORIES,
     LEASES,
     WATCHED,
     Envelope,
     KeyState,
+    TcpStoreConnection,
     counter_key,
     decode,
     entries,
@@ -31,11 +34,9 @@ from elasticd_agent.store.c10d.envelope import (
     index_key,
     lease_key,
     lease_members_key,
+    set_host_lookup,
     value_key,
 )
-from elasticd_agent.store.c10d.server_process import TOMBSTONE_S, TURN_S, UNWATCHED_S, HostMaintenance
-from elasticd_agent.store.c10d.store import C10dStore
-from elasticd_agent.store.c10d.wire import TcpStoreConnection, set_host_lookup
 
 W = TypeVar("W", bound=TcpStoreConnection)
 Until = Callable[[Callable[[], object], float], object]
@@ -64,7 +65,7 @@ def found(store: C10dStore, key: str) -> Versioned:
     return value
 
 
-def test_every_increment_of_racing_clients_counts_once(stores: list[C10dStore]) -> None:
+def test_racing_increments_count_once(stores: list[C10dStore]) -> None:
     stores[0].compare_and_swap("race/n", None, b"0")
 
     def count_up(store: C10dStore) -> None:
@@ -82,7 +83,7 @@ def test_every_increment_of_racing_clients_counts_once(stores: list[C10dStore]) 
     assert found(stores[1], "race/n").value == b"200"
 
 
-def test_of_identical_creations_one_wins(stores: list[C10dStore]) -> None:
+def test_identical_creations_have_one_winner(stores: list[C10dStore]) -> None:
     """A TCPStore's own compare_set would tell all of them that they have won."""
     wins: list[str] = []
 
@@ -100,7 +101,8 @@ def test_of_identical_creations_one_wins(stores: list[C10dStore]) -> None:
     assert wins == keys
 
 
-def test_a_watch_of_another_client_hears_at_once(stores: list[C10dStore], until: Until) -> None:
+def test_watch_of_another_client(stores: list[C10dStore], until: Until) -> None:
+    """It is called at once."""
     heard: list[tuple[str, float]] = []
     watch = stores[1].watch("watched/", lambda key: heard.append((key, time.monotonic())))
     delays = []
@@ -118,7 +120,7 @@ def test_a_watch_of_another_client_hears_at_once(stores: list[C10dStore], until:
     assert len(heard) == before
 
 
-def test_an_idle_agent_asks_little(stores: list[C10dStore]) -> None:
+def test_idle_agent_sends_few_requests(stores: list[C10dStore]) -> None:
     """One renewal a second and four watches: what the design grants is 1.5 requests a second."""
     lease = stores[1].announce("idle/n", b"", 60.0)
     assert lease is not None
@@ -134,7 +136,7 @@ def test_an_idle_agent_asks_little(stores: list[C10dStore]) -> None:
     assert stores[0].read("idle/n") is None
 
 
-def test_what_strangers_left_is_a_value_of_version_0(stores: list[C10dStore]) -> None:
+def test_foreign_bytes_are_a_value_of_version_0(stores: list[C10dStore]) -> None:
     """The one who reads it can tell that it is no record of ours; nothing of ours is hurt by it."""
     wire = TcpStoreConnection(TCPStore, "127.0.0.1", stores[0].port, 10.0)
     assert stores[0].compare_and_swap("strange/ours", None, b"ours")
@@ -206,7 +208,8 @@ def place(_what_torch_keeps: None) -> Iterator[Place]:
 VALUE = base64.b64encode(b"v").decode()
 
 
-def test_a_lease_ends_its_time_after_the_last_renewal_while_the_host_was_awake(place: Place) -> None:
+def test_lease_ends_after_its_time_awake(place: Place) -> None:
+    """Counted from its last renewal, and only while the host was awake."""
     lease, first = place.verbs.announce("n/a", VALUE, 3.0) or ("", 0)
     place.pass_time(2.8)
     assert place.verbs.renew(lease, first)
@@ -229,7 +232,7 @@ def test_a_lease_ends_its_time_after_the_last_renewal_while_the_host_was_awake(p
     assert place.wire.read(lease_key(lease)) is None, "what the late renewal made is gone again"
 
 
-def test_a_key_put_by_a_holder_whose_lease_had_just_ended_goes_too(place: Place) -> None:
+def test_key_put_under_an_ended_lease_is_removed(place: Place) -> None:
     lease, _ = place.verbs.announce("n/a", VALUE, 1.0) or ("", 0)
     place.pass_time(1.6)
     late = Envelope(KeyState.PRESENT, 7, lease, b"late")
@@ -240,39 +243,39 @@ def test_a_key_put_by_a_holder_whose_lease_had_just_ended_goes_too(place: Place)
     assert found is None or found.state is not KeyState.PRESENT
 
 
-def test_what_is_deleted_leaves_nothing(place: Place) -> None:
+def test_deleted_keys_leave_nothing(place: Place) -> None:
     for number in range(3):
-        assert place.verbs.swap(f"done/{number}/a", None, VALUE)
-        assert place.verbs.swap(f"done/{number}/b", None, VALUE)
+        assert place.verbs.compare_and_swap(f"done/{number}/a", None, VALUE)
+        assert place.verbs.compare_and_swap(f"done/{number}/b", None, VALUE)
     assert place.verbs.delete("done/0/a") and place.verbs.delete("done/0/b") and place.verbs.delete("done/1/a")
     place.pass_time(2 * TOMBSTONE_S)
-    assert list(place.verbs.found_below("")) == ["done/1/b", "done/2/a", "done/2/b"]
+    assert list(place.verbs.list_below("")) == ["done/1/b", "done/2/a", "done/2/b"]
     assert list(entries(place.wire.read(DIRECTORIES))) == ["done/1/", "done/2/"]
     assert list(entries(place.wire.read(index_key("done/1/")))) == ["b"]
     for key in (index_key("done/0/"), value_key("done/0/a"), value_key("done/1/a")):
         assert place.wire.read(key) is None
-    assert place.verbs.swap("done/0/a", None, VALUE)
-    assert "done/0/a" in place.verbs.found_below("done/0/")
+    assert place.verbs.compare_and_swap("done/0/a", None, VALUE)
+    assert "done/0/a" in place.verbs.list_below("done/0/")
 
 
-def test_a_name_that_was_announced_and_never_came_goes(place: Place) -> None:
+def test_indexed_name_without_key_is_removed(place: Place) -> None:
     """As of a writer that was killed between the two."""
     place.wire.append(index_key("seen/"), b"=a\n")
     place.wire.append(DIRECTORIES, b"=seen/\n")
-    assert place.verbs.found_below("seen/") == {}
-    assert place.verbs.swap("other", None, VALUE)
+    assert place.verbs.list_below("seen/") == {}
+    assert place.verbs.compare_and_swap("other", None, VALUE)
     place.pass_time(2 * TOMBSTONE_S)
     assert place.wire.read(index_key("seen/")) is None
 
 
-def test_creating_waits_while_the_host_buries(place: Place) -> None:
-    assert place.verbs.swap("k", None, VALUE)
+def test_creation_waits_for_a_key_being_removed(place: Place) -> None:
+    assert place.verbs.compare_and_swap("k", None, VALUE)
     buried = Envelope(KeyState.REMOVING, 1, "", b"").encode()
     place.wire.set(value_key("k"), buried)
     other = Operations(place.another_wire())
     other.deadline = time.monotonic() + SOON_S
     made: list[bool] = []
-    creating = threading.Thread(target=lambda: made.append(other.swap("k", None, VALUE)))
+    creating = threading.Thread(target=lambda: made.append(other.compare_and_swap("k", None, VALUE)))
     creating.start()
     while not other._wire._counts[0] > 6:  # it has looked more than once
         time.sleep(0.001)
@@ -280,7 +283,7 @@ def test_creating_waits_while_the_host_buries(place: Place) -> None:
     place.wire.delete(value_key("k"))
     creating.join(SOON_S)
     assert made == [True]
-    assert list(place.verbs.found_below("k")) == ["k"]
+    assert list(place.verbs.list_below("k")) == ["k"]
 
 
 class Interrupted(TcpStoreConnection):
@@ -293,7 +296,8 @@ class Interrupted(TcpStoreConnection):
         return super().add(key, amount)
 
 
-def test_a_key_whose_name_the_host_buries_while_it_is_created_is_found(place: Place) -> None:
+def test_key_created_while_its_name_is_removed(place: Place) -> None:
+    """It is listed all the same."""
     place.wire.append(index_key("d/"), b"=k\n")  # left by a writer that was killed before it made the key
     place.wire.append(DIRECTORIES, b"=d/\n")
     place.keeper._sweep()
@@ -304,12 +308,13 @@ def test_a_key_whose_name_the_host_buries_while_it_is_created_is_found(place: Pl
 
     slow = place.another_wire(Interrupted)
     slow.meanwhile = bury
-    assert Operations(slow).swap("d/k", None, VALUE)
-    assert list(place.verbs.found_below("d/")) == ["d/k"]
+    assert Operations(slow).compare_and_swap("d/k", None, VALUE)
+    assert list(place.verbs.list_below("d/")) == ["d/k"]
 
 
-def test_a_deleted_key_that_is_created_again_while_the_host_buries_it_is_found(place: Place) -> None:
-    assert place.verbs.swap("d/k", None, VALUE)
+def test_key_created_again_while_its_tombstone_is_removed(place: Place) -> None:
+    """It is listed all the same."""
+    assert place.verbs.compare_and_swap("d/k", None, VALUE)
     assert place.verbs.delete("d/k")
     place.keeper._sweep()
 
@@ -319,8 +324,8 @@ def test_a_deleted_key_that_is_created_again_while_the_host_buries_it_is_found(p
 
     slow = place.another_wire(Interrupted)
     slow.meanwhile = bury
-    assert Operations(slow).swap("d/k", None, VALUE)
-    assert list(place.verbs.found_below("d/")) == ["d/k"]
+    assert Operations(slow).compare_and_swap("d/k", None, VALUE)
+    assert list(place.verbs.list_below("d/")) == ["d/k"]
 
 
 class Overtaken(TcpStoreConnection):
@@ -333,16 +338,16 @@ class Overtaken(TcpStoreConnection):
         return super().swap(key, expected, value)
 
 
-def test_of_two_who_delete_one_has_deleted(place: Place) -> None:
+def test_two_deletions_have_one_winner(place: Place) -> None:
     """Their gravestones are of the same version, and a TCPStore tells both writers of the same bytes that they won."""
-    assert place.verbs.swap("k", None, VALUE)
+    assert place.verbs.compare_and_swap("k", None, VALUE)
     slow, others = place.another_wire(Overtaken), list[bool]()
     slow.meanwhile = lambda: others.append(place.verbs.delete("k"))
     assert not Operations(slow).delete("k")
     assert others == [True]
 
 
-def test_keys_that_come_and_go_while_the_host_buries_are_all_found(place: Place) -> None:
+def test_keys_created_and_deleted_during_removals(place: Place) -> None:
     """Writers against a host that thinks half a minute passes between any two of its looks."""
     wrong: list[str] = []
 
@@ -351,9 +356,9 @@ def test_keys_that_come_and_go_while_the_host_buries_are_all_found(place: Place)
         key = f"d{me % 2}/{me}"
         for _ in range(40):
             verbs.deadline = time.monotonic() + SOON_S
-            if not verbs.swap(key, None, VALUE):
+            if not verbs.compare_and_swap(key, None, VALUE):
                 wrong.append(f"{key} was there")
-            if key not in verbs.found_below(key):
+            if key not in verbs.list_below(key):
                 wrong.append(f"{key} was not found")
             if not verbs.delete(key):
                 wrong.append(f"{key} was gone")
@@ -367,12 +372,12 @@ def test_keys_that_come_and_go_while_the_host_buries_are_all_found(place: Place)
     assert wrong == []
 
 
-def test_a_change_that_was_counted_and_never_named_is_named(place: Place) -> None:
+def test_counted_change_without_a_name_is_repaired(place: Place) -> None:
     """A writer killed between the two would leave every watch waiting."""
     register_watch(place.wire, "p/")
     place.pass_time(1.0)
     place.wire.add(counter_key("p/"), 1)
-    assert place.verbs.swap("p/k", None, VALUE)
+    assert place.verbs.compare_and_swap("p/k", None, VALUE)
     assert place.wire.read(event_key("p/", 1)) is None
     place.pass_time(3 * TURN_S)
     assert place.wire.read(event_key("p/", 1)) == b"p/"
@@ -382,7 +387,7 @@ def test_a_change_that_was_counted_and_never_named_is_named(place: Place) -> Non
     assert place.wire.read(event_key("p/", 2)) is None
 
 
-def test_a_prefix_nobody_watches_any_more_costs_writers_nothing(place: Place) -> None:
+def test_unwatched_prefix_is_dropped(place: Place) -> None:
     register_watch(place.wire, "kept/")
     register_watch(place.wire, "left/")
     for _ in range(4):
@@ -393,15 +398,15 @@ def test_a_prefix_nobody_watches_any_more_costs_writers_nothing(place: Place) ->
     assert list(entries(place.wire.read(WATCHED))) == ["kept/", "left/"]
 
 
-def test_versions_of_two_starts_never_meet(place: Place) -> None:
-    assert place.verbs.swap("k", None, VALUE)
+def test_versions_differ_between_starts(place: Place) -> None:
+    assert place.verbs.compare_and_swap("k", None, VALUE)
     before = place.verbs.read("k")
     again = Place()
     assert again.verbs.read("k") is None
-    assert again.verbs.swap("k", None, VALUE)
+    assert again.verbs.compare_and_swap("k", None, VALUE)
     after = again.verbs.read("k")
     assert before is not None
     assert after is not None
     assert after[0] > before[0]
-    assert not again.verbs.swap("k", before[0], VALUE)
+    assert not again.verbs.compare_and_swap("k", before[0], VALUE)
     assert remove(again.wire, "k", None)

@@ -31,23 +31,25 @@ HASTY_S = 0.5
 
 
 class Agents:
-    """A host, a client of it, and one with so short a timeout that it may be waited for. `said` is what they said."""
+    """A host, a client of it, and one with a short timeout. `messages`: what each logged."""
 
     def __init__(self) -> None:
-        self.said: dict[C10dStore, list[str]] = {}
+        self.messages: dict[C10dStore, list[str]] = {}
         self.host = self._store(0, serve=True)
         self.client = self._store(self.host.port)
         self.hasty = self._store(self.host.port, timeout_s=HASTY_S)
         assert all(answers(store) for store in (self.host, self.client))  # the helpers start at the same time
 
     def _store(self, port: int, *, serve: bool = False, timeout_s: float = PATIENT_S) -> C10dStore:
-        said: list[str] = []
-        store = C10dStore("127.0.0.1", port, serve=serve, timeout_s=timeout_s, start_timeout_s=SOON_S, log=said.append)
-        self.said[store] = said
+        messages: list[str] = []
+        store = C10dStore(
+            "127.0.0.1", port, serve=serve, timeout_s=timeout_s, start_timeout_s=SOON_S, log=messages.append
+        )
+        self.messages[store] = messages
         return store
 
     def close(self) -> None:
-        for store in self.said:
+        for store in self.messages:
             store.close()
 
 
@@ -105,30 +107,30 @@ def thread_state(path: Path) -> str:
     return (path / "stat").read_text().rpartition(")")[2].split()[0]
 
 
-def a_frozen_host_costs_each_call_its_timeout_and_nothing_else(agents: Agents, until: Until) -> None:
-    hasty, said, heard = agents.hasty, agents.said[agents.hasty], list[str]()
+def frozen_host(agents: Agents, until: Until) -> None:
+    hasty, messages, heard = agents.hasty, agents.messages[agents.hasty], list[str]()
     lease = agents.client.announce("n/a", b"v", 60.0)
     assert lease is not None
     hasty.watch("n/", heard.append)
     until(lambda: answers(hasty), SOON_S)
-    before, lasted = len(said), list[float]()
+    before, lasted = len(messages), list[float]()
     with stopped(process(agents.host, "h").pid):
         for call in (lambda: hasty.read("n/a"), lambda: hasty.delete("n/a"), lambda: hasty.list("n/")):
             began = time.monotonic()
             with pytest.raises(StoreUnavailable, match=rf"127\.0\.0\.1:{hasty.port} does not answer \(no answer"):
                 call()
             lasted.append(time.monotonic() - began)
-        assert len(said) == before + 1, "an outage is said once"
+        assert len(messages) == before + 1, "an outage is logged once"
     assert statistics.median(lasted) < HASTY_S + 1.0, "torch's own client would have waited for the host"
     until(lambda: answers(hasty), SOON_S)
-    assert "answers again" in said[before + 1]
+    assert "answers again" in messages[before + 1]
     assert lease.renew()
     heard.clear()
     assert agents.host.compare_and_swap("n/b", None, b"")
     until(lambda: "n/b" in heard or "n/" in heard, SOON_S)
 
 
-def closing_does_not_wait_for_a_frozen_host_or_helper(agents: Agents, until: Until) -> None:
+def close_with_a_frozen_host_or_helper(agents: Agents, until: Until) -> None:
     with stopped(process(agents.host, "h").pid):
         assert not answers(agents.hasty)
         began = time.monotonic()
@@ -143,8 +145,8 @@ def closing_does_not_wait_for_a_frozen_host_or_helper(agents: Agents, until: Unt
             store.read("k")
 
 
-def a_host_that_comes_back_empty(agents: Agents, until: Until) -> None:
-    client, said = agents.client, agents.said[agents.client]
+def restarted_host(agents: Agents, until: Until) -> None:
+    client, messages = agents.client, agents.messages[agents.client]
     lease = client.announce("n/e", b"v", 60.0)
     assert lease is not None
     assert client.compare_and_swap("round", None, b"1")
@@ -152,7 +154,7 @@ def a_host_that_comes_back_empty(agents: Agents, until: Until) -> None:
     assert before is not None
     heard: list[str] = []
     client.watch("round", heard.append)
-    already = len(said)
+    already = len(messages)
     server = process(agents.host, "h")
     server.kill()
     until(lambda: gone(server), SOON_S)
@@ -167,10 +169,10 @@ def a_host_that_comes_back_empty(agents: Agents, until: Until) -> None:
     assert after.version > before.version
     assert not client.compare_and_swap("round", before.version, b"2"), "the same value, of another time"
     until(lambda: heard, SOON_S)
-    assert len(said) == already + 2, "the outage and its end, once each"
+    assert len(messages) == already + 2, "the outage and its end, once each"
 
 
-def a_killed_helper_or_client_is_replaced(agents: Agents, until: Until) -> None:
+def killed_helper_or_client(agents: Agents, until: Until) -> None:
     assert agents.host.compare_and_swap("k", None, b"1")
     lease = agents.client.announce("n/k", b"v", 60.0)
     assert lease is not None
@@ -185,19 +187,19 @@ def a_killed_helper_or_client_is_replaced(agents: Agents, until: Until) -> None:
         assert lease.renew(), "the lease is the agent's, not its helper's"
 
 
-def no_file_descriptor_left_when_it_is_to_connect_again(agents: Agents, until: Until) -> None:
-    before, said = resource.getrlimit(resource.RLIMIT_NOFILE), agents.said[agents.client]
-    victim, outages = process(agents.client, "c").pid, len(said)
+def reconnect_without_file_descriptors(agents: Agents, until: Until) -> None:
+    before, messages = resource.getrlimit(resource.RLIMIT_NOFILE), agents.messages[agents.client]
+    victim, outages = process(agents.client, "c").pid, len(messages)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
     try:
         os.kill(victim, signal.SIGKILL)
-        until(lambda: len(said) > outages and "Too many open files" in agents.client._connection._why, SOON_S)
+        until(lambda: len(messages) > outages and "Too many open files" in agents.client._connection._why, SOON_S)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     until(lambda: answers(agents.client), SOON_S)
 
 
-def a_lease_ends_with_the_agent_that_renews_it(agents: Agents, until: Until) -> None:
+def killed_agent(agents: Agents, until: Until) -> None:
     """An agent killed without a word: its lease ends, its helper goes, and, was it the host, its port is free."""
     code = (
         "import sys, time\n"
@@ -224,16 +226,16 @@ def a_lease_ends_with_the_agent_that_renews_it(agents: Agents, until: Until) -> 
     until(lambda: free(port), SOON_S)
 
 
-def test_one_trouble_after_the_other(until: Until) -> None:
+def test_faults_in_sequence(until: Until) -> None:
     """In one test, since each helper's start imports torch. None may be felt by the next."""
     with closing(Agents()) as agents:
         for trouble in (
-            a_frozen_host_costs_each_call_its_timeout_and_nothing_else,
-            a_killed_helper_or_client_is_replaced,
-            no_file_descriptor_left_when_it_is_to_connect_again,
-            a_host_that_comes_back_empty,
-            a_lease_ends_with_the_agent_that_renews_it,
-            closing_does_not_wait_for_a_frozen_host_or_helper,
+            frozen_host,
+            killed_helper_or_client,
+            reconnect_without_file_descriptors,
+            restarted_host,
+            killed_agent,
+            close_with_a_frozen_host_or_helper,
         ):
             until(lambda: answers(agents.client) and answers(agents.host), SOON_S)
             trouble(agents, until)
@@ -251,7 +253,7 @@ def failure(**given: object) -> Exception:
     return caught.value
 
 
-def test_a_port_in_use_cannot_be_hosted() -> None:
+def test_port_in_use() -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         refused = failure(port=port, serve=True)
@@ -260,7 +262,7 @@ def test_a_port_in_use_cannot_be_hosted() -> None:
     assert "--rdzv-endpoint" in str(refused)
 
 
-def test_a_python_without_torch_or_no_python(tmp_path: Path) -> None:
+def test_python_without_torch_and_no_python(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o700)
@@ -272,7 +274,7 @@ def test_a_python_without_torch_or_no_python(tmp_path: Path) -> None:
     assert "No such file" in str(refused)
 
 
-def test_a_host_that_comes_later_is_waited_for(until: Until) -> None:
+def test_host_that_starts_later(until: Until) -> None:
     """Its port is still another's for a moment, as when the agent of before is still ending."""
     with ExitStack() as cleanup:
         other = socket.create_server(("", 0))
@@ -286,20 +288,20 @@ def test_a_host_that_comes_later_is_waited_for(until: Until) -> None:
         assert early.read("k") is None
 
 
-def test_a_host_that_never_comes_is_not_waited_for_any_longer(until: Until) -> None:
+def test_host_that_never_starts(until: Until) -> None:
     with ExitStack() as cleanup:
         reserved = cleanup.enter_context(socket.socket())
         reserved.bind(("127.0.0.1", 0))  # nobody listens there
         port = reserved.getsockname()[1]
-        said: list[str] = []
-        store = C10dStore("127.0.0.1", port, serve=False, start_timeout_s=1.5, log=said.append)
+        messages: list[str] = []
+        store = C10dStore("127.0.0.1", port, serve=False, start_timeout_s=1.5, log=messages.append)
         cleanup.callback(store.close)
         began = time.monotonic()
         with pytest.raises(StoreUnavailable, match=rf"127\.0\.0\.1:{port} does not answer.*host's agent runs"):
             store.read("k")
         assert 1.4 < time.monotonic() - began < SOON_S
         until(lambda: "Connection refused" in unavailable(store), SOON_S)
-        assert len(said) == 1
+        assert len(messages) == 1
 
 
 def unavailable(store: C10dStore) -> str:
@@ -308,7 +310,7 @@ def unavailable(store: C10dStore) -> str:
     return str(caught.value)
 
 
-def test_something_else_that_answers_is_not_taken_for_a_store() -> None:
+def test_another_server_at_the_port() -> None:
     def babble(server: socket.socket) -> None:
         while True:
             try:
@@ -339,14 +341,14 @@ def theirs() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_a_tcp_store_that_is_not_ours_is_refused(theirs: TCPStore) -> None:
+def test_foreign_tcp_store_is_refused(theirs: TCPStore) -> None:
     """torchrun's own rendezvous, say."""
     refused = failure(port=theirs.port)
     assert isinstance(refused, StoreRefused)
-    assert f"127.0.0.1:{theirs.port}: a TCPStore answers there, but no elasticd agent keeps it" in str(refused)
+    assert f"127.0.0.1:{theirs.port}: a TCPStore answers there, but it is not served by elasticd" in str(refused)
 
 
-def test_a_helper_whose_agent_gives_up_while_torch_is_imported_says_nothing() -> None:
+def test_helper_abandoned_during_the_import_is_silent() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-u", program("c10d_fork_server"), str(theirs.fileno()), str(os.getpid())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as helper:

@@ -13,10 +13,9 @@ import pytest
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.store import Store
-from elasticd_agent.store.etcd.requests import EtcdRequests
+from elasticd_agent.store.etcd.connection import WatchStream
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.store.etcd.watch import EtcdWatches
-from elasticd_agent.store.etcd.watch_stream import WatchStream
 from tests.contract.proxy import Proxy
 from tests.etcd import EtcdServers, etcd_servers
 
@@ -85,10 +84,11 @@ def put(store: Store, key: str, value: bytes) -> None:
     assert store.compare_and_swap(key, found.version if found else None, value)
 
 
-def test_an_etcd_that_restarts_is_two_sentences(etcd: EtcdServers, opened: Open, until: Until) -> None:
-    said: list[str] = []
+def test_restart_of_etcd_is_logged_twice(etcd: EtcdServers, opened: Open, until: Until) -> None:
+    """Once when the outage begins, and once when it ends."""
+    messages: list[str] = []
     heard: list[str] = []
-    store = opened(etcd.endpoints, timeout_s=PROMPT_S, say=said.append)
+    store = opened(etcd.endpoints, timeout_s=PROMPT_S, log=messages.append)
     put(store, "job/round", b"1")
     lease = store.announce("job/node", b"", 30.0)
     assert lease is not None
@@ -97,21 +97,22 @@ def test_an_etcd_that_restarts_is_two_sentences(etcd: EtcdServers, opened: Open,
     fails_promptly(lambda: store.read("job/round"), PROMPT_S)
     fails_promptly(lambda: store.compare_and_swap("job/round", None, b"2"), PROMPT_S)
     fails_promptly(lease.renew, PROMPT_S)
-    assert len(said) == 1
-    assert f"127.0.0.1:{etcd.port}" in said[0]
+    assert len(messages) == 1
+    assert f"127.0.0.1:{etcd.port}" in messages[0]
     etcd.restart()
     until(lambda: answers(store), SOON_S)
-    until(lambda: len(said) == 2, SOON_S)
-    assert "the store is back" in said[1]
+    until(lambda: len(messages) == 2, SOON_S)
+    assert "answers again" in messages[1]
     until(lambda: "job/" in heard, SOON_S)
     assert lease.renew(), "a lease survives its etcd's restart"
     heard.clear()
     put(store, "job/round", b"2")
     until(lambda: heard, SOON_S)
-    assert len(said) == 2
+    assert len(messages) == 2
 
 
-def test_what_happened_while_a_watch_was_cut_off_is_heard(etcd: EtcdServers, opened: Open, until: Until) -> None:
+def test_watch_after_a_broken_stream(etcd: EtcdServers, opened: Open, until: Until) -> None:
+    """It names its whole prefix, because it may have missed changes."""
     proxy = Proxy(etcd.port)
     try:
         cut, other = opened([("127.0.0.1", proxy.port)], timeout_s=PROMPT_S), opened(etcd.endpoints)
@@ -135,25 +136,26 @@ def test_what_happened_while_a_watch_was_cut_off_is_heard(etcd: EtcdServers, ope
         proxy.close()
 
 
-class Interrupted(EtcdRequests):
-    """Lets something happen just before a watch begins to follow, and counts how often one does."""
+def interrupted(store: EtcdStore, meanwhile: Callable[[], object]) -> list[int]:
+    """Call `meanwhile` just before a watch begins to follow. Returns the calls."""
+    connection, follows = store._etcd(), list[int]()
+    follow = connection.follow
 
-    meanwhile: Callable[[], object] = staticmethod(lambda: None)
-    follows = 0
+    def interrupt() -> WatchStream:
+        follows.append(1)
+        meanwhile()
+        return follow()
 
-    def follow(self) -> WatchStream:
-        self.follows += 1
-        self.meanwhile()
-        return super().follow()
+    connection.follow = interrupt  # type: ignore[method-assign]
+    return follows
 
 
-def test_what_a_watch_was_not_there_for_its_caller_reads(etcd: EtcdServers, opened: Open, until: Until) -> None:
+def test_change_before_the_watch_is_confirmed(etcd: EtcdServers, opened: Open, until: Until) -> None:
     store = opened(etcd.endpoints)
     put(store, "job/round", b"1")
-    requests = Interrupted(store._requests().connection)
-    requests.meanwhile = lambda: put(store, "job/round", b"2")
+    interrupted(store, lambda: put(store, "job/round", b"2"))
     heard: list[str] = []
-    watches = EtcdWatches(requests)
+    watches = EtcdWatches(store._etcd())
     watches.begin("job/", heard.append)
     found = store.read("job/round")
     assert found is not None
@@ -164,24 +166,23 @@ def test_what_a_watch_was_not_there_for_its_caller_reads(etcd: EtcdServers, open
     watches.close()
 
 
-def test_a_watch_that_begins_late_says_so(etcd: EtcdServers, opened: Open, until: Until) -> None:
+def test_watch_that_begins_late_names_its_prefix(etcd: EtcdServers, opened: Open, until: Until) -> None:
     store = opened(etcd.endpoints, timeout_s=PROMPT_S)
     assert answers(store)
-    requests = Interrupted(store._requests().connection)
     go = threading.Event()
-    requests.meanwhile = lambda: go.wait(SOON_S)
+    follows = interrupted(store, lambda: go.wait(SOON_S))
     heard: list[str] = []
-    watches = EtcdWatches(requests)
+    watches = EtcdWatches(store._etcd())
     watches.begin("job/", heard.append)
     assert heard == []
     go.set()
     until(lambda: heard, SOON_S)
     assert heard == ["job/"]
-    assert requests.follows == 1
+    assert len(follows) == 1
     watches.close()
 
 
-def test_a_lost_answer_is_never_taken_for_a_lost_race(etcd: EtcdServers, opened: Open, until: Until) -> None:
+def test_lost_answer_is_no_lost_race(etcd: EtcdServers, opened: Open, until: Until) -> None:
     proxy = Proxy(etcd.port)
     outcome: list[object] = []
     try:
@@ -206,9 +207,7 @@ def test_a_lost_answer_is_never_taken_for_a_lost_race(etcd: EtcdServers, opened:
         proxy.close()
 
 
-def test_an_announcement_whose_answer_was_lost_does_not_stand_in_its_own_way(
-    etcd: EtcdServers, opened: Open, until: Until
-) -> None:
+def test_announce_again_after_a_lost_answer(etcd: EtcdServers, opened: Open, until: Until) -> None:
     proxy = Proxy(etcd.port)
     try:
         store, other = opened([("127.0.0.1", proxy.port)], timeout_s=PROMPT_S), opened(etcd.endpoints)
@@ -227,7 +226,7 @@ def test_an_announcement_whose_answer_was_lost_does_not_stand_in_its_own_way(
         proxy.close()
 
 
-def test_all_watches_share_a_stream_and_each_ends_alone(etcd: EtcdServers, opened: Open, until: Until) -> None:
+def test_watches_share_one_stream(etcd: EtcdServers, opened: Open, until: Until) -> None:
     store = opened(etcd.endpoints)
     heard: dict[str, list[str]] = {"a": [], "b": []}
     watches = {name: store.watch(f"{name}/", heard[name].append) for name in heard}
@@ -247,7 +246,7 @@ def test_all_watches_share_a_stream_and_each_ends_alone(etcd: EtcdServers, opene
     until(lambda: heard["a"] == ["a/1", "a/3"], SOON_S)
 
 
-def test_a_watch_can_begin_during_an_outage(etcd: EtcdServers, opened: Open, until: Until) -> None:
+def test_watch_begins_during_an_outage(etcd: EtcdServers, opened: Open, until: Until) -> None:
     put(opened(etcd.endpoints), "job/round", b"1")
     etcd.kill()
     heard: list[str] = []
@@ -257,7 +256,7 @@ def test_a_watch_can_begin_during_an_outage(etcd: EtcdServers, opened: Open, unt
     assert set(heard) == {"job/"}
 
 
-def test_a_frozen_etcd_keeps_nobody_waiting(etcd: EtcdServers, opened: Open, until: Until) -> None:
+def test_calls_to_a_frozen_etcd_end_in_time(etcd: EtcdServers, opened: Open, until: Until) -> None:
     store = opened(etcd.endpoints, timeout_s=PROMPT_S)
     put(store, "k", b"1")
     lease = store.announce("node", b"", 30.0)
@@ -284,7 +283,7 @@ def test_a_frozen_etcd_keeps_nobody_waiting(etcd: EtcdServers, opened: Open, unt
     watch.close()
 
 
-def test_closing_does_not_wait_for_a_frozen_etcd(etcd: EtcdServers, opened: Open) -> None:
+def test_close_with_a_frozen_etcd(etcd: EtcdServers, opened: Open) -> None:
     store = opened(etcd.endpoints)
     for prefix in "abc":
         store.watch(prefix, lambda key: None)
@@ -299,10 +298,10 @@ def test_closing_does_not_wait_for_a_frozen_etcd(etcd: EtcdServers, opened: Open
         store.read("k")
 
 
-def test_a_quorum_lost_and_found(three: EtcdServers, opened: Open, until: Until) -> None:
-    said: list[str] = []
+def test_quorum_lost_and_restored(three: EtcdServers, opened: Open, until: Until) -> None:
+    messages: list[str] = []
     heard: list[str] = []
-    store = opened(three.endpoints, timeout_s=2.0, say=said.append)
+    store = opened(three.endpoints, timeout_s=2.0, log=messages.append)
     put(store, "k", b"1")
     store.watch("k", heard.append)
     three.kill(0)
@@ -311,17 +310,17 @@ def test_a_quorum_lost_and_found(three: EtcdServers, opened: Open, until: Until)
     until(lambda: not answers(store), SOON_S)
     with pytest.raises(StoreUnavailable):
         store.compare_and_swap("k", None, b"2")
-    until(lambda: said, SOON_S)
+    until(lambda: messages, SOON_S)
     three.restart(0)
     until(lambda: answers(store), SOON_S)
     heard.clear()
     until(lambda: answers(store) and (put(store, "k", b"3") or heard), SOON_S)
 
 
-def test_one_of_three_frozen_is_no_outage(three: EtcdServers, opened: Open, until: Until) -> None:
-    said: list[str] = []
+def test_one_of_three_members_frozen(three: EtcdServers, opened: Open, until: Until) -> None:
+    messages: list[str] = []
     heard: list[str] = []
-    store, other = opened(three.endpoints, timeout_s=6.0, say=said.append), opened(three.endpoints, timeout_s=6.0)
+    store, other = opened(three.endpoints, timeout_s=6.0, log=messages.append), opened(three.endpoints, timeout_s=6.0)
     assert answers(store)
     store.watch("job/", heard.append)
     for index in range(3):  # the one that it talks to is among them
@@ -332,21 +331,21 @@ def test_one_of_three_frozen_is_no_outage(three: EtcdServers, opened: Open, unti
         until(lambda: heard, SOON_S)
         three.cont(index)
         heard.clear()
-    assert said == []
+    assert messages == []
 
 
-def test_one_of_three_killed_is_no_outage_for_readers(three: EtcdServers, opened: Open) -> None:
-    said: list[str] = []
-    store = opened(three.endpoints, say=said.append)
+def test_one_of_three_members_killed(three: EtcdServers, opened: Open) -> None:
+    messages: list[str] = []
+    store = opened(three.endpoints, log=messages.append)
     for index in range(3):
         assert answers(store)
         three.kill(index)
         assert answers(store)
         three.restart(index)
-    assert said == []
+    assert messages == []
 
 
-def test_a_lease_ended_behind_our_back(etcd: EtcdServers, opened: Open, until: Until) -> None:
+def test_lease_revoked_by_another_client(etcd: EtcdServers, opened: Open, until: Until) -> None:
     store = opened(etcd.endpoints)
     heard: list[str] = []
     store.watch("node", heard.append)
@@ -362,7 +361,7 @@ def test_a_lease_ended_behind_our_back(etcd: EtcdServers, opened: Open, until: U
     until(lambda: len(heard) >= 2, SOON_S)
 
 
-def test_a_store_that_comes_back_empty(etcd: EtcdServers, opened: Open, until: Until) -> None:
+def test_etcd_that_lost_its_data(etcd: EtcdServers, opened: Open, until: Until) -> None:
     store = opened(etcd.endpoints)
     heard: list[str] = []
     for value in range(20):
@@ -381,7 +380,7 @@ def test_a_store_that_comes_back_empty(etcd: EtcdServers, opened: Open, until: U
     until(lambda: heard == ["job/round"], SOON_S)
 
 
-def test_a_lease_lives_as_long_as_etcd_says(opened: Open) -> None:
+def test_granted_time_of_a_lease(opened: Open) -> None:
     # etcd grants no less than 1.5 election timeouts.
     with etcd_servers(flags=["--heartbeat-interval", "200", "--election-timeout", "2000"]) as slow:
         store = opened(slow.endpoints)
@@ -392,14 +391,15 @@ def test_a_lease_lives_as_long_as_etcd_says(opened: Open) -> None:
         store.close()
 
 
-def test_a_large_job_is_read_in_one_piece(etcd: EtcdServers, opened: Open) -> None:
+def test_list_of_a_large_job(etcd: EtcdServers, opened: Open) -> None:
     store = opened(etcd.endpoints)
     for number in range(8):
         assert store.compare_and_swap(f"n/{number}", None, bytes(1_000_000))
     assert sum(len(found.value) for found in store.list("n/").values()) == 8_000_000
 
 
-def test_importing_it_costs_nothing_and_using_it_touches_nothing_else() -> None:
+def test_grpc_is_imported_at_first_use() -> None:
+    """Nothing else in the process that uses protobuf is affected."""
     program = """
 import os, sys
 before = dict(os.environ)
@@ -420,6 +420,6 @@ except KeyError:
     assert done.stdout.split() == ["fine"], done.stderr
 
 
-def test_endpoints_are_needed() -> None:
+def test_no_endpoint() -> None:
     with pytest.raises(UsageError, match="host:port"):
         EtcdStore([])

@@ -1,4 +1,4 @@
-"""Who may talk to an etcd, and what is said to those who may not: TLS, passwords, endpoints that are something else.
+"""Access to etcd and the sentences without it: TLS, passwords, endpoints that are other servers.
 
 Every refusal is one sentence with the endpoint and what to do in it, comes at the first call, and in time.
 """
@@ -18,7 +18,7 @@ import pytest
 
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.model.job import Tls
-from elasticd_agent.store.etcd.diagnose import check_tls, context
+from elasticd_agent.store.etcd.diagnose import check_tls, make_context
 from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import Authority, EtcdServers, etcd_servers
 
@@ -54,11 +54,11 @@ def works(store: EtcdStore, key: str = "job/k") -> bool:
 def refused(endpoints: list[tuple[str, int]], *words: str, key: str = "job/k", **options: object) -> None:
     with opened(endpoints, **options) as store, pytest.raises(StoreRefused) as caught:
         store.read(key)
-    said = str(caught.value)
-    assert "\n" not in said
-    assert str(endpoints[0][1]) in said
+    messages = str(caught.value)
+    assert "\n" not in messages
+    assert str(endpoints[0][1]) in messages
     for word in words:
-        assert re.search(word, said), f"{word!r} is not in: {said}"
+        assert re.search(word, messages), f"{word!r} is not in: {messages}"
 
 
 # --- TLS
@@ -73,9 +73,7 @@ def test_tls(authority: Authority, capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_certificate_we_cannot_trust(
-    authority: Authority, stranger: Authority, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_untrusted_certificate(authority: Authority, stranger: Authority, capfd: pytest.CaptureFixture[str]) -> None:
     with etcd_servers(tls=authority.server()) as etcd:
         refused(etcd.endpoints, "certificate", "CA", tls=stranger.client())
         # This machine's own authorities do not know it either.
@@ -96,9 +94,7 @@ def test_tls_on_one_side_only(authority: Authority) -> None:
         refused(etcd.endpoints, "does not use TLS", "http://", tls=authority.client())
 
 
-def test_certificates_on_both_sides(
-    authority: Authority, stranger: Authority, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_mutual_tls(authority: Authority, stranger: Authority, capfd: pytest.CaptureFixture[str]) -> None:
     with etcd_servers(tls=authority.server(ask_clients=True)) as etcd:
         with opened(etcd.endpoints, tls=authority.client(certified=True)) as store:
             assert works(store)
@@ -110,7 +106,7 @@ def test_certificates_on_both_sides(
     assert capfd.readouterr() == ("", "")
 
 
-def test_pem_files_that_are_none(authority: Authority, tmp_path: Path) -> None:
+def test_invalid_pem_files(authority: Authority, tmp_path: Path) -> None:
     good, other = authority.client(certified=True), authority.client(certified=True)
     rubbish = tmp_path / "rubbish.pem"
     rubbish.write_text("rubbish")
@@ -128,7 +124,7 @@ def test_pem_files_that_are_none(authority: Authority, tmp_path: Path) -> None:
 # --- passwords
 
 
-def test_a_user_and_a_password() -> None:
+def test_user_and_password() -> None:
     with etcd_servers() as etcd:
         etcd.ask_for_passwords("agent", "secret", "job/")
         with opened(etcd.endpoints, user="agent", password="secret") as store:
@@ -155,23 +151,23 @@ def test_passwords_over_tls(authority: Authority) -> None:
             assert works(store)
 
 
-def test_a_password_that_nobody_asks_for_is_no_obstacle() -> None:
-    said: list[str] = []
-    with etcd_servers() as etcd, opened(etcd.endpoints, user="agent", password="x", say=said.append) as store:
+def test_password_without_authentication() -> None:
+    messages: list[str] = []
+    with etcd_servers() as etcd, opened(etcd.endpoints, user="agent", password="x", log=messages.append) as store:
         assert works(store)
         assert works(store, "job/l")
-    assert len(said) == 1
-    assert "going on without" in said[0]
+    assert len(messages) == 1
+    assert "continuing without" in messages[0]
 
 
-def test_a_token_that_ends_is_renewed(until: Until) -> None:
+def test_expired_simple_token_is_renewed(until: Until) -> None:
     with etcd_servers(flags=["--auth-token-ttl", "1"]) as etcd:
         etcd.ask_for_passwords("agent", "secret", "job/")
         _survives_its_token(etcd, until)
 
 
 @pytest.mark.system
-def test_a_signed_token_that_ends_is_renewed(tmp_path: Path, until: Until) -> None:
+def test_expired_signed_token_is_renewed(tmp_path: Path, until: Until) -> None:
     key = tmp_path / "jwt.key"
     key.write_text("a key that is shared by all members, 32 bytes at least")
     with etcd_servers(flags=["--auth-token", f"jwt,priv-key={key},sign-method=HS256,ttl=2s"]) as etcd:
@@ -180,9 +176,9 @@ def test_a_signed_token_that_ends_is_renewed(tmp_path: Path, until: Until) -> No
 
 
 def _survives_its_token(etcd: EtcdServers, until: Until) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     heard: list[str] = []
-    with opened(etcd.endpoints, user="agent", password="secret", say=said.append) as store:
+    with opened(etcd.endpoints, user="agent", password="secret", log=messages.append) as store:
         assert works(store)
         store.watch("job/", heard.append)
         lease = store.announce("job/node", b"", 60.0)
@@ -204,7 +200,7 @@ def _survives_its_token(etcd: EtcdServers, until: Until) -> None:
         heard.clear()
         assert store.compare_and_swap("job/second", None, b"")
         until(lambda: {"job/second", "job/"} & set(heard), SOON_S)
-    assert len(said) in (0, 2), said
+    assert len(messages) in (0, 2), messages
 
 
 def _answers(store: EtcdStore) -> bool:
@@ -247,18 +243,20 @@ def something_else(says: bytes | None) -> Iterator[list[tuple[str, int]]]:
             thread.join(SOON_S)
 
 
-def test_a_port_where_nobody_listens_is_an_outage() -> None:
-    said: list[str] = []
-    with opened([("127.0.0.1", 1)], timeout_s=0.5, say=said.append) as store:
+def test_port_without_listener_is_an_outage() -> None:
+    messages: list[str] = []
+    with opened([("127.0.0.1", 1)], timeout_s=0.5, log=messages.append) as store:
         for _ in range(3):
             with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:1 "):
                 store.read("k")
             with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:1 "):
                 store.compare_and_swap("k", None, b"")
-    assert said == ["the store is away: etcd at 127.0.0.1:1 cannot be reached: Connection refused; asking on"]
+    assert messages == [
+        "the store does not answer: etcd at 127.0.0.1:1 cannot be reached: Connection refused; retrying"
+    ]
 
 
-def test_a_name_that_means_nothing_is_an_outage(authority: Authority) -> None:
+def test_unknown_host_name_is_an_outage(authority: Authority) -> None:
     for tls in (None, authority.client()):
         with (
             opened([("nowhere.invalid", 2379)], timeout_s=0.5, tls=tls) as store,
@@ -267,7 +265,7 @@ def test_a_name_that_means_nothing_is_an_outage(authority: Authority) -> None:
             store.read("k")
 
 
-def test_a_port_that_accepts_and_is_silent_is_an_outage(authority: Authority) -> None:
+def test_silent_port_is_an_outage(authority: Authority) -> None:
     with something_else(None) as endpoints:
         for tls in (None, authority.client()):
             took = []
@@ -281,12 +279,12 @@ def test_a_port_that_accepts_and_is_silent_is_an_outage(authority: Authority) ->
 
 
 @pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"-ERR\r\n"])
-def test_servers_of_other_kinds(says: bytes) -> None:
+def test_other_servers_are_refused(says: bytes) -> None:
     with something_else(says) as endpoints:
         refused(endpoints, "is not an etcd v3 server", "2379")
 
 
-def test_a_web_server(authority: Authority) -> None:
+def test_web_server_is_refused(authority: Authority) -> None:
     class Quiet(http.server.BaseHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -310,8 +308,9 @@ def test_one_good_endpoint_is_enough(authority: Authority) -> None:
                 assert store.compare_and_swap("k", None, b"") or store.delete("k")
 
 
-def test_an_ipv6_endpoint_is_written_as_a_person_has_to_write_it() -> None:
+def test_ipv6_endpoint_in_sentences() -> None:
+    """It is written as a person has to write it."""
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(StoreUnavailable, match=rf"https://\[::1\]:{port} cannot be reached"):
-        check_tls("::1", port, context(Tls()), SOON_S)
+        check_tls("::1", port, make_context(Tls()), SOON_S)

@@ -1,4 +1,4 @@
-"""What a KeptStore promises beyond the contract: it is still there after kill -9, damage, and a full disk."""
+"""What a FileStore promises beyond the contract: it is still there after kill -9, damage, and a full disk."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def values(store: MemoryStore) -> dict[str, bytes]:
 
 
 def opened(path: Path) -> tuple[dict[str, bytes], list[str]]:
-    """What is there, and what is said about it."""
-    said: list[str] = []
-    store = FileStore(path, log=said.append)
+    """The records, and the sentences about damage."""
+    messages: list[str] = []
+    store = FileStore(path, log=messages.append)
     try:
-        return values(store), said
+        return values(store), messages
     finally:
         store.close()
 
@@ -55,7 +55,7 @@ def put(store: MemoryStore, key: str, value: bytes) -> None:
     assert store.compare_and_swap(key, None if found is None else found.version, value)
 
 
-def test_what_was_written_is_there_again_and_what_was_leased_is_not(folder: Path) -> None:
+def test_reopened_store_has_all_but_leased_keys(folder: Path) -> None:
     path = folder / "state" / "kept"
     store = FileStore(path)
     put(store, "a", b"1")
@@ -98,7 +98,7 @@ OPERATION = st.one_of(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(OPERATION, max_size=25))
-def test_it_is_a_memory_store_that_forgets_only_leases(folder: Path, operations: list[tuple[str, str, bytes]]) -> None:
+def test_any_history_equals_a_memory_store(folder: Path, operations: list[tuple[str, str, bytes]]) -> None:
     path = folder / "kept"
     path.unlink(missing_ok=True)
     kept: FileStore = FileStore(path)
@@ -132,7 +132,8 @@ def test_it_is_a_memory_store_that_forgets_only_leases(folder: Path, operations:
     kept.close()
 
 
-def test_cut_at_any_byte_it_is_what_it_was_at_some_moment(folder: Path) -> None:
+def test_file_cut_at_any_byte(folder: Path) -> None:
+    """It holds what the store held at some moment."""
     path = folder / "kept"
     store = FileStore(path)
     header = path.stat().st_size
@@ -148,14 +149,15 @@ def test_cut_at_any_byte_it_is_what_it_was_at_some_moment(folder: Path) -> None:
     seen = 0
     for size in range(header, len(data) + 1):
         path.write_bytes(data[:size])
-        now, said = opened(path)
-        assert not said, "a line that was never finished was never confirmed: nothing is lost"
+        now, messages = opened(path)
+        assert not messages, "a line that was never finished was never confirmed: nothing is lost"
         seen = max(seen, moments.index(now))
         assert now == moments[seen], "what was confirmed later must not be there without what came before"
     assert moments[seen] == moments[-1]
 
 
-def test_damage_anywhere_is_said_once_and_the_rest_is_used(folder: Path) -> None:
+def test_damaged_bytes(folder: Path) -> None:
+    """The damage is reported once, and the other records are used."""
     path = folder / "kept"
     store = FileStore(path)
     whole = {f"k{n}": b"value %d" % n for n in range(5)}
@@ -169,12 +171,12 @@ def test_damage_anywhere_is_said_once_and_the_rest_is_used(folder: Path) -> None
         damaged[at] ^= chance.randrange(1, 256)
         path.write_bytes(damaged)
         before = path.read_bytes()
-        now, said = opened(path)
+        now, messages = opened(path)
         assert now.items() <= whole.items()
         assert len(now) >= 3, "one byte is in two lines at most"
         aside = sorted(folder.glob("kept.damaged-*"), key=lambda p: p.stat().st_mtime_ns)
-        if said:
-            (sentence,) = said
+        if messages:
+            (sentence,) = messages
             assert "is damaged: " in sentence
             assert aside[-1].read_bytes() == before, "people may want to look at it"
         else:
@@ -184,19 +186,20 @@ def test_damage_anywhere_is_said_once_and_the_rest_is_used(folder: Path) -> None
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\0" * 4096, b"garbage", b"\n\n\n", os.urandom(5000), b'{"a":1}\n' * 50])
-def test_garbage_instead_of_it(folder: Path, garbage: bytes) -> None:
+def test_garbage_file(folder: Path, garbage: bytes) -> None:
     path = folder / "kept"
     path.write_bytes(garbage)
-    now, said = opened(path)
+    now, messages = opened(path)
     assert now == {}
-    assert len(said) == bool(garbage)
+    assert len(messages) == bool(garbage)
     store = FileStore(path)
     put(store, "k", b"v")
     store.close()
     assert opened(path) == ({"k": b"v"}, [])
 
 
-def test_another_version_and_another_owner_are_refused_and_left_alone(folder: Path) -> None:
+def test_file_of_another_version_or_process(folder: Path) -> None:
+    """It is refused, and stays as it is."""
     path = folder / "kept"
     store = FileStore(path)
     with pytest.raises(StoreRefused, match="in use by another agent"):
@@ -213,7 +216,7 @@ def test_another_version_and_another_owner_are_refused_and_left_alone(folder: Pa
         FileStore(path)
 
 
-def test_it_does_not_grow_by_being_used(folder: Path) -> None:
+def test_file_is_compacted(folder: Path) -> None:
     path = folder / "kept"
     store = FileStore(path)
     fds = len(os.listdir("/proc/self/fd"))
@@ -232,8 +235,8 @@ def test_it_does_not_grow_by_being_used(folder: Path) -> None:
 WRITES_FOR_EVER = """
 import sys
 from pathlib import Path
-from elasticd_agent.store.file import KeptStore
-store = KeptStore(Path(sys.argv[1]))
+from elasticd_agent.store.file import FileStore
+store = FileStore(Path(sys.argv[1]))
 n = int(store.read("n").value) if store.read("n") else 0
 while True:
     n += 1
@@ -246,7 +249,7 @@ while True:
 """
 
 
-def test_killed_at_any_moment_nothing_that_was_confirmed_is_lost(folder: Path) -> None:
+def test_killed_writer_loses_no_confirmed_record(folder: Path) -> None:
     path = folder / "kept"
     chance = random.Random(7)
     confirmed = 0
@@ -258,8 +261,8 @@ def test_killed_at_any_moment_nothing_that_was_confirmed_is_lost(folder: Path) -
                 confirmed = int(process.stdout.readline())
             process.send_signal(signal.SIGKILL)
             confirmed = int((process.stdout.read().split(b"\n")[-2:-1] or [b"%d" % confirmed])[0])
-        now, said = opened(path)
-        assert not said
+        now, messages = opened(path)
+        assert not messages
         n = int(now["n"])
         assert n in (confirmed, confirmed + 1)
         assert len(now[f"k{confirmed}"]) == confirmed % 700
@@ -271,11 +274,11 @@ FULL = """
 import base64, os, resource, shutil, sys
 from pathlib import Path
 from elasticd.errors import StoreUnavailable
-from elasticd_agent.store.file import KeptStore
+from elasticd_agent.store.file import FileStore
 
 path = Path(sys.argv[1])
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-store = KeptStore(path)
+store = FileStore(path)
 fds = len(os.listdir("/proc/self/fd"))
 confirmed, refused = {}, 0
 
@@ -283,7 +286,7 @@ def on_the_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     copy = path.with_name("copy")
     shutil.copyfile(path, copy)
-    again = KeptStore(copy)
+    again = FileStore(copy)
     try:
         return {key: found.value for key, found in again.list("").items()}
     finally:
@@ -314,7 +317,7 @@ for key, value in confirmed.items():
 """
 
 
-def test_a_full_disk_is_an_outage_and_passes(folder: Path) -> None:
+def test_full_disk_is_an_outage(folder: Path) -> None:
     path = folder / "kept"
     run = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
@@ -322,7 +325,7 @@ def test_a_full_disk_is_an_outage_and_passes(folder: Path) -> None:
     assert opened(path) == ({**confirmed, "last": b"1"}, [])
 
 
-def test_what_could_not_be_synced_does_not_come_back_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsynced_line_does_not_reappear(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "kept"
     store = FileStore(path)
     put(store, "k", b"before")
@@ -342,7 +345,8 @@ def test_what_could_not_be_synced_does_not_come_back_by_itself(folder: Path, mon
     assert opened(path) == ({"k": b"later"}, [])
 
 
-def test_versions_of_leased_keys_do_not_come_again_after_a_crash(folder: Path) -> None:
+def test_versions_of_leased_keys_after_a_crash(folder: Path) -> None:
+    """They are not used again."""
     store = FileStore(folder / "kept")
     lease = store.announce("n", b"0", 1e6)
     assert lease is not None
@@ -360,20 +364,21 @@ def test_versions_of_leased_keys_do_not_come_again_after_a_crash(folder: Path) -
     assert found.version > version
 
 
-def test_a_disk_that_is_full_at_the_start_is_said_and_still_read(folder: Path) -> None:
+def test_full_disk_at_the_start(folder: Path) -> None:
+    """It is reported, and the file is read."""
     path = folder / "kept"
     store = FileStore(path)
     put(store, "k", b"v")
     store.close()
     script = (
-        "import resource, sys; from pathlib import Path; from elasticd_agent.store.file import KeptStore;"
+        "import resource, sys; from pathlib import Path; from elasticd_agent.store.file import FileStore;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10));"
-        "s = KeptStore(Path(sys.argv[1]), say=print); print(s.read('k').value.decode()); s.close()"
+        "s = FileStore(Path(sys.argv[1]), log=print); print(s.read('k').value.decode()); s.close()"
     )
     run = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    said, value = run.stdout.splitlines()
-    assert said.endswith("cannot be written: File too large; nothing can be changed until that is mended")
+    messages, value = run.stdout.splitlines()
+    assert messages.endswith("cannot be written: File too large; nothing can be changed until that is mended")
     assert value == "v"
     assert opened(path) == ({"k": b"v"}, [])
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

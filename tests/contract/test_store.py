@@ -30,13 +30,13 @@ def values(store: Store, prefix: str) -> dict[str, bytes]:
     return {key: found.value for key, found in store.list(prefix).items()}
 
 
-def test_a_key_that_is_not_there(store: Store) -> None:
+def test_missing_key(store: Store) -> None:
     assert store.read("job/round") is None
     assert store.list("") == {}
     assert store.delete("job/round") is False
 
 
-def test_compare_and_swap_creates_once_and_loses_races(store: Store) -> None:
+def test_compare_and_swap(store: Store) -> None:
     assert store.compare_and_swap("k", None, b"1")
     assert not store.compare_and_swap("k", None, b"1"), "an identical second create is a lost race too"
     seen = version(store, "k")
@@ -48,7 +48,7 @@ def test_compare_and_swap_creates_once_and_loses_races(store: Store) -> None:
     assert found.version > seen
 
 
-def test_a_value_is_any_bytes_and_a_key_any_text(store: Store) -> None:
+def test_values_are_bytes_and_keys_any_text(store: Store) -> None:
     for key, value in (("jobs/ü ñ/€", b"\x00\xff\n"), ("jobs/empty", b""), ("jobs/long", b"x" * 100_000)):
         assert store.compare_and_swap(key, None, value)
         found = store.read(key)
@@ -77,7 +77,7 @@ def test_list_is_sorted_and_takes_the_prefix_literally(store: Store) -> None:
     assert found == store.read("n/a")
 
 
-def test_a_guard_is_compared_too(store: Store) -> None:
+def test_compare_and_swap_with_a_guard(store: Store) -> None:
     store.compare_and_swap("planner", None, b"a")
     mine = version(store, "planner")
     assert store.compare_and_swap("round", None, b"1", guard=("planner", mine))
@@ -89,7 +89,7 @@ def test_a_guard_is_compared_too(store: Store) -> None:
     assert values(store, "round") == {"round": b"1"}
 
 
-def test_clients_of_one_store_see_the_same(backend: Backend, until: Until) -> None:
+def test_two_clients_of_one_store(backend: Backend, until: Until) -> None:
     here, there = backend.store, backend.other
     heard: list[str] = []
     watch = there.watch("job/", heard.append)
@@ -100,7 +100,7 @@ def test_clients_of_one_store_see_the_same(backend: Backend, until: Until) -> No
     watch.close()
 
 
-def test_an_announced_key_lives_as_long_as_its_lease(backend: Backend, until: Until) -> None:
+def test_announced_key_lives_as_long_as_its_lease(backend: Backend, until: Until) -> None:
     store = backend.store
     lease = announced(store, "n/a", b"v", 2.0)
     assert lease.ttl_s == 2.0
@@ -120,7 +120,7 @@ def test_an_announced_key_lives_as_long_as_its_lease(backend: Backend, until: Un
     assert store.read("n/a") is None
 
 
-def test_a_lease_never_touches_a_successor(backend: Backend, until: Until) -> None:
+def test_ended_lease_leaves_its_successor_alone(backend: Backend, until: Until) -> None:
     store = backend.store
     first = announced(store, "n/a", b"v", 1.0)
     backend.pass_time(1.0)
@@ -135,7 +135,7 @@ def test_a_lease_never_touches_a_successor(backend: Backend, until: Until) -> No
     assert store.read("n/a") is None
 
 
-def test_one_lease_holds_several_keys(backend: Backend, until: Until) -> None:
+def test_several_keys_under_one_lease(backend: Backend, until: Until) -> None:
     store = backend.store
     lease = announced(store, "nodes/a", b"record", 3.0)
     held = lease.put("planner", b"a")
@@ -149,7 +149,7 @@ def test_one_lease_holds_several_keys(backend: Backend, until: Until) -> None:
     assert store.list("") == {}
 
 
-def test_a_key_can_be_taken_from_anothers_lease(backend: Backend) -> None:
+def test_put_takes_a_key_from_another_lease(backend: Backend) -> None:
     store, other = backend.store, backend.other
     first = announced(store, "nodes/a")
     assert first.put("planner", b"a") is not None
@@ -160,7 +160,7 @@ def test_a_key_can_be_taken_from_anothers_lease(backend: Backend) -> None:
     second.withdraw()
 
 
-def test_an_announced_key_can_be_swapped_and_stays_leased(backend: Backend, until: Until) -> None:
+def test_compare_and_swap_keeps_the_lease(backend: Backend, until: Until) -> None:
     store = backend.store
     lease = announced(store, "planner", b"a", 1.0)
     assert store.compare_and_swap("planner", version(store, "planner"), b"b")
@@ -169,7 +169,7 @@ def test_an_announced_key_can_be_swapped_and_stays_leased(backend: Backend, unti
     assert not lease.renew()
 
 
-def test_a_watch_hears_of_every_change_below_its_prefix(backend: Backend, until: Until) -> None:
+def test_watch_names_changes_below_its_prefix(backend: Backend, until: Until) -> None:
     store = backend.store
     heard: list[str] = []
     watch = store.watch("job/", heard.append)
@@ -197,7 +197,7 @@ def test_a_watch_hears_of_every_change_below_its_prefix(backend: Backend, until:
     assert heard == []
 
 
-def test_a_watch_may_be_closed_by_what_it_calls(store: Store, until: Until) -> None:
+def test_watch_closed_by_its_callback(store: Store, until: Until) -> None:
     heard: list[str] = []
     closed = threading.Event()
 
@@ -213,7 +213,7 @@ def test_a_watch_may_be_closed_by_what_it_calls(store: Store, until: Until) -> N
     assert len(heard) == 1
 
 
-def test_traffic_is_counted(backend: Backend) -> None:
+def test_traffic(backend: Backend) -> None:
     if isinstance(backend.store, MemoryStore):
         return  # it has none
     traffic = backend.store.traffic
@@ -229,7 +229,7 @@ def test_traffic_is_counted(backend: Backend) -> None:
     assert 10_000 < traffic.received_bytes - before.received_bytes < 30_000
 
 
-def test_of_many_at_once_one_wins(backend: Backend) -> None:
+def test_concurrent_writes_have_one_winner(backend: Backend) -> None:
     store = backend.store
     store.compare_and_swap("k", None, b"0")
     wins: list[int] = []
@@ -257,7 +257,7 @@ def test_of_many_at_once_one_wins(backend: Backend) -> None:
     assert (found.value, len(wins)) == (b"100", 100)
 
 
-def test_closing_ends_watches_and_may_be_done_twice(backend: Backend) -> None:
+def test_close_ends_watches(backend: Backend) -> None:
     store = backend.client()
     store.watch("", lambda key: None)
     store.close()

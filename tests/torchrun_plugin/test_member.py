@@ -168,7 +168,8 @@ def job() -> Iterator[Job]:
             job.end()
 
 
-def test_all_of_max_go_at_once_and_share_one_fresh_store(job: Job) -> None:
+def test_maximum_of_nodes_starts_at_once(job: Job) -> None:
+    """They share one fresh TCPStore."""
     infos = job.joined(job.node("2:2"), job.node("2:2"))
     assert sorted(info.rank for info in infos) == [0, 1]
     assert {info.world_size for info in infos} == {2}
@@ -179,7 +180,7 @@ def test_all_of_max_go_at_once_and_share_one_fresh_store(job: Job) -> None:
     assert first.master_addr == "127.0.0.1"
 
 
-def test_fewer_than_max_go_after_the_last_call(job: Job) -> None:
+def test_fewer_nodes_start_after_the_last_call(job: Job) -> None:
     began = time.monotonic()
     (info,) = job.joined(job.node("1:2", last_call_s=0.5))
     assert (info.rank, info.world_size) == (0, 1)
@@ -187,7 +188,8 @@ def test_fewer_than_max_go_after_the_last_call(job: Job) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_node_shows_as_waiting_and_the_survivor_goes_on_alone(job: Job, until: Until, lost: int) -> None:
+def test_lost_node_restarts_the_survivor(job: Job, until: Until, lost: int) -> None:
+    """num_nodes_waiting reports the loss."""
     nodes = [job.node("1:2"), job.node("1:2")]
     infos = job.joined(*nodes)
     by_rank = {info.rank: node for info, node in zip(infos, nodes, strict=True)}
@@ -201,7 +203,7 @@ def test_a_lost_node_shows_as_waiting_and_the_survivor_goes_on_alone(job: Job, u
     assert survivor.num_nodes_waiting() == 0
 
 
-def test_a_newcomer_is_counted_and_let_in_behind_the_others(job: Job, until: Until) -> None:
+def test_joining_node_gets_the_last_rank(job: Job, until: Until) -> None:
     first, second = job.node("1:2", last_call_s=0.1), job.node("1:2")
     job.joined(first)
     (coming,) = job.join(second)
@@ -211,7 +213,7 @@ def test_a_newcomer_is_counted_and_let_in_behind_the_others(job: Job, until: Unt
     assert coming.result(SOON_S).rank == 1
 
 
-def test_a_member_whose_workers_failed_calls_the_others(job: Job, until: Until) -> None:
+def test_failed_member_restarts_the_others(job: Job, until: Until) -> None:
     first, second = job.node("2:2"), job.node("2:2")
     job.joined(first, second)
     (again,) = job.join(first)
@@ -221,7 +223,7 @@ def test_a_member_whose_workers_failed_calls_the_others(job: Job, until: Until) 
     assert again.result(SOON_S).world_size == 2
 
 
-def test_a_node_too_many_waits_in_vain_and_disturbs_nobody(job: Job) -> None:
+def test_surplus_node_restarts_nothing(job: Job) -> None:
     member = job.node("1:1")
     job.joined(member)
     spare = job.node("1:1", join_timeout_s=1.0)
@@ -232,7 +234,7 @@ def test_a_node_too_many_waits_in_vain_and_disturbs_nobody(job: Job) -> None:
     assert not member.is_closed()
 
 
-def test_a_spare_takes_the_place_of_a_lost_node(job: Job, until: Until) -> None:
+def test_spare_replaces_a_lost_node(job: Job, until: Until) -> None:
     nodes = [job.node("2:2"), job.node("2:2")]
     job.joined(*nodes)
     (spare,) = job.join(job.node("2:2"))
@@ -243,7 +245,8 @@ def test_a_spare_takes_the_place_of_a_lost_node(job: Job, until: Until) -> None:
     assert spare.result(SOON_S).rank == 1
 
 
-def test_the_end_of_the_job_restarts_nobody_and_lets_nobody_in(job: Job, until: Until) -> None:
+def test_closed_job_admits_no_node(job: Job, until: Until) -> None:
+    """And it restarts no member."""
     first, second = job.node("1:2"), job.node("1:2")
     job.joined(first, second)
     assert first.shutdown()
@@ -257,7 +260,8 @@ def test_the_end_of_the_job_restarts_nobody_and_lets_nobody_in(job: Job, until: 
     assert first.shutdown()  # once more, as torchrun's callers may
 
 
-def test_too_few_nodes_time_out_and_are_no_candidates_any_more(job: Job, until: Until) -> None:
+def test_too_few_nodes_time_out(job: Job, until: Until) -> None:
+    """They are no candidates afterwards."""
     node = job.node("2:2", join_timeout_s=0.5)
     with pytest.raises(torchs.RendezvousTimeoutError, match="1 of at least 2 nodes here"):
         job.joined(node)
@@ -265,7 +269,7 @@ def test_too_few_nodes_time_out_and_are_no_candidates_any_more(job: Job, until: 
     assert not node.is_closed()
 
 
-def test_an_outage_longer_than_the_lease_restarts_nobody(job: Job, until: Until) -> None:
+def test_outage_longer_than_the_lease(job: Job, until: Until) -> None:
     nodes = [job.node("1:2"), job.node("1:2")]
     job.joined(*nodes)
     for node in nodes:
@@ -282,7 +286,8 @@ def test_an_outage_longer_than_the_lease_restarts_nobody(job: Job, until: Until)
     assert seen | {node.num_nodes_waiting() for node in nodes} == {0}
 
 
-def test_newcomers_do_not_count_while_the_store_is_away(job: Job, until: Until) -> None:
+def test_joining_nodes_during_an_outage(job: Job, until: Until) -> None:
+    """They do not count."""
     member = job.node("1:2", last_call_s=0.0)
     job.joined(member)
     (coming,) = job.join(job.node("1:2"))
@@ -295,14 +300,14 @@ def test_newcomers_do_not_count_while_the_store_is_away(job: Job, until: Until) 
     coming.result(SOON_S)
 
 
-def test_a_join_gives_up_on_a_store_that_stays_away(job: Job) -> None:
+def test_join_during_a_long_outage(job: Job) -> None:
     node = job.node("1:1", lease_s=0.1, renewal_s=0.02)
     job.lines[node].cut = True
     with pytest.raises(torchs.RendezvousConnectionError, match="cut"):
         job.joined(node)
 
 
-def test_a_node_the_job_went_on_without_comes_back(job: Job, until: Until) -> None:
+def test_node_returns_to_a_job_that_continued(job: Job, until: Until) -> None:
     nodes = [job.node("1:2"), job.node("1:2")]
     infos = job.joined(*nodes)
     job.lines[nodes[1]].cut = True
@@ -319,9 +324,10 @@ def test_a_node_the_job_went_on_without_comes_back(job: Job, until: Until) -> No
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_node_that_dies_before_the_first_use_of_a_round_costs_another_round(
+def test_node_lost_before_the_first_use_of_a_round(
     job: Job, until: Until, rank: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """It costs another round."""
     # It was announced, is taken into round 1, and never serves the round's store, or never comes to it.
     gone = Candidate(TorchrunMember("gone", "127.0.0.1", 9), 0).to_json()
     if rank == 0:
@@ -338,7 +344,7 @@ def test_a_node_that_dies_before_the_first_use_of_a_round_costs_another_round(
     assert "Exception raised from" not in capfd.readouterr().err  # TCPStore's page for a host that refuses
 
 
-def test_a_store_that_came_back_empty_gets_its_round_back(job: Job, until: Until) -> None:
+def test_round_is_published_again_in_an_empty_store(job: Job, until: Until) -> None:
     nodes = [job.node("1:2"), job.node("1:2")]
     job.joined(*nodes)
     before = job.round()
@@ -348,7 +354,7 @@ def test_a_store_that_came_back_empty_gets_its_round_back(job: Job, until: Until
     assert [node.num_nodes_waiting() for node in nodes] == [0, 0]
 
 
-def test_what_others_wrote_under_our_keys(job: Job) -> None:
+def test_undecodable_records(job: Job) -> None:
     job.store.compare_and_swap(f"{ROOT}nodes/other.1", None, b"\xff")
     job.joined(job.node("1:1"))
     found = job.store.read(f"{ROOT}round")
@@ -358,7 +364,7 @@ def test_what_others_wrote_under_our_keys(job: Job) -> None:
         job.joined(job.node("1:1"))
 
 
-def test_torchs_switch_against_sharing_the_store_is_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_disable_share_rdzv_tcp_store(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     node = job.node("1:1")
     assert node.use_agent_store
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -369,7 +375,7 @@ def test_torchs_switch_against_sharing_the_store_is_kept(job: Job, monkeypatch: 
     assert info.bootstrap_store_info.master_port != current.members[0].port
 
 
-def test_torchrun_finds_the_handler_by_its_entry_point() -> None:
+def test_entry_point() -> None:
     (entry,) = importlib.metadata.entry_points(group="torchrun.handlers", name="elasticd")
     assert entry.value == "elasticd_agent.torchrun_plugin:get_handler"
     params = torchs.RendezvousParameters("elasticd", "127.0.0.1:9", "job", 1, 2, is_host=True, timeout=900)
@@ -381,7 +387,7 @@ def test_torchrun_finds_the_handler_by_its_entry_point() -> None:
     assert handler.shutdown()
 
 
-def test_options_mean_what_they_mean_to_elasticd_run() -> None:
+def test_options_as_in_elasticd_run() -> None:
     given = {"lease": "6", "renewal": "2", "join_timeout": "40", "last_call_timeout": "4", "timeout": 900}
     conf = parse_options("job", "https://a:1,https://b:2", 2, 4, "10.0.0.1", given)
     assert conf.rendezvous.endpoints == (("a", 1), ("b", 2))
@@ -398,7 +404,7 @@ def test_options_mean_what_they_mean_to_elasticd_run() -> None:
         parse_options("a/b", "a", 1, 1, None, {})
 
 
-def test_torchrun_itself_restarts_when_a_node_is_killed(tmp_path: Path, until: Until) -> None:
+def test_torchrun_restarts_after_a_killed_node(tmp_path: Path, until: Until) -> None:
     """Two real torchruns over a real etcd. Without restarts to spend: a lost node is no failure of the script."""
     with etcd_servers() as etcd, contextlib.ExitStack() as ending:
         command = [
@@ -416,18 +422,18 @@ def test_torchrun_itself_restarts_when_a_node_is_killed(tmp_path: Path, until: U
             ending.callback(agent.kill)
             agents[agent.pid] = agent
 
-        def said(world: int, rank: int) -> list[int]:
+        def printed(world: int, rank: int) -> list[int]:
             ended = [agent.returncode for agent in agents.values() if agent.poll()]
             assert not ended, (tmp_path / "log").read_text(errors="replace")[-4000:]
             note = tmp_path / f"{world}-{rank}"
             return [int(pid) for pid in note.read_text().split()] if note.exists() else []
 
-        until(lambda: said(2, 0) and said(2, 1), 60)
-        lost = agents.pop(said(2, 0)[1])  # rank 0's: the round's store goes, too
+        until(lambda: printed(2, 0) and printed(2, 1), 60)
+        lost = agents.pop(printed(2, 0)[1])  # rank 0's: the round's store goes, too
         lost.send_signal(signal.SIGSTOP)  # so that it cannot see its worker end first
         for process in [*psutil.Process(lost.pid).children(recursive=True), lost]:
             process.kill()
-        until(lambda: said(1, 0), 30)
+        until(lambda: printed(1, 0), 30)
         (survivor,) = agents.values()
         assert survivor.wait(20) == 0, (tmp_path / "log").read_text(errors="replace")[-4000:]
 
@@ -474,7 +480,7 @@ AB = _round(4, "a", "b")
         pytest.param(_view(AB, ("c", 0, 3)), 4.0, True, 8.0, id="nobody survived: as a first round"),
     ],
 )
-def test_who_forms_the_next_round(view: TorchrunView, now: float, settled: bool, expected: str | float | None) -> None:
+def test_next_round(view: TorchrunView, now: float, settled: bool, expected: str | float | None) -> None:
     verdict = next_round(view, ASKED, now, settled=settled)
     if isinstance(expected, str):
         assert verdict == _round(1 + (4 if view.current else 0), *expected)
@@ -499,5 +505,5 @@ def test_who_forms_the_next_round(view: TorchrunView, now: float, settled: bool,
         pytest.param(_view(None, ("a", 0, 0)), True, 0, id="the store has forgotten the round"),
     ],
 )
-def test_what_calls_for_a_new_round(view: TorchrunView, settled: bool, expected: int) -> None:
+def test_membership_change(view: TorchrunView, settled: bool, expected: int) -> None:
     assert membership_change(view, AB, ASKED, 10.0, settled=settled).nodes == expected

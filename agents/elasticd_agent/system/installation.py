@@ -25,7 +25,7 @@ _PROGRAMS = {
     "tcp_store": "system/tcp_store.py",
     "nvml": "system/nvml_process.py",
     "evidence_collector": "hangs/collector/__main__.py",
-    "c10d_fork_server": "store/c10d/helper_process.py",
+    "c10d_fork_server": "store/c10d/fork_server.py",
     "all_reduce": "node/health/all_reduce_process.py",
 }
 _RUN = """\

@@ -222,15 +222,15 @@ def test_damaged_records(store: Store) -> None:
     submit(store, "good")
     store.compare_and_swap(names.SUBMISSIONS + "bad", None, b"{")
     store.compare_and_swap(names.RESULTS + "good", None, b"\xff")
-    said: list[str] = []
-    assert [s.job for s in queue.read_view(store, said.append).submissions] == ["good"]
-    assert len(said) == 2
-    assert all("cannot be decoded and is left alone" in sentence for sentence in said)
+    sentences: list[str] = []
+    assert [s.job for s in queue.read_view(store, sentences.append).submissions] == ["good"]
+    assert len(sentences) == 2
+    assert all("cannot be decoded and is left alone" in sentence for sentence in sentences)
     with pytest.raises(UsageError, match=r"submissions/bad in the store cannot be decoded.*choose another id"):
         submit(store, "bad")
     with pytest.raises(UsageError, match=r"there is no job 'bad'; .*cannot be decoded"):
         queue.cancel(store, "bad", "", 0.0)
-    assert queue.cancel(store, "good", "", 0.0).outcome == "cancelled", "what it replaced said nothing"
+    assert queue.cancel(store, "good", "", 0.0).outcome == "cancelled", "what it replaced sentences nothing"
 
 
 @pytest.mark.parametrize("text", [b"", b"x", b"-3", b"0", b"9" * 400, b"1.5", "٣".encode()])

@@ -44,11 +44,11 @@ class Queue:
 
     def turns(self, seconds: float, step_s: float = 1.0) -> list[str]:
         """A turn every `step_s`; the lease is as long as a step."""
-        said = []
+        sentences = []
         for _ in range(max(1, round(seconds / step_s))):
             self.clock.now += step_s
-            said += self.scheduler.turn(self.clock.now)
-        return said
+            sentences += self.scheduler.turn(self.clock.now)
+        return sentences
 
     def run(self, job: str, at: float = 0.0, token: str = "") -> Submission:
         """A job that ran and ended, with the keys of its own rendezvous."""
@@ -82,8 +82,8 @@ def test_records_expire_after_the_retention_time() -> None:
     over.memory.compare_and_swap("/other/llm", None, b"foreign")
     over.turns(99)
     assert over.jobs() == {"llm"}
-    said = over.turns(REFRESH_S + 3)
-    assert said == ["the records of job llm, number 1, were removed"]
+    sentences = over.turns(REFRESH_S + 3)
+    assert sentences == ["the records of job llm, number 1, were removed"]
     assert over.left() - before == {Keys("llmer").round, "/other/llm"}
     assert over.memory.read(names.CLEANUP) is None
     assert over.run("llm").number == 2, "the id is free, the number is not used again"
@@ -302,8 +302,8 @@ def test_files_expire(tmp_path: Path) -> None:
     )
     for other in ("jobs/readme.txt", "jobs/not-a-run", "jobs/x.y", "kept"):
         (tmp_path / other).write_text("not a run")
-    said = ended.remove_files(tmp_path, {("c", 3)}, 1e9, 100.0)
-    assert said == [
+    sentences = ended.remove_files(tmp_path, {("c", 3)}, 1e9, 100.0)
+    assert sentences == [
         "the files of a.b.1 were removed: ended 0 h ago",
         "the files of d.4 were removed: ended 0 h ago",
     ]
@@ -326,9 +326,9 @@ def test_files_of_a_live_runner(tmp_path: Path) -> None:
 def test_run_folders_above_the_maximum(tmp_path: Path) -> None:
     for n in range(10):
         folder(tmp_path, f"j.{n}", 100.0 - n)
-    said = ended.remove_files(tmp_path, set(), 1e9, 1e6, max_folders=4)
-    assert len(said) == 6
-    assert all("more than 4 runs" in sentence for sentence in said)
+    sentences = ended.remove_files(tmp_path, set(), 1e9, 1e6, max_folders=4)
+    assert len(sentences) == 6
+    assert all("more than 4 runs" in sentence for sentence in sentences)
     assert sorted(p.name for p in (tmp_path / "jobs").iterdir()) == [f"j.{n}" for n in range(6, 10)]
 
 

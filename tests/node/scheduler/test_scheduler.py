@@ -33,7 +33,7 @@ class Fleet:
         for node in nodes:
             self.up(node, slots)
         self.schedulers = {node: Scheduler(self.stores[node], node, f"i-{node}") for node in nodes}
-        self.said: list[str] = []
+        self.sentences: list[str] = []
 
     def up(self, node: str, slots: int = 4) -> None:
         lease = self.memory.announce(names.NODES + node, NodeStatus(node, "i", slots).to_json(), 3.0)
@@ -48,9 +48,9 @@ class Fleet:
         self.clock.now += seconds
         for lease in self.cards.values():
             lease.renew()
-        said = [s for node in only or self.schedulers for s in self.schedulers[node].turn(self.clock.now)]
-        self.said += said
-        return said
+        sentences = [s for node in only or self.schedulers for s in self.schedulers[node].turn(self.clock.now)]
+        self.sentences += sentences
+        return sentences
 
     def submit(self, job: str, nodes: tuple[int, int] = (1, 1), slots: tuple[int, int] = (4, 4)) -> None:
         queue.submit(self.memory, "{}", job=job, nodes=nodes, slots=slots, submitted_by="", submitted_at=0.0)
@@ -76,7 +76,7 @@ def test_only_the_scheduler_reads() -> None:
         fleet.turn()
     asked = {verb for node in "bc" for verb, _ in fleet.stores[node].requests}
     assert asked == {"announce"}
-    assert fleet.said == ["a is the scheduler now", "job llm: runs on a (slots 0-3)"]
+    assert fleet.sentences == ["a is the scheduler now", "job llm: runs on a (slots 0-3)"]
 
 
 def test_idle_turn_only_renews_the_lease() -> None:
@@ -322,8 +322,8 @@ def test_undecodable_node_status_keeps_its_jobs() -> None:
     assert found is not None
     newer = found.value.replace(b'"version":"1.0"', b'"version":"2.0"')
     assert fleet.memory.compare_and_swap(names.NODES + "b", found.version, newer)
-    said = fleet.turn()
-    assert len([s for s in said if "nodes/b in the store cannot be decoded" in s]) == 1
+    sentences = fleet.turn()
+    assert len([s for s in sentences if "nodes/b in the store cannot be decoded" in s]) == 1
     for _ in range(100):
         assert not fleet.turn()
     assert fleet.nodes("llm") == ["a", "b"]
@@ -363,9 +363,9 @@ def test_node_registers_during_the_first_read() -> None:
 
     fleet.stores["a"].before = comes
     fleet.schedulers = {"a": Scheduler(fleet.stores["a"], "a", "i-again")}
-    said = [*fleet.turn(), *fleet.turn()]
+    sentences = [*fleet.turn(), *fleet.turn()]
     assert came
-    assert said == ["a is the scheduler now"]
+    assert sentences == ["a is the scheduler now"]
     assert fleet.nodes("llm") == ["a", "b"]
 
 

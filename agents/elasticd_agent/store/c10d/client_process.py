@@ -1,8 +1,8 @@
-"""The agent's verbs, carried out on a TCPStore. Runs in the helper process, as its client.
+"""The Store verbs carried out on a TCPStore, in the helper process: a client of the store for one agent.
 
-One request at a time, in the order of arrival, answered with the request's id; each watch waits on a connection of its
-own. It never retries a lost connection: it says why and ends, and the agent's side (connection.py) starts another.
-It never decides when a lease ends: that is the host's (server_process.py).
+One request at a time, in order of arrival, answered with the request's id; each watch waits on a connection of its own.
+A lost connection ends the process after it has reported why; the agent's side (connection.py) starts another. The host
+decides when a lease ends (server_process.py).
 """
 
 from __future__ import annotations
@@ -20,72 +20,50 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from elasticd_agent.store.c10d.envelope import (
-    CLOSING,
-    DIRECTORIES,
-    ENDED,
-    LEASES,
-    MARKER,
-    VERSION,
-    WATCHED,
-    Envelope,
-    KeyState,
-    counter_key,
-    decode,
-    entries,
-    entry,
-    event_key,
-    index_key,
-    lease_key,
-    lease_members_key,
-    parse_number,
-    split_key,
-    value_key,
-    watchers_key,
-)
-from elasticd_agent.store.c10d.wire import TcpStoreConnection
+from elasticd_agent.store.c10d import tcp_store as tcp
 
 PROTOCOL = "1"
 MARKER_WAIT_S = 2.5
-"""Between a TCPStore's first answer and its host's mark lie milliseconds, on a crowded machine some more."""
+"""From a TCPStore's first answer to its host's marker: milliseconds, more on a crowded machine."""
 WATCH_RECHECK_S = 120.0
-"""How long a watch waits before it looks whether it missed something. Seven of them, a planner's, cost a quarter of a
-request a second; the host mends a change that got lost long before."""
+"""Between two checks for a missed change, which the host repairs long before. A leader's seven watches cost 0.25
+requests a second."""
 _FIRST_COUNT = 1 << 40
-"""Leases count from above this, so that a renewal in a store that came back empty cannot look alive."""
+"""Lease counters start above this, so that a renewal in a store that lost its data cannot look alive."""
 _BUSY_S = 0.002
 
 
 class HostBusy(Exception):
-    """The deadline came while the host was removing what the request needs."""
+    """The deadline passed while the host was removing what the request needs."""
 
 
 class _Incompatible(Exception):
-    """The store there is not for us."""
+    """The store there is not elasticd's, or of another version."""
 
 
 class Operations:
-    """The verbs. `deadline` is set for each request; only waiting for the host's own work looks at it."""
+    """The verbs; their names and arguments are the requests of connection.py."""
 
-    def __init__(self, wire: TcpStoreConnection) -> None:
+    def __init__(self, wire: tcp.TcpStoreConnection) -> None:
         self._wire = wire
         self.deadline = 0.0
+        """Set for each request; only waiting for the host uses it."""
 
     def read(self, key: str) -> list[Any] | None:
-        found = decode(self._wire.read(value_key(key)))
-        return None if found is None or found.state is not KeyState.PRESENT else [found.version, _text(found.value)]
+        found = tcp.decode(self._wire.read(tcp.value_key(key)))
+        return [found.version, _text(found.value)] if found is not None and _is_present(found) else None
 
-    def found_below(self, prefix: str) -> dict[str, list[Any]]:
+    def list_below(self, prefix: str) -> dict[str, list[Any]]:
         keys: list[str] = []
-        for directory in entries(self._wire.read(DIRECTORIES)):
+        for directory in tcp.entries(self._wire.read(tcp.DIRECTORIES)):
             if directory.startswith(prefix) or prefix.startswith(directory):
-                leaves = entries(self._wire.read(index_key(directory)))
+                leaves = tcp.entries(self._wire.read(tcp.index_key(directory)))
                 keys += [directory + leaf for leaf in leaves if (directory + leaf).startswith(prefix)]
         keys = sorted(set(keys))
-        found = zip(keys, map(decode, self._wire.read_all([value_key(key) for key in keys])), strict=True)
-        return {k: [e.version, _text(e.value)] for k, e in found if e is not None and e.state is KeyState.PRESENT}
+        found = zip(keys, map(tcp.decode, self._wire.read_all(list(map(tcp.value_key, keys)))), strict=True)
+        return {key: [e.version, _text(e.value)] for key, e in found if e is not None and _is_present(e)}
 
-    def swap(self, key: str, expected: int | None, value: str, guard: list[Any] | None = None) -> bool:
+    def compare_and_swap(self, key: str, expected: int | None, value: str, guard: list[Any] | None = None) -> bool:
         if guard is not None and (self.read(guard[0]) or [None])[0] != guard[1]:
             return False
         return self._swap(key, expected, base64.b64decode(value), None) is not None
@@ -97,77 +75,80 @@ class Operations:
         if self.read(key) is not None:
             return None
         lease, first = secrets.token_hex(8), _FIRST_COUNT + secrets.randbits(32)
-        self._wire.set(lease_key(lease), str(first).encode())
-        self._wire.append(LEASES, entry(f"{lease} {round(ttl_s * 1000)}"))
+        self._wire.set(tcp.lease_key(lease), str(first).encode())
+        self._wire.append(tcp.LEASES, tcp.entry(f"{lease} {round(ttl_s * 1000)}"))
         if self.put(lease, first, key, value, None) is None:
             self.withdraw(lease, first)
             return None
         return [lease, first]
 
     def put(self, lease: str, first: int, key: str, value: str, expected: int | None) -> int | None:
-        if not self._alive(lease, first):
+        if not self._is_alive(lease, first):
             return None
-        # Before the key itself, so that whatever happens to us in between, the host finds the key when the lease ends.
-        self._wire.append(lease_members_key(lease), entry(key))
+        # Before the key itself: if this process is killed in between, the host finds the key when the lease ends.
+        self._wire.append(tcp.lease_members_key(lease), tcp.entry(key))
         version = self._swap(key, expected, base64.b64decode(value), lease)
-        if version is not None and not self._alive(lease, first):
+        if version is not None and not self._is_alive(lease, first):
             remove(self._wire, key, lease)
             return None
         return version
 
     def renew(self, lease: str, first: int) -> bool:
-        count = self._wire.add(lease_key(lease), 1)
-        if 0 < count < first:  # the store came back empty, and we have just made this key
-            self._wire.delete(lease_key(lease))
+        count = self._wire.add(tcp.lease_key(lease), 1)
+        if 0 < count < first:  # the store lost its data, and this request has just created the counter
+            self._wire.delete(tcp.lease_key(lease))
         return count > first
 
     def withdraw(self, lease: str, first: int) -> None:
-        if self._alive(lease, first):
-            self._wire.set(lease_key(lease), ENDED)
-            for key in entries(self._wire.read(lease_members_key(lease))):
+        if self._is_alive(lease, first):
+            self._wire.set(tcp.lease_key(lease), tcp.ENDED)
+            for key in tcp.entries(self._wire.read(tcp.lease_members_key(lease))):
                 remove(self._wire, key, lease)
 
-    def _alive(self, lease: str, first: int) -> bool:
-        return (parse_number(self._wire.read(lease_key(lease))) or 0) >= first
+    def _is_alive(self, lease: str, first: int) -> bool:
+        return (tcp.parse_number(self._wire.read(tcp.lease_key(lease))) or 0) >= first
 
     def _swap(self, key: str, expected: int | None, value: bytes, lease: str | None) -> int | None:
-        """`lease` None: the key stays with the lease it has. Returns the new version; None: the race was lost."""
+        """The new version; None: the race was lost. `lease` None: the key keeps its lease."""
         while True:
-            raw = self._wire.read(value_key(key))
-            found = decode(raw)
-            here = found if found is not None and found.state is KeyState.PRESENT else None
-            if (None if here is None else here.version) != expected:
+            raw = self._wire.read(tcp.value_key(key))
+            found = tcp.decode(raw)
+            present = found if found is not None and _is_present(found) else None
+            if (None if present is None else present.version) != expected:
                 return None
-            if found is not None and found.state is KeyState.REMOVING:
+            if found is not None and found.state is tcp.KeyState.REMOVING:
                 self._wait_for_host()
                 continue
             if raw is None:
                 self._index(key)
-            version = self._wire.add(VERSION, 1)
-            if found is not None and version <= found.version:
-                version = self._wire.add(VERSION, found.version - version + 1)
-            owner = lease if lease is not None else here.lease if here is not None else ""
-            if self._wire.swap(value_key(key), raw, Envelope(KeyState.PRESENT, version, owner, value).encode()):
+            version = self._next_version(0 if found is None else found.version)
+            owner = lease if lease is not None else present.lease if present is not None else ""
+            envelope = tcp.Envelope(tcp.KeyState.PRESENT, version, owner, value)
+            if self._wire.swap(tcp.value_key(key), raw, envelope.encode()):
                 if raw is None:
                     self._index(key)
                 notify_watchers(self._wire, key)
                 return version
-            # Somebody was faster, or a gravestone was removed: what is there now decides.
+            # Another client was faster, or a tombstone was removed: what is there now decides.
+
+    def _next_version(self, above: int) -> int:
+        version = self._wire.add(tcp.VERSION, 1)
+        return version if version > above else self._wire.add(tcp.VERSION, above - version + 1)
 
     def _index(self, key: str) -> None:
-        """Make `list` find `key`. Called before it is created, since we may be killed right after, and a name too many
-        hurts nobody; and after it, since only then the host will not take the name for one that never came."""
-        directory, leaf = split_key(key)
+        """Make `list` find `key`. Called before the key is created, because this process may be killed right after it,
+        and a surplus name does no harm; and after it, because only then the host keeps the name."""
+        directory, leaf = tcp.split_key(key)
         while True:
-            index = self._wire.read(index_key(directory))
-            if index is not None and CLOSING in index:
+            index = self._wire.read(tcp.index_key(directory))
+            if index is not None and tcp.CLOSING in index:
                 self._wait_for_host()
-            elif leaf in entries(index):
+            elif leaf in tcp.entries(index):
                 break
             else:
-                self._wire.append(index_key(directory), entry(leaf))
-        if directory not in entries(self._wire.read(DIRECTORIES)):
-            self._wire.append(DIRECTORIES, entry(directory))
+                self._wire.append(tcp.index_key(directory), tcp.entry(leaf))
+        if directory not in tcp.entries(self._wire.read(tcp.DIRECTORIES)):
+            self._wire.append(tcp.DIRECTORIES, tcp.entry(directory))
 
     def _wait_for_host(self) -> None:
         if time.monotonic() > self.deadline:
@@ -175,67 +156,66 @@ class Operations:
         time.sleep(_BUSY_S)
 
 
-def remove(wire: TcpStoreConnection, key: str, lease: str | None) -> bool:
-    """Turn `key` into a gravestone, if it is there and, where a lease is given, that lease's."""
+def remove(wire: tcp.TcpStoreConnection, key: str, lease: str | None) -> bool:
+    """Replace `key` by a tombstone, if it is there and, with `lease`, belongs to that lease."""
     while True:
-        raw = wire.read(value_key(key))
-        found = decode(raw)
-        if found is None or found.state is not KeyState.PRESENT or lease not in (None, found.lease):
+        raw = wire.read(tcp.value_key(key))
+        found = tcp.decode(raw)
+        if found is None or not _is_present(found) or lease not in (None, found.lease):
             return False
-        if wire.swap(value_key(key), raw, found.as_tombstone(KeyState.TOMBSTONE)):
+        if wire.swap(tcp.value_key(key), raw, found.as_tombstone()):
             notify_watchers(wire, key)
             return True
 
 
-def notify_watchers(wire: TcpStoreConnection, key: str) -> None:
-    """Wake whoever watches `key`."""
-    for prefix in entries(wire.read(WATCHED)):
+def notify_watchers(wire: tcp.TcpStoreConnection, key: str) -> None:
+    for prefix in tcp.entries(wire.read(tcp.WATCHED)):
         if key.startswith(prefix):
-            count = wire.add(counter_key(prefix), 1)
-            wire.set(event_key(prefix, count), key.encode(errors="surrogateescape"))
+            count = wire.add(tcp.counter_key(prefix), 1)
+            wire.set(tcp.event_key(prefix, count), tcp.to_bytes(key))
 
 
-def register_watch(wire: TcpStoreConnection, prefix: str) -> int:
-    """Begin or go on watching `prefix`; the host strikes it off when nobody has said so for long."""
-    wire.add(watchers_key(prefix), 1)
-    count = wire.add(counter_key(prefix), 0)
-    if prefix not in entries(wire.read(WATCHED)):
-        wire.append(WATCHED, entry(prefix))
+def register_watch(wire: tcp.TcpStoreConnection, prefix: str) -> int:
+    """Begin or continue to watch `prefix`; the host drops a prefix for which no client has done so for long."""
+    wire.add(tcp.watchers_key(prefix), 1)
+    count = wire.add(tcp.counter_key(prefix), 0)
+    if prefix not in tcp.entries(wire.read(tcp.WATCHED)):
+        wire.append(tcp.WATCHED, tcp.entry(prefix))
     return count
 
 
 class C10dClient:
     """Serves one agent over `channel`, a stream of JSON lines, until its end or until the store is lost."""
 
-    def __init__(self, connect: Callable[[], TcpStoreConnection], channel: socket.socket) -> None:
+    def __init__(self, connect: Callable[[], tcp.TcpStoreConnection], channel: socket.socket) -> None:
         self._connect = connect
         self._channel = channel
         self._sending = threading.Lock()
         self._requests: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
-        self._watched: set[str] = set()
-        """What the agent wants watched; a watch that finds itself no more in here ends at its next turn."""
-        self._watching: set[str] = set()
+        self._wanted: set[str] = set()
+        """The prefixes that the agent watches; the thread of any other one ends at its next turn."""
+        self._threads: set[str] = set()
         self._watch_lock = threading.Lock()
 
     def serve(self) -> NoReturn:
         """Only reads, so that the agent's end is noticed even while torch blocks for good."""
         threading.Thread(target=self._run_guarded, args=(self._work,), daemon=True).start()
-        for text in self._channel.makefile("rb"):
-            self._requests.put(json.loads(text))
+        for line in self._channel.makefile("rb"):
+            self._requests.put(json.loads(line))
         os._exit(0)
 
     def _run_guarded(self, run: Callable[..., None], *args: Any) -> None:
-        """`run` in a thread; whatever it fails of ends the process, in words where the words are for people."""
+        """Run in a thread; any exception ends the process, after a message where people can act on it."""
         done = False
         try:
             run(*args)
             done = True
-        except _Incompatible as refused:
-            self._send({"refused": str(refused)})
+        except _Incompatible as error:
+            self._send({"refused": str(error)})
         except OSError as error:
             self._send({"lost": error.strerror or str(error) or type(error).__name__})
         except RuntimeError as error:
-            # torch says the same over many lines, with addresses of C++ frames; the first is for people.
+            # torch needs many lines for it, with addresses of C++ frames; the first one is for people.
             self._send({"lost": str(error).partition("\n")[0]})
         finally:
             if sys.exc_info()[0] is not None:
@@ -245,12 +225,11 @@ class C10dClient:
 
     def _work(self) -> None:
         wire = self._connect()
-        if not wire.wait(MARKER, MARKER_WAIT_S):
-            raise _Incompatible("a TCPStore answers there, but no elasticd agent keeps it")
-        protocol, _, start = (wire.read(MARKER) or b"").decode(errors="replace").partition(" ")
+        if not wire.wait(tcp.MARKER, MARKER_WAIT_S):
+            raise _Incompatible("a TCPStore answers there, but it is not served by elasticd")
+        protocol, _, start = (wire.read(tcp.MARKER) or b"").decode(errors="replace").partition(" ")
         if protocol != PROTOCOL:
-            theirs = repr(protocol[:32])
-            raise _Incompatible(f"the store there speaks elasticd's c10d protocol {theirs}, this agent {PROTOCOL}")
+            raise _Incompatible(f"the store uses elasticd's c10d protocol {protocol[:32]!r}, this agent {PROTOCOL}")
         self._send({"ready": start, "counts": wire.take_counts()})
         operations = Operations(wire)
         while True:
@@ -262,7 +241,7 @@ class C10dClient:
                         self._watch(wire, **request["args"])
                         answer: dict[str, Any] = {"ok": True}
                     case "unwatch":
-                        self._watched.discard(request["args"]["prefix"])
+                        self._wanted.discard(request["args"]["prefix"])
                         answer = {"ok": True}
                     case verb:
                         answer = {"ok": getattr(operations, verb)(**request["args"])}
@@ -270,43 +249,41 @@ class C10dClient:
                 answer = {"busy": True}
             self._send({"id": request["id"], "counts": wire.take_counts(), **answer})
 
-    def _watch(self, wire: TcpStoreConnection, prefix: str) -> None:
-        """Changes from now on will be heard of."""
+    def _watch(self, wire: tcp.TcpStoreConnection, prefix: str) -> None:
+        """Changes from now on will be reported."""
         with self._watch_lock:
-            self._watched.add(prefix)
-            if prefix in self._watching:
+            self._wanted.add(prefix)
+            if prefix in self._threads:
                 return
-            self._watching.add(prefix)
+            self._threads.add(prefix)
         count = register_watch(wire, prefix)
         threading.Thread(target=self._run_guarded, args=(self._follow_changes, prefix, count), daemon=True).start()
 
     def _follow_changes(self, prefix: str, seen: int) -> None:
         wire = self._connect()
         while True:
-            came = wire.wait(event_key(prefix, seen + 1), WATCH_RECHECK_S)
+            appeared = wire.wait(tcp.event_key(prefix, seen + 1), WATCH_RECHECK_S)
             with self._watch_lock:
-                if prefix not in self._watched:
-                    self._watching.discard(prefix)
+                if prefix not in self._wanted:
+                    self._threads.discard(prefix)
                     return
-            if came:
+            changed: str | None = None
+            if appeared:
                 seen += 1
-                raw = wire.read(event_key(prefix, seen)) or b""
-                self._changed(wire, prefix, raw.decode(errors="surrogateescape") or prefix)
-                continue
-            count = register_watch(wire, prefix)
-            if count != seen:
-                seen = count
-                self._changed(wire, prefix, prefix)
-            else:
-                self._send({"counts": wire.take_counts()})
-
-    def _changed(self, wire: TcpStoreConnection, prefix: str, key: str) -> None:
-        self._send({"changed": prefix, "key": key, "counts": wire.take_counts()})
+                changed = tcp.to_text(wire.read(tcp.event_key(prefix, seen)) or b"") or prefix
+            elif (count := register_watch(wire, prefix)) != seen:
+                seen, changed = count, prefix
+            message = {} if changed is None else {"changed": prefix, "key": changed}
+            self._send({**message, "counts": wire.take_counts()})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
         with self._sending:
             self._channel.sendall(data)
+
+
+def _is_present(envelope: tcp.Envelope) -> bool:
+    return envelope.state is tcp.KeyState.PRESENT
 
 
 def _text(value: bytes) -> str:

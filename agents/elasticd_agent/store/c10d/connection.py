@@ -1,16 +1,18 @@
-"""The agent's end of the c10d helper: starts it, keeps one client of it connected, and bounds every call.
+"""The agent's end of the c10d helper process: starts it, keeps one client of it connected, and bounds every call.
 
-torch's client ignores its timeouts while the server is frozen; so nothing here waits for the helper without a deadline
-of its own, and a client that missed one is abandoned: killed and replaced by the link's thread. An outage is said once,
-its end too. This never imports torch and knows nothing of keys and leases.
+torch's client ignores its timeouts while the server is frozen. So every wait here has a deadline of its own, and a
+client that missed one is abandoned: the connection's thread kills and replaces it. An outage is logged once, and its
+end. torch is never imported here.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import select
 import socket
+import subprocess
 import threading
 import time
 from collections import deque
@@ -20,18 +22,91 @@ from typing import Any
 
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store import Traffic
-from elasticd_agent.store.c10d.envelope import STANDALONE
-from elasticd_agent.store.c10d.helper import END_DEADLINE_S, Helper, HelperLost, listen
+from elasticd_agent.store.c10d.tcp_store import STANDALONE
+from elasticd_agent.system.addresses import format_endpoint
+from elasticd_agent.system.helper_process import end_process
+from elasticd_agent.system.installation import program
 
 CONNECT_DEADLINE_S = 8.0
-"""A client that is not ready by then is tried anew; while the host is frozen, it would wait for ever."""
+"""A client that is not ready by then is replaced; while the host is frozen, it would wait for ever."""
 BIND_DEADLINE_S = 2.0
-"""A host that died a moment ago may hold its port still."""
+"""A host that died a moment ago may still hold its port."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 0.8
 """Between two attempts, doubling, jittered; the longest is below a third of the lease's 3 s."""
 MAX_RESTART_PAUSE_S = 8.0
-"""Before another helper is started, since importing torch takes a second of a core that the workers need."""
-CHUNK = 1 << 16
+"""Before another helper is started: importing torch takes a second of a core that the workers need."""
+CHUNK = PACKET = 1 << 16
+IMPORT_DEADLINE_S = 120.0
+"""torch from a cold network file system; the callers have their own, shorter deadlines."""
+REQUEST_DEADLINE_S = 5.0
+"""A fork takes milliseconds, on a crowded machine some hundred."""
+END_DEADLINE_S = 2.0
+
+
+class HelperLost(Exception):
+    """The helper process does not answer, or has ended."""
+
+
+class Helper:
+    """One helper process. Used by the connection's thread only: the helper ends with the thread that started it."""
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+        self._ready = False
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    [python, "-u", program("c10d_fork_server"), str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._control.close()
+                raise StoreRefused(f"cannot run {python} to reach the c10d store: {error}") from None
+
+    def wait_until_ready(self) -> None:
+        message = self._receive(IMPORT_DEADLINE_S)
+        if "error" in message:
+            raise StoreRefused(
+                f"{self._python} has no torch that can serve or reach a c10d store "
+                f"({message['error']}); install torch there, or use etcd"
+            )
+        self._ready = True
+
+    def ask(self, request: dict[str, Any], *passed: socket.socket) -> dict[str, Any]:
+        try:
+            self._control.settimeout(REQUEST_DEADLINE_S)
+            socket.send_fds(self._control, [json.dumps(request).encode()], [sock.fileno() for sock in passed])
+        except OSError as error:
+            raise HelperLost(f"the helper process is gone: {error}") from None
+        return self._receive(REQUEST_DEADLINE_S)
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        try:
+            self._control.settimeout(seconds)
+            packet = self._control.recv(PACKET)
+        except OSError as error:
+            raise HelperLost(f"the helper process does not answer: {error}") from None
+        if not packet:
+            raise HelperLost("the helper process has ended")
+        message: dict[str, Any] = json.loads(packet)
+        return message
+
+    def interrupt(self) -> None:
+        """From another thread: end every wait for the helper."""
+        try:
+            self._control.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def end(self) -> None:
+        """It ends its children first; if it does not end in time, it is killed, and they with it."""
+        self.interrupt()
+        # Until it is ready it imports torch, reads nothing, and has no children.
+        end_process(self.process, grace_s=END_DEADLINE_S if self._ready else 0.0, within_s=END_DEADLINE_S)
+        self._control.close()
 
 
 @dataclass(slots=True)
@@ -41,7 +116,7 @@ class _Call:
 
 
 class C10dConnection:
-    """`hear` is called from the link's thread with (watched prefix, key); a prefix as the key means: look at it all."""
+    """`on_change` is called from the connection's thread with (watched prefix, key); a prefix as key stands for all."""
 
     def __init__(
         self,
@@ -58,14 +133,21 @@ class C10dConnection:
     ) -> None:
         self.traffic = Traffic()
         self.standalone = standalone
-        """Whether the host is no agent of a job, as it says itself."""
-        self._host, self._port, self._serve, self._python = host, port, serve, python
-        self._timeout_s, self._say, self._hear = timeout_s, log, on_change
+        """Whether the host is no agent of a job, as its marker says."""
+        self.port = port
+        self._host = host
+        self._serve = serve
+        self._python = python
+        self._timeout_s = timeout_s
+        self._log = log
+        self._on_change = on_change
         self._start_by = time.monotonic() + start_timeout_s
         self._state = threading.Condition()
         self._sending = threading.Lock()
         self._channel: socket.socket | None = None
-        self._ready = self._was_ready = self._in_outage = False
+        self._ready = False
+        self._was_ready = False
+        self._in_outage = False
         self._refused = ""
         self._why = "it has not answered yet"
         self._closing = threading.Event()
@@ -75,29 +157,25 @@ class C10dConnection:
         self._helper: Helper | None = None
         self._server = 0
         self._server_channel: socket.socket | None = None
-        """Whose end is the server's end."""
+        """The server ends when it is closed."""
         self._listener: socket.socket | None = None
-        if serve:  # at once, so that the port is known, and who comes early waits instead of being refused
+        if serve:  # at once, so that the port is known, and early clients wait instead of being refused
             try:
                 self._listener = listen(port)
-                self._port = self._listener.getsockname()[1]
-            except OSError:  # tried again, and complained of, by the thread
+                self.port = self._listener.getsockname()[1]
+            except OSError:  # the thread tries again and reports it
                 pass
         self._thread = threading.Thread(target=self._run, name="c10d-link", daemon=True)
         self._thread.start()
 
     @property
-    def port(self) -> int:
-        return self._port
-
-    @property
     def where(self) -> str:
-        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        return format_endpoint(self._host, self.port)
 
-    # What callers use, from any thread
+    # ---- for callers, from any thread
 
     def call(self, op: str, **args: Any) -> Any:
-        """Carry out one of c10d_client.Operations. Raises StoreUnavailable, StoreRefused."""
+        """Carry out one of client_process.Operations. Raises StoreUnavailable, StoreRefused."""
         deadline = time.monotonic() + self._timeout_s
         with self._state:
             start_by = deadline if self._was_ready else max(deadline, self._start_by)
@@ -123,22 +201,22 @@ class C10dConnection:
             self._calls.pop(number, None)
             if call.answer is not None and "ok" in call.answer:
                 return call.answer["ok"]
-            # A call that spent its time on waiting for the connection says nothing against it.
+            # A call that spent its time waiting for the connection is no evidence against it.
             if (not call.done.is_set() or not sent) and within > self._timeout_s / 2:
                 self._why = f"no answer within {self._timeout_s:g} s"
                 self._abandon(channel)
             raise StoreUnavailable(self._sentence())
 
     def watch(self, prefix: str) -> None:
-        """Hear of changes below `prefix` from now on, or, while the store is away, from its return on."""
+        """Report changes below `prefix` from now on; during an outage, from its end on."""
         with self._state:
             self._prefixes[prefix] = self._prefixes.get(prefix, 0) + 1
             if self._prefixes[prefix] > 1 or not self._ready:
                 return
         try:
             self.call("watch", prefix=prefix)
-        except (StoreUnavailable, StoreRefused):  # the reconnect will
-            pass
+        except (StoreUnavailable, StoreRefused):
+            pass  # the next connection registers it
 
     def unwatch(self, prefix: str) -> None:
         with self._state:
@@ -162,12 +240,11 @@ class C10dConnection:
             self._thread.join(2 * END_DEADLINE_S)
 
     def _send_without_answer(self, channel: socket.socket, op: str, prefix: str, within: float) -> None:
-        """Ask without waiting for the answer."""
         data = json.dumps({"id": 0, "op": op, "args": {"prefix": prefix}, "within": within}).encode() + b"\n"
         self._send(channel, data, time.monotonic() + within)
 
     def _send(self, channel: socket.socket, data: bytes, deadline: float) -> bool:
-        """False: it could not be sent in time; what was sent of it makes the channel useless."""
+        """False: it could not be sent in time; a part that was sent makes the channel useless."""
         if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return False
         try:
@@ -185,7 +262,7 @@ class C10dConnection:
             self._sending.release()
 
     def _abandon(self, channel: socket.socket) -> None:
-        """With the lock. The thread sees the end of the channel, and starts anew."""
+        """Under the lock. The thread sees the end of the channel and connects again."""
         if self._channel is channel:
             self._begin_outage()
             self._ready = False
@@ -197,17 +274,17 @@ class C10dConnection:
     def _begin_outage(self) -> None:
         if not self._in_outage and not self._closing.is_set():
             self._in_outage = True
-            self._say(f"{self._sentence()}; trying on, what runs goes on meanwhile")
+            self._log(f"{self._sentence()}; retrying, running workers continue")
 
     def _sentence(self) -> str:
-        what = (
-            "hosted here" if self._serve and self.standalone else "this agent hosts" if self._serve else "of this job"
-        )
-        who = "its host" if self.standalone else "its host's agent"
-        hint = "" if self._serve else f"; see that {who} runs and that nothing blocks the port"
-        return f"the c10d store {what} at {self.where} does not answer ({self._why}){hint}"
+        if self._serve:
+            host, hint = "hosted here" if self.standalone else "hosted by this agent", ""
+        else:
+            server = "its host" if self.standalone else "its host's agent"
+            host, hint = "of this job", f"; check that {server} runs and that no firewall blocks the port"
+        return f"the c10d store {host} at {self.where} does not answer ({self._why}){hint}"
 
-    # What the thread does
+    # ---- the thread
 
     def _run(self) -> None:
         pause = MIN_PAUSE_S
@@ -221,12 +298,12 @@ class C10dConnection:
                 self._why, longest = str(lost), MAX_RESTART_PAUSE_S
             except StoreRefused as refused:
                 self._why, longest = str(refused), MAX_RESTART_PAUSE_S
-                if not self._was_ready:  # else what worked once may work again, and a job depends on it
+                if not self._was_ready:  # otherwise it may work again, and a job depends on it
                     with self._state:
                         self._refused = str(refused)
                         self._state.notify_all()
                     break
-            except OSError as error:  # no file descriptor left, say: nobody else would ever connect again
+            except OSError as error:  # e.g. no file descriptor is left: only this thread ever connects again
                 self._why, longest = error.strerror or str(error), MAX_PAUSE_S
             pause = MIN_PAUSE_S if was_ready else min(2 * pause, longest)
             self._closing.wait(pause * random.uniform(0.5, 1.0))
@@ -242,7 +319,7 @@ class C10dConnection:
         self._drop_server_channel()
 
     def _connection(self) -> bool:
-        """One client's life. True if it got as far as being ready."""
+        """Run one client until it ends. True if it became ready."""
         if self._serve and not self._server:
             self._bind()  # before a second of a core is spent on the helper
         helper = self._helper
@@ -259,7 +336,7 @@ class C10dConnection:
         with mine:
             with theirs:
                 host = "127.0.0.1" if self._serve else self._host
-                request = {"do": "connect", "host": host, "port": self._port, "timeout_s": CONNECT_DEADLINE_S}
+                request = {"do": "connect", "host": host, "port": self.port, "timeout_s": CONNECT_DEADLINE_S}
                 pid = helper.ask(request, theirs)["pid"]
             with self._state:
                 self._channel = mine
@@ -275,25 +352,25 @@ class C10dConnection:
                     helper.ask({"do": "end", "pid": pid})
 
     def _ensure_server(self, helper: Helper) -> None:
-        if self._server and helper.ask({"do": "living", "pid": self._server})["living"]:
+        if self._server and helper.ask({"do": "alive", "pid": self._server})["alive"]:
             return
         listening = self._bind()
         self._drop_server_channel()
         self._server_channel, theirs = socket.socketpair()
         with listening as listener, theirs:
             self._listener = None
-            self._server = helper.ask({"do": "serve", "apart": self.standalone}, listener, theirs)["pid"]
+            self._server = helper.ask({"do": "serve", "standalone": self.standalone}, listener, theirs)["pid"]
 
     def _bind(self) -> socket.socket:
         give_up_at = time.monotonic() + BIND_DEADLINE_S
         while self._listener is None:
             try:
-                self._listener = listen(self._port)
+                self._listener = listen(self.port)
             except OSError as error:
                 if time.monotonic() >= give_up_at or self._closing.is_set():
                     raise StoreRefused(
-                        f"cannot host the c10d store at port {self._port}: {error.strerror or error}; end what uses "
-                        "the port, or give --rdzv-endpoint another one on every node"
+                        f"cannot host the c10d store at port {self.port}: {error.strerror or error}; free the port, "
+                        "or give --rdzv-endpoint another port on every node"
                     ) from None
                 self._closing.wait(0.1)
         return self._listener
@@ -304,7 +381,7 @@ class C10dConnection:
             channel.close()
 
     def _read_messages(self, channel: socket.socket) -> bool:
-        """Hand out what the client says until it has no more to say."""
+        """Handle the client's messages until its end. True if it became ready."""
         ready = False
         deadline = time.monotonic() + CONNECT_DEADLINE_S
         lines = _LineReader(channel, self._server_channel)
@@ -323,13 +400,13 @@ class C10dConnection:
                         call.answer = message
                         call.done.set()
                 case {"changed": prefix, "key": key}:
-                    self._hear(prefix, key)
+                    self._on_change(prefix, key)
                 case {"lost": why}:
                     self._why = why
                 case {"refused": why}:
                     raise StoreRefused(f"{self.where}: {why}; check --rdzv-endpoint and the versions of elasticd")
         if not ready and self._why == "it has not answered yet":
-            self._why = "a connection, but no answer"
+            self._why = "connected, but no answer"
         with self._state:
             if ready and not self._closing.is_set():
                 self._begin_outage()
@@ -346,9 +423,9 @@ class C10dConnection:
             self._in_outage = False
             self._state.notify_all()
         if back:
-            self._say(f"the c10d store at {self.where} answers again")
+            self._log(f"the c10d store at {self.where} answers again")
         for prefix in prefixes:
-            self._hear(prefix, prefix)
+            self._on_change(prefix, prefix)
 
     def _count(self, counts: list[int]) -> None:
         self.traffic.requests += counts[0]
@@ -357,7 +434,7 @@ class C10dConnection:
 
 
 class _LineReader:
-    """The lines of a stream, which counts as ended with `other`, on which nothing is said."""
+    """The lines of a stream, which also ends with `other`, a channel without messages."""
 
     def __init__(self, channel: socket.socket, other: socket.socket | None) -> None:
         self._channel = channel
@@ -369,7 +446,7 @@ class _LineReader:
         self._rest = b""
 
     def next(self, seconds: float | None) -> bytes | None:
-        """None: the stream has ended, or the time is up."""
+        """None: the stream has ended, or the time has passed."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while not self._complete:
             left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
@@ -385,3 +462,10 @@ class _LineReader:
             *complete, self._rest = (self._rest + data).split(b"\n")
             self._complete.extend(complete)
         return self._complete.popleft()
+
+
+def listen(port: int) -> socket.socket:
+    """A socket that listens on all addresses of this machine, of both families if it has both."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=4096)

@@ -1,9 +1,8 @@
-"""A Store that is torch's TCPStore, for jobs without an etcd. One of the agents hosts it; no agent process loads torch.
+"""A Store over torch's TCPStore, for jobs without an etcd. One of the agents hosts it; no agent process loads torch.
 
-TCPStore has neither versions nor leases nor watches; client_process.py makes them of what it has, and
-server_process.py keeps them.
-When the host is gone, so is everything in the store: a host that comes back is empty, every lease in it has ended, and
-no version of before is valid. It cannot compare two keys at once, so a guard is looked at first: see Store.
+TCPStore has neither versions nor leases nor watches: client_process.py builds them, server_process.py maintains them.
+A restarted host has lost everything: the store is empty, every lease has ended, and no earlier version is valid. It
+cannot compare two keys at once, so a guard is checked first: see Store.
 """
 
 from __future__ import annotations
@@ -19,15 +18,11 @@ from elasticd_agent.store import Lease, Traffic, Versioned, Watch
 from elasticd_agent.store.c10d.connection import C10dConnection
 
 
-def _ignore(sentence: str) -> None:
-    pass
-
-
 class C10dStore:
-    """Thread-safe; every call returns or raises within `timeout_s`, but the first ones, which wait for the start.
+    """Thread-safe. Every call ends within `timeout_s`; the first ones wait for the start, up to `start_timeout_s`.
 
-    `serve`: host the store, on all addresses of this machine; port 0 takes a free one. `apart`: as no agent of a job.
-    `python` must have torch.
+    `serve`: host the store, on all addresses of this machine; port 0 takes a free one. `standalone`: as no agent of a
+    job. `python` must have torch.
     """
 
     def __init__(
@@ -40,7 +35,7 @@ class C10dStore:
         python: str = sys.executable,
         timeout_s: float = 0.9,
         start_timeout_s: float = 30.0,
-        log: Callable[[str], None] = _ignore,
+        log: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self._lock = threading.RLock()
         self._watches: list[_C10dWatch] = []
@@ -62,12 +57,12 @@ class C10dStore:
 
     @property
     def standalone(self) -> bool:
-        """Whether whoever hosts it is no agent of a job; False before it has answered."""
+        """Whether its host is no agent of a job; False before it has answered."""
         return self._connection.standalone
 
     @property
     def traffic(self) -> Traffic:
-        """What the client asked; what the host does for its own leases stays on its machine and is not in here."""
+        """The client's requests; the host's maintenance stays on its machine and is not counted."""
         return self._connection.traffic
 
     def read(self, key: str) -> Versioned | None:
@@ -75,14 +70,16 @@ class C10dStore:
         return None if found is None else _versioned(found)
 
     def list(self, prefix: str) -> dict[str, Versioned]:
-        return {key: _versioned(found) for key, found in self._connection.call("found_below", prefix=prefix).items()}
+        return {key: _versioned(found) for key, found in self._connection.call("list_below", prefix=prefix).items()}
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
     ) -> bool:
-        looked_at = None if guard is None else [_named(guard[0]), guard[1]]
+        checked = None if guard is None else [_named(guard[0]), guard[1]]
         return bool(
-            self._connection.call("swap", key=_named(key), expected=expected, value=_text(value), guard=looked_at)
+            self._connection.call(
+                "compare_and_swap", key=_named(key), expected=expected, value=_text(value), guard=checked
+            )
         )
 
     def delete(self, key: str) -> bool:
@@ -105,7 +102,7 @@ class C10dStore:
         self._connection.close()
 
     def _on_change(self, prefix: str, key: str) -> None:
-        # With the lock, so that no call is begun after a watch's close has returned.
+        # Under the lock, so that no call begins after a watch's close has returned.
         with self._lock:
             for watch in [watch for watch in self._watches if watch.prefix == prefix]:
                 watch.callback(key)

@@ -1,9 +1,8 @@
-"""The connection to etcd: sends one request to a member that answers, within a deadline, or says why not.
+"""The connection to etcd: sends each request to a member that answers, within a deadline, or raises why not.
 
-It exists because etcd3's client gives up what an agent needs: the token is never renewed, errors are gRPC's own, there
-is one endpoint. Here a member that fails is left for the next one; a token that has ended is renewed; errors become
-StoreUnavailable or StoreRefused; an outage is said once, and its end. Only requests that may be repeated are retried.
-Nothing here knows what a key means.
+etcd3's own client has one endpoint, never renews its token and raises gRPC's errors. Here a member that fails is left
+for the next one, an expired token is renewed, errors become StoreUnavailable or StoreRefused, and an outage is logged
+once, as is its end. Only repeatable requests are retried.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NoReturn
 
 import grpc
@@ -24,18 +22,18 @@ import tenacity
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.model.job import Tls
 from elasticd_agent.store import Traffic
-from elasticd_agent.store.etcd import diagnose as etcd_first_contact
-from elasticd_agent.store.etcd.errors import ClassifiedError, ErrorKind, classify
-from elasticd_agent.store.etcd.outage import OutageLog
+from elasticd_agent.store.etcd import diagnose
+from elasticd_agent.store.etcd.errors import ClassifiedError, ErrorKind, LeaseNotFound, classify
 from elasticd_agent.store.etcd.proto import rpc
-from elasticd_agent.store.etcd.watch_stream import WatchStream
+from elasticd_agent.store.etcd.store import to_bytes
+from elasticd_agent.system.addresses import format_endpoint
 
-# A third of the default lease is 1 s; whoever comes back must be heard of well before that.
 PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 0.4
+"""A third of the default lease is 1 s; a reconnected client must have renewed well before that."""
 
 _OPTIONS = (
-    # A frozen server or a vanished host keeps a watch silent: ask every 5 s (what etcd allows), wait 2 s. The same time
-    # becomes TCP_USER_TIMEOUT, which ends a connection whose data nobody acknowledges.
+    # A frozen server or a lost host keeps a watch silent: ping every 5 s (what etcd allows), wait 2 s. The same time
+    # becomes TCP_USER_TIMEOUT, which ends a connection whose data is not acknowledged.
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 2000),
@@ -46,44 +44,33 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", int(PAUSE_MAX_S * 1000)),
     # Several stores in one process are several clients.
     ("grpc.use_local_subchannel_pool", 1),
-    # Agents meet inside a cluster, where a proxy for the web does not lead.
+    # etcd is inside the cluster; a web proxy does not lead there.
     ("grpc.enable_http_proxy", 0),
-    # 1000 nodes' records are more than the default 4 MB may hold.
+    # The records of 1000 nodes exceed the default 4 MB.
     ("grpc.max_receive_message_length", -1),
 )
-# A member that has lost its leader shall say so at once instead of keeping us waiting, on streams above all.
+# A member without a leader shall answer so at once instead of blocking, on streams above all.
 _HAS_LEADER = ("hasleader", "true")
-
-
-class Method(Enum):
-    RANGE = "Range"
-    TXN = "Txn"
-    DELETE = "DeleteRange"
-    GRANT = "LeaseGrant"
-    REVOKE = "LeaseRevoke"
-    KEEP_ALIVE = "LeaseKeepAlive"
-    AUTHENTICATE = "Authenticate"
 
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """One endpoint. `met`: it has answered us before, so what it does now is an outage and no typing mistake."""
+    """One endpoint."""
 
+    where: str
     host: str
     port: int
     channel: Any = None
-    methods: dict[Method, Any] = field(default_factory=dict)
-    watch: Any = None
+    methods: dict[str, Any] = field(default_factory=dict)
     answered: bool = False
+    """It has answered before, so a failure now is an outage and no typing mistake."""
     streams: set[Any] = field(default_factory=set)
-
-    @property
-    def where(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class EtcdConnection:
-    """Thread-safe. Every call ends within `timeout_s`, give or take the time a thread waits for a processor."""
+    """Thread-safe. Every call ends within `timeout_s`, plus the time a thread waits for a processor."""
+
+    rpc = rpc
 
     def __init__(
         self,
@@ -98,54 +85,71 @@ class EtcdConnection:
         self.timeout_s = timeout_s
         self.traffic = traffic
         self.closing = threading.Event()
-        self._say = log
+        self._log = log
         self._user = user
         self._password = password
-        self._tls_context: ssl.SSLContext | None = etcd_first_contact.context(tls) if tls else None
+        self._tls_context: ssl.SSLContext | None = diagnose.make_context(tls) if tls else None
         self._credentials = _credentials(tls, self._tls_context) if tls and self._tls_context else None
-        self._members = [_Member(host, port) for host, port in endpoints]
-        # Agents spread themselves over the members.
-        self._at = random.randrange(len(self._members))
+        self._members = [_Member(format_endpoint(host, port), host, port) for host, port in endpoints]
+        self._at = random.randrange(len(self._members))  # agents spread over the members
         self._ready: _Member | None = None
         self._token: str | None = None
         self._without_auth = False
+        self._down_since: float | None = None
         self._lock = threading.Lock()  # guards everything above, never held while waiting for etcd
-        self._connecting = threading.Lock()  # one thread looks for a member, the others wait for what it finds
-        self.outage = OutageLog(log, ", ".join(m.where for m in self._members))
+        self._connecting = threading.Lock()  # one thread looks for a member, the others wait for its result
 
-    def call(self, verb: Method, request: Any, *, key: str = "", repeatable: bool = False) -> Any:
-        """The answer. `repeatable`: to ask twice does no harm, so it is retried for as long as `timeout_s` allows.
+    def call(self, method: str, request: Any, *, key: str = "", repeatable: bool = False) -> Any:
+        """The answer. `repeatable`: sending it twice does no harm, so it is retried for as long as `timeout_s` allows.
 
-        Raises StoreUnavailable, StoreRefused; LeaseGone when the request names a lease that has ended.
+        Raises StoreUnavailable, StoreRefused; LeaseNotFound when the request names a lease that has ended.
         """
         deadline = time.monotonic() + self.timeout_s
         try:
             if repeatable:
-                answer = self._retrying()(self._try_once, verb, request, key, deadline, len(self._members) > 1)
+                answer = self._retrying()(self._try_once, method, request, key, deadline, len(self._members) > 1)
             else:
-                answer = self._try_once(verb, request, key, deadline, False)
+                answer = self._try_once(method, request, key, deadline, False)
         except StoreUnavailable as error:
             if not self.closing.is_set():
-                self.outage.failed(str(error))
+                self.report_failure(str(error))
             raise
-        self.outage.succeeded()
+        self._report_success()
         return answer
 
+    def range(self, prefix: str, *, count_only: bool = False) -> Any:
+        """All keys that begin with `prefix`, or their number: the cheapest question about them."""
+        request = rpc.RangeRequest(**key_range(prefix), count_only=count_only)
+        return self.call("Range", request, key=prefix, repeatable=True)
+
+    def report_failure(self, why: str) -> None:
+        """Log the begin of an outage, once."""
+        with self._lock:
+            begun, self._down_since = self._down_since, self._down_since or time.monotonic()
+        if begun is None:
+            self._log(f"the store does not answer: {why}; retrying")
+
+    def _report_success(self) -> None:
+        if self._down_since is None:
+            return
+        with self._lock:
+            begun, self._down_since = self._down_since, None
+        if begun is not None:
+            where = ", ".join(member.where for member in self._members)
+            self._log(f"the store answers again: etcd at {where}, after {time.monotonic() - begun:.1f} s")
+
     def follow(self) -> WatchStream:
-        """Watch responses to what it is asked. Raises as `call`; itself it ends without a word when it breaks."""
+        """A stream for watches. Raises as `call`."""
         member = self._find_member(time.monotonic() + self.timeout_s)
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with self._lock:
+            watch = self._with_channel(member).methods["Watch"]
             try:
-                stream = self._with_channel(member).watch(
-                    iter(requests.get, None), metadata=self._metadata(self._token)
-                )
+                stream = watch(iter(requests.get, None), metadata=self._metadata(self._token))
             except ValueError as error:  # the channel was closed meanwhile
                 raise StoreUnavailable("the store has been closed") from error
             member.streams.add(stream)
-        return WatchStream(
-            stream, requests, self._count_sent, self._count_received, lambda: self._discard_stream(member, stream)
-        )
+        return WatchStream(self, stream, requests, lambda: self._discard_stream(member, stream))
 
     def close(self) -> None:
         self.closing.set()
@@ -158,12 +162,12 @@ class EtcdConnection:
         with self._lock:
             member.streams.discard(stream)
 
-    def _count_sent(self, message: Any) -> None:
+    def count_sent(self, message: Any) -> None:
         with self._lock:
             self.traffic.requests += 1
             self.traffic.sent_bytes += message.ByteSize()
 
-    def _count_received(self, message: Any) -> None:
+    def count_received(self, message: Any) -> None:
         with self._lock:
             self.traffic.received_bytes += message.ByteSize()
 
@@ -176,42 +180,41 @@ class EtcdConnection:
             reraise=True,
         )
 
-    def _try_once(self, verb: Method, request: Any, key: str, deadline: float, leave_time: bool) -> Any:
+    def _try_once(self, method: str, request: Any, key: str, deadline: float, leave_time: bool) -> Any:
         member = self._find_member(deadline)
-        if leave_time:
-            # For one more member, should this one be frozen.
+        if leave_time:  # for one more member, in case this one is frozen
             deadline -= (deadline - time.monotonic()) / 2
         try:
-            return self._send_authenticated(member, verb, request, deadline)
+            return self._send_authenticated(member, method, request, deadline)
         except grpc.RpcError as error:
-            self._raise_error(member, self._classify(error, member, key))
+            self._raise_error(member, _classify(error, member, key))
 
-    def _send_authenticated(self, member: _Member, verb: Method, request: Any, deadline: float) -> Any:
-        """With a good token. Raises grpc.RpcError."""
+    def _send_authenticated(self, member: _Member, method: str, request: Any, deadline: float) -> Any:
+        """With a valid token. Raises grpc.RpcError."""
         token = self._current_token(member, deadline)
         try:
-            return self._send(member, verb, request, token, deadline)
+            return self._send(member, method, request, token, deadline)
         except grpc.RpcError as error:
-            if self._user is None or self._classify(error, member, "").kind is not ErrorKind.TOKEN:
+            if self._user is None or _classify(error, member).kind is not ErrorKind.TOKEN:
                 raise
-        # Refused before it was looked at, so asking again cannot do it twice.
+        # Rejected before it was processed, so repeating it cannot do it twice.
         with self._lock:
             if self._token == token:
                 self._token = None
-        return self._send(member, verb, request, self._current_token(member, deadline), deadline)
+        return self._send(member, method, request, self._current_token(member, deadline), deadline)
 
     def _current_token(self, member: _Member, deadline: float) -> str | None:
         with self._lock:
-            token, asked = self._token, self._without_auth
-        if token is not None or asked or self._user is None:
+            token, without_auth = self._token, self._without_auth
+        if token is not None or without_auth or self._user is None:
             return token
         request = rpc.AuthenticateRequest(name=self._user, password=self._password or "")
         try:
-            token = str(self._send(member, Method.AUTHENTICATE, request, None, deadline).token)
+            token = str(self._send(member, "Authenticate", request, None, deadline).token)
         except grpc.RpcError as error:
-            if self._classify(error, member, "").kind is not ErrorKind.AUTH_DISABLED:
+            if _classify(error, member).kind is not ErrorKind.AUTH_DISABLED:
                 raise
-            self._say(f"etcd at {member.where} asks nobody for a password; going on without")
+            self._log(f"etcd at {member.where} does not require a password; continuing without")
             with self._lock:
                 self._without_auth = True
             return None
@@ -219,28 +222,27 @@ class EtcdConnection:
             self._token = token
         return token
 
-    def _send(self, member: _Member, verb: Method, request: Any, token: str | None, deadline: float) -> Any:
+    def _send(self, member: _Member, method: str, request: Any, token: str | None, deadline: float) -> Any:
         left = deadline - time.monotonic()
         with self._lock:
-            send = self._with_channel(member).methods[verb]
-            self.traffic.requests += 1
-            self.traffic.sent_bytes += request.ByteSize()
+            send = self._with_channel(member).methods[method]
+        self.count_sent(request)
         try:
             answer = send(request, timeout=max(left, 0.001), metadata=self._metadata(token))
         except ValueError as error:  # the channel was closed meanwhile
             raise StoreUnavailable("the store has been closed") from error
-        self._count_received(answer)
+        self.count_received(answer)
         return answer
 
     def _find_member(self, deadline: float) -> _Member:
-        """A member that answers. Raises StoreUnavailable, or StoreRefused when every member refuses us."""
-        if found := self._ready_member():
-            return found
+        """A member that answers. Raises StoreUnavailable, or StoreRefused if every member refuses us."""
+        if ready := self._ready_member():
+            return ready
         if not self._connecting.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise StoreUnavailable(f"no etcd has answered within {self.timeout_s} s")
         try:
-            if found := self._ready_member():
-                return found
+            if ready := self._ready_member():
+                return ready
             with self._lock:
                 order = self._members[self._at :] + self._members[: self._at]
             return self._check_members(order, deadline)
@@ -253,7 +255,7 @@ class EtcdConnection:
 
     def _check_members(self, order: list[_Member], deadline: float) -> _Member:
         refused: list[StoreRefused] = []
-        away: list[StoreUnavailable] = []
+        unavailable: list[StoreUnavailable] = []
         for number, member in enumerate(order):
             share = (deadline - time.monotonic()) / (len(order) - number)
             try:
@@ -261,54 +263,53 @@ class EtcdConnection:
             except StoreRefused as error:
                 refused.append(error)
             except StoreUnavailable as error:
-                away.append(error)
+                unavailable.append(error)
             else:
                 with self._lock:
                     member.answered = True
                     self._ready = member
                     self._at = self._members.index(member)
                 return member
-        # Once a member has had us, what another one says is no reason to give up while members are away.
-        if refused and not (away and any(member.answered for member in order)):
+        # Once a member has accepted us, the refusal of another one is no reason to give up while members are down.
+        if refused and not (unavailable and any(member.answered for member in order)):
             raise refused[0]
-        raise away[0]
+        raise unavailable[0]
 
     def _check_member(self, member: _Member, deadline: float) -> None:
-        """Ask for something that needs a leader and harms nobody. Raises StoreUnavailable or StoreRefused."""
+        """Send a harmless request that needs a leader. Raises StoreUnavailable or StoreRefused."""
         if self._tls_context is not None and not member.answered:
-            left = deadline - time.monotonic()
-            etcd_first_contact.check_tls(member.host, member.port, self._tls_context, left)
+            diagnose.check_tls(member.host, member.port, self._tls_context, deadline - time.monotonic())
         try:
-            self._send_authenticated(member, Method.RANGE, rpc.RangeRequest(key=b"\0", count_only=True), deadline)
+            self._send_authenticated(member, "Range", rpc.RangeRequest(key=b"\0", count_only=True), deadline)
         except grpc.RpcError as error:
-            verdict = self._classify(error, member, "")
-            if verdict.kind is ErrorKind.PERMISSION_DENIED:
+            classified = _classify(error, member)
+            if classified.kind is ErrorKind.PERMISSION_DENIED:
                 return
-            if verdict.kind is ErrorKind.REFUSED:
-                raise StoreRefused(verdict.sentence) from error
+            if classified.kind is ErrorKind.REFUSED:
+                raise StoreRefused(classified.sentence) from error
             self._raise_if_not_etcd(member, error, deadline)
-            raise StoreUnavailable(verdict.sentence) from error
+            raise StoreUnavailable(classified.sentence) from error
 
     def _raise_if_not_etcd(self, member: _Member, error: grpc.RpcError, deadline: float) -> None:
-        """Raises StoreRefused if what is there has never been an etcd, or not one that we can talk to."""
-        # What gRPC could not resolve would keep us waiting for longer than we have.
+        """Raises StoreRefused if the server has never been an etcd, or is one that we cannot talk to."""
+        # A name that gRPC could not resolve would block us for longer than the deadline.
         if member.answered or self._tls_context or error.code() is not grpc.StatusCode.UNAVAILABLE:
             return
         if "failed to connect to all addresses" not in (error.details() or ""):
             return
-        if why := etcd_first_contact.find_mismatch(member.host, member.port, max(deadline - time.monotonic(), 0.05)):
+        if why := diagnose.find_mismatch(member.host, member.port, max(deadline - time.monotonic(), 0.05)):
             raise StoreRefused(why) from error
 
-    def _raise_error(self, member: _Member, verdict: ClassifiedError) -> NoReturn:
-        if verdict.kind is ErrorKind.LEASE_NOT_FOUND:
-            raise LeaseNotFound(verdict.sentence)
-        if verdict.kind in (ErrorKind.REFUSED, ErrorKind.PERMISSION_DENIED):
-            raise StoreRefused(verdict.sentence)
+    def _raise_error(self, member: _Member, error: ClassifiedError) -> NoReturn:
+        if error.kind is ErrorKind.LEASE_NOT_FOUND:
+            raise LeaseNotFound(error.sentence)
+        if error.kind in (ErrorKind.REFUSED, ErrorKind.PERMISSION_DENIED):
+            raise StoreRefused(error.sentence)
         self._abandon(member)
-        raise StoreUnavailable(verdict.sentence)
+        raise StoreUnavailable(error.sentence)
 
     def _abandon(self, member: _Member) -> None:
-        """The next request looks for a member anew, beginning with another one; streams go with it."""
+        """The next request looks for a member again, beginning with another one; streams go with it."""
         streams: list[Any] = []
         with self._lock:
             if self._ready is member:
@@ -319,16 +320,13 @@ class EtcdConnection:
         for stream in streams:
             stream.cancel()
 
-    def _classify(self, error: grpc.RpcError, member: _Member, key: str) -> ClassifiedError:
-        return classify(error.code().name, error.details() or "", member.where, key)
-
     @staticmethod
     def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
         # Not as call credentials, which gRPC sends over TLS only.
         return (_HAS_LEADER,) if token is None else (_HAS_LEADER, ("token", token))
 
     def _with_channel(self, member: _Member) -> _Member:
-        """The lock is held. Makes the channel if there is none; gRPC connects it when it is first used."""
+        """Under the lock. Creates the channel if there is none; gRPC connects it at its first use."""
         if self.closing.is_set():
             raise StoreUnavailable("the store has been closed")
         if member.channel is None:
@@ -338,38 +336,86 @@ class EtcdConnection:
                 else grpc.insecure_channel(member.where, options=_OPTIONS)
             )
             member.channel = channel
-            keys, leases, users = rpc.KVStub(channel), rpc.LeaseStub(channel), rpc.AuthStub(channel)
+            keys, leases = rpc.KVStub(channel), rpc.LeaseStub(channel)
             member.methods = {
-                Method.RANGE: keys.Range,
-                Method.TXN: keys.Txn,
-                Method.DELETE: keys.DeleteRange,
-                Method.GRANT: leases.LeaseGrant,
-                Method.REVOKE: leases.LeaseRevoke,
-                Method.AUTHENTICATE: users.Authenticate,
-                # A stream of one request and one answer is, on the wire, a plain call: with its own deadline, on the
-                # one connection there is, and without the two threads that gRPC's Python runs for a stream.
-                Method.KEEP_ALIVE: channel.unary_unary(
+                "Range": keys.Range,
+                "Txn": keys.Txn,
+                "DeleteRange": keys.DeleteRange,
+                "LeaseGrant": leases.LeaseGrant,
+                "LeaseRevoke": leases.LeaseRevoke,
+                "Authenticate": rpc.AuthStub(channel).Authenticate,
+                # On the wire a stream of one request and one answer is a plain call: with its own deadline, on the one
+                # connection there is, and without the two threads that gRPC's Python runs for a stream.
+                "LeaseKeepAlive": channel.unary_unary(
                     "/etcdserverpb.Lease/LeaseKeepAlive",
                     request_serializer=rpc.LeaseKeepAliveRequest.SerializeToString,
                     response_deserializer=rpc.LeaseKeepAliveResponse.FromString,
                 ),
+                "Watch": channel.stream_stream(
+                    "/etcdserverpb.Watch/Watch",
+                    request_serializer=rpc.WatchRequest.SerializeToString,
+                    response_deserializer=rpc.WatchResponse.FromString,
+                ),
             }
-            member.watch = channel.stream_stream(
-                "/etcdserverpb.Watch/Watch",
-                request_serializer=rpc.WatchRequest.SerializeToString,
-                response_deserializer=rpc.WatchResponse.FromString,
-            )
         return member
 
 
-class LeaseNotFound(Exception):
-    """The request names a lease that has ended; nothing has changed. The store makes a value of it."""
+class WatchStream:
+    """Watch responses, until the stream is cancelled or breaks; both end the iteration."""
+
+    def __init__(
+        self, connection: EtcdConnection, stream: Any, requests: queue.SimpleQueue[Any], on_end: Callable[[], None]
+    ) -> None:
+        """`stream` is gRPC's, which takes its requests out of `requests`. `on_end` may be called twice."""
+        self._connection = connection
+        self._stream = stream
+        self._requests = requests
+        self._on_end = on_end
+
+    def send(self, request: Any) -> None:
+        """Never waits, and does nothing after the end."""
+        self._connection.count_sent(request)
+        self._requests.put(request)
+
+    def __iter__(self) -> WatchStream:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            message = next(self._stream)
+        except grpc.RpcError:
+            self._end()
+            raise StopIteration from None
+        except StopIteration:
+            self._end()
+            raise
+        self._connection.count_received(message)
+        return message
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+        self._end()
+
+    def _end(self) -> None:
+        self._requests.put(None)  # ends gRPC's thread that waits for requests
+        self._on_end()
+
+
+def key_range(prefix: str) -> dict[str, bytes]:
+    """The keys that begin with `prefix`, as arguments of etcd's requests; b"\\0" as an end means no end."""
+    first = to_bytes(prefix)
+    stem = first.rstrip(b"\xff")
+    return {"key": first or b"\0", "range_end": stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"}
+
+
+def _classify(error: grpc.RpcError, member: _Member, key: str = "") -> ClassifiedError:
+    return classify(error.code().name, error.details() or "", member.where, key)
 
 
 def _credentials(tls: Tls, checked: ssl.SSLContext) -> Any:
     roots = tls.ca.read_bytes() if tls.ca else None
     if roots is None:
-        # Without a CA of its own gRPC trusts a list it brings along; what this machine trusts is what people expect.
+        # Without a CA gRPC trusts a list of its own; people expect the authorities that this machine trusts.
         known = checked.get_ca_certs(binary_form=True)
         roots = "".join(map(ssl.DER_cert_to_PEM_cert, known)).encode() or None
     key = tls.key.read_bytes() if tls.key else None

@@ -1,8 +1,7 @@
-"""Finds out why an endpoint that has never answered does not, so that a typing mistake is told from an outage.
+"""Finds out why an endpoint that has never answered does not: a typing mistake, or an outage.
 
-gRPC calls all of it UNAVAILABLE, and prints failed TLS handshakes to standard error by itself. So an endpoint's TLS is
-tried here first, and a plain endpoint that gRPC could not talk to is asked here what it is. Uses sockets and `ssl`
-only; every wait has a deadline; says nothing when it does not know.
+gRPC reports UNAVAILABLE for both, and prints failed TLS handshakes to standard error. So TLS is tried here before gRPC,
+and a plain endpoint with which gRPC failed is identified here. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from elasticd_agent.store.etcd.errors import not_etcd_message
 from elasticd_agent.store.tls import tls_context
 from elasticd_agent.system.addresses import format_endpoint
 
-# RFC 9113, 3.4: what a client says first, followed by a SETTINGS frame; the server answers with a SETTINGS frame.
+# RFC 9113, 3.4: the client's preface, followed by a SETTINGS frame; the server answers with a SETTINGS frame.
 _EMPTY_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _EMPTY_SETTINGS
 _FRAME_TYPE, _SETTINGS = 3, 4
 
 
-def context(tls: Tls) -> ssl.SSLContext:
+def make_context(tls: Tls) -> ssl.SSLContext:
     """Raises StoreRefused for files that cannot be read, are no PEM, or do not belong together."""
     try:
-        made = tls_context(tls.ca)
+        context = tls_context(tls.ca)
     except (OSError, ssl.SSLError) as error:
         raise StoreRefused(f"{tls.ca} cannot be used as the store's CA: {error}; give a PEM file") from error
     if tls.cert is not None:
         try:
-            made.load_cert_chain(tls.cert, tls.key, password=_no_passphrase)
+            context.load_cert_chain(tls.cert, tls.key, password=_no_passphrase)
         except (OSError, ValueError, ssl.SSLError) as error:
             raise StoreRefused(
                 f"{tls.cert} and {tls.key} cannot be used as our certificate and key: {error}; give two PEM files that "
                 "belong together, the key without a passphrase"
             ) from error
-    made.set_alpn_protocols(["h2"])
-    return made
+    context.set_alpn_protocols(["h2"])
+    return context
 
 
 def _no_passphrase() -> str:
@@ -47,17 +46,17 @@ def _no_passphrase() -> str:
 
 
 def check_tls(host: str, port: int, tls: ssl.SSLContext, timeout_s: float) -> None:
-    """Returns when the endpoint speaks TLS, we trust it and it accepts us. Raises StoreRefused or StoreUnavailable."""
+    """Returns if the endpoint uses TLS, we trust it and it accepts us. Raises StoreRefused or StoreUnavailable."""
     where = f"https://{format_endpoint(host, port)}"
     deadline = time.monotonic() + timeout_s
     try:
         with _connect(host, port, deadline) as plain, tls.wrap_socket(plain, server_hostname=host) as secure:
-            # With TLS 1.3 a server that does not like our certificate says so only now.
+            # With TLS 1.3 a server rejects our certificate only now.
             secure.sendall(_PREFACE)
             secure.recv(9)
     except ssl.SSLCertVerificationError as error:
         raise StoreRefused(
-            f"the certificate of etcd at {where} is not good: {error.verify_message}; check its dates, the names "
+            f"the certificate of etcd at {where} is not valid: {error.verify_message}; check its dates, the names "
             "in it, and that the CA given is the one that signed it"
         ) from error
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError) as error:
@@ -74,36 +73,36 @@ def check_tls(host: str, port: int, tls: ssl.SSLContext, timeout_s: float) -> No
                 "its CA signed"
             ) from error
         raise StoreRefused(f"etcd at {where} and we do not agree on TLS: {reason}") from error
-    except OSError as error:  # no route, no such name, nothing within the time
+    except OSError as error:  # no route, no such name, or no answer in time
         raise StoreUnavailable(f"etcd at {where} cannot be reached: {error}") from error
 
 
 def find_mismatch(host: str, port: int, timeout_s: float) -> str | None:
-    """Why a plain endpoint that accepts connections is not what we were told; None: nothing speaks against it."""
+    """Why a plain endpoint that accepts connections is not a plain etcd; None: it may be one."""
     where = format_endpoint(host, port)
     deadline = time.monotonic() + timeout_s
     try:
-        said = _first_bytes(host, port, deadline)
-        if said and not _is_settings(said):
-            return not_etcd_message(where, "something else answers there")
-        if not said and _speaks_tls(host, port, deadline):
+        answer = _first_bytes(host, port, deadline)
+        if answer and not _is_settings(answer):
+            return not_etcd_message(where, "another kind of server answers there")
+        if not answer and _speaks_tls(host, port, deadline):
             return f"etcd at {where} uses TLS; write https:// before the endpoint"
-    except OSError:  # nobody there, or not in time: an outage, as far as one can tell
+    except OSError:  # no server, or no answer in time: probably an outage
         return None
     return None
 
 
 def _connect(host: str, port: int, deadline: float) -> socket.socket:
-    """Raises OSError. A resolver has no deadline of its own, so it is asked in a thread that may stay behind."""
+    """Raises OSError. A resolver has no deadline of its own, so it runs in a thread that may stay behind."""
     found: list[str] = []
 
-    def ask() -> None:
+    def resolve() -> None:
         try:
             found.extend(str(address[4][0]) for address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         except OSError:
             return
 
-    resolver = threading.Thread(target=ask, name=f"resolving {host}", daemon=True)
+    resolver = threading.Thread(target=resolve, name=f"resolving {host}", daemon=True)
     resolver.start()
     resolver.join(max(deadline - time.monotonic(), 0))
     failed: OSError = socket.gaierror(f"no address is known for the name {host}")
@@ -122,15 +121,15 @@ def _first_bytes(host: str, port: int, deadline: float) -> bytes:
     with _connect(host, port, deadline) as plain:
         try:
             plain.sendall(_PREFACE)
-            said = plain.recv(9)
+            answer = plain.recv(9)
         except ConnectionError:
             return b""
-    # A TLS server may answer what it takes for garbage with an alert.
-    return b"" if said[:1] == b"\x15" else said
+    # A TLS server may answer garbage with an alert.
+    return b"" if answer[:1] == b"\x15" else answer
 
 
-def _is_settings(said: bytes) -> bool:
-    return len(said) > _FRAME_TYPE and said[_FRAME_TYPE] == _SETTINGS
+def _is_settings(answer: bytes) -> bool:
+    return len(answer) > _FRAME_TYPE and answer[_FRAME_TYPE] == _SETTINGS
 
 
 def _speaks_http2(host: str, port: int, deadline: float) -> bool:

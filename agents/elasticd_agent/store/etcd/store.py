@@ -1,9 +1,9 @@
-"""A Store on etcd v3, for jobs on many nodes: what the Store protocol promises, kept by an etcd.
+"""A Store on etcd v3, for jobs on many nodes. A version is a key's mod_revision.
 
-A compare-and-swap, with or without a guard, is one transaction; an announced key is put by a transaction under a
-lease. When etcd does not answer, the outcome of a change is unknown, and that is what StoreUnavailable says. grpc and
-etcd3 are imported when the store is first used, because a job on one node shall not pay for them. Only the agent
-process may use it: gRPC and fork do not go together.
+A compare-and-swap, with or without a guard, is one transaction; an announced key is put by a transaction under a lease.
+Reads, renewals and revocations are repeated when they fail. Changes are not: after a lost answer our own success would
+look like a lost race, so StoreUnavailable says that the outcome is unknown. grpc and etcd3 are imported at first use,
+because a job on one node does not need them. Only the agent process may use it: gRPC and fork do not go together.
 """
 
 from __future__ import annotations
@@ -11,26 +11,23 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model.job import Tls
 from elasticd_agent.store import Lease, Traffic, Versioned, Watch
+from elasticd_agent.store.etcd.errors import LeaseNotFound
 
 if TYPE_CHECKING:
-    from elasticd_agent.store.etcd.requests import EtcdRequests
+    from elasticd_agent.store.etcd.connection import EtcdConnection
     from elasticd_agent.store.etcd.watch import EtcdWatches
-
-
-def _ignore(sentence: str) -> None:
-    """For those who do not want to hear of outages."""
 
 
 class EtcdStore:
     """Thread-safe. `endpoints` are (host, port) of the members of one cluster; one that answers is used.
 
-    A call ends within `timeout_s`, with StoreUnavailable at the latest. StoreRefused: etcd, or what is in its place,
-    will not have us; one sentence says why. `say` hears one sentence when an outage begins and one when it is over.
+    A call ends within `timeout_s`, with StoreUnavailable at the latest. StoreRefused: the server at the endpoint denies
+    access or is no etcd; one sentence says why. `log` receives one sentence when an outage begins and one when it ends.
     """
 
     def __init__(
@@ -41,57 +38,59 @@ class EtcdStore:
         user: str | None = None,
         password: str | None = None,
         timeout_s: float = 0.9,
-        log: Callable[[str], None] = _ignore,
+        log: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         if not endpoints:
             raise UsageError("etcd needs an endpoint; give host:port, or several with commas between them")
-        self._endpoints = list(endpoints)
-        self._tls = tls
-        self._user = user
-        self._password = password
-        self._timeout_s = timeout_s
-        self._say = log
         self.traffic = Traffic()
+        self._options = (list(endpoints), tls, user, password, timeout_s, log, self.traffic)
         self._lock = threading.Lock()
-        self._opened: EtcdRequests | None = None
+        self._connection: EtcdConnection | None = None
         self._closed = False
         self._watches: EtcdWatches | None = None
         self._uncertain_leases: list[int] = []
 
     def read(self, key: str) -> Versioned | None:
-        return self._requests().read(key)
+        etcd = self._etcd()
+        answer = etcd.call("Range", etcd.rpc.RangeRequest(key=to_bytes(key)), key=key, repeatable=True)
+        return Versioned(answer.kvs[0].value, answer.kvs[0].mod_revision) if answer.kvs else None
 
     def list(self, prefix: str) -> dict[str, Versioned]:
-        return self._requests().list(prefix)
+        answer = self._etcd().range(prefix)
+        return {to_text(item.key): Versioned(item.value, item.mod_revision) for item in answer.kvs}
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
     ) -> bool:
-        return self._requests().put_if_version(key, expected, value, guard) is not None
+        # A key that exists keeps its lease; etcd refuses to ignore the lease of a missing key.
+        versions = [(key, expected), *([guard] if guard else [])]
+        return bool(self._put(key, value, versions, ignore_lease=expected is not None))
 
     def delete(self, key: str) -> bool:
-        return self._requests().delete(key)
+        etcd = self._etcd()
+        return bool(etcd.call("DeleteRange", etcd.rpc.DeleteRangeRequest(key=to_bytes(key)), key=key).deleted)
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         """etcd counts whole seconds, and grants no less than 1.5 of its election timeouts (2 s by default)."""
-        etcd = self._requests()
-        self._revoke_uncertain_leases(etcd)
-        number, granted_s = etcd.grant(math.ceil(ttl_s))
+        etcd = self._etcd()
+        self._revoke_uncertain_leases()
+        granted = etcd.call("LeaseGrant", etcd.rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s)))
+        lease = _EtcdLease(self, granted.ID, float(granted.TTL))
         try:
-            made = etcd.put_if_version(key, None, value, lease=number)
+            created = lease.put(key, value) is not None
         except StoreUnavailable:
-            # The key may be there now, under a lease that nobody renews: our next try must not lose against it.
+            # The key may be there, under a lease that is never renewed: the next attempt must not lose against it.
             with self._lock:
-                self._uncertain_leases.append(number)
+                self._uncertain_leases.append(granted.ID)
             raise
-        if made is None:
-            etcd.revoke(number)
-            return None
-        return _EtcdLease(etcd, number, float(granted_s))
+        if created:
+            return lease
+        lease.withdraw()
+        return None
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        """Also during an outage: it begins when etcd is back, and names then the whole prefix."""
-        etcd = self._requests()
+        """Also during an outage: it begins when etcd answers, and names the whole prefix then."""
+        etcd = self._etcd()
         from elasticd_agent.store.etcd.watch import EtcdWatches
 
         with self._lock:
@@ -103,61 +102,80 @@ class EtcdStore:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            made, watches = self._opened, self._watches
-        if made is not None:
-            made.connection.close()
+            connection, watches = self._connection, self._watches
+        if connection is not None:
+            connection.close()
         if watches is not None:
             watches.close()
 
-    def _revoke_uncertain_leases(self, etcd: EtcdRequests) -> None:
+    def _put(self, key: str, value: bytes, versions: Sequence[tuple[str, int | None]], **options: Any) -> int:
+        """The new version if every key has the version given (None: is missing). 0: one has not, or the lease ended."""
+        etcd = self._etcd()
+        rpc = etcd.rpc
+        # The mod_revision of a missing key compares as 0.
+        compare = [
+            rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.MOD, key=to_bytes(k), mod_revision=version or 0)
+            for k, version in versions
+        ]
+        put = rpc.RequestOp(request_put=rpc.PutRequest(key=to_bytes(key), value=value, **options))
+        try:
+            answer = etcd.call("Txn", rpc.TxnRequest(compare=compare, success=[put]), key=key)
+        except LeaseNotFound:
+            return 0
+        return int(answer.header.revision) if answer.succeeded else 0
+
+    def _revoke(self, lease: int) -> None:
+        etcd = self._etcd()
+        try:
+            etcd.call("LeaseRevoke", etcd.rpc.LeaseRevokeRequest(ID=lease), repeatable=True)
+        except LeaseNotFound:
+            pass
+
+    def _revoke_uncertain_leases(self) -> None:
         with self._lock:
-            unsure, self._uncertain_leases = self._uncertain_leases, []
-        while unsure:
+            uncertain, self._uncertain_leases = self._uncertain_leases, []
+        while uncertain:
             try:
-                etcd.revoke(unsure[-1])
+                self._revoke(uncertain[-1])
             except StoreUnavailable:
                 with self._lock:
-                    self._uncertain_leases += unsure
+                    self._uncertain_leases += uncertain
                 raise
-            unsure.pop()
+            uncertain.pop()
 
-    def _requests(self) -> EtcdRequests:
+    def _etcd(self) -> EtcdConnection:
         with self._lock:
             if self._closed:
                 raise StoreUnavailable("the store has been closed")
-            if self._opened is None:
+            if self._connection is None:
                 from elasticd_agent.store.etcd.connection import EtcdConnection
-                from elasticd_agent.store.etcd.requests import EtcdRequests
 
-                self._opened = EtcdRequests(
-                    EtcdConnection(
-                        self._endpoints,
-                        self._tls,
-                        self._user,
-                        self._password,
-                        self._timeout_s,
-                        self._say,
-                        self.traffic,
-                    )
-                )
-            return self._opened
+                self._connection = EtcdConnection(*self._options)
+            return self._connection
 
 
 class _EtcdLease:
-    def __init__(self, etcd: EtcdRequests, number: int, ttl_s: float) -> None:
-        self._etcd = etcd
+    def __init__(self, store: EtcdStore, number: int, ttl_s: float) -> None:
+        self._store = store
         self._number = number
-        self._ttl_s = ttl_s
-
-    @property
-    def ttl_s(self) -> float:
-        return self._ttl_s
+        self.ttl_s = ttl_s
 
     def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
-        return self._etcd.put_if_version(key, expected, value, lease=self._number)
+        return self._store._put(key, value, [(key, expected)], lease=self._number) or None
 
     def renew(self) -> bool:
-        return self._etcd.renew(self._number)
+        etcd = self._store._etcd()
+        answer = etcd.call("LeaseKeepAlive", etcd.rpc.LeaseKeepAliveRequest(ID=self._number), repeatable=True)
+        return bool(answer.TTL > 0)  # a lease that has ended is no error to etcd: it has 0 s left
 
     def withdraw(self) -> None:
-        self._etcd.revoke(self._number)
+        self._store._revoke(self._number)
+
+
+def to_bytes(key: str) -> bytes:
+    # Other programs' keys need not be UTF-8; ours are.
+    return key.encode("utf-8", "surrogateescape")
+
+
+def to_text(key: bytes) -> str:
+    return key.decode("utf-8", "surrogateescape")

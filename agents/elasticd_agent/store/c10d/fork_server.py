@@ -1,15 +1,15 @@
-"""The agent's helper for a c10d store: imports torch once, and forks what talks to a TCPStore or serves one.
+"""The agent's helper for a c10d store: imports torch once, and forks the clients and the server of a TCPStore.
 
-Runs with the job's interpreter as `python -u helper_process.py CONTROL_FD PARENT_PID`. A fork costs milliseconds where
-a start costs a second, so a client stuck in torch is killed and replaced as if nothing were. Its requests, one packet
-each, answered with a packet:
+Runs with the job's interpreter as `python -u fork_server.py CONTROL_FD PARENT_PID`. A fork costs milliseconds where a
+start costs a second, so a client stuck in torch is killed and replaced at once. Each request and each answer is one
+packet:
 
     {"do": "connect", "host", "port", "timeout_s"}  + one end of a channel   -> {"pid"}
-    {"do": "serve", "apart"}  + a listening socket, one end of a channel              -> {"pid"}
+    {"do": "serve", "standalone"}  + a listening socket, one end of a channel -> {"pid"}
     {"do": "end", "pid"}                                                     -> {"pid"}
-    {"do": "living", "pid"}                                                  -> {"living"}
+    {"do": "alive", "pid"}                                                   -> {"alive"}
 
-When the control socket ends, or the agent dies, so do this process and its children. It holds one thread, always.
+This process and its children end with the control socket or with the agent. It always has one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 sys.path[0] = str(Path(__file__).parents[3])  # where elasticd_agent is: the job's interpreter need not have it
 from elasticd_agent.store.c10d.client_process import C10dClient  # noqa: E402
 from elasticd_agent.store.c10d.server_process import serve  # noqa: E402
-from elasticd_agent.store.c10d.wire import TcpStoreConnection, set_host_lookup  # noqa: E402
+from elasticd_agent.store.c10d.tcp_store import TcpStoreConnection, set_host_lookup  # noqa: E402
 from elasticd_agent.system.process import IGNORED_SIGNALS  # noqa: E402
 
 del sys.path[0]
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def die_with(libc: ctypes.CDLL, parent: int) -> None:
-    """End when `parent` does, also if it has ended already."""
+    """End with `parent`, also if it has ended already."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -80,7 +80,7 @@ class ForkServer:
             self._control.send(json.dumps(self._do(json.loads(packet), fds)).encode())
         for pid in list(self._children):
             self._end(pid)
-        os._exit(0)  # what torch does at exit takes half a second, and has nothing to do here
+        os._exit(0)  # torch's work at exit takes half a second and is not needed here
 
     def _do(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         match request["do"]:
@@ -89,12 +89,12 @@ class ForkServer:
                     return {"pid": self._fork(lambda: self._connect(request, channel))}
             case "serve":
                 with socket.socket(fileno=fds[0]) as listener, socket.socket(fileno=fds[1]) as channel:
-                    return {"pid": self._fork(lambda: self._host(listener, channel, request["apart"]))}
+                    return {"pid": self._fork(lambda: self._host(listener, channel, request["standalone"]))}
             case "end":
                 self._end(request["pid"])
                 return {"pid": request["pid"]}
             case _:
-                return {"living": self._is_alive(request["pid"])}
+                return {"alive": self._is_alive(request["pid"])}
 
     def _fork(self, run: Callable[[], None]) -> int:
         me = os.getpid()
@@ -123,9 +123,9 @@ class ForkServer:
 
         def connect() -> TcpStoreConnection:
             nonlocal address
-            # torch keeps trying a refused connection, and says why only in many lines of C++; this says it in one.
+            # torch repeats a refused connection, and gives the reason in many lines of C++; this gives it in one.
             with socket.create_connection((address or request["host"], port), timeout_s) as probe:
-                if probe.getsockname() == probe.getpeername():  # a port that nobody listens at can be its own peer
+                if probe.getsockname() == probe.getpeername():  # a port without a listener can be its own peer
                     raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
                 address = probe.getpeername()[0]
             set_host_lookup(b"files")
@@ -133,16 +133,16 @@ class ForkServer:
 
         C10dClient(connect, channel).serve()
 
-    def _host(self, listener: socket.socket, channel: socket.socket, apart: bool) -> None:
+    def _host(self, listener: socket.socket, channel: socket.socket, standalone: bool) -> None:
         self._libc.prctl(PR_SET_NAME, b"elasticd-c10d-h", 0, 0, 0)
         set_host_lookup(b"files")
         # A connection for each agent and each watch of an agent: thousands in a large job.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        serve(self._tcp_store, listener, channel, apart)
+        serve(self._tcp_store, listener, channel, standalone)
 
     def _is_alive(self, pid: int) -> bool:
-        """Whoever has ended is waited for here, so that no other process can have the number meanwhile."""
+        """Reaps an ended child here, so that no other process can get its pid before."""
         if pid not in self._children:
             return False
         if os.waitpid(pid, os.WNOHANG)[0] == 0:
@@ -161,4 +161,4 @@ if __name__ == "__main__":
     try:
         main()
     except (BrokenPipeError, ConnectionResetError):
-        os._exit(0)  # the agent has given up meanwhile, and has said why; what was forked ends with its parent
+        os._exit(0)  # the agent has given up and has reported why; the children end with this process

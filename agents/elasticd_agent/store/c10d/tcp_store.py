@@ -1,0 +1,251 @@
+"""A connection to a TCPStore, and how elasticd's records are stored in one: key names, registers and envelopes.
+
+A TCPStore stores bytes without versions, so every value is in an envelope with its own. It cannot delete a key only if
+it is unchanged, so a deleted key first becomes a tombstone by compare-and-set, which the host removes later
+(server_process.py). Everything works with torch 2.6 and newer and imports only the standard library: this runs in the
+helper process, which passes torch in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from enum import Enum
+from functools import partial
+from typing import Any
+
+_GET_S = 0.2
+_ROUNDING_S = 0.01
+_GREETING = [2, 22, 4]
+"""torch's VALIDATE and PING at the start of a connection: requests, bytes sent, bytes received."""
+_HEADER_BYTES = 9
+"""A request's type and one length, as in TCPStore.cpp."""
+
+# ---- key names
+
+ROOT = b"elasticd/1/"
+MARKER = ROOT + b"host"
+"""Identifies one start of the host. Written last, so that everything else is in place once it is there."""
+STANDALONE = " standalone"
+"""Ends the marker of a host that is no agent of a job: any of its agents may lead then."""
+VERSION = ROOT + b"version"
+"""The counter from which all versions are drawn."""
+DIRECTORIES = ROOT + b"directories"
+LEASES = ROOT + b"leases"
+WATCHED = ROOT + b"watched"
+"""The prefixes that any client watches: a change moves only their counters, and wakes no other client."""
+CLOSING = b"!closing\n"
+"""An index that the host is about to remove: entries added to it now are lost."""
+ENDED = b"-4611686018427387904"
+"""A lease's counter after its end, so low that no renewal brings it above zero again."""
+
+
+def to_bytes(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")
+
+
+def to_text(raw: bytes) -> str:
+    return raw.decode(errors="surrogateescape")
+
+
+def _key(kind: bytes, name: str) -> bytes:
+    return ROOT + kind + to_bytes(name)
+
+
+value_key = partial(_key, b"value/")
+index_key = partial(_key, b"index/")
+"""The names in a directory."""
+lease_key = partial(_key, b"lease/")
+"""A lease's counter, which every renewal moves."""
+lease_members_key = partial(_key, b"held/")
+"""The keys that may belong to a lease."""
+counter_key = partial(_key, b"changes/")
+"""The number of changes below a watched prefix."""
+watchers_key = partial(_key, b"watching/")
+"""Moves while any client watches the prefix."""
+
+
+def event_key(prefix: str, number: int) -> bytes:
+    """Names the key of change `number`; it appears when the change is done, and watches wait for it."""
+    return _key(b"change/%d/" % number, prefix)
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """A key's directory, with its last '/', and its name in there."""
+    directory, slash, leaf = key.rpartition("/")
+    return directory + slash, leaf
+
+
+# ---- registers: values to which every client only appends
+
+
+def entry(text: str) -> bytes:
+    return b"=" + to_bytes(text) + b"\n"
+
+
+def entries(raw: bytes | None) -> dict[str, None]:
+    """The entries of a register, each once, in order. Foreign lines are ignored."""
+    return dict.fromkeys(to_text(part[1:]) for part in (raw or b"").split(b"\n") if part.startswith(b"="))
+
+
+def join_entries(texts: Iterable[str]) -> bytes:
+    """A register with these entries. Never empty: to a TCPStore an empty value is none."""
+    return b"".join(map(entry, texts)) or b"\n"
+
+
+def parse_number(raw: bytes | None) -> int | None:
+    try:
+        return None if raw is None else int(raw)
+    except ValueError:
+        return None
+
+
+# ---- envelopes
+
+
+class KeyState(Enum):
+    PRESENT = b"here"
+    TOMBSTONE = b"gone"
+    """Deleted; the next creation replaces it."""
+    REMOVING = b"buried"
+    """The host removes it at this moment: no client may replace it, so that nothing new is removed with it."""
+
+
+_MAGIC = b"elasticd1"
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    state: KeyState
+    version: int
+    lease: str
+    """"" for none."""
+    value: bytes
+    nonce: str = ""
+    """Makes any two envelopes differ, so that a lost compare-and-set never looks like a success."""
+
+    def encode(self) -> bytes:
+        head = (
+            _MAGIC,
+            self.state.value,
+            b"%d" % self.version,
+            secrets.token_hex(8).encode(),
+            self.lease.encode() or b"-",
+        )
+        return b" ".join(head) + b"\n" + self.value
+
+    def as_tombstone(self, state: KeyState = KeyState.TOMBSTONE) -> bytes:
+        return replace(self, state=state, lease="", value=b"").encode()
+
+
+def decode(raw: bytes | None) -> Envelope | None:
+    """None: there is no value. Foreign bytes are a value of version 0, which its readers reject."""
+    if not raw:
+        return None
+    head, newline, value = raw.partition(b"\n")
+    try:
+        name, state, version, nonce, lease = head.split(b" ")
+        if name != _MAGIC or not newline:
+            raise ValueError
+        owner = "" if lease == b"-" else lease.decode("ascii")
+        return Envelope(KeyState(state), int(version), owner, value, nonce.decode("ascii"))
+    except ValueError:
+        return Envelope(KeyState.PRESENT, 0, "", raw)
+
+
+# ---- the connection
+
+
+def set_host_lookup(where: bytes) -> None:
+    """Make this process look up host names there: b"files", or the value of nsswitch.conf.
+
+    torch looks up the name of every peer for its logs, on both sides of a connection, the server on the one thread that
+    serves all clients; a DNS server that loses the request stops them for 5 s each time.
+    """
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
+    if configure is not None:  # glibc's; without it there is no nsswitch.conf either
+        configure(b"hosts", where)
+
+
+class TcpStoreConnection:
+    """The requests that are used of a TCPStore, counted. Raises RuntimeError when the connection is lost.
+
+    Not thread-safe: torch runs one request of a connection at a time, and a blocking one would block the others.
+    """
+
+    def __init__(self, tcp_store: Callable[..., Any], host: str, port: int, timeout_s: float, **more: Any) -> None:
+        timeout = timedelta(seconds=timeout_s)
+        self._store = tcp_store(host, port, wait_for_workers=False, timeout=timeout, **{"is_master": False, **more})
+        self._unmatchable = b"?" + secrets.token_hex(8).encode()
+        # Only multi_get uses it, and it waits only for a key that has just been removed.
+        self._store.set_timeout(timedelta(seconds=_GET_S))
+        self._counts = list(_GREETING)
+
+    def take_counts(self) -> list[int]:
+        """Requests, bytes sent and bytes received since the last call; bytes of payload, approximately."""
+        counts, self._counts = self._counts, [0, 0, 0]
+        return counts
+
+    def read(self, key: bytes) -> bytes | None:
+        """One request; torch's get() makes two, and blocks if there is no value.
+
+        It is a compare_set that cannot succeed, and that returns the expected value if there is none.
+        """
+        never = self._unmatchable
+        found = self._counted(self._store.compare_set(key, never, never), key, never, never)
+        return None if found in (b"", never) else found
+
+    def swap(self, key: bytes, expected: bytes | None, value: bytes) -> bool:
+        """`value` must differ from every other one, or a lost race looks like a success."""
+        found = self._counted(self._store.compare_set(key, expected or b"", value), key, expected or b"", value)
+        return bool(found == value)
+
+    def read_all(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        if len(keys) > 2 and self._counted(self._store.check(keys), *keys):
+            try:
+                found: list[bytes] = self._store.multi_get(keys)
+            except RuntimeError:  # one was removed since; if the connection is alive, reading one by one works
+                self._counts[0] += 2
+            else:
+                self._counts[0] += 1  # it waits for the keys before it reads them
+                self._counted(b"".join(found), *keys, *keys)
+                return [value or None for value in found]
+        return [self.read(key) for key in keys]
+
+    def set(self, key: bytes, value: bytes) -> None:
+        self._counted(self._store.set(key, value), key, value)
+
+    def add(self, key: bytes, amount: int) -> int:
+        return int(self._counted(self._store.add(key, amount), key, b"8 bytes."))
+
+    def append(self, key: bytes, value: bytes) -> None:
+        self._counted(self._store.append(key, value), key, value)
+
+    def check(self, keys: Sequence[bytes]) -> bool:
+        return bool(self._counted(self._store.check(keys), *keys))
+
+    def delete(self, key: bytes) -> None:
+        self._counted(self._store.delete_key(key), key)
+
+    def wait(self, key: bytes, seconds: float) -> bool:
+        """Wait until `key` is there. The server answers when it appears, without polling. False: not in time."""
+        started = time.monotonic()
+        try:
+            self._counted(self._store.wait([key], timedelta(seconds=seconds)), key)
+        except RuntimeError:
+            # What is raised for a lost connection and for a timeout differs from version to version.
+            if time.monotonic() - started < seconds - _ROUNDING_S:
+                raise
+            self._counted(None, key)
+            return False
+        return True
+
+    def _counted(self, answer: Any, *sent: bytes) -> Any:
+        self._counts[0] += 1
+        self._counts[1] += sum(map(len, sent)) + _HEADER_BYTES * len(sent)
+        self._counts[2] += len(answer) + _HEADER_BYTES if isinstance(answer, bytes) else _HEADER_BYTES
+        return answer
