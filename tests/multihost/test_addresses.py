@@ -19,11 +19,11 @@ PATH = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'agents'}"}
 ASK = """
 import json, sys
 from elasticd.errors import UsageError
-from elasticd_agent.system.addresses import is_own, local_address
+from elasticd_agent.system.addresses import is_local, local_address
 
 def answer(what):
     if isinstance(what, str):
-        return is_own(what)
+        return is_local(what)
     towards, given = what
     try:
         return local_address([(host, 2379) for host in towards], given)
@@ -43,7 +43,7 @@ sys.stdin.read()
 
 
 def ask(host: Host, *questions: object) -> list[object]:
-    """What `is_own` says of each name there, and `local_address` of each (endpoints, given)."""
+    """What `is_local` says of each name there, and `local_address` of each (endpoints, given)."""
     answers = json.loads(host.run([sys.executable, "-c", ASK, json.dumps(questions)], PATH))
     assert isinstance(answers, list)
     return answers
