@@ -1,8 +1,8 @@
-"""Pure: whether a worker's last words tell of a mistake of its own, or of a peer, the network or the machine.
+"""Pure: whether a worker's exit report tells of its own failure, or of a peer, the network or the machine.
 
-It exists because a survivor of a killed peer raises too, often before the dead one is reaped, and must neither be
-blamed nor taken for a mistake in the user's script. When in doubt the answer is "not its own": a restart too many
-costs a fraction of a second, a job given up wrongly costs the job. Nothing here decides what happens next.
+A survivor of a killed peer raises too, often before the dead one is reaped, and is neither the root cause nor a user
+error. In doubt the failure is not its own: one restart too many costs a fraction of a second, a job that fails wrongly
+costs the job.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from elasticd.heartbeat.exit_report import ExitReport
 from elasticd_agent.model.messages import WorkerExited
 
-# Class names, without their modules: torch spells some both torch.X and torch._C.X. Subclasses are found by `bases`.
+# Class names without modules: torch has both torch.X and torch._C.X. Subclasses are found by `bases`.
 _PEER_ERRORS = frozenset({
     "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError",
     "DecisionTimeout", "BarrierTimeout",
@@ -20,12 +20,12 @@ _CONNECTION_ERRORS = frozenset({
     "ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError",
     "TimeoutError",
 })  # fmt: skip
-"""The interpreter's own: of a peer, or of anybody else the script speaks to."""
+"""The interpreter's: of a peer, or of another service that the script uses."""
 _MACHINE_ERRORS = frozenset({"OutOfMemoryError", "MemoryError", "AcceleratorError", "KeyboardInterrupt"})
-"""The machine, or a person."""
+"""The machine, or the user."""
 _EXTERNAL_TYPES = _PEER_ERRORS | _CONNECTION_ERRORS | _MACHINE_ERRORS
 _RANK_0_PREFIX = "on rank 0: "
-"""How the library tells the others that rank 0 failed at what it does for all; an ElasticdError if rank 0's is none."""
+"""The library's prefix for an error of rank 0 on all other ranks, an ElasticdError unless rank 0's is one."""
 
 # torch raises plain RuntimeError for these (seen on 2.13): gloo's transport names its C++ file, the others themselves.
 _EXTERNAL_TEXTS = (
@@ -33,20 +33,20 @@ _EXTERNAL_TEXTS = (
     "NCCL", "CUDA error", "Timed out",
 )  # fmt: skip
 
-# A peer's end of a connection is gone: it has died, or is about to. Spelled as gloo, NCCL and the kernel do.
+# A peer has closed its end of a connection: it has died, or is about to. As gloo, NCCL and the kernel spell it.
 _CONNECTION_LOST_TYPES = frozenset({"ConnectionResetError", "ConnectionAbortedError", "BrokenPipeError"})
 _CONNECTION_LOST_TEXTS = (
     "closed by peer", "reset by peer", "broken pipe", "closed by remote peer", "remote process exited",
     "ncclremoteerror",
 )  # fmt: skip
 
-# A first line is cut to so much, unless it names the ranks that were missing: that is what the reader is after.
+# A first line is cut to this length; one that names missing ranks, to the longer one.
 _MAX_LINE, _MAX_LINE_WITH_RANKS = 160, 480
 _NAMES_RANKS = ("BarrierTimeout", "DecisionTimeout")
 
 
 def is_own_failure(words: ExitReport | None) -> bool:
-    """True if the worker ended by an exception or exit that nothing outside its script explains."""
+    """True if nothing outside the script explains the exception or exit."""
     if words is None:
         return False
     if words.kind == "exit":
@@ -59,13 +59,13 @@ def is_own_failure(words: ExitReport | None) -> bool:
 
 
 def is_secondary(exit: WorkerExited) -> bool:
-    """True if the worker raised because of somebody else: it failed, but is not to blame."""
+    """True if the worker raised because of another failure."""
     words = exit.exit_report
     return words is not None and words.kind == "exception" and not is_own_failure(words)
 
 
 def may_be_secondary(exit: WorkerExited) -> bool:
-    """True if it fell with a peer whose connection ended: that peer's own end, which says why, comes if it has not."""
+    """True if a peer's connection ended, which may not be reported yet: its own exit names the root cause."""
     words = exit.exit_report
     if words is None or not is_secondary(exit):
         return False
@@ -77,7 +77,7 @@ def may_be_secondary(exit: WorkerExited) -> bool:
 
 
 def describe_peer_loss(exit: WorkerExited) -> str:
-    """Why a victim fell, to go after "rank 3": "lost its peers"; "" where another rank need not be the reason."""
+    """A secondary failure, after "rank 3": "lost its peers"; "" where no other rank need be the cause."""
     words = exit.exit_report
     if words is None:
         return ""
@@ -92,7 +92,7 @@ def describe_peer_loss(exit: WorkerExited) -> str:
 
 
 def describe_exception(words: ExitReport) -> str:
-    """What a worker that has not ended yet ends by, "raised KeyError: 'x'"; "" if that is somebody else's doing."""
+    """The exception of a worker that has not exited yet, "raised KeyError: 'x'"; "" for a secondary failure."""
     if words.kind != "exception" or not (is_own_failure(words) or _is_machine_failure(words)):
         return ""
     return f"raised {_one_line(words)}"
@@ -108,9 +108,9 @@ def _is_rank_0_failure(words: ExitReport) -> bool:
 
 
 def user_error(exit: WorkerExited) -> str | None:
-    """The kind of user's mistake this exit may be a part of, the same on every rank if it is one; else None.
+    """The kind of user error that this exit may be a part of, which is the same on every rank; otherwise None.
 
-    An exception counts by its type; sys.exit counts with code 2, which is how argparse answers a bad argument.
+    An exception counts by its type, sys.exit only with code 2, argparse's answer to a bad argument.
     """
     words = exit.exit_report
     if words is None or exit.status.signal is not None or not is_own_failure(words):
@@ -121,7 +121,7 @@ def user_error(exit: WorkerExited) -> str | None:
 
 
 def describe_exit(exit: WorkerExited) -> str:
-    """The exit in a few words: "was killed by SIGKILL", "exited with code 1 (ValueError: no such file)"."""
+    """ "was killed by SIGKILL", "exited with code 1 (ValueError: no such file)"."""
     words = exit.exit_report
     if words is None or words.kind == "exit":
         return exit.status.text

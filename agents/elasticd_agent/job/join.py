@@ -1,7 +1,7 @@
-"""Builds one agent's seat at its job's table: its record, its store, its planner, and the way the loop speaks to them.
+"""Builds this agent's membership of its job: its record, store and planner, and the driver of its rendezvous.
 
-It exists so that `run` need not know what it takes to meet others. With a store in memory there is nobody to meet: then
-nothing runs out, nobody knocks, and every turn of the loop is a turn of the coordinator.
+With a store in memory there is no other node: no lease can expire, no probe arrives, and the loop takes the rendezvous'
+turns.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 
 NEVER_S = 1e7
 DIRECTORY_ID_S = 1.0
-"""Whoever makes a checkpoint directory's name writes it within that; an empty one is left by somebody who died."""
+"""The creator of a directory's id writes it within this time; an empty one was left by a process that died."""
 ADDRESS_S = 1.0
 PROBE_S = 0.2
-"""An agent answers a knock within a millisecond; one that does not in this time is silent."""
+"""An agent answers a probe within a millisecond; no answer in this time is silence."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobMembership:
-    """What the loop needs of it. `start` begins to meet, once somebody listens."""
+    """`start` begins the rendezvous, once its messages are received."""
 
     node: str
     incarnation: str
@@ -55,7 +55,7 @@ class JobMembership:
             self.thread.start()
 
     def turn(self, now: float) -> TurnResult:
-        """A turn of the loop is one of the rendezvous, unless a thread takes those."""
+        """A turn of the loop is also one of the rendezvous, unless a thread takes those."""
         return self.rendezvous.turn(now) if self.thread is None else ([], None)
 
 
@@ -72,10 +72,9 @@ def join_job(
     renewed: RenewalListener,
     stack: contextlib.ExitStack,
 ) -> JobMembership:
-    """`found`: the highest round number that left anything here, and the checkpoint to propose. `warm`: workers would
-    start at once. `renewed` hears of this agent's lease, if there is a store to lose it in. `stack` takes back what is
-    opened. Raises UsageError for a store that cannot be used.
-    """
+    """`found_on_disk`: the highest round number used here, and the newest checkpoint. `warm`: workers would start at
+    once. `renewed` is called with each renewal of the lease. `stack` closes what is opened. Raises UsageError for a
+    store that cannot be used."""
     meets = spec.rendezvous
     shared = meets.backend != "memory"
     incarnation = secrets.token_hex(8)
@@ -130,21 +129,20 @@ def join_job(
 
 
 def _without_renewal(policy: Policy) -> Policy:
-    """In this process's own memory nobody can be lost, so nothing has to be renewed."""
+    """No member in this process's memory can be lost, so no lease is renewed."""
     return replace(
         policy, lease_s=NEVER_S, renewal_s=NEVER_S / 4, adopt_timeout_s=2 * NEVER_S, store_away_s=2 * NEVER_S
     )
 
 
 class OwnAddress:
-    """Where other nodes reach this one. Asked for anew in every round, since it may change while a job runs.
+    """The address of this machine for other nodes, resolved in every round, since it may change while a job runs.
 
-    A resolver or a route that is away, as they are when something else has failed, too, costs a second at the most, and
-    never the node: what was known before counts then.
+    If the resolver or the route fails, often together with the fault itself, the last address counts after a second.
     """
 
     def __init__(self, resolve: Callable[[], str]) -> None:
-        """Raises what `ask` raises."""
+        """Raises the errors of `resolve`."""
         self._resolve, self.known = resolve, resolve()
 
     def __call__(self) -> str:
@@ -154,21 +152,21 @@ class OwnAddress:
 
 
 def workers_address(spec: JobSpec) -> str:
-    """What the workers' MASTER_ADDR says when rank 0 is here: a literal that other nodes reach, if there are any."""
+    """MASTER_ADDR when rank 0 is here: with several nodes, a literal address that they reach."""
     if spec.rendezvous.backend == "memory":
         return spec.master_addr
     return local_address(spec.rendezvous.endpoints, spec.rendezvous.local_addr)
 
 
 def listening_address(spec: JobSpec) -> str:
-    """Where the workers' store listens: on loopback, unless an address of this machine was given, or others come."""
+    """Where the workers' store listens: on loopback, unless an address was given or there are other nodes."""
     if spec.rendezvous.backend != "memory":
         return "::" if ":" in workers_address(spec) else "0.0.0.0"
     return "127.0.0.1" if spec.master_addr in ("localhost", "127.0.0.1") else spec.master_addr
 
 
 def directory_id(directory: Path | None) -> str:
-    """A name for the checkpoint directory that is the same wherever it is mounted; "" without one."""
+    """An id of the checkpoint directory that is the same wherever it is mounted; "" without one."""
     if directory is None:
         return ""
     path, mine = directory / ".directory-id", secrets.token_hex(8)
@@ -180,9 +178,9 @@ def directory_id(directory: Path | None) -> str:
                 file.write(mine)
         until = time.monotonic() + DIRECTORY_ID_S
         while not (name := path.read_text()) and time.monotonic() < until:
-            time.sleep(0.01)  # all nodes start at once: another one has made it, and has not written it yet
+            time.sleep(0.01)  # all nodes start at once: another one has created the file, and not written it yet
         if not name:
             path.write_text(mine)
         return name or path.read_text()
-    except OSError:  # saving will say what is wrong with it; until then nobody shares it
+    except OSError:  # the first save reports the error; until then the directory counts as not shared
         return secrets.token_hex(8)

@@ -65,7 +65,7 @@ class JobLoop:
     ) -> None:
         """`address` returns this machine's address for the workers of other nodes, and is called in every round.
         `make_workers` builds the manager again after its owner was lost."""
-        self._node = node
+        self.node = node
         self._rules = rules
         self._rendezvous = rendezvous
         self._take_turn = turn_rendezvous
@@ -77,7 +77,7 @@ class JobLoop:
         self._inbox = inbox
         self._max_workers = max_workers
         self._slots = slots
-        self._phase: messages.Phase = messages.Joining()
+        self.phase: messages.Phase = messages.Joining()
         self._events: deque[messages.Event] = deque()
         self._timers: list[float] = []
         self._kill_at: dict[int, float] = {}
@@ -87,34 +87,21 @@ class JobLoop:
         self._pause_round = 0
         """The round for which the leader wants a pause."""
         self._launcher_settled = False
-        self._round: Round | None = None
+        self.round: Round | None = None
+        """The Round published last."""
         self._exit_code: int | None = None
         self._due_by: float | None = None
         self.workers = workers
         workers.set_listener(listener)
 
     @property
-    def node(self) -> str:
-        return self._node
-
-    @property
-    def phase(self) -> messages.Phase:
-        return self._phase
-
-    @property
-    def round(self) -> Round | None:
-        """The Round published last."""
-        return self._round
-
-    @property
-    def high_water(self) -> int:
-        """The highest step observed so far."""
-        return self._rendezvous.facts.high_water
-
-    @property
     def observation(self) -> Observation | None:
         """The last observation of this node's workers; None while there are none. Safe from any thread."""
         return self._monitor.observation
+
+    @property
+    def high_water(self) -> int:
+        return self._rendezvous.facts.high_water
 
     def overdue_s(self) -> float:
         """For how long the deciding thread should have turned and has not. Safe from any thread."""
@@ -213,7 +200,7 @@ class JobLoop:
             case notices.StragglersFound() | notices.StoreAvailability() | notices.LeaderNotice():
                 self._listener.on(notice, now)
             case notices.Rejected(why):
-                if isinstance(self._phase, messages.Joining):
+                if isinstance(self.phase, messages.Joining):
                     raise StoreRefused(why)
                 self._listener.log(why)
             case _:
@@ -229,19 +216,19 @@ class JobLoop:
             now = time.monotonic()
             self._before_step(event, now)
             self._listener.on(event, now)
-            before = type(self._phase)
-            self._phase, actions = step(self._phase, event, self._rules)
-            if type(self._phase) is not before:
-                self._listener.on(PhaseChanged(type(self._phase).__name__.lower()), now)
+            before = type(self.phase)
+            self.phase, actions = step(self.phase, event, self._rules)
+            if type(self.phase) is not before:
+                self._listener.on(PhaseChanged(type(self.phase).__name__.lower()), now)
             for action in actions:
                 self._perform(action)
 
     def _before_step(self, event: messages.Event, now: float) -> None:
         """What an event means for the rendezvous, the monitor and the slots, whatever the phase."""
         match event:
-            case messages.RoundPublished(round) if self._round is None or round.number > self._round.number:
-                self._round = round
-                if round.member(self._node) is None:
+            case messages.RoundPublished(round) if self.round is None or round.number > self.round.number:
+                self.round = round
+                if round.member(self.node) is None:
                     self.workers.end_store()
             case messages.GroupEnded(number):
                 self._kill_at.pop(number, None)
@@ -292,11 +279,11 @@ class JobLoop:
             case messages.Leave(exit_code, why):
                 self._exit_code = exit_code
                 self._log_hang_summary()
-                self._listener.on(JobLeft(exit_code, why, self._round), time.monotonic())
+                self._listener.on(JobLeft(exit_code, why, self.round), time.monotonic())
 
     def _log_hang_summary(self) -> None:
         """A job that failed by a hang ends with its culprit; `elasticd explain` shows more."""
-        detector, round = self._monitor.detector, self._round
+        detector, round = self._monitor.detector, self.round
         if detector.last_verdict is not None and round is not None and round.outcome == "failed":
             for line in summary_lines(detector.last_verdict_dir, detector.last_verdict):
                 self._listener.log(line)
@@ -320,7 +307,7 @@ class JobLoop:
             self._events.append(messages.StartFailed(round.number, str(error), time.monotonic()))
             return
         self._monitor.begin(round, prepared, time.monotonic())
-        if round.group_rank(self._node) == 0:
+        if round.group_rank(self.node) == 0:
             self.workers.start(round, prepared.workers, None)
         else:
             self._waiting_for_master = round, prepared.workers
@@ -360,7 +347,7 @@ class JobLoop:
             self.workers.park(self._max_workers, with_store=True)
 
     def _turn_rendezvous(self, now: float) -> None:
-        if isinstance(self._phase, messages.Ended):
+        if isinstance(self.phase, messages.Ended):
             return
         received, self._rendezvous_at = self._take_turn(now)
         for notice in received:

@@ -1,8 +1,7 @@
-"""What this node sees of the group it runs, and what it tells the other nodes of that.
+"""Observes this node's group, and reports to the other nodes what they need.
 
-It exists so that the loop only has to say when a group begins, has ended, and when it is time to look. A look reads
-beats, notes and /proc; what follows from it goes to the planner (steps, checkpoints, holds, paces, suspicions), to the
-story, and, of a round's first step, back to the loop. It decides nothing about the group and never waits.
+An observation reads heartbeats, worker events and /proc. Steps, checkpoints, pauses, wait counts and suspicions go to
+the rendezvous, the observation to the listener, and a round's first step to the loop. It never waits.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from elasticd_agent.workers.group import GroupStarted
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 
 EAGER_INTERVAL_S = 0.02
-"""How often a group is looked at until its first step, so that the next one is parked soon."""
+"""Until the first step, so that the next group is parked soon."""
 EAGER_S = 60.0
-"""For so long; a group that has not stepped by then is not about to at any moment, or never notes its steps."""
+"""A group without a step after this time will not make one in a moment, or never reports its steps."""
 INTERVAL_S = 0.25
 HASTENED_S = 0.3
-"""How long a group is looked at as eagerly once another agent has asked whether we are here: something may be wrong."""
+"""After another agent has probed this one, which is a sign of a failure."""
 REPORT_CHECKPOINT_S = 10.0
-"""How often other nodes hear of a new checkpoint: what a Round says it resumes from is a proposal, and rank 0 looks."""
+"""How often other nodes are informed of a new checkpoint: a Round only proposes one, and rank 0 looks itself."""
 
 
 class ObservationListener(Protocol):
@@ -42,7 +41,7 @@ class ObservationListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PreparedGroup:
-    """What a group of this node needs to be started and watched. `targets` are its workers, pids not yet known."""
+    """The workers of a group, and how to observe them. The pids of `targets` follow when it has started."""
 
     workers: tuple[WorkerSpec, ...]
     observer: GroupObserver
@@ -51,7 +50,7 @@ class PreparedGroup:
 
 
 class GroupMonitor:
-    """One job's, one group at a time. It belongs to the deciding thread."""
+    """One group at a time. It belongs to the deciding thread."""
 
     def __init__(
         self,
@@ -69,35 +68,34 @@ class GroupMonitor:
         self._at = self._eager_until = self._hasty_until = 0.0
         self._step_at: tuple[int, float] = (0, 0.0)
         self._checkpoint_reported_at = float("-inf")
-        self._pending_exception = ""  # what has been said of this round's ranks
-        self._stepped_round = 0  # the newest round that was seen to step
+        self._pending_exception = ""  # reported of this round's ranks
+        self._stepped_round = 0  # the newest round with an observed step
         self._observation: Observation | None = None
 
     @property
     def observation(self) -> Observation | None:
-        """The last look at the group that runs; None while there is none. Safe from any thread."""
+        """The last observation of the running group; None while there is none. Safe from any thread."""
         return self._observation
 
     @property
     def number(self) -> int | None:
-        """The round of the group that is looked at."""
+        """The round of the observed group."""
         return self._prepared.observer.round if self._prepared is not None else None
 
     @property
     def at(self) -> float | None:
-        """When to look again; None while there is no group."""
+        """When to observe again; None while there is no group."""
         return self._at if self._prepared is not None else None
 
     def soon(self, now: float) -> None:
-        """Look at once: something else has been heard of the group."""
         self._at = now
 
     def hasten(self, now: float) -> None:
-        """Another agent has knocked: a rank of ours may have raised what the others fell by."""
+        """Probed by another agent: one of our ranks may be the root cause of its peers' failure."""
         self._at, self._hasty_until = now, now + HASTENED_S
 
     def begin(self, round: Round, prepared: PreparedGroup, now: float) -> None:
-        """The group of `round` is about to be started."""
+        """Called before the group of `round` is started."""
         self.drop()
         self._prepared = prepared
         self._history.begin()
@@ -109,7 +107,6 @@ class GroupMonitor:
         self._rendezvous.update_record(ready_round=round.number, wait_counts=(), pending_exception="")
 
     def started(self, started: GroupStarted) -> None:
-        """Its processes are there."""
         prepared = self._prepared
         if prepared is None or prepared.observer.round != started.number:
             return
@@ -118,16 +115,16 @@ class GroupMonitor:
         self.detector.begin(started.number, targets, prepared.evidence_dir)
 
     def exited(self, rank: int) -> None:
-        """A worker has ended with code 0."""
+        """A worker has exited with code 0."""
         if self._prepared is not None:
             self._prepared.observer.worker_exited(rank)
 
     def ending(self) -> None:
-        """The group is being ended: what it does now is no sign of anything."""
+        """While a group is ended, its silence is no sign of a hang."""
         self.detector.end()
 
     def end(self, number: int) -> FirstStep | None:
-        """The group of round `number` is gone: read what its workers noted last, and look no more."""
+        """The group of round `number` has ended: read its last worker events, and stop."""
         self.ending()
         self._rendezvous.update_facts(next_step_due=None)
         first = self.observe(time.monotonic()) if self.number == number else None
@@ -136,13 +133,12 @@ class GroupMonitor:
         return first
 
     def drop(self) -> None:
-        """Look no more."""
         if self._prepared is not None:
             self._prepared.observer.close()
             self._prepared = self._observation = None
 
     def observe(self, now: float) -> FirstStep | None:
-        """Look once, if there is a group; its first step, if that was seen for the first time."""
+        """Observe the group, if there is one; returns its first step, once."""
         if self._prepared is None:
             return None
         self._observation = seen = self._prepared.observer.observe(now)
@@ -165,7 +161,8 @@ class GroupMonitor:
         return first
 
     def _find_pending_exception(self, seen: Observation) -> None:
-        """A rank that raised has last files to write; its peers fall before it ends, and nobody may wait for it."""
+        """A rank that raised may still write its last files: its peers fail before it exits, and the leader must not
+        wait for it."""
         if self._pending_exception:
             return
         for rank, beat in zip(seen.ranks, seen.heartbeats, strict=True):
@@ -175,7 +172,7 @@ class GroupMonitor:
                 return
 
     def _advanced(self, step: int, now: float) -> None:
-        """Work out when the next step should be done: what the planner may rely on to see that nobody trains."""
+        """Estimate when the next step is due: the leader uses it to find that training has stopped."""
         before, at = self._step_at
         if step > before:
             step_s = (now - at) / (step - before)
@@ -183,7 +180,6 @@ class GroupMonitor:
             self._rendezvous.update_facts(next_step_due=now + 2 * step_s)
 
     def _worker_event(self, note: WorkerEvent) -> None:
-        """What a Session said that other agents must know."""
         number, step = note.round, note.step
         match note.kind:
             case "checkpoint_saved" if step is not None:

@@ -1,7 +1,7 @@
-"""Is what was asked for possible on this machine, now? Looked at once, before anything is started.
+"""Checks on this machine, before anything is started, that a job can run.
 
-It exists so that a missing script, a directory that is a file or a port in use is one line within a tenth of a second,
-not a traceback from four workers. It changes nothing: no file is made, no port kept, nothing of the user's is imported.
+A missing script, a directory that is a file or a port in use is one line within a tenth of a second, and not a
+traceback from four workers. Nothing is changed: no file is created, no port kept, no module of the user imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elasticd_agent.store import tls as certificate_files
 
 
 def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) -> None:
-    """Raises UsageError for the first thing that cannot work."""
+    """Raises UsageError for the first obstacle."""
     path = environ.get("PATH")
     _workdir(spec.cwd)
     if spec.mode is not Mode.EXEC and shutil.which(spec.python, path=path) is None:
@@ -49,7 +49,7 @@ def _workdir(path: Path) -> None:
     try:
         there = path.is_dir()
     except PermissionError:
-        there = True  # but behind a directory that is not ours to enter
+        there = True  # behind a directory without access
     if not there:
         raise UsageError(f"the working directory {str(path)!r} {'is a file' if path.exists() else 'does not exist'}")
     if not os.access(path, os.X_OK, effective_ids=True):
@@ -94,7 +94,7 @@ def _module(spec: JobSpec) -> None:
     if importlib.machinery.PathFinder.find_spec(top, [str(spec.cwd)]) is not None:
         return
     try:
-        found = importlib.util.find_spec(top)  # of a name without dots: imports nothing
+        found = importlib.util.find_spec(top)  # for a name without dots this imports nothing
     except ValueError:  # it is loaded but has no spec, as __main__
         return
     if found is None:
@@ -113,7 +113,7 @@ def _in(spec: JobSpec) -> str:
 
 
 def _directory(option: str, path: Path | None) -> None:
-    """It need not exist yet; it is made later, by whoever writes there."""
+    """It need not exist: its first writer creates it."""
     if path is None:
         return
     try:
@@ -127,7 +127,7 @@ def _directory(option: str, path: Path | None) -> None:
 
 
 def _appendable(option: str, path: Path | None, made: Path | None) -> None:
-    """`made`: a directory that is made where it is not there yet."""
+    """`made`: a directory that will be created."""
     if path is None or (path.parent == made and not made.exists()):
         return
     if path.is_dir():

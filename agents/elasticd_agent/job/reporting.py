@@ -1,6 +1,6 @@
-"""Builds everything the agent tells through: event log, metrics and their page, console, worker logs, control socket.
+"""Builds everything the agent reports through: event log, metrics and their port, console, worker logs, control socket.
 
-It is built while the warm launcher imports torch, so what it imports costs the start nothing.
+It is built while the warm launcher imports torch, so its imports do not delay the start.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from elasticd_agent.workers.logs import PREFIX_VARIABLE, JobLogs
 
 STDERR = 2
 HEALTHY_TURN_S = 30.0
-"""A deciding thread that has not turned for this long is stuck; its own timers are far shorter."""
+"""A deciding thread without a turn for so long is stuck; its own timers are far shorter."""
 
 
 class Reporting(contextlib.ExitStack):
-    """Everything told, closed in the reverse order."""
+    """Closed in reverse order."""
 
     def __init__(self, spec: JobSpec, policy: Policy, settings: AgentSettings, node: str, runtime: Path) -> None:
         super().__init__()
@@ -61,11 +61,11 @@ class Reporting(contextlib.ExitStack):
         return metrics.Metrics(job, node, version())
 
     def verbs(self, status: Callable[[], dict[str, Any]], post: Callable[[Message], None]) -> Mapping[str, Verb]:
-        """What the control socket answers to besides about and dump."""
+        """The control socket's verbs beside about and dump."""
         return {}
 
     def serve(self, status: Callable[[], dict[str, Any]], loop: JobLoop, post: Callable[[Message], None]) -> None:
-        """Open the control socket, and the metrics port if one was asked for."""
+        """Open the control socket, and the metrics port if requested."""
         verbs = self.verbs(status, post)
         self.callback(open_control(self._socket, post, self._about, self.reporter.log, verbs).close)
         if self._settings.metrics_port is None:
@@ -85,7 +85,7 @@ class Reporting(contextlib.ExitStack):
 
 
 def readiness(loop: JobLoop) -> tuple[bool, str]:
-    """Whether this agent has met the others, if there are any; and what came of it."""
+    """Whether this agent has joined a round, and the current state."""
     round = loop.round
     if round is None:
         return False, "no round yet"
@@ -96,6 +96,6 @@ def readiness(loop: JobLoop) -> tuple[bool, str]:
 
 
 def liveness(loop: JobLoop) -> tuple[bool, str]:
-    """Healthy while the deciding thread turns, whatever training does; and why."""
+    """Healthy while the deciding thread turns, whatever training does."""
     late = loop.overdue_s()
-    return late < HEALTHY_TURN_S, f"the deciding thread is {late:.0f} s late" if late > 1 else "the agent is deciding"
+    return late < HEALTHY_TURN_S, f"the deciding thread is {late:.0f} s late" if late > 1 else "ok"

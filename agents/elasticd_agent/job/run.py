@@ -1,7 +1,7 @@
-"""`elasticd run`: one agent, one job. Builds the adapters and runs the loop; the daemon's runners do so, too.
+"""`elasticd run`: the composition root of one job on one node; the daemon's runners use it, too.
 
-The order matters for the time to the first step: what can be refused is checked first, then the warm launcher starts,
-and everything else (metrics, logs, terminal) is built while it imports torch.
+The order matters for the time to the first step: first the checks that can refuse, then the warm launcher, and
+everything else (metrics, logs, terminal) while it imports torch.
 """
 
 from __future__ import annotations
@@ -46,26 +46,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What differs where something else than a person's command runs the job.
-
-    `outputs` builds what is told to whom. `keep` are file descriptors that stay open for as long as a process of the
-    job may be left, whatever becomes of this one. `holds`: a stop first asks for a checkpoint at the next decision
-    point, as a node that leaves others does, also where this node is the only one; that may take `leave_within_s`, or
-    the policy's grace. `made` hears of the runtime directory. `why`: what whoever sends the first signal has to say.
-    """
+    """What differs between `elasticd run` (the defaults) and a runner of the daemon."""
 
     reporting: Callable[[JobSpec, Policy, AgentSettings, str, Path], Reporting] | None = None
     kept_fds: tuple[int, ...] = ()
+    """They stay open for as long as a process of the job is left."""
     pauses_before_stop: bool = False
+    """A stop first requests a checkpoint at the next decision point, also where this node is the only one."""
     leave_within_s: float | None = None
+    """The limit of that; None: the policy's grace period."""
     on_runtime_dir: Callable[[Path], None] = lambda path: None
     stop_reason: Callable[[], str] = lambda: ""
+    """The reason for the first stop signal, from its sender."""
     own_code: bool = False
     """The process was started from a copy of the code that no upgrade changes."""
 
 
 def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContext | None = None) -> int:
-    """Run the job to its end. Returns the exit code; raises UsageError for what cannot work on this machine."""
+    """Run the job to its end. Returns the exit code; raises UsageError for an obstacle on this machine."""
     with contextlib.ExitStack() as stack:
         return _run(spec, policy, settings, host or RunContext(), stack)
 
@@ -173,7 +171,7 @@ def _reporting(
 
 
 def find_on_disk(directory: Path | None) -> tuple[int, tuple[int, int] | None]:
-    """The highest round that ever wrote there, and the checkpoint to propose."""
+    """The highest round that ever wrote there, and the newest checkpoint."""
     if directory is None:
         return 0, None
     from elasticd.checkpointing import api as checkpoint
@@ -190,7 +188,7 @@ def preload_for(spec: JobSpec) -> Preload:
 
 
 def status(spec: JobSpec, loop: JobLoop) -> dict[str, Any]:
-    """What /status shows."""
+    """The content of /status."""
     round, seen = loop.round, loop.observation
     return {
         "job": spec.job_id,
@@ -209,7 +207,7 @@ def status(spec: JobSpec, loop: JobLoop) -> dict[str, Any]:
 
 
 def rank_row(seen: RankReport) -> dict[str, Any]:
-    """One of this node's ranks. `state` is its process's, as /proc says; `idle_seconds`: since anything of it moved."""
+    """`state` is its process's, as in /proc; `idle_seconds`: since anything of it made progress."""
     return {
         "rank": seen.rank,
         "slot": seen.slot,
@@ -226,7 +224,7 @@ def rank_row(seen: RankReport) -> dict[str, Any]:
 def handled_signals(
     names: tuple[str, ...], inbox: queue.SimpleQueue[Message], stop_reason: Callable[[], str]
 ) -> Iterator[None]:
-    """The first of these signals asks the job to stop, the second does not wait. Restores what was there before."""
+    """The first of these signals requests a stop, the second kills. Restores the previous handlers."""
     received: list[int] = []
 
     def handle(signum: int, _: FrameType | None) -> None:
@@ -238,7 +236,7 @@ def handled_signals(
     before = {}
     for name in names:
         signum = signal.Signals[name]
-        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # ignored on purpose, by nohup
             before[signum] = signal.signal(signum, handle)
     try:
         yield
@@ -249,7 +247,7 @@ def handled_signals(
 
 @contextlib.contextmanager
 def runtime_directory(parent: Path | None) -> Iterator[Path]:
-    """A private directory in memory for beats; those of agents that were killed together with their owner go too."""
+    """A private directory in memory, for heartbeats; directories of killed agents are removed, too."""
     if parent is not None:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
@@ -267,7 +265,7 @@ def runtime_directory(parent: Path | None) -> Iterator[Path]:
 
 
 def remove_stale(base: Path) -> None:
-    """A pid that nobody has here may be somebody's in another container that shares this memory: the lock decides."""
+    """A pid that is free here may be in use in another container that shares this memory: the lock decides."""
     for path in base.glob(f"elasticd-{os.getuid()}-*-*"):
         pid = path.name.split("-")[2]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists() and not _locked(path):
@@ -281,7 +279,7 @@ def _locked(path: Path) -> bool:
         return True
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return not os.listdir(fd)  # it has just been made, and is not locked yet; or it takes no room
+        return not os.listdir(fd)  # just created and not locked yet, or it takes no room
     except BlockingIOError:
         return True
     finally:
@@ -290,7 +288,7 @@ def _locked(path: Path) -> bool:
 
 @contextlib.contextmanager
 def locked_checkpoint_dir(spec: JobSpec) -> Iterator[None]:
-    """The checkpoint directory's lock, for as long as the job runs."""
+    """Locked for as long as the job runs."""
     from elasticd.checkpointing import api as checkpoint
 
     assert spec.checkpoint_dir is not None

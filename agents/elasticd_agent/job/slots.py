@@ -1,8 +1,7 @@
-"""Which of this node's slots can be used: all of them, but for those whose last worker does not die.
+"""Which of this node's slots are usable: all except those of a process that survives SIGKILL.
 
-It exists so that a process that hangs in the kernel costs its slot and nothing else. A slot that is out of use comes
-back when the process has ended; a node that has fewer left than its job wants announces none at all. It belongs to the
-deciding thread, reads no clock, and decides nothing about the job: what the node announces, `plan` minds.
+Such a process costs its slot and nothing else. The slot is usable again when the process has ended. A node with fewer
+usable slots than its job's minimum announces none.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from elasticd_agent.workers.group import ProcessReaped, ProcessUnkillable
 
 
 class Slots:
-    """One node's, for one job. `fewest`: with fewer workers than that this node does not take part."""
+    """One job's. With fewer than `min_workers` usable slots this node does not take part."""
 
     def __init__(self, node: str, slots: Sequence[int], min_workers: int) -> None:
         self._node, self._all, self._min_workers = node, tuple(slots), min_workers
@@ -22,48 +21,48 @@ class Slots:
         self._waiting: Round | None = None
 
     def handle(self, news: ProcessUnkillable | ProcessReaped) -> str | None:
-        """Mind it. Returns the sentence for a person, None if nothing was known of what has been freed."""
+        """Returns the sentence to report, or None for the end of an unknown process."""
         if isinstance(news, ProcessUnkillable):
             self._unkillable[news.pid] = news
             whose = f"rank {news.rank}'s process {news.pid}" if news.rank is not None else f"process {news.pid}"
             left_out = f"; slot {news.slot} is left out until it has ended" if news.slot is not None else ""
             state = _kernel_state(news)
-            return f"round {news.number}: {whose} does not die of SIGKILL{state}; going on without it{left_out}"
+            return f"round {news.number}: {whose} does not die of SIGKILL{state}; continuing without it{left_out}"
         freed = self._unkillable.pop(news.pid, None)
         if freed is None:
             return None
         back = f"; slot {freed.slot} can be used again" if freed.slot is not None and freed.slot in self.usable else ""
-        return f"process {freed.pid} of round {freed.number} has ended at last{back}"
+        return f"process {freed.pid} of round {freed.number} has ended{back}"
 
     @property
     def usable(self) -> tuple[int, ...]:
-        """What the node announces: none if there are fewer than it is to take part with."""
+        """The slots to announce: none if there are fewer than the minimum."""
         out = self._unusable()
         left = tuple(slot for slot in self._all if slot not in out)
         return left if len(left) >= self._min_workers else ()
 
     @property
     def why(self) -> str:
-        """Why not all of them can be used; "" if they can."""
+        """Why some are not usable, "" if all are."""
         return "; ".join(
-            f"slot {slot} of {self._node} is held by process {stuck.pid}, which does not die{_kernel_state(stuck)}"
+            f"slot {slot} of {self._node} is in use by process {stuck.pid}, which does not die{_kernel_state(stuck)}"
             for slot, stuck in sorted(self._unusable().items())
         )
 
     def blocks(self, round: Round) -> bool:
-        """True if this node's group of `round` cannot be started yet; it is remembered until it can or is over."""
+        """True if this node's group of `round` cannot start yet; the round is remembered until it can."""
         member = round.member(self._node)
         blocked = member is not None and not self._unusable().keys().isdisjoint(member.slots)
         self._waiting = round if blocked else None
         return blocked
 
     def forget(self, number: int) -> None:
-        """The group of round `number` is over."""
+        """The group of round `number` has ended."""
         if self._waiting is not None and self._waiting.number == number:
             self._waiting = None
 
     def unblocked(self) -> Round | None:
-        """The Round whose group can be started now and could not before, once."""
+        """The Round whose group can start now, once."""
         round = self._waiting
         return round if round is not None and not self.blocks(round) else None
 
@@ -72,7 +71,7 @@ class Slots:
 
 
 def _kernel_state(stuck: ProcessUnkillable) -> str:
-    """ " (state D in nfs_wait_bit_killable)", as far as it is known."""
+    """ " (state D in nfs_wait_bit_killable)", as far as known."""
     if not stuck.state:
         return ""
     return f" (state {stuck.state} in {stuck.wchan})" if stuck.wchan else f" (state {stuck.state})"

@@ -1,8 +1,8 @@
-"""Pure: `step(phase, event, rules) -> (phase, actions)`, what an agent does about what happened to its group.
+"""Pure: `step(phase, event, rules) -> (phase, actions)`, the reaction of an agent to every event of its group.
 
-It exists so that every move an agent can make is in one place, can be replayed, and is checked against one table.
-It reads no clock, does no I/O, and decides nothing about the job: who runs next is `plan`'s. Input that is stale,
-repeated or about another round changes nothing. An event of a group is obeyed only in that group's round.
+Every transition is in this module, can be replayed, and is checked against TRANSITIONS. Membership is `plan`'s
+decision. An event that is stale, repeated or about another round changes nothing: an event of a group counts only in
+that group's round.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from elasticd_agent.model.records import Failure, Round
 Transition = tuple[Phase, list[Action]]
 
 ROOT_CAUSE_WAIT_S = 3.0
-"""Who lost a peer may be heard so long before that peer: its connections are closed before it is gone, and a Python
-that raised takes its time to end on a busy machine, or has a last file to write."""
+"""A secondary failure may be reported so long before its root cause: a process closes its connections before it has
+exited, and a Python that raised may have a last file to write."""
 SHARED_ROOT_CAUSE_WAIT_S = 0.15
-"""The same where the peer may have been another node's: that one says it, or is dead, which is found out only then."""
+"""The same with several nodes: another node reports the root cause itself, or is dead and detected as such."""
 
-# From each phase, the phases it may turn into, and what must arrive for it to end. docs/states.md is made from this.
+# For each phase, the phases that may follow, and the event that ends it. docs/states.md is generated from this.
 TRANSITIONS: dict[type[Phase], tuple[tuple[type[Phase], ...], str]] = {
     Joining: ((Running, Ended), "a Round numbered above the last one; after a stop, its deadline"),
     Running: (
@@ -65,9 +65,9 @@ TRANSITIONS: dict[type[Phase], tuple[tuple[type[Phase], ...], str]] = {
 
 
 def step(phase: Phase, event: Event, rules: StepRules) -> Transition:
-    """Where the agent is after `event`, and what to do now, in this order.
+    """The phase after `event`, and the actions that follow, in this order.
 
-    Raises AssertionError for a move that MOVES does not allow: a defect of this module, never of the input.
+    Raises AssertionError for a transition that TRANSITIONS does not allow: a defect of this module, never of the input.
     """
     after, actions = _step(phase, event, rules)
     if type(after) is not type(phase) and type(after) not in TRANSITIONS[type(phase)][0]:
@@ -103,14 +103,16 @@ def _joining(phase: Joining, event: Event, rules: StepRules) -> Transition:
         case StopRequested(_, code) if rules.leave_on_stop:
             return Ended(phase.past, code), [Leave(code, _stop_reason(event))]
         case StopRequested(signal, code, at, why) if phase.stop is None:
-            # The planner answers with the terminal Round; if it cannot, we leave all the same.
+            # The leader answers with the terminal Round; without an answer this node leaves at the deadline.
             until = at + rules.stop_grace_s
             return Joining(phase.past, PendingStop(signal, code, until, why)), [SetTimer(until)]
         case StopForced(signal, code):
             return Ended(phase.past, code), [Leave(code, f"{signal} twice: leaving at once")]
         case TimerExpired(at) if phase.stop is not None and at >= phase.stop.until:
             code = phase.stop.exit_code
-            return Ended(phase.past, code), [Leave(code, f"{phase.stop.signal}: leaving, nobody has ended the job")]
+            return Ended(phase.past, code), [
+                Leave(code, f"{phase.stop.signal}: leaving, no terminal round was published in time")
+            ]
         case _:
             return phase, []
 
@@ -134,7 +136,7 @@ def _running(phase: Running, event: Event, rules: StepRules) -> Transition:
             return _request_leave(phase, event, rules)
         case TimerExpired(at) if phase.stop is not None and at >= phase.stop.until:
             asked = phase.stop.why or phase.stop.signal
-            kill = KillGroup(round_.number, f"{asked}: no round without {rules.node} has come in time")
+            kill = KillGroup(round_.number, f"{asked}: no round without {rules.node} was published in time")
             return Stopping(round_, stop=phase.stop), [kill]
         case StopRequested() | StopForced():
             return _stop(round_, event, rules)
@@ -143,7 +145,7 @@ def _running(phase: Running, event: Event, rules: StepRules) -> Transition:
 
 
 def _request_leave(phase: Running, event: StopRequested, rules: StepRules) -> Transition:
-    """The other nodes go on without this one, from a checkpoint where they can be held at one."""
+    """The other nodes continue without this one, from a checkpoint if they can pause at one."""
     if phase.stop is not None:
         return phase, []
     stop = PendingStop(event.signal, event.exit_code, event.at + rules.stop_limit_s, event.why)
@@ -184,7 +186,7 @@ def _settling(phase: Settling, event: Event, rules: StepRules) -> Transition:
         case TimerExpired(at) if at >= phase.until:
             return _crash(round_, first, rules, phase.exits)
         case FirstStep(number) if number == round_.number and not may_be_secondary(first):
-            return _crash(round_, first, rules)  # another rank trains: it is not the script as such
+            return _crash(round_, first, rules)  # another rank trains: the script as such works
         case StoreExited(number, why) if number == round_.number:
             return _fail(round_, rules, "store_lost", (), f"the workers' store {why}")
         case GroupEnded(number) if number == round_.number:
@@ -196,7 +198,7 @@ def _settling(phase: Settling, event: Event, rules: StepRules) -> Transition:
 
 
 def _await_user_errors(phase: Settling, rules: StepRules, actions: list[Action]) -> Transition:
-    """A user error once every worker of this node has made the same mistake; until then go on waiting."""
+    """A user error once every worker of this node has made the same one."""
     workers = _workers(phase.round, rules)
     if len(phase.exits) < workers:
         return phase, actions
@@ -207,7 +209,7 @@ def _await_user_errors(phase: Settling, rules: StepRules, actions: list[Action])
 
 
 def _await_root_cause(phase: Settling, rules: StepRules, actions: list[Action]) -> Transition:
-    """Some have lost a peer: its own exit names the cause. Until that has come, or nobody is left, go on waiting."""
+    """Some workers have lost a peer, whose own exit names the root cause: wait for it, or for the last exit."""
     failed = [exit for exit in phase.exits if not exit.status.ok]
     cause = next((exit for exit in failed if not may_be_secondary(exit)), None)
     if cause is None and len(phase.exits) < _workers(phase.round, rules):
@@ -234,7 +236,6 @@ def _stopping(phase: Stopping, event: Event, rules: StepRules) -> Transition:
 
 
 def _after_group_ended(phase: Stopping, rules: StepRules) -> Transition:
-    """The group is gone: on to what was waiting for that."""
     if phase.then is not None:
         return _leave(phase.then) if phase.then.terminal else _enter(phase.then, rules)
     if phase.stop is not None:
@@ -246,7 +247,7 @@ def _after_group_ended(phase: Stopping, rules: StepRules) -> Transition:
 def _enter(r: Round, rules: StepRules) -> Transition:
     member = r.member(rules.node)
     if member is None or rules.incarnation not in (None, member.incarnation):
-        return Joining(r.number), []  # not our round, or that of an agent that was here before us
+        return Joining(r.number), []  # not our round, or that of an earlier agent on this node
     return Running(r), [StartGroup(r)]
 
 
@@ -260,7 +261,7 @@ def _stop_reason(stop: PendingStop | StopRequested) -> str:
 
 
 def _superseded(old: Round, new: Round, rules: StepRules, stop: PendingStop | None = None) -> Transition:
-    """Only a stop gives the old group time: the survivors of a broken one have nothing to say."""
+    """Only a stop gives the old group time; the survivors of a failure have no use for it."""
     why = f"round {new.number}: {new.reason}"
     if stop is not None and not new.terminal:
         return Stopping(old, stop=stop), [KillGroup(old.number, why)]
@@ -280,7 +281,7 @@ def _stop(round_: Round, event: StopRequested | StopForced, rules: StepRules) ->
 
 
 def _crash(round_: Round, exit: WorkerExited, rules: StepRules, ended: tuple[WorkerExited, ...] = ()) -> Transition:
-    """`ended`: who has ended, too; those with code 0 may be whom it lost."""
+    """`ended`: the other exits; a rank that exited with code 0 may be the lost peer."""
     if is_secondary(exit):
         ranks = sorted(e.rank for e in ended if e.status.ok)
         left = (
@@ -304,7 +305,7 @@ def _fail(
     why: str,
     witness: WorkerExited | None = None,
 ) -> Transition:
-    """Kill what is left and report. `witness` is the exit whose traceback to show where there is no culprit."""
+    """Kill the rest and report. `witness` is the exit whose traceback is shown where there is no culprit."""
     words = next((e.exit_report for e in (*culprits, witness) if e is not None), None)
     failure = Failure(
         round=round_.number,
@@ -319,18 +320,18 @@ def _fail(
 
 
 def _group_lost(round_: Round, exits: tuple[WorkerExited, ...], rules: StepRules) -> Transition:
-    """The group went away under us: whoever owns the processes lost it. No process is left to kill."""
+    """The group ended without exits: its owner lost the processes, so there is none to kill."""
     lost = _workers(round_, rules) - len(exits)
-    why = f"the group is gone and {lost} of its workers never said how they ended"
+    why = f"the group ended and {lost} of its workers left no exit status"
     _, actions = _fail(round_, rules, "crash", (), why)
     return Joining(round_.number), [a for a in actions if isinstance(a, ReportFailure)]
 
 
 def _root_cause(first: WorkerExited, last: WorkerExited) -> WorkerExited:
-    """The first that failed, unless what `last` did shows that it only fell with the last.
+    """The first failure, unless the last one shows that the first is secondary.
 
-    Ranks that raise the same error are reaped before the one whose death made them raise, now and then: a death
-    without last words is nobody's echo, an exception may be.
+    Ranks that raise are sometimes reaped before the one whose death made them raise: a death without an exit report is
+    never secondary, an exception may be.
     """
     died = not last.status.ok and last.exit_report is None
     return last if died else first

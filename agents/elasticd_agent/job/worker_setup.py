@@ -1,7 +1,6 @@
-"""The files and the environment of one group's workers, made anew for every round in the agent's runtime directory.
+"""The files and the environment of one group's workers, new for every round in the agent's runtime directory.
 
-It exists so that everything a worker is told and everything that is read from it afterwards is named in one place. It
-starts nothing. What older rounds left is removed, but for the last one's, which may still be read.
+Files of older rounds are removed, except the last one's, which may still be read.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from elasticd_agent.workers.logs import JobLogs
 
 
 class WorkerSetup:
-    """Makes the files a group's workers need, and the environment that names them."""
-
     def __init__(
         self,
         spec: JobSpec,
@@ -45,11 +42,11 @@ class WorkerSetup:
         self._gpus = gpus
 
     def prepare(self, round: Round, address: str) -> PreparedGroup:
-        """The workers of `round` on this node, and how to watch them. `address`: how others reach this machine."""
+        """The workers of `round` on this node. `address`: this machine's for other nodes."""
         spec = self._spec
         directory = self._runtime / f"round-{round.number}"
         directory.mkdir(mode=0o700)
-        # By what is there, not by counting: this node is not in every round.
+        # By the existing directories, since this node is not in every round.
         older = sorted(int(path.name[6:]) for path in self._runtime.glob("round-*") if path != directory)
         for number in older[:-1]:
             shutil.rmtree(self._runtime / f"round-{number}", ignore_errors=True)

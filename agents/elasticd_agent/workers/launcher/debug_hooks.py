@@ -1,9 +1,8 @@
-"""What lets others see where a worker stands, while it can still be seen: set up before the script runs.
+"""Makes a worker's stacks readable during a hang; set up before the script runs.
 
-It exists for the evidence that is taken of a hung worker. Where Yama restricts ptrace to a process' own descendants,
-the worker lets the agent and what the agent starts look into it. For when nobody can, python's faulthandler writes the
-stacks of all threads into a file on a signal that scripts do not use. Nothing here runs unless somebody asks, and
-nothing here may fail the script: a limit or a missing file leaves the worker without a second source, and that is all.
+Where Yama restricts ptrace to a process' own descendants, the worker permits the agent and its helpers. As a second
+source Python's faulthandler writes the stacks of all threads into a file, on a signal that scripts do not use. Nothing
+runs before it is requested, and no error here may fail the script.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ import resource
 
 PR_SET_PTRACER = 0x59616D61  # "Yama"
 HIGH_FD = 1000
-"""Numbers are given out from below, and a script that closes what it inherited counts up to the usual limit of 1024."""
+"""Descriptors are assigned from below, and a script that closes inherited ones counts up to the usual limit of 1024."""
 
 
 def allow(tracer: int) -> None:
-    """Let `tracer` and its descendants trace this process, and those it forks, a DataLoader's workers for instance.
-
-    Without Yama prctl answers EINVAL, and there is no need for it.
-    """
+    """Permit `tracer` and its descendants to trace this process and its forks, such as a DataLoader's workers. Without
+    Yama prctl returns EINVAL, and nothing is needed."""
     libc = ctypes.CDLL(None)
 
     def permit() -> None:

@@ -1,9 +1,8 @@
 """Modules that are loaded but not imported yet.
 
-The template has torch in memory before the script runs. A script must not be able to tell, so what was preloaded is
-taken out of `sys.modules` again, together with the traces that importing it left elsewhere, and handed back, already
-executed, when the script first imports it. The standard library stays: it is loaded by any Python program in ways
-nobody relies on.
+The template has torch in memory before the script runs, and a script must not be able to notice. Preloaded modules are
+therefore removed from `sys.modules`, with the side effects of their import elsewhere, and returned, already executed,
+when the script first imports them. The standard library stays: any Python program loads it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 
 class ImportSideEffects:
-    """What an import leaves outside its modules: warning filters, exit handlers, and loggers that can be disabled."""
+    """Effects of an import outside its modules: warning filters, exit handlers, and loggers that can be disabled."""
 
     def __init__(self) -> None:
         self.filters: list[Any] = []
@@ -30,7 +29,8 @@ class ImportSideEffects:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Collect what the imports in the body leave. Their exit handlers come after the script's until `restore`."""
+        """Collect the side effects of the imports in the body. Their exit handlers run after the script's until
+        `restore`."""
         filters, loggers, register = list(warnings.filters), set(logging.root.manager.loggerDict), atexit.register
 
         def collect(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -64,12 +64,12 @@ class ImportSideEffects:
 
 def set_warning_filters(filters: list[Any]) -> None:
     if filters != warnings.filters:
-        warnings.resetwarnings()  # the public way to make every module's memory of earlier warnings stale
+        warnings.resetwarnings()  # the public way to invalidate every module's record of earlier warnings
         warnings.filters[:] = filters  # type: ignore[index]
 
 
 class PreloadedBatch:
-    """What one preload statement loaded: `trigger` is the module it named."""
+    """The modules that one preload statement loaded; `trigger` is the module it named."""
 
     def __init__(self, trigger: str) -> None:
         self.trigger = trigger
@@ -84,8 +84,8 @@ class PreloadedBatch:
     def comes_with(self, family: str, name: str) -> bool:
         """Whether importing `family` brings the module `name` back.
 
-        Extension modules make modules without a spec for themselves. Those below a package come with it (triton's);
-        of the others nobody knows whose they are: they come with any of their batch.
+        Extension modules create modules without a spec. Those below a package come with it (triton's); the others, of
+        an unknown family, come with any of their batch.
         """
         top = name.partition(".")[0]
         return top == family or all(self._unfound(known) for known in {top, name})
@@ -104,7 +104,7 @@ class HiddenModules(importlib.abc.MetaPathFinder):
 
     @contextlib.contextmanager
     def loading(self, trigger: str) -> Iterator[None]:
-        """The body imports `trigger`; what that loads vanishes when `activate` is called."""
+        """The body imports `trigger`; the loaded modules disappear when `activate` is called."""
         batch, before = PreloadedBatch(trigger), set(sys.modules)
         with batch.traces.recording():
             yield
@@ -128,12 +128,11 @@ class HiddenModules(importlib.abc.MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def when_imported(self, name: str, then: Callable[[], None]) -> None:
-        """Call `then` as soon as the hidden module `name` is handed back."""
+        """Call `then` as soon as the hidden module `name` is imported."""
         if self.get(name) is not None:
             self.waiting[name] = then
 
     def families(self) -> set[str]:
-        """The top-level packages that are hidden."""
         return {name.partition(".")[0] for batch in self.batches for name in batch.modules}
 
     def get(self, name: str) -> Any:
@@ -163,7 +162,7 @@ class HiddenModules(importlib.abc.MetaPathFinder):
     def restore(self, batch: PreloadedBatch, name: str) -> None:
         """Put back what importing `name` would have loaded: its whole batch if it names one, else its own package.
 
-        What was preloaded before it, of other packages, comes too: torch's own import loads numpy.
+        Earlier batches of other packages come too: torch's own import loads numpy.
         """
         family = name.partition(".")[0]
         if family != batch.family:
@@ -188,7 +187,7 @@ class HiddenModules(importlib.abc.MetaPathFinder):
 
 
 class HiddenModuleLoader(importlib.abc.Loader):
-    """Hands a hidden module back instead of loading it; answers all else as the module's own loader does."""
+    """Returns a hidden module instead of loading it; otherwise behaves as the module's own loader."""
 
     def __init__(self, hidden: HiddenModules, batch: PreloadedBatch, name: str) -> None:
         self.hidden, self.batch, self.module = hidden, batch, batch.modules[name]

@@ -1,7 +1,7 @@
-"""What a template shall preload for a script, or why the script must start cold.
+"""Which modules a template preloads for a script, or why the script must start cold.
 
-Reads the script's source without running it. It only has to be right about what would make a difference: a script that
-sets a variable which torch reads while it is imported must not find torch imported already.
+The script's source is read, not run. A script that sets a variable which torch reads during its import must not find
+torch imported already.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ALWAYS = ("numpy", "torch", "torch._dynamo", "torch.profiler._cupti_monitor")
-"""numpy, which torch imports, torch itself, and what the first DistributedDataParallel() and the first optimizer step
-import lazily (torch 2.13)."""
+"""numpy, which torch imports, torch, and the lazy imports of the first DistributedDataParallel() and the first
+optimizer step (torch 2.13)."""
 COMPILE = ("torch._inductor.compile_fx",)
 LIBRARY = ("elasticd.session", "elasticd.checkpointing.api", "elasticd.sampler")
-"""What `import elasticd` leads to; it imports lazily."""
+"""The lazy imports of `import elasticd`."""
 READ_AT_IMPORT = re.compile(r"(OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|NUMEXPR)_|TORCH(?!ELASTIC|_NCCL)|PYTORCH_")
 
 
@@ -31,7 +31,7 @@ class Preload:
 
 
 def plan_preload(script: Path | None, args: tuple[str, ...], required: tuple[str, ...]) -> Preload:
-    """`script` is the file that will run, None where it is not known (a module that was not found, say)."""
+    """`script` is the file that will run, None if unknown."""
     if any("${local_rank}" in arg for arg in args):
         return Preload(cold="an argument holds ${local_rank}, which differs from worker to worker")
     modules = [*ALWAYS]
@@ -40,7 +40,7 @@ def plan_preload(script: Path | None, args: tuple[str, ...], required: tuple[str
             source = script.read_text(encoding="utf-8")
             tree = ast.parse(source)
         except (OSError, ValueError, SyntaxError):
-            return Preload(tuple(modules) + required, required)  # the worker's own traceback says it best
+            return Preload(tuple(modules) + required, required)  # the worker's own traceback explains it
         changed = early_environment_change(tree)
         if changed is not None:
             return Preload(cold=f"{script.name} sets {changed}, which torch reads when it is imported")
@@ -54,7 +54,7 @@ def plan_preload(script: Path | None, args: tuple[str, ...], required: tuple[str
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Modules the script's top level imports by name."""
+    """The modules that the script's top level imports by name."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -63,7 +63,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def early_environment_change(tree: ast.AST) -> str | None:
-    """The first variable that matters and is set before torch is imported (or, without such an import, anywhere)."""
+    """The first relevant variable that is set before torch is imported (or, without such an import, anywhere)."""
     torch_line = min(
         (node.lineno for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) and _is_torch(node)),
         default=1 << 30,
@@ -82,7 +82,7 @@ def _is_torch(node: ast.Import | ast.ImportFrom) -> bool:
 
 
 def _environment_names(node: ast.AST) -> Iterator[str]:
-    """Constant names a statement or call writes into os.environ."""
+    """Constant names that a statement or call writes into os.environ."""
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
         targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else [node.target]
         for target in targets:
@@ -109,8 +109,8 @@ def _constants(nodes: list[ast.expr]) -> Iterator[str]:
 
 
 def worker_base_environment(environ: Mapping[str, str], workers: int) -> dict[str, str]:
-    """What every worker inherits. Several workers get one OpenMP thread each by default, as torchrun does."""
-    # The store's credentials are the agents' own: scripts like to print their environment.
+    """The environment of all workers. Several workers get one OpenMP thread each by default, as under torchrun."""
+    # The store's credentials stay with the agents: scripts print their environment.
     env = {name: value for name, value in environ.items() if not name.startswith(("ELASTICD_LAUNCH", "ELASTICD_ETCD"))}
     if workers > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -119,7 +119,7 @@ def worker_base_environment(environ: Mapping[str, str], workers: int) -> dict[st
 
 
 def script_of(module: bool, entrypoint: str, cwd: Path) -> Path | None:
-    """The file that will run: the script itself, or what `python -m` would find in `cwd` first; None if unknown."""
+    """The file that will run: the script, or the module that `python -m` finds in `cwd` first; None if unknown."""
     if not module:
         return cwd / entrypoint
     base = cwd.joinpath(*entrypoint.split("."))

@@ -1,7 +1,4 @@
-"""What the owner is asked to start: command lines, environments, and what the start-up hook needs to know.
-
-Pure: it composes what is put into messages, and starts nothing itself.
-"""
+"""Composes requests to the owner: command lines, environments, and the start-up hook's configuration. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ LIBRARY = (
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker to start: what differs from the job's base environment, and where its output and its beat go."""
+    """One worker to start; `env` is its difference from the job's base environment."""
 
     env: dict[str, str]
     stdout: str | None
@@ -37,7 +34,7 @@ class WorkerSpec:
 
 
 class LaunchRequests:
-    """Composes one job's messages to the owner."""
+    """Composes one job's requests."""
 
     def __init__(self, spec: JobSpec, base_env: dict[str, str], preload: Preload) -> None:
         self._spec, self._preload = spec, preload
@@ -57,7 +54,7 @@ class LaunchRequests:
         return {"argv": self._argv(0), "env": env, "cwd": str(spec.cwd), "launch": launch}
 
     def cold(self, workers: tuple[WorkerSpec, ...], *, with_store: bool) -> dict[str, Any]:
-        """The fields of "exec", but for who the group is and where its store listens."""
+        """The fields of "exec", without the group and its store's address."""
         spec, hook = self._spec, {}
         if spec.mode is not Mode.EXEC:
             hook = {"PYTHONPATH": self._hooked_path(), "ELASTICD_LAUNCH": json.dumps(self._launch_config(mode="cold"))}
@@ -79,11 +76,11 @@ class LaunchRequests:
         return [spec.python, "-u", *(["-m"] if spec.mode is Mode.MODULE else []), spec.entrypoint, *args]
 
     def _launch_config(self, **launch: Any) -> dict[str, Any]:
-        """What the start-up hook needs to know; `agent` may look into the workers, and so may what it starts."""
+        """The start-up hook's configuration; `agent` and its descendants may trace the workers."""
         files = {name: program(name) for name in LAUNCHER_FILES}
         ours = {"library": {name: library_file(name) for name in LIBRARY}, "agent": os.getpid()}
         return {**files, **ours, "pythonpath": self._base_env.get("PYTHONPATH"), **launch}
 
     def _hooked_path(self) -> str:
-        """The PYTHONPATH on which the interpreter finds our start-up hook first."""
+        """A PYTHONPATH on which the interpreter finds our start-up hook first."""
         return os.pathsep.join(filter(None, [program("start_up_hook"), self._base_env.get("PYTHONPATH")]))

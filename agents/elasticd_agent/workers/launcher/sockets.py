@@ -1,7 +1,4 @@
-"""The sockets between the agent, the owner and what the owner starts: one JSON object a packet; and the store's own.
-
-Standard library only, since the owner runs without site-packages. Nothing here waits.
-"""
+"""Sockets of the owner, one JSON object a packet, and of the round's store. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import socket
 from typing import Any
 
 PACKET = 1 << 20
-"""The most one message may take: a group's environments and arguments."""
+"""The largest message: a group's environments and arguments."""
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -25,7 +22,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Where a round's store will serve; clients wait in the backlog until it does. "::" is every address, IPv4 too."""
+    """A socket for a round's store; clients wait in its backlog. "::" is every address, IPv4 too."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,11 +1,11 @@
-"""The template: the job's own interpreter, paused before the script, with torch already in memory.
+"""The template: the job's own interpreter, paused before the script, with torch in memory.
 
-It is started as `python -u script.py args…` with a start-up hook (hook/sitecustomize.py), preloads, and then serves
-fork requests from the owner. A forked worker returns from the hook and the interpreter goes on to run the script, so
-that `__main__`, pickling, multiprocessing, tracebacks, exit codes and /proc are what they are without us.
+It runs as `python -u script.py args…` with a start-up hook (hook/sitecustomize.py), preloads, and then serves fork
+requests of the owner. A forked worker returns from the hook, and the interpreter runs the script, so that `__main__`,
+pickling, multiprocessing, tracebacks, exit codes and /proc are those of a run without us.
 
-It never touches an accelerator, never runs a parallel region, holds one thread at every fork (checked), and never runs
-a line of the user's code. In a cold start (`"mode": "cold"`) it only installs the worker's beat and returns.
+It never touches an accelerator, never runs a parallel region, has one thread at every fork (checked), and never runs a
+line of the user's code. In a cold start (`"mode": "cold"`) it only installs the worker's heartbeat and returns.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PACKET = 1 << 20
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_GET_NAME = 1, 15, 16
 ADOPTION_DEADLINE_S = 10.0
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""A batch system signals every process of a job: one more import of torch is nothing to do while it makes room."""
+"""A batch system signals every process of a job, also a template that is importing torch for it."""
 
 Config = dict[str, Any]
 
 
 def main(config: Config) -> None:
-    """Return in a worker, when the script may run; a template never returns."""
+    """Returns in a worker, when the script may run; a template never returns."""
     library = load_library(config["library"])
     if config["mode"] == "cold":
         if "ELASTICD_BEAT" in os.environ:
@@ -47,11 +47,11 @@ def main(config: Config) -> None:
 
 
 def load_file(name: str, path: str) -> ModuleType:
-    """Load one of our files by path: the job's interpreter need not have elasticd installed."""
+    """Load one of our files by path: elasticd need not be installed in the job's interpreter."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up while it is being executed
+    sys.modules[name] = module  # dataclasses look their module up during its execution
     try:
         spec.loader.exec_module(module)
     finally:
@@ -60,7 +60,7 @@ def load_file(name: str, path: str) -> ModuleType:
 
 
 def load_library(paths: dict[str, str]) -> dict[str, Any]:
-    """The library's files that every worker needs, by name, in the order in which one imports the other."""
+    """The library's files for every worker, by name, each after those that it imports."""
     before = {name: sys.modules.pop(name) for name in paths if name in sys.modules}
     library: dict[str, Any] = {}
     try:
@@ -74,7 +74,7 @@ def load_library(paths: dict[str, str]) -> dict[str, Any]:
 
 
 class Template:
-    """Preloads, hides what it loaded, and forks on request until the owner goes away."""
+    """Preloads, hides the loaded modules, and forks on request until the owner ends."""
 
     def __init__(self, config: Config, library: dict[str, Any]) -> None:
         self.config = config
@@ -90,16 +90,16 @@ class Template:
         self.hidden = load_file("_elasticd_hidden", config["hidden_modules"]).HiddenModules()
 
     def serve(self) -> None:
-        """Return only in a forked worker that was released."""
+        """Returns only in a released worker."""
         try:
             release = self.wait_for_release()
-        except BaseException:  # noqa: BLE001 site.py would print it, and run the script: here, as nobody's worker
+        except BaseException:  # noqa: BLE001 site.py would print it and run the script here
             traceback.print_exc()
             os._exit(1)
         self.become_worker(release)
 
     def wait_for_release(self) -> Config:
-        """Preload, and fork whenever the owner asks: what a worker was released with, in that worker."""
+        """Preload, then fork on request. Returns a worker's release, in that worker."""
         os.set_inheritable(self.control.fileno(), False)
         self.libc.prctl(PR_SET_NAME, b"elasticd-templ", 0, 0, 0)
         for number in IGNORED_SIGNALS:
@@ -107,15 +107,15 @@ class Template:
                 self.signal_handlers[number] = before
                 signal.signal(
                     number, ignore_signal
-                )  # a handler, since what is ignored stays ignored in what imports start
+                )  # a handler: an ignored signal would stay ignored in processes that imports start
         started = time.monotonic()
         try:
             self.preload()
-        except BaseException as error:  # noqa: BLE001 the job's own modules may raise anything, and the cold start will show it
+        except BaseException as error:  # noqa: BLE001 the job's own modules may raise anything; the cold start shows it
             self.send("template_ready", cold=f"preloading failed: {type(error).__name__}: {error}", seconds=0.0)
             os._exit(0)
         gc.collect()
-        gc.freeze()  # collections in the workers then leave the shared pages alone
+        gc.freeze()  # garbage collection in the workers then leaves the shared pages untouched
         cold = self.unfit() or self.shadowed() or self.bad_fork()
         self.send("template_ready", cold=cold, seconds=time.monotonic() - started)
         while True:
@@ -134,10 +134,10 @@ class Template:
         try:
             self.control.send(json.dumps({"kind": kind, **fields}).encode())
         except OSError:
-            os._exit(0)  # the owner was killed; an exception would end in the script being run here
+            os._exit(0)  # the owner was killed; after an exception the script would run here
 
     def preload(self) -> None:
-        """Import what the job will import, remembering what each statement loaded."""
+        """Import the job's modules, recording what each statement loaded."""
         self.baseline = set(sys.modules)
         with self.fit_to_fork():
             for name in self.config["preload"]:
@@ -146,13 +146,13 @@ class Template:
                         importlib.import_module(name)
                 except ModuleNotFoundError as error:
                     if name in self.config["required"] or error.name is None or not name.startswith(error.name):
-                        raise  # otherwise this interpreter's torch, or the interpreter, does not have it
+                        raise  # otherwise this version of torch or Python does not have it
         distributed = self.hidden.get("torch.distributed")
         self.tcp_store = getattr(distributed, "TCPStore", None)
         self.hidden.activate()
 
     def shadowed(self) -> str | None:
-        """The script's directory comes first on its path: what it holds under a preloaded name would be found there."""
+        """A file of the script's directory, which comes first on its path, with the name of a preloaded module."""
         directory = self.config["script_dir"]
         loaded = {name.partition(".")[0] for name in set(sys.modules) - self.baseline} | self.hidden.families()
         for entry in os.listdir(directory):
@@ -164,10 +164,10 @@ class Template:
 
     @contextlib.contextmanager
     def fit_to_fork(self) -> Iterator[None]:
-        """Variables under which imports leave a process that can be forked; a worker's environment is its own again.
+        """Variables under which imports leave a process that can be forked; a worker gets its own environment back.
 
-        OpenBLAS starts its threads when numpy loads it: in a worker, numpy's import gives it those it would have had.
-        torch counts GPUs by NVML when asked to, and by the CUDA driver, which does not survive a fork, otherwise.
+        OpenBLAS starts its threads when numpy loads it; in a worker, importing numpy starts the usual number. torch can
+        count GPUs by NVML instead of the CUDA driver, which does not survive a fork.
         """
         os.environ.update(OPENBLAS_NUM_THREADS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
         try:
@@ -187,7 +187,8 @@ class Template:
         return None
 
     def bad_fork(self) -> str | None:
-        """torch refuses CUDA to the children of a process that has touched it, whatever that has open: ask one."""
+        """torch refuses CUDA to the children of a process that has initialised it, whatever that has open: ask in a
+        child."""
         cuda: Any = getattr(self.hidden.get("torch"), "cuda", None)
         if not hasattr(cuda, "_is_in_bad_fork"):
             return None
@@ -196,28 +197,29 @@ class Template:
             try:
                 os._exit(bool(cuda._is_in_bad_fork()))
             finally:
-                os._exit(2)  # an exception would end in the script being run here
+                os._exit(2)  # after an exception the script would run here
         _, status = os.waitpid(child, 0)
         return "preloading initialised CUDA, which does not survive a fork" if status else None
 
     # --- forking ------------------------------------------------------------------------------------------------
 
     def fork(self, request: Config, channels: list[socket.socket]) -> Config | None:
-        """Fork a store, if asked for, and workers by an intermediate; None in the template, the release in a worker."""
+        """Fork a store, if requested, and workers through an intermediate; None in the template, the release in a
+        worker."""
         unfit = self.unfit()
         if unfit is not None:
             self.send("refused", group=request["fork"], why=unfit)
             return None
         try:
             intermediate = os.fork()
-        except OSError as error:  # no room for another process, here or in the job's cgroup
+        except OSError as error:  # no room for another process, on the machine or in the job's cgroup
             self.send("refused", group=request["fork"], why=f"fork: {error.strerror}")
             return None
         if intermediate:
             for channel in channels:
                 channel.close()
             _, status = os.waitpid(intermediate, 0)
-            if status:  # whom it has forked sees the channels closed, and goes
+            if status:  # the workers forked so far read end of file, and exit
                 self.send("refused", group=request["fork"], why="the template could not fork all of its workers")
             return None
         pids = []
@@ -235,7 +237,7 @@ class Template:
         os._exit(0)
 
     def child(self, is_store: bool, channel: socket.socket) -> Config:
-        """Wait, as the owner's child, for the listening socket (the store) or the release (a worker)."""
+        """As the owner's child, wait for the listening socket (the store) or the release (a worker)."""
         os.setsid()
         self.await_owner()
         if is_store:
@@ -245,7 +247,7 @@ class Template:
                 self.store.serve(self.tcp_store, json.loads(packet)["host"], fds[0], channel)
             os._exit(0)
         for number, before in self.signal_handlers.items():
-            if signal.getsignal(number) is ignore_signal:  # else a preloaded module wants it
+            if signal.getsignal(number) is ignore_signal:  # unless a preloaded module has installed its own
                 signal.signal(number, before)
         packet = channel.recv(PACKET)
         if not packet:
@@ -255,9 +257,9 @@ class Template:
         return release
 
     def await_owner(self) -> None:
-        """PDEATHSIG counts from the parent at the time of the call: only set it once the owner has adopted us.
+        """PDEATHSIG refers to the parent at the time of the call: set it after the owner has adopted this process.
 
-        Adopted by anyone else: the owner was killed meanwhile, and nobody would end us.
+        Another parent means that the owner was killed meanwhile, and no process would end this one.
         """
         deadline = time.monotonic() + ADOPTION_DEADLINE_S
         while (parent := os.getppid()) != self.config["owner"]:
@@ -269,7 +271,7 @@ class Template:
             os._exit(1)
 
     def become_worker(self, release: Config) -> None:
-        """Make this process what a fresh interpreter would be, short of running the script."""
+        """Make this process equal to a fresh interpreter before it runs the script."""
         self.libc.prctl(PR_SET_NAME, self.comm, 0, 0, 0)
         os.environ.clear()
         os.environ.update(self.env)
@@ -290,7 +292,7 @@ class Template:
             self.hidden.when_imported("torch.optim.optimizer", lambda: begin(optimizer))
 
     def reseed(self) -> None:
-        """Fresh entropy for the generators a fork would share; Python's own `random` reseeds itself."""
+        """Fresh entropy for generators that a fork shares; Python's own `random` reseeds itself."""
         torch = self.hidden.get("torch")
         if torch is not None:
             torch.default_generator.seed()
@@ -302,7 +304,7 @@ class Template:
             multiprocessing.current_process().authkey = os.urandom(32)
 
     def reset_standard_library(self) -> None:
-        """What the standard library remembers from the template and would find out anew in a fresh interpreter."""
+        """State that a fresh interpreter would determine itself."""
         known: dict[str, Any] = {**sys.modules}
         if "tempfile" in known:
             known["tempfile"].tempdir = None
@@ -310,7 +312,7 @@ class Template:
             known["threading"].main_thread()._set_native_id()
 
     def give_blas_its_threads(self) -> None:
-        """As many as it would have started had it been loaded now."""
+        """As many as if it were loaded now."""
         wanted = next(
             (
                 self.env[name]
@@ -343,14 +345,14 @@ def mapped_libraries(fragment: str) -> list[str]:
 
 
 def open_files() -> Iterator[str]:
-    """What this process' descriptors point to; one that goes while we look is left out."""
+    """The targets of this process' descriptors."""
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             yield os.readlink(f"/proc/self/fd/{fd}")
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls back once a module has been imported; finds nothing itself."""
+    """Calls back once a module has been imported."""
 
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:
         self.name = name
@@ -380,10 +382,10 @@ def after_import(name: str, then: Callable[[Any], None]) -> None:
 
 
 def start_heartbeat(config: Config, library: dict[str, Any]) -> Callable[[Any], None]:
-    """Give this worker its beat; return what takes torch.optim.optimizer, and is to be called once that is imported."""
+    """Start this worker's heartbeat; returns a function to call with torch.optim.optimizer once that is imported."""
     beat = library["elasticd.heartbeat.record"]
     writer = beat.from_environment()
-    # Exit handlers run last in, first out: the last words come last, just after the pulse has ended.
+    # Exit handlers run last in, first out: the exit report comes last, after the heartbeat thread has ended.
     library["elasticd.heartbeat.exit_report"].install_exit_report(writer)
     pulse = library["elasticd.heartbeat.thread"].HeartbeatThread(writer, os.environ.get("ELASTICD_FLIGHT", ""))
     stacks = load_file("_elasticd_stacks", config["debug_hooks"])

@@ -1,8 +1,7 @@
-"""The start-up hook: what `import sitecustomize` finds first in the job's interpreter, because PYTHONPATH says so.
+"""The start-up hook, which `import sitecustomize` finds first in the job's interpreter, through PYTHONPATH.
 
-It undoes its own traces, lets the template do its work (a cold worker returns from it at once, a warm one after the
-fork), and then gives way to the user's own sitecustomize. It contains nothing else: every line of it runs in every
-worker before the script does.
+It removes its own traces, runs the template (returns at once in a cold worker, after the fork in a warm one), and then
+loads the user's own sitecustomize. It is minimal: every line runs in every worker before the script.
 """
 
 import importlib.machinery
@@ -34,7 +33,7 @@ def _run() -> None:
 _run()
 _spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
 if _spec is None or _spec.loader is None:
-    # what site.py sees where there is none; our own module leaves sys.modules with it
+    # as site.py expects where there is none; it also removes our module from sys.modules
     raise ImportError("No module named 'sitecustomize'", name="sitecustomize")
 sys.modules["sitecustomize"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(sys.modules["sitecustomize"])
