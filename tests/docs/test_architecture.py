@@ -45,7 +45,7 @@ def test_every_key_of_the_store_is_there() -> None:
         for name, value in vars(names).items()
         if name.isupper() and isinstance(value, str) and value.startswith("/elasticd/v1/")
     }
-    table = PAGE.partition("## What agents share")[2].partition("\n## ")[0]
+    table = PAGE.partition("## Shared state")[2].partition("\n## ")[0]
     assert {word for word in words if word and not re.search(rf"\b{word}\b", table)} - {"JOB"} == set()
     for word in re.findall(r"[`/ ](\w+)/(?:N/)?(?:NODE|JOB|N)\b", table):
-        assert word in words | {"jobs", "nodes", "submitted", "placed", "ended", "cordoned"}, word
+        assert word in words | {"jobs", "nodes", "submissions", "placements", "results", "cordons"}, word

@@ -25,7 +25,7 @@ def test_a_slot_is_left_out_or_waited_for_until_its_worker_has_ended(job: StartJ
         assert len(started(needs, 2)) == 2
         spared.let_go()
         freed = spares.event("process_reaped", pid=stays)
-        assert freed["reason"].endswith("has ended at last; slot 2 can be used again")
+        assert freed["reason"].endswith("has ended; slot 2 can be used again")
     spares.kill(1, 3)
     assert len(started(spares, 4)) == 3
     for run, restarts in ((spares, 3), (needs, 1)):
@@ -40,7 +40,7 @@ def goes_on_without(run: Job, pid: int) -> None:
     assert run.event("group_ended", round=1)["survivors"] == [pid]
     smaller = run.event("round_published", round=3)
     assert (smaller["world_size"], smaller["cause"]) == (2, "resize")
-    assert f"slot 2 of {smaller['nodes'][0]} is held by process {pid}, which does not die" in smaller["reason"]
+    assert f"slot 2 of {smaller['nodes'][0]} is in use by process {pid}, which does not die" in smaller["reason"]
     started(run, 3)
     assert not run.events("group_started", round=2), "nobody starts on a slot that is held"
 

@@ -23,13 +23,13 @@ def test_a_slot_is_out_of_use_until_everything_on_it_has_ended() -> None:
     slots = Slots("b", (0, 1, 2), min_workers=1)
     assert slots.handle(stuck(70, 1)) == (
         "round 3: rank 5's process 70 does not die of SIGKILL (state D in rpc_wait_bit_killable); "
-        "going on without it; slot 1 is left out until it has ended"
+        "continuing without it; slot 1 is left out until it has ended"
     )
     slots.handle(stuck(71, 1))  # a child of the same worker
     assert slots.usable == (0, 2)
-    assert slots.handle(ProcessReaped(70)) == "process 70 of round 3 has ended at last", "the child is still there"
+    assert slots.handle(ProcessReaped(70)) == "process 70 of round 3 has ended", "the child is still there"
     assert slots.usable == (0, 2)
-    assert slots.handle(ProcessReaped(71)) == "process 71 of round 3 has ended at last; slot 1 can be used again"
+    assert slots.handle(ProcessReaped(71)) == "process 71 of round 3 has ended; slot 1 can be used again"
     assert (slots.usable, slots.why) == ((0, 1, 2), "")
     assert slots.handle(ProcessReaped(71)) is None, "said once"
 
@@ -37,7 +37,7 @@ def test_a_slot_is_out_of_use_until_everything_on_it_has_ended() -> None:
 def test_what_is_nobodys_costs_no_slot() -> None:
     slots = Slots("b", (0, 1), min_workers=2)
     said = slots.handle(replace(stuck(70, None, rank=None), state="Z", wchan=""))
-    assert said == "round 3: process 70 does not die of SIGKILL (state Z); going on without it"
+    assert said == "round 3: process 70 does not die of SIGKILL (state Z); continuing without it"
     assert (slots.usable, slots.why) == ((0, 1), "")
 
 
@@ -48,8 +48,8 @@ def test_a_node_with_too_few_left_announces_none() -> None:
     slots.handle(stuck(71, 2))
     assert slots.usable == ()
     assert slots.why == (
-        "slot 0 of b is held by process 70, which does not die (state D in rpc_wait_bit_killable); "
-        "slot 2 of b is held by process 71, which does not die (state D in rpc_wait_bit_killable)"
+        "slot 0 of b is in use by process 70, which does not die (state D in rpc_wait_bit_killable); "
+        "slot 2 of b is in use by process 71, which does not die (state D in rpc_wait_bit_killable)"
     )
     slots.handle(ProcessReaped(70))
     assert slots.usable == (0, 1)
@@ -92,7 +92,7 @@ def decided(view: View) -> Round:
 
 
 def test_a_round_that_needs_what_cannot_be_used_is_followed_by_one_that_does_not() -> None:
-    why = "slot 1 of b is held by process 70, which does not die (state D)"
+    why = "slot 1 of b is in use by process 70, which does not die (state D)"
     after = decided(view(present("a"), present("b", (0,), unusable=why)))
     assert [(m.node, m.slots) for m in after.members] == [("a", (0, 1)), ("b", (0,))]
     assert after.reason == f"{why}; restart 2: 3 workers on 2 nodes, from the beginning"

@@ -295,7 +295,7 @@ def test_a_node_leaves_for_what_whoever_asked_had_to_say() -> None:
     leaving, (report, wake) = step(Running(R3), asked, rules)
     assert (report, wake) == (ReportLeaving("a leaves: drained: a fan", 143), SetTimer(69.0))
     _, (kill,) = step(leaving, TimerExpired(69.0), rules)
-    assert kill == KillGroup(3, "drained: a fan: no round without a has come in time")
+    assert kill == KillGroup(3, "drained: a fan: no round without a was published in time")
     ending, _ = step(leaving, RoundPublished(replace(R4, members=())), rules)
     assert step(ending, GroupEnded(3), rules)[1] == [Leave(143, "drained: a fan")]
     assert step(Joining(), asked, rules)[1] == [Leave(143, "drained: a fan")]

@@ -195,7 +195,7 @@ class Cluster:
         self.nodes[label].unkillable.add(slot)
 
     def let_go(self, label: str) -> None:
-        """What clung to the node's slots has ended at last."""
+        """What clung to the node's slots has ended."""
         node = self.nodes[label]
         freed, node.unkillable = sorted(node.unkillable), set()
         for slot in freed:

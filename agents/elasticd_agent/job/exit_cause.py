@@ -45,66 +45,66 @@ _MAX_LINE, _MAX_LINE_WITH_RANKS = 160, 480
 _NAMES_RANKS = ("BarrierTimeout", "DecisionTimeout")
 
 
-def is_own_failure(words: ExitReport | None) -> bool:
+def is_own_failure(report: ExitReport | None) -> bool:
     """True if nothing outside the script explains the exception or exit."""
-    if words is None:
+    if report is None:
         return False
-    if words.kind == "exit":
+    if report.kind == "exit":
         return True
-    if _is_rank_0_failure(words):
+    if _is_rank_0_failure(report):
         return False
-    if any(name.rpartition(".")[2] in _EXTERNAL_TYPES for name in (words.type, *words.bases)):
+    if any(name.rpartition(".")[2] in _EXTERNAL_TYPES for name in (report.type, *report.bases)):
         return False
-    return not (words.type == "RuntimeError" and any(text in words.message for text in _EXTERNAL_TEXTS))
+    return not (report.type == "RuntimeError" and any(text in report.message for text in _EXTERNAL_TEXTS))
 
 
 def is_secondary(exit: WorkerExited) -> bool:
     """True if the worker raised because of another failure."""
-    words = exit.exit_report
-    return words is not None and words.kind == "exception" and not is_own_failure(words)
+    report = exit.exit_report
+    return report is not None and report.kind == "exception" and not is_own_failure(report)
 
 
 def may_be_secondary(exit: WorkerExited) -> bool:
     """True if a peer's connection ended, which may not be reported yet: its own exit names the root cause."""
-    words = exit.exit_report
-    if words is None or not is_secondary(exit):
+    report = exit.exit_report
+    if report is None or not is_secondary(exit):
         return False
-    if _is_rank_0_failure(words):
+    if _is_rank_0_failure(report):
         return True
-    if any(name.rpartition(".")[2] in _CONNECTION_LOST_TYPES for name in (words.type, *words.bases)):
+    if any(name.rpartition(".")[2] in _CONNECTION_LOST_TYPES for name in (report.type, *report.bases)):
         return True
-    return any(text in words.message.lower() for text in _CONNECTION_LOST_TEXTS)
+    return any(text in report.message.lower() for text in _CONNECTION_LOST_TEXTS)
 
 
 def describe_peer_loss(exit: WorkerExited) -> str:
     """A secondary failure, after "rank 3": "lost its peers"; "" where no other rank need be the cause."""
-    words = exit.exit_report
-    if words is None:
+    report = exit.exit_report
+    if report is None:
         return ""
-    if _is_rank_0_failure(words):
+    if _is_rank_0_failure(report):
         return "failed with rank 0"
-    names = {name.rpartition(".")[2] for name in (words.type, *words.bases)}
+    names = {name.rpartition(".")[2] for name in (report.type, *report.bases)}
     if names & _PEER_ERRORS:
         return "lost its peers"
-    if names & _MACHINE_ERRORS or "CUDA error" in words.message:
+    if names & _MACHINE_ERRORS or "CUDA error" in report.message:
         return ""
     return "lost a connection" if names & _CONNECTION_ERRORS else "lost its peers"
 
 
-def describe_exception(words: ExitReport) -> str:
+def describe_exception(report: ExitReport) -> str:
     """The exception of a worker that has not exited yet, "raised KeyError: 'x'"; "" for a secondary failure."""
-    if words.kind != "exception" or not (is_own_failure(words) or _is_machine_failure(words)):
+    if report.kind != "exception" or not (is_own_failure(report) or _is_machine_failure(report)):
         return ""
-    return f"raised {_one_line(words)}"
+    return f"raised {_one_line(report)}"
 
 
-def _is_machine_failure(words: ExitReport) -> bool:
-    names = {name.rpartition(".")[2] for name in (words.type, *words.bases)}
-    return bool(names & _MACHINE_ERRORS) or (words.type == "RuntimeError" and "CUDA error" in words.message)
+def _is_machine_failure(report: ExitReport) -> bool:
+    names = {name.rpartition(".")[2] for name in (report.type, *report.bases)}
+    return bool(names & _MACHINE_ERRORS) or (report.type == "RuntimeError" and "CUDA error" in report.message)
 
 
-def _is_rank_0_failure(words: ExitReport) -> bool:
-    return words.type.rpartition(".")[2] == "ElasticdError" and words.message.startswith(_RANK_0_PREFIX)
+def _is_rank_0_failure(report: ExitReport) -> bool:
+    return report.type.rpartition(".")[2] == "ElasticdError" and report.message.startswith(_RANK_0_PREFIX)
 
 
 def user_error(exit: WorkerExited) -> str | None:
@@ -112,24 +112,24 @@ def user_error(exit: WorkerExited) -> str | None:
 
     An exception counts by its type, sys.exit only with code 2, argparse's answer to a bad argument.
     """
-    words = exit.exit_report
-    if words is None or exit.status.signal is not None or not is_own_failure(words):
+    report = exit.exit_report
+    if report is None or exit.status.signal is not None or not is_own_failure(report):
         return None
-    if words.kind == "exit":
+    if report.kind == "exit":
         return "SystemExit" if exit.status.code == 2 else None
-    return words.type
+    return report.type
 
 
 def describe_exit(exit: WorkerExited) -> str:
     """ "was killed by SIGKILL", "exited with code 1 (ValueError: no such file)"."""
-    words = exit.exit_report
-    if words is None or words.kind == "exit":
+    report = exit.exit_report
+    if report is None or report.kind == "exit":
         return exit.status.text
-    return f"{exit.status.text} ({_one_line(words)})"
+    return f"{exit.status.text} ({_one_line(report)})"
 
 
-def _one_line(words: ExitReport) -> str:
-    first_line = words.message.strip().partition("\n")[0]
-    text = f"{words.type}: {first_line}" if first_line else words.type
-    most = _MAX_LINE_WITH_RANKS if words.type.rpartition(".")[2] in _NAMES_RANKS else _MAX_LINE
-    return text if len(text) <= most else text[: most - 3] + "..."
+def _one_line(report: ExitReport) -> str:
+    first_line = report.message.strip().partition("\n")[0]
+    text = f"{report.type}: {first_line}" if first_line else report.type
+    limit = _MAX_LINE_WITH_RANKS if report.type.rpartition(".")[2] in _NAMES_RANKS else _MAX_LINE
+    return text if len(text) <= limit else text[: limit - 3] + "..."

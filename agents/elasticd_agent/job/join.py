@@ -75,14 +75,14 @@ def join_job(
     """`found_on_disk`: the highest round number used here, and the newest checkpoint. `warm`: workers would start at
     once. `renewed` is called with each renewal of the lease. `stack` closes what is opened. Raises UsageError for a
     store that cannot be used."""
-    meets = spec.rendezvous
-    shared = meets.backend != "memory"
+    options = spec.rendezvous
+    shared = options.backend != "memory"
     incarnation = secrets.token_hex(8)
     own, address = OwnAddress(lambda: workers_address(spec)), ""
     if shared:
-        knocked = ProbeServer(own.known, node, incarnation, answered=lambda: post(Probed()))
-        stack.callback(knocked.close)
-        address = format_endpoint(own.known, knocked.port)
+        probe_server = ProbeServer(own.known, node, incarnation, answered=lambda: post(Probed()))
+        stack.callback(probe_server.close)
+        address = format_endpoint(own.known, probe_server.port)
     highest, resume = found_on_disk
     record = NodeRecord(
         node,
@@ -94,12 +94,12 @@ def join_job(
         warm=int(not shared or warm),
         role=spec.role,
     )
-    store, hosts = open_store(meets, spec.python, policy, log)
+    store, hosts = open_store(options, spec.python, policy, log)
     stack.callback(store.close)
     keys, times = Keys(spec.job_id), policy if shared else _without_renewal(policy)
     last_call_s = policy.last_call_s if shared else 0.0
     requirements = Requirements(
-        spec.min_workers, spec.max_workers, meets.min_nodes, meets.max_nodes, last_call_s, spec.run
+        spec.min_workers, spec.max_workers, options.min_nodes, options.max_nodes, last_call_s, spec.run
     )
     links = PeerLinks(lambda node: member.peer_disconnected(node))
     stack.callback(links.close)
@@ -114,9 +114,9 @@ def join_job(
         lambda mine, theirs: mismatch(mine, theirs, log),
         lambda nodes: probe_nodes(nodes, PROBE_S),
         log,
-        may_lead=lambda: hosts or any_agent_may_lead(meets.backend, store),
-        others_may_lead=lambda: any_agent_may_lead(meets.backend, store),
-        single_key_cas=meets.backend == "c10d",
+        may_lead=lambda: hosts or any_agent_may_lead(options.backend, store),
+        others_may_lead=lambda: any_agent_may_lead(options.backend, store),
+        single_key_cas=options.backend == "c10d",
         attentive=attentive,
         keep_links=links.keep,
         renewed=renewed if shared else ignore_renewals,

@@ -17,7 +17,7 @@ from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceTarget
 from elasticd_agent.hangs.observer import GroupObserver, Observation
 from elasticd_agent.hangs.stragglers import WaitCounter
-from elasticd_agent.job import exit_cause as lastwords
+from elasticd_agent.job import exit_cause
 from elasticd_agent.model.messages import FirstStep
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous.member import RendezvousMember
@@ -65,7 +65,7 @@ class GroupMonitor:
         self._rendezvous, self._history, self._listener, self._shared = rendezvous, history, listener, shared
         self._wait_shares = WaitCounter()
         self._prepared: PreparedGroup | None = None
-        self._at = self._eager_until = self._hasty_until = 0.0
+        self._at = self._eager_until = self._hastened_until = 0.0
         self._step_at: tuple[int, float] = (0, 0.0)
         self._checkpoint_reported_at = float("-inf")
         self._pending_exception = ""  # reported of this round's ranks
@@ -92,7 +92,7 @@ class GroupMonitor:
 
     def hasten(self, now: float) -> None:
         """Probed by another agent: one of our ranks may be the root cause of its peers' failure."""
-        self._at, self._hasty_until = now, now + HASTENED_S
+        self._at, self._hastened_until = now, now + HASTENED_S
 
     def begin(self, round: Round, prepared: PreparedGroup, now: float) -> None:
         """Called before the group of `round` is started."""
@@ -147,8 +147,8 @@ class GroupMonitor:
         if first is not None:
             self._stepped_round = number
             self._rendezvous.update_record(stepped_round=number)
-        for note in seen.worker_events:
-            self._worker_event(note)
+        for event in seen.worker_events:
+            self._worker_event(event)
         self._find_pending_exception(seen)
         self._rendezvous.update_facts(high_water=self._history.high_water(seen))
         self._advanced(seen.step, now)
@@ -157,7 +157,7 @@ class GroupMonitor:
         self.detector.update(seen, self._history.deadline_s(seen), now)
         self._listener.on(seen, now)
         calm = number == self._stepped_round or now > self._eager_until
-        self._at = now + (INTERVAL_S if calm and now > self._hasty_until else EAGER_INTERVAL_S)
+        self._at = now + (INTERVAL_S if calm and now > self._hastened_until else EAGER_INTERVAL_S)
         return first
 
     def _find_pending_exception(self, seen: Observation) -> None:
@@ -166,7 +166,7 @@ class GroupMonitor:
         if self._pending_exception:
             return
         for rank, beat in zip(seen.ranks, seen.heartbeats, strict=True):
-            if beat.exit_report is not None and (why := lastwords.describe_exception(beat.exit_report)):
+            if beat.exit_report is not None and (why := exit_cause.describe_exception(beat.exit_report)):
                 self._pending_exception = f"rank {rank.rank} {why}"
                 self._rendezvous.update_record(pending_exception=self._pending_exception)
                 return
@@ -179,11 +179,11 @@ class GroupMonitor:
             self._step_at = step, now
             self._rendezvous.update_facts(next_step_due=now + 2 * step_s)
 
-    def _worker_event(self, note: WorkerEvent) -> None:
-        number, step = note.round, note.step
-        match note.kind:
+    def _worker_event(self, event: WorkerEvent) -> None:
+        number, step = event.round, event.step
+        match event.kind:
             case "checkpoint_saved" if step is not None:
-                self._history.checkpoint_saved(float(note.extra.get("seconds", 0.0)))
+                self._history.checkpoint_saved(float(event.extra.get("seconds", 0.0)))
                 self._rendezvous.update_facts(checkpoint=(number, step))
                 now = time.monotonic()
                 if self._shared and now >= self._checkpoint_reported_at + REPORT_CHECKPOINT_S:

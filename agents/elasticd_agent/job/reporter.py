@@ -10,11 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elasticd_agent.job.hang_reporter import HangReporter
 from elasticd_agent.job.listener import JobEvent, JobLeft, PhaseChanged, StopStarted
-from elasticd_agent.job.progress_reporter import ProgressReporter
-from elasticd_agent.job.report_context import JobContext
-from elasticd_agent.job.worker_reporter import WorkerReporter
+from elasticd_agent.job.subject_reporters import HangReporter, JobContext, ProgressReporter, WorkerReporter
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.messages import RoundPublished, StopForced
 from elasticd_agent.model.notices import FaultDetected, LeadershipChanged, StoreAvailability, WaitingFor

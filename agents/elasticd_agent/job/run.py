@@ -62,19 +62,21 @@ class RunContext:
     """The process was started from a copy of the code that no upgrade changes."""
 
 
-def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContext | None = None) -> int:
+def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, context: RunContext | None = None) -> int:
     """Run the job to its end. Returns the exit code; raises UsageError for an obstacle on this machine."""
     with contextlib.ExitStack() as stack:
-        return _run(spec, policy, settings, host or RunContext(), stack)
+        return _run(spec, policy, settings, context or RunContext(), stack)
 
 
-def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContext, stack: contextlib.ExitStack) -> int:
+def _run(
+    spec: JobSpec, policy: Policy, settings: AgentSettings, context: RunContext, stack: contextlib.ExitStack
+) -> int:
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    stack.enter_context(handled_signals(spec.signals, inbox, host.stop_reason))
+    stack.enter_context(handled_signals(spec.signals, inbox, context.stop_reason))
     if spec.checkpoint_dir is not None:
         stack.enter_context(locked_checkpoint_dir(spec))
     runtime = stack.enter_context(runtime_directory(settings.runtime_dir))
-    host.on_runtime_dir(runtime)
+    context.on_runtime_dir(runtime)
     node = spec.rendezvous.node or socket.gethostname()
     inherited = spec.base_environment(os.environ)
     base_env = worker_base_environment(inherited, spec.max_workers)
@@ -85,37 +87,42 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContex
     stack.callback(memory.close)
 
     def start_owner() -> OwnerClient:
-        return OwnerClient(runtime, inbox.put, host.kept_fds)
+        return OwnerClient(runtime, inbox.put, context.kept_fds)
 
     def make_workers(owner: OwnerClient) -> WorkerManager:
         return WorkerManager(spec, node, base_env, preload, owner, listening_address(spec), memory)
 
     owner = start_owner()
-    copy_error = "" if host.own_code else use_private_code(runtime)  # takes no time: the owner's interpreter starts
+    copy_error = "" if context.own_code else use_private_code(runtime)  # takes no time: the owner's interpreter starts
     running = [make_workers(owner)]
     stack.callback(lambda: running[0].close())
 
-    outputs = stack.enter_context(_reporting(spec, policy, settings, host, node, runtime))
+    reporting = stack.enter_context(_reporting(spec, policy, settings, context, node, runtime))
     if copy_error:
-        outputs.reporter.log(copy_error)
+        reporting.reporter.log(copy_error)
     used, resume = find_on_disk(spec.checkpoint_dir)
     loops: list[JobLoop] = []
-    seat = join_job(
+    membership = join_job(
         spec,
         policy,
         node,
-        found_on_disk=(max(used, outputs.logs.highest_round()), resume),
+        found_on_disk=(max(used, reporting.logs.highest_round()), resume),
         warm=running[0].settled,
         attentive=lambda: not loops or loops[0].overdue_s() < policy.lease_s,
         post=inbox.put,
-        log=outputs.reporter.log,
-        renewed=outputs.metrics.lease,
+        log=reporting.reporter.log,
+        renewed=reporting.metrics.lease,
         stack=stack,
     )
     evidence = EvidenceCollector(runtime, inbox.put, policy.evidence_s, job=spec.job_id)
     stack.callback(evidence.close)
-    suspicion = HangDetector(
-        node, policy, evidence, seat.rendezvous.report_hang, outputs.reporter.hangs, report_every_look=not seat.shared
+    detector = HangDetector(
+        node,
+        policy,
+        evidence,
+        membership.rendezvous.report_hang,
+        reporting.reporter.hangs,
+        report_every_look=not membership.shared,
     )
     loop = JobLoop(
         node=node,
@@ -123,26 +130,28 @@ def _run(spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContex
             node,
             policy.user_error_wait_s,
             policy.stop_grace_s,
-            seat.incarnation,
-            multi_node=seat.shared,
-            leave_grace_s=host.leave_within_s,
-            leave_on_stop=seat.shared or host.pauses_before_stop,
+            membership.incarnation,
+            multi_node=membership.shared,
+            leave_grace_s=context.leave_within_s,
+            leave_on_stop=membership.shared or context.pauses_before_stop,
         ),
-        rendezvous=seat.rendezvous,
-        turn_rendezvous=seat.turn,
-        address=seat.address,
-        monitor=GroupMonitor(seat.rendezvous, StepHistory(policy), suspicion, outputs.reporter, shared=seat.shared),
+        rendezvous=membership.rendezvous,
+        turn_rendezvous=membership.turn,
+        address=membership.address,
+        monitor=GroupMonitor(
+            membership.rendezvous, StepHistory(policy), detector, reporting.reporter, shared=membership.shared
+        ),
         workers=running[0],
         make_workers=lambda: make_workers(start_owner()),
-        prepare=WorkerSetup(spec, policy, node, runtime, outputs.logs, gpus=gpus).prepare,
-        listener=outputs.reporter,
+        prepare=WorkerSetup(spec, policy, node, runtime, reporting.logs, gpus=gpus).prepare,
+        listener=reporting.reporter,
         inbox=inbox,
         max_workers=spec.max_workers,
         slots=Slots(node, range(spec.max_workers), spec.min_workers),
     )
     loops.append(loop)
-    seat.start()
-    outputs.serve(lambda: status(spec, loop), loop, inbox.put)
+    membership.start()
+    reporting.serve(lambda: status(spec, loop), loop, inbox.put)
     try:
         return loop.run()
     finally:
@@ -161,10 +170,10 @@ def use_private_code(runtime: Path) -> str:
 
 
 def _reporting(
-    spec: JobSpec, policy: Policy, settings: AgentSettings, host: RunContext, node: str, runtime: Path
+    spec: JobSpec, policy: Policy, settings: AgentSettings, context: RunContext, node: str, runtime: Path
 ) -> Reporting:
-    if host.reporting is not None:
-        return host.reporting(spec, policy, settings, node, runtime)
+    if context.reporting is not None:
+        return context.reporting(spec, policy, settings, node, runtime)
     from elasticd_agent.job.reporting import Reporting
 
     return Reporting(spec, policy, settings, node, runtime)

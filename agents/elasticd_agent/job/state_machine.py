@@ -135,8 +135,8 @@ def _running(phase: Running, event: Event, rules: StepRules) -> Transition:
         case StopRequested() if rules.leave_on_stop:
             return _request_leave(phase, event, rules)
         case TimerExpired(at) if phase.stop is not None and at >= phase.stop.until:
-            asked = phase.stop.why or phase.stop.signal
-            kill = KillGroup(round_.number, f"{asked}: no round without {rules.node} was published in time")
+            reason = phase.stop.why or phase.stop.signal
+            kill = KillGroup(round_.number, f"{reason}: no round without {rules.node} was published in time")
             return Stopping(round_, stop=phase.stop), [kill]
         case StopRequested() | StopForced():
             return _stop(round_, event, rules)
@@ -306,15 +306,15 @@ def _fail(
     witness: WorkerExited | None = None,
 ) -> Transition:
     """Kill the rest and report. `witness` is the exit whose traceback is shown where there is no culprit."""
-    words = next((e.exit_report for e in (*culprits, witness) if e is not None), None)
+    report = next((e.exit_report for e in (*culprits, witness) if e is not None), None)
     failure = Failure(
         round=round_.number,
         node=rules.node,
         kind=kind,
         culprits=tuple((e.rank, e.slot) for e in culprits),
         why=why,
-        error=words.type if words else None,
-        detail=words.traceback if words else None,
+        error=report.type if report else None,
+        detail=report.traceback if report else None,
     )
     return Stopping(round_), [KillGroup(round_.number, why), ReportFailure(failure)]
 

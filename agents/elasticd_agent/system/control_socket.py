@@ -169,7 +169,9 @@ class ControlServer:
                 self._end(sock, {**self._about, "pid": os.getpid()})
             case "dump" if out is None or (isinstance(out, str) and os.path.isabs(out)):
                 number = caller.number
-                self._post(DumpRequested(None if out is None else Path(out), lambda said: self._reply(number, said)))
+                self._post(
+                    DumpRequested(None if out is None else Path(out), lambda answer: self._reply(number, answer))
+                )
             case "dump":
                 self._end(sock, {"error": "out must be an absolute path"})
             case str(name) if name in self._verbs:
@@ -184,8 +186,8 @@ class ControlServer:
         except Exception as error:  # noqa: BLE001 a failing verb concerns only its caller
             return {"error": f"{name}: {type(error).__name__}: {error}"}
 
-    def _reply(self, number: int, said: Path | str) -> None:
-        self._replies.append((number, {"path": str(said)} if isinstance(said, Path) else {"error": said}))
+    def _reply(self, number: int, answer: Path | str) -> None:
+        self._replies.append((number, {"path": str(answer)} if isinstance(answer, Path) else {"error": answer}))
         self._waker.wake()
 
     def _send_replies(self) -> None:
@@ -234,7 +236,7 @@ def send_request(
     """The answer of the agent at this socket, which must be one of `users`, by default root or us. Raises
     ControlSocketError."""
     until = time.monotonic() + within_s
-    heard = bytearray()
+    received = bytearray()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(within_s)
         try:
@@ -243,24 +245,24 @@ def send_request(
             if _peer(sock) not in ((0, os.geteuid()) if users is None else users):
                 raise ControlSocketError(f"{path} belongs to another user")
             sock.sendall(json.dumps(request).encode() + b"\n")
-            while b"\n" not in heard and len(heard) <= ANSWER_BYTES:
+            while b"\n" not in received and len(received) <= ANSWER_BYTES:
                 sock.settimeout(max(0.001, until - time.monotonic()))
                 data = sock.recv(1 << 16)
                 if not data:
                     break
-                heard += data
+                received += data
         except TimeoutError:
             raise ControlSocketError(f"no answer within {within_s:.0f} s") from None
         except OSError as error:
             raise ControlSocketError(error.strerror or str(error)) from error
     try:
-        answer = json.loads(heard)
+        answer = json.loads(received)
     except (ValueError, RecursionError):
         raise ControlSocketError(
-            "the connection ended without an answer" if not heard else "an answer nobody understands"
+            "the connection ended without an answer" if not received else "an answer that is not a JSON object"
         ) from None
     if not isinstance(answer, dict):
-        raise ControlSocketError("an answer nobody understands")
+        raise ControlSocketError("an answer that is not a JSON object")
     return answer
 
 

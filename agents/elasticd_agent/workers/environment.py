@@ -98,11 +98,11 @@ def nccl_environment(given: Mapping[str, str], directory: Path) -> dict[str, str
 
     `given` is the user's environment, which takes precedence, under either name of a setting with two.
     """
-    wanted = {FR_PIPE: str(directory / "nccl-pipe-"), **NCCL_DEFAULTS}
+    settings = {FR_PIPE: str(directory / "nccl-pipe-"), **NCCL_DEFAULTS}
     for names, value in ((FR_BUFFER, FR_ENTRIES), (FR_FILE, str(directory / "nccl-flight-"))):
-        chosen = next((given[name] for name in names if name in given), value)
-        wanted |= dict.fromkeys(names, chosen)
-    return {name: value for name, value in wanted.items() if name not in given}
+        value_set = next((given[name] for name in names if name in given), value)
+        settings |= dict.fromkeys(names, value_set)
+    return {name: value for name, value in settings.items() if name not in given}
 
 
 def flight_recorder(env: Mapping[str, str], rank: int) -> tuple[Path, Path] | None:

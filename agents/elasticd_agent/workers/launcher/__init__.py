@@ -1,4 +1,4 @@
-"""How worker processes come to be: a warm template that forks them, and an owner that is their parent.
+"""How worker processes start: a warm template forks them, and an owner is their parent.
 
     agent ──socketpair──> owner.py ──fork, exec──> template.py (python -u script.py, paused in a start-up hook)
                              │                         │ fork
@@ -6,9 +6,8 @@
                              │                         │ fork
                              └── adopts, reaps <── workers and the round's store
 
-`owner.py` runs with the agent's interpreter and imports, of all that is installed, only `reaping.py`, `owned_group.py`,
-`sockets.py` and `process.py`. `template.py` runs inside the job's own interpreter, which may be another one; `store.py`
-is the round's store when it cannot be forked. Only the group on rank 0's node has a store. The agent's side:
-`client.py` speaks with the owner, `requests.py` composes what it is asked to start, `preload.py` what the template
-imports.
+`owner.py` runs with the agent's interpreter and, of our packages, imports only `owned_group.py`, `sockets.py` and
+`system/process.py`. `template.py` runs inside the job's own interpreter, maybe another one. When the round's store
+cannot be forked, `system/tcp_store.py` serves it. Only the group on rank 0's node has a store. On the agent's side
+`client.py` talks to the owner, `requests.py` composes the requests, `preload.py` chooses the template's imports.
 """

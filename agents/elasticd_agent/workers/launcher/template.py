@@ -313,7 +313,7 @@ class Template:
 
     def give_blas_its_threads(self) -> None:
         """As many as if it were loaded now."""
-        wanted = next(
+        threads = next(
             (
                 self.env[name]
                 for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
@@ -321,7 +321,7 @@ class Template:
             ),
             str(len(os.sched_getaffinity(0))),
         )
-        if not wanted.isdigit() or int(wanted) <= 1:
+        if not threads.isdigit() or int(threads) <= 1:
             return
         for path in mapped_libraries("openblas"):
             library = ctypes.CDLL(path)
@@ -331,7 +331,7 @@ class Template:
                 "openblas_set_num_threads",
             ):
                 if hasattr(library, symbol):
-                    getattr(library, symbol)(int(wanted))
+                    getattr(library, symbol)(int(threads))
                     break
 
 

@@ -1,0 +1,388 @@
+"""Reports by subject: this node's workers, their progress, and hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elasticd.heartbeat.worker_events import WorkerEvent
+from elasticd_agent.hangs.observer import Observation
+from elasticd_agent.job.listener import GroupEnding, JobEvent, SlotChanged
+from elasticd_agent.model.job import JobSpec, Policy
+from elasticd_agent.model.messages import FirstStep, GroupEnded, StoreExited, WorkerExited
+from elasticd_agent.model.notices import StragglersFound
+from elasticd_agent.model.records import Round
+from elasticd_agent.model.reports import HangVerdict
+from elasticd_agent.telemetry import events, worker_notes
+from elasticd_agent.telemetry.console import Console, ProgressView
+from elasticd_agent.telemetry.event_log import EventSink
+from elasticd_agent.telemetry.goodput import GoodputLedger
+from elasticd_agent.telemetry.goodput_tracker import GoodputTracker
+from elasticd_agent.telemetry.metrics import MetricsRecorder
+from elasticd_agent.telemetry.recovery_time import RecoveryTimer
+from elasticd_agent.telemetry.step_rate import StepRate
+from elasticd_agent.workers.group import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.launcher.owned_group import STORE_RANK
+
+
+@dataclass(slots=True)
+class JobContext:
+    spec: JobSpec
+    policy: Policy
+    node: str
+    events: EventSink
+    metrics: MetricsRecorder
+    console: Console
+    recovery: RecoveryTimer = field(default_factory=RecoveryTimer)
+    goodput: GoodputTracker = field(init=False)
+    round: Round | None = None
+    """The newest Round, the terminal one included."""
+    running_round: tuple[Round, float] | None = None
+    """The newest Round that is not terminal, and when it arrived."""
+    observation: Observation | None = None
+    """The last observation of this node's workers."""
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        self.goodput = GoodputTracker(self.node, GoodputLedger(time.monotonic()), self.policy.backoff_s)
+
+    @property
+    def round_number(self) -> int:
+        return self.round.number if self.round is not None else 0
+
+    def max_workers(self, round: Round) -> int:
+        """The most workers that the job may have; other nodes can have more slots than this one."""
+        return max(self.spec.max_workers * self.spec.rendezvous.max_nodes, round.world_size)
+
+
+@dataclass(slots=True)
+class WorkerReporter:
+    job: JobContext
+    on_group_ended: Callable[[int], None]
+    _pids: dict[int, int] = field(default_factory=dict)
+    """By local rank, of the group that runs."""
+    _started_at: float = 0.0
+    _ending_since: float | None = None
+    _end_requested: set[int] = field(default_factory=set)
+    _unkillable: dict[int, int] = field(default_factory=dict)
+    """Processes that survive SIGKILL, and their rounds."""
+
+    def on(self, event: JobEvent, now: float) -> None:
+        match event:
+            case LauncherReady():
+                self._launcher(event, now)
+            case GroupStarted():
+                self._started(event, now)
+            case GroupEnding(number):
+                self._end_requested.add(number)
+                self.job.goodput.on_group_ending(number)
+                if self._ending_since is None:
+                    self._ending_since = now
+            case WorkerExited():
+                self._worker_exited(event)
+            case StoreExited():
+                self._store_exited(event)
+            case FirstStep(number, at):
+                self._first_step(number, at)
+            case GroupEnded(number):
+                self._ended(number, now)
+            case SlotChanged(cause, sentence):
+                self._slot_changed(cause, sentence, now)
+
+    def _launcher(self, launcher: LauncherReady, now: float) -> None:
+        number = self.job.round_number
+        self.job.events.write(
+            events.LauncherReadyEvent(
+                round=number, mono=now, reason=launcher.reason, mode=launcher.mode, seconds=launcher.seconds
+            )
+        )
+        if launcher.mode == "cold":
+            self.job.console.log(launcher.reason, "warning")
+
+    def _started(self, started: GroupStarted, now: float) -> None:
+        job = self.job
+        assert job.round is not None
+        self._pids = {STORE_RANK: started.store_pid, **dict(enumerate(started.pids))}
+        self._started_at, self._ending_since = now, None
+        job.recovery.mark("start", now)
+        job.metrics.group_started(len(started.pids), started.warm)
+        how = "forked from the warm launcher" if started.warm else "started cold"
+        job.events.write(
+            events.GroupStartedEvent(
+                round=started.number,
+                mono=now,
+                reason=f"{len(started.pids)} workers {how}",
+                ranks=tuple(job.round.ranks(job.node)),
+                pids=tuple(started.pids),
+                warm=started.warm,
+            )
+        )
+
+    def _worker_exited(self, exit: WorkerExited) -> None:
+        job, status = self.job, exit.status
+        requested = exit.number in self._end_requested
+        if status.ok:
+            job.goodput.on_exit(exit.at)
+        elif not requested:
+            self._fault(exit.number, exit.at)
+        kind = "asked" if requested else "success" if status.ok else "signal" if status.signal else "exit_code"
+        job.metrics.worker_exited(kind)
+        pid = self._pids.pop(exit.local_rank, 0)
+        beats = job.observation.heartbeats if job.observation is not None else ()
+        job.events.write(
+            events.WorkerExitedEvent(
+                round=exit.number,
+                mono=exit.at,
+                reason=f"rank {exit.rank} (pid {pid}) {status.text}",
+                rank=exit.rank,
+                local_rank=exit.local_rank,
+                pid=pid,
+                exit_code=status.code,
+                signal=status.signal,
+                asked=requested,
+                step=beats[exit.local_rank].step or None if exit.local_rank < len(beats) else None,
+            )
+        )
+
+    def _store_exited(self, exit: StoreExited) -> None:
+        """Only as the first sign of a fault: we end the store when every worker has exited, or the group is ended."""
+        job = self.job
+        workers_left = any(local_rank != STORE_RANK for local_rank in self._pids)
+        if exit.number in self._end_requested or job.recovery.fault_at is not None or not workers_left:
+            return
+        self._fault(exit.number, exit.at)
+        job.events.write(
+            events.StoreExitedEvent(
+                round=exit.number,
+                mono=exit.at,
+                reason=f"the workers' store {exit.why}",
+                pid=self._pids.get(STORE_RANK, 0),
+                exit_code=exit.status.code if exit.status is not None else None,
+                signal=exit.status.signal if exit.status is not None else None,
+            )
+        )
+
+    def _first_step(self, number: int, at: float) -> None:
+        job = self.job
+        recovery_s, parts = job.recovery.finish(at) or (None, {})
+        beats = job.observation.heartbeats if job.observation is not None else ()
+        first = min(range(len(beats)), key=lambda i: beats[i].first_step_ns or 1 << 63, default=0)
+        start_s = at - self._started_at
+        job.metrics.first_step(start_s, recovery_s)
+        job.metrics.recovered(parts)
+        reason = f"first step {start_s:.2f} s after the start"
+        if recovery_s is not None:
+            reason = f"training again {recovery_s:.2f} s after the fault"
+        job.console.log(f"round {number}: {reason}")
+        assert job.round is not None
+        ranks = job.round.ranks(job.node)
+        job.events.write(
+            events.FirstStepEvent(
+                round=number,
+                mono=at,
+                reason=reason,
+                step=max(beats[first].step, 1) if beats else 1,
+                rank=ranks[first] if first < len(ranks) else 0,
+                start_seconds=start_s,
+                recovery_seconds=recovery_s,
+            )
+        )
+
+    def _ended(self, number: int, now: float) -> None:
+        job = self.job
+        if any(local_rank != STORE_RANK for local_rank in self._pids):
+            self._fault(number, now)  # workers without an exit status: their owner was killed
+        job.goodput.on_group_ended(number, now)
+        job.recovery.mark("stop", now)
+        job.metrics.group_ended()
+        self.on_group_ended(number)
+        survivors = tuple(pid for pid, round in self._unkillable.items() if round == number)
+        but = f" except unkillable pids {', '.join(map(str, survivors))}" if survivors else ""
+        job.events.write(
+            events.GroupEndedEvent(
+                round=number,
+                mono=now,
+                reason=f"round {number}: all processes reaped{but}",
+                seconds=now - self._ending_since if self._ending_since is not None else 0.0,
+                survivors=survivors,
+            )
+        )
+        self._pids.clear()
+
+    def _slot_changed(self, cause: ProcessUnkillable | ProcessReaped, sentence: str, now: float) -> None:
+        job = self.job
+        if isinstance(cause, ProcessReaped):
+            self._unkillable.pop(cause.pid, None)
+            job.console.log(sentence)
+            job.events.write(
+                events.ProcessReapedEvent(round=job.round_number, mono=now, reason=sentence, pid=cause.pid)
+            )
+        else:
+            self._unkillable[cause.pid] = cause.number
+            job.console.log(sentence, "warning")
+            job.events.write(
+                events.ProcessUnkillableEvent(
+                    round=cause.number,
+                    mono=now,
+                    reason=sentence,
+                    pid=cause.pid,
+                    rank=cause.rank,
+                    slot=cause.slot,
+                    state=cause.state,
+                    wchan=cause.wchan,
+                )
+            )
+        job.metrics.unkillable_processes(len(self._unkillable))
+
+    def _fault(self, number: int, at: float) -> None:
+        self.job.recovery.start(at)
+        self.job.goodput.on_fault(number, at)
+
+
+@dataclass(slots=True)
+class ProgressReporter:
+    job: JobContext
+    saved: tuple[int, int] | None = None
+    """The newest checkpoint that a worker of this node has saved: round, step."""
+    _saved_at: float | None = None
+    _checkpoint_step: int = -1
+    _rate: StepRate = field(default_factory=StepRate)
+
+    def on(self, event: JobEvent, now: float) -> None:
+        match event:
+            case Observation():
+                self._observation(event, now)
+            case GroupStarted():
+                self._rate.reset()
+
+    def _observation(self, seen: Observation, now: float) -> None:
+        job = self.job
+        self._work_recovered(seen)  # before the worker events: a pause begins after the step at which it is reported
+        for event in seen.worker_events:
+            self._worker_event(event)
+        before, job.observation = job.observation, seen
+        if job.running_round is None or seen.round != job.running_round[0].number:
+            return
+        round = job.running_round[0]  # its workers may make steps until its group has ended
+        if seen.first_step_at is not None:
+            job.step = seen.step
+        rate = self._rate.observe(seen.step, now, stepped=seen.first_step_at is not None)
+        moved = before is None or before.round != seen.round or seen.progress_at != before.progress_at
+        if moved and seen.progress_at is not None:
+            steps = dict(zip(round.ranks(job.node), (beat.step for beat in seen.heartbeats), strict=False))
+            job.metrics.progress(steps, rate, time.time() - (now - seen.progress_at))
+        job.metrics.event_lines_lost(job.events.lost)
+        self._show(round, rate)
+
+    def _show(self, round: Round, rate: float | None) -> None:
+        self.job.console.progress(
+            ProgressView(
+                round.number,
+                round.world_size,
+                target=self.job.max_workers(round),
+                step=self.job.step,
+                steps_per_second=rate,
+                checkpoint_at=self._saved_at,
+                restarts=round.restarts,
+            )
+        )
+
+    def _work_recovered(self, seen: Observation) -> None:
+        goodput = self.job.goodput
+        cost_s = goodput.on_observation(seen)
+        if cost_s is not None and seen.progress_at is not None:
+            step = goodput.ledger.high_water
+            reason = f"caught up at step {step}; " + (f"the fault cost {cost_s:.2f} s" if cost_s else "no work lost")
+            self.job.events.write(
+                events.WorkRecoveredEvent(
+                    round=seen.round, mono=seen.progress_at, reason=reason, step=step, seconds=cost_s
+                )
+            )
+
+    def _worker_event(self, reported: WorkerEvent) -> None:
+        job = self.job
+        if reported.kind == "attached" and isinstance(seconds := reported.extra.get("every_seconds"), (int, float)):
+            job.metrics.checkpoint_interval(float(seconds))
+        event = worker_notes.log_event(reported)
+        if event is not None:
+            job.events.write(event)
+        match event:
+            case events.ResumedEvent(step=step) if step > self._checkpoint_step:
+                self._checkpoint_step = step
+                job.metrics.checkpoint_resumed(step, reported.wall)
+            case events.CheckpointSavedEvent(step=step, bytes=size, seconds=seconds):
+                self._saved_at, self._checkpoint_step = reported.mono, step
+                self.saved = reported.round, step
+                job.metrics.checkpoint_saved(step, reported.wall, size, seconds)
+            case events.PausedEvent():
+                job.goodput.on_pause(reported.mono)
+            case events.CheckpointFailedEvent():
+                job.metrics.checkpoint_failed()
+            case events.CheckpointSkippedEvent():
+                job.metrics.checkpoint_skipped()
+        if reported.kind not in worker_notes.QUIET_KINDS:
+            job.console.log(reported.reason, "warning" if reported.kind in worker_notes.WARNING_KINDS else "info")
+
+
+@dataclass(slots=True)
+class HangReporter:
+    job: JobContext
+    _suspected_at: float | None = None
+    _stragglers: set[int] = field(default_factory=set)
+
+    def on(self, event: JobEvent, now: float) -> None:
+        match event:
+            case HangVerdict():
+                self._hang(event, now)
+            case StragglersFound():
+                self._found_stragglers(event, now)
+
+    def hang_suspected(self, number: int, why: str) -> None:
+        """This node suspects a hang. The console stays silent: most suspicions end by themselves."""
+        now = self._suspected_at = time.monotonic()
+        self.job.metrics.hang_suspected()
+        self.job.events.write(events.HangSuspectedEvent(round=number, mono=now, reason=why))
+
+    def hang_cleared(self, number: int, seconds: float) -> None:
+        reason = f"the workers make progress again; a hang was suspected for {seconds:.1f} s"
+        self._suspected_at = None
+        now = time.monotonic()
+        self.job.events.write(events.HangClearedEvent(round=number, mono=now, reason=reason, seconds=seconds))
+
+    def _hang(self, verdict: HangVerdict, now: float) -> None:
+        job, culprits = self.job, verdict.culprits
+        job.metrics.hang_detected(verdict.cause, verdict.hung_s, culprits[0][0] if culprits else "")
+        job.goodput.on_fault(verdict.round, now, ends=verdict.restarts)
+        if verdict.restarts:
+            job.recovery.start(now - verdict.hung_s)
+            if self._suspected_at is not None:
+                job.recovery.mark("detect", self._suspected_at)
+            job.recovery.mark("evidence", now)
+        job.events.write(
+            events.HangDetectedEvent(
+                round=verdict.round,
+                mono=now,
+                reason=verdict.why,
+                cause=verdict.cause,
+                nodes=tuple(node for node, _, _ in culprits),
+                ranks=tuple(rank for _, rank, _ in culprits),
+                slots=tuple(slot for _, _, slot in culprits),
+                seconds=verdict.hung_s,
+                action="restart" if verdict.restarts else "report",
+            )
+        )
+        only = "" if verdict.restarts else " (only reported: --on-hang report)"
+        job.console.log(f"round {verdict.round} hangs{only}: {verdict.why}", "warning")
+
+    def _found_stragglers(self, found: StragglersFound, now: float) -> None:
+        """Each is logged once, when it becomes one, and measured for as long as it stays one."""
+        self.job.metrics.stragglers(dict(found.ranks))
+        for rank, ratio in found.ranks:
+            if rank not in self._stragglers:
+                reason = f"rank {rank} is slow: the others wait for it, its own work takes {ratio:.1f} times as long"
+                self.job.events.write(
+                    events.StragglerEvent(round=found.number, mono=now, reason=reason, rank=rank, ratio=ratio)
+                )
+                self.job.console.log(f"round {found.number}: {reason}", "warning")
+        self._stragglers = {rank for rank, _ in found.ranks}
