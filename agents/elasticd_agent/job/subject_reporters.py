@@ -126,7 +126,7 @@ class WorkerReporter:
             job.goodput.on_exit(exit.at)
         elif not requested:
             self._fault(exit.number, exit.at)
-        kind = "asked" if requested else "success" if status.ok else "signal" if status.signal else "exit_code"
+        kind = "requested" if requested else "success" if status.ok else "signal" if status.signal else "exit_code"
         job.metrics.worker_exited(kind)
         pid = self._pids.pop(exit.local_rank, 0)
         beats = job.observation.heartbeats if job.observation is not None else ()
@@ -140,7 +140,7 @@ class WorkerReporter:
                 pid=pid,
                 exit_code=status.code,
                 signal=status.signal,
-                asked=requested,
+                requested=requested,
                 step=beats[exit.local_rank].step or None if exit.local_rank < len(beats) else None,
             )
         )
