@@ -293,20 +293,20 @@ FORGERIES: dict[Callable[[Job], None], str] = {
 }
 
 
-def test_a_good_run_has_no_breach(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_good_run_has_no_breach(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert breaches(written(a_good_run(), tmp_path / "job")) == []
     assert main([str(tmp_path / "job"), str(SAMPLES)]) == 0
     assert capsys.readouterr().out == "every promise was kept\n"
 
 
 @pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
-def test_a_broken_promise_is_named(forge: Callable[[Job], None], tmp_path: Path) -> None:
+def test_broken_promise_is_named(forge: Callable[[Job], None], tmp_path: Path) -> None:
     job = a_good_run()
     forge(job)
     found = breaches(written(job, tmp_path / "job"))
     assert any(breach.startswith(FORGERIES[forge]) for breach in found), found
 
 
-def test_nothing_logged_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_log_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), str(SAMPLES)]) == 1
     assert "no agent saw the job's end" in capsys.readouterr().out

@@ -197,12 +197,12 @@ FORGERIES: dict[Callable[[Daemons], None], str] = {
 }
 
 
-def test_good_daemons_have_no_breach(tmp_path: Path) -> None:
+def test_good_fleet_has_no_breach(tmp_path: Path) -> None:
     assert judged(good(), tmp_path) == []
 
 
 @pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
-def test_a_broken_promise_is_named(forge: Callable[[Daemons], None], tmp_path: Path) -> None:
+def test_broken_promise_is_named(forge: Callable[[Daemons], None], tmp_path: Path) -> None:
     daemons = good()
     forge(daemons)
     found = judged(daemons, tmp_path)

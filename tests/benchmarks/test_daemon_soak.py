@@ -28,7 +28,7 @@ FAULTS = (
 
 
 @pytest.mark.system
-def test_agents_under_faults_keep_their_promises(tmp_path: Path) -> None:
+def test_agents_under_faults_keep_promises(tmp_path: Path) -> None:
     said: list[str] = []
     found = soak(tmp_path, FAULTS, nodes=3, seed=1, limit_s=60.0, say=said.append, steps=(40, 100), lasts_s=(0.5, 3.0))
     assert not found, "\n".join([*said, *found])

@@ -17,7 +17,7 @@ ELSEWHERE = {"elasticd-explain", "elasticd-rendezvous"}
 """Threads of commands and of torchrun's own process."""
 
 
-def test_every_thread_is_there() -> None:
+def test_architecture_names_every_thread() -> None:
     found = {name for text in SOURCES for name in re.findall(r"Thread\([^)]*?name=f?\"([^\"{]+)\"", text, re.DOTALL)}
     assert len(found) > 15
     told = set(re.findall(r"`([a-z][\w -]+)`", PAGE))
@@ -29,13 +29,13 @@ def test_every_thread_is_there() -> None:
     assert [name for name in re.findall(r"`(elasticd-[a-z-]+)`", rows) if f'"{name}"' not in made] == []
 
 
-def test_every_name_of_a_process_is_there() -> None:
+def test_architecture_names_every_process() -> None:
     titles = {name for text in SOURCES for name in re.findall(r"b\"(elasticd-[a-z]+)\"", text)}
     assert titles >= {"elasticd-job", "elasticd-owner", "elasticd-store"}
     assert {title for title in titles if title not in PAGE} - {"elasticd-super"} == set()
 
 
-def test_every_key_of_the_store_is_there() -> None:
+def test_architecture_names_every_store_key() -> None:
     keys = Keys("JOB")
     named = {name: value for name in vars(Keys) if name[0] != "_" and isinstance(value := getattr(keys, name), str)}
     words = {value.removeprefix("/elasticd/v1/jobs/JOB").strip("/").split("/")[0] for value in named.values()}

@@ -14,27 +14,27 @@ CODE = "\n".join(path.read_text() for folder in FOLDERS for path in sorted((ROOT
 NOT_OURS = {"quotes", "Exactly once", "out of memory", "No space left on device"}
 
 
-def test_what_is_quoted_is_said_somewhere() -> None:
+def test_quotes_of_assumptions_are_in_the_code() -> None:
     said = re.sub(r'"\s*\n\s*f?"', "", CODE)  # sentences are often two literals
     quotes = set(re.findall(r"“([^”]+)”", PAGE)) - NOT_OURS
     assert len(quotes) > 15
     assert {quote for quote in quotes if quote not in said} == set()
 
 
-def test_every_metric_exists() -> None:
+def test_metrics_of_assumptions_exist() -> None:
     told = (ROOT / "docs" / "metrics.md").read_text() + (ROOT / "docs" / "node-metrics.md").read_text()
     named = set(re.findall(r"`(elasticd_\w+)", PAGE))
     assert len(named) > 10
     assert {name for name in named if f"`{name}`" not in told} == set()
 
 
-def test_every_event_exists() -> None:
+def test_events_of_assumptions_exist() -> None:
     named = set(re.findall(r"the event `(\w+)`", PAGE))
     assert len(named) > 3
     assert {name for name in named if f"\n### {name}\n" not in (ROOT / "docs" / "events.md").read_text()} == set()
 
 
-def test_the_times_are_the_defaults() -> None:
+def test_times_of_assumptions_are_the_defaults() -> None:
     policy, usual = Policy(), {"lease": 3, "store_timeout": 0.9, "store_away": 300, "adopt_timeout": 60}
     assert {name: getattr(policy, f"{name}_s") for name in usual} == usual
     for words in ("`lease` (3 s)", "`store_timeout` (0.9 s)", "`store_away` (5 min)", "`adopt_timeout` (60 s)"):

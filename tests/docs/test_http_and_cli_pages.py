@@ -18,7 +18,7 @@ from elasticd_agent.telemetry.metrics_server import HealthProbeResult, Monitorin
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_every_route_is_described() -> None:
+def test_http_page_has_every_route() -> None:
     text = (DOCS / "http.md").read_text()
     pages = MonitoringPages(bytes, dict, lambda: HealthProbeResult(True, ""), lambda: HealthProbeResult(True, ""))
     routes = ApiRoutes(cast(JobService, SimpleNamespace()), pages).table.routes
@@ -27,7 +27,7 @@ def test_every_route_is_described() -> None:
     assert not [route for route in shown if f"`{route}`" not in text]
 
 
-def test_every_field_is_described() -> None:
+def test_http_page_has_every_field() -> None:
     text = (DOCS / "http.md").read_text()
     answers = (JobStatus, JobProgress, NodeSummary, RoundStatus, RankProgress)
     names = {field.name for answer in answers for field in fields(answer)} - {"unknown"}
@@ -35,7 +35,7 @@ def test_every_field_is_described() -> None:
 
 
 @pytest.mark.parametrize("name", [*verbs.AGENT_COMMANDS, "dump", "explain"])
-def test_every_verb_and_its_options_are_described(name: str) -> None:
+def test_cli_page_has_every_verb_and_option(name: str) -> None:
     text = (DOCS / "cli.md").read_text()
     assert f"elasticd {name}" in text
     options = {

@@ -42,28 +42,28 @@ THEIRS = [words for words in commands() if words[0] == "torchrun" or words[1:3] 
 ASKING = [words for words in commands() if words[0] == "elasticd" and words[1] != "run"]
 
 
-def test_there_are_as_many_as_one_sees() -> None:
+def test_page_has_commands() -> None:
     assert (len(OURS), len(THEIRS), len(ASKING)) == (9, 7, 4)
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)
-def test_elasticd_takes_it(words: list[str]) -> None:
+def test_elasticd_commands_parse(words: list[str]) -> None:
     spec, _, _ = parse_run(words[words.index("run") + 1 :], {}, ROOT)
     assert spec.entrypoint.endswith("train.py") or spec.entrypoint == "project.train"
 
 
 @pytest.mark.parametrize("words", THEIRS, ids=" ".join)
-def test_torchrun_takes_it(words: list[str]) -> None:
+def test_torchrun_commands_parse(words: list[str]) -> None:
     parsed = theirs().parse_args(words[1:] if words[0] == "torchrun" else words[3:])
     assert parsed.training_script in ("train.py", "project.train")
 
 
 @pytest.mark.parametrize("words", ASKING, ids=" ".join)
-def test_an_agent_can_be_asked_so(words: list[str]) -> None:
+def test_agent_commands_parse(words: list[str]) -> None:
     verbs._parser(words[1]).parse_args(words[2:])
 
 
-def test_what_the_operator_sets_in_a_pod_does_not_matter() -> None:
+def test_pod_variables_of_operator_are_ignored() -> None:
     (pod,) = [words for words in OURS if words[-1].startswith("/workspace/")]
     environ = {"PET_NODE_RANK": "3", "PET_MASTER_ADDR": "job42-master-0", "PET_MASTER_PORT": "23456", "PET_NNODES": "4"}
     environ |= {"MASTER_ADDR": "job42-master-0", "MASTER_PORT": "23456", "RANK": "3", "WORLD_SIZE": "32"}
@@ -87,12 +87,12 @@ def test_what_the_operator_sets_in_a_pod_does_not_matter() -> None:
         ("--nproc-per-node=xpu", "neither a number"),
     ],
 )
-def test_what_the_page_calls_refused_is_refused_with_what_to_write_instead(argv: str, instead: str) -> None:
+def test_refused_options_name_the_replacement(argv: str, instead: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse_run([*argv.split(), "train.py"], {}, ROOT)
     assert instead in str(refused.value)
 
 
-def test_its_job_file_is_one() -> None:
+def test_job_file_of_page_parses() -> None:
     (text,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     assert jobfile.read_job(text.encode(), "toml", "job.toml").id == "job42"

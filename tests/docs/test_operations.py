@@ -49,14 +49,14 @@ def commands() -> list[tuple[str, ...]]:
     return found
 
 
-def test_there_are_as_many_as_one_sees() -> None:
+def test_page_has_commands() -> None:
     found = commands()
     assert len(found) > 30
     assert {words[1] for words in found} == {*verbs.AGENT_COMMANDS, "dump", "explain", "doctor", "config"}
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_elasticd_takes_it(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_elasticd_commands_parse(words: tuple[str, ...], tmp_path: Path) -> None:
     _, name, *rest = words
     if name == "config":
         (file,) = [word for word in rest[1:] if not word.startswith("-")]
@@ -70,13 +70,13 @@ def test_elasticd_takes_it(words: tuple[str, ...], tmp_path: Path) -> None:
         verbs._parser(name).parse_args(rest)
 
 
-def test_what_is_to_be_installed_is_in_the_repository() -> None:
+def test_files_to_install_exist() -> None:
     for line in lines():
         for word in re.findall(r"(?<![\w./])(?:deploy|examples|tests)/[\w./*-]+", line):
             assert list(ROOT.glob(word)), word
 
 
-def test_every_section_of_the_runbook_says_what_one_asks() -> None:
+def test_runbook_sections_are_complete() -> None:
     _, _, runbook = PAGE.partition("\n# Runbook\n")
     sections = re.split(r"^## ", runbook, flags=re.MULTILINE)[1:]
     assert len(sections) > 13

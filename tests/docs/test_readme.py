@@ -30,12 +30,12 @@ def shell(text: str) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-def test_it_is_read_in_ten_minutes() -> None:
+def test_readme_is_short() -> None:
     assert len(README.split("\n")) <= 200
     assert max(len(line) for line in README.split("\n") if not line.startswith("|")) <= 160
 
 
-def test_its_commands_are_understood() -> None:
+def test_readme_commands_parse() -> None:
     commands = shell(README)
     assert len(commands) >= 7
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -53,14 +53,14 @@ def test_its_commands_are_understood() -> None:
                 pytest.fail(f"nobody looks whether this works: {shlex.join(words)}")
 
 
-def test_the_commands_of_its_table_are_understood() -> None:
+def test_readme_table_commands_parse() -> None:
     typed = [shlex.split(text) for text in re.findall(r"`(elasticd run [^`]+)`", README) if text.endswith(".py")]
     assert typed
     for words in typed:
         parse_run(words[2:], {}, ROOT)
 
 
-def test_its_figures_are_those_that_were_measured() -> None:
+def test_readme_figures_match_measured() -> None:
     """Of the first table row by row; of the second, put together from several, cell by cell; so of the hangs."""
     section = README.partition("\n## Measured")[2].partition("\n## ")[0]
     first, second, hangs = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
@@ -74,7 +74,7 @@ def test_its_figures_are_those_that_were_measured() -> None:
 
 
 @pytest.mark.parametrize("words", shell(MEASURED), ids=shlex.join)
-def test_what_was_measured_can_be_measured_again(words: list[str]) -> None:
+def test_measured_commands_exist(words: list[str]) -> None:
     program = words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1]
     text = (ROOT / program).read_text()
     for word in words[2:]:
@@ -85,7 +85,7 @@ def test_what_was_measured_can_be_measured_again(words: list[str]) -> None:
     assert all(f'"{fault}"' in known for fault in faults)
 
 
-def test_what_it_says_is_supported_is_what_pip_asks_for() -> None:
+def test_readme_versions_match_pyproject() -> None:
     table = README.partition("\n## Compatibility")[2]
     python = PROJECT["requires-python"].removeprefix(">=")
     (torch,) = [need.removeprefix("torch>=") for need in PROJECT["dependencies"] if need.startswith("torch")]

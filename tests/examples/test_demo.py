@@ -11,7 +11,7 @@ DEMO = REPOSITORY / "examples" / "demo.py"
 TINY = ("--", "--width", 16, "--blocks", 1, "--heads", 2, "--context", 16, "--global-batch", 8, "--megabytes", 0.1)
 
 
-def test_kills_recovers_and_draws(run: Run, tmp_path: Path) -> None:
+def test_demo_kills_recovers_and_draws(run: Run, tmp_path: Path) -> None:
     ran = run(DEMO, "--workers", 2, "--steps", 60, "--checkpoint-every", 5, "--seed", 1, *TINY)
     assert ran.wait() == 0, ran.output
     assert "SIGKILL to rank" in ran.output
@@ -24,13 +24,13 @@ def test_kills_recovers_and_draws(run: Run, tmp_path: Path) -> None:
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_fails_when_the_job_does(run: Run, tmp_path: Path) -> None:
+def test_demo_fails_with_its_job(run: Run, tmp_path: Path) -> None:
     ran = run(DEMO, "--workers", 2, "--steps", 60, *TINY, "--text", tmp_path / "no such file")
     assert ran.wait() == 1, ran.output
     assert "demo: FAILED: the job ended with exit code 1 before step" in ran.output
 
 
-def test_leaves_a_folder_that_is_not_its_own_alone(run: Run, tmp_path: Path) -> None:
+def test_demo_refuses_foreign_folder(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     ran = run(DEMO, "--folder", tmp_path / "mine")

@@ -17,14 +17,14 @@ ELASTICD = ("-m", "elasticd_agent", "run", "--nproc-per-node", 2)
 
 
 @pytest.mark.system
-def test_the_plain_script_runs_under_torchrun(run: Run) -> None:
+def test_plain_script_runs_under_torchrun(run: Run) -> None:
     ran = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, PLAIN, "--epochs", 3)
     assert ran.wait() == 0, ran.output
     assert "epoch 2 error" in ran.output
 
 
 @pytest.mark.parametrize("script", [PLAIN, WITH_ELASTICD], ids=["plain", "with elasticd"])
-def test_survives_a_kill(run: Run, tmp_path: Path, script: Path) -> None:
+def test_plain_script_survives_kill(run: Run, tmp_path: Path, script: Path) -> None:
     events = tmp_path / "events"
     options = ("--checkpoint-dir", tmp_path / "checkpoints", "--event-log", events)
     ran = run(*ELASTICD, *options, script, "--epochs", 14)
@@ -38,7 +38,7 @@ def test_survives_a_kill(run: Run, tmp_path: Path, script: Path) -> None:
     assert ran.output.count("epoch 0 error") == 1, "it began again instead of going on"
 
 
-def test_what_importing_elasticd_changes_is_short() -> None:
+def test_diff_of_plain_scripts_is_short() -> None:
     plain, changed = PLAIN.read_text(), WITH_ELASTICD.read_text()
     assert "import elasticd" not in plain
     diff = list(difflib.unified_diff(plain.splitlines(), changed.splitlines(), n=0))

@@ -134,7 +134,7 @@ def requeued(told: Path) -> bool:
     return f"scontrol requeue {JOB}" in told.read_text().splitlines()
 
 
-def test_one_agent_a_node_that_meet_on_the_first(submit: Submit, told: Path, tmp_path: Path) -> None:
+def test_slurm_agents_meet_on_first_node(submit: Submit, told: Path, tmp_path: Path) -> None:
     ran = submit("train.py", "--text", "two words", plays="0", SLURM_NTASKS_PER_NODE="4", SLURM_NTASKS="8")
     assert ran.wait() == 0
     lines = told.read_text().splitlines()
@@ -148,7 +148,7 @@ def test_one_agent_a_node_that_meet_on_the_first(submit: Submit, told: Path, tmp
     ]
 
 
-def test_or_in_etcd_and_as_the_environment_says(submit: Submit, told: Path, tmp_path: Path) -> None:
+def test_slurm_agents_meet_in_etcd(submit: Submit, told: Path, tmp_path: Path) -> None:
     folder = tmp_path / "of two words"
     more = {"RDZV_ENDPOINT": "etcd-1:2379,etcd-2:2379", "MIN_NODES": "2", "CHECKPOINTS": str(folder), "GPUS": "8 7"}
     assert submit("train.py", plays="0", **more).wait() == 0
@@ -159,7 +159,7 @@ def test_or_in_etcd_and_as_the_environment_says(submit: Submit, told: Path, tmp_
     assert f" --checkpoint-dir {folder} " in played
 
 
-def test_outside_of_slurm_it_says_what_it_is(submit: Submit) -> None:
+def test_outside_slurm_prints_usage(submit: Submit) -> None:
     ran = submit("train.py", SLURM_JOB_ID="")
     assert ran.wait() != 0
     assert "this is a batch script: sbatch --nodes=2 slurm.sbatch train.py" in ran.output
@@ -179,14 +179,14 @@ def test_outside_of_slurm_it_says_what_it_is(submit: Submit) -> None:
         ("1 137", 0, False),
     ],
 )
-def test_who_comes_back(submit: Submit, told: Path, plays: str, restarts: int, again: bool) -> None:
+def test_requeue_exit_codes(submit: Submit, told: Path, plays: str, restarts: int, again: bool) -> None:
     ran = submit("train.py", plays=plays, restarts=restarts)
     code = ran.wait()
     assert requeued(told) is again
     assert code == (-signal.SIGKILL if again else int(plays.split()[0]))
 
 
-def test_making_room(submit: Submit, told: Path) -> None:
+def test_preemption_requeues(submit: Submit, told: Path) -> None:
     """However often it was requeued: being pre-empted is nobody's failure."""
     ran = submit("train.py", plays="trains", restarts=99)
     ran.until(lambda: Path(f"{told}.trains").exists() and Path(f"{told}.pids").exists())
@@ -198,7 +198,7 @@ def test_making_room(submit: Submit, told: Path) -> None:
     assert "exit code 143: back into the queue" in ran.output
 
 
-def test_cancelled_is_cancelled(submit: Submit, told: Path) -> None:
+def test_cancelled_job_is_not_requeued(submit: Submit, told: Path) -> None:
     ran = submit("train.py", plays="trains")
     ran.until(lambda: Path(f"{told}.trains").exists() and Path(f"{told}.pids").exists())
     # scancel reaches the shell and the tasks.
@@ -210,7 +210,7 @@ def test_cancelled_is_cancelled(submit: Submit, told: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_real_job_makes_room_and_goes_on(submit: Submit, told: Path, tmp_path: Path) -> None:
+def test_real_job_is_preempted_and_continues(submit: Submit, told: Path, tmp_path: Path) -> None:
     train = [str(EXAMPLE), "--epochs", "1000", "--save-every", "1000000"]
     job = {"elasticd": "real", "GPUS": "1 1"}
     first = submit(*train, **job)
@@ -230,7 +230,7 @@ def test_a_real_job_makes_room_and_goes_on(submit: Submit, told: Path, tmp_path:
 
 
 @pytest.mark.system
-def test_a_real_job_that_loses_a_node_on_its_way_has_succeeded_all_the_same(submit: Submit, told: Path) -> None:
+def test_real_job_that_loses_node_succeeds(submit: Submit, told: Path) -> None:
     ran = submit(str(EXAMPLE), "--epochs", "30", elasticd="real", GPUS="1 1")
     ran.until(lambda: "epoch 1 " in ran.output)
     agents = map(int, Path(f"{told}.pids").read_text().split())

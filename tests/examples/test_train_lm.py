@@ -19,7 +19,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 @pytest.mark.parametrize(
     "launcher", [(), pytest.param((*TORCHRUN, 2), marks=pytest.mark.system)], ids=["python", "torchrun"]
 )
-def test_trains_without_elasticd_run(run: Run, tmp_path: Path, launcher: tuple[object, ...]) -> None:
+def test_train_lm_runs_without_elasticd_run(run: Run, tmp_path: Path, launcher: tuple[object, ...]) -> None:
     ran = run(*launcher, TRAIN, *TINY, "--steps", 12, "--loss-log", tmp_path / "loss")
     assert ran.wait() == 0, ran.output
     lines = json_lines(tmp_path / "loss")
@@ -29,7 +29,7 @@ def test_trains_without_elasticd_run(run: Run, tmp_path: Path, launcher: tuple[o
 
 
 @pytest.mark.system
-def test_a_killed_worker_changes_no_loss(run: Run, tmp_path: Path) -> None:
+def test_train_lm_losses_survive_kill(run: Run, tmp_path: Path) -> None:
     # Three workers: with two, a sum of gradients cannot be rounded differently, whatever DDP does to its buckets.
     workers, steps, kill_at = 3, 120, 45
     arguments = (TRAIN, *TINY, "--steps", steps, "--checkpoint-every", 20, "--loss-log")

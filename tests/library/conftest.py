@@ -1,4 +1,4 @@
-"""Ranks for the library's tests: real processes with torchrun's environment, a beat and a notes file each."""
+"""Ranks for the library's tests: real processes with torchrun's environment, a heartbeat and an event file each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.heartbeat import record as beat
+from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat import worker_events as notes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -42,23 +42,23 @@ class Rank:
     def kill(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def read_beat(self) -> beat.Heartbeat:
-        with beat.HeartbeatReader(self.beat) as reader:
+    def read_heartbeat(self) -> heartbeat.Heartbeat:
+        with heartbeat.HeartbeatReader(self.beat) as reader:
             return reader.read()
 
     def ask(self, word: int) -> None:
-        """As the agent does: beat.STOP, beat.HOLD, or 0 to take it back."""
-        with beat.HeartbeatReader(self.beat) as reader:
+        """As the agent does: heartbeat.STOP, heartbeat.PAUSE, or 0 to withdraw it."""
+        with heartbeat.HeartbeatReader(self.beat) as reader:
             reader.request(word)
 
-    def read_notes(self) -> list[notes.WorkerEvent]:
+    def read_events(self) -> list[notes.WorkerEvent]:
         """All but the one that every session with a checkpoint makes."""
         found, wrong = notes.WorkerEventReader(self.notes).read()
         assert wrong == []
         return [note for note in found if note.kind not in ("attached", "can_pause")]
 
     def kinds(self) -> list[str]:
-        return [note.kind for note in self.read_notes()]
+        return [note.kind for note in self.read_events()]
 
     def result(self) -> dict[str, Any]:
         """What the script printed last."""
@@ -124,7 +124,7 @@ def start(zygote: subprocess.Popen[str], tmp_path: Path) -> Iterator[Start]:
         jobs.append(job)
         for number, rank in enumerate(job.ranks):
             rank.folder.mkdir()
-            beat.create(rank.beat)
+            heartbeat.create(rank.beat)
             place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
             ours = {"ELASTICD_ROUND": round, "ELASTICD_JOB": "toy", "ELASTICD_RUN": "run-1"}

@@ -1,4 +1,4 @@
-"""Checkpoints by hand: the format on disk, lineage, damage of every kind, re-linking, retention."""
+"""Checkpoints by hand: the format on disk, lineage, every kind of damage, re-linking, retention."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def edit(checkpoint_path: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+def test_save_and_load_round_trip(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
@@ -68,7 +68,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert loaded["model"]._metadata == state["model"]._metadata
 
 
-def test_plain_torch_load_and_sha256sum_understand_it(tmp_path: Path) -> None:
+def test_state_opens_with_torch_load_and_sha256sum(tmp_path: Path) -> None:
     entry = save(tmp_path, 3, 120)
     assert entry.path == tmp_path / "r3-s120"
     assert present(entry.path) == ["manifest.json", "state.pt"]
@@ -78,7 +78,7 @@ def test_plain_torch_load_and_sha256sum_understand_it(tmp_path: Path) -> None:
     assert entry.manifest.bytes == (entry.path / "state.pt").stat().st_size
 
 
-def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+def test_checkpoint_files_are_private(tmp_path: Path) -> None:
     entry = save(tmp_path / "made", 1, 1)
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "made", entry.path, *entry.path.iterdir())]
     assert modes == [0o700, 0o700, 0o600, 0o600]
@@ -90,13 +90,13 @@ def test_paths_with_spaces_and_unicode(tmp_path: Path) -> None:
     assert usable(directory) == ["r1-s1"]
 
 
-def test_an_empty_or_missing_directory_holds_nothing(tmp_path: Path) -> None:
+def test_lineage_of_empty_or_missing_directory(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "missing"):
         assert checkpoint.lineage(directory) == ([], [])
         assert checkpoint.highest_round(directory) == 0
 
 
-def test_highest_round_counts_whatever_has_the_name(tmp_path: Path) -> None:
+def test_highest_round_counts_every_name(tmp_path: Path) -> None:
     save(tmp_path, 2, 5)
     (tmp_path / "r7-s0").mkdir()
     for other in ("r9", "r9-s", "r09-s1", "xr9-s1", "r9-s1.bak", "r9-s1x", "r-1-s1", "r９-s1"):
@@ -106,7 +106,7 @@ def test_highest_round_counts_whatever_has_the_name(tmp_path: Path) -> None:
     assert checkpoint.highest_round(tmp_path) == 8
 
 
-def test_the_lineage_follows_parents_and_passes_by_zombies(tmp_path: Path) -> None:
+def test_lineage_follows_parents_and_skips_zombies(tmp_path: Path) -> None:
     save(tmp_path, 1, 10)
     first = save(tmp_path, 1, 20)
     checkpoint.relink(tmp_path, first, 2)
@@ -121,7 +121,7 @@ def test_the_lineage_follows_parents_and_passes_by_zombies(tmp_path: Path) -> No
     assert "continued from step 25" in whys(tmp_path)["r2-s35"]
 
 
-def test_a_zombie_is_passed_by_when_the_newer_round_is_damaged(tmp_path: Path) -> None:
+def test_lineage_skips_zombie_below_damaged_round(tmp_path: Path) -> None:
     checkpoint.relink(tmp_path, save(tmp_path, 1, 20), 2)
     save(tmp_path, 2, 30, (1, 20))
     save(tmp_path, 1, 30)
@@ -133,7 +133,7 @@ def test_a_zombie_is_passed_by_when_the_newer_round_is_damaged(tmp_path: Path) -
     assert usable(tmp_path) == ["r1-s20"]
 
 
-def test_a_zombie_that_writes_the_parents_step_again_is_passed_by(tmp_path: Path) -> None:
+def test_lineage_skips_zombie_that_rewrites_parent_step(tmp_path: Path) -> None:
     save(tmp_path, 1, 10)
     checkpoint.relink(tmp_path, save(tmp_path, 1, 20), 2)
     save(tmp_path, 1, 20, mark="the zombie's")
@@ -142,13 +142,13 @@ def test_a_zombie_that_writes_the_parents_step_again_is_passed_by(tmp_path: Path
     assert "again after round 2" in whys(tmp_path)["r1-s20"]
 
 
-def test_a_round_that_began_from_nothing_ends_the_lineage(tmp_path: Path) -> None:
+def test_lineage_ends_at_round_without_parent(tmp_path: Path) -> None:
     save(tmp_path, 1, 100)
     save(tmp_path, 2, 5)
     assert usable(tmp_path) == ["r2-s5"]
 
 
-def test_a_parent_whose_manifests_are_all_lost_ends_the_lineage(tmp_path: Path) -> None:
+def test_lineage_ends_at_parent_without_manifests(tmp_path: Path) -> None:
     save(tmp_path, 1, 10)  # of another lineage: nobody resumed from it
     checkpoint.relink(tmp_path, save(tmp_path, 2, 20), 3)
     (tmp_path / "r2-s20" / "manifest.json").unlink()
@@ -188,7 +188,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_skipped_with_a_why_and_its_predecessor_used(tmp_path: Path, kind: str) -> None:
+def test_lineage_skips_damaged_checkpoint(tmp_path: Path, kind: str) -> None:
+    """A damaged checkpoint is skipped with its reason, and its predecessor is used."""
     save(tmp_path, 1, 10)
     newest = save(tmp_path, 1, 20).path
     damage, why = DAMAGE[kind]
@@ -201,7 +202,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_why_and_its_predecessor_used(tmp
     assert why in whys(tmp_path)["r1-s20"]
 
 
-def test_load_verifies_while_it_reads(tmp_path: Path) -> None:
+def test_load_verifies_while_reading(tmp_path: Path) -> None:
     entry = save(tmp_path, 1, 10)
     flip_a_bit(entry.path / "state.pt")
     assert checkpoint.lineage(tmp_path)[0] == [entry]  # the size is right
@@ -216,7 +217,7 @@ def test_load_verifies_while_it_reads(tmp_path: Path) -> None:
         checkpoint.load(entry)
 
 
-def test_fields_of_a_newer_minor_version_are_kept(tmp_path: Path) -> None:
+def test_manifest_keeps_fields_of_newer_minor_version(tmp_path: Path) -> None:
     from elasticd.checkpointing import manifest
 
     entry = save(tmp_path, 1, 10)
@@ -230,7 +231,7 @@ def test_fields_of_a_newer_minor_version_are_kept(tmp_path: Path) -> None:
     assert (again.round, again.version, again.unknown) == (2, "1.9", {"mood": {"calm": [1.5]}})
 
 
-def test_relink_makes_a_hard_link_that_outlives_its_source(tmp_path: Path) -> None:
+def test_relink_makes_hard_link_that_outlives_source(tmp_path: Path) -> None:
     source = save(tmp_path, 1, 20)
     own = checkpoint.relink(tmp_path, source, 4)
     assert own.path == tmp_path / "r4-s20"
@@ -243,7 +244,7 @@ def test_relink_makes_a_hard_link_that_outlives_its_source(tmp_path: Path) -> No
     assert usable(tmp_path) == ["r4-s20"]
 
 
-def test_relinks_of_relinks_descend_from_the_round_that_trained(tmp_path: Path) -> None:
+def test_relink_of_relink_has_training_round_as_parent(tmp_path: Path) -> None:
     save(tmp_path, 1, 10)
     entry = save(tmp_path, 1, 20)
     for round in (2, 3, 4):
@@ -254,12 +255,12 @@ def test_relinks_of_relinks_descend_from_the_round_that_trained(tmp_path: Path) 
     assert usable(tmp_path) == ["r4-s30", "r4-s20", "r1-s20", "r1-s10"]
 
 
-def test_a_save_knows_its_parent_through_a_relink_of_another_round(tmp_path: Path) -> None:
+def test_save_finds_parent_through_relink(tmp_path: Path) -> None:
     entry = checkpoint.relink(tmp_path, save(tmp_path, 1, 20), 2)
     assert (entry.manifest.round, save(tmp_path, 3, 30, (2, 20)).manifest.parent) == (2, (1, 20))
 
 
-def test_relink_refuses_what_was_replaced_since_it_was_loaded(tmp_path: Path) -> None:
+def test_relink_refuses_checkpoint_replaced_after_load(tmp_path: Path) -> None:
     entry = save(tmp_path, 1, 20)
     save(tmp_path, 1, 20, mark="another")
     with pytest.raises(OSError, match="replaced after it was loaded"):
@@ -270,7 +271,7 @@ def test_relink_refuses_what_was_replaced_since_it_was_loaded(tmp_path: Path) ->
     assert present(tmp_path) == []
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+def test_save_of_same_step_replaces_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1, 20, mark="old")
     again = save(tmp_path, 1, 20, mark="new")
     assert present(tmp_path) == ["r1-s20"]
@@ -280,7 +281,8 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert checkpoint.load(save(tmp_path, 1, 20, mark="third"))["mark"] == "third"
 
 
-def test_of_a_step_saved_twice_the_second_counts_even_before_it_has_its_name(tmp_path: Path) -> None:
+def test_replacement_counts_before_it_has_its_name(tmp_path: Path) -> None:
+    """Of a step saved twice the second counts, even while it still has its temporary name."""
     save(tmp_path / "other", 1, 20, mark="new").path.rename(tmp_path / "r1-s20.again")  # as a kill there leaves it
     save_path = save(tmp_path / "other", 1, 20, mark="old").path
     save_path.rename(tmp_path / "r1-s20")
@@ -291,14 +293,14 @@ def test_of_a_step_saved_twice_the_second_counts_even_before_it_has_its_name(tmp
     assert present(tmp_path) == ["r1-s20"]
 
 
-def test_numbers_that_make_no_sense_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_save_refuses_invalid_numbers_before_writing(tmp_path: Path) -> None:
     for round, step, parent in ((1, -1, None), (-1, 1, None), (2, 5, (2, 5)), (2, 5, (1, 6)), (1 << 63, 1, None)):
         with pytest.raises(ValueError, match=r"cannot have the parent|negative|64 bits"):
             save(tmp_path, round, step, parent)
     assert present(tmp_path) == []
 
 
-def test_retention_keeps_the_newest_of_its_round(tmp_path: Path) -> None:
+def test_retention_keeps_newest_of_own_round(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, 1, step)
     assert [path.name for path in checkpoint.retain(tmp_path, 1, 3)] == ["r1-s10", "r1-s20"]
@@ -308,7 +310,8 @@ def test_retention_keeps_the_newest_of_its_round(tmp_path: Path) -> None:
         checkpoint.retain(tmp_path, 1, 0)
 
 
-def test_older_rounds_are_cleaned_only_after_an_own_verified_save(tmp_path: Path) -> None:
+def test_retention_deletes_older_rounds_after_verified_save(tmp_path: Path) -> None:
+    """Older rounds' checkpoints are deleted only once this round has a checkpoint that was read back."""
     for step in (10, 20, 30, 40):
         entry = save(tmp_path, 1, step)
     checkpoint.relink(tmp_path, entry, 2)
@@ -322,7 +325,7 @@ def test_older_rounds_are_cleaned_only_after_an_own_verified_save(tmp_path: Path
     assert present(tmp_path) == ["r2-s50", "r2-s60"]
 
 
-def test_retention_across_rounds_counts_steps_not_twins(tmp_path: Path) -> None:
+def test_retention_counts_relinked_steps_once(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         entry = save(tmp_path, 1, step)
     checkpoint.relink(tmp_path, entry, 2)
@@ -332,7 +335,7 @@ def test_retention_across_rounds_counts_steps_not_twins(tmp_path: Path) -> None:
     assert usable(tmp_path) == ["r2-s40", "r2-s30", "r1-s20"]
 
 
-def test_retention_leaves_what_links_the_rounds(tmp_path: Path) -> None:
+def test_retention_keeps_links_between_rounds(tmp_path: Path) -> None:
     for step in (10, 20):
         entry = save(tmp_path, 1, step)
     checkpoint.relink(tmp_path, entry, 2)
@@ -346,7 +349,8 @@ def test_retention_leaves_what_links_the_rounds(tmp_path: Path) -> None:
     assert usable(tmp_path) == ["r3-s40", "r3-s30", "r2-s30", "r1-s20", "r1-s10"]
 
 
-def test_retention_leaves_a_damaged_rounds_word_on_where_it_came_from(tmp_path: Path) -> None:
+def test_retention_keeps_manifest_of_damaged_round(tmp_path: Path) -> None:
+    """A damaged round's manifest stays, because it links the lineage to the parent."""
     checkpoint.relink(tmp_path, save(tmp_path, 1, 20), 2)
     for step in (30, 40):
         save(tmp_path, 2, step, (1, 20))
@@ -357,7 +361,7 @@ def test_retention_leaves_a_damaged_rounds_word_on_where_it_came_from(tmp_path: 
     assert usable(tmp_path) == ["r1-s20"]
 
 
-def test_the_last_good_one_stays_however_old(tmp_path: Path) -> None:
+def test_retention_keeps_last_good_checkpoint(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         save(tmp_path, 1, step)
     for step in (20, 30, 40):
@@ -374,7 +378,8 @@ def test_the_last_good_one_stays_however_old(tmp_path: Path) -> None:
     assert present(tmp_path) == [*before, "r2-s5", "r2-s6"]
 
 
-def test_a_zombie_deletes_only_its_own_and_nothing_the_lineage_needs(tmp_path: Path) -> None:
+def test_retention_of_zombie_deletes_only_its_own(tmp_path: Path) -> None:
+    """A zombie deletes only its own checkpoints, and none that the lineage needs."""
     for step in (10, 20):
         entry = save(tmp_path, 1, step)
     checkpoint.relink(tmp_path, entry, 2)
@@ -384,7 +389,8 @@ def test_a_zombie_deletes_only_its_own_and_nothing_the_lineage_needs(tmp_path: P
     assert usable(tmp_path) == ["r2-s20", "r1-s10"]
 
 
-def test_retention_leaves_an_abandoned_lineage_and_a_newer_elasticds_work_alone(tmp_path: Path) -> None:
+def test_retention_keeps_other_lineage_and_newer_version(tmp_path: Path) -> None:
+    """An abandoned lineage and checkpoints of a newer elasticd are left alone."""
     save(tmp_path, 1, 1000)
     save(tmp_path, 2, 5)  # somebody started over
     edit(save(tmp_path, 3, 9, (2, 5)).path, version="2.0")
@@ -396,7 +402,7 @@ def test_retention_leaves_an_abandoned_lineage_and_a_newer_elasticds_work_alone(
     assert present(tmp_path) == ["r1-s1000", "r3-s9", "r4-s11", "r4-s12"]
 
 
-def test_reading_lineages_locking_and_retention_need_no_torch(tmp_path: Path) -> None:
+def test_lineage_lock_and_retention_import_no_torch(tmp_path: Path) -> None:
     save(tmp_path, 1, 10)
     save(tmp_path, 1, 20)
     script = (

@@ -1,4 +1,4 @@
-"""Checkpoints whose writers are killed at every moment, and disks that are full or read-only: real ones."""
+"""Checkpoints whose writers are killed at every moment, and real disks that are full or read-only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def run(*arguments: object, inside: tuple[str, ...] = ()) -> list[dict[str, Any]
     return [json.loads(line) for line in told.stdout.splitlines()]
 
 
-def test_killed_at_every_file_operation_of_its_life_a_writer_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
+def test_writer_killed_at_every_file_operation(tmp_path: Path) -> None:
+    """A writer killed at any file operation of its life leaves a loadable checkpoint."""
     points = run("kill", tmp_path)
     assert len(points) > 40
     assert [each["killed"] for each in points] == [True] * (len(points) - 1) + [False]
@@ -37,7 +38,7 @@ def test_killed_at_every_file_operation_of_its_life_a_writer_leaves_a_loadable_c
         assert each["after"] in (["r3-s50"], None), each  # and nothing is left behind once another round has saved
 
 
-def test_killed_at_random_moments_and_bytes_and_stopped_in_the_middle(tmp_path: Path) -> None:
+def test_writer_killed_or_stopped_at_random_moments(tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     times = 25
@@ -62,7 +63,7 @@ def may_mount(*inside: str) -> bool:
         return False
 
 
-def test_a_full_disk_and_a_read_only_one(tmp_path: Path) -> None:
+def test_save_on_full_and_read_only_disk(tmp_path: Path) -> None:
     directory = tmp_path / "disk"
     directory.mkdir()
     mount = 'mount -t tmpfs -o size=4m none "$0" && exec "$@"'
@@ -80,7 +81,8 @@ def test_a_full_disk_and_a_read_only_one(tmp_path: Path) -> None:
     assert read_only == {"read_only": refused, "loadable": 30, "left": ["r1-s10", "r1-s30"]}
 
 
-def test_without_the_right_to_mount_the_same_holds(tmp_path: Path) -> None:
+def test_save_on_full_disk_without_mount(tmp_path: Path) -> None:
+    """The same where this machine may not mount a small file system."""
     (tmp_path / "disk").mkdir()
     full, then, read_only = run("limited", tmp_path / "disk")
     assert full == {"full": "EFBIG", "again": "EFBIG", "left": ["r1-s10"], "loadable": 10}

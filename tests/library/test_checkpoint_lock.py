@@ -1,4 +1,4 @@
-"""One directory, one job: real processes that hold the lock, die, or get in each other's way."""
+"""One directory, one job: real processes that hold the lock, die, or compete for it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def holders(directory: Path, *who: tuple[str, str]) -> Iterator[list[Holder]]:
             each.close()
 
 
-def test_another_run_is_refused_by_name_until_the_lock_is_released(tmp_path: Path) -> None:
+def test_lock_refuses_other_run_until_released(tmp_path: Path) -> None:
     with holders(tmp_path, ("train", "run-1")) as (first,):
         assert first.said == "held"
         for job, run in (("train", "run-2"), ("other", "run-1")):
@@ -85,7 +85,7 @@ def test_another_run_is_refused_by_name_until_the_lock_is_released(tmp_path: Pat
             assert lock.unlocked is None
 
 
-def test_the_same_run_passes_and_each_holder_keeps_others_out(tmp_path: Path) -> None:
+def test_lock_is_shared_by_processes_of_one_run(tmp_path: Path) -> None:
     with holders(tmp_path, *[("job", "run")] * 3) as all_of_one_run:
         assert [each.said for each in all_of_one_run] == ["held"] * 3
         for each in all_of_one_run:
@@ -96,7 +96,8 @@ def test_the_same_run_passes_and_each_holder_keeps_others_out(tmp_path: Path) ->
             pass
 
 
-def test_a_stopped_zombie_lets_its_own_run_pass_and_death_frees_the_lock(tmp_path: Path) -> None:
+def test_lock_held_by_stopped_zombie(tmp_path: Path) -> None:
+    """A stopped zombie does not lock out its own run, and its death releases the lock."""
     with holders(tmp_path, ("job", "run")) as (zombie,):
         assert zombie.said == "held"
         os.kill(zombie.process.pid, signal.SIGSTOP)
@@ -110,7 +111,7 @@ def test_a_stopped_zombie_lets_its_own_run_pass_and_death_frees_the_lock(tmp_pat
             pass
 
 
-def test_of_many_at_once_one_run_wins_whole(tmp_path: Path) -> None:
+def test_lock_race_has_one_winner(tmp_path: Path) -> None:
     runs = [("job", run) for run in "ababab"]
     with holders(tmp_path, *runs) as everyone:
         said = [each.said for each in everyone]
@@ -120,7 +121,7 @@ def test_of_many_at_once_one_run_wins_whole(tmp_path: Path) -> None:
         assert all("is held by run" in each for each in said if each != "held")
 
 
-def test_taking_and_releasing_twice_is_fine(tmp_path: Path) -> None:
+def test_lock_acquire_and_release_are_idempotent(tmp_path: Path) -> None:
     lock = DirectoryLock(tmp_path / "made" / "here", "job", "run")
     lock.release()
     lock.acquire()
@@ -132,14 +133,14 @@ def test_taking_and_releasing_twice_is_fine(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "made" / "here") == [".lock"]
 
 
-def test_what_was_left_in_the_file_means_nothing_without_the_lock(tmp_path: Path) -> None:
+def test_lock_ignores_stale_name_in_file(tmp_path: Path) -> None:
     for left in (b"", b"\xff\x00", b"[]", b'{"job": "x"}', b"{" * 100_000):
         (tmp_path / ".lock").write_bytes(left)
         with DirectoryLock(tmp_path, "job", "run"), holders(tmp_path, ("job", "run")) as (same,):
             assert same.said == "held"
 
 
-def test_a_directory_that_cannot_be_made_is_an_os_error(tmp_path: Path) -> None:
+def test_lock_in_unwritable_directory_raises_os_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
         DirectoryLock(tmp_path / "file" / "below", "job", "run").acquire()
@@ -168,7 +169,7 @@ print(first.unlocked == second.unlocked, first.unlocked)
 """
 
 
-def test_where_there_are_no_locks_it_says_so_and_goes_on(tmp_path: Path) -> None:
+def test_lock_on_file_system_without_locks_warns(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-W", "error", "-c", WITHOUT_LOCKS, tmp_path]
     told = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)

@@ -1,4 +1,4 @@
-"""What may be in a checkpoint, held against the restricted unpickler of the torch that is installed."""
+"""What a checkpoint may hold, compared with the restricted unpickler of the installed torch."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ ACCEPTED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)
-def test_what_is_accepted_opens_with_plain_torch_load(tmp_path: Path, kind: str) -> None:
+def test_accepted_state_opens_with_torch_load(tmp_path: Path, kind: str) -> None:
     entry = checkpoint.save(
         tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state={"value": ACCEPTED[kind]}
     )
@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[Any, str, bool]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_refused_says_where_it_is_and_what_to_store(tmp_path: Path, kind: str) -> None:
+def test_refused_value_names_key_and_replacement(tmp_path: Path, kind: str) -> None:
     value, instead, unloadable = REFUSED[kind]
     assert not (opens(value) and unloadable)
     with pytest.raises(CheckpointRefused) as refused:
@@ -212,7 +212,7 @@ def test_what_is_refused_says_where_it_is_and_what_to_store(tmp_path: Path, kind
     assert os.listdir(tmp_path) == []
 
 
-def test_the_key_path_is_named() -> None:
+def test_refusal_names_key_path() -> None:
     state = {"optimizer": {"state": {3: {"foo": numpy.float32(1)}}, "param_groups": [{"lr": 0.1}]}}
     with pytest.raises(CheckpointRefused, match=r"^optimizer\.state\.3\.foo is numpy\.float32, .*x\.item\(\)"):
         check_loadable(state)
@@ -224,21 +224,21 @@ def test_the_key_path_is_named() -> None:
         check_loadable([1])
 
 
-def test_a_state_that_contains_itself_is_refused() -> None:
+def test_cyclic_state_is_refused() -> None:
     circle: dict[str, Any] = {"a": []}
     circle["a"].append(circle)
     with pytest.raises(CheckpointRefused, match=r"^state\.a\.0 contains itself"):
         check_loadable({"state": circle})
 
 
-def test_what_is_shared_is_looked_at_once() -> None:
+def test_shared_values_are_checked_once() -> None:
     value: list[Any] = [1]
     for _ in range(60):
         value = [value, value]  # 2 ** 60 ways down
     check_loadable({"value": value})
 
 
-def test_a_cursor_that_is_not_json_is_refused(tmp_path: Path) -> None:
+def test_non_json_cursor_is_refused(tmp_path: Path) -> None:
     for cursor in ({"a": torch.ones(1)}, {"a": float("nan")}, {"a": {1, 2}}):
         with pytest.raises(CheckpointRefused, match=r"^cursor: "):
             checkpoint.save(
@@ -251,7 +251,7 @@ def test_a_cursor_that_is_not_json_is_refused(tmp_path: Path) -> None:
     assert found.manifest.cursor == {"7": [1, [2, 3]], "name": "\udc80", "big": 1 << 80, "x": 0.1}
 
 
-def test_what_torch_cannot_write_after_all_leaves_nothing(tmp_path: Path) -> None:
+def test_unpicklable_state_leaves_no_checkpoint(tmp_path: Path) -> None:
     class Fails:
         def __reduce__(self) -> Any:
             raise TypeError("cannot be pickled")

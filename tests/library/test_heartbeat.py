@@ -1,4 +1,4 @@
-"""The beat: what a worker writes is what the agent reads, whatever happens to either of them in between."""
+"""The heartbeat file: the agent reads what the worker wrote, whatever happens to either of them in between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from elasticd.errors import WireError
-from elasticd.heartbeat import record as beat
+from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat.exit_report import ExitReport
 from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
 from elasticd.heartbeat.record import HeartbeatReader, HeartbeatWriter, NullHeartbeat, Phase, Source
@@ -25,26 +25,26 @@ from elasticd.heartbeat.record import HeartbeatReader, HeartbeatWriter, NullHear
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "beat"
-    beat.create(path)
+    heartbeat.create(path)
     return path
 
 
-def read(path: Path) -> beat.Heartbeat:
+def read(path: Path) -> heartbeat.Heartbeat:
     with HeartbeatReader(path) as reader:
         return reader.read()
 
 
-def test_a_new_file_is_private_whole_and_says_nothing(path: Path) -> None:
+def test_new_file_is_private_whole_and_empty(path: Path) -> None:
     status = path.stat()
     assert stat.S_IMODE(status.st_mode) == 0o600
-    assert status.st_size == beat.SIZE
-    assert status.st_blocks * 512 >= beat.SIZE, "a hole would be SIGBUS when the disk is full"
-    assert read(path) == beat.Heartbeat()
+    assert status.st_size == heartbeat.SIZE
+    assert status.st_blocks * 512 >= heartbeat.SIZE, "a hole would be SIGBUS when the disk is full"
+    assert read(path) == heartbeat.Heartbeat()
     with pytest.raises(FileExistsError):
-        beat.create(path)
+        heartbeat.create(path)
 
 
-def test_what_the_worker_writes_the_agent_reads(path: Path) -> None:
+def test_reader_gets_what_writer_wrote(path: Path) -> None:
     before = time.monotonic_ns()
     writer = HeartbeatWriter(path)
     started = read(path)
@@ -66,7 +66,7 @@ def test_what_the_worker_writes_the_agent_reads(path: Path) -> None:
     assert read(path).barrier_s == 0.0
 
 
-def test_every_field_lies_where_the_docstring_says(path: Path) -> None:
+def test_layout_matches_docstring(path: Path) -> None:
     writer = HeartbeatWriter(path)
     writer.step(-7, Source.HOOK)
     writer.set_phase(Phase.BARRIER, "gate")
@@ -101,7 +101,7 @@ def overwrite(path: Path, at: int, data: bytes) -> None:
         file.write(data)
 
 
-def test_what_a_step_usually_issues_is_known_after_two_steps_of_one_group(path: Path) -> None:
+def test_collectives_per_step_known_after_two_steps(path: Path) -> None:
     writer = HeartbeatWriter(path)
 
     def counts() -> tuple[int, int]:
@@ -128,7 +128,7 @@ def test_what_a_step_usually_issues_is_known_after_two_steps_of_one_group(path: 
 HEADER_1_0 = struct.Struct("<8sIIQ40x QqQQQII64s16x qQ48x I")
 
 
-def test_a_1_0_reader_reads_what_a_worker_of_today_writes(path: Path) -> None:
+def test_reader_1_0_reads_current_writer(path: Path) -> None:
     writer = HeartbeatWriter(path)
     writer.step(3, issued=10)
     writer.step(4, issued=12)
@@ -141,9 +141,11 @@ def test_a_1_0_reader_reads_what_a_worker_of_today_writes(path: Path) -> None:
     assert fields[14] == 0, "no last words"
 
 
-def test_a_reader_of_today_takes_what_1_0_never_wrote_as_unknown(tmp_path: Path) -> None:
+def test_current_reader_of_1_0_file_reads_unknown(tmp_path: Path) -> None:
     path = tmp_path / "old"
-    path.write_bytes(HEADER_1_0.pack(b"ELASTICD", 1, 0, 0, 2, 42, 9, 8, 7, 1, 2, b"", 0, 0, 0).ljust(beat.SIZE, b"\0"))
+    path.write_bytes(
+        HEADER_1_0.pack(b"ELASTICD", 1, 0, 0, 2, 42, 9, 8, 7, 1, 2, b"", 0, 0, 0).ljust(heartbeat.SIZE, b"\0")
+    )
     seen = read(path)
     assert (seen.step, seen.progress_ns, seen.phase, seen.source) == (42, 9, Phase.STEP, Source.SESSION)
     assert (seen.collectives, seen.collectives_per_step, seen.collectives_at_step, seen.timeout_s) == (-1, -1, -1, 0.0)
@@ -152,7 +154,7 @@ def test_a_reader_of_today_takes_what_1_0_never_wrote_as_unknown(tmp_path: Path)
     assert HEADER_1_0.unpack_from(path.read_bytes())[5] == 43
 
 
-def test_what_the_hook_knew_is_forgotten_when_a_session_of_1_0_counts(path: Path) -> None:
+def test_hook_resets_counts_when_1_0_session_counts(path: Path) -> None:
     hooks: list[Any] = []
     install_optimizer_hook(HeartbeatWriter(path), hooks.append)
     optimizer = object()
@@ -166,24 +168,24 @@ def test_what_the_hook_knew_is_forgotten_when_a_session_of_1_0_counts(path: Path
     assert (read(path).step, read(path).collectives_per_step) == (100, -1)
 
 
-def test_a_1_0_writer_leaves_the_new_words_unknown(path: Path) -> None:
+def test_writer_1_0_leaves_new_words_unknown(path: Path) -> None:
     overwrite(path, 64, struct.pack("<QqQQ", 2, 42, 9, 8))
     overwrite(path, 104, struct.pack("<II", 1, 2))
-    assert read(path) == beat.Heartbeat(42, 9, 8, 0, Phase.STEP, Source.SESSION)
+    assert read(path) == heartbeat.Heartbeat(42, 9, 8, 0, Phase.STEP, Source.SESSION)
 
 
-def test_the_agents_request_reaches_the_worker(path: Path) -> None:
+def test_request_reaches_worker(path: Path) -> None:
     writer = HeartbeatWriter(path)
     assert writer.request == 0
     with HeartbeatReader(path) as reader:
-        reader.request(beat.STOP)
-        assert writer.request == beat.STOP
-        assert reader.read().request == beat.STOP
+        reader.request(heartbeat.STOP)
+        assert writer.request == heartbeat.STOP
+        assert reader.read().request == heartbeat.STOP
         reader.request(0)
     assert writer.request == 0
 
 
-def test_two_writers_of_one_process_agree(path: Path) -> None:
+def test_two_writers_in_one_process(path: Path) -> None:
     hook, session = HeartbeatWriter(path), HeartbeatWriter(path)
     started = read(path).started_ns
     hook.step(3, Source.HOOK)
@@ -193,7 +195,7 @@ def test_two_writers_of_one_process_agree(path: Path) -> None:
     assert (read(path).step, read(path).source, read(path).started_ns) == (100, Source.SESSION, started)
 
 
-def test_an_optimizer_that_steps_before_a_session_has_told_of_one_counts_nothing(path: Path) -> None:
+def test_optimizer_step_before_session_step_is_not_counted(path: Path) -> None:
     """A look between the two took the process's first step for one beyond all that the job had made."""
     hook, session = HeartbeatWriter(path), HeartbeatWriter(path)
     session.use_session()
@@ -205,7 +207,7 @@ def test_an_optimizer_that_steps_before_a_session_has_told_of_one_counts_nothing
     assert (read(path).step, read(path).source) == (110, Source.SESSION)
 
 
-def test_a_session_that_is_told_of_no_steps_leaves_them_to_the_optimizer(path: Path) -> None:
+def test_session_without_steps_leaves_count_to_optimizer(path: Path) -> None:
     hook, session = HeartbeatWriter(path), HeartbeatWriter(path)
     session.use_session()
     count = hook.hook_step(lambda: 0)
@@ -217,7 +219,7 @@ def test_a_session_that_is_told_of_no_steps_leaves_them_to_the_optimizer(path: P
     assert (read(path).step, read(path).source) == (8, Source.HOOK), "it has begun, and goes on"
 
 
-def test_the_worker_keeps_no_descriptor(path: Path) -> None:
+def test_writer_keeps_no_descriptor(path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     writer = HeartbeatWriter(path)
     assert set(os.listdir("/proc/self/fd")) == before
@@ -225,7 +227,7 @@ def test_the_worker_keeps_no_descriptor(path: Path) -> None:
     writer.step(1)
 
 
-def test_a_forked_child_writes_into_nothing(path: Path) -> None:
+def test_forked_child_writes_private_copy(path: Path) -> None:
     writer = HeartbeatWriter(path)
     writer.step(5)
     if (pid := os.fork()) == 0:
@@ -237,7 +239,7 @@ def test_a_forked_child_writes_into_nothing(path: Path) -> None:
     assert read(path).exit_report is None
 
 
-def test_the_hook_in_a_forked_child_writes_into_nothing(path: Path) -> None:
+def test_hook_in_forked_child_writes_private_copy(path: Path) -> None:
     step = HeartbeatWriter(path).hook_step(lambda: 3)
     for count in (1, 2):
         step(count)
@@ -248,9 +250,9 @@ def test_the_hook_in_a_forked_child_writes_into_nothing(path: Path) -> None:
     assert read(path).step == 2
 
 
-def test_the_hook_says_whatever_step_says(path: Path, tmp_path: Path) -> None:
+def test_hook_step_equals_step(path: Path, tmp_path: Path) -> None:
     """Whatever happens between two steps: another phase, another group, one that cannot count."""
-    beat.create(tmp_path / "other")
+    heartbeat.create(tmp_path / "other")
     issued, one, other = 0, HeartbeatWriter(path), HeartbeatWriter(tmp_path / "other")
     step = one.hook_step(lambda: issued)
     counts = [0, 2, 4, 8, 1, 3, -1, 7, 9]
@@ -270,7 +272,7 @@ def test_the_hook_says_whatever_step_says(path: Path, tmp_path: Path) -> None:
     assert (read(path).step, read(path).source) == (100, Source.SESSION)
 
 
-def test_a_null_beat_takes_everything() -> None:
+def test_null_heartbeat_accepts_every_call() -> None:
     null = NullHeartbeat()
     null.step(1)
     null.set_phase(Phase.BARRIER, "x")
@@ -281,13 +283,13 @@ def test_a_null_beat_takes_everything() -> None:
 GARBAGE = {
     "empty": b"",
     "short": b"ELASTICD" + b"\0" * 100,
-    "another file": b"\x7fELF".ljust(beat.SIZE, b"\1"),
-    "another major": struct.pack("<8sII", b"ELASTICD", 2, 0).ljust(beat.SIZE, b"\0"),
+    "another file": b"\x7fELF".ljust(heartbeat.SIZE, b"\1"),
+    "another major": struct.pack("<8sII", b"ELASTICD", 2, 0).ljust(heartbeat.SIZE, b"\0"),
 }
 
 
 @pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_is_refused_by_both_sides(tmp_path: Path, content: bytes) -> None:
+def test_garbage_is_refused_by_reader_and_writer(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "garbage"
     path.write_bytes(content)
     with pytest.raises(WireError, match="beat file"):
@@ -307,20 +309,20 @@ def test_garbage_is_refused_by_both_sides(tmp_path: Path, content: bytes) -> Non
         (256, struct.pack("<I", 15_000) + b"[" * 15_000),
     ],
 )
-def test_garbage_written_later_is_a_wire_error(path: Path, at: int, value: bytes) -> None:
+def test_garbage_written_later_raises_wire_error(path: Path, at: int, value: bytes) -> None:
     with HeartbeatReader(path) as reader:
         overwrite(path, at, value)
         with pytest.raises(WireError, match="beat file"):
             reader.read()
 
 
-def test_a_newer_minor_may_know_more_phases(path: Path) -> None:
-    overwrite(path, 12, struct.pack("<I", beat.MINOR + 1))
+def test_newer_minor_with_unknown_phase(path: Path) -> None:
+    overwrite(path, 12, struct.pack("<I", heartbeat.MINOR + 1))
     overwrite(path, 104, struct.pack("<I", 77))
     assert read(path).phase is Phase.STEP
 
 
-def test_a_truncated_file_does_not_kill_the_reader(path: Path) -> None:
+def test_truncated_file_raises_wire_error(path: Path) -> None:
     with HeartbeatReader(path) as reader:
         os.truncate(path, 100)
         with pytest.raises(WireError, match="100 bytes"):
@@ -337,7 +339,8 @@ for n in range(1 << 60):
 """
 
 
-def test_a_reader_never_sees_half_a_step_and_a_stopped_writer_does_not_hold_it_up(path: Path) -> None:
+def test_reader_never_sees_half_a_step(path: Path) -> None:
+    """A reader never sees half a step, and a stopped writer does not block it."""
     with subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(path)], env=python_path()) as process:
         try:
             deadline = time.monotonic() + 10
@@ -357,7 +360,7 @@ def test_a_reader_never_sees_half_a_step_and_a_stopped_writer_does_not_hold_it_u
             process.kill()
 
 
-def test_a_step_costs_less_than_a_microsecond(path: Path) -> None:
+def test_step_costs_less_than_a_microsecond(path: Path) -> None:
     writer = HeartbeatWriter(path)
     best = min(timeit.repeat(lambda: writer.step(7), number=1000, repeat=200)) / 1000
     assert best < 1e-6, f"{best * 1e9:.0f} ns"
@@ -380,7 +383,7 @@ def die(path: Path, script: str) -> tuple[int, str, ExitReport | None]:
     return done.returncode, done.stderr, read(path).exit_report
 
 
-def test_an_unhandled_exception_is_told(path: Path) -> None:
+def test_exit_report_of_unhandled_exception(path: Path) -> None:
     code, err, words = die(path, "class Mine(ValueError): pass\ndef deep():\n    raise Mine('no: such thing')\ndeep()")
     assert code == 1
     assert words is not None
@@ -390,14 +393,14 @@ def test_an_unhandled_exception_is_told(path: Path) -> None:
     assert read(path).phase is Phase.EXIT
 
 
-def test_a_syntax_error_and_an_unprintable_one_are_told(path: Path, tmp_path: Path) -> None:
+def test_exit_report_of_syntax_and_unprintable_errors(path: Path, tmp_path: Path) -> None:
     _, err, words = die(path, "class Bad(Exception):\n    def __str__(self): return 1 / 0\nraise Bad()")
     assert words is not None
     assert (words.type, words.message) == ("__main__.Bad", "<exception str() failed>")
     assert words.traceback == err
     (tmp_path / "broken.py").write_text("def (:\n")
     other = tmp_path / "beat2"
-    beat.create(other)
+    heartbeat.create(other)
     _, _, words = die(other, f"import runpy; runpy.run_path({str(tmp_path / 'broken.py')!r})")
     assert words is not None
     assert words.type == "SyntaxError"
@@ -406,7 +409,7 @@ def test_a_syntax_error_and_an_unprintable_one_are_told(path: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     "script", ["pass", "import sys; sys.exit(3)", "import argparse; argparse.ArgumentParser().error('x')"]
 )
-def test_an_orderly_end_is_an_exit_of_unknown_code(path: Path, script: str) -> None:
+def test_exit_report_of_orderly_end_has_no_code(path: Path, script: str) -> None:
     _, _, words = die(path, script)
     assert words == ExitReport("exit")
 
@@ -414,13 +417,13 @@ def test_an_orderly_end_is_an_exit_of_unknown_code(path: Path, script: str) -> N
 @pytest.mark.parametrize(
     "script", ["import os; os._exit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
 )
-def test_an_end_without_python_leaves_no_words(path: Path, script: str) -> None:
+def test_no_exit_report_without_python_exit(path: Path, script: str) -> None:
     code, _, words = die(path, script)
     assert code in (3, -9)
     assert words is None
 
 
-def test_a_long_story_keeps_its_end(path: Path) -> None:
+def test_exit_report_keeps_end_of_long_traceback(path: Path) -> None:
     _, err, words = die(path, "def f(n):\n    n and f(n - 1)\n    raise ValueError('é' * 10000 + str(n))\nf(300)")
     assert words is not None
     assert words.message.startswith("é" * 100)
@@ -428,7 +431,8 @@ def test_a_long_story_keeps_its_end(path: Path) -> None:
     assert len(words.traceback.encode()) > 4000
 
 
-def test_the_words_come_after_every_other_exit_handler_and_change_nothing(path: Path) -> None:
+def test_exit_report_runs_after_other_exit_handlers(path: Path) -> None:
+    """The exit report is written after every other exit handler, and changes nothing."""
     script = "import atexit, sys\natexit.register(print, 'bye', file=sys.stderr)\n"
     script += "assert sys.excepthook is sys.__excepthook__\n1 / 0"
     code, err, words = die(path, script)

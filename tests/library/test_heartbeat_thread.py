@@ -1,4 +1,4 @@
-"""The pulse: what a hung worker still says of itself, and that no script is the worse for it."""
+"""The heartbeat thread: what it reports of a hung worker, and that no script is affected by it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
-from elasticd.heartbeat import record as beat
+from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat.record import HeartbeatReader, Phase
 
 
-def test_it_counts_what_the_default_group_issues_and_who_waits(start: Any, wait_for: Any) -> None:
+def test_thread_counts_collectives_and_waits(start: Any, wait_for: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         other_port = free.getsockname()[1]
     job = start("pulsing.py", "training", OTHER_PORT=str(other_port))
-    beats = [rank.read_beat for rank in job.ranks]
+    beats = [rank.read_heartbeat for rank in job.ranks]
 
     def go(gate: int) -> None:
         for rank in job.ranks:
             rank.ask(gate)
 
-    def both(condition: Callable[[beat.Heartbeat], bool], what: str) -> None:
+    def both(condition: Callable[[heartbeat.Heartbeat], bool], what: str) -> None:
         wait_for(lambda: all(condition(read()) for read in beats), what)
 
     both(lambda seen: seen.alive_ticks > 1, "a pulse without a group")
@@ -74,38 +74,38 @@ def flight_of(rank: Any, wait_for: Any) -> tuple[int, bool]:
     return last["collective_seq_id"], last["retired"]
 
 
-def test_it_stands_still_while_the_gil_is_held(start: Any, wait_for: Any) -> None:
+def test_thread_stalls_while_gil_is_held(start: Any, wait_for: Any) -> None:
     job = start("pulsing.py", "holding_the_gil", world_size=1)
     (rank,) = job.ranks
-    wait_for(lambda: rank.read_beat().alive_ticks > 2, "a pulse")
+    wait_for(lambda: rank.read_heartbeat().alive_ticks > 2, "a pulse")
     rank.ask(1)
     seen: list[int] = []
 
     def stands_still() -> bool:
-        seen.append(rank.read_beat().alive_ticks)
+        seen.append(rank.read_heartbeat().alive_ticks)
         return len(seen) > 300 and len(set(seen[-300:])) == 1  # 1.5 s, fifteen pulses
 
     wait_for(stands_still, "the pulse to stand still")
     assert seen[-1] > 0
 
 
-def test_a_group_of_the_scripts_own_class_counts_if_it_can(start: Any, wait_for: Any) -> None:
+def test_thread_counts_custom_process_group(start: Any, wait_for: Any) -> None:
     job = start("pulsing.py", "a_class_of_its_own", world_size=1)
     (rank,) = job.ranks
-    wait_for(lambda: rank.read_beat().alive_ticks > 2, "a pulse")
+    wait_for(lambda: rank.read_heartbeat().alive_ticks > 2, "a pulse")
     for gate in (1, 2):
-        alive = rank.read_beat().alive_ticks
-        wait_for(lambda alive=alive: rank.read_beat().alive_ticks > alive + 2, "pulses")
-        assert rank.read_beat().collectives == -1
+        alive = rank.read_heartbeat().alive_ticks
+        wait_for(lambda alive=alive: rank.read_heartbeat().alive_ticks > alive + 2, "pulses")
+        assert rank.read_heartbeat().collectives == -1
         rank.ask(gate)
-    wait_for(lambda: rank.read_beat().collectives == 123, "its count")
+    wait_for(lambda: rank.read_heartbeat().collectives == 123, "its count")
     rank.ask(3)
     assert job.codes() == [0], rank.errors()
 
 
-def test_no_end_of_a_script_crashes_or_hangs_by_it(scripts: Path, environment: dict[str, str], tmp_path: Path) -> None:
+def test_thread_survives_every_end_of_script(scripts: Path, environment: dict[str, str], tmp_path: Path) -> None:
     environment |= {"RANK": "0", "WORLD_SIZE": "1", "ELASTICD_BEAT": str(tmp_path / "beat")}
-    beat.create(tmp_path / "beat")
+    heartbeat.create(tmp_path / "beat")
     command = [sys.executable, str(scripts / "pulsing.py"), "exits", "3"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
     assert json.loads(done.stdout) == [7, 7, 1]
@@ -119,9 +119,9 @@ def test_no_end_of_a_script_crashes_or_hangs_by_it(scripts: Path, environment: d
 
 PREFIX = """
 import os, sys, time
-from elasticd.heartbeat import record as beat
+from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat.thread import HeartbeatThread
-writer = beat.from_environment()
+writer = heartbeat.from_environment()
 pulse = HeartbeatThread(writer)
 
 def until(condition):
@@ -131,7 +131,7 @@ def until(condition):
         time.sleep(0.005)
 
 def alive():
-    with beat.HeartbeatReader(os.environ["ELASTICD_BEAT"]) as reader:
+    with heartbeat.HeartbeatReader(os.environ["ELASTICD_BEAT"]) as reader:
         return reader.read().alive_ticks
 """
 
@@ -139,7 +139,7 @@ def alive():
 @pytest.fixture
 def python(environment: dict[str, str], tmp_path: Path) -> Callable[[str], subprocess.Popen[str]]:
     """Starts a script that may use what PREFIX gives; it ends well by itself."""
-    beat.create(tmp_path / "beat")
+    heartbeat.create(tmp_path / "beat")
 
     def start(script: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", PREFIX + textwrap.dedent(script)]
@@ -157,7 +157,7 @@ def ended(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def test_a_script_sees_one_thread_more_and_nothing_else(python: Any) -> None:
+def test_script_sees_only_one_more_thread(python: Any) -> None:
     ended(
         python("""
         import signal, threading
@@ -176,7 +176,7 @@ def test_a_script_sees_one_thread_more_and_nothing_else(python: Any) -> None:
     )
 
 
-def test_signals_go_where_they_would_go_without_it(python: Any) -> None:
+def test_thread_takes_no_signals(python: Any) -> None:
     """Whoever blocks a signal in all the threads he knows, to wait for it, must be the one who gets it."""
     ended(
         python("""
@@ -190,7 +190,7 @@ def test_signals_go_where_they_would_go_without_it(python: Any) -> None:
     )
 
 
-def test_a_forked_child_has_none_and_ends_as_ever(python: Any) -> None:
+def test_forked_child_has_no_thread(python: Any) -> None:
     ended(
         python("""
         import warnings
@@ -209,7 +209,7 @@ def test_a_forked_child_has_none_and_ends_as_ever(python: Any) -> None:
     )
 
 
-def test_a_child_forked_before_it_starts_will_not_start_it(python: Any) -> None:
+def test_child_forked_before_start_never_starts_thread(python: Any) -> None:
     ended(
         python("""
         child = os.fork()
@@ -223,7 +223,7 @@ def test_a_child_forked_before_it_starts_will_not_start_it(python: Any) -> None:
     )
 
 
-def test_without_a_thread_to_be_had_the_script_runs_on(python: Any) -> None:
+def test_script_runs_when_thread_cannot_start(python: Any) -> None:
     ended(
         python("""
         import _thread
@@ -234,7 +234,7 @@ def test_without_a_thread_to_be_had_the_script_runs_on(python: Any) -> None:
     )
 
 
-def test_a_hang_in_an_exit_handler_is_seen_as_one(python: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_hang_in_exit_handler_is_reported(python: Any, tmp_path: Path, wait_for: Any) -> None:
     with (
         python("""
         import atexit
@@ -250,7 +250,7 @@ def test_a_hang_in_an_exit_handler_is_seen_as_one(python: Any, tmp_path: Path, w
         assert reader.read().alive_ticks == 0
 
 
-def test_what_was_raised_is_told_while_exit_handlers_run(python: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_exception_is_reported_during_exit_handlers(python: Any, tmp_path: Path, wait_for: Any) -> None:
     with (
         python("""
         import atexit
@@ -269,7 +269,7 @@ def test_what_was_raised_is_told_while_exit_handlers_run(python: Any, tmp_path: 
         assert process.returncode == 3
 
 
-def test_threads_that_outlive_the_main_thread_may_train_on(python: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_threads_that_outlive_main_thread_may_train(python: Any, tmp_path: Path, wait_for: Any) -> None:
     with (
         python("""
         import threading
@@ -292,7 +292,7 @@ def test_threads_that_outlive_the_main_thread_may_train_on(python: Any, tmp_path
         ended(process)
 
 
-def test_without_a_flight_recorder_the_answer_comes_and_no_file(python: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_dump_without_flight_recorder_writes_no_file(python: Any, tmp_path: Path, wait_for: Any) -> None:
     with (
         python("""
         pulse = HeartbeatThread(writer, os.environ["ELASTICD_BEAT"] + ".flight")

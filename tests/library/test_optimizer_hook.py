@@ -1,4 +1,4 @@
-"""Scripts that never heard of us beat by torch's optimizer hook, whatever kind of optimizer step they take."""
+"""Scripts without elasticd have heartbeats by torch's optimizer hook, for every kind of optimizer step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elasticd.heartbeat.record import Source
 STEPS = {"adversarial": 10, "one_after_another": 4}
 
 
-def test_every_kind_of_optimizer_step_beats_once(start: Any) -> None:
+def test_every_optimizer_step_counts_once(start: Any) -> None:
     job = start("hooked.py", world_size=1)
     job.codes(timeout=90)
     (seen,) = job.results()
@@ -20,17 +20,17 @@ def test_every_kind_of_optimizer_step_beats_once(start: Any) -> None:
     assert len(seen) == 13
 
 
-def test_a_sessions_steps_say_what_they_usually_issue(start: Any) -> None:
+def test_session_steps_report_collectives_per_step(start: Any) -> None:
     job = start("plain.py", "7")
     job.results()
     for rank in job.ranks:
-        seen = rank.read_beat()
+        seen = rank.read_heartbeat()
         assert (seen.step, seen.source, seen.collectives_per_step) == (7, Source.SESSION, 1), (
             "DDP reduces one bucket a step"
         )
         assert seen.collectives_at_step >= 7
 
 
-def test_installing_the_hook_imports_neither_dynamo_nor_torch_again(start: Any) -> None:
+def test_hook_installation_imports_no_torch(start: Any) -> None:
     (seen,) = start("lazy.py", world_size=1).results()
     assert seen == {"import": [], "hook": []}

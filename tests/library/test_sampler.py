@@ -1,4 +1,4 @@
-"""What a training script may rely on, and the sentences it gets when it asks for what would lose or repeat samples."""
+"""The sampler's contract, and the errors for uses that would lose or repeat samples."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def eager_loader() -> Iterator[tuple[ElasticBatchSampler, DataLoader[int]]]:
     loader._iterator = None  # ends the persistent workers now rather than at some garbage collection
 
 
-def test_importing_the_sampler_imports_no_torch() -> None:
+def test_sampler_imports_no_torch() -> None:
     code = "import sys, elasticd.sampler; sys.exit('torch' in sys.modules)"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0
@@ -97,7 +97,7 @@ def test_prefetching_workers_do_not_move_the_cursor(eager_loader: tuple[ElasticB
     assert [sample for batch in loader for sample in batch.tolist()] == order(20, epoch=1)
 
 
-def test_a_long_epoch_is_handed_out_in_the_specified_order() -> None:
+def test_long_epoch_follows_specified_order() -> None:
     n, ranks = 60_000, 3
     samplers = [ElasticBatchSampler(n, 7, accumulate=2, rank=rank, world_size=ranks) for rank in range(ranks)]
     everything: list[int] = []
@@ -111,11 +111,11 @@ def test_a_long_epoch_is_handed_out_in_the_specified_order() -> None:
     assert everything == order(n, epoch=0)
 
 
-def test_without_shuffle_the_dataset_comes_in_order() -> None:
+def test_order_without_shuffle_is_sequential() -> None:
     assert train(alone(6, 4, shuffle=False)) == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_set_epoch_keeps_the_position_within_the_epoch_and_starts_any_other() -> None:
+def test_set_epoch_keeps_position_or_starts_over() -> None:
     sampler = alone()
     train(sampler, 2)
     sampler.set_epoch(0)
@@ -126,7 +126,7 @@ def test_set_epoch_keeps_the_position_within_the_epoch_and_starts_any_other() ->
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_job_resumed_at_the_end_of_an_epoch_repeats_nothing(drop_last: bool) -> None:
+def test_resume_at_end_of_epoch_repeats_nothing(drop_last: bool) -> None:
     before = alone(22, drop_last=drop_last)
     train(before)
     resumed = alone(22, drop_last=drop_last)
@@ -139,7 +139,7 @@ def test_a_job_resumed_at_the_end_of_an_epoch_repeats_nothing(drop_last: bool) -
     assert batches == [0, 5 if drop_last else 6]
 
 
-def test_an_epoch_that_was_finished_is_not_silently_empty_the_next_time() -> None:
+def test_iteration_of_finished_epoch_raises() -> None:
     sampler = alone()
     train(sampler)
     with pytest.raises(SamplerError, match=r"epoch 0 is finished; call sampler.set_epoch\(1\)"):
@@ -148,7 +148,7 @@ def test_an_epoch_that_was_finished_is_not_silently_empty_the_next_time() -> Non
     assert len(train(sampler)) == 5
 
 
-def test_a_loop_that_would_repeat_restored_epochs_is_told_how_to_write_it() -> None:
+def test_set_epoch_before_restored_epoch_raises() -> None:
     before = alone()
     for epoch in range(3):
         before.set_epoch(epoch)
@@ -179,7 +179,7 @@ def test_last_and_steps_per_epoch() -> None:
     assert dropping.last
 
 
-def test_a_small_last_batch_gives_some_ranks_a_stand_in_that_weighs_nothing() -> None:
+def test_small_last_batch_has_stand_ins_of_weight_zero() -> None:
     ranks = [ElasticBatchSampler(5, 4, accumulate=2, rank=rank, world_size=2) for rank in range(2)]
     for sampler in ranks:
         train_micro = iter(sampler)
@@ -191,7 +191,7 @@ def test_a_small_last_batch_gives_some_ranks_a_stand_in_that_weighs_nothing() ->
     assert [[sampler.samples(micro) for micro in range(2)] for sampler in ranks] == [[1, 0], [0, 0]]
 
 
-def test_loss_scale_is_that_of_the_step_at_the_cursor_whatever_was_fetched() -> None:
+def test_loss_scale_is_independent_of_prefetching() -> None:
     sampler = ElasticBatchSampler(11, 8, rank=1, world_size=2)
     assert len(list(sampler)) == 2
     assert sampler.loss_scale() == 1.0
@@ -203,12 +203,12 @@ def test_loss_scale_is_that_of_the_step_at_the_cursor_whatever_was_fetched() -> 
 
 
 @pytest.mark.parametrize("micro", [-1, 2])
-def test_there_is_no_such_micro_batch(micro: int) -> None:
+def test_micro_batch_out_of_range_raises(micro: int) -> None:
     with pytest.raises(SamplerError, match="not one of this sampler's 2 micro-batches"):
         alone(accumulate=2).loss_scale(micro)
 
 
-def test_commit_needs_a_whole_fetched_step() -> None:
+def test_commit_before_whole_step_is_fetched_raises() -> None:
     sampler = alone(accumulate=2)
     with pytest.raises(SamplerError, match="have not all been fetched"):
         sampler.commit()
@@ -224,7 +224,7 @@ def test_commit_needs_a_whole_fetched_step() -> None:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_commit_after_the_end_of_the_epoch_is_an_error(drop_last: bool) -> None:
+def test_commit_after_end_of_epoch_raises(drop_last: bool) -> None:
     sampler = alone(22, drop_last=drop_last)
     train(sampler)
     assert sampler.offset == 22
@@ -232,14 +232,14 @@ def test_commit_after_the_end_of_the_epoch_is_an_error(drop_last: bool) -> None:
         sampler.commit()
 
 
-def test_an_epoch_finished_and_restored_in_one_process_is_simply_over() -> None:
+def test_epoch_finished_and_restored_in_one_process() -> None:
     sampler = alone()
     train(sampler)
     sampler.load_state_dict(sampler.state_dict())
     assert list(sampler) == []
 
 
-def test_committing_twice_is_noticed_behind_prefetching_too() -> None:
+def test_double_commit_with_prefetching_raises() -> None:
     sampler = alone(400, 4)
     batches = iter(sampler)
     list(islice(batches, 8))
@@ -263,7 +263,7 @@ def test_committing_twice_is_noticed_behind_prefetching_too() -> None:
     ],
     ids=["another epoch", "restored", "trained on from another iterator"],
 )
-def test_an_iterator_from_before_the_cursor_moved_elsewhere_stops(
+def test_stale_iterator_raises(
     move: Callable[[ElasticBatchSampler], object],
 ) -> None:
     sampler = alone()
@@ -274,7 +274,7 @@ def test_an_iterator_from_before_the_cursor_moved_elsewhere_stops(
         next(batches)
 
 
-def test_what_was_fetched_before_a_restore_cannot_be_committed_after_it() -> None:
+def test_commit_of_batch_fetched_before_restore_raises() -> None:
     sampler = alone()
     list(sampler)
     sampler.load_state_dict(sampler.state_dict())
@@ -282,7 +282,7 @@ def test_what_was_fetched_before_a_restore_cannot_be_committed_after_it() -> Non
         sampler.commit()
 
 
-def test_peeking_at_a_batch_in_the_middle_of_training_does_no_harm() -> None:
+def test_extra_iterator_does_not_move_cursor() -> None:
     sampler = alone()
     trained = []
     for batch in sampler:
@@ -299,7 +299,7 @@ def test_peeking_at_a_batch_in_the_middle_of_training_does_no_harm() -> None:
     assert sampler.offset == 20
 
 
-def test_the_state_is_plain_and_survives_json_and_weights_only_loading() -> None:
+def test_state_survives_json_and_weights_only_load() -> None:
     sampler = alone(seed=2**64 - 1)
     train(sampler, 3)
     state = sampler.state_dict()
@@ -330,9 +330,7 @@ def test_the_state_is_plain_and_survives_json_and_weights_only_loading() -> None
         ({"epoch": True}, "not a sampler's state: epoch is True"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
-    change: dict[str, int | bool | str], complaint: str
-) -> None:
+def test_mismatched_state_is_refused_and_changes_nothing(change: dict[str, int | bool | str], complaint: str) -> None:
     before = alone()
     train(before, 2)
     sampler = alone()
@@ -343,7 +341,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
     assert sampler.state_dict() == mine
 
 
-def test_a_state_that_lacks_something_is_refused() -> None:
+def test_incomplete_state_is_refused() -> None:
     state = alone().state_dict()
     del state["offset"]
     with pytest.raises(SamplerError, match="not a sampler's state: offset is None"):
@@ -353,7 +351,7 @@ def test_a_state_that_lacks_something_is_refused() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, None], ids=["beginning", "end"])
-def test_the_global_batch_may_change_between_epochs(steps: int | None) -> None:
+def test_global_batch_may_change_between_epochs(steps: int | None) -> None:
     before = alone()
     train(before, steps)
     resumed = alone(global_batch=6, drop_last=True)
@@ -381,18 +379,18 @@ def test_the_global_batch_may_change_between_epochs(steps: int | None) -> None:
         ({"rank": -1}, "rank=-1 must be at least 0"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(arguments: dict[str, object], complaint: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, object], complaint: str) -> None:
     usual: dict[str, object] = {"dataset": 20, "global_batch": 8, "rank": 0, "world_size": 2}
     with pytest.raises(SamplerError, match=complaint):
         ElasticBatchSampler(**(usual | arguments))  # type: ignore[arg-type]
 
 
-def test_more_slices_than_samples_is_said() -> None:
+def test_more_slices_than_samples_warns() -> None:
     with pytest.warns(UserWarning, match="4 ranks x 2 micro-batches share a global batch of 6"):
         ElasticBatchSampler(20, 6, accumulate=2, rank=0, world_size=4)
 
 
-def test_no_rank_trains_on_everything_because_the_process_group_came_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampler_before_process_group_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SamplerError, match=r"WORLD_SIZE=4 but there is no process group yet"):
         ElasticBatchSampler(20, 4)
@@ -400,13 +398,13 @@ def test_no_rank_trains_on_everything_because_the_process_group_came_late(monkey
     assert len(ElasticBatchSampler(20, 4)) == 5
 
 
-def test_another_default_device_does_not_matter() -> None:
+def test_default_device_does_not_matter() -> None:
     with torch.device("meta"):
         assert train(alone(20, 20)) == [order(20, epoch=0)]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_where_everything_divides_it_counts_as_distributed_sampler_does(drop_last: bool) -> None:
+def test_even_division_matches_distributed_sampler(drop_last: bool) -> None:
     dataset = TensorDataset(torch.arange(48))
     for rank in range(3):
         ours = DataLoader(

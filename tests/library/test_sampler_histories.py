@@ -154,9 +154,7 @@ def start_readers(ranks: list[ElasticBatchSampler], data: st.DataObject) -> list
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 45), st.integers(1, 6), st.integers(1, 3))
-def test_the_averaged_gradient_is_the_gradient_of_the_mean(
-    n: int, global_batch: int, world_size: int, accumulate: int
-) -> None:
+def test_averaged_gradient_is_gradient_of_mean(n: int, global_batch: int, world_size: int, accumulate: int) -> None:
     generator = torch.Generator().manual_seed(n)
     x = torch.rand(n, 4, dtype=torch.float64, generator=generator)
     y = 10 + torch.rand(n, dtype=torch.float64, generator=generator)  # far from the prediction: nothing cancels

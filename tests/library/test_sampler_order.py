@@ -1,4 +1,4 @@
-"""The shuffled order is a specification: these tests hold it to the last bit, so that no checkpoint outlives it."""
+"""The shuffled order is a specification: these tests hold it to the last bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reference(position: int, n: int, seed: int, epoch: int) -> int:
             return x
 
 
-def test_the_order_never_changes() -> None:
+def test_order_never_changes() -> None:
     assert Permutation(10, seed=0, epoch=0).at(list(range(10))) == GOLDEN_10
     order = Permutation(5000, seed=1234, epoch=7).at(list(range(5000)))
     assert hashlib.sha256(",".join(map(str, order)).encode()).hexdigest() == GOLDEN_5000
@@ -55,13 +55,13 @@ def test_every_order_is_a_permutation(n: int, seed: int, epoch: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(st.integers(1, 100), st.integers(1, LARGEST), st.just(LARGEST)), st.integers(0, 9), st.data())
-def test_the_tensor_arithmetic_is_the_specified_one(n: int, epoch: int, data: st.DataObject) -> None:
+def test_tensor_arithmetic_matches_specification(n: int, epoch: int, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))
     assert Permutation(n, 3, epoch).at(positions) == [reference(position, n, 3, epoch) for position in positions]
 
 
 @pytest.mark.parametrize("n", [3, 5, 10])
-def test_every_sample_comes_up_everywhere_equally_often(n: int) -> None:
+def test_order_is_uniform(n: int) -> None:
     epochs = 600
     seen = Counter(
         (position, sample)
@@ -74,7 +74,7 @@ def test_every_sample_comes_up_everywhere_equally_often(n: int) -> None:
     assert abs(chi_squared - freedom) < 5 * math.sqrt(2 * freedom)
 
 
-def test_neighboring_seeds_and_epochs_share_no_order() -> None:
+def test_neighboring_seeds_and_epochs_differ() -> None:
     orders = {
         tuple(Permutation(100, seed, epoch).at(list(range(100)))) for seed in range(5) for epoch in range(5)
     }  # seed + epoch, which DistributedSampler seeds with, would leave 9

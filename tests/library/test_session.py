@@ -1,4 +1,4 @@
-"""A session's decisions: all ranks stop and save at the same step, and what goes wrong is said on every rank."""
+"""A session's decisions: all ranks stop and save at the same step, and errors are raised on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDLESS = {"steps": 10**9, "sleep": 0.002}
 
 
 def stepped(job: Any, step: int) -> Callable[[], bool]:
-    return lambda: all(rank.read_beat().step >= step for rank in job.ranks)
+    return lambda: all(rank.read_heartbeat().step >= step for rank in job.ranks)
 
 
 def test_plain_python_is_a_group_of_one(scripts: Path, environment: dict[str, str]) -> None:
@@ -33,25 +33,26 @@ def test_plain_python_is_a_group_of_one(scripts: Path, environment: dict[str, st
     assert done.stderr == ""
 
 
-def test_ranks_beat_and_leave_the_group_they_made(start: Any) -> None:
+def test_ranks_write_heartbeats_and_destroy_their_group(start: Any) -> None:
     job = start("plain.py", "7", round=4, TORCHELASTIC_RESTART_COUNT="2")
     for number, seen in enumerate(job.results()):
         assert (seen["rank"], seen["local_rank"], seen["world_size"]) == (number, number, 2)
         assert (seen["round"], seen["restarts"], seen["left_group"]) == (4, 2, True)
     for rank in job.ranks:
-        beat = rank.read_beat()
+        beat = rank.read_heartbeat()
         assert (beat.step, beat.source, beat.phase) == (7, Source.SESSION, Phase.STEP)
 
 
-def test_a_session_says_that_it_counts_before_its_first_step(start: Any) -> None:
+def test_session_is_source_before_first_step(start: Any) -> None:
     job = start("plain.py", "0")
     job.results()
-    assert [(beat.step, beat.source) for beat in (rank.read_beat() for rank in job.ranks)] == [(0, Source.SESSION)] * 2
+    assert [(each.step, each.source) for each in (rank.read_heartbeat() for rank in job.ranks)] == [
+        (0, Source.SESSION)
+    ] * 2
 
 
-def test_the_agents_request_to_rank_0_stops_all_ranks_at_one_step_after_a_save(
-    start: Any, tmp_path: Path, wait_for: Any
-) -> None:
+def test_stop_request_stops_all_ranks_at_one_step(start: Any, tmp_path: Path, wait_for: Any) -> None:
+    """The agent's request to rank 0 stops all ranks at one step, after a save."""
     job = start("toy.py", {**ENDLESS, "directory": str(tmp_path / "shared"), "every": 10**6})
     wait_for(stepped(job, 20), "20 steps")
     job.ranks[0].ask(STOP)
@@ -59,16 +60,14 @@ def test_the_agents_request_to_rank_0_stops_all_ranks_at_one_step_after_a_save(
     assert first["stopped"]
     assert second["stopped"]
     assert first["steps"] == second["steps"]
-    (note,) = job.ranks[0].read_notes()
+    (note,) = job.ranks[0].read_events()
     assert (note.kind, note.step, note.round) == ("checkpoint_saved", first["steps"], 1)
     assert "the agent requested a stop" in note.reason
     assert note.extra["path"] == str(tmp_path / "shared" / f"r1-s{first['steps']}")
     assert note.extra["bytes"] == (Path(note.extra["path"]) / "state.pt").stat().st_size
 
 
-def test_sigterm_to_all_ranks_stops_them_at_one_step_where_there_is_no_agent(
-    start: Any, tmp_path: Path, wait_for: Any
-) -> None:
+def test_sigterm_without_agent_stops_at_one_step(start: Any, tmp_path: Path, wait_for: Any) -> None:
     # Without close() rank 0 leaves at once, and the store that it serves goes with it.
     options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": 20, "restore": False, "close": False}
     job = start("toy.py", options, ELASTICD_BEAT="")
@@ -80,24 +79,24 @@ def test_sigterm_to_all_ranks_stops_them_at_one_step_where_there_is_no_agent(
     assert first["steps"] == second["steps"]
 
 
-def test_sigterm_to_all_ranks_is_for_their_agent_to_judge(start: Any, wait_for: Any) -> None:
+def test_sigterm_under_agent_is_left_to_agent(start: Any, wait_for: Any) -> None:
     """Batch systems signal every process of a job, the agent too; and may mean one node of several."""
     job = start("toy.py", {**ENDLESS, "every": None, "restore": False})
     wait_for(stepped(job, 20), "20 steps")
     for rank in job.ranks:
         rank.kill(signal.SIGTERM)
-    beyond = job.ranks[0].read_beat().step + 50
+    beyond = job.ranks[0].read_heartbeat().step + 50
     wait_for(stepped(job, beyond), "steps after it")
     job.ranks[0].ask(STOP)
     first, second = job.results()
     assert first["steps"] == second["steps"] >= beyond
 
 
-def test_checkpoints_by_time_are_decided_by_rank_0(start: Any, tmp_path: Path) -> None:
+def test_checkpoints_by_time_follow_rank_0(start: Any, tmp_path: Path) -> None:
     options = {"steps": 150, "sleep": 0.004, "every": "100ms", "directory": str(tmp_path / "shared")}
     job = start("toy.py", options)
     job.results()
-    saved = [note for note in job.ranks[0].read_notes() if note.kind == "checkpoint_saved"]
+    saved = [note for note in job.ranks[0].read_events() if note.kind == "checkpoint_saved"]
     took = saved[-1].mono - saved[0].mono + saved[0].extra["seconds"]
     assert 2 <= len(saved) <= took / 0.1 + 2
     assert "every 0.1 s" in saved[0].reason
@@ -105,39 +104,41 @@ def test_checkpoints_by_time_are_decided_by_rank_0(start: Any, tmp_path: Path) -
     assert len(content["elasticd"]["rng"]) == 2
 
 
-def test_a_full_disk_is_survived_said_and_tried_again(start: Any, tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_retried(start: Any, tmp_path: Path) -> None:
     options = {"directory": str(tmp_path / "shared"), "full": [4, 10]}
     job = start("toy.py", options)
     job.results()
-    notes = job.ranks[0].read_notes()
-    assert [(note.kind.removeprefix("checkpoint_"), note.step) for note in notes] == [
+    events = job.ranks[0].read_events()
+    assert [(event.kind.removeprefix("checkpoint_"), event.step) for event in events] == [
         *(("saved", 3), ("failed", 6), ("failed", 9), ("saved", 12)),
     ]
-    assert notes[1].reason == "checkpoint of step 6 failed ([Errno 27] File too large); it is tried again every 3 steps"
-    assert notes[1].reason in job.ranks[0].errors()
+    assert (
+        events[1].reason == "checkpoint of step 6 failed ([Errno 27] File too large); it is tried again every 3 steps"
+    )
+    assert events[1].reason in job.ranks[0].errors()
     entries, _ = checkpoint.lineage(tmp_path / "shared", verify=True)
     assert [entry.manifest.step for entry in entries] == [12, 3]
 
 
-def test_a_directory_that_cannot_be_made_is_survived_and_noted(start: Any, tmp_path: Path) -> None:
+def test_unwritable_directory_is_reported(start: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     job = start("toy.py", {"directory": str(tmp_path / "file" / "shared"), "restore": False, "save": True})
     assert [each["steps"] for each in job.results()] == [12, 12]
     assert job.ranks[0].kinds() == ["message", *["checkpoint_failed"] * 5]
-    assert "Not a directory" in job.ranks[0].read_notes()[1].reason
+    assert "Not a directory" in job.ranks[0].read_events()[1].reason
 
 
-def test_what_could_not_be_loaded_again_is_refused_on_every_rank_naming_the_key(start: Any, tmp_path: Path) -> None:
+def test_unloadable_state_is_refused_on_every_rank(start: Any, tmp_path: Path) -> None:
     job = start("toy.py", {"directory": str(tmp_path / "shared"), "poison": True})
     assert job.codes() == [1, 1]
     for rank in job.ranks:
         assert "CheckpointRefused" in rank.errors()
         assert "poison" in rank.errors()
-        assert rank.read_beat().step == 3
+        assert rank.read_heartbeat().step == 3
     assert checkpoint.lineage(tmp_path / "shared") == ([], [])
 
 
-def test_a_directory_held_by_another_run_is_refused_on_every_rank(start: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_directory_of_other_run_is_refused_on_every_rank(start: Any, tmp_path: Path, wait_for: Any) -> None:
     directory = str(tmp_path / "shared")
     holder = start("toy.py", {**ENDLESS, "directory": directory}, world_size=1)
     wait_for(stepped(holder, 1), "the holder's first step")
@@ -150,13 +151,13 @@ def test_a_directory_held_by_another_run_is_refused_on_every_rank(start: Any, tm
     assert successor.codes() == [0]
 
 
-def test_the_scripts_own_exception_passes_through(start: Any, tmp_path: Path) -> None:
+def test_script_exception_passes_through(start: Any, tmp_path: Path) -> None:
     job = start("toy.py", {"directory": str(tmp_path / "shared"), "raise": [1, 5]})
     assert job.codes() == [1, 1]
     assert job.ranks[1].errors().endswith("RuntimeError: the script's own mistake\n")
 
 
-def test_a_verdict_that_does_not_come_raises_and_says_where_rank_0_is(start: Any) -> None:
+def test_missing_decision_raises_with_status_of_rank_0(start: Any) -> None:
     job = start("late.py")
     late, waiting = job.results()
     assert late["steps"] == 0
@@ -168,7 +169,7 @@ def test_a_verdict_that_does_not_come_raises_and_says_where_rank_0_is(start: Any
     assert job.ranks[1].errors().count("timed out after") <= 1, "torch says so for each wait that runs out"
 
 
-def test_a_store_that_is_gone_is_torchs_error_at_once_and_no_timeout(start: Any) -> None:
+def test_lost_store_raises_torch_error_at_once(start: Any) -> None:
     job = start("gone.py")
     assert job.codes() == [0, 0]
     seen = job.ranks[1].result()
@@ -179,13 +180,13 @@ def test_a_store_that_is_gone_is_torchs_error_at_once_and_no_timeout(start: Any)
 @pytest.mark.parametrize(
     "case", ["defaults", "own handler", "fork", "twice", "twice under a launcher", "before the first step"]
 )
-def test_sigterm_is_taken_only_where_nobody_else_wants_it(start: Any, case: str) -> None:
+def test_sigterm_handler_only_over_default_action(start: Any, case: str) -> None:
     job = start("sigterm.py", case, world_size=1, ELASTICD_BEAT="")
     expected = {"twice": -signal.SIGTERM, "before the first step": -signal.SIGTERM}.get(case, 0)
     assert job.codes() == [expected], job.ranks[0].errors()
 
 
-def test_mistakes_are_usage_errors_that_say_what_to_do(start: Any) -> None:
+def test_misuse_raises_usage_error_with_fix(start: Any) -> None:
     (said,) = start("mistakes.py", world_size=1).results()
     assert "--checkpoint-dir" in said["checkpoint without a directory"]
     assert "--checkpoint-dir" in said["restore without a directory"]

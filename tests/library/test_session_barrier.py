@@ -1,4 +1,4 @@
-"""`session.barrier` between real ranks: who comes passes, who does not is named, and nobody waits in silence."""
+"""`session.barrier` between real ranks: it releases all, or names the missing ones on every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def meet(start: Any, tmp_path: Path) -> Any:
 
 def waits_at(rank: Any, name: str) -> Callable[[], bool]:
     def look() -> bool:
-        beat = rank.read_beat()
+        beat = rank.read_heartbeat()
         return bool(beat.phase == Phase.BARRIER and beat.barrier == name)
 
     return look
@@ -43,31 +43,31 @@ def freeze(rank: Any, wait_for: Any) -> None:
     wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "a stopped process")
 
 
-def said_by(job: Any, rank: int, wait_for: Any) -> list[dict[str, Any]]:
+def barrier_error(job: Any, rank: int, wait_for: Any) -> list[dict[str, Any]]:
     """What the calls of this rank came to; the other ranks may go on for ever."""
     wait_for((job.ranks[rank].folder / "code").exists, f"the end of rank {rank}")
     calls: list[dict[str, Any]] = job.ranks[rank].result()["calls"]
     return calls
 
 
-def test_all_come_and_the_last_releases_the_others(meet: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_last_rank_releases_barrier(meet: Any, tmp_path: Path, wait_for: Any) -> None:
     job = meet({"*": [{"name": "epoch"}], "2": [{"name": "epoch", "await": "go"}]}, world_size=4)
     for rank in (0, 1, 3):
-        wait_for(waits_at(job.ranks[rank], "epoch"), "a beat that says where it waits")
+        wait_for(waits_at(job.ranks[rank], "epoch"), "the heartbeat to show where it waits")
     (tmp_path / "go").touch()
     for seen in job.results():
         assert "error" not in seen["calls"][0]
-    assert [rank.read_beat().phase for rank in job.ranks] == [Phase.STARTING] * 4
+    assert [rank.read_heartbeat().phase for rank in job.ranks] == [Phase.STARTING] * 4
 
 
-def test_any_name_any_number_of_times(meet: Any) -> None:
+def test_barrier_names_are_free_and_reusable(meet: Any) -> None:
     names = ["", "a/b", "ä ☃\n", "x" * 10_000, "epoch", "epoch"]
     job = meet({"*": [{"name": name, "times": 30, "timeout": 30} for name in names]}, world_size=3)
     for seen in job.results():
         assert [each.get("error") for each in seen["calls"]] == [None] * len(names)
 
 
-def test_one_that_does_not_come_is_named_with_its_step_and_phase_on_every_rank(meet: Any) -> None:
+def test_missing_rank_is_named_on_every_rank(meet: Any) -> None:
     wait = {"steps": 17, "name": "epoch", "timeout": 2.5}
     job = meet({"*": [wait], "2": [{"steps": 17, "phase": "eval", "await": "done.0"}]}, world_size=3)
     first, second = (seen["calls"][0] for seen in job.results()[:2])
@@ -81,17 +81,17 @@ def test_one_that_does_not_come_is_named_with_its_step_and_phase_on_every_rank(m
         assert 1.5 < said["waited"] <= said["seconds"] < 20
 
 
-def test_a_stopped_rank_is_told_by_its_last_word_and_its_age(meet: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_stopped_rank_is_named_with_age_of_status(meet: Any, tmp_path: Path, wait_for: Any) -> None:
     wait = {"steps": 5, "name": "there", "timeout": 2}
     job = meet({"0": [wait], "1": [{"steps": 5, "touch": "stepped"}, NEVER]}, together=[0], close=False)
     wait_for((tmp_path / "stepped").exists, "5 steps")
     freeze(job.ranks[1], wait_for)
-    (said,) = said_by(job, 0, wait_for)
+    (said,) = barrier_error(job, 0, wait_for)
     assert said["missing"] == [1]
     assert re.fullmatch(r".*: rank 1 \(step \d, phase \w+(?: for \d s)?, reported .* s ago\)", said["error"])
 
 
-def test_a_rank_that_comes_too_late_hears_so_at_once(meet: Any) -> None:
+def test_late_rank_gets_error_at_once(meet: Any) -> None:
     job = meet({"0": [{"name": "a", "timeout": 0.2}], "1": [{"await": "done.0", "name": "a", "timeout": 60}]})
     early, late = (seen["calls"][0] for seen in job.results())
     assert early["missing"] == late["missing"] == [1]
@@ -99,7 +99,7 @@ def test_a_rank_that_comes_too_late_hears_so_at_once(meet: Any) -> None:
     assert late["seconds"] < 20
 
 
-def test_ranks_that_were_too_late_once_meet_again_at_the_next(meet: Any) -> None:
+def test_barrier_works_after_a_missed_one(meet: Any) -> None:
     again = [{"name": "again", "times": 3, "timeout": 30}]
     job = meet({"0": [{"name": "a", "timeout": 0.2, "touch": "x"}, *again], "1": [{"sleep": 1, "name": "a"}, *again]})
     for seen in job.results():
@@ -107,27 +107,27 @@ def test_ranks_that_were_too_late_once_meet_again_at_the_next(meet: Any) -> None
         assert "error" not in seen["calls"][1]
 
 
-def test_the_least_patient_rank_ends_the_barrier_for_all(meet: Any, wait_for: Any) -> None:
+def test_shortest_timeout_ends_barrier_for_all(meet: Any, wait_for: Any) -> None:
     calls = {"0": [{"name": "a", "timeout": 600}], "1": [{"sleep": 0.1, "name": "a", "timeout": 1}], "2": [NEVER]}
     job = meet(calls, world_size=3, together=[0, 1], close=False)
-    first, second = (said_by(job, rank, wait_for)[0] for rank in (0, 1))
+    first, second = (barrier_error(job, rank, wait_for)[0] for rank in (0, 1))
     assert first["error"] == second["error"]
     assert first["missing"] == second["missing"] == [2]
     assert " said at some time before" not in first["error"], "rank 1 has looked twice"
 
 
-def test_where_the_first_to_come_is_stopped_another_gives_the_verdict(meet: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_another_rank_ends_barrier_of_stopped_first_rank(meet: Any, tmp_path: Path, wait_for: Any) -> None:
     wait = {"name": "a", "timeout": 1}
     job = meet({"*": [{"await": "go"}, wait], "1": [wait], "3": [NEVER]}, world_size=4, close=False, together=[0, 2])
     wait_for(waits_at(job.ranks[1], "a"), "rank 1 at the barrier")
     freeze(job.ranks[1], wait_for)
     (tmp_path / "go").touch()
-    first, second = (said_by(job, rank, wait_for)[1] for rank in (0, 2))
+    first, second = (barrier_error(job, rank, wait_for)[1] for rank in (0, 2))
     assert first["error"] == second["error"]
     assert 3 in first["missing"]
 
 
-def test_different_names_are_an_error_on_all_ranks_at_once(meet: Any) -> None:
+def test_different_names_raise_on_all_ranks(meet: Any) -> None:
     job = meet({"*": [{"name": "train", "timeout": 600}], "1": [{"name": "eval", "timeout": 600}]}, world_size=3)
     for seen in job.results():
         (said,) = seen["calls"]
@@ -136,23 +136,23 @@ def test_different_names_are_an_error_on_all_ranks_at_once(meet: Any) -> None:
         assert said["seconds"] < 20
 
 
-def test_a_rank_that_raised_before_is_missed_by_the_others(meet: Any, wait_for: Any) -> None:
+def test_rank_that_raised_before_is_missing(meet: Any, wait_for: Any) -> None:
     calls = {"*": [{"name": "epoch", "timeout": 0.5}], "1": [{"raise": "its own mistake"}]}
     job = meet(calls, world_size=3, together=[0, 2], close=False)
     for rank in (0, 2):
-        (said,) = said_by(job, rank, wait_for)
+        (said,) = barrier_error(job, rank, wait_for)
         assert said["missing"] == [1]
     assert job.codes()[1] == 1
     assert "its own mistake" in job.ranks[1].errors()
 
 
-def test_a_rank_that_closed_its_session_is_said_to_have_left(meet: Any) -> None:
+def test_closed_session_is_reported_as_exit(meet: Any) -> None:
     job = meet({"0": [{"await": "done.1"}, {"name": "a", "timeout": 0.5}], "1": []}, close=True)
     (_, said) = job.results()[0]["calls"]
     assert re.search(r"rank 1 \(step 0, phase exit, reported", said["error"])
 
 
-def test_a_rank_interrupted_at_a_barrier_does_not_keep_the_others(start: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_interrupted_rank_ends_barrier(start: Any, tmp_path: Path, wait_for: Any) -> None:
     job = start("interrupted.py", world_size=3, FOLDER=str(tmp_path))
     for rank in (0, 1):
         wait_for(waits_at(job.ranks[rank], "epoch"), f"rank {rank} at the barrier")
@@ -173,9 +173,8 @@ def silence(said: dict[str, Any], served: str) -> None:
     assert 0.5 <= said["waited"] <= said["seconds"] < 0.5 + 2 + MACHINE_S
 
 
-def test_a_frozen_store_does_not_keep_a_rank_and_who_gave_up_on_it_releases_nobody_later(
-    meet: Any, start: Any, tmp_path: Path, wait_for: Any
-) -> None:
+def test_frozen_store_times_out(meet: Any, start: Any, tmp_path: Path, wait_for: Any) -> None:
+    """A frozen store does not block a rank, and a rank that timed out on it releases nobody later."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     store = start("store.py", port, str(tmp_path / "serves"), world_size=1).ranks[0]
@@ -195,31 +194,31 @@ def test_a_frozen_store_does_not_keep_a_rank_and_who_gave_up_on_it_releases_nobo
     assert early["missing"] == [1]
 
 
-def test_a_stopped_rank_0_that_serves_the_store_does_not_keep_a_rank(meet: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_stopped_rank_0_that_serves_store_times_out(meet: Any, tmp_path: Path, wait_for: Any) -> None:
     calls = [{"touch": "here", "await": "frozen"}, {"name": "epoch", "timeout": 0.5}]
     job = meet({"0": [{"touch": "there"}, NEVER], "1": calls}, close=False, together=[1])
     wait_for(lambda: (tmp_path / "there").exists() and (tmp_path / "here").exists(), "the session on both ranks")
     freeze(job.ranks[0], wait_for)
     (tmp_path / "frozen").touch()
-    silence(said_by(job, 1, wait_for)[1], "served by rank 0's process")
+    silence(barrier_error(job, 1, wait_for)[1], "served by rank 0's process")
 
 
-def test_a_store_that_is_gone_is_torchs_error(meet: Any, wait_for: Any, tmp_path: Path) -> None:
+def test_lost_store_raises_torch_error(meet: Any, wait_for: Any, tmp_path: Path) -> None:
     job = meet({"0": [NEVER], "1": [{"name": "epoch", "timeout": 600}]}, close=False, together=[1])
     wait_for(waits_at(job.ranks[1], "epoch"), "rank 1 at the barrier")
     job.ranks[0].kill(signal.SIGKILL)
-    (said,) = said_by(job, 1, wait_for)
+    (said,) = barrier_error(job, 1, wait_for)
     assert said["type"] in ("DistNetworkError", "DistStoreError")
     assert said["seconds"] < 20
 
 
-def test_without_a_timeout_it_is_the_decisions(meet: Any) -> None:
+def test_default_timeout_is_decision_timeout(meet: Any) -> None:
     job = meet({"0": [{"name": "a"}], "1": [{"await": "done.0"}]}, decision_timeout=0.5)
     (said,) = job.results()[0]["calls"]
     assert " after 0.5 s: " in said["error"]
 
 
-def test_a_process_group_over_a_file_has_barriers_too(meet: Any, tmp_path: Path) -> None:
+def test_barrier_over_file_store(meet: Any, tmp_path: Path) -> None:
     late = [{"name": "a", "times": 10}, {"await": "done.0"}]
     job = meet(
         {"0": [{"name": "a", "times": 10}, {"name": "b", "timeout": 0.5}], "1": late}, file=str(tmp_path / "store")
@@ -229,6 +228,6 @@ def test_a_process_group_over_a_file_has_barriers_too(meet: Any, tmp_path: Path)
     assert missed["missing"] == [1]
 
 
-def test_a_group_of_one_passes(meet: Any) -> None:
+def test_group_of_one_passes(meet: Any) -> None:
     (seen,) = meet({"*": [{"name": "a", "times": 1000}]}, world_size=1).results()
     assert seen["calls"][0]["seconds"] < 5

@@ -1,4 +1,4 @@
-"""What a barrier asks of the store, what it leaves there, and what is known of the age of a rank's last word."""
+"""What a barrier costs the store, which keys it leaves, and what is known of a status's age."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def meet(barriers: list[Barriers], name: str, timeout: float | timedelta | None 
     return raised
 
 
-def test_a_barrier_costs_a_few_messages_a_rank_and_leaves_as_many_keys_as_there_are_ranks() -> None:
+def test_barrier_costs_few_messages_and_keys() -> None:
+    """A barrier costs a few messages a rank, and leaves as many keys as there are ranks."""
     store = Counting()
     with ranks(store) as barriers:
         before = store.asked
@@ -86,7 +87,7 @@ def test_a_barrier_costs_a_few_messages_a_rank_and_leaves_as_many_keys_as_there_
     assert store.inner.num_keys() <= 3 * RANKS + 3
 
 
-def test_a_barrier_that_runs_out_costs_a_few_messages_a_rank_too() -> None:
+def test_timed_out_barrier_costs_few_messages() -> None:
     store = Counting()
     with ranks(store) as barriers:
         before = store.asked
@@ -111,7 +112,7 @@ def test_two_threads_of_a_rank_cannot_wait_at_once() -> None:
         thread.join(20)
 
 
-def test_the_age_of_a_word_is_what_the_observers_own_looks_tell() -> None:
+def test_age_of_status_by_reads_of_observer() -> None:
     store = Counting()
     with ranks(store, 2):
         looks = StatusReader("a/1/")
@@ -129,7 +130,8 @@ def test_the_age_of_a_word_is_what_the_observers_own_looks_tell() -> None:
     assert re.fullmatch(r"step 7, phase exit, reported 0\.\d to \d\.\d s ago", looks.describe(0))
 
 
-def test_of_many_ranks_the_first_are_named_and_a_word_that_is_none_counts_as_none() -> None:
+def test_only_first_missing_ranks_are_listed() -> None:
+    """Of many missing ranks only the first are listed, and an invalid status counts as none."""
     store = Counting()
     store.set("a/1/status/0", "no json")
     store.set("a/1/status/1", '{"n": 1}')
@@ -142,13 +144,13 @@ def test_of_many_ranks_the_first_are_named_and_a_word_that_is_none_counts_as_non
     assert told.endswith("rank 15 (no status since the round began) and 84 more")
 
 
-def test_a_rank_says_where_it_waits_and_for_how_long() -> None:
+def test_status_has_barrier_and_duration() -> None:
     assert str(RankStatus(3, "eval", "", 1.9)) == "step 3, phase eval"
     assert str(RankStatus(3, "eval", "", 41.4)) == "step 3, phase eval for 41 s"
     assert str(RankStatus(3, "barrier", "epoch", 5)) == "step 3, waits at barrier 'epoch' for 5 s"
 
 
-def test_another_connection_to_a_store_of_a_torch_that_cannot_clone() -> None:
+def test_new_connection_without_clone() -> None:
     from torch.distributed import HashStore, PrefixStore, TCPStore
 
     class Old:
@@ -165,7 +167,7 @@ def test_another_connection_to_a_store_of_a_torch_that_cannot_clone() -> None:
     assert new_connection(memory) is memory
 
 
-def test_a_rank_that_does_not_come_to_a_checkpoint_is_named_before_it(start: Any, tmp_path: Path) -> None:
+def test_missing_rank_is_named_before_checkpoint(start: Any, tmp_path: Path) -> None:
     first, second = start("saves.py", str(tmp_path), "1.5").results()
     assert "barrier 'checkpoint at step 6': 1 of 2 ranks is missing after 1.5 s: rank 1 (step 5, " in first["error"]
     assert second["error"] == "rank 1 came too late to " + first["error"]

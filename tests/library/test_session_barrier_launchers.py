@@ -1,4 +1,4 @@
-"""`session.barrier` as people start scripts: under elasticd run and torchrun; plain python is in test_session.py."""
+"""`session.barrier` under elasticd run and torchrun; plain python is in test_session.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def job(tmp_path: Path, scripts: Path) -> Iterator[Job]:
     job.end()
 
 
-def test_under_elasticd_a_missed_barrier_is_a_restart_that_names_who_was_missing_and_blames_no_slot(job: Job) -> None:
+def test_missed_barrier_under_elasticd_restarts(job: Job) -> None:
+    """Under elasticd a missed barrier is a restart that names the missing rank and blames no slot."""
     assert job.wait() == 0, job.err
     assert sorted(re.findall(r"rank \d passed", job.out)) == ["rank 0 passed", "rank 1 passed"]
     again = job.event("round_published", round=2)
@@ -34,7 +35,7 @@ def test_under_elasticd_a_missed_barrier_is_a_restart_that_names_who_was_missing
 
 
 @pytest.mark.system
-def test_under_torchrun_the_error_names_who_was_missing(scripts: Path, environment: dict[str, str]) -> None:
+def test_missed_barrier_under_torchrun_names_rank(scripts: Path, environment: dict[str, str]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, str(scripts / "meet.py")],

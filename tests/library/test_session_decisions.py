@@ -1,4 +1,4 @@
-"""Decision points by themselves: how often, what they cost, what they leave in the store, and words between ranks."""
+"""Decision points by themselves: interval, cost, keys in the store, and messages between ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     step_s=st.floats(1e-6, 1e3),
     cost_s=st.floats(0, 1),
 )
-def test_the_interval_keeps_the_cost_down_and_only_doubles(interval: int, step_s: float, cost_s: float) -> None:
+def test_interval_limits_cost_and_only_doubles(interval: int, step_s: float, cost_s: float) -> None:
     found = next_interval(interval, step_s, cost_s)
     assert 1 <= found <= 2 * interval
     # Never further than the cost asks for, nor than a stop may wait.
@@ -66,14 +66,14 @@ def test_the_interval_keeps_the_cost_down_and_only_doubles(interval: int, step_s
         (0.001, 0.1, 10_000),  # the store is slow: a stop waits 10 s, not 100
     ],
 )
-def test_the_interval_settles_where_the_cost_is_a_thousandth(step_s: float, cost_s: float, settled: int) -> None:
+def test_interval_settles_at_cost_share(step_s: float, cost_s: float, settled: int) -> None:
     interval = 1
     for _ in range(20):
         interval = next_interval(interval, step_s, cost_s)
     assert interval == pytest.approx(settled, abs=1)
 
 
-def test_all_ranks_get_rank_0s_verdict_at_the_same_steps_and_old_ones_are_deleted() -> None:
+def test_all_ranks_get_same_decisions_and_old_are_deleted() -> None:
     ranks = channels(3)
     wishes: dict[int, tuple[Action, str]] = {20: ("save", "it is time"), 30: ("stop", "enough")}
     asked = []
@@ -102,7 +102,7 @@ def test_all_ranks_get_rank_0s_verdict_at_the_same_steps_and_old_ones_are_delete
     assert [(verdict.action, verdict.reason) for verdict in (first[19], first[29])] == [wishes[20], wishes[30]]
 
 
-def test_the_store_does_not_fill_up() -> None:
+def test_old_decisions_are_deleted() -> None:
     shared = store()
     decisions = DecisionPoints(StoreChannel(0, 2, shared, "a", 5), lambda: ("continue", ""), max_stored=8)
     for step in range(1, 10_000):
@@ -110,14 +110,14 @@ def test_the_store_does_not_fill_up() -> None:
     assert shared.num_keys() <= 10
 
 
-def test_a_verdict_that_is_none_is_refused() -> None:
+def test_invalid_decision_is_refused() -> None:
     first, second = channels(2)
     first.put("decision/1", b'{"step": 1}')
     with pytest.raises(WireError, match="step 1"):
         DecisionPoints(second, lambda: ("continue", "")).at(1)
 
 
-def test_a_wait_ends_at_its_deadline_and_names_who_is_missing() -> None:
+def test_wait_ends_at_deadline_and_names_missing_rank() -> None:
     ranks = channels(4, timeout_s=0.2)
     ranks[2].collect("random/1", b"2", "random states")
     with pytest.raises(DecisionTimeout, match=r"rank 0 waited 0\.2 s for ranks 1, 3: random states"):
@@ -126,7 +126,7 @@ def test_a_wait_ends_at_its_deadline_and_names_who_is_missing() -> None:
         ranks[3].on_rank0("plan", "the plan", dict)
 
 
-def test_what_rank_0_collects_is_in_order_and_leaves_nothing_behind() -> None:
+def test_collect_is_ordered_and_leaves_no_keys() -> None:
     ranks = channels(3)
     before = ranks[0].store.num_keys()
     ranks[2].collect("x", b"two", "")
@@ -142,7 +142,7 @@ def test_what_rank_0_collects_is_in_order_and_leaves_nothing_behind() -> None:
         (OSError("no"), ElasticdError("on rank 0: OSError: no")),
     ],
 )
-def test_what_rank_0_raises_every_rank_raises(raised: Exception, on_others: Exception) -> None:
+def test_error_on_rank_0_is_raised_on_every_rank(raised: Exception, on_others: Exception) -> None:
     first, second = channels(2)
 
     def fail() -> dict[str, Any]:
@@ -154,7 +154,7 @@ def test_what_rank_0_raises_every_rank_raises(raised: Exception, on_others: Exce
     assert str(results[1]) == str(on_others)
 
 
-def test_a_second_session_reads_nothing_of_the_first() -> None:
+def test_second_session_reads_nothing_of_first() -> None:
     shared = store()
     old = [StoreChannel(rank, 2, shared, "a", 5) for rank in range(2)]
     old[0].on_rank0("k", "it", lambda: {"n": 1})

@@ -1,4 +1,4 @@
-"""Holds: all ranks wait at one step, right after its checkpoint, and either go on from there or are killed there."""
+"""Pauses: all ranks wait at one step, right after its checkpoint, and continue or are killed there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elasticd.coordination.decisions import Action, DecisionPoints
 from elasticd.coordination.pause import TIMEOUT_S, PauseController, timeout_from_environment
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import DecisionTimeout, UsageError
-from elasticd.heartbeat import record as beat
+from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat.record import PAUSE, PAUSE_BARRIER, STOP, Phase
 from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader, WorkerEventWriter
 
@@ -22,24 +22,24 @@ ENDLESS = {"steps": 10**9, "sleep": 0.002}
 NEVER_DUE = 10**6
 
 
-def held_at(job: Any, wait_for: Any) -> int:
+def paused_at(job: Any, wait_for: Any) -> int:
     """Ask for a hold; the step at which all ranks wait."""
     job.ranks[0].ask(PAUSE)
-    note: WorkerEvent = wait_for(lambda: noted(job, "paused"), "the hold")[0]
+    note: WorkerEvent = wait_for(lambda: events_of(job, "paused"), "the pause")[0]
     assert note.step is not None
     for rank in job.ranks:
-        wait_for(lambda rank=rank: rank.read_beat().barrier == PAUSE_BARRIER, "a rank to wait")
-        seen = rank.read_beat()
+        wait_for(lambda rank=rank: rank.read_heartbeat().barrier == PAUSE_BARRIER, "a rank to wait")
+        seen = rank.read_heartbeat()
         assert (seen.phase, seen.step) == (Phase.BARRIER, note.step)
     return note.step
 
 
-def noted(job: Any, kind: str) -> list[WorkerEvent]:
-    return [note for note in job.ranks[0].read_notes() if note.kind == kind]
+def events_of(job: Any, kind: str) -> list[WorkerEvent]:
+    return [note for note in job.ranks[0].read_events() if note.kind == kind]
 
 
 def stepped(job: Any, step: int) -> Callable[[], bool]:
-    return lambda: all(rank.read_beat().step >= step for rank in job.ranks)
+    return lambda: all(rank.read_heartbeat().step >= step for rank in job.ranks)
 
 
 def steps_saved(directory: Path) -> list[int]:
@@ -47,32 +47,33 @@ def steps_saved(directory: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("world_size", "every"), [(2, NEVER_DUE), (1, 1)])
-def test_all_ranks_wait_after_a_checkpoint_and_go_on_when_the_request_is_withdrawn(
+def test_pause_ends_when_request_is_withdrawn(
     start: Any, tmp_path: Path, wait_for: Any, world_size: int, every: int
 ) -> None:
+    """All ranks wait after a checkpoint, and continue when the request is withdrawn."""
     options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": every}
     job = start("toy.py", options, world_size=world_size, round=3)
-    step = held_at(job, wait_for)
+    step = paused_at(job, wait_for)
     assert steps_saved(tmp_path / "shared")[0] == step
     job.ranks[0].ask(0)
-    wait_for(stepped(job, step + 5), "steps after the hold")
+    wait_for(stepped(job, step + 5), "steps after the pause")
     for rank in job.ranks:
-        assert (rank.read_beat().phase, rank.read_beat().barrier) != (Phase.BARRIER, PAUSE_BARRIER)
+        assert (rank.read_heartbeat().phase, rank.read_heartbeat().barrier) != (Phase.BARRIER, PAUSE_BARRIER)
     job.ranks[0].ask(STOP)
     results = job.results()
     assert {each["steps"] for each in results} == {results[0]["steps"]}
-    (holding,), (over,) = noted(job, "paused"), noted(job, "pause_ended")
+    (holding,), (over,) = events_of(job, "paused"), events_of(job, "pause_ended")
     assert (holding.round, holding.reason) == (3, f"paused at step {step} for the next round, up to 30 s")
     assert (over.step, over.reason) == (step, f"the pause at step {step} is over: the agent withdrew its request")
     assert over.extra["seconds"] <= over.mono - holding.mono
-    saved = [note for note in noted(job, "checkpoint_saved") if note.step == step]
+    saved = [note for note in events_of(job, "checkpoint_saved") if note.step == step]
     assert len(saved) == 1
     assert saved[0].mono <= holding.mono
 
 
-def test_ranks_that_are_killed_in_a_hold_resume_at_that_very_step(start: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_ranks_killed_in_pause_resume_at_its_step(start: Any, tmp_path: Path, wait_for: Any) -> None:
     broken = start("toy.py", {"directory": str(tmp_path / "broken"), "every": NEVER_DUE, "sleep": 0.05})
-    step = held_at(broken, wait_for)
+    step = paused_at(broken, wait_for)
     assert step < 12
     broken.kill()
     whole = start("toy.py", {"directory": str(tmp_path / "whole")})
@@ -84,27 +85,27 @@ def test_ranks_that_are_killed_in_a_hold_resume_at_that_very_step(start: Any, tm
     ]
 
 
-def test_a_hold_that_ran_out_is_not_repeated_before_another_request(start: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_timed_out_pause_is_not_repeated(start: Any, tmp_path: Path, wait_for: Any) -> None:
     # Holding needs no checkpoint() where restore() has named the directory.
     options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": None}
     job = start("toy.py", options, ELASTICD_HOLD_TIMEOUT_S="0.25")
     job.ranks[0].ask(PAUSE)
-    over = wait_for(lambda: noted(job, "pause_ended"), "the end of the hold")[0]
+    over = wait_for(lambda: events_of(job, "pause_ended"), "the end of the pause")[0]
     assert over.reason.endswith("is over: no new round started within 0.25 s")
     assert over.extra["seconds"] >= 0.25
-    wait_for(stepped(job, over.step + 50), "steps after the hold")
+    wait_for(stepped(job, over.step + 50), "steps after the pause")
     job.ranks[0].ask(PAUSE | 1 << 8)
-    wait_for(lambda: len(noted(job, "pause_ended")) == 2, "the end of the second hold")
+    wait_for(lambda: len(events_of(job, "pause_ended")) == 2, "the end of the second pause")
     job.ranks[0].ask(STOP)
     first, second = job.results()
     assert first["steps"] == second["steps"]
     assert job.ranks[0].kinds() == ["checkpoint_saved", "paused", "pause_ended"] * 2
 
 
-def test_without_a_checkpoint_directory_a_request_is_answered_and_training_goes_on(start: Any, wait_for: Any) -> None:
+def test_pause_without_directory_is_refused(start: Any, wait_for: Any) -> None:
     job = start("toy.py", {**ENDLESS, "every": None, "restore": False})
     job.ranks[0].ask(PAUSE)
-    note = wait_for(lambda: noted(job, "cannot_pause"), "the answer")[0]
+    note = wait_for(lambda: events_of(job, "cannot_pause"), "the answer")[0]
     assert note.reason.endswith("nothing is attached, or the script uses no checkpoint directory")
     wait_for(stepped(job, note.step + 50), "steps after it")
     job.ranks[0].ask(STOP)
@@ -113,12 +114,12 @@ def test_without_a_checkpoint_directory_a_request_is_answered_and_training_goes_
     assert [each.kind for each in WorkerEventReader(job.ranks[0].notes).read()[0]] == ["cannot_pause"]
 
 
-def test_a_full_disk_means_no_hold(start: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_pause_with_full_disk_is_refused(start: Any, tmp_path: Path, wait_for: Any) -> None:
     options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": NEVER_DUE, "full": [2, 10**9]}
     job = start("toy.py", options)
     wait_for(stepped(job, 3), "the full disk")
     job.ranks[0].ask(PAUSE)
-    note = wait_for(lambda: noted(job, "cannot_pause"), "the answer")[0]
+    note = wait_for(lambda: events_of(job, "cannot_pause"), "the answer")[0]
     assert note.reason == f"no pause at step {note.step}: its checkpoint could not be saved"
     wait_for(stepped(job, note.step + 50), "steps after it")
     job.ranks[0].ask(STOP)
@@ -128,27 +129,27 @@ def test_a_full_disk_means_no_hold(start: Any, tmp_path: Path, wait_for: Any) ->
     assert steps_saved(tmp_path / "shared") == []
 
 
-def test_a_stop_ends_the_hold_at_its_step(start: Any, tmp_path: Path, wait_for: Any) -> None:
+def test_stop_ends_pause_at_its_step(start: Any, tmp_path: Path, wait_for: Any) -> None:
     job = start("toy.py", {**ENDLESS, "directory": str(tmp_path / "shared"), "every": NEVER_DUE})
-    step = held_at(job, wait_for)
+    step = paused_at(job, wait_for)
     job.ranks[0].ask(STOP)
     assert [(each["steps"], each["stopped"]) for each in job.results()] == [(step, True)] * 2
     assert job.ranks[0].kinds() == ["checkpoint_saved", "paused", "pause_ended"]
-    assert noted(job, "pause_ended")[0].reason == f"the pause at step {step} is over: the agent requested a stop"
+    assert events_of(job, "pause_ended")[0].reason == f"the pause at step {step} is over: the agent requested a stop"
 
 
 class Agent:
-    """A beat and a notes file with both sides of each."""
+    """A heartbeat and an event file with both sides of each."""
 
     def __init__(self, folder: Path, timeout_s: float = 5) -> None:
-        beat.create(folder / "beat")
-        self.holds = PauseController(
-            beat.HeartbeatWriter(folder / "beat"), WorkerEventWriter(folder / "notes"), timeout_s
+        heartbeat.create(folder / "beat")
+        self.pauses = PauseController(
+            heartbeat.HeartbeatWriter(folder / "beat"), WorkerEventWriter(folder / "notes"), timeout_s
         )
         self._beat, self._notes = folder / "beat", WorkerEventReader(folder / "notes")
 
     def ask(self, word: int) -> None:
-        with beat.HeartbeatReader(self._beat) as reader:
+        with heartbeat.HeartbeatReader(self._beat) as reader:
             reader.request(word)
 
     def kinds(self) -> list[str]:
@@ -159,41 +160,41 @@ def not_stopped() -> str:
     return ""
 
 
-def test_a_request_has_one_answer_and_counts_again_after_another_word(tmp_path: Path) -> None:
+def test_request_has_one_answer_until_it_changes(tmp_path: Path) -> None:
     agent = Agent(tmp_path, timeout_s=0)
-    assert not agent.holds.should_pause(1, able=False)
+    assert not agent.pauses.should_pause(1, able=False)
     assert agent.kinds() == []
     agent.ask(PAUSE)
-    assert not agent.holds.should_pause(2, able=False)
-    assert not agent.holds.should_pause(3, able=False)
+    assert not agent.pauses.should_pause(2, able=False)
+    assert not agent.pauses.should_pause(3, able=False)
     assert agent.kinds() == ["cannot_pause"]
     agent.ask(PAUSE | 1 << 8)
-    assert agent.holds.should_pause(4, able=True)
-    assert agent.holds.wait(4, saved=True, stop=not_stopped)[0] == "continue"
-    assert not agent.holds.should_pause(5, able=True)
+    assert agent.pauses.should_pause(4, able=True)
+    assert agent.pauses.wait(4, saved=True, stop=not_stopped)[0] == "continue"
+    assert not agent.pauses.should_pause(5, able=True)
     assert agent.kinds() == ["can_pause", "paused", "pause_ended"]
     agent.ask(0)
-    assert not agent.holds.should_pause(6, able=True)
+    assert not agent.pauses.should_pause(6, able=True)
     agent.ask(PAUSE | 1 << 8)
-    assert agent.holds.should_pause(7, able=True)
-    assert agent.holds.wait(7, saved=False, stop=not_stopped)[0] == "continue"
-    assert not agent.holds.should_pause(8, able=True)
+    assert agent.pauses.should_pause(7, able=True)
+    assert agent.pauses.wait(7, saved=False, stop=not_stopped)[0] == "continue"
+    assert not agent.pauses.should_pause(8, able=True)
     assert agent.kinds() == ["cannot_pause"]
 
 
-def test_a_hold_that_was_withdrawn_may_be_asked_for_again_at_once(tmp_path: Path) -> None:
+def test_withdrawn_pause_may_be_requested_again(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     agent.ask(PAUSE)
-    assert agent.holds.should_pause(1, able=True)
+    assert agent.pauses.should_pause(1, able=True)
     agent.ask(0)
-    assert agent.holds.wait(1, saved=True, stop=not_stopped) == (
+    assert agent.pauses.wait(1, saved=True, stop=not_stopped) == (
         *("continue", "the pause at step 1 is over: the agent withdrew its request"),
     )
     agent.ask(PAUSE)
-    assert agent.holds.should_pause(2, able=True)
+    assert agent.pauses.should_pause(2, able=True)
 
 
-def test_who_waits_for_the_end_of_a_hold_waits_longer_but_not_for_ever() -> None:
+def test_wait_for_end_of_pause_has_longer_deadline() -> None:
     from torch._C._distributed_c10d import HashStore
 
     shared = HashStore()
@@ -218,7 +219,7 @@ def test_who_waits_for_the_end_of_a_hold_waits_longer_but_not_for_ever() -> None
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
-def test_a_time_that_cannot_be_is_a_usage_error(text: str) -> None:
+def test_invalid_pause_timeout_raises_usage_error(text: str) -> None:
     assert timeout_from_environment({}) == TIMEOUT_S
     assert timeout_from_environment({"ELASTICD_HOLD_TIMEOUT_S": "2.5"}) == 2.5
     with pytest.raises(UsageError, match="ELASTICD_HOLD_TIMEOUT_S"):

@@ -1,4 +1,4 @@
-"""A run that was killed and resumed ends where the uninterrupted one does; and what a resume says when it cannot."""
+"""A killed and resumed run ends where the uninterrupted one does; what a resume reports when it cannot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def steps_of(directory: Path) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(start: Any, tmp_path: Path, optimizer: str) -> None:
+def test_resumed_run_equals_uninterrupted_run(start: Any, tmp_path: Path, optimizer: str) -> None:
     whole = start("toy.py", {"optimizer": optimizer, "directory": str(tmp_path / "whole")})
     broken = start("toy.py", {"optimizer": optimizer, "directory": str(tmp_path / "broken"), "die": 8})
     assert -9 in broken.codes()
@@ -31,15 +31,14 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(start: Any, tmp_pat
         assert {**first, "round": 2, "resumed": [1, 6, 2]} == second
     assert before[0]["draw"] != before[1]["draw"], "the ranks' streams differ, so each rank's own was restored"
     assert steps_of(tmp_path / "broken") == [(2, 12), (2, 9), (2, 6)]
-    note = resumed.ranks[0].read_notes()[0]
+    note = resumed.ranks[0].read_events()[0]
     assert (note.kind, note.step, note.extra["from_round"], note.extra["from_step"]) == ("resumed", 6, 1, 6)
     assert resumed.ranks[0].kinds() == ["resumed", "checkpoint_saved", "checkpoint_saved"]
     assert resumed.ranks[1].kinds() == []
 
 
-def test_a_resume_in_the_middle_of_an_epoch_is_bit_equal_with_a_loader_that_has_its_own_generator(
-    start: Any, tmp_path: Path
-) -> None:
+def test_mid_epoch_resume_with_own_generator_is_exact(start: Any, tmp_path: Path) -> None:
+    """A resume in the middle of an epoch is bit-equal with a DataLoader that has its own generator."""
     whole = start("loader.py", str(tmp_path / "whole"), "0", world_size=1)
     assert start("loader.py", str(tmp_path / "broken"), "13", world_size=1).codes() == [9]
     resumed = start("loader.py", str(tmp_path / "broken"), "0", world_size=1, round=2)
@@ -47,7 +46,7 @@ def test_a_resume_in_the_middle_of_an_epoch_is_bit_equal_with_a_loader_that_has_
     assert checkpoint.lineage(tmp_path / "broken")[0][0].manifest.cursor is not None
 
 
-def test_another_world_size_goes_on_and_says_what_it_could_not_use(start: Any, tmp_path: Path) -> None:
+def test_resume_with_other_world_size_notes_unused_state(start: Any, tmp_path: Path) -> None:
     directory = str(tmp_path / "shared")
     start("toy.py", {"directory": directory, "steps": 6}).results()
     (one,) = start("toy.py", {"directory": directory, "steps": 9}, world_size=1, round=2).results()
@@ -58,11 +57,11 @@ def test_another_world_size_goes_on_and_says_what_it_could_not_use(start: Any, t
     assert [each["resumed"] for each in two] == [[2, 9, 1]] * 2
     said = "saved by 1 rank, now 2: there is no random state for rank 1, which keeps its own"
     assert [each["notes"] for each in two] == [[said]] * 2
-    assert said in job.ranks[0].read_notes()[0].reason
+    assert said in job.ranks[0].read_events()[0].reason
     assert [each["steps"] for each in two] == [12, 12]
 
 
-def test_a_damaged_checkpoint_is_skipped_said_and_its_predecessor_used(start: Any, tmp_path: Path) -> None:
+def test_restore_skips_damaged_checkpoint(start: Any, tmp_path: Path) -> None:
     directory = tmp_path / "shared"
     start("toy.py", {"directory": str(directory), "steps": 9}, world_size=1).results()
     damaged = directory / "r1-s9" / "state.pt"
@@ -71,24 +70,24 @@ def test_a_damaged_checkpoint_is_skipped_said_and_its_predecessor_used(start: An
     damaged.write_bytes(content)
     job = start("toy.py", {"directory": str(directory)}, round=2)
     assert [each["resumed"] for each in job.results()] == [[1, 6, 1]] * 2
-    note = job.ranks[0].read_notes()[0]
+    note = job.ranks[0].read_events()[0]
     assert (note.kind, note.extra["path"]) == ("checkpoint_skipped", str(directory / "r1-s9"))
     assert "checksum" in note.reason
 
 
-def test_a_directory_that_is_not_shared_is_said_and_rank_0_sends_the_state(start: Any, tmp_path: Path) -> None:
+def test_unshared_directory_is_reported_and_rank_0_sends(start: Any, tmp_path: Path) -> None:
     directory, elsewhere = str(tmp_path / "here"), str(tmp_path / "elsewhere")
     start("toy.py", {"directory": directory, "steps": 6}).results()
     job = start("toy.py", {"directory": directory, "apart": elsewhere}, round=2)
     uninterrupted = start("toy.py", {"directory": str(tmp_path / "whole")}, round=2)
     for first, second in zip(uninterrupted.results(), job.results(), strict=True):
         assert {**first, "resumed": [1, 6, 2]} == second
-    (note,) = (note for note in job.ranks[0].read_notes() if note.kind == "message")
+    (note,) = (note for note in job.ranks[0].read_events() if note.kind == "message")
     assert "rank 1 cannot read" in note.reason
     assert "shared" in note.reason
 
 
-def test_a_rank_that_cannot_load_makes_every_rank_raise(start: Any, tmp_path: Path) -> None:
+def test_rank_that_cannot_load_makes_every_rank_raise(start: Any, tmp_path: Path) -> None:
     directory = str(tmp_path / "shared")
     start("toy.py", {"directory": directory, "steps": 3, "wrap": "bare"}).results()
     job = start("toy.py", {"directory": directory, "wrap": "bare", "wider": 1}, round=2)
@@ -97,7 +96,7 @@ def test_a_rank_that_cannot_load_makes_every_rank_raise(start: Any, tmp_path: Pa
     assert "size mismatch for 2.weight" in job.ranks[1].errors()
 
 
-def test_wrappers_leave_no_trace_in_a_checkpoint(start: Any, tmp_path: Path) -> None:
+def test_checkpoint_has_no_wrapper_names(start: Any, tmp_path: Path) -> None:
     digests = set()
     for number, wrap in enumerate(["inner", "bare", "compiled", "inner", "ddp"], start=1):
         options = {"directory": str(tmp_path / "shared"), "steps": 3, "wrap": wrap}
@@ -110,9 +109,7 @@ def test_wrappers_leave_no_trace_in_a_checkpoint(start: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.system
-def test_under_torchrun_and_in_plain_python_each_start_is_the_next_round(
-    scripts: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_each_start_without_agent_is_next_round(scripts: Path, environment: dict[str, str], tmp_path: Path) -> None:
     script = str(scripts / "toy.py")
     options = '{"directory": "%s", "steps": %d}'
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]

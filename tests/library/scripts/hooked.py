@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elasticd.heartbeat import optimizer_hook
-from elasticd.heartbeat import record as beat
+from elasticd.heartbeat import record as heartbeat
 
 torch.set_num_threads(1)
 
@@ -169,7 +169,7 @@ def copied() -> None:
 
 def taken_over(path: str) -> None:
     """A session counts from its first step on; the hook no more."""
-    session = beat.HeartbeatWriter(path)
+    session = heartbeat.HeartbeatWriter(path)
     train(torch.optim.SGD, steps=3)
     session.step(100)
     train(torch.optim.SGD, steps=3)
@@ -197,14 +197,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in [*CASES, "taken_over"]:
             path = f"{folder}/{name}"
-            beat.create(path)
-            remove = optimizer_hook.install_optimizer_hook(beat.HeartbeatWriter(path))
+            heartbeat.create(path)
+            remove = optimizer_hook.install_optimizer_hook(heartbeat.HeartbeatWriter(path))
             if name == "taken_over":
                 taken_over(path)
             else:
                 CASES[name]()
             remove()
-            with beat.HeartbeatReader(path) as reader:
+            with heartbeat.HeartbeatReader(path) as reader:
                 found = reader.read()
             seen[name] = [found.step, found.source.name]
     sys.stdout.write(json.dumps(seen) + "\n")

@@ -13,7 +13,7 @@ import sys
 import torch
 from elasticd.heartbeat import optimizer_hook, record as beat
 before = 'torch._dynamo' in sys.modules
-optimizer_hook.install_optimizer_hook(beat.NullHeartbeat())
+optimizer_hook.install_optimizer_hook(heartbeat.NullHeartbeat())
 print(['torch._dynamo'] if 'torch._dynamo' in sys.modules and not before else [])
 """
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elasticd.heartbeat import record as beat
+from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
 from elasticd.heartbeat.thread import HeartbeatThread
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.set_num_threads(1)
-writer = beat.from_environment()
+writer = heartbeat.from_environment()
 pulse = HeartbeatThread(writer, os.environ["ELASTICD_BEAT"] + ".flight")
 
 
@@ -102,14 +102,14 @@ def exits() -> None:
     children = []
     for number in range(int(sys.argv[2])):
         path = f"{os.environ['ELASTICD_BEAT']}-{number}"
-        beat.create(path)
+        heartbeat.create(path)
         pid = os.fork()
         if pid == 0:
-            mine = beat.HeartbeatWriter(path)
+            mine = heartbeat.HeartbeatWriter(path)
             HeartbeatThread(mine, path + ".flight", period_s=0.0001).start()
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             all_reduce(1 + number)
-            with beat.HeartbeatReader(path) as reader:
+            with heartbeat.HeartbeatReader(path) as reader:
                 reader.request_dump()
             if number % 3 == 1:
                 dist.destroy_process_group()
