@@ -1,8 +1,8 @@
-"""Many agents as threads of one process: real members, stores and knock ports, but no workers.
+"""Many agents as threads of one process: real members, stores and probe ports, but no workers.
 
 Started by rendezvous.py as `python -m benchmarks.agents STORE HOST PORT JOB MIN MAX LEASE NAME…`. It reads one command
-a line ("go", "kill NAME…", "fail NUMBER NAME", "start NAME…", "traffic", "end") and answers with JSON lines: what each
-agent heard, by time.monotonic(), which is one clock for the whole machine.
+a line ("go", "kill NAME…", "fail NUMBER NAME", "start NAME…", "traffic", "end") and answers with JSON lines: the
+notices of each agent, with time.monotonic(), which is one clock for the whole machine.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ hundreds wait for four, and would do little else. Each gives it up by itself wit
 FULL_COLLECTIONS = 1_000_000
 """A full garbage collection here visits the objects of hundreds of agents, so there are none. A real agent has its own
 few, and young objects are collected as everywhere."""
-_talking = threading.Lock()
+_printing = threading.Lock()
 
 
-def say(**said: object) -> None:
-    with _talking:
-        print(json.dumps({"at": time.monotonic(), **said}), flush=True)
+def report(**fields: object) -> None:
+    with _printing:
+        print(json.dumps({"at": time.monotonic(), **fields}), flush=True)
 
 
 class SimulatedAgent:
-    """Hears rounds and says that it has started them."""
+    """Follows rounds and reports that it has started them."""
 
     def __init__(
-        self, name: str, store: Store, kind: str, hosts: bool, job: str, asked: Requirements, policy: Policy
+        self, name: str, store: Store, kind: str, hosts: bool, job: str, requirements: Requirements, policy: Policy
     ) -> None:
         self.name, self.store = name, store
         incarnation = f"{name}-{time.monotonic_ns()}"
@@ -66,40 +66,42 @@ class SimulatedAgent:
             keys,
             policy,
             record,
-            asked,
+            requirements,
             LocalFacts(),
             b"{}",
             lambda a, b: None,
             lambda nodes: probe_nodes(nodes, knock_s),
-            self.said,
+            self.log,
             may_lead=lambda: kind == "etcd" or hosts,
             others_may_lead=lambda: kind == "etcd",
             single_key_cas=kind != "etcd",
             keep_links=self.lines.keep,
         )
         self._member = member
-        self._thread = MemberThread(member, self.heard, hosts)
+        self._thread = MemberThread(member, self.on_notice, hosts)
         self._thread.start()
 
     @property
     def plans(self) -> bool:
         return self._member.leads
 
-    def said(self, sentence: str) -> None:
-        say(kind="said", node=self.name, sentence=sentence)
+    def log(self, sentence: str) -> None:
+        report(kind="log", node=self.name, sentence=sentence)
 
-    def heard(self, news: Notice | DriverFailed) -> None:
-        match news:
+    def on_notice(self, notice: Notice | DriverFailed) -> None:
+        match notice:
             case RoundPublished(round):
                 if round.member(self.name) is not None:
                     self._member.update_record(
                         ready_round=round.number, stepped_round=round.number, can_pause=round.number
                     )
-                say(kind="round", node=self.name, number=round.number, size=len(round.members), why=round.reason[:1000])
+                report(
+                    kind="round", node=self.name, number=round.number, size=len(round.members), why=round.reason[:1000]
+                )
             case PauseRequested(number, on=True):
                 self._member.update_record(paused=number)
             case DriverFailed(error):
-                say(kind="broken", node=self.name, error=repr(error))
+                report(kind="broken", node=self.name, error=repr(error))
 
     def die(self) -> None:
         """As a killed process: its port refuses and its lines break. `bury` takes what the kernel would."""
@@ -112,7 +114,7 @@ class SimulatedAgent:
         self._thread.abandon()
 
     def fail(self, number: int) -> None:
-        """What gloo's reset connections make every survivor say."""
+        """The report of every survivor when gloo's connections are reset."""
         self._member.report_failure(Failure(number, self.name, "crash", (), "lost its peers"), time.monotonic())
 
     def end(self) -> None:
@@ -144,7 +146,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # some six an agent
     kind, host, port, job, fewest, most, lease, *names = sys.argv[1:]
     policy = policy_of(float(lease))
-    asked = Requirements(1, 1, int(fewest), int(most), last_call_s=LAST_CALL_S)
+    requirements = Requirements(1, 1, int(fewest), int(most), last_call_s=LAST_CALL_S)
     first = True
 
     def start(name: str) -> SimulatedAgent:
@@ -156,9 +158,9 @@ def main() -> None:
             if kind == "etcd"
             else C10dStore(host, int(port), serve=hosts, timeout_s=policy.store_timeout_s)
         )
-        return SimulatedAgent(name, store, kind, hosts, job, asked, policy)
+        return SimulatedAgent(name, store, kind, hosts, job, requirements, policy)
 
-    say(kind="ready")
+    report(kind="ready")
     agents: dict[str, SimulatedAgent] = {}
     for line in sys.stdin:
         verb, *words = line.split()
@@ -173,14 +175,14 @@ def main() -> None:
                 gone = [agents.pop(name) for name in words]
                 with ThreadPoolExecutor(len(gone)) as at_once:  # as when a rack loses power
                     list(at_once.map(SimulatedAgent.die, gone))
-                say(kind="killed")
+                report(kind="killed")
                 for agent in gone:
                     agent.release()
             case "fail":
                 agents[words[1]].fail(int(words[0]))
             case "traffic":
                 used = {name: dataclasses.asdict(agent.store.traffic) for name, agent in agents.items()}
-                say(kind="traffic", nodes=used, plan=[name for name, agent in agents.items() if agent.plans])
+                report(kind="traffic", nodes=used, plan=[name for name, agent in agents.items() if agent.plans])
             case "end":
                 break
     for agent in agents.values():

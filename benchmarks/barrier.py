@@ -3,8 +3,8 @@
     python -m benchmarks.barrier [--processes 2 4 8] [--times 300]
 
 Ranks are forked from one process that has imported torch; the round's store is a process of its own, as under an agent.
-The three take turns in an order drawn anew each time. Before each, all ranks meet; what counts is the time of the rank
-that was inside for longest. At rest: what the word that each rank says once a second takes of the store's time.
+The three take turns in an order drawn anew each time. Before each, all ranks meet; the time of the rank that was
+inside for longest counts. At rest: the store's time for the status that each rank publishes once a second.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--times", type=int, default=300)
-    parser.add_argument("--words", type=int, default=5_000)
+    parser.add_argument("--statuses", type=int, default=5_000)
     args = parser.parse_args(argv)
     import torch.distributed  # noqa: F401 - once, before the ranks are forked
 
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = measure(processes, args.times)
         cells = (f"{statistics.median(found[name]):.2f} ({max(found[name]):.1f})" for name in NAMES)
         print(f"| {processes} | {' | '.join(cells)} |", flush=True)
-    told, taken = words(args.words)
-    print(f"\nA rank's word: {told:.1f} µs of the rank's time, {taken:.1f} µs of the store's.")
+    rank_us, store_us = statuses(args.statuses)
+    print(f"\nA rank's status: {rank_us:.1f} µs of the rank's time, {store_us:.1f} µs of the store's.")
     return 0
 
 
@@ -88,21 +88,21 @@ def rank_of(port: int, rank: int, processes: int, times: int, result: Path) -> N
     session.close()
 
 
-def words(count: int) -> tuple[float, float]:
-    """Microseconds that one word takes of the rank that says it, and of the store that keeps it."""
+def statuses(count: int) -> tuple[float, float]:
+    """Microseconds of one status, in the rank that publishes it and in the store."""
     from torch._C._distributed_c10d import TCPStore
 
-    word = json.dumps({"n": 1, "step": 12345, "phase": "step", "barrier": "", "for_s": 0.0})
+    status = json.dumps({"n": 1, "step": 12345, "phase": "step", "barrier": "", "duration_s": 0.0})
     with ServedStore() as store:
         client = TCPStore("127.0.0.1", store.port, is_master=False)
-        before, said_s = store.cpu_s(), 0.0
+        before, spent_s = store.cpu_s(), 0.0
         for rank in range(count):
             start = time.perf_counter()
-            client.set(f"elasticd/r1/1/word/{rank % 512}", word)
-            said_s += time.perf_counter() - start
-            time.sleep(0.0005)  # they do not come in one piece
-        client.get("elasticd/r1/1/word/0")  # answered once all before it have been kept
-        return 1e6 * said_s / count, 1e6 * (store.cpu_s() - before) / count
+            client.set(f"elasticd/r1/1/status/{rank % 512}", status)
+            spent_s += time.perf_counter() - start
+            time.sleep(0.0005)  # they do not arrive at once
+        client.get("elasticd/r1/1/status/0")  # answered once all before it have been stored
+        return 1e6 * spent_s / count, 1e6 * (store.cpu_s() - before) / count
 
 
 class ServedStore:

@@ -1,10 +1,10 @@
-"""Did a job of many nodes keep its promises? Reads what was logged of it, and names every breach.
+"""Did a job of many nodes keep its guarantees? Reads its logs and names every breach.
 
     python -m benchmarks.checker WORK SAMPLES        # a directory with agent-*/events.jsonl, record and faults.jsonl
 
-It judges by the agents' event logs, by the record in which every rank of tests/multihost/lineage.py wrote down what it
-trained on, and by the list of faults, if there is one. Nothing here asks a store, an agent or the checkpoint directory:
-a defect in these shall not hide itself. All hosts of such a run share one monotonic clock, so times can be compared.
+It reads the agents' event logs, the record in which every rank of tests/multihost/lineage.py wrote its samples, and the
+list of faults, if there is one. It reads no store, agent or checkpoint directory, because a defect in these must not
+hide itself. All hosts of such a run share one monotonic clock, so times can be compared.
 """
 
 from __future__ import annotations
@@ -112,12 +112,12 @@ def rounds_only_grow(evidence: SoakLogs) -> Iterator[str]:
 
 def rounds_are_agreed_on(evidence: SoakLogs) -> Iterator[str]:
     """There is one Round of a number: all agents tell the same of it."""
-    told: dict[int, dict[tuple[Any, ...], str]] = defaultdict(dict)
+    published: dict[int, dict[tuple[Any, ...], str]] = defaultdict(dict)
     for log in evidence.logs:
         for event in log.of("round_published"):
             what = (tuple(event["nodes"]), event["world_size"], event["restarts"], event["reason"])
-            told[event["round"]].setdefault(what, log.name)
-    for number, versions in sorted(told.items()):
+            published[event["round"]].setdefault(what, log.name)
+    for number, versions in sorted(published.items()):
         if len(versions) > 1:
             yield f"round {number} is not the same to all: " + "; ".join(
                 f"to {who}: {' '.join(nodes)}, {reason!r}" for (nodes, _, _, reason), who in versions.items()
@@ -125,7 +125,7 @@ def rounds_are_agreed_on(evidence: SoakLogs) -> Iterator[str]:
 
 
 def restarts_have_reasons(evidence: SoakLogs) -> Iterator[str]:
-    """Each Round after the first says why it is there, and counts one restart more."""
+    """Each Round after the first has a reason, and counts one restart more."""
     rounds = sorted(evidence.rounds().items())
     for number, event in rounds:
         why = event["reason"].partition(f"restart {event['restarts']}:")[0] if event["restarts"] else event["reason"]
@@ -177,9 +177,9 @@ def resumes_come_from_the_chain(evidence: SoakLogs) -> Iterator[str]:
                 yield f"round {event['round']} resumed twice: {resumed[event['round']]['reason']}; {event['reason']}"
     trained = evidence.trained()
     for number, begin in sorted(begins.items()):
-        told = resumed.get(number)
-        if told is not None and (told["from_round"], told["step"]) != (begin.parent, begin.step):
-            yield f"round {number} says that it {told['reason']}, its rank 0 began after step {begin.step}"
+        logged = resumed.get(number)
+        if logged is not None and (logged["from_round"], logged["step"]) != (begin.parent, begin.step):
+            yield f"round {number} logs {logged['reason']!r}, its rank 0 began after step {begin.step}"
         if begin.parent is None:
             continue
         if begin.parent >= number:
@@ -214,7 +214,7 @@ def no_loser_is_resumed_from(evidence: SoakLogs) -> Iterator[str]:
         before = [other for other, at in owned.items() if other < number and at < rounds[number]["mono"]]
         chain = _chain(begins, number)
         if before and max(before) not in chain:
-            yield f"round {number} goes back to {chain[1:2] or 'nothing'}, past round {max(before)}, which had gone on"
+            yield f"round {number} goes back to {chain[1:2] or 'nothing'}, past round {max(before)}"
 
 
 def _chain(begins: Mapping[int, Begin], number: int) -> list[int]:
@@ -255,7 +255,7 @@ def no_sample_lost_or_repeated(evidence: SoakLogs) -> Iterator[str]:
         for line in lines:
             seen[line["epoch"]].update(line["samples"])
     if ledger != last["ledger"]:
-        yield f"the last state says {last['ledger']} of the samples it was made of, the chain's add up to {ledger}"
+        yield f"the last state has {last['ledger']} of the samples it was made of, the chain's add up to {ledger}"
     yield from _epochs(seen, evidence.samples)
 
 

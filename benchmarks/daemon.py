@@ -1,4 +1,4 @@
-"""What the agent's death costs a job that runs under it: nothing. And what the agent costs where all is well.
+"""The cost of an agent's death for its job, and of the agent without faults.
 
     python benchmarks/daemon.py [--times 10] [--workers 2] [--out bench-results/daemon.json]
 
@@ -36,7 +36,7 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class MeasuredFault:
-    """One event: when, for how long nobody was there, and the longest step meanwhile, in seconds."""
+    """One event: for how long the agent was away, and the longest step meanwhile, in seconds."""
 
     kind: str
     away_s: float
@@ -226,10 +226,10 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--idle", type=float, default=60.0, help="seconds for which processor time is measured")
     parser.add_argument("--out", type=Path, default=Path("bench-results/daemon.json"))
-    asked = parser.parse_args()
-    found = measure(asked.times, asked.workers, asked.idle)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(found, indent=2) + "\n")
+    args = parser.parse_args()
+    found = measure(args.times, args.workers, args.idle)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=2) + "\n")
     print(describe(found))
     faults = found["faults"]
     assert isinstance(faults, list)

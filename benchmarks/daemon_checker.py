@@ -1,10 +1,10 @@
-"""Did agents under faults keep their promises? Reads what was logged of them and their jobs, and names every breach.
+"""Did agents under faults keep their guarantees? Reads their logs and those of their jobs, and names every breach.
 
     python -m benchmarks.daemon_checker WORK        # a directory that daemon_soak.py --keep has left
 
-Each job is judged as checker.py judges one of `elasticd run`: by the event logs of its runners and by what its ranks
-wrote of their samples. Beside that: what was answered to whoever handed in and cancelled jobs, what was seen of locks
-and endings meanwhile, and what was left at the end. All of it happened on one machine, so its times can be compared.
+Each job is judged as checker.py judges one of `elasticd run`: by the event logs of its runners and by its ranks' record
+of their samples; further by the answers to submissions and cancellations, by observed locks and results, and by what
+was left at the end. Everything happened on one machine, so times can be compared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REASONS = (
     "has succeeded", "cancelled", "drain", "SIGTERM", "pending", "submitted again", "without it", "is gone",
 )  # fmt: skip
 _EXCUSES_S = 60.0
-"""A job whose agent is away leaves after 12 s and has 20 s to; where no node of it is left, the next one says so."""
+"""A job whose agent is away leaves after 12 s, within 20 s; where no node of it is left, the next one reports it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class FleetLogs:
     agents: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
     """By node: the agents' own events."""
     notes: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
-    """By the name of the journal: asked, seen, faults, signals, left, history, end."""
+    """By the name of the journal: requests, observed, faults, signals, left, history, end."""
 
     def of(self, journal: str, **having: object) -> list[Line]:
         return [line for line in self.notes.get(journal, ()) if having.items() <= line.items()]
 
 
 def breaches(evidence: FleetLogs) -> list[str]:
-    """Every promise that was not kept; empty when all is well."""
+    """Every guarantee that was not kept; empty when all is well."""
     found = []
     for run in evidence.runs:
         found += [f"{run.name}: {breach}" for breach in _of_a_job(run)]
@@ -101,13 +101,13 @@ def _of_a_job(run: Run) -> Iterator[str]:
             yield f"it should end after step {run.steps}, and ended after {last}"
     for check in checks:
         for breach in check(run.evidence):
-            if "counts 0 restarts" in breach:  # it had left all of its nodes, and begins to count anew
+            if "counts 0 restarts" in breach:  # it had left all of its nodes, and starts counting again
                 continue
             yield f"{check.__name__.replace('_', ' ')}: {breach}"
 
 
 def no_slot_has_two_runners(evidence: FleetLogs) -> Iterator[str]:
-    for line in evidence.of("seen", what="slot"):
+    for line in evidence.of("observed", what="slot"):
         yield f"slot {line['slot']} of {line['node']} is {' and '.join(line['by'])}'s at once"
 
 
@@ -131,14 +131,14 @@ def no_node_trains_more_workers_than_slots(evidence: FleetLogs) -> Iterator[str]
 
 def no_submission_is_lost(evidence: FleetLogs) -> Iterator[str]:
     known = {(run.seq, run.number) for run in evidence.runs if run.endings}
-    for line in evidence.of("asked", do="submit"):
+    for line in evidence.of("requests", do="submit"):
         if line["code"] == 201 and (line["seq"], line["number"]) not in known:
-            yield f"job {line['job']} was handed in as number {line['number']} and never ended"
+            yield f"job {line['job']} was submitted as number {line['number']} and never ended"
 
 
 def no_submission_runs_twice(evidence: FleetLogs) -> Iterator[str]:
     numbers: dict[int, set[int]] = defaultdict(set)
-    for line in [*evidence.of("asked", do="submit"), *evidence.of("seen", what="submission")]:
+    for line in [*evidence.of("requests", do="submit"), *evidence.of("observed", what="submission")]:
         if line["number"]:
             numbers[line["seq"]].add(line["number"])
     for seq, several in numbers.items():
@@ -149,14 +149,14 @@ def no_submission_runs_twice(evidence: FleetLogs) -> Iterator[str]:
 def endings_stay(evidence: FleetLogs) -> Iterator[str]:
     for run in evidence.runs:
         if len(run.endings) > 1:
-            told = "; then ".join(f"{ending['outcome']}: {ending['reason']}" for ending in run.endings)
-            yield f"{run.name} ended more than once: {told}"
+            results = "; then ".join(f"{ending['outcome']}: {ending['reason']}" for ending in run.endings)
+            yield f"{run.name} ended more than once: {results}"
 
 
 def a_cancel_wins(evidence: FleetLogs) -> Iterator[str]:
-    """Whoever was told that a job is cancelled is right."""
+    """A job that was answered to be cancelled is cancelled."""
     endings = {run.number: run.endings for run in evidence.runs}
-    for line in evidence.of("asked", do="cancel"):
+    for line in evidence.of("requests", do="cancel"):
         if line["code"] == 200 and line["answer"].get("outcome") == "cancelled":
             for ending in endings.get(line["answer"]["number"], ()):
                 if ending["outcome"] != "cancelled":
@@ -165,10 +165,10 @@ def a_cancel_wins(evidence: FleetLogs) -> Iterator[str]:
 
 def jobs_succeed(evidence: FleetLogs) -> Iterator[str]:
     """No fault is the job's own."""
-    wanted = {line["job"] for line in evidence.of("asked", do="cancel")}  # the answer may have been lost
+    cancelled = {line["job"] for line in evidence.of("requests", do="cancel")}  # the answer may have been lost
     for run in evidence.runs:
         for ending in run.endings:
-            if ending["outcome"] != "succeeded" and not (ending["outcome"] == "cancelled" and run.job in wanted):
+            if ending["outcome"] != "succeeded" and not (ending["outcome"] == "cancelled" and run.job in cancelled):
                 yield f"{run.name} has {ending['outcome']}: {ending['reason']}"
 
 
@@ -192,12 +192,12 @@ def only_the_killed_are_lost(evidence: FleetLogs) -> Iterator[str]:
             key = (event.get("name"), event.get("number"))
             if event["kind"] == "runner_started":
                 started[key] = event
-            elif event["kind"] == "runner_stop_requested":  # before it could hear, perhaps
+            elif event["kind"] == "runner_stop_requested":  # perhaps before it could receive it
                 started.pop(key, None)
             elif event["kind"] == "runner_ended" and (begun := started.pop(key, None)) is not None:
                 lost = event["outcome"] == "lost" and not _hurt(evidence, node, begun["mono"], event["mono"])
                 if lost:
-                    yield f"{node}: {event['reason']}, and nobody had hurt it"
+                    yield f"{node}: {event['reason']}, without a fault there"
     for run in evidence.runs:
         for number, event in sorted(run.evidence.rounds().items()):
             for node in event.get("lost", ()):
@@ -207,18 +207,18 @@ def only_the_killed_are_lost(evidence: FleetLogs) -> Iterator[str]:
                     if one["kind"] == "runner_stop_requested" and (one["name"], one["number"]) == (run.job, run.number)
                 ]
                 if not asked and not _hurt(evidence, node, event["mono"] - _EXCUSES_S, event["mono"]):
-                    yield f"{run.name} lost {node} in round {number}, and nobody had hurt it: {event['reason']}"
+                    yield f"{run.name} lost {node} in round {number}, without a fault there: {event['reason']}"
 
 
 def _hurt(evidence: FleetLogs, node: str, since: float, until: float) -> bool:
-    """True if something was done to the node's processes, beside its agent, or they were asked to leave it."""
+    """True if something was done to the node's processes, beside its agent, or they were requested to leave it."""
     done = evidence.of("signals", node=node)
     done += [line for line in evidence.of("faults") if line["what"] in _HARMS and node in line["detail"].split()]
     return any(since <= line["mono"] <= until for line in done)
 
 
 def nobody_is_sent_away_for_nothing(evidence: FleetLogs) -> Iterator[str]:
-    """A runner is asked to leave because its job is over, its node drained, or too few nodes are left."""
+    """A runner is requested to leave because its job is over, its node drained, or too few nodes are left."""
     for node, events in evidence.agents.items():
         for event in events:
             if event["kind"] == "runner_stop_requested" and not any(word in event["reason"] for word in _REASONS):
@@ -243,13 +243,13 @@ def histories_are_whole(evidence: FleetLogs) -> Iterator[str]:
 def agents_leave_well(evidence: FleetLogs) -> Iterator[str]:
     for line in evidence.of("left"):
         if line["code"] != 0:
-            yield f"the agent of {line['node']} was asked to leave and ended with {line['code']}"
+            yield f"the agent of {line['node']} was stopped and ended with {line['code']}"
 
 
 def nothing_is_left(evidence: FleetLogs) -> Iterator[str]:
     ends = evidence.of("end")
     if not ends:
-        yield "nobody has looked"
+        yield "the end was not recorded"
     for line in ends:
         for what in line["left"]:
             yield str(what)
@@ -264,26 +264,26 @@ def read(work: Path, samples: int = SAMPLES) -> FleetLogs:
     agents = {}
     for node in sorted((work / "nodes").iterdir()):
         agents[node.name] = tuple(_whole(node / "state" / "logs" / "events.jsonl"))
-    asked = [line for line in notes.get("asked", ()) if line["do"] == "submit"]
-    numbers = {line["seq"]: line["number"] for line in asked}
-    numbers |= {line["seq"]: line["number"] for line in notes.get("seen", ()) if line["what"] == "submission"}
+    requests = [line for line in notes.get("requests", ()) if line["do"] == "submit"]
+    numbers = {line["seq"]: line["number"] for line in requests}
+    numbers |= {line["seq"]: line["number"] for line in notes.get("observed", ()) if line["what"] == "submission"}
     runs = []
-    for line in asked:
+    for line in requests:
         number = numbers[line["seq"]]
         if not number:
             continue
         job = line["job"]
         logs = tuple(log for node in agents for log in _logs(work / "nodes", node, job, number, agents[node], lossy))
         record = tuple(checker.lines(work / "jobs" / str(line["seq"]) / "record"))
-        endings = tuple(e for e in notes.get("seen", ()) if e["what"] == "ending" and e["number"] == number)
+        endings = tuple(e for e in notes.get("observed", ()) if e["what"] == "ending" and e["number"] == number)
         runs.append(Run(job, number, line["seq"], line["steps"], checker.SoakLogs(logs, record, (), samples), endings))
     return FleetLogs(tuple(runs), agents, notes)
 
 
 def _logs(nodes: Path, node: str, job: str, number: int, agent: Iterable[Line], lossy: Iterable[str]) -> Iterator[Log]:
-    """Of each runner in turn: what the agent said of their starts parts the job's one file on this node."""
+    """Of each runner in turn: the agent's events of their starts split the job's one file on this node."""
     events = list(_whole(nodes / node / "state" / "jobs" / f"{job}.{number}" / "events.jsonl"))
-    if node in lossy:  # a line that is missing is no promise that was broken
+    if node in lossy:  # a missing line is no breach
         events = [event for event in events if not event["kind"].startswith("group_")]
     starts = [
         event["mono"]
@@ -308,7 +308,7 @@ def _whole(path: Path) -> Iterator[Line]:
 
 def main(argv: list[str]) -> int:
     found = breaches(read(Path(argv[0])))
-    print("\n".join(found) or "every promise was kept")
+    print("\n".join(found) or "every guarantee was kept")
     return 1 if found else 0
 
 

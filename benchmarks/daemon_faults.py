@@ -1,7 +1,7 @@
 """What daemon_soak.py does to agents, their runners, their nodes and their store.
 
-Faults overlap: one that lasts (a pause, an outage, a node that is away) is ended by and by, while others strike. Each
-signal is written down with its time; what was promised is judged afterwards by daemon_checker.py.
+Faults overlap: one that lasts (a pause, an outage, a node that is away) is ended later, while others happen. Each
+signal is recorded with its time; daemon_checker.py judges the logs afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FleetStuck(Exception):
 
 @dataclass(slots=True)
 class FleetFaults:
-    """`kinds` strike; each returns what it did it to, None if there is nobody to do it to at the moment. `wait` ends
+    """`kinds` are the faults; each returns its target, None if there is none at the moment. `wait` ends
     those that last.
     """
 
@@ -115,16 +115,16 @@ class FleetFaults:
 
         def start() -> None:
             self.fleet.start_agent(name)
-            self._after(0.1, heard)
+            self._after(0.1, check)
 
-        def heard() -> None:
-            """It hears signals from then on. One that has ended is started again, as by systemd."""
+        def check() -> None:
+            """It handles signals from then on. An agent that has ended is started again, as by systemd."""
             if not self.fleet.running(name):
                 self._after(1.0, start)
             elif node.log.count(word) > started:
                 self._hurt.discard(name)
             else:
-                self._after(0.1, heard)
+                self._after(0.1, check)
 
         self._hurt.add(name)
         self._after(seconds, start)
@@ -304,7 +304,7 @@ class FleetFaults:
         if self._store(self._some_time()) is None:
             return None
         one = self.fleet.submit()
-        return f"{one.job}: {'refused' if one.refused else one.number or 'nobody knows'}"
+        return f"{one.job}: {'refused' if one.refused else one.number or 'unknown'}"
 
     def _cordon(self, how: str) -> str | None:
         if (node := self._well()) is None or len(self.cordoned) > 1:

@@ -1,8 +1,8 @@
-"""Several `elasticd agent`s over one etcd, on this machine, with a stream of small jobs: what daemon_soak.py hurts.
+"""Several `elasticd agent`s over one etcd, on this machine, with a stream of small jobs: the fleet of daemon_soak.py.
 
-It starts, asks and follows, and writes down everything that it asked and saw, for daemon_checker.py to judge: nothing
-here says whether a promise was kept. Each node has its own state directory, and a mark in the environment by which all
-of its processes are found. The last node's state directory is a small file system of its own, which can be filled.
+It starts agents, sends requests, follows them, and records every request and observation for daemon_checker.py, which
+judges them. Each node has its own state directory, and a mark in the environment by which all of its processes are
+found. The last node's state directory is a small file system of its own, which can be filled.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FleetJournal:
 
 @dataclass(slots=True)
 class SubmittedJob:
-    """A job that was handed in, or may have been. `number` 0: nobody has said yet. `over`: its ending was seen."""
+    """A job that was submitted, or may have been. `number` 0: not known yet. `over`: its result was observed."""
 
     seq: int
     job: str
@@ -109,7 +109,7 @@ class Fleet:
                 adopt_timeout=f"{ADOPT_S}s",
                 drain_timeout="20s",
                 http={"port": 0, "token_file": token},
-                # A full disk is nobody's illness here, and culprits are innocent.
+                # A full disk must not quarantine a node here, and faults are injected ones.
                 health={"all_reduce": False, "disk_free_min": 0, "strikes": 1_000_000},
             )
         state = self.nodes[f"n{self.count}"].state
@@ -145,7 +145,7 @@ class Fleet:
     def close(self) -> None:
         self.stop_watching()
         for node in self.nodes.values():
-            for pid in node.processes():  # whoever is stopped hears of nothing but this
+            for pid in node.processes():  # a stopped process reacts to nothing else
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             node.end()
@@ -157,7 +157,7 @@ class Fleet:
             shutil.rmtree(beside)
 
     def leave(self) -> None:
-        """All agents are asked to leave; what is there when they have is written down."""
+        """Stop all agents, and record what is left when they have ended."""
         self.stop_watching()
         for node in self.nodes.values():
             node.signal(signal.SIGTERM)
@@ -180,11 +180,11 @@ class Fleet:
     # --- asking ---------------------------------------------------------------------------------------------------
 
     def unfinished(self) -> list[SubmittedJob]:
-        """What may have been handed in and has not been seen to end."""
+        """Jobs that may have been submitted and whose end was not observed."""
         return [one for one in self.submissions.values() if not one.refused and not one.over]
 
     def submit(self) -> SubmittedJob:
-        """Hand a job in, as the command does: tried again with the same token where the answer is lost."""
+        """Submit a job, as the command does: tried again with the same token where the answer is lost."""
         rng = self._own
         few, many = rng.choice(((1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3)))
         workers = rng.choice((1, 1, 2))
@@ -228,8 +228,8 @@ class Fleet:
         one.refused = code not in (201, 503, 0)
         one.number = int(answer.get("number", 0))
         self.journal.write(
-            "asked", do="submit", seq=one.seq, job=one.job, steps=one.steps, number=one.number, code=code, began=began,
-            answer=str(answer)[:300],
+            "requests", do="submit", seq=one.seq, job=one.job, steps=one.steps, number=one.number, code=code,
+            began=began, answer=str(answer)[:300],
         )  # fmt: skip
 
     def cancel(self, one: SubmittedJob) -> tuple[int, Mapping[str, Any]]:
@@ -237,7 +237,7 @@ class Fleet:
         if code == 200 and answer.get("outcome") == "cancelled":
             for other in self.submissions.values():
                 other.cancelled |= other.number == answer["number"]
-        self.journal.write("asked", do="cancel", job=one.job, code=code, answer=answer, seq=one.seq)
+        self.journal.write("requests", do="cancel", job=one.job, code=code, answer=answer, seq=one.seq)
         return code, answer
 
     def histories(self) -> None:
@@ -271,7 +271,7 @@ class Fleet:
     # --- following ------------------------------------------------------------------------------------------------
 
     def runners(self, name: str) -> dict[tuple[str, int], int]:
-        """Who holds a job's lock on this node: its pid, 0 where the lock does not say."""
+        """The pid that holds each job's lock on this node, 0 where the lock has none."""
         found = {}
         for folder in self._folders(name):
             lock = folder / "lock"
@@ -288,8 +288,8 @@ class Fleet:
             return []
 
     def _watch_nodes(self) -> None:
-        """No two locks are held at once whose orders name the same slot: the first is looked at again after."""
-        told: set[tuple[str, str]] = set()
+        """No two locks are held at once whose specs name the same slot: the first is checked again afterwards."""
+        reported: set[tuple[str, str]] = set()
         while not self._over.wait(_LOOK_S):
             for name in self.nodes:
                 held: dict[int, Path] = {}
@@ -305,9 +305,11 @@ class Fleet:
                             or not alive.is_locked(folder / "lock")
                         ):
                             continue
-                        if slot in _slots(other) and (other.name, folder.name) not in told:
-                            told.add((other.name, folder.name))
-                            self.journal.write("seen", what="slot", node=name, slot=slot, by=[other.name, folder.name])
+                        if slot in _slots(other) and (other.name, folder.name) not in reported:
+                            reported.add((other.name, folder.name))
+                            self.journal.write(
+                                "observed", what="slot", node=name, slot=slot, by=[other.name, folder.name]
+                            )
 
     def _watch_store(self) -> None:
         store: Store = EtcdStore(self.etcd.endpoints)
@@ -319,27 +321,32 @@ class Fleet:
             store.close()
 
     def look(self, store: Store) -> None:
-        """Hear what has been handed in and what has ended."""
+        """Read which jobs have been submitted and which have ended."""
         for key, found in store.list(names.SUBMISSIONS).items():
             with contextlib.suppress(WireError, ValueError, KeyError):
-                told = Submission.from_json(found.value)
-                one = self.submissions[int(Path(json.loads(told.spec)["env"]["WORK"]).name)]
-                if one.number != told.number:
-                    self.journal.write("seen", what="submission", seq=one.seq, job=key, number=told.number)
-                    one.number, one.refused = told.number, False
+                submission = Submission.from_json(found.value)
+                one = self.submissions[int(Path(json.loads(submission.spec)["env"]["WORK"]).name)]
+                if one.number != submission.number:
+                    self.journal.write("observed", what="submission", seq=one.seq, job=key, number=submission.number)
+                    one.number, one.refused = submission.number, False
         for found in store.list(names.RESULTS).values():
             with contextlib.suppress(WireError):
                 self._ended(JobResult.from_json(found.value))
 
-    def _ended(self, told: JobResult) -> None:
-        what = f"{told.outcome}: {told.reason}"
-        if self._endings.get((told.job, told.number)) != what:
-            self._endings[told.job, told.number] = what
+    def _ended(self, result: JobResult) -> None:
+        what = f"{result.outcome}: {result.reason}"
+        if self._endings.get((result.job, result.number)) != what:
+            self._endings[result.job, result.number] = what
             self.journal.write(
-                "seen", what="ending", job=told.job, number=told.number, outcome=told.outcome, reason=told.reason
+                "observed",
+                what="ending",
+                job=result.job,
+                number=result.number,
+                outcome=result.outcome,
+                reason=result.reason,
             )
         for one in self.submissions.values():
-            if one.number == told.number and not one.over:
+            if one.number == result.number and not one.over:
                 one.over = True
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.daemon_soak [--faults 300] [--nodes 4] [--seed N] [--keep DIRECTORY]
 
-Exit code 1 if a promise was broken or something is stuck. A seed gives the same faults again; when and whom they strike
-depends on the machine. As root, one node's disk is filled, too.
+Exit code 1 if a guarantee was broken or something is stuck. A seed gives the same faults again; when and where they
+happen depends on the machine. As root, one node's disk is filled, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import etcd_servers
 
 CALM = 25
-"""Faults until everything is mended, and every job that was handed in must come to its end."""
+"""Faults until everything must recover, and every submitted job must end."""
 CALM_S = 150.0
 """Until all jobs have ended once nothing strikes any more; what takes longer is stuck. The machine may be busy."""
 UNENDED = 4
@@ -52,7 +52,7 @@ class FleetSoak:
         self.calm()
 
     def strike(self, *names: str) -> None:
-        """One fault, of these if any are named, that is possible now; jobs are handed in beside it."""
+        """One fault, of these if any are named, that is possible now; jobs are submitted meanwhile."""
         while len(self.fleet.unfinished()) < UNENDED:
             self.fleet.submit()
         kinds = self.faults.kinds()
@@ -60,7 +60,7 @@ class FleetSoak:
         while (detail := kinds[name := self.faults.rng.choice(names or tuple(kinds))]()) is None:
             self.faults.wait(0.05)
             if time.monotonic() > until:
-                raise FleetStuck(f"nobody is there for {name}")
+                raise FleetStuck(f"no target for {name}")
         self.count += 1
         self.struck[name] += 1
         self.fleet.journal.write("faults", what=name, number=self.count, detail=detail)
@@ -89,7 +89,7 @@ class FleetSoak:
         self.say(f"     calm: all jobs have ended after {time.monotonic() - began:.1f} s")
 
     def _settle(self, left: list[SubmittedJob]) -> None:
-        """A job of which nobody knew whether it was handed in: the store knows now."""
+        """A job whose submission was uncertain: the store has the answer now."""
         for one in left:
             if not one.number:
                 store = EtcdStore(self.fleet.etcd.endpoints)

@@ -1,8 +1,9 @@
-"""Jobs that hang in one situation after the other, watched from outside: when each was found, and what was said of it.
+"""Jobs that hang in one situation after the other, observed from outside: when each was detected, and with which
+verdict.
 
 A job is one repetition of several situations, each in a round of its own, so that one start and one warm-up serve them
-all. Times are the scripts' own notes and the event log's, of one clock. What does not come in time is counted, and
-ends its job.
+all. Times are those of the scripts' own records and of the event log, by one clock. A hang that is not detected in time
+is counted, and ends its job.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is only slow, at full length and under the default policy, for as long as is asked for: counts who was killed.
+"""Jobs that are only slow, at full length and under the default policy, for a given time: counts kills.
 
-Two jobs at a time, one with a Session and one that knows nothing of elasticd, so that each also starves the other.
+Two jobs at a time, one with a Session and one without elasticd, so that each also takes CPU from the other.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Every way to hang, again and again: how soon it is found, who is blamed, how soon training goes on; torchrun too.
+"""Every way to hang, repeatedly: time to the verdict, blamed rank, time to the next step; torchrun too.
 
 Each row is a situation of tests/hangs/situations.py: a small DDP script on gloo with steps of 20 ms and an attached
 checkpoint, under the default policy and under `--hang-floor 1s --stopped-after 1s`; `--policies floor` leaves the
-second of them away. `--slow-minutes 15` runs what is only slow, at full length, and counts kills. It prints markdown
-and writes everything it saw as JSON; `--from FILE…` prints the table of several such files together, as what takes an
-hour may be cut into parts.
+second of them away. `--slow-minutes 15` runs jobs that are only slow, at full length, and counts kills. It prints
+markdown and writes all results as JSON; `--from FILE…` prints one table of several such files, so that an hour of runs
+may be cut into parts.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def hung(args: argparse.Namespace, folders: Iterator[Path]) -> Outcomes:
                 outcomes[policy][job[0]].wrong.append(str(missed))
                 say(f"LOST: {policy}: {missed}")
             say(f"{policy} {number + 1}/{args.repetitions}: {', '.join(job)}: {time.monotonic() - start:.0f} s")
-        say(table(outcomes))  # who has to stop it has that much
+        say(table(outcomes))  # an interrupted run has printed this much
     if "partition" in args.situations and args.repetitions:
         if reason := missing():
             say(f"no partition: {reason}")
@@ -112,11 +112,11 @@ def hung(args: argparse.Namespace, folders: Iterator[Path]) -> Outcomes:
 
 def together(paths: Sequence[Path]) -> Outcomes:
     """What several runs have seen, in the order of the policies and situations."""
-    told = [json.loads(path.read_text())["hung"] for path in paths]
+    parts = [json.loads(path.read_text())["hung"] for path in paths]
     outcomes: Outcomes = {}
-    for policy in (one for one in (*POLICIES, _TORCHRUN) if any(one in each for each in told)):
+    for policy in (one for one in (*POLICIES, _TORCHRUN) if any(one in each for each in parts)):
         outcomes[policy] = {name: HangOutcome(name, policy) for name in BY_NAME}
-        for found in (one for each in told for one in each.get(policy, {}).values()):
+        for found in (one for each in parts for one in each.get(policy, {}).values()):
             into = outcomes[policy][found["situation"]]
             for count in ("tried", "right_cause", "right_culprit", "evidence_first"):
                 setattr(into, count, getattr(into, count) + found[count])

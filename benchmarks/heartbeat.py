@@ -1,9 +1,9 @@
-"""What a beat costs the training thread: the optimizer hook, a session's step, the pulse's thread beside it.
+"""The cost of a heartbeat for the training thread: the optimizer hook, a session's step, the thread beside it.
 
-    python benchmarks/beat.py
+    python -m benchmarks.heartbeat
 
-One process, a real gloo group, no agent: nobody reads the beat. A row's median is what it costs; its worst is mostly
-what the kernel let somebody else do meanwhile. The last lines say which share of rank 0's training thread that is.
+One process, a real gloo group, no agent. A row's median is the cost; its worst is mostly what the kernel gave to other
+processes meanwhile. The last lines give the share of rank 0's training thread.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from elasticd.heartbeat import record as beat
+from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat.collectives import Collectives, flight_recorder_dump
 from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
 from elasticd.heartbeat.record import HeartbeatWriter
 from elasticd.heartbeat.thread import PERIOD_S, HeartbeatThread
 
 STEP_S = 0.02
-"""The step the share is told for: a small model's."""
+"""The step for the share: a small model's."""
 SAMPLES, PER_SAMPLE = 2000, 50
-PULSES = 300
+TICKS = 300
 ALIVE = 200 // 8
-"""Where the beat's layout has the pulse's count, as an index of 64-bit words."""
+"""Index of `alive_ticks` in the heartbeat's layout, in 64-bit words."""
 
 
 def samples(call: Callable[[], Any]) -> list[float]:
@@ -62,18 +62,18 @@ def hook_of(writer: HeartbeatWriter) -> Callable[[], None]:
 
 
 def step_of(writer: HeartbeatWriter) -> Callable[[], None]:
-    """What `session.step()` does for the beat."""
+    """The heartbeat's part of `session.step()`."""
     issued = Collectives().issued
     return lambda: writer.step(7, issued=issued())
 
 
 def stalls(path: Path) -> list[float]:
-    """For how long a thread that never gives up the GIL by itself stands still while a pulse is made, in seconds."""
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), beat.SIZE) as shared, memoryview(shared) as raw:
+    """For how long a thread that never gives up the GIL by itself stalls during a tick, in seconds."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), heartbeat.SIZE) as shared, memoryview(shared) as raw:
         words = raw.cast("Q")
         found: list[float] = []
         seen, before = words[ALIVE], time.perf_counter()
-        while len(found) < PULSES:
+        while len(found) < TICKS:
             alive, now = words[ALIVE], time.perf_counter()
             if alive != seen:
                 found.append(now - before)
@@ -105,34 +105,34 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="elasticd-beat-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     path = folder / "beat"
-    beat.create(path)
+    heartbeat.create(path)
     writer = HeartbeatWriter(path)
     try:
         sys.stdout.write(f"{'µs':<44} {'median':>9} {'99 %':>9} {'worst':>9}\n")
-        row("session's beat, no process group", samples(step_of(writer)))
+        row("session's heartbeat, no process group", samples(step_of(writer)))
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
         for _ in range(2000):  # as many as the flight recorder keeps
             dist.all_reduce(torch.ones(1))
         row("sequence number of the process group", samples(Collectives().issued))
-        session = row("session's beat", samples(step_of(writer)))
+        session = row("session's heartbeat", samples(step_of(writer)))
         fresh = folder / "hooked"
-        beat.create(fresh)
+        heartbeat.create(fresh)
         hook = row("optimizer hook", samples(hook_of(HeartbeatWriter(fresh))))
         idle = processor_time(1.0)
-        pulse = HeartbeatThread(writer, period_s=0.005)
-        pulse.start()
-        stall = row("training thread stalled by a pulse", stalls(path))
-        pulse.stop()
-        pulse = HeartbeatThread(writer)
-        pulse.start()
+        thread = HeartbeatThread(writer, period_s=0.005)
+        thread.start()
+        stall = row("training thread stalled by a tick", stalls(path))
+        thread.stop()
+        thread = HeartbeatThread(writer)
+        thread.start()
         busy = processor_time(3.0) - idle
-        pulse.stop()
+        thread.stop()
         dumps = []
         for _ in range(10):
             start = time.perf_counter()
             flight_recorder_dump()
             dumps.append(time.perf_counter() - start)
-        row("flight recorder, 2000 collectives, if asked", dumps)
+        row("flight recorder, 2000 collectives, on request", dumps)
         dist.destroy_process_group()
     finally:
         for file in folder.iterdir():
@@ -140,7 +140,7 @@ def main() -> None:
         folder.rmdir()
     share = max(session, hook) / STEP_S + stall / PERIOD_S
     sys.stdout.write(f"of rank 0's training thread, with steps of {STEP_S * 1e3:g} ms: {share:.4%}\n")
-    sys.stdout.write(f"of a core, the pulse's thread: {busy:.4%}\n")
+    sys.stdout.write(f"of a core, the heartbeat thread: {busy:.4%}\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One running job: started by any launcher, watched through the files its ranks write, and always ended.
+"""One running job: started by any launcher, observed through the files its ranks write, and always ended.
 
-Everything is measured from outside and by the same yardstick: the times the script's ranks noted themselves. The
-launcher is never asked for anything.
+Everything is measured from outside and in the same way: by the times that the script's ranks recorded. The launcher
+gets no request.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LOOK_EVERY_S = 0.005  # how often the step files are read; no measured time dep
 
 
 class Stalled(Exception):
-    """What was waited for did not happen before the deadline."""
+    """An awaited event did not happen before the deadline."""
 
 
 @dataclass(slots=True)
 class RankInGroup:
-    """What one rank of one group has noted so far."""
+    """The records of one rank of one group so far."""
 
     pid: int
     first_step: int
@@ -58,13 +58,13 @@ class BenchmarkJob:
         self.launcher, self.workers, self.directory = launcher, workers, directory
         directory.mkdir(parents=True)
         self._command = launcher.start(str(SCRIPT), workers, "--notes", str(directory), *script_args)
-        # group (its restart count) -> rank -> what it noted
+        # group (its restart count) -> rank -> its records
         self.groups: dict[int, dict[int, RankInGroup]] = {}
         self._read: dict[int, int] = {}
         self._times_read = 0
 
     def __enter__(self) -> BenchmarkJob:
-        # The same for all launchers, and what each would set by itself; said here so that torchrun need not warn of it.
+        # The same for all launchers, and what each would set by itself; set here so that torchrun does not warn.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.launcher.environment}
         # Or a launcher run from a checkout would compile itself at every start, and an installed one would not.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -145,7 +145,7 @@ class BenchmarkJob:
             raise Stalled(f"{self.launcher.name} had not ended after {deadline_s:.0f} s") from None
         self._read_steps()
         if code != 0:
-            raise Stalled(f"{self.launcher.name} ended with exit code {code}; it said:\n{self._said()}")
+            raise Stalled(f"{self.launcher.name} ended with exit code {code}; its output:\n{self._output()}")
 
     def memory(self, group: int) -> Memory:
         """PSS of the agent (the process we started), the workers with their children, and all the rest."""
@@ -167,7 +167,7 @@ class BenchmarkJob:
         if self.process.poll() is not None:
             self._read_steps()
             code = self.process.returncode
-            raise Stalled(f"{self.launcher.name} ended by itself with exit code {code}; it said:\n{self._said()}")
+            raise Stalled(f"{self.launcher.name} ended by itself with exit code {code}; its output:\n{self._output()}")
         time.sleep(_LOOK_EVERY_S)
         self._read_steps()
 
@@ -184,7 +184,7 @@ class BenchmarkJob:
             for line in whole.splitlines():
                 self._note(rank, line)
 
-    def _said(self) -> str:
+    def _output(self) -> str:
         return "\n".join((self.directory / "output.log").read_text(errors="replace").splitlines()[-15:])
 
     def _note(self, rank: int, line: bytes) -> None:

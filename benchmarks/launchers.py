@@ -1,4 +1,4 @@
-"""The launchers that are compared, and how each is asked to start the same script.
+"""The launchers that are compared, and how each starts the same script.
 
 torchrun appears twice: with its defaults, and at its best. By default it shares the agent's store with the workers, and
 a restarted gloo group then often reads the dead group's addresses and stalls; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
@@ -28,7 +28,7 @@ class ComparedLauncher:
 ELASTICD = ComparedLauncher(
     "elasticd",
     "elasticd",
-    # More restarts than anything here needs: what is measured is a restart, not the budget for them.
+    # More restarts than anything here needs: a restart is measured, not the budget.
     (sys.executable, "-m", "elasticd_agent", "run", "--standalone", "--max-restarts", "1000"),
 )
 TORCHRUN = ComparedLauncher(

@@ -170,7 +170,7 @@ class Kills:
 def many_kills(
     count: int, workers: int, deadline_s: float, rng: random.Random, scratch: Iterator[Path], say: Say
 ) -> Kills:
-    """SIGKILL random ranks of one elasticd job at random moments; it goes on from its script's snapshots."""
+    """SIGKILL random ranks of one elasticd job at random moments; it resumes from its script's snapshots."""
     result, every = Kills(workers, count), 10
     while len(result.recovered) + len(result.lost) < count:
         with BenchmarkJob(ELASTICD, workers, next(scratch), "--snapshot-every", str(every)) as job:

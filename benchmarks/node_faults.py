@@ -1,9 +1,8 @@
-"""Random faults of nodes, network and store, one after the other, in one job that has to come to its end.
+"""Random faults of nodes, network and store, one after the other, in one job that has to end.
 
-Hosts are network namespaces (tests/multihost/net.py), the store is a real etcd, the script goes back to checkpoints and
-keeps a record of every sample. After each fault the job must train again before the next one comes; while one is on
-that has an end (thaw, link up, heal), a worker is sometimes killed, too. What the job promised is judged afterwards,
-from the logs alone, by checker.py.
+Hosts are network namespaces (tests/multihost/net.py), the store is a real etcd, the script resumes from checkpoints and
+records every sample. After each fault the job must train again before the next one; during a fault with an end (thaw,
+link up, heal) a worker is sometimes killed, too. checker.py judges the logs afterwards.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ RECOVERY_S = 90.0
 """Until a job trains again that was hurt: generous, since the machine may be busy. What takes longer is stuck."""
 END_S = 120.0
 
-_QUIET_S = 1.0  # so long a store fault is watched after it is over: who wrongly misses a node says so by then
+_QUIET_S = 1.0  # observation after a store fault: a wrongly lost node is reported by then
 _HELD_S = (0.2, 5.0)  # a freeze, cut or outage lasts so long: shorter and longer than the lease of 3 s
 _TRAINS_S = (0.2, 2.0)  # between the end of one fault and the next
 _NOT_ALONE = 0.25
-_SETTLED_S = 4.5  # a lease, a renewal and the planner's doubts: what was to be said of earlier faults has been said
+_SETTLED_S = 4.5  # a lease, a renewal and the planner's delays: everything about earlier faults has been reported
 _ENDS_A_ROUND = ("kill rank", "kill node", "replace agent")
 
 Say = Callable[[str], None]
@@ -186,7 +185,7 @@ class NodeSoak:
     # --- following -------------------------------------------------------------------------------------------------
 
     def everybody_trains(self, after: str, least: int) -> None:
-        """Every agent runs, and the last round, numbered `least` or higher, has all nodes in it and goes on."""
+        """Every agent runs, and the last round, numbered `least` or higher, has all nodes in it and makes steps."""
         everybody = {host.name for host in self.hosts}
         steps: dict[int, int] = {}
 

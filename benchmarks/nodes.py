@@ -1,10 +1,10 @@
-"""Several nodes on one machine: a node, the planner's node, a worker is killed, the store restarts; who steps when?
+"""Several nodes on one machine: a node, the leader node, a worker is killed, the store restarts; time to the next step.
 
-Each node is a launcher of its own with one worker, all meet in one real store; the script is the same plain one as in
-recovery.py. A recovery is the time from the fault to the first step of the last rank of the new group. "store restarts"
-is twenty of them in one run; "node vanishes" pulls a cable between hosts made of network namespaces, which needs root.
-torchrun meets in its own c10d store and is killed the same way; it often needs more than a minute, so it is asked for
-with --torchrun.
+Each node is a launcher of its own with one worker, all join through one real store; the script is the same plain one as
+in recovery.py. A recovery is the time from the fault to the first step of the last rank of the new group. "store
+restarts" is twenty of them in one run; "node vanishes" pulls a cable between hosts made of network namespaces, which
+needs root. torchrun uses its own c10d store and is killed the same way; it often needs more than a minute, so it runs
+only with --torchrun.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Nodes:
         for node in list(self.launchers):
             self.kill_node(node)
 
-    def said(self) -> str:
+    def output(self) -> str:
         logs = sorted(self.folder.glob("output-*.log"))
         return "\n".join(line for log in logs for line in log.read_text(errors="replace").splitlines()[-4:])
 
@@ -111,7 +111,7 @@ class Nodes:
         return {pid for pid, _ in self.steps()}
 
     def kill_node(self, node: int) -> float:
-        """SIGKILL everything of one node, as when the machine's power goes, but for its kernel."""
+        """SIGKILL everything of one node, as if the machine lost its power, except its kernel."""
         launcher = self.launchers.pop(node)
         at = time.monotonic()
         for pid in [launcher.pid, *descendants(launcher.pid)]:
@@ -121,7 +121,7 @@ class Nodes:
         return at
 
     def planner(self, etcd: EtcdServers, job: str) -> int:
-        """Which node plans, as the store says."""
+        """The leader node, from the store."""
         found = json.loads(etcd.ctl("get", "--print-value-only", f"/elasticd/v1/jobs/{job}/planner"))
         return int(str(found["id"]).removeprefix("n"))
 
@@ -160,7 +160,7 @@ def faults(
                 try:
                     outcome.seconds.append(_one(kind, nodes, etcd if store == "etcd" else None, job, deadline_s, rng))
                 except Stalled as stalled:
-                    say(f"{kind}: LOST: {stalled}; a node's last words:\n{nodes.said()}")
+                    say(f"{kind}: LOST: {stalled}; a node's last output:\n{nodes.output()}")
                 else:
                     say(f"{kind} {repetition + 1}/{repetitions}: {outcome.seconds[-1]:.3f} s")
                 finally:
@@ -218,7 +218,7 @@ def vanishing(repetitions: int, deadline_s: float) -> NodeLossOutcome:
                 outcome.seconds.append(nodes.until_stepping(2, at, old, deadline_s) - at)
                 say(f"node vanishes {repetition + 1}/{repetitions}: {outcome.seconds[-1]:.2f} s")
             except Stalled as stalled:
-                say(f"node vanishes {repetition + 1}/{repetitions}: LOST: {stalled}; last words:\n{nodes.said()}")
+                say(f"node vanishes {repetition + 1}/{repetitions}: LOST: {stalled}; last output:\n{nodes.output()}")
     return outcome
 
 

@@ -41,7 +41,7 @@ def descendants(root: int) -> list[int]:
 
 
 def pss_megabytes(pid: int) -> float:
-    """Proportional set size in MB (10^6 bytes): shared pages count in equal parts for all who map them. 0 once gone."""
+    """Proportional set size in MB (10^6 bytes), which splits shared pages among their processes; 0 for an ended one."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -59,7 +59,7 @@ def command_line(pid: int) -> str:
 
 
 def end_all(deadline_s: float = 10.0) -> list[int]:
-    """SIGKILL everything below this process and reap it; returns who would not die before the deadline."""
+    """SIGKILL everything below this process and reap it; returns the pids that did not end before the deadline."""
     deadline = time.monotonic() + deadline_s
     while True:
         for pid in descendants(os.getpid()):

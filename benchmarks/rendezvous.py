@@ -1,9 +1,9 @@
-"""What meeting costs: N agents join, lose one, lose a tenth, get as many new ones; torch's own rendezvous beside it.
+"""The cost of the rendezvous: N agents join, lose one, lose a tenth, get a tenth of new ones; torch's own beside it.
 
 Real protocol code over a real etcd and a real TCPStore; agents are threads of a few processes and have no workers, so
-what is measured is the rendezvous alone. Nobody kills the planner here: benchmarks/nodes.py does, with workers. Prints
-a markdown table and writes what it saw as JSON. torch's rendezvous is measured joining only, for as many nodes as it
-can do within the deadline: nothing else of it survives a lost node.
+the rendezvous alone is measured. benchmarks/nodes.py kills the leader, with workers. Prints a markdown table and writes
+its results as JSON. torch's rendezvous is measured joining only, for as many nodes as it can handle within the
+deadline: nothing else of it survives a lost node.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from elasticd_agent.model.job import Policy
 from tests.etcd import etcd_servers
 
 PROCESSES, TOGETHER = 4, 64
-"""So many processes, and more where more than so many agents would share one: threads of one process run in turn."""
+"""Processes, and agents per process above which there are more: threads of one process run in turn."""
 STEPS = "join", "lose one", "lose a tenth", "add a tenth"
 MANY, MANY_LEASE_S = 256, 30.0
 _START_S = 60.0
 SETTLED_S = 1.0
-"""What follows a round: its records are cleaned, everybody is known by a knock."""
+"""The time after a round: its records are deleted, every member has answered a probe."""
 
 
 class DeadlineMissed(Exception):
-    """What was waited for did not happen before the deadline."""
+    """An awaited event did not happen before the deadline."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Figures:
     """Seconds, and store requests and bytes per node, of one step of a job's life.
 
     `cpu_s` is what all agents used of this machine, `rounds` how many Rounds it took; more than one is a detour, and
-    `why` says what each was for.
+    `why` has the reason of each.
     """
 
     seconds: float
@@ -71,13 +71,13 @@ class SizeResult:
 
 
 class Agents:
-    """All agents of one job, spread over processes; what they hear arrives in one queue."""
+    """All agents of one job, spread over processes; their reports arrive in one queue."""
 
     def __init__(
         self, store: str, endpoint: tuple[str, int], job: str, count: int, deadline_s: float, lease_s: float
     ) -> None:
         self.deadline_s = deadline_s
-        self.heard: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         self.alive = [f"n{i}" for i in range(count)]
         self.sizes: dict[str, tuple[int, int, float]] = {}
         self.why: dict[int, str] = {}
@@ -86,13 +86,13 @@ class Agents:
         self.broken: list[str] = []
         processes = min(max(PROCESSES, count // TOGETHER), count)
         spread = [self.alive[i::processes] for i in range(processes)]
-        # All of them at first: min = max. Afterwards fewer will do, or nobody could be lost.
+        # All of them at first: min = max. Afterwards fewer are enough, or none could be lost.
         base = [sys.executable, "-m", "benchmarks.agents", store, endpoint[0], str(endpoint[1]), job, "1", str(count)]
         base.append(str(lease_s))
         self._processes = [
             subprocess.Popen([*base, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for names in spread
         ]
-        # Newcomers, too, have a home.
+        # Joiners have a home, too.
         self._home = {f"n{i}": i % processes for i in range(2 * count)}
         for process in self._processes:
             threading.Thread(target=self._read, args=(process,), daemon=True).start()
@@ -102,24 +102,24 @@ class Agents:
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            self.heard.put(json.loads(line))
+            self.reports.put(json.loads(line))
 
     def _next(self, kind: str, deadline: float) -> dict[str, object]:
         while True:
             try:
-                said = self.heard.get(timeout=max(0.0, deadline - time.monotonic()))
+                line = self.reports.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise DeadlineMissed(f"no {kind} before the deadline; {self.broken[-1:]}") from None
-            if said["kind"] in ("broken", "said"):
-                self.broken.append(str(said))
-            if said["kind"] == "round":
-                node, number, members = str(said["node"]), int(str(said["number"])), int(str(said["size"]))
-                self.sizes[node] = number, members, float(str(said["at"]))
-                self.why[number] = str(said["why"])
+            if line["kind"] in ("broken", "log"):
+                self.broken.append(str(line))
+            if line["kind"] == "round":
+                node, number, members = str(line["node"]), int(str(line["number"])), int(str(line["size"]))
+                self.sizes[node] = number, members, float(str(line["at"]))
+                self.why[number] = str(line["why"])
                 if self.expected is not None and members > self.expected and node in self.alive:
                     self.send(node, "fail", str(number), node)
-            if said["kind"] == kind:
-                return said
+            if line["kind"] == kind:
+                return line
 
     def send(self, name: str, *words: str) -> None:
         self._write(self._home[name], " ".join(words))
@@ -135,15 +135,15 @@ class Agents:
             self._write(process, line)
 
     def each(self, verb: str, names: Sequence[str]) -> int:
-        """Tell every process what shall happen to those of `names` that are its own; how many were told."""
+        """Send the verb to every process, with its own ones of `names`; returns the number of processes."""
         homes = {home: [name for name in names if self._home[name] == home] for home in set(self._home.values())}
-        told = {home: mine for home, mine in homes.items() if mine}
-        for home, mine in told.items():
+        receivers = {home: mine for home, mine in homes.items() if mine}
+        for home, mine in receivers.items():
             self._write(home, " ".join([verb, *mine]))
-        return len(told)
+        return len(receivers)
 
     def kill(self, names: Sequence[str]) -> None:
-        """From here on a Round with more members than are left has dead ones; who hears of it finds out, as by gloo."""
+        """From now on a Round with more members than are left has dead ones; its members report it, as with gloo."""
         self.expected = len(self.alive) - len(names)
         self.alive = [name for name in self.alive if name not in names]
         for _ in range(self.each("kill", names)):
@@ -155,7 +155,7 @@ class Agents:
         self.each("start", names)
 
     def until_all_in(self, size: int) -> float:
-        """When the last living agent had heard of one Round with `size` members."""
+        """When the last living agent had read one Round with `size` members."""
         deadline = time.monotonic() + self.deadline_s
         while True:
             rounds = {self.sizes[name][:2] for name in self.alive if name in self.sizes}
@@ -165,16 +165,16 @@ class Agents:
 
     @property
     def number(self) -> int:
-        """The highest Round that anybody has heard of."""
-        return max(heard[0] for heard in self.sizes.values())
+        """The highest Round that any agent has read."""
+        return max(size[0] for size in self.sizes.values())
 
     def traffic(self, whose: Sequence[str] | None = None) -> tuple[float, float, float]:
         """Requests, bytes sent and received, of these agents, or all."""
         self.broadcast("traffic")
         sums, planners = [0.0, 0.0, 0.0], []
         for _ in self._processes:
-            said = self._next("traffic", time.monotonic() + _START_S)
-            nodes, plan = said["nodes"], said["plan"]
+            line = self._next("traffic", time.monotonic() + _START_S)
+            nodes, plan = line["nodes"], line["plan"]
             assert isinstance(nodes, dict)
             assert isinstance(plan, list)
             planners += plan

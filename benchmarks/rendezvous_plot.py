@@ -1,6 +1,6 @@
 """Draws what rendezvous.py measured: seconds, requests and bytes over the number of nodes, both axes logarithmic.
 
-It exists because growth shows as a slope: level is constant, one decade a decade is linear. Reads the JSON that
+Growth shows as a slope: level is constant, one decade a decade is linear. Reads the JSON that
 rendezvous.py writes; needs matplotlib, which the `demo` extra brings.
 """
 

@@ -3,9 +3,9 @@
     python benchmarks/scrape.py [--jobs 3] [--workers 2] [--scrapes 200] [--out bench-results/scrape.json]
 
 One agent with a local store runs `--jobs` jobs of `--workers` DDP workers each, which make a step every 200 ms. Its
-/metrics is asked for `--scrapes` times over HTTP, ten times a second, each time on a connection of its own, as
+/metrics is read `--scrapes` times over HTTP, ten times a second, each time on a connection of its own, as
 Prometheus does at worst. Reported: milliseconds from connecting to the last byte, of these scrapes and, for comparison,
-of as many of /healthz, which asks no runner; series and bytes of the page; and what a scrape costs in processor time,
+of as many of /healthz, which reads no runner; series and bytes of the page; and what a scrape costs in processor time,
 the agent's and all runners' together. Ends with 1 where half of the scrapes take more than 20 ms.
 """
 
@@ -63,8 +63,8 @@ def summary(took: Sequence[float]) -> dict[str, float]:
 def measure(jobs: int, workers: int, scrapes: int) -> dict[str, object]:
     with folder() as place:
         agent, port = InstalledAgent(place, "\n".join(table(n, place, workers) for n in range(jobs))), free_port()
-        told = agent.config.read_text().replace("port = 0", f"port = {port}").replace("slots = 8", "slots = 64")
-        agent.config.write_text(told)
+        text = agent.config.read_text().replace("port = 0", f"port = {port}").replace("slots = 8", "slots = 64")
+        agent.config.write_text(text)
         try:
             agent.start()
             notes = [StepLog(place / f"job{number}", workers) for number in range(jobs)]
@@ -98,14 +98,14 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--scrapes", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("bench-results/scrape.json"))
-    asked = parser.parse_args()
-    found = measure(asked.jobs, asked.workers, asked.scrapes)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(found, indent=2) + "\n")
+    args = parser.parse_args()
+    found = measure(args.jobs, args.workers, args.scrapes)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps(found, indent=2))
     metrics = found["metrics"]
     assert isinstance(metrics, dict)
-    return 0 if metrics["median_ms"] <= MOST_MS and found["jobs on the page"] == asked.jobs else 1
+    return 0 if metrics["median_ms"] <= MOST_MS and found["jobs on the page"] == args.jobs else 1
 
 
 if __name__ == "__main__":

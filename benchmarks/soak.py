@@ -1,9 +1,9 @@
-"""`make soak`: 200 kills in a row in one job, every way to hang, a quarter of an hour of what is only slow, 200 random
+"""`make soak`: 200 kills in a row in one job, every way to hang, a quarter of an hour of slow jobs, 200 random
 faults in one job on several nodes, and 100 of agents with a stream of jobs.
 
-Exit code 1 if one was lost or stuck, a hang not found or somebody killed for being slow, or if a promise was broken. A
-seed gives the same faults again; when they strike depends on the machine. The job on several nodes needs root, for its
-hosts are network namespaces; the agents do without.
+Exit code 1 if a kill was not recovered, a hang not found, a slow job killed, or a guarantee broken. A seed gives the
+same faults again; when they happen depends on the machine. The job on several nodes needs root, because its hosts are
+network namespaces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="in one job on one node (default %(default)s)")
     parser.add_argument("--hangs", type=int, default=1, help="of every way to hang (default %(default)s)")
-    parser.add_argument("--slow-minutes", type=float, default=15.0, help="of what is only slow (default %(default)g)")
+    parser.add_argument("--slow-minutes", type=float, default=15.0, help="of slow jobs (default %(default)g)")
     parser.add_argument("--faults", type=int, default=200, help="in one job on several nodes (default %(default)s)")
     parser.add_argument("--agents", type=int, default=100, help="faults of agents (default %(default)s)")
     parser.add_argument("--nodes", type=int, default=3, help="of the second job (default %(default)s)")
@@ -33,8 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     code = recovery.main(["--kills", str(args.kills), "--seed", str(args.seed)]) if args.kills else 0
     if args.hangs or args.slow_minutes:
-        asked = ["--repetitions", str(args.hangs), "--slow-minutes", str(args.slow_minutes), "--seed", str(args.seed)]
-        code = hangs.main(asked) or code
+        arguments = [
+            "--repetitions",
+            str(args.hangs),
+            "--slow-minutes",
+            str(args.slow_minutes),
+            "--seed",
+            str(args.seed),
+        ]
+        code = hangs.main(arguments) or code
     if args.agents:
         code = daemon_soak.main(["--faults", str(args.agents), "--seed", str(args.seed)]) or code
     if not args.faults:

@@ -1,9 +1,9 @@
 """`make demo`: train a small GPT on four CPU workers, SIGKILL one in the middle, and show that nothing was lost.
 
 It runs `elasticd run … train_lm.py`, waits until the loss log reaches a step drawn at random, kills a rank drawn at
-random from outside, waits for the job's end and tells what happened; demo.png shows it. The same --seed draws the same
+random from outside, waits for the job's end and reports; demo.png shows it. The same --seed draws the same
 step and rank. It writes demo-run/ and demo.png and nothing else. Exit code 1 if the fault did not fire, the job did not
-come back, or did not finish.
+recover, or did not finish.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def kill_window(steps: int) -> range:
-    """Steps at which a fault may fire: the middle of the run, where there is something to lose and to go on to."""
+    """Steps at which a fault may fire: the middle of the run, with steps to lose before and to train after."""
     return range(max(2, steps // 4), max(3, steps * 3 // 4))
 
 
@@ -173,7 +173,7 @@ def report(watch: DemoLogs, faults: list[KilledWorker], steps: int, exit_code: i
     for fault in faults:
         killed = [e for e in watch.events if e["kind"] == "worker_exited" and e["pid"] == fault.pid]
         if not killed or killed[0]["signal"] != signal.SIGKILL:
-            raise DemoFailed(f"the fault did not fire: no event says that pid {fault.pid} was killed by SIGKILL")
+            raise DemoFailed(f"the fault did not fire: no event shows that pid {fault.pid} was killed by SIGKILL")
     if exit_code != 0 or watch.losses[-1]["step"] != steps:
         raise DemoFailed(f"exit code {exit_code} at step {watch.losses[-1]['step']} of {steps}")
     by_step: dict[int, list[float]] = {}

@@ -1,6 +1,6 @@
 """The demo's picture: loss and world size over time with the faults marked, and the first fault through a magnifier.
 
-It draws what the event log and the loss log say and computes nothing else.
+It draws the event log and the loss log.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 Lines = list[dict[str, Any]]
 
 _FAULT = "#c1121f"
-_ROUNDS = ("#1d4e89", "#e07a1f", "#2a9d6f", "#7b4ea3")  # one color a round, told apart in gray, too
+_ROUNDS = ("#1d4e89", "#e07a1f", "#2a9d6f", "#7b4ea3")  # one color a round, different in gray, too
 _ZOOM_S = 1.5
 
 

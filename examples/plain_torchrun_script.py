@@ -1,4 +1,4 @@
-"""A training script as PyTorch's DDP tutorials write it: it knows nothing of elasticd, and survives under it.
+"""A training script as PyTorch's DDP tutorials write it: without elasticd, and it survives under it.
 
 Run it with `elasticd run --nproc-per-node 2 examples/plain_torchrun_script.py`, or with torchrun, unchanged. After a
 crash every worker starts again from the last snapshot, so the epochs since then are trained once more.

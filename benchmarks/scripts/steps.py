@@ -1,4 +1,4 @@
-"""The script every launcher is measured with: plain DDP steps of about a millisecond, each one noted with its time.
+"""The script every launcher is measured with: plain DDP steps of about a millisecond, each one recorded with its time.
 
 It imports nothing of elasticd, so all launchers start the same bytes. Each rank appends one line for a committed step
 to its own file, `rank<R>.steps` in the folder given by --log: restart count, pid, step, time.monotonic() seconds. On

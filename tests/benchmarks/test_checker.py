@@ -208,7 +208,7 @@ def a_round_resumes_twice(job: Job) -> None:
 
 
 def a_loser_is_resumed_from(job: Job) -> None:
-    """Round 3 goes on from what a zombie of round 1 wrote after round 2 had gone on from step 4."""
+    """Round 3 continues from a checkpoint that a zombie of round 1 wrote after round 2 continued from step 4."""
     for line in job["record"]:
         if line["round"] == 3 and "begins" in line:
             line["begins"] = [1, 6]
@@ -241,7 +241,7 @@ def the_lineage_begins_nowhere(job: Job) -> None:
 
 
 def the_state_is_another_one(job: Job) -> None:
-    """Round 3 says that it goes on from step 6, and what it has loaded is that of step 4."""
+    """Round 3 logs a resume from step 6, and it has loaded step 4."""
     find(job["record"], round=3, ends=8, rank=1)["ledger"] = ledger(range(1, 5))
     find(job["record"], round=3, ends=8, rank=0)["ledger"] = ledger(range(1, 5))
 
@@ -276,16 +276,16 @@ FORGERIES: dict[Callable[[Job], None], str] = {
     a_round_resumes_what_nobody_wrote: "resumes come from the chain: round 2 resumed from step 7 of round 1, which",
     a_round_resumes_from_a_newer_one: "resumes come from the chain: round 2 resumed from round 3, which is not older",
     a_round_forgets_a_checkpoint: "resumes come from the chain: round 2 resumed from step 2 of round 1, which had",
-    an_agent_and_its_rank_tell_different_resumes: "resumes come from the chain: round 3 says that it resumed from",
+    an_agent_and_its_rank_tell_different_resumes: "resumes come from the chain: round 3 logs 'resumed from",
     a_round_resumes_twice: "resumes come from the chain: round 3 resumed twice",
-    a_loser_is_resumed_from: "no loser is resumed from: round 3 goes back to [1], past round 2, which had gone on",
+    a_loser_is_resumed_from: "no loser is resumed from: round 3 goes back to [1], past round 2",
     a_step_is_lost: "no sample lost or repeated: step 6 of round 2 was made by ranks [] of 0",
     a_rank_misses_a_step: "no sample lost or repeated: step 7 of round 3 was made by ranks [0] of 2",
     a_step_is_made_twice: "no sample lost or repeated: step 8 of round 3 was made by ranks [0, 1, 1] of 2",
     a_sample_is_repeated: "no sample lost or repeated: epoch 1: 1 samples were trained on more than once, as [0]",
     a_sample_is_lost: "no sample lost or repeated: epoch 0: 1 samples were never trained on, as [5]",
     the_lineage_begins_nowhere: "no sample lost or repeated: the chain of round 3 goes back to round 1, of which",
-    the_state_is_another_one: "no sample lost or repeated: the last state says",
+    the_state_is_another_one: "no sample lost or repeated: the last state has",
     nobody_finishes: "no sample lost or repeated: no rank came to the end of its training",
     the_end_has_two_outcomes: "the end is agreed on: the job ended in different ways",
     nobody_sees_the_end: "the end is agreed on: no agent saw the job's end",

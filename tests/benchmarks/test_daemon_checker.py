@@ -32,12 +32,12 @@ def good() -> Daemons:
         runner("runner_ended", "j2", 2, 4.2, "left", outcome="left"),
     ]
     notes: dict[str, list[dict[str, Any]]] = {
-        "asked": [
+        "requests": [
             {"mono": 0.5, "do": "submit", "seq": 1, "job": "j1", "steps": 8, "number": 1, "code": 201},
             {"mono": 2.0, "do": "submit", "seq": 2, "job": "j2", "steps": 9, "number": 0, "code": 503},
             {"mono": 3.9, "do": "cancel", "seq": 2, "job": "j2", "code": 200, "answer": CANCELLED},
         ],
-        "seen": [
+        "observed": [
             {"mono": 2.3, "what": "submission", "seq": 2, "job": "j2", "number": 2},
             {"mono": 4.1, "what": "ending", "job": "j2", "number": 2, "outcome": "cancelled", "reason": "cancelled"},
             {"mono": 6.4, "what": "ending", "job": "j1", "number": 1, "outcome": "succeeded", "reason": "done"},
@@ -94,7 +94,7 @@ def judged(daemons: Daemons, work: Path) -> list[str]:
 
 
 def a_slot_is_two_runners(d: Daemons) -> None:
-    d["notes"]["seen"].append({"mono": 3.0, "what": "slot", "node": "a", "slot": 1, "by": ["j1.1", "j2.2"]})
+    d["notes"]["observed"].append({"mono": 3.0, "what": "slot", "node": "a", "slot": 1, "by": ["j1.1", "j2.2"]})
 
 
 def a_node_trains_three_workers_in_two_slots(d: Daemons) -> None:
@@ -102,27 +102,27 @@ def a_node_trains_three_workers_in_two_slots(d: Daemons) -> None:
 
 
 def a_job_that_was_taken_never_ends(d: Daemons) -> None:
-    d["notes"]["seen"].remove(find(d["notes"]["seen"], what="ending", number=1))
+    d["notes"]["observed"].remove(find(d["notes"]["observed"], what="ending", number=1))
 
 
 def a_job_is_taken_twice(d: Daemons) -> None:
-    d["notes"]["seen"].append({"mono": 2.4, "what": "submission", "seq": 2, "job": "j2", "number": 3})
+    d["notes"]["observed"].append({"mono": 2.4, "what": "submission", "seq": 2, "job": "j2", "number": 3})
 
 
 def an_ending_changes(d: Daemons) -> None:
-    d["notes"]["seen"].append({**find(d["notes"]["seen"], number=1, what="ending"), "outcome": "failed"})
+    d["notes"]["observed"].append({**find(d["notes"]["observed"], number=1, what="ending"), "outcome": "failed"})
 
 
 def a_cancel_is_forgotten(d: Daemons) -> None:
-    find(d["notes"]["seen"], number=2, what="ending")["outcome"] = "failed"
+    find(d["notes"]["observed"], number=2, what="ending")["outcome"] = "failed"
 
 
 def a_job_fails_by_our_faults(d: Daemons) -> None:
-    find(d["notes"]["seen"], number=1, what="ending")["outcome"] = "failed"
+    find(d["notes"]["observed"], number=1, what="ending")["outcome"] = "failed"
 
 
 def nobody_has_cancelled_it(d: Daemons) -> None:
-    find(d["notes"]["seen"], number=1, what="ending")["outcome"] = "cancelled"
+    find(d["notes"]["observed"], number=1, what="ending")["outcome"] = "cancelled"
 
 
 def a_job_trains_after_it_has_succeeded(d: Daemons) -> None:
@@ -166,7 +166,7 @@ def nobody_has_looked_what_is_left(d: Daemons) -> None:
 
 
 def it_ends_too_early(d: Daemons) -> None:
-    d["notes"]["asked"][0]["steps"] = 9
+    d["notes"]["requests"][0]["steps"] = 9
 
 
 def a_sample_is_lost(d: Daemons) -> None:
@@ -176,7 +176,7 @@ def a_sample_is_lost(d: Daemons) -> None:
 FORGERIES: dict[Callable[[Daemons], None], str] = {
     a_slot_is_two_runners: "no slot has two runners: slot 1 of a is j1.1 and j2.2's at once",
     a_node_trains_three_workers_in_two_slots: "no node trains more workers than slots: a has 2 slots",
-    a_job_that_was_taken_never_ends: "no submission is lost: job j1 was handed in as number 1 and never ended",
+    a_job_that_was_taken_never_ends: "no submission is lost: job j1 was submitted as number 1 and never ended",
     a_job_is_taken_twice: "no submission runs twice: submission 2 became numbers [2, 3]",
     an_ending_changes: "endings stay: j1.1 ended more than once: succeeded: done; then failed: done",
     a_cancel_is_forgotten: "a cancel wins: job j2 was cancelled, and has failed",
@@ -184,14 +184,14 @@ FORGERIES: dict[Callable[[Daemons], None], str] = {
     nobody_has_cancelled_it: "jobs succeed: j1.1 has cancelled",
     a_job_trains_after_it_has_succeeded: "nobody trains after the end: j1.1 has succeeded, and pid 301 on b trained",
     a_cancelled_job_trains_on: "nobody trains after the end: j2.2 has cancelled, and pid 100 on a trained in round 1",
-    a_runner_is_lost_with_its_agent: "only the killed are lost: a: was killed, and nobody had hurt it",
-    a_node_is_lost_with_its_agent: "only the killed are lost: j1.1 lost a in round 3, and nobody had hurt it",
+    a_runner_is_lost_with_its_agent: "only the killed are lost: a: was killed, without a fault there",
+    a_node_is_lost_with_its_agent: "only the killed are lost: j1.1 lost a in round 3, without a fault there",
     a_runner_is_sent_away: "nobody is sent away for nothing: a: job j2: stopping its runner: a has 0 slots now",
     a_round_is_not_shown: "histories are whole: j1.1 had rounds [2], which its history does not show",
     a_round_is_shown_without_a_reason: "histories are whole: j1.1: its history has no reason for round 2",
-    an_agent_leaves_badly: "agents leave well: the agent of b was asked to leave and ended with -9",
+    an_agent_leaves_badly: "agents leave well: the agent of b was stopped and ended with -9",
     something_is_left: "nothing is left: a: process 7 elasticd-owner",
-    nobody_has_looked_what_is_left: "nothing is left: nobody has looked",
+    nobody_has_looked_what_is_left: "nothing is left: the end was not recorded",
     it_ends_too_early: "j1.1: it should end after step 9, and ended after 8",
     a_sample_is_lost: "j1.1: no sample lost or repeated: epoch 0: 1 samples were never trained on",
 }

@@ -11,7 +11,7 @@ IMPORTS = f"import sys, elasticd.session, elasticd.sampler; print([m for m in {H
 HOOK = """
 import sys
 import torch
-from elasticd.heartbeat import optimizer_hook, record as beat
+from elasticd.heartbeat import optimizer_hook, record as heartbeat
 before = 'torch._dynamo' in sys.modules
 optimizer_hook.install_optimizer_hook(heartbeat.NullHeartbeat())
 print(['torch._dynamo'] if 'torch._dynamo' in sys.modules and not before else [])
