@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.hangs.explain import stacks
+from elasticd_agent.hangs.explain.load import decode_stacks
 from elasticd_agent.system.control_socket import SOCKET_NAME, ControlServer
 from tests.faults.job import Job
 from tests.system.control_server import Answering
@@ -103,7 +103,7 @@ def test_a_real_job_is_looked_at_and_notices_nothing(stack: ExitStack, tmp_path:
     assert done.stdout.startswith("Round 1: a dump of a running group: what 2 ranks did at step")
     folder = tmp_path / "log" / "round-1" / "dump"
     for rank in (0, 1):
-        assert stacks.decode(json.loads((folder / f"rank-{rank}.stacks.json").read_text())) is not None
+        assert decode_stacks(json.loads((folder / f"rank-{rank}.stacks.json").read_text())) is not None
     done = dump(tmp_path, "--job", f"healthy-{os.getpid()}", "--out", str(tmp_path / "mine"), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)

@@ -1,8 +1,6 @@
-"""`elasticd dump`: the evidence a hang would leave, of a job that runs on this machine, without disturbing it.
+"""`elasticd dump`: requests the evidence of a running job, without disturbing it, and explains it.
 
-It exists so that a job that looks odd can be looked at, and so that evidence can be tried before it is needed. It finds
-agents of this user by their runtime directories, asks one, and prints the page of what that agent wrote. It takes no
-evidence itself, and starts, stops and changes nothing.
+Agents of this user are found by their runtime directories; the agent of the job gathers the evidence.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ ABOUT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """An agent that answers."""
+    """An agent (`elasticd run`) that answers."""
 
     pid: int
     job: str
@@ -40,33 +38,31 @@ class LocalRun:
 
 
 def dump(argv: Sequence[str]) -> int:
-    """Returns 0 when evidence was taken, 1 when not; raises UsageError."""
-    asked = _parser().parse_args(argv)
-    out = _checked(asked.out)
-    agents, silent = find_runs(asked.pid)
-    wanted = [one for one in agents if asked.job in (None, one.job)]
-    if not wanted:
+    """Returns 0 if evidence was gathered, 1 if not; raises UsageError."""
+    args = _parser().parse_args(argv)
+    out = _checked(args.out)
+    agents, silent = find_runs(args.pid)
+    chosen = [one for one in agents if args.job in (None, one.job)]
+    if not chosen:
         for why in silent:
             print(f"elasticd dump: {why}", file=sys.stderr)
         named = f"; there is {'; '.join(map(str, agents))}" if agents else ""
-        which = (
-            f"job {asked.job}" if asked.job is not None else f"agent {asked.pid}" if asked.pid is not None else "job"
-        )
+        which = f"job {args.job}" if args.job is not None else f"agent {args.pid}" if args.pid is not None else "job"
         return _failed(f"no {which} of this user runs on this machine{named}")
-    if len(wanted) > 1:
-        listed = "".join(f"\n  --pid {one.pid}  (job {one.job}, node {one.node})" for one in wanted)
-        print(f"elasticd dump: several run here; say which:{listed}", file=sys.stderr)
+    if len(chosen) > 1:
+        listed = "".join(f"\n  --pid {one.pid}  (job {one.job}, node {one.node})" for one in chosen)
+        print(f"elasticd dump: several jobs run here; choose one:{listed}", file=sys.stderr)
         return 2
-    return _dumped(wanted[0], out, as_json=asked.json)
+    return _dumped(chosen[0], out, as_json=args.json)
 
 
 def find_runs(only: int | None = None) -> tuple[list[LocalRun], list[str]]:
-    """This user's agents on this machine, or `only` that one, by pid; and a sentence for each that is silent."""
+    """This user's agents on this machine, or `only` that pid; and a sentence for each that does not answer."""
     found, silent = [], []
     for path in sorted(_sockets()):
         pid = path.parent.name.split("-")[2]
         if not pid.isdecimal() or not Path(f"/proc/{pid}").exists() or only not in (None, int(pid)):
-            continue  # a directory may be left behind by an agent that was killed
+            continue  # an agent that was killed leaves its directory behind
         try:
             about = control.send_request(path, {"do": "about"}, ABOUT_TIMEOUT_S)
         except control.ControlSocketError as error:
@@ -89,7 +85,7 @@ def _dumped(agent: LocalRun, out: Path | None, *, as_json: bool) -> int:
         return _failed(f"{agent}: {error}")
     path = answer.get("path")
     if not isinstance(path, str):
-        return _failed(f"{agent}: {answer.get('error', 'it did not say where the evidence is')}")
+        return _failed(f"{agent}: {answer.get('error', 'the answer has no path')}")
     try:
         return files.run_within(READ_S, lambda: _shown(Path(path), agent.node, as_json=as_json))
     except files.DeadlineExceeded:
@@ -99,7 +95,7 @@ def _dumped(agent: LocalRun, out: Path | None, *, as_json: bool) -> int:
 def _shown(path: Path, node: str, *, as_json: bool) -> int:
     place = finding.choose_folder(finding.find_folders(path))
     if place is None:
-        return _failed(f"the agent says that the evidence is in {path}, and there is none")
+        return _failed(f"the agent reports evidence in {path}, where there is none")
     show(reading.explain(place, here=node), as_json=as_json)
     return 0
 
@@ -109,7 +105,7 @@ def _checked(out: Path | None) -> Path | None:
         return None
     path = out.absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"--out {out}: give a new or an empty directory: evidence of two moments must not mix")
+        raise UsageError(f"--out {out}: give a new or empty directory: evidence of two dumps must not mix")
     return path
 
 

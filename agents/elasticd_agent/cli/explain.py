@@ -1,8 +1,4 @@
-"""`elasticd explain`: what a hang's evidence says, on one page.
-
-It exists so that nobody has to read eight ranks' stacks at night. It only reads, and answers within a deadline even
-when the log directory is on a file system that has gone. What it says comes from `explaining`.
-"""
+"""`elasticd explain`: the evidence of a hang on one page. It only reads, and ends in time on a dead file system."""
 
 from __future__ import annotations
 
@@ -25,45 +21,45 @@ from elasticd_agent.hangs.explain.text import WIDTH, page
 from elasticd_agent.system import bounded_io as files
 
 READ_S = 30.0
-"""Reading a few megabytes takes well below a second; a mount that answers so late answers nobody."""
+"""Reading a few megabytes takes well below a second; a mount this slow is dead."""
 EVENT_LOG_NAMES = ("events.jsonl", "event-log.jsonl")
 _WIDEST, _NARROWEST = 140, 60
 
 
 def explain(argv: Sequence[str]) -> int:
-    """Returns 0 when there was something to explain, 1 when not; raises UsageError."""
-    asked = _parser().parse_args(argv)
-    directory = Path(asked.logdir)
+    """Returns 0 if there was evidence, 1 if not; raises UsageError."""
+    args = _parser().parse_args(argv)
+    directory = Path(args.logdir)
     try:
-        return files.run_within(READ_S, lambda: _answer(asked, directory))
+        return files.run_within(READ_S, lambda: _answer(args, directory))
     except files.DeadlineExceeded:
-        print(f"elasticd explain: {directory} does not answer: is it on a file system that is gone?", file=sys.stderr)
+        print(f"elasticd explain: {directory} does not answer: is its file system dead?", file=sys.stderr)
         return 1
 
 
-def _answer(asked: argparse.Namespace, directory: Path) -> int:
+def _answer(args: argparse.Namespace, directory: Path) -> int:
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise UsageError(
             f"{directory} {what}; give the job's --log-dir, a round's folder in it, or a folder of evidence"
         )
     found = finding.find_folders(directory)
-    if asked.list:
+    if args.list:
         return _list(found, directory)
     place = finding.choose_folder(found)
-    if asked.round is not None:
-        place = finding.choose_folder([one for one in found if one.round == asked.round])
+    if args.round is not None:
+        place = finding.choose_folder([one for one in found if one.round == args.round])
         if place is None and found:
             rounds = ", ".join(str(number) for number in sorted({one.round for one in found}))
-            return _nothing(f"no evidence of round {asked.round} in {directory}; there is some of: {rounds}")
+            return _nothing(f"no evidence of round {args.round} in {directory}; there is some of: {rounds}")
     if place is None:
         return _nothing(f"no evidence in {directory}: {_why_none()}")
-    show(reading.explain(place, asked.event_log or _event_log(place, directory), found), as_json=asked.json)
+    show(reading.explain(place, args.event_log or _event_log(place, directory), found), as_json=args.json)
     return 0
 
 
 def show(explained: Explanation, *, as_json: bool) -> None:
-    """Print it. Whoever reads may stop reading, as head does."""
+    """Print it. The reader may stop early, as head does."""
     if as_json:
         text = json.dumps(document(explained), indent=2, ensure_ascii=False) + "\n"
     else:
@@ -72,7 +68,7 @@ def show(explained: Explanation, *, as_json: bool) -> None:
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
-        # What is still buffered would be written, and complained about, when python ends.
+        # Python would flush the rest at its end and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -93,26 +89,26 @@ def _nothing(why: str) -> int:
 
 
 def _why_none() -> str:
-    other = Path(tempfile.gettempdir()) / f"elasticd-evidence-{os.getuid()}"  # as evidence.py has it
+    other = Path(tempfile.gettempdir()) / f"elasticd-evidence-{os.getuid()}"  # the fallback of evidence.py
     jobs = [other / name for name in files.entry_names(other) if finding.find_folders(other / name)]
     if jobs:
         newest = sorted(
             jobs, key=lambda job: max(_age(place.path) for place in finding.find_folders(job)), reverse=True
         )
         shown = ", ".join(map(str, newest[:4]))
-        return f"where a log directory cannot be written it is kept elsewhere, the newest first: {shown}"
-    return "no hang was suspected by an agent that has its log directory there"
+        return f"evidence whose log directory cannot be written is kept elsewhere, the newest first: {shown}"
+    return "no agent with this log directory has suspected a hang"
 
 
 def _age(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:  # it has been removed meanwhile
+    except OSError:  # removed meanwhile
         return 0.0
 
 
 def _event_log(place: finding.EvidenceFolder, directory: Path) -> Path | None:
-    """The event log, where one of its usual names is in the log directory."""
+    """The event log, if it has one of its usual names in the log directory."""
     for folder in dict.fromkeys([place.logs or directory, directory]):
         for name in EVENT_LOG_NAMES:
             if (folder / name).is_file():
@@ -121,7 +117,7 @@ def _event_log(place: finding.EvidenceFolder, directory: Path) -> Path | None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong as every command does: in one line, and without a copy of the usage."""
+    """Reports errors as every command does: in one line, without a copy of the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -130,15 +126,15 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="elasticd explain",
-        description="Says in one page who made a group hang and why, from the evidence its agents left on disk. A word "
+        description="Explains on one page which rank made a group hang and why, from the evidence on disk. A name "
         "without a slash that does not exist here is the id of a daemon's job, if `elasticd agent` runs on this node: "
         "elasticd explain JOB [--round N] [--node NODE] [--json] [--agent URL].",
         epilog="Exit codes: 0 explained, 1 nothing found, 2 usage. The page and its parts: docs/hangs.md.",
         allow_abbrev=False,
     )
     parser.add_argument("logdir", metavar="LOGDIR", help="the job's --log-dir, or a folder of evidence")
-    parser.add_argument("--round", type=int, metavar="N", help="this round's; otherwise the newest that hung")
-    parser.add_argument("--list", action="store_true", help="say of which rounds there is evidence, and no more")
+    parser.add_argument("--round", type=int, metavar="N", help="explain this round; default: the newest that hung")
+    parser.add_argument("--list", action="store_true", help="only list the rounds that have evidence")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the page")
     parser.add_argument(
         "--event-log",

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from elasticd_agent.hangs.explain import flight_recorder as flight
-from elasticd_agent.hangs.explain import gpus, phrases, stacks
+from elasticd_agent.hangs.explain import load, phrases
 from elasticd_agent.hangs.explain.locate import find_folders
 from elasticd_agent.hangs.explain.model import Culprit, Explanation, RankFacts, RecordedVerdict
-from elasticd_agent.hangs.explain.text import page
+from elasticd_agent.hangs.explain.text import FoldedFrames, fold_frames, page
 from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack
 
 SITE = "/venv/lib/python3.12/site-packages"
@@ -39,7 +39,7 @@ STACKS = RankStacks(
 
 
 def test_stacks_survive_their_json() -> None:
-    assert stacks.decode(json.loads(STACKS.to_json())) == STACKS
+    assert load.decode_stacks(json.loads(STACKS.to_json())) == STACKS
     assert STACKS.main == MAIN
     assert [(thread.label, thread.holds_gil) for thread in STACKS.threads] == [
         ("MainThread", False),
@@ -50,13 +50,13 @@ def test_stacks_survive_their_json() -> None:
 
 
 def test_shown_frames_fold_libraries() -> None:
-    shown = stacks.fold_frames(MAIN)
+    shown = fold_frames(MAIN)
     assert [one.function if isinstance(one, Frame) else one for one in shown] == [
         "_engine_run_backward",
-        stacks.FoldedFrames(2, ("torch",)),
+        FoldedFrames(2, ("torch",)),
         "step",
         "<module>",
-        stacks.FoldedFrames(1, ("python",)),
+        FoldedFrames(1, ("python",)),
     ]
 
 
@@ -89,14 +89,14 @@ def test_frame_place_and_library(file: str, at: str, library: str) -> None:
     ],
 )
 def test_no_stacks_without_own_threads(data: dict[str, Any]) -> None:
-    assert stacks.decode(data) is None
+    assert load.decode_stacks(data) is None
 
 
 def test_endless_stacks_are_cut() -> None:
     frames = 5000 * [{"function": "f", "file": "a.py", "line": 1}]
-    found = stacks.decode({"processes": [{"threads": 5000 * [{"frames": frames}]}]})
+    found = load.decode_stacks({"processes": [{"threads": 5000 * [{"frames": frames}]}]})
     assert found is not None
-    assert (len(found.threads), len(found.main.frames)) == (stacks.MOST_THREADS, stacks.MOST_FRAMES)
+    assert (len(found.threads), len(found.main.frames)) == (load.MOST_THREADS, load.MOST_FRAMES)
 
 
 # --- flight recordings ------------------------------------------------------------------------------------------------
@@ -246,9 +246,8 @@ def test_a_sick_gpu_is_marked(tmp_path: Path) -> None:
     well = {"index": 1, "name": "H200", "utilization_percent": 0, "ecc_uncorrected": 0, "remap_pending": 0}
     (evidence / "gpu-node-a.json").write_text(json.dumps({"driver": "570", "gpus": [sick, well]}))
     (evidence / "gpu-node-b.json").write_text(json.dumps({"gpus": [], "trouble": "NVML: Driver Not Loaded"}))
-    troubles: list[str] = []
-    found = gpus.read_gpus(find_folders(tmp_path)[0], troubles.append)
-    assert [trouble for trouble in troubles if trouble] == ["gpu-node-b.json: NVML: Driver Not Loaded"]
-    told = page(Explanation(1, "hang", "here", "it hung", gpus=found))
+    found = load.explain(find_folders(tmp_path)[0])
+    assert found.troubles == ("gpu-node-b.json: NVML: Driver Not Loaded",)
+    told = page(Explanation(1, "hang", "here", "it hung", gpus=found.gpus))
     assert "\n> node-a GPU 0 (H200): ecc_uncorrected 2, last_xid 79: fallen off, busy 100 %\n" in told
     assert "\n  node-a GPU 1 (H200): busy 0 %\n" in told

@@ -182,8 +182,8 @@ def run_program(command: Sequence[str], until: float) -> ProgramResult:
     except OSError as error:
         return ProgramResult(None, trouble=f"cannot be started: {error.strerror or error}")
     try:
-        out, said = process.communicate(timeout=max(0.0, until - time.monotonic()))
+        stdout, stderr = process.communicate(timeout=max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
         return ProgramResult(None, trouble=f"did not answer within {time.monotonic() - began:.1f} s")
-    return ProgramResult(process.returncode, out, said.decode("utf-8", "replace"))
+    return ProgramResult(process.returncode, stdout, stderr.decode("utf-8", "replace"))

@@ -1,7 +1,7 @@
-"""Evidence on a disk -> an explanation a person or a program reads. `elasticd explain` is its command.
+"""Explains evidence on disk to people and programs: `elasticd explain`, the HTTP API, and the last lines of a job.
 
-It exists apart from the command so that the agent can end a job with the same words. Nothing here kills, writes, or
-waits for anything but the file system.
+`locate` finds a folder, `load` reads it (with `event_log` and `flight_recorder`) into a `model.Explanation`, `text` and
+`json_report` show that. It only reads; only the file system may block it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,22 @@ from pathlib import Path
 from typing import Any
 
 SUMMARY_S = 2.0
-"""Reading takes some milliseconds; a file system that is gone must not hold up the end of a job."""
+"""Reading takes some milliseconds; a dead file system must not delay the end of a job."""
 
 
 def summary_lines(directory: Path, verdict: Mapping[str, Any] | None = None, seconds: float = SUMMARY_S) -> list[str]:
-    """The evidence at or below `directory` in at most 12 lines, for the console; none if there is nothing to tell.
+    """The evidence at or below `directory` in at most 12 lines, for the console; none within `seconds`: no lines.
 
-    `verdict`: what verdict.json will say, which may not be on disk yet. Takes at most `seconds`: a file system that
-    does not answer by then has nothing to tell.
+    `verdict`: the content of verdict.json, which may not be on disk yet.
     """
-    from elasticd_agent.hangs.explain import load as reading
-    from elasticd_agent.hangs.explain import locate as finding
-    from elasticd_agent.hangs.explain import text as page
-    from elasticd_agent.system import bounded_io as files
+    from elasticd_agent.hangs.explain import load, locate, text
+    from elasticd_agent.system import bounded_io
 
     def read() -> list[str]:
-        place = finding.choose_folder(finding.find_folders(directory))
-        return page.summary(reading.explain(place, verdict=verdict)) if place is not None else []
+        folder = locate.choose_folder(locate.find_folders(directory))
+        return text.summary(load.explain(folder, verdict=verdict)) if folder is not None else []
 
     try:
-        return files.run_within(seconds, read)
-    except files.DeadlineExceeded:
+        return bounded_io.run_within(seconds, read)
+    except bounded_io.DeadlineExceeded:
         return []

@@ -1,13 +1,12 @@
-"""PyTorch's flight recorder, several ranks' -> which collective, of what size, and who has not issued it.
+"""Pure: flight recordings of several ranks -> the collective they wait for, its size, and the ranks that lack it.
 
-It exists because a rank's recorder alone says little: the rank to blame is the one whose list is shorter than the
-others', or differs. It reads the JSON that torch's NCCL and gloo recorders give (versions 2.x) and takes what it does
-not know for absent. Sequence numbers are per process group; the clock of an entry is its own rank's. Pure.
+The rank to blame is the one whose list is shorter than the others', or differs. Input is the JSON of torch's NCCL and
+gloo recorders (versions 2.x); unknown parts count as absent. Sequence numbers are per process group.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,12 @@ class IssuedCollective:
     sizes: str
     done: bool
 
+    @property
+    def kind(self) -> str:
+        return f"{self.operation} of {self.sizes}" if self.sizes else self.operation
+
     def __str__(self) -> str:
-        return f"#{self.number} {self.operation}{' of ' + self.sizes if self.sizes else ''}"
+        return f"#{self.number} {self.kind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +42,24 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class GroupComparison:
-    """One process group, all ranks that have a recording.
-
-    `last` is by rank the last collective it issued (None: none); `pending` the first one that was not finished.
-    `waiting_for` is the first one that some rank issued and another did not, and `lacking` are those others, as far as
-    they wait in nothing themselves. `differing` has, for the first number at which ranks issued different things, the
-    ranks by what they issued.
-    """
+    """One process group, all ranks that have a recording."""
 
     group: str
     last: Mapping[int, IssuedCollective | None]
+    """By rank the last collective that it issued."""
     waiting_for: IssuedCollective | None = None
+    """The first collective that some ranks issued and others did not."""
     missing: tuple[int, ...] = ()
+    """Those others, unless they wait themselves."""
     differing: Mapping[str, tuple[int, ...]] | None = None
+    """At the first number at which ranks issued different collectives, the ranks by their collective."""
     pending: Mapping[int, IssuedCollective] | None = None
+    """By rank the first collective that was not finished."""
 
 
 def parse(data: Mapping[str, Any]) -> Recording | None:
     """One rank's recording; None if it is none."""
-    # Before the first collective there is only what is said of the recorder itself.
+    # Before the first collective there are only facts about the recorder itself.
     entries = data.get("entries", [] if "version" in data else None)
     if not isinstance(entries, list):
         return None
@@ -78,14 +80,14 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
 
 
 def compare(recorded: Mapping[int, Recording]) -> list[GroupComparison]:
-    """What the ranks' recordings say together, the group that something is wrong with first."""
+    """One comparison for each process group, those with a difference first."""
     names = sorted({name for one in recorded.values() for name in one.groups})
     found = [_compare(name, {rank: one.groups.get(name, {}) for rank, one in recorded.items()}) for name in names]
     return sorted(found, key=lambda one: (one.differing is None and not one.missing, not one.pending))[:MOST_GROUPS]
 
 
 def _compare(name: str, ranks: Mapping[int, Mapping[int, IssuedCollective]]) -> GroupComparison:
-    # A subgroup's recordings are on its own ranks only; the default group has everyone, and who lacks it is behind.
+    # Only its own ranks record a subgroup; every rank records the default group, and one without entries is behind.
     members = {rank: issued for rank, issued in ranks.items() if issued or name == _DEFAULT}
     last = {rank: issued[max(issued)] if issued else None for rank, issued in members.items()}
     reached = {rank: one.number if one is not None else 0 for rank, one in last.items()}
@@ -95,29 +97,25 @@ def _compare(name: str, ranks: Mapping[int, Mapping[int, IssuedCollective]]) -> 
         for rank, issued in members.items()
         if (first := next((issued[n] for n in sorted(issued) if not issued[n].done), None)) is not None
     }
-    lacking = tuple(rank for rank in sorted(reached) if reached[rank] == least < most and rank not in pending)
-    issued_it = next((issued[least + 1] for issued in members.values() if least + 1 in issued), None)
-    return GroupComparison(name, last, issued_it if lacking else None, lacking, _differing(members), pending)
+    missing = tuple(rank for rank in sorted(reached) if reached[rank] == least < most and rank not in pending)
+    first_missing = next((issued[least + 1] for issued in members.values() if least + 1 in issued), None)
+    return GroupComparison(name, last, first_missing if missing else None, missing, _differing(members), pending)
 
 
 def _differing(members: Mapping[int, Mapping[int, IssuedCollective]]) -> dict[str, tuple[int, ...]] | None:
     for number in sorted({number for issued in members.values() for number in issued}):
-        said: dict[str, list[int]] = defaultdict(list)
+        ranks: dict[str, list[int]] = defaultdict(list)
         for rank, issued in sorted(members.items()):
             if number in issued:
-                said[_kind(issued[number])].append(rank)
-        if len(said) > 1:
-            common = Counter({what: len(who) for what, who in said.items()}).most_common()
-            return {f"#{number} {what}": tuple(said[what]) for what, _ in common}
+                ranks[issued[number].kind].append(rank)
+        if len(ranks) > 1:
+            common = sorted(ranks.items(), key=lambda one: -len(one[1]))
+            return {f"#{number} {what}": tuple(group) for what, group in common}
     return None
 
 
-def _kind(issued: IssuedCollective) -> str:
-    return f"{issued.operation}{' of ' + issued.sizes if issued.sizes else ''}"
-
-
 def _group(entry: Mapping[str, Any]) -> str:
-    """All tensor-parallel groups of a mesh have one description, and all others "undefined": the number is the name."""
+    """By number: all tensor-parallel groups of a mesh share one description, and all others have "undefined"."""
     names = entry.get("process_group")
     if isinstance(names, list) and len(names) == 2:
         number, described = str(names[0]), str(names[1])

@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-from elasticd_agent.hangs.explain.flight_recorder import GroupComparison, IssuedCollective
-from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, StackGroup
+from elasticd_agent.hangs.explain.flight_recorder import GroupComparison
+from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RecordedVerdict, StackGroup
 
 VERSION = "1.0"
 
 
 def document(explained: Explanation) -> dict[str, Any]:
     """Plain JSON values; what is not known is null."""
-    verdict = explained.verdict
     return {
         "version": VERSION,
         "kind": explained.kind,
@@ -23,114 +24,61 @@ def document(explained: Explanation) -> dict[str, Any]:
         "job": explained.job or None,
         "headline": explained.headline,
         "taken_at": explained.taken_at or None,
-        "verdict": None
-        if verdict is None
-        else {
-            "cause": verdict.cause,
-            "culprits": [{"node": c.node, "rank": c.rank, "slot": _known(c.slot)} for c in verdict.culprits],
-            "why": verdict.why,
-            "action": verdict.action or None,
-            "seen_after_s": verdict.seen_after_s,
-            "at_wall": verdict.at_wall or None,
-        },
-        "followed": _followed(explained.aftermath),
-        "ranks": [_rank(rank) for rank in explained.ranks],
-        "waiting": list(explained.waiting),
+        "verdict": _verdict(explained.verdict),
+        "followed": _aftermath(explained.aftermath),
+        "ranks": [_plain(rank, without=("kernel", "stacks", "no_stacks")) for rank in explained.ranks],
+        "waiting": _plain(explained.waiting),
         "stacks": [_stack_group(group) for group in explained.stack_groups],
         "flight": [_flight(one) for one in explained.flight],
-        "gpus": [
-            {"name": gpu.name, "facts": dict(gpu.facts), "trouble": gpu.trouble or None} for gpu in explained.gpus
-        ],
-        "troubles": list(explained.troubles),
+        "gpus": [_plain(gpu) | {"facts": dict(gpu.facts)} for gpu in explained.gpus],
+        "troubles": _plain(explained.troubles),
         "evidence": explained.directory,
     }
 
 
-def _rank(rank: RankFacts) -> dict[str, Any]:
-    return {
-        "rank": rank.rank,
-        "node": rank.node or None,
-        "slot": _known(rank.slot),
-        "culprit": rank.culprit,
-        "exited": rank.exited,
-        "phase": rank.phase or None,
-        "step": _known(rank.step),
-        "collectives": _known(rank.collectives),
-        "usual": _known(rank.usual),
-        "barrier": rank.barrier or None,
-        "idle_s": _known(rank.idle_s),
-        "state": rank.state or None,
-        "stopped_s": rank.stopped_s,
-        "cpu_s": _known(rank.cpu_s),
-        "io_bytes": _known(rank.io_bytes),
-        "window_s": rank.window_s,
-        "where": rank.where or None,
-        "function": rank.function or None,
-        "pid": rank.pid or None,
-        "wchan": rank.wchan or None,
-        "call": rank.call or None,
-        "children": list(rank.children),
-        "remarks": list(rank.remarks),
-        "log": list(rank.log),
-    }
+def _plain(value: Any, without: Collection[str] = ()) -> Any:
+    """The value as JSON has it; "" and -1, the model's unknown values, as null."""
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value) if one.name not in without}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return None if value in ("", -1) else value
 
 
-def _followed(followed: Aftermath) -> dict[str, Any]:
-    resumed = followed.resumed
-    return {
-        "round": followed.round or None,
-        "reason": followed.reason or None,
-        "world_size": followed.world_size or None,
-        "nodes": list(followed.nodes),
-        "resumed": None if resumed is None else {"round": resumed[0], "step": resumed[1]},
-        "recovery_s": followed.recovery_s,
-        "survivors": list(followed.survivors),
-        "ended": followed.ended or None,
-        "moments": [{"wall": one.wall, "node": one.node or None, "what": one.text} for one in followed.moments],
-    }
+def _verdict(verdict: RecordedVerdict | None) -> Any:
+    return None if verdict is None else _plain(verdict) | {"why": verdict.why, "at_wall": verdict.at_wall or None}
+
+
+def _aftermath(after: Aftermath) -> Any:
+    resumed = None if after.resumed is None else dict(zip(("round", "step"), after.resumed, strict=True))
+    numbers = {"round": after.round or None, "world_size": after.world_size or None}
+    return _plain(after) | numbers | {"resumed": resumed}
 
 
 def _stack_group(group: StackGroup) -> dict[str, Any]:
     stacks = group.stacks
-    return {
-        "ranks": list(group.ranks),
-        "differs": group.differs,
-        "source": stacks.source,
-        "threads": [
-            {
-                "name": thread.label,
-                "main": thread is stacks.main,
-                "state": thread.state or None,
-                "below": None if process is stacks.processes[0] else str(process),
-                "frames": [
-                    {"function": f.function, "file": f.path, "line": f.line or None, "library": f.library or None}
-                    for f in thread.frames
-                ],
-            }
-            for process in stacks.processes
-            for thread in process.threads
-        ],
-    }
+    threads = [
+        {
+            "name": thread.label,
+            "main": thread is stacks.main,
+            "state": thread.state or None,
+            "below": None if process is stacks.processes[0] else str(process),
+            "frames": [
+                {"function": f.function, "file": f.path, "line": f.line or None, "library": f.library or None}
+                for f in thread.frames
+            ],
+        }
+        for process in stacks.processes
+        for thread in process.threads
+    ]
+    return {"ranks": list(group.ranks), "differs": group.differs, "source": stacks.source, "threads": threads}
 
 
-def _flight(one: GroupComparison) -> dict[str, Any]:
-    return {
-        "group": one.group,
-        "last": {str(rank): _issued(issued) for rank, issued in one.last.items()},
-        "pending": {str(rank): _issued(issued) for rank, issued in (one.pending or {}).items()},
-        "waiting_for": _issued(one.waiting_for),
-        "lacking": list(one.missing),
-        "differing": None
-        if one.differing is None
-        else [{"issued": what, "ranks": list(who)} for what, who in one.differing.items()],
-    }
-
-
-def _issued(issued: IssuedCollective | None) -> dict[str, Any] | None:
-    if issued is None:
-        return None
-    return {"number": issued.number, "operation": issued.operation, "sizes": issued.sizes, "done": issued.done}
-
-
-def _known(value: float) -> float | None:
-    return None if value < 0 else value
+def _flight(one: GroupComparison) -> Any:
+    differing = None
+    if one.differing is not None:
+        differing = [{"issued": issued, "ranks": list(ranks)} for issued, ranks in one.differing.items()]
+    found = _plain(one, without=("missing",))
+    return found | {"pending": _plain(one.pending or {}), "lacking": list(one.missing), "differing": differing}

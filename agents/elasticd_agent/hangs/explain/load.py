@@ -14,7 +14,7 @@ from typing import Any
 
 from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.collector.request import NO_STACKS
-from elasticd_agent.hangs.explain import flight_recorder, gpus, phrases, stacks
+from elasticd_agent.hangs.explain import flight_recorder, phrases
 from elasticd_agent.hangs.explain.event_log import RunLog
 from elasticd_agent.hangs.explain.json_values import count, items, number, text, whole
 from elasticd_agent.hangs.explain.locate import VERDICT, EvidenceFolder
@@ -23,11 +23,13 @@ from elasticd_agent.hangs.explain.model import (
     Culprit,
     EvidenceKind,
     Explanation,
+    GpuFacts,
     RankFacts,
     RecordedVerdict,
     StackGroup,
     name_ranks,
 )
+from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack
 from elasticd_agent.system import bounded_io as files
 
 MOST_RANKS = 4096
@@ -36,6 +38,14 @@ EVENT_LOG_LIMIT = 32 << 20
 _LOG_LIMIT = 1 << 20
 _MOST_NODES = 4
 _MOST_CHILDREN = 64
+_MOST_GPUS = 64
+_MOST_GPU_FACTS = 16
+_BAD_GPU_FACTS = ("xid", "ecc", "uncorrected", "lost", "error", "remap", "retired")
+"""Parts of NVML's names: a value other than the good ones there is what a person looks for."""
+_GOOD_VALUES = ("0", "", "[]", "False", "none", "None", "0x0")
+MOST_PROCESSES = 64
+MOST_THREADS = 256
+MOST_FRAMES = 512
 
 
 def explain(
@@ -79,7 +89,7 @@ def explain(
         stack_groups=_stack_groups(ranks),
         waiting=phrases.describe_waits(ranks),
         flight=tuple(flight_recorder.compare(found.recordings())),
-        gpus=gpus.read_gpus(folder, found.add_trouble),
+        gpus=found.gpus(),
         aftermath=_aftermath(log, folder),
         troubles=(*found.troubles, *_missing(folder, ranks)),
         others=tuple(_other(folder, other) for other in others if other.path != folder.path),
@@ -140,7 +150,7 @@ class _Reader:
         facts = self.json(f"rank-{rank}.json") or {}
         log = files.read(self.folder.path / f"rank-{rank}.log", _LOG_LIMIT, tail=True)
         self.add_trouble(log.trouble)
-        decoded = stacks.decode(self.json(f"rank-{rank}.stacks.json") or {})
+        decoded = decode_stacks(self.json(f"rank-{rank}.stacks.json") or {})
         self.taken_at = max(self.taken_at, number(facts.get("at_wall")))
         self.why = self.why or text(facts.get("why"))
         self.ranks[rank] = replace(
@@ -171,6 +181,20 @@ class _Reader:
             else:
                 self.add_trouble(f"{name} holds no flight recording")
         return recorded
+
+    def gpus(self) -> tuple[GpuFacts, ...]:
+        """The GPUs of every node. A GPU that fell off the bus looks like a hang of the rank that waits for it."""
+        found: list[GpuFacts] = []
+        for name in self.folder.names:
+            if not (name.startswith("gpu") and name.endswith(".json")):
+                continue
+            data = self.json(name) or {}
+            node = name.removeprefix("gpu").removesuffix(".json").lstrip("-")
+            if isinstance(data.get("trouble"), str):
+                self.add_trouble(f"{name}: {data['trouble'][:200]}")
+            each = enumerate(items(data.get("gpus"), _MOST_GPUS))
+            found += [_gpu(one, f"{node} " if node else "", index) for index, one in each]
+        return tuple(found)
 
 
 def _decode_verdict(data: Mapping[str, Any] | None) -> RecordedVerdict | None:
@@ -214,7 +238,7 @@ def _with_facts(rank: RankFacts, facts: Mapping[str, Any]) -> RankFacts:
     return replace(
         rank,
         node=rank.node or text(facts.get("node")),
-        pid=max(0, count(facts.get("pid"))),
+        pid=count(facts.get("pid")),
         phase=rank.phase or text(facts.get("phase")),
         step=rank.step if rank.step >= 0 else count(facts.get("step")),
         collectives=rank.collectives if rank.collectives >= 0 else count(facts.get("collectives")),
@@ -306,3 +330,46 @@ def _missing(folder: EvidenceFolder, ranks: Sequence[RankFacts]) -> Iterable[str
 
 def _other(folder: EvidenceFolder, other: EvidenceFolder) -> str:
     return f"round {other.round} ({other.what}{'' if other.round != folder.round else ', ' + other.path.name})"
+
+
+def decode_stacks(data: Mapping[str, Any]) -> RankStacks | None:
+    """The stacks in the file's object; None without a thread of the rank's own process."""
+    processes = [
+        ProcessStacks(count(one.get("pid")), text(one.get("comm")), tuple(_threads(one)))
+        for one in items(data.get("processes"), MOST_PROCESSES)
+    ]
+    if not processes or not processes[0].threads:
+        return None
+    return RankStacks(text(data.get("source")), tuple(process for process in processes if process.threads))
+
+
+def _threads(process: Mapping[str, Any]) -> list[ThreadStack]:
+    return [
+        ThreadStack(
+            text(one.get("name")),
+            text(one.get("tid")),
+            tuple(
+                Frame(text(frame.get("function")), text(frame.get("file")), max(0, count(frame.get("line"))))
+                for frame in items(one.get("frames"), MOST_FRAMES)
+            ),
+            text(one.get("state")),
+        )
+        for one in items(process.get("threads"), MOST_THREADS)
+    ]
+
+
+def _gpu(one: dict[str, Any], node: str, index: int) -> GpuFacts:
+    facts = tuple(
+        (name, str(value)[:200])
+        for name, value in one.items()
+        if value is not None and not isinstance(value, dict) and name not in ("index", "name")
+    )[:_MOST_GPU_FACTS]
+    bad = [
+        f"{name} {value}"
+        for name, value in facts
+        if any(word in name for word in _BAD_GPU_FACTS) and value not in _GOOD_VALUES
+    ]
+    number, model = one.get("index", index), one.get("name")
+    return GpuFacts(
+        f"{node}GPU {number}" + (f" ({model[:80]})" if isinstance(model, str) else ""), facts, ", ".join(bad)
+    )

@@ -1,7 +1,6 @@
-"""What a folder of evidence says, as one value: made by `reading`, shown by `page`, written as JSON by `document`.
+"""What a folder of evidence says, as one value: `load` makes it, `text` and `json_report` show it.
 
-It exists so that the person's page and the program's document cannot say different things. Nothing here reads or
-judges.
+Unknown numbers are -1, unknown texts "", unknown times 0.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ from elasticd_agent.hangs.stacks import RankStacks
 from elasticd_agent.model.phrases import listing, plural, ranges
 
 EvidenceKind = Literal["hang", "suspicion", "dump"]
-"""A group was found hung; one was suspected, and went on or has not been judged; nobody suspects anything."""
+"""A group was found hung; was suspected, and resumed or has not been judged; was dumped on request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """Whom the verdict blames."""
-
     node: str
     rank: int
     slot: int
@@ -28,25 +25,17 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True)
 class RecordedVerdict:
-    """What was decided. `seen_after_s`: after how long without progress; `at_wall`: unix time, 0 unknown."""
-
     cause: str
     culprits: tuple[Culprit, ...]
     why: str
     action: str
     seen_after_s: float
+    """Without progress."""
     at_wall: float
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """One rank, by all that is known of it. Numbers are -1 and words "" where nothing is.
-
-    `call` is the system call its main thread was in, with what that was about; `kernel` its kernel stack, innermost
-    first; `children` the processes below it, in words. `remarks` are sentences on all of that; `log` its last lines of
-    output; `no_stacks` says why there are none.
-    """
-
     rank: int
     node: str = ""
     slot: int = -1
@@ -65,20 +54,25 @@ class RankFacts:
     function: str = ""
     exited: bool = False
     culprit: bool = False
-    pid: int = 0
+    pid: int = -1
     wchan: str = ""
     call: str = ""
+    """The system call of its main thread, with its target."""
     kernel: tuple[str, ...] = ()
+    """The kernel stack, innermost first."""
     children: tuple[str, ...] = ()
+    """The processes below it, in words."""
     remarks: tuple[str, ...] = ()
+    """Sentences on all of that."""
     log: tuple[str, ...] = ()
     stacks: RankStacks | None = None
     no_stacks: str = ""
+    """Why there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackGroup:
-    """Ranks whose main threads are at the same place. `differs`: there are others, and more of them."""
+    """Ranks whose main threads are at the same place. `differs`: more ranks are at another one."""
 
     ranks: tuple[int, ...]
     stacks: RankStacks
@@ -87,7 +81,7 @@ class StackGroup:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """One GPU's facts as (name, value), and what of them is bad."""
+    """One GPU's facts as (name, value); `trouble` are the bad ones."""
 
     name: str
     facts: tuple[tuple[str, str], ...]
@@ -96,16 +90,16 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """Something that happened: unix time by its node's clock, and a sentence."""
+    """One event: unix time by its node's clock, and a sentence."""
 
     wall: float
-    text: str
+    what: str
     node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Aftermath:
-    """What came after. `round`: the next one, 0 unknown; `resumed`: (round, step) of its checkpoint."""
+    """The round after this one; `resumed` is the (round, step) of its checkpoint."""
 
     round: int = 0
     reason: str = ""
@@ -120,15 +114,13 @@ class Aftermath:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All of it. `taken_at`: unix time of the newest stacks, 0 unknown. `waiting` says who waited where; `troubles`
-    what is missing or could not be read."""
-
     round: int
     kind: EvidenceKind
     directory: str
     headline: str
     job: str = ""
     taken_at: float = 0.0
+    """Unix time of the newest stacks."""
     verdict: RecordedVerdict | None = None
     ranks: tuple[RankFacts, ...] = ()
     stack_groups: tuple[StackGroup, ...] = ()
@@ -137,6 +129,7 @@ class Explanation:
     gpus: tuple[GpuFacts, ...] = ()
     aftermath: Aftermath = Aftermath()
     troubles: tuple[str, ...] = ()
+    """What is missing or could not be read."""
     others: tuple[str, ...] = ()
 
     @property

@@ -1,7 +1,6 @@
-"""Explanation -> one page of plain text, for a person who was woken up: what happened first, then why one can know it.
+"""Pure: Explanation -> one page of plain text for a person on call: first what happened, then how that is known.
 
-It exists apart from reading so that the same facts can be shown shorter (the job's last lines) and elsewhere. What came
-from workers (names, log lines) has its control characters made visible. Pure: it knows no clock and no terminal.
+Control characters in text from workers (names, log lines) are made visible.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from elasticd_agent.hangs.causes import ADVICE
 from elasticd_agent.hangs.explain.flight_recorder import GroupComparison
 from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, name_ranks
 from elasticd_agent.hangs.explain.phrases import STATE_NAMES
-from elasticd_agent.hangs.explain.stacks import FoldedFrames, fold_frames
 from elasticd_agent.hangs.stacks import Frame, RankStacks, ThreadStack
 from elasticd_agent.model.phrases import count, has_have
 
 WIDTH = 110
 SUMMARY_LINES = 12
 MAX_ROWS = 16
-"""More ranks than that share rows where they do the same."""
+"""More ranks share rows where they do the same."""
 _LOG_SHOWN = 8
 _MOST_STACKS = 8
 _GPU_FACTS = (
@@ -43,7 +42,7 @@ def page(explained: Explanation, width: int = WIDTH) -> str:
         _wrap(_capital(explained.headline) + ".", width),
         _facts(explained, width),
         _section("RANKS", _table(explained, width)),
-        _section("WHO WAITED WHERE", [f"  {_capital(sentence)}." for sentence in explained.waiting]),
+        _section("WAITS", [f"  {_capital(sentence)}." for sentence in explained.waiting]),
         _section("WHAT THE PROCESSES WERE DOING", _remarks(explained, width)),
         _section("STACKS  innermost call first; > is the script's own", _stacks(explained)),
         _section("FLIGHT RECORDER", _recorders(explained, width)),
@@ -57,7 +56,7 @@ def page(explained: Explanation, width: int = WIDTH) -> str:
 
 
 def summary(explained: Explanation, width: int = WIDTH) -> list[str]:
-    """The page in at most LAST_LINES lines: the job's last words after a hang."""
+    """The page in at most SUMMARY_LINES lines, for the end of a job after a hang."""
     lines = _wrap(_capital(explained.headline) + ".", width)[:3]
     lines += [f"  {_capital(sentence)}." for sentence in explained.waiting[:3]]
     culprits = {rank.rank for rank in explained.blamed}
@@ -78,14 +77,14 @@ def _facts(explained: Explanation, width: int) -> list[str]:
         rows.append(("cause", verdict.cause + (f": {ADVICE[verdict.cause]}" if verdict.cause in ADVICE else "")))
         if verdict.at_wall:
             began = _moment(verdict.at_wall - verdict.seen_after_s)
-            rows += [("but", said) for one in explained.flight if (said := _otherwise(one, explained))]
+            rows += [("but", found) for one in explained.flight if (found := _other_wait(one, explained))]
             rows.append(("when", f"stuck since {began}; found hung after {verdict.seen_after_s:.1f} s"))
     if explained.kind == "hang":
         rows.append(("done", _done(explained)))
     elif explained.taken_at:
         rows.append(("when", f"taken at {_moment(explained.taken_at)}"))
     if explained.kind == "suspicion":
-        rows.append(("done", "nothing that is known here: no group is killed without a verdict"))
+        rows.append(("done", "nothing as far as is known here: no group is killed without a verdict"))
     if explained.job:
         rows.append(("job", explained.job))
     rows.append(("evidence", explained.directory))
@@ -95,30 +94,30 @@ def _facts(explained: Explanation, width: int) -> list[str]:
     return lines
 
 
-def _otherwise(one: GroupComparison, explained: Explanation) -> str:
-    """Collectives of other groups than the default one are not counted: who is blamed may wait for one that is not."""
+def _other_wait(one: GroupComparison, explained: Explanation) -> str:
+    """Collectives are counted in the default group only: a culprit may wait for a rank in another group."""
     waits = [rank.rank for rank in explained.blamed if rank.rank in (one.pending or {})]
     if one.waiting_for is None or not waits or any(rank.rank in one.missing for rank in explained.blamed):
         return ""
     lacks, have = name_ranks(one.missing), has_have(one.missing)
-    said = f"{name_ranks(waits)} {'waits' if len(waits) == 1 else 'wait'} in {one.group} for {lacks}"
-    return f"{said}, which {have} not issued {one.waiting_for} there: look at {lacks} first"
+    wait = f"{name_ranks(waits)} {'waits' if len(waits) == 1 else 'wait'} in {one.group} for {lacks}"
+    return f"{wait}, which {have} not issued {one.waiting_for} there: look at {lacks} first"
 
 
 def _done(explained: Explanation) -> str:
     verdict, followed = explained.verdict, explained.aftermath
     if verdict is not None and verdict.action == "report":
-        done = "only said so (--on-hang report): nobody was killed"
+        done = "only reported (--on-hang report): no process was killed"
         return f"{done}; round {followed.round} followed later" if followed.round else done
     parts = ["the workers were killed (SIGKILL)"]
     if followed.survivors:
-        parts.append(f"but processes {', '.join(map(str, followed.survivors))} would not die")
+        parts.append(f"processes {', '.join(map(str, followed.survivors))} survived SIGKILL")
     if followed.round:
         parts.append(_next(followed, max((rank.step for rank in explained.ranks), default=0)))
     elif followed.ended:
         parts.append(f"the job has {followed.ended}")
     else:
-        parts.append("what followed is not known here (--event-log FILE tells)")
+        parts.append("what followed is not known here (see --event-log FILE)")
     return "; ".join(parts)
 
 
@@ -153,27 +152,27 @@ def _table(explained: Explanation, width: int) -> list[str]:
 
 
 def _shared(ranks: Sequence[RankFacts]) -> list[tuple[str, ...]]:
-    crowds: dict[tuple[object, ...], list[RankFacts]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[RankFacts]] = defaultdict(list)
     for rank in ranks:
         blamed = (rank.rank if rank.culprit else -1,)
         alike = rank.phase, rank.step, rank.collectives, rank.state, rank.where, rank.function, rank.exited
-        crowds[blamed + alike].append(rank)
-    ordered = sorted(crowds.values(), key=lambda crowd: (not crowd[0].culprit, len(crowd), crowd[0].rank))
-    return [_row(crowd) for crowd in ordered]
+        groups[blamed + alike].append(rank)
+    ordered = sorted(groups.values(), key=lambda group: (not group[0].culprit, len(group), group[0].rank))
+    return [_row(group) for group in ordered]
 
 
-def _row(crowd: Sequence[RankFacts]) -> tuple[str, ...]:
-    one = crowd[0]
-    nodes = sorted({rank.node for rank in crowd if rank.node})
+def _row(group: Sequence[RankFacts]) -> tuple[str, ...]:
+    one = group[0]
+    nodes = sorted({rank.node for rank in group if rank.node})
     state = STATE_NAMES.get(one.state, one.state) + (
         f" {one.stopped_s:.1f} s" if one.state == "T" and one.stopped_s else ""
     )
-    idle = [rank.idle_s for rank in crowd if rank.idle_s >= 0]
+    idle = [rank.idle_s for rank in group if rank.idle_s >= 0]
     return (
         ">" if one.culprit else "",
-        name_ranks([rank.rank for rank in crowd]).partition(" ")[2],
+        name_ranks([rank.rank for rank in group]).partition(" ")[2],
         nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes" if nodes else "?",
-        str(one.slot) if len(crowd) == 1 and one.slot >= 0 else "",
+        str(one.slot) if len(group) == 1 and one.slot >= 0 else "",
         one.phase or "?",
         str(one.step) if one.step >= 0 else "?",
         str(one.collectives) if one.collectives >= 0 else "–",
@@ -267,13 +266,13 @@ def _recorders(explained: Explanation, width: int) -> list[str]:
     have = {rank for one in explained.flight for rank in one.last}
     silent = [rank.rank for rank in explained.ranks if rank.rank not in have and not rank.exited]
     # A rank that is stopped, or holds the GIL, cannot write its recording.
-    return [*lines, f"  there is none of {name_ranks(silent)}"] if lines and silent else lines
+    return [*lines, f"  no recording of {name_ranks(silent)}"] if lines and silent else lines
 
 
 def _recorded(one: GroupComparison, explained: Explanation, width: int) -> list[str]:
     if explained.kind != "dump":
         return _flight(one, width)
-    # Ranks that train are read one after the other: that one is a collective further says nothing.
+    # Ranks that train are read one after the other: a difference of one collective says nothing.
     last = [issued for issued in one.last.values() if issued is not None]
     newest = max(last, key=lambda issued: issued.number, default=None)
     return [f"  {one.group}: last issued {newest}"] if newest is not None else []
@@ -282,35 +281,33 @@ def _recorded(one: GroupComparison, explained: Explanation, width: int) -> list[
 def _flight(one: GroupComparison, width: int) -> list[str]:
     lines = []
     if one.differing is not None:
-        said = "; ".join(f"{name_ranks(who)} issued {what}" for what, who in one.differing.items())
-        lines += _wrap(f"{one.group}: the ranks issued different collectives: {said}", width, "  ", "    ")
+        issued = "; ".join(f"{name_ranks(ranks)} issued {what}" for what, ranks in one.differing.items())
+        lines += _wrap(f"{one.group}: the ranks issued different collectives: {issued}", width, "  ", "    ")
     if one.missing and one.waiting_for is not None:
-        who = [rank for rank in one.last if rank not in one.missing]
-        have = has_have(one.missing)
-        others = f"{name_ranks(who)} {has_have(who)}"
-        said = f"{name_ranks(one.missing)} {have} not issued {one.waiting_for}, which {others}"
-        lines += _wrap(f"{one.group}: {said}", width, "  ", "    ")
+        others = [rank for rank in one.last if rank not in one.missing]
+        behind = f"{name_ranks(one.missing)} {has_have(one.missing)} not issued {one.waiting_for}"
+        ahead = f"{name_ranks(others)} {has_have(others)}"
+        lines += _wrap(f"{one.group}: {behind}, which {ahead}", width, "  ", "    ")
     issued_last = {str(issued) for issued in one.last.values()}
     if not lines and len(issued_last) == 1 and not one.pending:
         lines.append(f"  {one.group}: all issued the same, last {issued_last.pop()}")
     elif not lines:
         lines.append(f"  {one.group}, by {name_ranks(list(one.last))}:")
-    by_what: dict[str, list[int]] = defaultdict(list)
-    for rank, issued in (one.pending or {}).items():
-        by_what[str(issued)].append(rank)
-    lines += [f"    not finished: {what}, on {name_ranks(who)}" for what, who in by_what.items()]
-    return lines
+    unfinished: dict[str, list[int]] = defaultdict(list)
+    for rank, collective in (one.pending or {}).items():
+        unfinished[str(collective)].append(rank)
+    return [*lines, *(f"    not finished: {what}, on {name_ranks(ranks)}" for what, ranks in unfinished.items())]
 
 
 def _gpus(explained: Explanation, width: int) -> list[str]:
-    """The sick ones with what is wrong; of the others how busy they are, which is what tells a hang from work."""
+    """The faulty ones with their faults; of the others the utilisation, which tells a hang from work."""
     lines = []
     for gpu in explained.gpus[:MAX_ROWS]:
         facts = dict(gpu.facts)
-        told = [gpu.trouble] if gpu.trouble else []
-        told += [f"{label} {facts[name]}{unit}" for name, label, unit in _GPU_FACTS if name in facts]
+        words = [gpu.trouble] if gpu.trouble else []
+        words += [f"{label} {facts[name]}{unit}" for name, label, unit in _GPU_FACTS if name in facts]
         lines += _wrap(
-            f"{gpu.name}: {', '.join(told) or 'nothing is known'}", width, "> " if gpu.trouble else "  ", "    "
+            f"{gpu.name}: {', '.join(words) or 'nothing is known'}", width, "> " if gpu.trouble else "  ", "    "
         )
     if len(explained.gpus) > MAX_ROWS:
         lines.append(f"  and {len(explained.gpus) - MAX_ROWS} more, see --json")
@@ -318,7 +315,7 @@ def _gpus(explained: Explanation, width: int) -> list[str]:
 
 
 def _with_logs(explained: Explanation) -> list[RankFacts]:
-    """Whose output to show: the culprits', a few; without a culprit nobody's in particular."""
+    """A few culprits."""
     return [rank for rank in explained.blamed if rank.log][:3]
 
 
@@ -327,16 +324,14 @@ def _log(rank: RankFacts, width: int) -> list[str]:
 
 
 def _moments(explained: Explanation) -> list[str]:
-    return [f"  {_clock(one.wall)}  {one.text[:300]}" for one in explained.aftermath.moments]
+    return [f"  {_clock(one.wall)}  {one.what[:300]}" for one in explained.aftermath.moments]
 
 
 def _others(explained: Explanation, width: int) -> list[str]:
     if not explained.others:
         return []
-    said = (
-        f"There is evidence of other rounds, too: {', '.join(explained.others[-12:])}. --round N shows one, --list all."
-    )
-    return _wrap(said, width)
+    others = ", ".join(explained.others[-12:])
+    return _wrap(f"There is evidence of other rounds, too: {others}. --round N shows one, --list all.", width)
 
 
 def _section(title: str, lines: Iterable[str]) -> list[str]:
@@ -368,7 +363,7 @@ def _clock(wall: float) -> str:
 
 
 def _at(form: str, wall: float) -> str:
-    """A time that no calendar has is shown as the number that it is."""
+    """A time outside of any calendar is shown as a number."""
     try:
         return time.strftime(form, time.localtime(wall))
     except (OverflowError, ValueError, OSError):
@@ -377,3 +372,31 @@ def _at(form: str, wall: float) -> str:
 
 def _visible(line: str) -> str:
     return _CONTROL.sub(lambda found: repr(found.group())[1:-1], line)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedFrames:
+    """Library frames between or below those that matter."""
+
+    count: int
+    libraries: tuple[str, ...]
+
+
+def fold_frames(thread: ThreadStack, most: int = 12) -> list[Frame | FoldedFrames]:
+    """What to show of the thread: its innermost call, the script's own calls, and of libraries only how many."""
+    shown: list[Frame | FoldedFrames] = []
+    hidden: list[Frame] = []
+    left = most
+    for index, frame in enumerate(thread.frames):
+        if index == 0 or (not frame.library and left > 0):
+            # A single frame takes no more room than the line that says there is one.
+            shown += hidden if len(hidden) < 2 else [_fold(hidden)]
+            shown.append(frame)
+            hidden, left = [], left - 1
+        else:
+            hidden.append(frame)
+    return [*shown, _fold(hidden)] if hidden else shown
+
+
+def _fold(frames: Sequence[Frame]) -> FoldedFrames:
+    return FoldedFrames(len(frames), tuple(dict.fromkeys(frame.library or "the script" for frame in frames)))
