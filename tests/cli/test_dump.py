@@ -42,7 +42,8 @@ def runtime(tmp_path: Path, pid: int) -> Path:
     return path
 
 
-def test_dump_prints_the_page_of_what_the_agent_has_written(stack: ExitStack, tmp_path: Path) -> None:
+def test_dump_prints_page_of_new_evidence(stack: ExitStack, tmp_path: Path) -> None:
+    """The page shows what the agent has written."""
     agent(stack, runtime(tmp_path, os.getpid()), tmp_path / "logs" / "round-3" / "dump")
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -55,7 +56,7 @@ def test_dump_prints_the_page_of_what_the_agent_has_written(stack: ExitStack, tm
     assert (tmp_path / "mine" / "rank-0.json").exists()
 
 
-def test_dump_says_what_there_is_when_it_cannot_choose(stack: ExitStack, tmp_path: Path) -> None:
+def test_dump_lists_jobs_without_a_single_match(stack: ExitStack, tmp_path: Path) -> None:
     agent(stack, runtime(tmp_path, os.getpid()), tmp_path / "logs")
     agent(stack, runtime(tmp_path, os.getppid()), tmp_path / "logs")
     done = dump(tmp_path, "--job", "llama")
@@ -67,23 +68,24 @@ def test_dump_says_what_there_is_when_it_cannot_choose(stack: ExitStack, tmp_pat
     assert f"job llama, node here, pid {os.getpid()}" in done.stderr
 
 
-def test_dump_never_mixes_the_evidence_of_two_moments(tmp_path: Path) -> None:
+def test_dump_refuses_directory_with_files(tmp_path: Path) -> None:
+    """Evidence of two dumps never mixes."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "rank-7.log").touch()
     done = dump(tmp_path, "--out", str(tmp_path / "full"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert "give a new or an empty directory" in done.stderr
+    assert "give a new or empty directory" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_an_agent_that_cannot_is_told_with_its_reason(stack: ExitStack, tmp_path: Path) -> None:
+def test_dump_prints_reason_of_the_agent(stack: ExitStack, tmp_path: Path) -> None:
     agent(stack, runtime(tmp_path, os.getpid()), tmp_path, "no workers are running")
     done = dump(tmp_path, "--pid", str(os.getpid()))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"elasticd dump: job llama, node here, pid {os.getpid()}: no workers are running\n"
 
 
-def test_an_agent_whose_socket_is_gone_is_named(tmp_path: Path) -> None:
+def test_dump_names_agent_with_dead_socket(tmp_path: Path) -> None:
     left = runtime(tmp_path, os.getpid())
     ControlServer(left / SOCKET_NAME, lambda _: None).close()
     (left / SOCKET_NAME).touch()
@@ -92,7 +94,7 @@ def test_an_agent_whose_socket_is_gone_is_named(tmp_path: Path) -> None:
     assert f"the agent with pid {os.getpid()} does not answer: Connection refused\n" in done.stderr
 
 
-def test_a_real_job_is_looked_at_and_notices_nothing(stack: ExitStack, tmp_path: Path) -> None:
+def test_dump_of_real_job_does_not_disturb_it(stack: ExitStack, tmp_path: Path) -> None:
     flags = ["--log-dir", str(tmp_path / "log"), "--rdzv-id", f"healthy-{os.getpid()}"]
     # Most of a step it sleeps: py-spy reads a process that runs, and a stack that changes meanwhile is torn.
     job = Job(tmp_path / "job", SCRIPTS / "plain.py", "--pause", "0.2", flags=flags)

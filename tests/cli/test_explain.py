@@ -55,7 +55,8 @@ def evidence(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_evidence_still_reads_the_same(name: str, request: pytest.FixtureRequest) -> None:
+def test_page_of_recorded_evidence(name: str, request: pytest.FixtureRequest) -> None:
+    """Recorded evidence still gives the same page."""
     done = explain(name)
     assert (done.returncode, done.stderr) == (0, "")
     path = HERE / f"{name}.txt"
@@ -65,7 +66,8 @@ def test_recorded_evidence_still_reads_the_same(name: str, request: pytest.Fixtu
         assert done.stdout == path.read_text()
 
 
-def test_what_a_person_needs_comes_first(evidence: Path) -> None:
+def test_page_order(evidence: Path) -> None:
+    """The headline comes first, then the facts, then the table."""
     headline, facts, table, *_ = page(explained(evidence)).split("\n\n")
     assert headline.startswith("Round 1 hung, and rank 2 is at fault: ")
     assert "stopped" in headline
@@ -73,17 +75,17 @@ def test_what_a_person_needs_comes_first(evidence: Path) -> None:
     assert [line.startswith(" > ") for line in table.splitlines()] == [False, False, False, False, True, False]
 
 
-def test_the_same_as_an_object(evidence: Path) -> None:
+def test_json_object(evidence: Path) -> None:
     done = explain("--json", str(evidence))
     assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
-    assert told["version"] == "1.0"
-    assert (told["kind"], told["round"], told["verdict"]["cause"]) == ("hang", 1, "stopped")
-    assert [rank["culprit"] for rank in told["ranks"]] == [False, False, True, False]
-    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    found = json.loads(done.stdout)
+    assert found["version"] == "1.0"
+    assert (found["kind"], found["round"], found["verdict"]["cause"]) == ("hang", 1, "stopped")
+    assert [rank["culprit"] for rank in found["ranks"]] == [False, False, True, False]
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
-def test_every_field_of_the_object_is_documented() -> None:
+def test_json_fields_are_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text()
     schema = text[text.index("## `elasticd explain --json`") :]
 
@@ -92,16 +94,16 @@ def test_every_field_of_the_object_is_documented() -> None:
             return set(value) | {name for one in value.values() for name in names(one)}
         return {name for one in value for name in names(one)} if isinstance(value, list) else set()
 
-    told = document(explained(HERE / "stopped"))
-    told["gpus"], told["flight"] = [], []  # GPUs' facts are the driver's, and a recording's ranks are numbers
-    assert not {name for name in names(told) if f"`{name}`" not in schema}
+    found = document(explained(HERE / "stopped"))
+    found["gpus"], found["flight"] = [], []  # GPUs' facts are the driver's, and a recording's ranks are numbers
+    assert not {name for name in names(found) if f"`{name}`" not in schema}
 
 
-def test_the_documented_page_is_a_real_one() -> None:
+def test_documented_page_is_recorded() -> None:
     assert (HERE / "loader.txt").read_text() in (Path(__file__).parents[2] / "docs" / "hangs.md").read_text()
 
 
-def test_the_jobs_last_words_are_few(evidence: Path) -> None:
+def test_summary_is_short(evidence: Path) -> None:
     lines = summary_lines(evidence)
     assert lines[0].startswith("Round 1 hung, and rank 2 is at fault")
     assert lines[-1] == f"  everything else: elasticd explain {evidence}"
@@ -109,7 +111,8 @@ def test_the_jobs_last_words_are_few(evidence: Path) -> None:
     assert summary_lines(evidence / "nothing") == []
 
 
-def test_the_jobs_last_words_know_a_verdict_that_is_still_being_written(evidence: Path) -> None:
+def test_summary_with_unwritten_verdict(evidence: Path) -> None:
+    """The verdict may not be on disk yet when the job ends."""
     said = summary_lines(evidence)
     verdict = json.loads((evidence / "verdict.json").read_text())
     (evidence / "verdict.json").unlink()
@@ -118,9 +121,10 @@ def test_the_jobs_last_words_know_a_verdict_that_is_still_being_written(evidence
     assert summary_lines(evidence, verdict)[:3] == said[:3]
 
 
-def test_where_there_is_none_the_newest_of_what_was_kept_elsewhere_is_named_first(
+def test_no_evidence_names_fallback_directories(
     evidence: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The newest ones of the fallback directory come first."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     jobs = [tmp_path / f"elasticd-evidence-{os.getuid()}" / name for name in "fabced"]
     for age, job in enumerate(jobs):
@@ -134,15 +138,16 @@ def test_where_there_is_none_the_newest_of_what_was_kept_elsewhere_is_named_firs
 # --- which evidence ---------------------------------------------------------------------------------------------------
 
 
-def test_a_log_directory_a_rounds_folder_and_the_evidence_itself_are_the_same(evidence: Path) -> None:
-    told = [
+def test_log_dir_round_dir_and_evidence_dir_agree(evidence: Path) -> None:
+    found = [
         json.loads(explain("--json", str(path)).stdout) for path in (evidence.parents[1], evidence.parent, evidence)
     ]
-    assert told[0] == told[1] == told[2]
-    assert told[0]["job"] == "llama"  # from the event log, that lies in the log directory
+    assert found[0] == found[1] == found[2]
+    assert found[0]["job"] == "llama"  # from the event log, that lies in the log directory
 
 
-def test_the_newest_round_that_hung_is_shown_and_the_others_are_named(evidence: Path) -> None:
+def test_newest_hung_round_is_shown(evidence: Path) -> None:
+    """The other rounds are named."""
     logs = evidence.parents[1]
     for number, name in ((3, "evidence"), (7, "evidence"), (9, "dump")):
         shutil.copytree(evidence, logs / f"round-{number}" / name)
@@ -173,7 +178,7 @@ def test_the_newest_round_that_hung_is_shown_and_the_others_are_named(evidence: 
         (["{logs}", "--round", "x"], 2, "elasticd explain: error: argument --round: invalid int value: 'x'"),
     ],
 )
-def test_what_is_not_there_is_one_line(argv: list[str], code: int, line: str, evidence: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line(argv: list[str], code: int, line: str, evidence: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = explain(*(arg.format(empty=tmp_path / "empty", logs=evidence.parents[1]) for arg in argv))
     assert (done.returncode, done.stdout) == (code, "")
@@ -184,7 +189,7 @@ def test_what_is_not_there_is_one_line(argv: list[str], code: int, line: str, ev
 # --- evidence that is missing, torn or hostile ------------------------------------------------------------------------
 
 
-def test_without_stacks_logs_and_facts_the_verdict_is_still_told(evidence: Path) -> None:
+def test_verdict_without_other_files(evidence: Path) -> None:
     for path in evidence.iterdir():
         if path.name != "verdict.json":
             path.unlink()
@@ -192,7 +197,7 @@ def test_without_stacks_logs_and_facts_the_verdict_is_still_told(evidence: Path)
     assert text.startswith("Round 1 hung, and rank 2 is at fault")
 
 
-def test_a_node_without_the_verdict_tells_what_its_log_knows(evidence: Path) -> None:
+def test_node_without_verdict_uses_event_log(evidence: Path) -> None:
     (evidence / "verdict.json").unlink()
     (evidence / "judged.jsonl").unlink()
     log = evidence.parents[1] / "events.jsonl"
@@ -214,34 +219,36 @@ def test_a_node_without_the_verdict_tells_what_its_log_knows(evidence: Path) -> 
     assert guessed.headline.endswith("and no verdict is here: rank 2 is stopped")
 
 
-def test_an_event_log_of_several_runs_is_read_as_the_last_one(evidence: Path) -> None:
+def test_event_log_of_several_runs(evidence: Path) -> None:
+    """The last run that matches counts."""
     log = evidence.parents[1] / "events.jsonl"
     run = log.read_text().splitlines(keepends=True)
     end = '{"kind": "job_ended", "job": "llama", "node": "node-a", "round": 9, "wall": 1.0, "outcome": "failed"}\n'
     before = [line.replace('"wall": 17', '"wall": 16').replace("r1-s20", "r1-s10") for line in run]
     after = [line.replace('"wall": 17', '"wall": 18') for line in run]
     log.write_text("".join([*before, end, '{"kind": "hang_detected", "round": 1}\n', "not JSON\n", *run, end, *after]))
-    told = explained(evidence, log).aftermath
-    assert told.ended.startswith("failed")
-    assert told.resumed == (1, 20)
-    assert all(1.7e9 < moment.wall < 1.8e9 or moment.wall == 1.0 for moment in told.moments)
+    found = explained(evidence, log).aftermath
+    assert found.ended.startswith("failed")
+    assert found.resumed == (1, 20)
+    assert all(1.7e9 < moment.wall < 1.8e9 or moment.wall == 1.0 for moment in found.moments)
 
 
-def test_ranks_of_other_nodes_are_missed_by_name(evidence: Path) -> None:
+def test_missing_ranks_are_named(evidence: Path) -> None:
     for path in evidence.glob("rank-[01].*"):
         path.unlink()
-    told = explained(evidence)
-    assert "no evidence of ranks 0 and 1 is here: look in the log directory on node-a" in told.troubles
-    assert len(told.ranks) == 4
+    found = explained(evidence)
+    assert "no evidence of ranks 0 and 1 is here: look in the log directory on node-a" in found.troubles
+    assert len(found.ranks) == 4
 
 
 @pytest.mark.parametrize("kept", [0, 1, 40, 333])
-def test_files_cut_short_cost_what_they_would_have_said(evidence: Path, kept: int) -> None:
+def test_truncated_files(evidence: Path, kept: int) -> None:
+    """A truncated file costs only its own content."""
     for path in evidence.iterdir():
         path.write_bytes(path.read_bytes()[:kept])
-    told = explained(evidence)
-    assert page(told)
-    assert any("verdict.json" in trouble for trouble in told.troubles) == (kept < 300)
+    found = explained(evidence)
+    assert page(found)
+    assert any("verdict.json" in trouble for trouble in found.troubles) == (kept < 300)
 
 
 JUNK = st.one_of(
@@ -267,19 +274,19 @@ FILES = ("verdict.json", "judged.jsonl", "reports-a.jsonl", "rank-0.json", "rank
 
 @given(contents=st.lists(GARBAGE, min_size=len(FILES), max_size=len(FILES)))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_nothing_that_is_in_a_file_is_too_much(contents: list[bytes], tmp_path: Path) -> None:
+def test_any_file_content(contents: list[bytes], tmp_path: Path) -> None:
     evidence = tmp_path / "round-1" / "evidence"
     evidence.mkdir(parents=True, exist_ok=True)
     for name, data in zip(FILES, contents, strict=True):
         (evidence / name).write_bytes(data)
-    told = explained(evidence, evidence / "events.jsonl")
-    assert page(told).endswith("\n")
-    json.dumps(document(told), allow_nan=False)
+    found = explained(evidence, evidence / "events.jsonl")
+    assert page(found).endswith("\n")
+    json.dumps(document(found), allow_nan=False)
 
 
 @given(st.data())
 @settings(max_examples=100, deadline=None)
-def test_no_value_in_its_place_is_too_much(data: st.DataObject) -> None:
+def test_any_value_in_recorded_files(data: st.DataObject) -> None:
     """Of a recording, one value somewhere is another one."""
     with tempfile.TemporaryDirectory() as directory:
         logs = Path(shutil.copytree(HERE / "stopped", Path(directory) / "logs"))
@@ -297,14 +304,14 @@ def test_no_value_in_its_place_is_too_much(data: st.DataObject) -> None:
             at = where[key]
         where[key] = data.draw(JUNK)
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        told = explained(logs, logs / "events.jsonl")
-        assert page(told).endswith("\n")
-        assert summary(told)
-        json.dumps(document(told), allow_nan=False)
+        found = explained(logs, logs / "events.jsonl")
+        assert page(found).endswith("\n")
+        assert summary(found)
+        json.dumps(document(found), allow_nan=False)
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "9" * 400])
-def test_numbers_that_are_none(number: str, tmp_path: Path) -> None:
+def test_numbers_out_of_range(number: str, tmp_path: Path) -> None:
     """Wherever a number is expected: a property test draws one of these in the one place that matters rarely."""
     logs = Path(shutil.copytree(HERE / "stopped", tmp_path / "logs"))
     evidence = logs / "round-1" / "evidence"
@@ -312,14 +319,15 @@ def test_numbers_that_are_none(number: str, tmp_path: Path) -> None:
         whole = path.read_text()
         for key in sorted(set(re.findall(r'"(\w+)": -?\d', whole))):
             path.write_text(re.sub(rf'"{key}": -?[\d.e+-]+', f'"{key}": {number}', whole))
-            told = explained(logs, logs / "events.jsonl")
-            assert page(told).endswith("\n")
-            assert summary(told)
-            json.dumps(document(told), allow_nan=False)
+            found = explained(logs, logs / "events.jsonl")
+            assert page(found).endswith("\n")
+            assert summary(found)
+            json.dumps(document(found), allow_nan=False)
         path.write_text(whole)
 
 
-def test_pipes_links_and_directories_are_named_and_not_opened(evidence: Path, tmp_path: Path) -> None:
+def test_special_files_are_not_opened(evidence: Path, tmp_path: Path) -> None:
+    """Pipes, links and directories are named."""
     (tmp_path / "secret").write_text("secret")
     for name in ("verdict.json", "rank-0.log", "rank-1.json"):
         (evidence / name).unlink()
@@ -333,18 +341,18 @@ def test_pipes_links_and_directories_are_named_and_not_opened(evidence: Path, tm
         assert line in done.stdout
 
 
-def test_of_a_huge_file_a_part_is_read(evidence: Path) -> None:
+def test_huge_files_are_read_in_part(evidence: Path) -> None:
     for name in ("rank-2.stacks.json", "judged.jsonl"):
         with open(evidence / name, "ab") as file:
             file.truncate(1 << 40)  # sparse: it takes no room
     (evidence / "rank-2.log").write_text("first\n" + 200_000 * "more and more\n" + "last\n")
-    told = explained(evidence)
-    assert sum("is large" in trouble for trouble in told.troubles) == 3
-    assert told.ranks[2].log[-1] == "last"
-    assert told.ranks[2].no_stacks == "they are in the text file only"
+    found = explained(evidence)
+    assert sum("is large" in trouble for trouble in found.troubles) == 3
+    assert found.ranks[2].log[-1] == "last"
+    assert found.ranks[2].no_stacks == "they are in the text file only"
 
 
-def test_who_reads_only_the_beginning_is_not_shown_a_traceback() -> None:
+def test_closed_output_prints_no_traceback() -> None:
     reading_end, writing_end = os.pipe()
     os.close(reading_end)
     with os.fdopen(writing_end, "w") as out:
@@ -353,14 +361,14 @@ def test_who_reads_only_the_beginning_is_not_shown_a_traceback() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_workers_output_does_not_steer_the_terminal(evidence: Path) -> None:
+def test_control_characters_are_made_visible(evidence: Path) -> None:
     (evidence / "rank-2.log").write_text("\x1b[2J\x1b]0;owned\x07 \x9b1m last\n")
     text = page(explained(evidence))
     assert "\\x1b[2J\\x1b]0;owned\\x07 \\x9b1m last" in text
     assert all(line.isprintable() for line in text.splitlines())
 
 
-def test_a_file_system_that_does_not_answer_is_given_up() -> None:
+def test_dead_file_system_is_given_up() -> None:
     gone = threading.Event()
     with pytest.raises(DeadlineExceeded):
         run_within(0.05, gone.wait)
@@ -372,7 +380,7 @@ def test_a_file_system_that_does_not_answer_is_given_up() -> None:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_are_named_shortly() -> None:
+def test_name_ranks() -> None:
     assert [name_ranks(ranks) for ranks in ([], [3], [2, 1], [1, 2, 3], [0, 2, 3, 4, 7, 8])] == [
         "no rank",
         "rank 3",
@@ -382,7 +390,7 @@ def test_ranks_are_named_shortly() -> None:
     ]
 
 
-def test_a_thousand_ranks_fit_on_a_page(tmp_path: Path) -> None:
+def test_thousand_ranks_fit_on_a_page(tmp_path: Path) -> None:
     evidence = tmp_path / "round-2" / "evidence"
     evidence.mkdir(parents=True)
     verdict = {"cause": "blocked", "culprits": [{"node": "n77", "rank": 617, "slot": 1}], "why": "rank 617 sleeps"}

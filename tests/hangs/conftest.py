@@ -1,4 +1,4 @@
-"""`hanging(script, faults, ...)` starts a job of one of the toys under a short policy; nothing of it stays behind."""
+"""`hanging(script, faults, ...)` starts a job of one of the toy scripts under a short policy, and ends it."""
 
 from __future__ import annotations
 

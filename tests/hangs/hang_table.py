@@ -1,9 +1,8 @@
-"""Reads a transcript of a hang and writes what the rules say of it: tests/hangs/transcripts/*.txt.
+"""Reads a transcript of a hang and writes the answers of the rules: tests/hangs/transcripts/*.txt.
 
-A transcript is made for an operator's eyes. Lines that begin with `=>` are what the rules answer; all others are given:
-`policy name=value …` and `nodes …` once, then moments, each `--- what happens` (with the word `late` when the time for
-evidence is over), with `NODE name=value … [gathered]` and under it a table of that node's ranks. `-` leaves a column as
-it is in a rank that says nothing.
+A transcript is written for an operator. Lines that begin with `=>` are answers of the rules; all others are given:
+`policy name=value …` and `nodes …` once, then moments, each `--- what happens` (with the word `late` after the time for
+evidence), with `NODE name=value … [gathered]` and under it a table of that node's ranks. `-` is an unset column.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ COLUMNS: dict[str, tuple[str, type]] = {
 
 @dataclass
 class TableMoment:
-    """What all nodes say at one time."""
+    """The reports of all nodes at one time."""
 
     deadline_passed: bool = False
     reports: list[dict[str, Any]] = field(default_factory=list)
@@ -49,7 +48,7 @@ class TableMoment:
 
 
 def rerun(text: str) -> str:
-    """The same transcript, with what the rules answer today."""
+    """The same transcript, with today's answers."""
     return "\n".join(_lines(text)) + "\n"
 
 
@@ -87,7 +86,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def answers(moment: TableMoment, nodes: list[str], policy: Policy) -> Iterator[str]:
-    """What every node by itself, and the planner on all of them, make of it."""
+    """Every node's suspicion, and the judgement on all reports."""
     reports = moment.hang_reports()
     for report in reports:
         why = hang.reason_to_suspect(report, policy)

@@ -1,6 +1,6 @@
-"""What is done to ranks from outside: stopped, traced, starved, or put to sleep with the whole machine.
+"""Disturbances of ranks from outside: stop, trace, starve, suspend the whole machine.
 
-Everything here ends what it began, and leaves no process behind.
+Every function ends what it began, and leaves no process behind.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every situation of ranks that hang or are slow: what happens, to whom, and what must be said of it.
+"""Situations of ranks that hang or are slow: the fault, its ranks, and the right verdict.
 
-One table for the tests, the benchmark and the recordings. Situations without a `what` are made from outside (a stopped
-store, a partition, a machine that sleeps, a debugger): whoever uses the table makes them.
+One table for tests, benchmark and recordings. Situations without a `what` are made from outside (a stopped store, a
+partition, a suspended machine, a debugger) by the user of the table.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ PLAIN, SESSION = "plain.py", "session.py"
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """`what` is one of scripts/mishaps.py; `ranks` do it. `culprits` None: those ranks; (): nobody in particular.
+    """`what` is one of scripts/mishaps.py, done by `ranks`. `culprits` None: those ranks; (): no single rank.
 
-    `causes`: the first is what a person would call it; the others are as right, it depends on who looks when. `at`:
-    where faults strike, -1 for any step. `ceiling`: the option that it takes for the verdict to come soon.
+    `causes`: a person would name the first; the others are right, too, and depend on timing. `at`: the step of the
+    faults, -1 for any. `ceiling`: the option that brings the verdict soon.
     """
 
     name: str
@@ -72,7 +72,7 @@ BY_NAME = {situation.name: situation for situation in HUNG}
 
 
 def slow(scale: float = 1.0) -> dict[str, tuple[list[Fault], tuple[str, ...]]]:
-    """What is only slow, made by the script, in full length times `scale`: faults and arguments by name.
+    """Slow scripts, in full length times `scale`: faults and arguments by name.
 
     Steps are fewer than `--steps` asks for: the hundredth comes, and the growth is by ten.
     """

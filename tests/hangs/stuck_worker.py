@@ -1,4 +1,4 @@
-"""`worker(code)` starts a process that is stuck in some way; `evidence` takes evidence and posts to `posted`."""
+"""`worker(code)` starts a process that is stuck; `evidence` gathers evidence and posts it to `posted`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One node's suspicion: evidence before the first word that says so, nothing left when it is over, dumps answered."""
+"""HangDetector: evidence before the first report, nothing left after a suspicion, replies to dumps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE = Path("evidence")
 
 @dataclass
 class FakePeers:
-    """Evidence, the planner and the story at once: keeps what it was asked and told."""
+    """Evidence, the planner and the story at once: keeps what it was asked and peers."""
 
     gathered: list[int] = field(default_factory=list)
     dropped: int = 0
@@ -55,10 +55,10 @@ class FakePeers:
         self.log.append("over")
 
 
-def make_detector(told: FakePeers, *, local: bool = True) -> HangDetector:
-    suspicion = HangDetector("a", POLICY, told, told.report, told, report_every_look=local)  # type: ignore[arg-type]
-    suspicion.begin(3, TARGETS, HERE)
-    return suspicion
+def make_detector(peers: FakePeers, *, local: bool = True) -> HangDetector:
+    detector = HangDetector("a", POLICY, peers, peers.report, peers, report_every_look=local)  # type: ignore[arg-type]
+    detector.begin(3, TARGETS, HERE)
+    return detector
 
 
 def observation(idle_s: float, number: int = 3) -> Observation:
@@ -74,113 +74,113 @@ def found(number: int = 3, *, trouble: str = "", state: str = "S", source: str =
     return GatheredEvidence(number, ranks, HERE, 0.2, trouble)
 
 
-def test_evidence_comes_before_a_report_says_so() -> None:
-    told = FakePeers()
-    suspicion = make_detector(told)
-    suspicion.update(observation(0.1), 5.0, 100.0)
-    assert (told.gathered, told.reports) == ([], [])
-    suspicion.update(observation(4.0), 5.0, 104.0)
-    suspicion.update(observation(4.2), 5.0, 104.2)
-    assert told.gathered == [3], "one at a time"
-    assert [r.gathered for r in told.reports if r] == [False, False]
-    assert told.log == ["suspected"]
-    suspicion.evidence_gathered(found(), 104.3)
-    suspicion.update(observation(4.4), 5.0, 104.4)
-    last = told.reports[-1]
+def test_gathered_only_after_evidence() -> None:
+    peers = FakePeers()
+    detector = make_detector(peers)
+    detector.update(observation(0.1), 5.0, 100.0)
+    assert (peers.gathered, peers.reports) == ([], [])
+    detector.update(observation(4.0), 5.0, 104.0)
+    detector.update(observation(4.2), 5.0, 104.2)
+    assert peers.gathered == [3], "one at a time"
+    assert [r.gathered for r in peers.reports if r] == [False, False]
+    assert peers.log == ["suspected"]
+    detector.evidence_gathered(found(), 104.3)
+    detector.update(observation(4.4), 5.0, 104.4)
+    last = peers.reports[-1]
     assert last is not None
     assert last.gathered
     assert {(rank.where, rank.evidence) for rank in last.ranks} == {("collective", True)}
 
 
-def test_what_goes_on_is_taken_back() -> None:
-    told = FakePeers()
-    suspicion = make_detector(told)
-    suspicion.update(observation(4.0), 5.0, 104.0)
-    suspicion.evidence_gathered(found(), 104.3)
-    suspicion.update(observation(0.0), 5.0, 104.5)
-    assert told.reports[-1] is None
-    assert told.log == ["suspected", "over"]
-    assert not suspicion.suspected
-    suspicion.update(observation(4.0), 5.0, 110.0)
-    last = told.reports[-1]
+def test_progress_withdraws_report() -> None:
+    peers = FakePeers()
+    detector = make_detector(peers)
+    detector.update(observation(4.0), 5.0, 104.0)
+    detector.evidence_gathered(found(), 104.3)
+    detector.update(observation(0.0), 5.0, 104.5)
+    assert peers.reports[-1] is None
+    assert peers.log == ["suspected", "over"]
+    assert not detector.suspected
+    detector.update(observation(4.0), 5.0, 110.0)
+    last = peers.reports[-1]
     assert last is not None
-    assert not last.gathered, "evidence of an older suspicion is none of this one"
+    assert not last.gathered, "evidence of an older detector is none of this one"
 
 
-def test_who_is_asked_reports_without_a_suspicion_of_its_own() -> None:
-    told = FakePeers()
-    suspicion = make_detector(told)
-    suspicion.report_requested(3, on=True)
-    suspicion.update(observation(0.0), 5.0, 100.0)
-    assert told.gathered == [3]
-    assert [r.why for r in told.reports if r] == [""]
-    assert told.log == []
-    suspicion.report_requested(3, on=False)
-    suspicion.update(observation(0.0), 5.0, 101.0)
-    assert told.reports[-1] is None
-    suspicion.report_requested(2, on=True)
-    suspicion.update(observation(0.0), 5.0, 102.0)
-    assert told.reports[-1] is None, "another round's question"
+def test_requested_report_without_suspicion() -> None:
+    peers = FakePeers()
+    detector = make_detector(peers)
+    detector.report_requested(3, on=True)
+    detector.update(observation(0.0), 5.0, 100.0)
+    assert peers.gathered == [3]
+    assert [r.why for r in peers.reports if r] == [""]
+    assert peers.log == []
+    detector.report_requested(3, on=False)
+    detector.update(observation(0.0), 5.0, 101.0)
+    assert peers.reports[-1] is None
+    detector.report_requested(2, on=True)
+    detector.update(observation(0.0), 5.0, 102.0)
+    assert peers.reports[-1] is None, "another round's question"
 
 
 @pytest.mark.parametrize("state", ["", "S"])
-def test_a_helper_that_came_too_late_for_stacks_is_asked_once_more(state: str) -> None:
-    told = FakePeers()
-    suspicion = make_detector(told)
+def test_late_helper_is_retried_once(state: str) -> None:
+    peers = FakePeers()
+    detector = make_detector(peers)
     for at in (104.0, 106.0, 108.0):
-        suspicion.update(observation(at - 100.0), 5.0, at)
-        suspicion.evidence_gathered(found(trouble="it did not answer within 1.0 s", state=state, source=""), at + 1)
-    assert told.gathered[:2] == [3, 3]
-    gathered = [r.gathered for r in told.reports if r]
+        detector.update(observation(at - 100.0), 5.0, at)
+        detector.evidence_gathered(found(trouble="it did not answer within 1.0 s", state=state, source=""), at + 1)
+    assert peers.gathered[:2] == [3, 3]
+    gathered = [r.gathered for r in peers.reports if r]
     assert gathered[0] is False
     assert gathered[-1] is True, "but then it is judged without"
 
 
-def test_many_nodes_are_told_less_and_less_often_and_in_time() -> None:
-    told = FakePeers()
-    suspicion = make_detector(told, local=False)
+def test_remote_reports_get_rarer_but_meet_deadline() -> None:
+    peers = FakePeers()
+    detector = make_detector(peers, local=False)
     at = 103.0
     while at < 163.0:
-        suspicion.update(observation(at - 100.0), 5.0, at)
-        if len(told.gathered) == 1 and at == 103.25:
-            suspicion.evidence_gathered(found(), at)
+        detector.update(observation(at - 100.0), 5.0, at)
+        if len(peers.gathered) == 1 and at == 103.25:
+            detector.evidence_gathered(found(), at)
         at += 0.25
-    assert 10 <= len(told.reports) <= 25
-    assert any(r is not None and 5.0 <= r.ranks[0].idle_s <= 5.5 for r in told.reports), (
+    assert 10 <= len(peers.reports) <= 25
+    assert any(r is not None and 5.0 <= r.ranks[0].idle_s <= 5.5 for r in peers.reports), (
         "as soon as the deadline has come"
     )
 
 
-def test_the_group_s_end_keeps_what_was_seen() -> None:
-    told = FakePeers()
-    suspicion = make_detector(told)
-    suspicion.update(observation(4.0), 5.0, 104.0)
-    suspicion.evidence_gathered(found(), 104.2)
+def test_end_writes_reports_and_verdict() -> None:
+    peers = FakePeers()
+    detector = make_detector(peers)
+    detector.update(observation(4.0), 5.0, 104.0)
+    detector.evidence_gathered(found(), 104.2)
     judged = HangVerdict(3, (("a", 1, 1),), "blocked", "rank 1", 5.0, True, ())
-    assert suspicion.hang_found(judged) == HERE
-    assert suspicion.hang_found(replace(judged, round=2)) is None, "what it was made of is of another group"
-    suspicion.end()
-    assert told.dropped == 1
-    assert told.written == ["verdict.json", "judged.jsonl", "reports-a.jsonl"]
-    assert suspicion.last_verdict_dir == HERE
-    assert told.reports[-1] is None
-    assert "over" not in told.log, "it does not go on"
+    assert detector.hang_found(judged) == HERE
+    assert detector.hang_found(replace(judged, round=2)) is None, "what it was made of is of another group"
+    detector.end()
+    assert peers.dropped == 1
+    assert peers.written == ["verdict.json", "judged.jsonl", "reports-a.jsonl"]
+    assert detector.last_verdict_dir == HERE
+    assert peers.reports[-1] is None
+    assert "over" not in peers.log, "it does not go on"
 
 
 @pytest.mark.parametrize("number", [3, 4])
-def test_a_dump_is_answered_whatever_became_of_the_round(number: int) -> None:
-    told, answers = FakePeers(), []
-    suspicion = make_detector(told)
-    suspicion.dump(None, answers.append)
+def test_dump_reply_after_round_change(number: int) -> None:
+    peers, answers = FakePeers(), []
+    detector = make_detector(peers)
+    detector.dump(None, answers.append)
     assert answers == []
-    suspicion.begin(number, TARGETS, HERE)
-    suspicion.evidence_gathered(found(), 100.0)
+    detector.begin(number, TARGETS, HERE)
+    detector.evidence_gathered(found(), 100.0)
     assert answers == [HERE]
 
 
-def test_a_dump_of_nothing() -> None:
-    told, answers = FakePeers(), []
-    suspicion = make_detector(told)
-    suspicion.end()
-    suspicion.dump(None, answers.append)
+def test_dump_without_workers() -> None:
+    peers, answers = FakePeers(), []
+    detector = make_detector(peers)
+    detector.end()
+    detector.dump(None, answers.append)
     assert answers == ["no workers are running"]

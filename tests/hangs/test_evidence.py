@@ -1,4 +1,4 @@
-"""Evidence: taken of real processes by real helpers, in bounded time, whatever blocks."""
+"""Evidence of real processes, gathered by real helpers in bounded time."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ os.wait()
 """
 
 
-def test_every_rank_is_on_disk_and_told(
+def test_evidence_of_every_rank(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path, until: Until
 ) -> None:
     log, final = tmp_path / "stdout.log", tmp_path / "log" / "round-3" / "evidence"
@@ -105,9 +105,7 @@ def test_every_rank_is_on_disk_and_told(
     assert final.stat().st_mode & 0o777 == 0o700
 
 
-def test_stacks_are_read_from_outside(
-    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
-) -> None:
+def test_stacks_by_py_spy(worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path) -> None:
     """Of who holds the GIL in C for ever, and of who waits for its own lock; of children, behind their parent's."""
     pids = [worker(HOLDS_THE_GIL), worker(DEAD_LOCK), worker(HAS_A_CHILD)]
     assert evidence.gather(1, [EvidenceTarget(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
@@ -118,7 +116,7 @@ def test_stacks_are_read_from_outside(
     assert "child_waits" in (tmp_path / "log" / "rank-2.stacks.txt").read_text()
 
 
-def test_nobody_is_stopped_for_it(
+def test_workers_are_not_stopped(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     """A process that has a tracer cannot get another one: who would stop its threads to read them gets nothing here."""
@@ -138,7 +136,7 @@ def test_equal_stacks_have_equal_digests(
     assert stacks[0] == stacks[1] != stacks[2]
 
 
-def test_without_py_spy_a_process_that_catches_the_signal_is_asked_itself(
+def test_stacks_by_faulthandler_without_py_spy(
     takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
 ) -> None:
     file = tmp_path / "stacks"
@@ -157,7 +155,7 @@ def test_without_py_spy_a_process_that_catches_the_signal_is_asked_itself(
     assert "wait_for_nothing" in (tmp_path / "log" / "rank-0.stacks.txt").read_text()
 
 
-def test_the_digest_does_not_depend_on_who_gave_the_stack(
+def test_digest_does_not_depend_on_source(
     takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
 ) -> None:
     file = tmp_path / "stacks"
@@ -171,7 +169,7 @@ def test_the_digest_does_not_depend_on_who_gave_the_stack(
     assert stacks[0].stack == stacks[1].stack
 
 
-def test_who_has_ended_is_no_trouble_for_the_others(
+def test_ended_rank_does_not_affect_others(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path, until: Until
 ) -> None:
     pid, zombie = worker(SLEEPS), worker(SLEEPS)
@@ -186,7 +184,7 @@ def test_who_has_ended_is_no_trouble_for_the_others(
     assert json.loads((tmp_path / "log" / "rank-0.json").read_text())["state"] == "Z"
 
 
-def test_a_zombie_that_has_a_thread_left_has_stacks(
+def test_zombie_with_living_thread_has_stacks(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     pid = worker(LEAVES_A_THREAD, state="Z")
@@ -196,7 +194,7 @@ def test_a_zombie_that_has_a_thread_left_has_stacks(
     assert "other" in (tmp_path / "log" / "rank-0.stacks.txt").read_text()
 
 
-def test_what_was_seen_of_a_process_that_has_ended_since_is_kept(
+def test_older_stacks_of_ended_process_are_kept(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path, until: Until
 ) -> None:
     pid, final = worker(SLEEPS), tmp_path / "log"
@@ -209,7 +207,7 @@ def test_what_was_seen_of_a_process_that_has_ended_since_is_kept(
     assert "wait_for_nothing" in (final / "rank-0.stacks.txt").read_text()
 
 
-def test_a_log_that_is_a_pipe_is_not_waited_for(
+def test_log_that_is_a_pipe_is_skipped(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     pipe, log = tmp_path / "stdout", tmp_path / "stderr"
@@ -223,7 +221,7 @@ def test_a_log_that_is_a_pipe_is_not_waited_for(
     assert len(kept) < 3000
 
 
-def test_where_no_thread_can_be_started_it_is_tried_again(
+def test_thread_start_failure_is_retried(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     """Whoever asks is the deciding thread: a full process table must not end the job's part on this node."""
@@ -237,7 +235,9 @@ def test_where_no_thread_can_be_started_it_is_tried_again(
     assert posted.get(timeout=30).ranks[0].source == "py-spy"
 
 
-def test_one_at_a_time(worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path) -> None:
+def test_one_gathering_at_a_time(
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
+) -> None:
     targets = [EvidenceTarget(0, worker(SLEEPS))]
     assert evidence.gather(1, targets, tmp_path / "log", "")
     assert not evidence.gather(1, targets, tmp_path / "log", "")

@@ -1,4 +1,4 @@
-"""Evidence that is being taken when its processes are ended is dropped: what was taken while they hung stays."""
+"""Evidence whose processes are ended during gathering is dropped; earlier evidence stays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker
 from tests.hangs.test_evidence import SLEEPS
 
 
-def test_what_was_whole_stays(worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path) -> None:
+def test_discard_keeps_complete_evidence(
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
+) -> None:
     pid = worker(SLEEPS)
     final, targets = tmp_path / "round-3" / "evidence", [EvidenceTarget(0, pid)]
     assert evidence.gather(3, targets, final, "quiet")
@@ -26,14 +28,16 @@ def test_what_was_whole_stays(worker: StartWorker, evidence: EvidenceCollector, 
     posted.get(timeout=20)
 
 
-def test_dropping_nothing(worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path) -> None:
+def test_discard_without_gathering(
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
+) -> None:
     pid = worker(SLEEPS)
     evidence.discard()
     assert evidence.gather(3, [EvidenceTarget(0, pid)], tmp_path / "evidence", "quiet")
     assert posted.get(timeout=20).ranks[0].source, "a drop is of what is being taken, not of what comes"
 
 
-def test_what_the_agents_end_cuts_short_is_no_trouble(
+def test_close_during_gathering_is_no_trouble(
     takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
 ) -> None:
     """As when a job ends while one of its nodes was about to be suspicious."""

@@ -1,4 +1,4 @@
-"""The planner's ear for hangs: when a verdict is made of reports, how often it is said, what Failures it becomes."""
+"""HangJudge: when reports become a verdict, how often it is returned, and its Failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def report(node: str, rank: int, slot: int, *, behind: bool, idle_s: float = 6.0
 A, B = report("a", 0, 0, behind=False), report("b", 1, 4, behind=True)
 
 
-def test_one_nodes_word_is_not_enough_until_it_is_late() -> None:
+def test_single_report_waits_for_others() -> None:
     judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [A], NOBODY, NOW) is None
     assert judge.suspected, "the others are asked"
@@ -53,7 +53,7 @@ def test_one_nodes_word_is_not_enough_until_it_is_late() -> None:
     assert found.why.endswith("b did not answer")
 
 
-def test_evidence_comes_before_the_verdict() -> None:
+def test_evidence_comes_before_verdict() -> None:
     judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [A, replace(B, gathered=False)], NOBODY, NOW) is None
     found = judge.turn(ROUND, [A, B], NOBODY, NOW + 0.1)
@@ -63,7 +63,7 @@ def test_evidence_comes_before_the_verdict() -> None:
     assert judge.new_verdicts == [found]
 
 
-def test_a_verdict_is_said_once_and_stands_until_it_has_been_obeyed() -> None:
+def test_verdict_is_new_once_and_repeats() -> None:
     """The store may go away between the verdict and the Failure that it becomes."""
     judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [A, B], NOBODY, NOW) is not None
@@ -72,7 +72,7 @@ def test_a_verdict_is_said_once_and_stands_until_it_has_been_obeyed() -> None:
     assert len(judge.new_verdicts) == 1, "the same one, only older"
 
 
-def test_who_takes_back_what_it_said_leaves_nobody_to_be_judged_by_the_others_old_words() -> None:
+def test_withdrawn_report_ends_the_hang() -> None:
     judge = HangJudge(POLICY)
     waits = [report(node, rank, rank, behind=False, idle_s=90.0) for rank, node in enumerate("ab")]
     assert judge.turn(ROUND, [replace(waits[0], why=""), replace(waits[1], gathered=False)], NOBODY, NOW) is None
@@ -80,7 +80,7 @@ def test_who_takes_back_what_it_said_leaves_nobody_to_be_judged_by_the_others_ol
     assert judge.new_verdicts == []
 
 
-def test_a_planner_that_plans_again_gives_everybody_time_to_answer() -> None:
+def test_reset_gives_time_to_answer_again() -> None:
     judge = HangJudge(POLICY)
     late = report("a", 0, 0, behind=False, idle_s=90.0)
     assert judge.turn(ROUND, [late], NOBODY, NOW) is None
@@ -89,7 +89,7 @@ def test_a_planner_that_plans_again_gives_everybody_time_to_answer() -> None:
     assert judge.turn(ROUND, [late], NOBODY, NOW + 200) is not None
 
 
-def test_who_goes_on_may_hang_again() -> None:
+def test_second_hang_after_progress() -> None:
     judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [A, B], NOBODY, NOW)
     assert judge.turn(ROUND, [], NOBODY, NOW + 1) is None
@@ -97,27 +97,27 @@ def test_who_goes_on_may_hang_again() -> None:
     assert judge.turn(ROUND, [A, B], NOBODY, NOW + 20), "the reports were taken back in between"
 
 
-def test_reports_of_other_rounds_and_strangers_are_no_suspicion() -> None:
+def test_other_rounds_and_nonmembers_are_ignored() -> None:
     judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [replace(A, round=2), replace(B, node="z")], NOBODY, NOW) is None
     assert not judge.suspected
 
 
-def test_who_was_only_asked_makes_no_suspicion() -> None:
+def test_requested_report_is_no_suspicion() -> None:
     judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [replace(A, why=""), replace(B, why="")], NOBODY, NOW) is None
     assert not judge.suspected
 
 
-def test_a_node_that_is_done_is_to_blame_if_the_others_wait_for_it() -> None:
-    """Its rank has left the loop too early: it counts as one that has ended, and nobody waits for its report."""
+def test_done_node_is_blamed_by_waiting_ranks() -> None:
+    """Its rank has left the loop too early: it counts as exited, without a report."""
     found = HangJudge(POLICY).turn(ROUND, [A], frozenset({"b"}), NOW)
     assert found is not None
     assert found.cause == "missed_collective"
     assert found.culprits == (("b", 1, 4),)
 
 
-def test_only_reported() -> None:
+def test_on_hang_report() -> None:
     judge = HangJudge(replace(POLICY, on_hang="report"))
     assert judge.turn(ROUND, [A, B], NOBODY, NOW) is None
     assert [judged.restarts for judged in judge.new_verdicts] == [False]
@@ -131,7 +131,7 @@ def test_only_reported() -> None:
         ((("b", 1, 4), ("c", 2, 0), ("b", 3, 5)), [("b", ((1, 4), (3, 5))), ("c", ((2, 0),))]),
     ],
 )
-def test_what_plan_hears(
+def test_failures_of_a_verdict(
     culprits: tuple[tuple[str, int, int], ...], expected: list[tuple[str, tuple[tuple[int, int], ...]]]
 ) -> None:
     found = failures(HangVerdict(3, culprits, "blocked", "rank 1 waits", 6.0, True, ()), "a", 40, (3, 20))
@@ -141,8 +141,8 @@ def test_what_plan_hears(
     }
 
 
-def test_who_waits_at_the_same_place_of_the_same_step_again_is_given_longer_each_time() -> None:
-    """A restart is no cure for a wait that the script means; or else it hangs there again, and a minute is lost."""
+def test_repeated_wait_gets_more_time() -> None:
+    """A restart does not cure an intended wait; if it is a hang after all, a minute is lost."""
     policy = Policy()
 
     def turn(judge: HangJudge, number: int, idle_s: float, **more: object) -> HangVerdict | None:

@@ -1,4 +1,4 @@
-"""What only looking again and again can tell of a worker: ages, which only the agent's attentive time makes grow."""
+"""Ages of a worker, which grow with observed time only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def watch(worker: tuple[GroupObserver, HeartbeatWriter]) -> Iterator[GroupObserv
     worker[0].close()
 
 
-def test_a_pulse_is_as_old_as_it_has_been_seen_to_stand_still(watch: GroupObserver, writer: HeartbeatWriter) -> None:
+def test_heartbeat_age_counts_observed_time(watch: GroupObserver, writer: HeartbeatWriter) -> None:
     def alive_s(now: float) -> float:
         return watch.observe(now).ranks[0].alive_s
 
@@ -51,7 +51,7 @@ def test_a_pulse_is_as_old_as_it_has_been_seen_to_stand_still(watch: GroupObserv
     assert alive_s(501.0) == alive_s(502.0) == -1, "the thread has ended: nobody holds the GIL against it"
 
 
-def test_what_is_written_as_evidence_is_no_work_of_the_workers(watch: GroupObserver, writer: HeartbeatWriter) -> None:
+def test_requested_dump_is_no_work(watch: GroupObserver, writer: HeartbeatWriter) -> None:
     """A flight recorder is written in the middle of two samples; the answer comes when it is all there."""
     written = [0, 100, 500_000, 900_000, 900_100, 905_000, 906_000]
     answered = [0, 0, 0, 1, 1, 1, 1]
@@ -67,9 +67,7 @@ def test_what_is_written_as_evidence_is_no_work_of_the_workers(watch: GroupObser
     assert found == [0, 100, 500_000, 100, 200, 5100, 6100]
 
 
-def test_of_a_worker_that_runs_the_script_as_its_child_the_child_is_looked_at(
-    watch: GroupObserver, tmp_path: Path
-) -> None:
+def test_child_that_trains_is_observed(watch: GroupObserver, tmp_path: Path) -> None:
     """As a shell does that was started with --no-python."""
     beat = f"HeartbeatWriter({str(tmp_path / 'beat')!r})"
     train = f"import time; from elasticd.heartbeat.record import HeartbeatWriter; {beat}; time.sleep(60)"

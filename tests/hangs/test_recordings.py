@@ -1,7 +1,7 @@
-"""The rules are right about every recording of a real job: hangs/recorded/*.jsonl are what its agents reported.
+"""The rules are right on every recording of a real job: transcripts/recorded/*.jsonl are its agents' reports.
 
-A line is a Report; beside it, in *.expected, is what a person says of it: whether it hangs, who is to blame, the cause,
-and which other causes are as right. Recordings are replayed line by line: from the first verdict on, all must be right.
+A line is a HangReport. The *.expected file beside it has the verdict of a person: hung or not, culprits, cause, and
+other causes that are right, too. Recordings are replayed line by line: every verdict must be right from the first on.
 """
 
 from __future__ import annotations
@@ -44,5 +44,5 @@ def test_recording(path: Path) -> None:
         assert verdict.cause in (expected["cause"], *expected["also"]), verdict.why
 
 
-def test_there_are_recordings() -> None:
+def test_enough_recordings() -> None:
     assert len(RECORDINGS) >= 30

@@ -59,7 +59,7 @@ BEGIN_AND_STORE = Chain(SESSION, ["never joins", "store stopped"])
         pytest.param((BEGIN_AND_END, IN_COLLECTIVES_PLAIN), id="at the end", marks=pytest.mark.system),
     ],
 )
-def test_one_hang_after_the_other(hanging: StartHanging, chains: tuple[Chain, ...]) -> None:
+def test_hangs_in_sequence(hanging: StartHanging, chains: tuple[Chain, ...]) -> None:
     """Two jobs at a time: mostly they wait."""
     runs = [start(hanging, chain) for chain in chains]
     for run, chain in zip(runs, chains, strict=True):

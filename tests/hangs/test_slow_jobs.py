@@ -18,7 +18,7 @@ from tests.hangs.situations import PLAIN, SESSION, slow
 SCALE = 0.1
 
 
-def test_a_script_that_is_slow_in_every_way(hanging: StartHanging) -> None:
+def test_script_slow_in_every_way(hanging: StartHanging) -> None:
     """A long first step, an evaluation, a checkpoint write and slow steps, of two jobs that have two cores together.
 
     With a session one comes late to a barrier, too, by more than the floor: the others have said how long they wait.
@@ -49,7 +49,7 @@ def test_slow_steps(hanging: StartHanging) -> None:
 
 
 @pytest.mark.system
-def test_a_rank_that_the_others_wait_for_is_reported_and_left_alone(hanging: StartHanging) -> None:
+def test_straggler_is_reported_and_not_ended(hanging: StartHanging) -> None:
     """Said after the first window, a minute; by an event, and no more is done."""
     runs = [hanging(SESSION, [], "--lag", "0.02", workers=3, flags=flags) for flags in ([], ["--slow-factor", "9"])]
     until(lambda: runs[0].events("straggler"), "slow_rank", within=100)
@@ -62,7 +62,7 @@ def test_a_rank_that_the_others_wait_for_is_reported_and_left_alone(hanging: Sta
     assert not runs[1].events("straggler"), "it was told to mind only a factor of 9"
 
 
-def test_harm_that_passes(hanging: StartHanging) -> None:
+def test_passing_disturbances(hanging: StartHanging) -> None:
     """A rank is stopped for 2 s, traced for 2 s; the machine sleeps; eight others want its two cores."""
     run = hanging(SESSION, [], flags=[])
     run.step(30)

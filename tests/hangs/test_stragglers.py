@@ -62,7 +62,7 @@ def test_slow_factor_of_the_policy() -> None:
     assert find_stragglers(ranks, Policy(slow_factor=1.1)) != ()
 
 
-def test_chance_alone_makes_nobody_slow() -> None:
+def test_chance_makes_no_straggler() -> None:
     """Eight equal ranks that wait a fifth of the time, looked at for ten seconds, a thousand times."""
     draw = random.Random(3)
     for _ in range(1000):

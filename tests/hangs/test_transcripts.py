@@ -1,4 +1,4 @@
-"""The transcripts in hangs/ still read the same; `pytest tests/hangs/test_transcripts.py --rewrite-scenarios`."""
+"""The rules still give the transcripts; `pytest tests/hangs/test_transcripts.py --rewrite-scenarios` writes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCENARIOS = sorted(HERE.glob("*.txt"))
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
-def test_scenario(path: Path, request: pytest.FixtureRequest) -> None:
+def test_transcript(path: Path, request: pytest.FixtureRequest) -> None:
     written = path.read_text()
     now = hang_table.rerun(written)
     if request.config.getoption("--rewrite-scenarios", default=False):
@@ -22,7 +22,7 @@ def test_scenario(path: Path, request: pytest.FixtureRequest) -> None:
         assert now == written
 
 
-def test_what_is_slow_is_not_killed_and_what_hangs_is() -> None:
+def test_slow_transcripts_have_no_hang() -> None:
     quiet = {
         "last_upload",
         "last_kernel",

@@ -1,7 +1,4 @@
-"""When a group is suspected, and when a suspicion becomes a verdict: thresholds, deadlines, reports that are missing.
-
-Who is to blame in which situation is in the transcripts, hangs/*.txt.
-"""
+"""Suspicion and judgement: thresholds, deadlines, missing reports. Culprits by situation are in transcripts/*.txt."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ def aged(seconds: float, *ranks: RankReport) -> tuple[RankReport, ...]:
 @pytest.mark.parametrize(
     ("deadline_s", "first"), [(5, 3.0), (60, 57.0), (1.0, 0.6), (600, 597.0)], ids=["5 s", "60 s", "1 s", "600 s"]
 )
-def test_a_node_is_suspicious_early_enough_for_its_evidence(deadline_s: float, first: float) -> None:
+def test_suspicion_leaves_time_for_evidence(deadline_s: float, first: float) -> None:
     def quiet(seconds: float) -> str | None:
         return reason_to_suspect(report(*aged(seconds, WAITS, SLEEPS), deadline_s=deadline_s), POLICY)
 
@@ -45,18 +42,18 @@ def test_a_node_is_suspicious_early_enough_for_its_evidence(deadline_s: float, f
     assert f"for {first + 0.05:.1f} s; the deadline is {deadline_s:.1f} s" in (quiet(first + 0.05) or "")
 
 
-def test_one_rank_that_goes_on_keeps_its_node_from_suspicion() -> None:
+def test_one_rank_with_progress_prevents_suspicion() -> None:
     assert reason_to_suspect(report(WAITS, replace(SLEEPS, idle_s=0.1)), POLICY) is None
     done = replace(SLEEPS, idle_s=0.1, exited=True)
     assert reason_to_suspect(report(WAITS, done), POLICY) is not None, "one that has ended does not go on"
     assert reason_to_suspect(report(done), POLICY) is None
 
 
-def test_nobody_is_suspected_for_being_quiet_where_no_step_was_ever_seen() -> None:
+def test_no_suspicion_without_any_step() -> None:
     assert reason_to_suspect(report(*aged(1e6, WAITS, SLEEPS), deadline_s=0), POLICY) is None
 
 
-def test_stopped_processes_are_suspected_before_they_count() -> None:
+def test_stopped_process_is_suspected_early() -> None:
     def stopped(seconds: float, state: str = "T") -> str | None:
         return reason_to_suspect(
             report(replace(WAITS, idle_s=0.2, state=state, stopped_s=seconds), deadline_s=0), POLICY
@@ -67,13 +64,13 @@ def test_stopped_processes_are_suspected_before_they_count() -> None:
     assert stopped(9, "t") is None, "a debugger's"
 
 
-def test_a_zombie_is_suspected_once_it_has_not_been_reaped() -> None:
+def test_unreaped_zombie_is_suspected() -> None:
     assert reason_to_suspect(report(replace(WAITS, idle_s=0.2, state="Z")), POLICY) is None
     assert reason_to_suspect(report(replace(WAITS, idle_s=1.1, state="Z"), deadline_s=0), POLICY) is not None
     assert reason_to_suspect(report(replace(WAITS, idle_s=1.1, state="Z", exited=True)), POLICY) is None
 
 
-def test_the_store_is_suspected_like_a_rank() -> None:
+def test_stopped_store_is_suspected() -> None:
     calm = report(replace(WAITS, idle_s=0.1))
     assert reason_to_suspect(replace(calm, store_state="T", store_stopped_s=1.4), POLICY) is None
     assert "round's store on a is stopped" in str(
@@ -84,28 +81,28 @@ def test_the_store_is_suspected_like_a_rank() -> None:
 # ---- the verdict
 
 
-def test_a_hang_is_judged_at_the_deadline_and_names_its_rank() -> None:
+def test_hang_at_deadline_names_culprit() -> None:
     assert isinstance(judge([report(*aged(4.9, WAITS, SLEEPS))], ["a"], POLICY), NoHang)
     verdict = judge([report(*aged(5.0, WAITS, SLEEPS))], ["a"], POLICY)
     assert isinstance(verdict, Hang)
     assert (verdict.culprits, verdict.cause) == ((RankLocation("a", 1, 1),), "blocked")
 
 
-def test_no_verdict_before_the_evidence_of_everybody_is_there() -> None:
+def test_no_hang_before_all_evidence() -> None:
     here, there = report(WAITS), report(SLEEPS, node="b")
     for reports in ([here], [here, replace(there, gathered=False)], [replace(here, gathered=False), there]):
         assert isinstance(judge(reports, ["a", "b"], POLICY), SuspectedHang)
     assert isinstance(judge([here, there], ["a", "b"], POLICY), Hang)
 
 
-def test_late_is_late() -> None:
+def test_hang_after_time_for_evidence() -> None:
     here, there = report(WAITS), report(SLEEPS, node="b", gathered=False)
     verdict = judge([here, there], ["a", "b"], POLICY, deadline_passed=True)
     assert isinstance(verdict, Hang)
     assert verdict.culprits == (RankLocation("b", 1, 1),)
 
 
-def test_a_node_that_does_not_answer_may_be_slow() -> None:
+def test_silent_node_delays_network_verdict() -> None:
     waits = report(WAITS)
     assert isinstance(judge([waits], ["a", "b"], POLICY, deadline_passed=True), SuspectedHang)
     verdict = judge([report(*aged(61, WAITS))], ["a", "b"], POLICY, deadline_passed=True)
@@ -115,26 +112,26 @@ def test_a_node_that_does_not_answer_may_be_slow() -> None:
     assert isinstance(judge([stopped], ["a", "b"], POLICY, deadline_passed=True), Hang)
 
 
-def test_the_longest_deadline_of_any_node_counts() -> None:
+def test_longest_deadline_counts() -> None:
     reports = [report(WAITS), report(SLEEPS, node="b", deadline_s=7)]
     assert isinstance(judge(reports, ["a", "b"], POLICY), NoHang)
     ended = report(replace(SLEEPS, exited=True), node="b", deadline_s=7)
     assert isinstance(judge([report(WAITS), ended], ["a", "b"], POLICY), Hang), "but not that of who has ended"
 
 
-def test_a_node_that_never_saw_a_step_joins_one_that_did() -> None:
+def test_node_without_deadline_joins_others() -> None:
     reports = [report(*aged(601, WAITS), deadline_s=600), report(*aged(601, SLEEPS), node="b", deadline_s=0)]
     assert isinstance(judge(reports, ["a", "b"], POLICY), Hang)
 
 
-def test_the_newest_report_of_a_node_counts_and_the_newest_round() -> None:
+def test_newest_report_and_round_count() -> None:
     old, new = report(WAITS, SLEEPS), report(WAITS, replace(SLEEPS, idle_s=0.1), turn=2)
     for reports in ([old, new], [new, old], [new, old, old]):
         assert isinstance(judge(reports, ["a"], POLICY), NoHang)
     assert isinstance(judge([old, replace(new, round=2)], ["a"], POLICY), NoHang)
 
 
-def test_nothing_is_judged_where_nothing_is_reported() -> None:
+def test_no_hang_without_reports() -> None:
     assert isinstance(judge([], ["a"], POLICY, deadline_passed=True), NoHang)
     assert isinstance(judge([report()], ["a"], POLICY, deadline_passed=True), NoHang)
 
@@ -160,13 +157,13 @@ def test_nothing_is_judged_where_nothing_is_reported() -> None:
     ],
     ids=str,
 )
-def test_who_works_is_slow_until_the_slow_ceiling(changes: dict[str, object], busy: bool) -> None:
+def test_busy_rank_is_slow_until_ceiling(changes: dict[str, object], busy: bool) -> None:
     reports = [report(WAITS, replace(SLEEPS, **changes))]  # type: ignore[arg-type]
     assert isinstance(judge(reports, ["a"], POLICY), SuspectedHang if busy else Hang)
     assert isinstance(judge(reports, ["a"], Policy(slow_ceiling_s=5.5)), Hang)
 
 
-def test_the_slow_ceiling_is_the_groups_own_timeout_unless_given() -> None:
+def test_default_slow_ceiling_is_group_timeout() -> None:
     works = replace(SLEEPS, cpu_s=2.0)
 
     def at(seconds: float, timeout_s: float, policy: Policy = POLICY) -> hang.Judgement:
@@ -180,7 +177,7 @@ def test_the_slow_ceiling_is_the_groups_own_timeout_unless_given() -> None:
     assert isinstance(at(31, 600, Policy(slow_ceiling_s=30)), Hang)
 
 
-def test_a_machine_where_no_pulse_comes_is_not_a_gil_that_is_held() -> None:
+def test_no_heartbeat_of_any_rank_is_not_gil() -> None:
     ranks = [replace(WAITS, rank=rank, alive_s=6) for rank in range(3)]
     verdict = judge([report(*ranks)], ["a"], POLICY)
     assert isinstance(verdict, Hang)
@@ -190,7 +187,7 @@ def test_a_machine_where_no_pulse_comes_is_not_a_gil_that_is_held() -> None:
     assert (one.culprits, one.cause) == ((RankLocation("a", 0, 0),), "gil")
 
 
-def test_a_stopped_process_has_its_own_time_however_short_the_floor() -> None:
+def test_stopped_process_has_its_own_limit() -> None:
     """Somebody may stop a rank for 2 s; also inside of a collective, where all stand still with it."""
     stopped = replace(WAITS, rank=1, slot=1, state="T", stopped_s=2.4, alive_s=2.4, idle_s=2.5)
     verdict = judge([report(*aged(2.5, WAITS), stopped, deadline_s=1)], ["a"], POLICY)
@@ -201,21 +198,21 @@ def test_a_stopped_process_has_its_own_time_however_short_the_floor() -> None:
     assert (verdict.culprits, verdict.cause) == ((RankLocation("a", 1, 1),), "stopped")
 
 
-def test_a_debugger_stops_the_pulse_but_holds_no_gil() -> None:
+def test_traced_rank_holds_no_gil() -> None:
     traced = replace(WAITS, rank=1, slot=1, state="t", alive_s=6.0)
     verdict = judge([report(WAITS, traced)], ["a"], Policy(slow_ceiling_s=5.5))
     assert isinstance(verdict, Hang)
     assert (verdict.culprits, verdict.cause) == ((), "network")
 
 
-def test_of_several_to_blame_the_worst_names_the_cause() -> None:
+def test_worst_culprit_names_cause() -> None:
     ranks = [WAITS, SLEEPS, replace(SLEEPS, rank=2, slot=2, alive_s=6.0)]
     verdict = judge([report(*ranks)], ["a"], POLICY)
     assert isinstance(verdict, Hang)
     assert ([place.rank for place in verdict.culprits], verdict.cause) == ([1, 2], "gil")
 
 
-def test_nobody_is_blamed_where_half_of_the_ranks_differ() -> None:
+def test_half_of_the_ranks_is_no_minority() -> None:
     """Of four ranks on one node, two are behind in the same collective, or issued fewer in their last step."""
     for odd in ({"collectives": 4210}, {"usual": 35}, {"step": 118}):
         ranks = [replace(WAITS, rank=rank, slot=rank, **(odd if rank > 1 else {})) for rank in range(4)]
@@ -224,13 +221,13 @@ def test_nobody_is_blamed_where_half_of_the_ranks_differ() -> None:
         assert (verdict.culprits, verdict.cause) == ((), "network"), odd
 
 
-def test_which_of_two_stopped_stores_is_named_does_not_depend_on_the_order() -> None:
+def test_report_order_does_not_matter() -> None:
     there = [replace(report(WAITS, node=node), store_state="T", store_stopped_s=3) for node in ("b", "a")]
     older = [replace(one, turn=0) for one in there]
     assert judge([*there, older[0]], ["a", "b"], POLICY) == judge([older[1], *there[::-1]], ["a", "b"], POLICY)
 
 
-def test_a_verdict_on_many_ranks_stays_one_line() -> None:
+def test_many_culprits_stay_one_line() -> None:
     blocked = [replace(SLEEPS, rank=rank, slot=rank) for rank in range(1, 64)]
     verdict = judge([report(WAITS, *blocked)], ["a"], POLICY)
     assert isinstance(verdict, Hang)

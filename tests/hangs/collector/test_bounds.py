@@ -47,7 +47,7 @@ def helpers(*but_for: int) -> set[int]:
     return {pid for pid, one in procfs.scan().items() if one.parent == me and one.session == pid} - set(but_for)
 
 
-def test_the_budget_is_kept_when_py_spy_hangs(
+def test_budget_when_py_spy_hangs(
     takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path, dead_spy: str
 ) -> None:
     evidence = takes(1.5, spy=dead_spy)
@@ -64,7 +64,7 @@ def test_the_budget_is_kept_when_py_spy_hangs(
     assert helpers(*pids) == set()
 
 
-def test_a_log_directory_that_does_not_answer_costs_only_the_place(
+def test_dead_log_directory_redirects_evidence(
     takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / f"elasticd-evidence-{os.getuid()}" / "job"
@@ -91,7 +91,7 @@ def test_a_log_directory_that_does_not_answer_costs_only_the_place(
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_a_gathering_that_took_all_the_time_still_gets_where_it_belongs(
+def test_publishing_after_budget_is_spent(
     left: bool,
     takes: MakeEvidence,
     worker: StartWorker,
@@ -113,9 +113,7 @@ def test_a_gathering_that_took_all_the_time_still_gets_where_it_belongs(
     assert (posted.get(timeout=30).path == final) is left
 
 
-def test_what_is_written_into_a_directory_that_does_not_answer_is_kept_elsewhere(
-    takes: MakeEvidence, posted: Posted, tmp_path: Path
-) -> None:
+def test_files_for_dead_directory_are_redirected(takes: MakeEvidence, posted: Posted, tmp_path: Path) -> None:
     evidence = takes(0.5, job="job", temporary=tmp_path)
     final = blocked(tmp_path / "log" / "round-7" / "evidence")
     began = time.monotonic()
@@ -126,7 +124,7 @@ def test_what_is_written_into_a_directory_that_does_not_answer_is_kept_elsewhere
     assert (elsewhere / "round-7" / "evidence" / "verdict.json").read_text() == "{}\n"
 
 
-def test_a_helper_that_is_killed_costs_what_it_would_have_told(
+def test_killed_helper_costs_only_its_reports(
     takes: MakeEvidence,
     worker: StartWorker,
     posted: Posted,
@@ -147,7 +145,7 @@ def test_a_helper_that_is_killed_costs_what_it_would_have_told(
     evidence.close()
 
 
-def test_closing_does_not_wait_for_a_gathering(
+def test_close_does_not_wait_for_gathering(
     takes: MakeEvidence, worker: StartWorker, tmp_path: Path, dead_spy: str, until: Until
 ) -> None:
     evidence = takes(1000.0, spy=dead_spy)
@@ -161,7 +159,7 @@ def test_closing_does_not_wait_for_a_gathering(
     assert "elasticd-evidence" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_what_was_to_be_written_is_written_before_the_end(takes: MakeEvidence, posted: Posted, tmp_path: Path) -> None:
+def test_close_writes_pending_files(takes: MakeEvidence, posted: Posted, tmp_path: Path) -> None:
     evidence = takes()
     final = tmp_path / "log" / "round-1" / "evidence"
     for n in range(3):
@@ -177,9 +175,7 @@ def test_what_was_to_be_written_is_written_before_the_end(takes: MakeEvidence, p
     assert (tmp_path / "log" / "round-2" / "evidence" / "other").stat().st_mode & 0o777 == 0o600
 
 
-def test_of_old_evidence_the_newest_rounds_are_kept(
-    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
-) -> None:
+def test_rotation_keeps_newest_rounds(takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path) -> None:
     evidence = takes(keep=2)
     pid, log = worker(SLEEPS), tmp_path / "log"
     (log / "round-11" / "rank-0").mkdir(parents=True)
@@ -193,7 +189,7 @@ def test_of_old_evidence_the_newest_rounds_are_kept(
     assert (log / "round-11" / "rank-0").exists()
 
 
-def test_where_everybody_may_write_a_link_is_not_followed(takes: MakeEvidence, posted: Posted, tmp_path: Path) -> None:
+def test_link_in_world_writable_directory(takes: MakeEvidence, posted: Posted, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp").chmod(0o1777)
@@ -205,7 +201,7 @@ def test_where_everybody_may_write_a_link_is_not_followed(takes: MakeEvidence, p
     assert [path.name for path in (tmp_path / "aside").rglob("*.json")] == ["verdict.json"]
 
 
-def test_a_directory_that_did_not_answer_is_not_asked_again(
+def test_dead_directory_is_not_tried_again(
     takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
 ) -> None:
     evidence = takes(1.5, job="job", temporary=tmp_path)
@@ -219,7 +215,7 @@ def test_a_directory_that_did_not_answer_is_not_asked_again(
     assert (found.path / "rank-0.json").exists()
 
 
-def test_evidence_that_cannot_even_be_kept_here_is_said_to_be_missing(
+def test_unwritable_scratch_is_reported(
     takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
 ) -> None:
     (tmp_path / "scratch").write_text("in the way")
@@ -232,14 +228,14 @@ def test_evidence_that_cannot_even_be_kept_here_is_said_to_be_missing(
     posted.get(timeout=30)
 
 
-def test_a_helper_whose_agent_is_gone_ends_by_itself(tmp_path: Path) -> None:
+def test_orphaned_helper_ends_by_itself(tmp_path: Path) -> None:
     """It waits for its request here, which stands for whatever it could be stuck in."""
     entry = Path(module.__file__).with_name("collector") / "__main__.py"
     with subprocess.Popen([sys.executable, "-I", "-S", str(entry), "publish", "0.2"], stdin=subprocess.PIPE) as helper:
         assert helper.wait(20) == -signal.SIGALRM
 
 
-def test_what_does_not_fit_leaves_no_part_of_it_and_the_last_one_whole(tmp_path: Path) -> None:
+def test_full_disk_keeps_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     disk.write(str(path), b"before")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

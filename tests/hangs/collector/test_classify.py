@@ -227,14 +227,14 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_where(name: str) -> None:
+def test_locate_table(name: str) -> None:
     calls, where, function = TABLE[name]
     found = locate(stack(*calls), WAITS)
     assert found.where == where
     assert function is None or found.function == function
 
 
-def test_backward_is_a_wait_only_for_a_thread_that_does_nothing_in_a_process_that_has_a_group() -> None:
+def test_backward_waits_only_if_idle_and_in_group() -> None:
     frames = stack(*BACKWARD, *SCRIPT)
     assert locate(frames, StackContext(idle=False, group=True)) == StackLocation("elsewhere", "train.py:88 train")
     assert locate(frames, StackContext(idle=True, group=False)) == StackLocation("elsewhere", "train.py:88 train")
@@ -255,13 +255,11 @@ def test_backward_is_a_wait_only_for_a_thread_that_does_nothing_in_a_process_tha
         ("batch = next(batches)", {"cuda": True, "group": True, "idle": True}, "elsewhere"),
     ],
 )
-def test_a_method_written_in_c_is_known_by_the_line_that_calls_it(
-    source: str, context: dict[str, bool], where: str
-) -> None:
+def test_c_method_is_found_by_source_line(source: str, context: dict[str, bool], where: str) -> None:
     assert locate(stack(*SCRIPT), StackContext(source=source, **context)).where == where
 
 
-def test_no_frames() -> None:
+def test_locate_without_frames() -> None:
     assert locate([], WAITS) == StackLocation("elsewhere", "")
 
 
@@ -278,7 +276,7 @@ IDLES = stack(f"_worker {PYTHON}/concurrent/futures/thread.py:81", *THREAD)
 SUBMITTED = stack(f"all_reduce {C10D}:3252", LOGGED, f"_WorkItem.run {PYTHON}/concurrent/futures/thread.py:58", *THREAD)
 
 
-def test_a_main_thread_that_waits_for_another_one_is_where_that_one_is() -> None:
+def test_waiting_main_thread_defers_to_other() -> None:
     assert representative_thread([JOIN, LOADS, TRAINS]) == 2
     assert representative_thread([JOIN, FEEDS, IDLES, LOADS]) == 3
     assert representative_thread([JOIN, FEEDS, IDLES]) == 0
@@ -286,7 +284,7 @@ def test_a_main_thread_that_waits_for_another_one_is_where_that_one_is() -> None
     assert representative_thread([stack(f"_shutdown {PYTHON}/threading.py:1590"), TRAINS]) == 1
 
 
-def test_a_main_thread_that_does_something_counts_itself() -> None:
+def test_working_main_thread_counts() -> None:
     meet = f"Barriers._meet {ELASTICD}/coordination/barrier.py:87"
     barrier = stack(f"Event.wait {PYTHON}/threading.py:629", meet, *SCRIPT)
     assert representative_thread([stack(*SCRIPT), TRAINS]) == 0
@@ -294,12 +292,12 @@ def test_a_main_thread_that_does_something_counts_itself() -> None:
     assert representative_thread([[], TRAINS]) == 0
 
 
-def test_a_file_has_the_same_name_on_every_machine() -> None:
+def test_short_file_names() -> None:
     assert Frame("f", f"{TORCH}/_tensor.py", 1).short == "torch/_tensor.py"
     assert Frame("f", f"{PYTHON}/threading.py", 1).short == "threading.py"
     assert Frame("f", "/home/me/code/train.py", 1).short == "train.py"
     assert Frame("f", "/src/elasticd/session.py", 1).short == "elasticd/session.py"
 
 
-def test_who_has_no_code_of_his_own_is_where_torch_is() -> None:
+def test_place_without_script_frames() -> None:
     assert script_place(stack(f"f {TORCH}/_tensor.py:7")) == "_tensor.py:7 f"

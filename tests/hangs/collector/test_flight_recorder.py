@@ -58,7 +58,7 @@ def gathered(
     return posted.get(timeout=30), final / f"rank-{target.rank}.flight.json"
 
 
-def test_the_background_thread_writes_it(
+def test_dump_by_heartbeat_thread(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     path, flight = tmp_path / "beat", tmp_path / "flight"
@@ -71,7 +71,7 @@ def test_the_background_thread_writes_it(
     assert found.ranks[0].source == "py-spy"
 
 
-def test_one_that_does_not_answer_is_not_waited_for(
+def test_heartbeat_thread_without_answer(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     path = tmp_path / "beat"
@@ -83,9 +83,7 @@ def test_one_that_does_not_answer_is_not_waited_for(
     assert found.seconds < 10
 
 
-def test_nccl_writes_it_when_a_byte_comes_through_its_pipe(
-    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
-) -> None:
+def test_dump_by_nccl_pipe(worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path) -> None:
     pipe, dump = tmp_path / "nccl.pipe", tmp_path / "nccl_trace"
     pid = worker(MONITOR, str(pipe), str(dump))
     dump.write_bytes(pickle.dumps({"entries": ["of another time"]}))
@@ -93,7 +91,7 @@ def test_nccl_writes_it_when_a_byte_comes_through_its_pipe(
     assert json.loads(recorded.read_text())["entries"] == [{"collective_seq_id": 5, "sizes": [2, 3]}]
 
 
-def test_a_pipe_that_nobody_reads_is_not_waited_for(
+def test_nccl_pipe_without_reader(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     pipe = tmp_path / "nccl.pipe"
@@ -106,7 +104,7 @@ def test_a_pipe_that_nobody_reads_is_not_waited_for(
     assert found.seconds < 10
 
 
-def test_nccl_that_writes_too_late_has_written_for_the_next_time(
+def test_late_nccl_dump_serves_next_request(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
     pipe, dump = tmp_path / "nccl.pipe", tmp_path / "nccl_trace"
@@ -125,7 +123,7 @@ class Evil:
         return os.system, ("touch /tmp/never",)
 
 
-def test_a_recording_can_make_nothing_but_plain_values() -> None:
+def test_pickle_yields_plain_values_only() -> None:
     assert json.loads(as_json(pickle.dumps({"entries": [], "now": 1.5}))) == {"entries": [], "now": 1.5}
     assert as_json(b'{"entries": []}') == b'{"entries": []}'
     for data in (pickle.dumps([Evil()]), pickle.dumps({"entries": [1] * 99})[:-5], b"", b"{", b"\x80\x05garbage"):

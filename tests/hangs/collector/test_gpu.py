@@ -59,7 +59,7 @@ def asked(directory: Path, init: str) -> dict[str, Any]:
     return gpus(directory)
 
 
-def test_gpus_say_what_they_know(tmp_path: Path) -> None:
+def test_gpu_facts(tmp_path: Path) -> None:
     found = asked(tmp_path, "pass")
     first, second, third = found["gpus"]
     assert found["driver"] == "580.1"
@@ -72,7 +72,7 @@ def test_gpus_say_what_they_know(tmp_path: Path) -> None:
     assert third == {"index": 2, "error": "GPU is lost"}
 
 
-def test_one_that_is_lost_after_its_handle_was_given_says_only_that(tmp_path: Path) -> None:
+def test_lost_gpu_reports_only_that(tmp_path: Path) -> None:
     lost = "    if gpu == 0: raise Lost('GPU is lost')\n    return b'H200'\nclass Lost(NVMLError): value = 15"
     (tmp_path / "pynvml.py").write_text(
         NVML.replace("{init}", "pass").replace(
@@ -83,18 +83,18 @@ def test_one_that_is_lost_after_its_handle_was_given_says_only_that(tmp_path: Pa
     assert (found[0], found[1]["name"]) == ({"index": 0, "error": "GPU is lost"}, "H200")
 
 
-def test_a_driver_that_cannot_be_asked_is_trouble_in_words(tmp_path: Path) -> None:
+def test_driver_failure_in_words(tmp_path: Path) -> None:
     assert asked(tmp_path, "raise NVMLError('Driver Not Loaded')") == {
         "gpus": [],
         "trouble": "NVML: Driver Not Loaded",
     }
 
 
-def test_without_pynvml_it_says_what_to_install() -> None:
+def test_missing_pynvml_names_package() -> None:
     assert "nvidia-ml-py" in gpus("")["trouble"]
 
 
-def test_the_last_xid_of_each_gpu_is_in_the_kernels_log(tmp_path: Path) -> None:
+def test_last_xid_from_kernel_log(tmp_path: Path) -> None:
     log = tmp_path / "kmsg"
     log.write_text(
         "6,1,900000,-;usb 1-1: new device\n"
@@ -111,14 +111,14 @@ def test_the_last_xid_of_each_gpu_is_in_the_kernels_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bus", ["00000000:3B:00.0", "0000:3b:00"])
-def test_a_gpu_is_the_same_by_either_of_its_names(bus: str) -> None:
+def test_bus_id_spellings(bus: str) -> None:
     assert nvml_process.short_bus(bus) == "0000:3b:00"
 
 
 @pytest.mark.parametrize(
     ("init", "budget_s", "said"), [("pass", 20.0, "H200"), ("time.sleep(1e6)", 5.0, "driver did not answer")]
 )
-def test_gpus_are_asked_beside_the_ranks(
+def test_gpus_are_read_in_parallel_to_ranks(
     takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path, init: str, budget_s: float, said: str
 ) -> None:
     """A driver that does not answer costs time, and nothing else."""

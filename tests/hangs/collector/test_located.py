@@ -59,7 +59,7 @@ def located(evidence: EvidenceCollector, posted: Posted, target: EvidenceTarget,
     ("how", "state", "where", "function"),
     [("waits", "S", "collective", "backward"), ("works", "R", "elsewhere", "train.py:6 train")],
 )
-def test_backward_is_a_wait_only_while_its_thread_does_nothing(
+def test_backward_is_a_wait_only_when_idle(
     worker: StartWorker,
     evidence: EvidenceCollector,
     posted: Posted,
@@ -83,7 +83,7 @@ def test_backward_is_a_wait_only_while_its_thread_does_nothing(
 
 
 @pytest.mark.parametrize(("has_group", "where"), [(True, "collective"), (False, "elsewhere")])
-def test_a_wait_without_a_frame_is_known_by_its_line(
+def test_wait_without_frame_is_found_by_source_line(
     worker: StartWorker,
     evidence: EvidenceCollector,
     posted: Posted,
@@ -98,7 +98,7 @@ def test_a_wait_without_a_frame_is_known_by_its_line(
     assert located(evidence, posted, target, tmp_path / "log").where == where
 
 
-def test_a_script_on_a_file_system_that_hangs_is_only_elsewhere(
+def test_source_on_dead_file_system_is_skipped(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path, joined: Path
 ) -> None:
     """A pipe in the script's place stands for it: who opens it to read the line waits for ever."""

@@ -21,9 +21,8 @@ os.read(fd, 1)
 """
 
 
-def test_facts_say_what_a_process_waits_for_and_who_is_below_it(
-    worker: StartWorker, tmp_path: Path, until: Until
-) -> None:
+def test_facts_of_waiting_process(worker: StartWorker, tmp_path: Path, until: Until) -> None:
+    """They say what it waits for, and which processes are below it."""
     pipe = tmp_path / "a pipe"
     os.mkfifo(pipe)
     pid = worker(READS_A_PIPE, str(pipe))
@@ -42,14 +41,14 @@ def test_facts_say_what_a_process_waits_for_and_who_is_below_it(
     json.dumps(found)
 
 
-def test_who_is_gone_has_no_facts() -> None:
+def test_facts_of_ended_process() -> None:
     with subprocess.Popen(["true"]) as process:
         pass
     assert facts.process_facts(process.pid) == {}
     assert facts.run_time_ns(process.pid) == {}
 
 
-def test_a_thread_that_runs_is_told_from_one_that_sleeps(worker: StartWorker, until: Until) -> None:
+def test_run_time_of_busy_and_sleeping_thread(worker: StartWorker, until: Until) -> None:
     busy = worker("print('ready', flush=True)\nwhile True: pass", state="R")
     idle = worker("import time; print('ready', flush=True); time.sleep(1e6)")
     until(lambda: procfs.state(idle) == "S", 20)

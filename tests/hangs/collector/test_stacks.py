@@ -21,7 +21,7 @@ def spied(tid: int, *functions: str, **more: object) -> dict[str, object]:
     return {"thread_id": 140_000_000, "os_thread_id": tid, "thread_name": "T", "frames": frames, **more}
 
 
-def test_of_py_spys_threads_the_main_one_is_first() -> None:
+def test_py_spy_main_thread_is_first() -> None:
     threads = from_py_spy([spied(9, "other", active=True, owns_gil=True), spied(7, "f", "Net.g", active=False)], 7)
     assert [(thread.tid, thread.state, thread.holds_gil) for thread in threads] == [
         ("7", "idle", False),
@@ -32,12 +32,12 @@ def test_of_py_spys_threads_the_main_one_is_first() -> None:
 
 
 @pytest.mark.parametrize("said", [[], {}, None, [{}], [{"frames": [{"name": "f"}], "thread_id": 1}]])
-def test_what_py_spy_never_says_is_refused(said: object) -> None:
+def test_py_spy_malformed_output(said: object) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
         from_py_spy(said, 7)
 
 
-def test_of_faulthandlers_threads_the_one_that_runs_the_script_is_first() -> None:
+def test_faulthandler_script_thread_is_first() -> None:
     text = f"""Current thread 0x00007f0000000001 (most recent call first):
   File "{PYTHON}/threading.py", line 327 in wait
   File "{PYTHON}/threading.py", line 1002 in _bootstrap
@@ -56,7 +56,7 @@ Extension modules: torch._C (total: 1)
     assert from_faulthandler("Timeout (0:00:10)!\n") == ()
 
 
-def test_a_digest_is_of_places_only() -> None:
+def test_digest_depends_on_places_only() -> None:
     here = [Frame("Net.forward", "/home/a/venv/lib/python3.11/site-packages/net/model.py", 3), Frame("f", "/a/t.py", 1)]
     there = [Frame("forward", "/b/lib/python3.10/dist-packages/net/model.py", 3), Frame("f", "/b/t.py", 1)]
     assert digest(here) == digest(there) != ""
@@ -78,5 +78,5 @@ def test_a_digest_is_of_places_only() -> None:
         ("", "py-spy: it failed without a message"),
     ],
 )
-def test_py_spys_errors_in_one_line(said: str, why: str) -> None:
+def test_py_spy_errors_in_one_line(said: str, why: str) -> None:
     assert error_line(said) == why

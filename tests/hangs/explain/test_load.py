@@ -122,7 +122,7 @@ def compared(*ranks: list[dict[str, Any]]) -> list[flight.GroupComparison]:
     return flight.compare({rank: one for rank, one in recorded.items() if one is not None})
 
 
-def test_who_has_not_issued_what_the_others_wait_for() -> None:
+def test_missing_rank_of_a_collective() -> None:
     [group] = compared([entry(7), entry(8, done=False)], [entry(7)], [entry(7), entry(8, done=False)])
     assert group.group == "default group"
     assert str(group.waiting_for) == "#8 all_reduce of 3×4 float"
@@ -131,30 +131,30 @@ def test_who_has_not_issued_what_the_others_wait_for() -> None:
     assert sorted(group.pending) == [0, 2]
 
 
-def test_who_waits_itself_is_not_said_to_be_late() -> None:
+def test_waiting_rank_is_not_missing() -> None:
     [group] = compared([entry(7, done=False)], [entry(7), entry(8, done=False)])
     assert (group.missing, group.waiting_for) == ((), None)
 
 
-def test_ranks_that_part_part_at_the_first_difference() -> None:
+def test_first_difference_counts() -> None:
     [group] = compared([entry(7), entry(8), entry(9)], [entry(7), entry(8, "nccl:broadcast"), entry(9)], [entry(8)])
     assert group.differing == {"#8 all_reduce of 3×4 float": (0, 2), "#8 broadcast of 3×4 float": (1,)}
     [group] = compared([entry(8)], [entry(8, sizes=[[5]])])
     assert group.differing == {"#8 all_reduce of 3×4 float": (0,), "#8 all_reduce of 5 float": (1,)}
 
 
-def test_a_ring_that_forgot_the_beginning_of_one_rank_is_no_difference() -> None:
+def test_ring_buffer_without_beginning_is_no_difference() -> None:
     [group] = compared([entry(n) for n in range(100)], [entry(n) for n in range(90, 100)])
     assert (group.differing, group.missing) == (None, ())
 
 
-def test_other_groups_are_apart_and_messages_are_no_collectives() -> None:
+def test_groups_are_separate_and_p2p_is_ignored() -> None:
     more = {"process_group": ["3", "tensor"], "pg_id": 3}
     groups = compared([entry(1), entry(5, **more)], [entry(1), entry(6, **more), entry(9, is_p2p=True)])
     assert [(group.group, group.missing) for group in groups] == [("tensor (group 3)", (0,)), ("default group", ())]
 
 
-def test_groups_of_one_description_are_told_apart() -> None:
+def test_groups_with_one_description_are_separate() -> None:
     first, second = ({"process_group": [name, "undefined"], "pg_id": 1} for name in "12")
     ranks = [[entry(7, **first), entry(8, done=False, **first)], [entry(7, **first)], [entry(8, **second)]]
     groups = compared(*ranks, [entry(8, **second)])
@@ -168,7 +168,7 @@ def test_groups_of_one_description_are_told_apart() -> None:
     assert (groups[0].group, groups[0].missing) == ("mesh_tp (group 99)", (1,))
 
 
-def test_who_is_blamed_but_waits_in_another_group_for_somebody_is_said_to() -> None:
+def test_culprit_that_waits_in_another_group() -> None:
     """Nobody counts the collectives of other groups: the odd one of the default group may have done nothing wrong."""
     more = {"process_group": ["1", "tp"], "pg_id": 1}
     ranks = [[entry(60), entry(8, done=False, **more)], [entry(61, done=False), entry(7, **more)]]
@@ -183,14 +183,15 @@ def test_who_is_blamed_but_waits_in_another_group_for_somebody_is_said_to() -> N
     assert "\nbut " not in told
 
 
-def test_gloos_entries_are_done_when_they_are_retired_or_below_what_was_completed() -> None:
+def test_done_entries_of_gloo() -> None:
+    """Retired ones, and those up to the last completed one."""
     entries = [entry(n, "gloo:all_reduce", done=False, retired=n == 1) for n in (1, 2, 3)]
     found = flight.parse({"entries": entries, "pg_status": {"0": {"last_completed_collective": "2"}}})
     assert found is not None
     assert [one.done for one in found.groups["default group"].values()] == [True, True, False]
 
 
-def test_what_nccl_gave_up_is_not_done() -> None:
+def test_retired_entry_of_nccl_is_not_done() -> None:
     found = flight.parse({"entries": [entry(4, done=False, retired=True)], "pg_status": {"0": None, "1": {}}})
     assert found is not None
     assert [one.done for one in found.groups["default group"].values()] == [False]
@@ -199,7 +200,7 @@ def test_what_nccl_gave_up_is_not_done() -> None:
 @pytest.mark.parametrize(
     "data", [{}, {"version": "2.10"}, {"entries": 7}, {"entries": [7, {}, {"collective_seq_id": "x"}]}]
 )
-def test_what_is_no_recording(data: dict[str, Any]) -> None:
+def test_parse_without_recording(data: dict[str, Any]) -> None:
     found = flight.parse(data)
     assert found is None or not found.groups
 
@@ -225,13 +226,14 @@ def test_what_is_no_recording(data: dict[str, Any]) -> None:
         ([""], ""),
     ],
 )
-def test_what_a_process_in_the_kernel_waits_for(functions: list[str], what: str) -> None:
+def test_kernel_functions_in_words(functions: list[str], what: str) -> None:
     found = phrases.waits_for(functions)
     assert what in found
     assert bool(what) == bool(found)
 
 
-def test_a_rank_in_an_uninterruptible_wait_is_told_of_even_if_nobody_blames_it() -> None:
+def test_remarks_on_uninterruptible_wait() -> None:
+    """Even of a rank that is not blamed."""
     rank = RankFacts(3, state="D", wchan="rpc_wait_bit_killable", call="read of /data/shard-7")
     assert phrases.remarks(rank) == (
         "in an uninterruptible wait in the kernel: not even SIGKILL ends it before that is over",
@@ -239,7 +241,7 @@ def test_a_rank_in_an_uninterruptible_wait_is_told_of_even_if_nobody_blames_it()
     )
 
 
-def test_a_sick_gpu_is_marked(tmp_path: Path) -> None:
+def test_faulty_gpu_is_marked(tmp_path: Path) -> None:
     evidence = tmp_path / "round-1" / "evidence"
     evidence.mkdir(parents=True)
     sick = {"index": 0, "name": "H200", "utilization_percent": 100, "ecc_uncorrected": 2, "last_xid": "79: fallen off"}
