@@ -18,7 +18,7 @@ from elasticd.heartbeat import record as beat
 from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.model.messages import GroupEnded
 from elasticd_agent.model.records import Member, Round
-from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked, NoGpuMemory, NvmlGpuMemory, open_gpu_memory
+from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked, NvmlGpuMemory, open_gpu_memory
 from elasticd_agent.workers.group import GroupStarted, LauncherReady
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.preload import Preload
@@ -98,7 +98,7 @@ def test_without_gpus_or_without_nvml_nobody_is_asked(inbox: Inbox, monkeypatch:
         memory.track([1])
         assert not memory.check(except_pids=())
         memory.close()
-        assert isinstance(memory, NoGpuMemory)
+        assert type(memory) is GpuMemory
 
 
 def test_with_both_it_is_waited_until_nobody_holds_any(nvml: Nvml, inbox: Inbox) -> None:

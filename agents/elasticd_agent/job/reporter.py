@@ -107,34 +107,26 @@ class JobReporter:
         self.metrics.round_published(round.number, round.world_size, job.max_workers(round), ranks, restart_cause)
         job.running_round = round, now
         self.metrics.store_available(up=True)
-        self.events.write(
-            events.RoundPublishedEvent(
-                round=round.number,
-                mono=now,
-                reason=round.reason,
-                world_size=round.world_size,
-                nodes=tuple(member.node for member in round.members),
-                restarts=round.restarts,
-                cause=cause,
-                lost=lost_nodes(round),
-            )
-        )
+        nodes, lost = tuple(member.node for member in round.members), lost_nodes(round)
+        job.write(
+            events.RoundPublishedEvent, now, round.reason, round.number,
+            world_size=round.world_size, nodes=nodes, restarts=round.restarts, cause=cause, lost=lost,
+        )  # fmt: skip
         self.console.log(f"round {round.number}: {round.reason}")
         job.round, self._failure = round, None
 
     def _store(self, store: StoreAvailability, now: float) -> None:
         """An event and a metric; the store client itself logs the sentence."""
-        number = self._job.round_number
         self.metrics.store_available(up=not store.unavailable)
         if store.unavailable:
-            self.events.write(events.StoreUnavailableEvent(round=number, mono=now, reason=store.why))
+            self._job.write(events.StoreUnavailableEvent, now, store.why)
         else:
             reason = f"the store is available again after {store.seconds:.1f} s"
-            self.events.write(events.StoreAvailableEvent(round=number, mono=now, reason=reason, seconds=store.seconds))
+            self._job.write(events.StoreAvailableEvent, now, reason, seconds=store.seconds)
 
     def _waiting(self, why: str, more_nodes: bool, now: float) -> None:
         self.console.log(why)
-        self.events.write(events.WaitingEvent(round=self._job.round_number, mono=now, reason=why, nodes=more_nodes))
+        self._job.write(events.WaitingEvent, now, why, nodes=more_nodes)
         if more_nodes:
             self._job.goodput.on_waiting(now)
 
@@ -148,10 +140,7 @@ class JobReporter:
             reason = f"{self.node} leaves within {grace_s:g} s: {request.why or f'{name} received'}"
         else:
             reason = f"{name} received: workers have {grace_s:g} s to stop"
-        number = self._job.round_number
-        self.events.write(
-            events.StopRequestedEvent(round=number, mono=request.at, reason=reason, by=name, grace_seconds=grace_s)
-        )
+        self._job.write(events.StopRequestedEvent, request.at, reason, by=name, grace_seconds=grace_s)
 
     def _left(self, left: JobLeft, now: float) -> None:
         """How the job ended, and the traceback of a user error that ended it."""
@@ -165,14 +154,6 @@ class JobReporter:
         job = self.spec.job_id
         what = f"{self.node} has left job {job}" if outcome == "left" else f"job {job} has {outcome}"
         self.console.log(f"{what}: {left.why}", "info" if left.exit_code == 0 else "error")
-        self.events.write(
-            events.JobEndedEvent(
-                round=left.round.number if left.round is not None else 0,
-                mono=now,
-                reason=left.why,
-                outcome=outcome,
-                exit_code=left.exit_code,
-                restarts=left.round.restarts if left.round is not None else 0,
-                step=self._job.step,
-            )
-        )
+        number, restarts = (left.round.number, left.round.restarts) if left.round is not None else (0, 0)
+        fields = {"outcome": outcome, "exit_code": left.exit_code, "restarts": restarts, "step": self._job.step}
+        self._job.write(events.JobEndedEvent, now, left.why, number, **fields)

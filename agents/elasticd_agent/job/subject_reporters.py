@@ -17,6 +17,7 @@ from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.telemetry import events, worker_notes
 from elasticd_agent.telemetry.console import Console, ProgressView
 from elasticd_agent.telemetry.event_log import EventSink
+from elasticd_agent.telemetry.events import LogEvent
 from elasticd_agent.telemetry.goodput import GoodputLedger
 from elasticd_agent.telemetry.goodput_tracker import GoodputTracker
 from elasticd_agent.telemetry.metrics import MetricsRecorder
@@ -50,6 +51,12 @@ class JobContext:
     @property
     def round_number(self) -> int:
         return self.round.number if self.round is not None else 0
+
+    def write(
+        self, kind: Callable[..., LogEvent], at: float, reason: str, round: int | None = None, **fields: object
+    ) -> None:
+        """Write an event of the newest round, or of `round`."""
+        self.events.write(kind(round=self.round_number if round is None else round, mono=at, reason=reason, **fields))
 
     def max_workers(self, round: Round) -> int:
         """The most workers that the job may have; other nodes can have more slots than this one."""
@@ -91,12 +98,7 @@ class WorkerReporter:
                 self._slot_changed(cause, sentence, now)
 
     def _launcher(self, launcher: LauncherReady, now: float) -> None:
-        number = self.job.round_number
-        self.job.events.write(
-            events.LauncherReadyEvent(
-                round=number, mono=now, reason=launcher.reason, mode=launcher.mode, seconds=launcher.seconds
-            )
-        )
+        self.job.write(events.LauncherReadyEvent, now, launcher.reason, mode=launcher.mode, seconds=launcher.seconds)
         if launcher.mode == "cold":
             self.job.console.log(launcher.reason, "warning")
 
@@ -107,17 +109,9 @@ class WorkerReporter:
         self._started_at, self._ending_since = now, None
         job.recovery.mark("start", now)
         job.metrics.group_started(len(started.pids), started.warm)
-        how = "forked from the warm launcher" if started.warm else "started cold"
-        job.events.write(
-            events.GroupStartedEvent(
-                round=started.number,
-                mono=now,
-                reason=f"{len(started.pids)} workers {how}",
-                ranks=tuple(job.round.ranks(job.node)),
-                pids=tuple(started.pids),
-                warm=started.warm,
-            )
-        )
+        reason = f"{len(started.pids)} workers {'forked from the warm launcher' if started.warm else 'started cold'}"
+        ranks, pids = tuple(job.round.ranks(job.node)), tuple(started.pids)
+        job.write(events.GroupStartedEvent, now, reason, started.number, ranks=ranks, pids=pids, warm=started.warm)
 
     def _worker_exited(self, exit: WorkerExited) -> None:
         job, status = self.job, exit.status
@@ -130,20 +124,11 @@ class WorkerReporter:
         job.metrics.worker_exited(kind)
         pid = self._pids.pop(exit.local_rank, 0)
         beats = job.observation.heartbeats if job.observation is not None else ()
-        job.events.write(
-            events.WorkerExitedEvent(
-                round=exit.number,
-                mono=exit.at,
-                reason=f"rank {exit.rank} (pid {pid}) {status.text}",
-                rank=exit.rank,
-                local_rank=exit.local_rank,
-                pid=pid,
-                exit_code=status.code,
-                signal=status.signal,
-                requested=requested,
-                step=beats[exit.local_rank].step or None if exit.local_rank < len(beats) else None,
-            )
-        )
+        job.write(
+            events.WorkerExitedEvent, exit.at, f"rank {exit.rank} (pid {pid}) {status.text}", exit.number,
+            rank=exit.rank, local_rank=exit.local_rank, pid=pid, exit_code=status.code, signal=status.signal,
+            requested=requested, step=beats[exit.local_rank].step or None if exit.local_rank < len(beats) else None,
+        )  # fmt: skip
 
     def _store_exited(self, exit: StoreExited) -> None:
         """Only as the first sign of a fault: we end the store when every worker has exited, or the group is ended."""
@@ -152,16 +137,9 @@ class WorkerReporter:
         if exit.number in self._end_requested or job.recovery.fault_at is not None or not workers_left:
             return
         self._fault(exit.number, exit.at)
-        job.events.write(
-            events.StoreExitedEvent(
-                round=exit.number,
-                mono=exit.at,
-                reason=f"the workers' store {exit.why}",
-                pid=self._pids.get(STORE_RANK, 0),
-                exit_code=exit.status.code if exit.status is not None else None,
-                signal=exit.status.signal if exit.status is not None else None,
-            )
-        )
+        code, signum = (exit.status.code, exit.status.signal) if exit.status is not None else (None, None)
+        pid, reason = self._pids.get(STORE_RANK, 0), f"the workers' store {exit.why}"
+        job.write(events.StoreExitedEvent, exit.at, reason, exit.number, pid=pid, exit_code=code, signal=signum)
 
     def _first_step(self, number: int, at: float) -> None:
         job = self.job
@@ -177,17 +155,9 @@ class WorkerReporter:
         job.console.log(f"round {number}: {reason}")
         assert job.round is not None
         ranks = job.round.ranks(job.node)
-        job.events.write(
-            events.FirstStepEvent(
-                round=number,
-                mono=at,
-                reason=reason,
-                step=max(beats[first].step, 1) if beats else 1,
-                rank=ranks[first] if first < len(ranks) else 0,
-                start_seconds=start_s,
-                recovery_seconds=recovery_s,
-            )
-        )
+        rank, step = ranks[first] if first < len(ranks) else 0, max(beats[first].step, 1) if beats else 1
+        seconds = {"start_seconds": start_s, "recovery_seconds": recovery_s}
+        job.write(events.FirstStepEvent, at, reason, number, step=step, rank=rank, **seconds)
 
     def _ended(self, number: int, now: float) -> None:
         job = self.job
@@ -199,15 +169,9 @@ class WorkerReporter:
         self.on_group_ended(number)
         survivors = tuple(pid for pid, round in self._unkillable.items() if round == number)
         but = f" except unkillable pids {', '.join(map(str, survivors))}" if survivors else ""
-        job.events.write(
-            events.GroupEndedEvent(
-                round=number,
-                mono=now,
-                reason=f"round {number}: all processes reaped{but}",
-                seconds=now - self._ending_since if self._ending_since is not None else 0.0,
-                survivors=survivors,
-            )
-        )
+        seconds = now - self._ending_since if self._ending_since is not None else 0.0
+        reason = f"round {number}: all processes reaped{but}"
+        job.write(events.GroupEndedEvent, now, reason, number, seconds=seconds, survivors=survivors)
         self._pids.clear()
 
     def _slot_changed(self, cause: ProcessUnkillable | ProcessReaped, sentence: str, now: float) -> None:
@@ -215,23 +179,19 @@ class WorkerReporter:
         if isinstance(cause, ProcessReaped):
             self._unkillable.pop(cause.pid, None)
             job.console.log(sentence)
-            job.events.write(
-                events.ProcessReapedEvent(round=job.round_number, mono=now, reason=sentence, pid=cause.pid)
-            )
+            job.write(events.ProcessReapedEvent, now, sentence, pid=cause.pid)
         else:
             self._unkillable[cause.pid] = cause.number
             job.console.log(sentence, "warning")
-            job.events.write(
-                events.ProcessUnkillableEvent(
-                    round=cause.number,
-                    mono=now,
-                    reason=sentence,
-                    pid=cause.pid,
-                    rank=cause.rank,
-                    slot=cause.slot,
-                    state=cause.state,
-                    wchan=cause.wchan,
-                )
+            fields = {"pid": cause.pid, "rank": cause.rank, "slot": cause.slot}
+            job.write(
+                events.ProcessUnkillableEvent,
+                now,
+                sentence,
+                cause.number,
+                **fields,
+                state=cause.state,
+                wchan=cause.wchan,
             )
         job.metrics.unkillable_processes(len(self._unkillable))
 
@@ -273,20 +233,12 @@ class ProgressReporter:
             steps = dict(zip(round.ranks(job.node), (beat.step for beat in seen.heartbeats), strict=False))
             job.metrics.progress(steps, rate, time.time() - (now - seen.progress_at))
         job.metrics.event_lines_lost(job.events.lost)
-        self._show(round, rate)
-
-    def _show(self, round: Round, rate: float | None) -> None:
-        self.job.console.progress(
+        job.console.progress(
             ProgressView(
-                round.number,
-                round.world_size,
-                target=self.job.max_workers(round),
-                step=self.job.step,
-                steps_per_second=rate,
-                checkpoint_at=self._saved_at,
-                restarts=round.restarts,
+                round.number, round.world_size, target=job.max_workers(round), step=job.step, steps_per_second=rate,
+                checkpoint_at=self._saved_at, restarts=round.restarts,
             )
-        )
+        )  # fmt: skip
 
     def _work_recovered(self, seen: Observation) -> None:
         goodput = self.job.goodput
@@ -294,11 +246,7 @@ class ProgressReporter:
         if cost_s is not None and seen.progress_at is not None:
             step = goodput.ledger.high_water
             reason = f"caught up at step {step}; " + (f"the fault cost {cost_s:.2f} s" if cost_s else "no work lost")
-            self.job.events.write(
-                events.WorkRecoveredEvent(
-                    round=seen.round, mono=seen.progress_at, reason=reason, step=step, seconds=cost_s
-                )
-            )
+            self.job.write(events.WorkRecoveredEvent, seen.progress_at, reason, seen.round, step=step, seconds=cost_s)
 
     def _worker_event(self, reported: WorkerEvent) -> None:
         job = self.job
@@ -342,13 +290,12 @@ class HangReporter:
         """This node suspects a hang. The console stays silent: most suspicions end by themselves."""
         now = self._suspected_at = time.monotonic()
         self.job.metrics.hang_suspected()
-        self.job.events.write(events.HangSuspectedEvent(round=number, mono=now, reason=why))
+        self.job.write(events.HangSuspectedEvent, now, why, number)
 
     def hang_cleared(self, number: int, seconds: float) -> None:
         reason = f"the workers make progress again; a hang was suspected for {seconds:.1f} s"
         self._suspected_at = None
-        now = time.monotonic()
-        self.job.events.write(events.HangClearedEvent(round=number, mono=now, reason=reason, seconds=seconds))
+        self.job.write(events.HangClearedEvent, time.monotonic(), reason, number, seconds=seconds)
 
     def _hang(self, verdict: HangVerdict, now: float) -> None:
         job, culprits = self.job, verdict.culprits
@@ -359,19 +306,11 @@ class HangReporter:
             if self._suspected_at is not None:
                 job.recovery.mark("detect", self._suspected_at)
             job.recovery.mark("evidence", now)
-        job.events.write(
-            events.HangDetectedEvent(
-                round=verdict.round,
-                mono=now,
-                reason=verdict.why,
-                cause=verdict.cause,
-                nodes=tuple(node for node, _, _ in culprits),
-                ranks=tuple(rank for _, rank, _ in culprits),
-                slots=tuple(slot for _, _, slot in culprits),
-                seconds=verdict.hung_s,
-                action="restart" if verdict.restarts else "report",
-            )
-        )
+        nodes, ranks, slots = zip(*culprits, strict=True) if culprits else ((), (), ())
+        job.write(
+            events.HangDetectedEvent, now, verdict.why, verdict.round, cause=verdict.cause, nodes=nodes, ranks=ranks,
+            slots=slots, seconds=verdict.hung_s, action="restart" if verdict.restarts else "report",
+        )  # fmt: skip
         only = "" if verdict.restarts else " (only reported: --on-hang report)"
         job.console.log(f"round {verdict.round} hangs{only}: {verdict.why}", "warning")
 
@@ -381,8 +320,6 @@ class HangReporter:
         for rank, ratio in found.ranks:
             if rank not in self._stragglers:
                 reason = f"rank {rank} is slow: the others wait for it, its own work takes {ratio:.1f} times as long"
-                self.job.events.write(
-                    events.StragglerEvent(round=found.number, mono=now, reason=reason, rank=rank, ratio=ratio)
-                )
+                self.job.write(events.StragglerEvent, now, reason, found.number, rank=rank, ratio=ratio)
                 self.job.console.log(f"round {found.number}: {reason}", "warning")
         self._stragglers = {rank for rank, _ in found.ranks}

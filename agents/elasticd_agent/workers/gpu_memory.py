@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from elasticd_agent.system.helper_process import HelperError
 from elasticd_agent.system.nvml import NvmlClient, find_pynvml
@@ -36,38 +35,25 @@ class MemoryChecked:
     """Why there is no answer."""
 
 
-class GpuMemory(Protocol):
-    """The GPU memory of this node's groups. `track` and `check` belong to one thread."""
+class GpuMemory:
+    """Of a machine without GPUs, or without NVML for Python: nothing to wait for."""
 
     def track(self, pids: Collection[int]) -> None:
         """These processes were started and may use GPUs."""
-        ...
 
     def check(self, except_pids: Collection[int]) -> bool:
         """True if MemoryChecked will be posted: when no tracked process holds GPU memory, or time is up.
 
         Call it when all of them have ended, except those known not to. Each process is checked once.
         """
-        ...
-
-    def close(self) -> None: ...
-
-
-class NoGpuMemory:
-    """A machine without GPUs, or without NVML for Python."""
-
-    def track(self, pids: Collection[int]) -> None:
-        pass
-
-    def check(self, except_pids: Collection[int]) -> bool:
         return False
 
     def close(self) -> None:
         pass
 
 
-class NvmlGpuMemory:
-    """Asks NVML, whose process is started ahead."""
+class NvmlGpuMemory(GpuMemory):
+    """Asks NVML, whose process is started ahead. `track` and `check` belong to one thread."""
 
     def __init__(
         self, post: Callable[[MemoryChecked], None], wait_s: float = WAIT_S, answer_s: float = ANSWER_S
@@ -111,4 +97,4 @@ class NvmlGpuMemory:
 
 def open_gpu_memory(gpus: bool, post: Callable[[MemoryChecked], None]) -> GpuMemory:
     """`gpus`: the job uses GPUs."""
-    return NvmlGpuMemory(post) if gpus and find_pynvml() else NoGpuMemory()
+    return NvmlGpuMemory(post) if gpus and find_pynvml() else GpuMemory()

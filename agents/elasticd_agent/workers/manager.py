@@ -15,7 +15,7 @@ from elasticd.heartbeat import record as heartbeat
 from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.messages import Event, ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Round
-from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked, NoGpuMemory
+from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked
 from elasticd_agent.workers.group import (
     GroupStarted,
     LauncherReady,
@@ -79,7 +79,7 @@ class WorkerManager:
         self._park_request: tuple[int, bool] | None = None
         """The group to park once the template is ready: size, with a store."""
         self._start: PendingStart | None = None
-        self._memory = memory or NoGpuMemory()
+        self._memory = memory or GpuMemory()
         self._memory_requested = False
         self._waiting_for_memory: PendingStart | None = None
         """The start that waits until the last group's GPU memory is free."""
