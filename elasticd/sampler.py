@@ -139,10 +139,7 @@ class ElasticBatchSampler:
         return len(self._starts_left()) * self._accumulate
 
     def samples(self, micro: int = 0) -> int:
-        """Real samples in this rank's micro-batch of the step at the cursor: 0 means that it holds a stand-in.
-
-        Raises SamplerError at the end of an epoch, and for a micro-batch out of range.
-        """
+        """Real samples in this rank's micro-batch of the step at the cursor: 0 means that it holds a stand-in."""
         start, stop = self._slice(self._step_at_cursor("samples()"), micro)
         return stop - start
 

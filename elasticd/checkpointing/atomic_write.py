@@ -104,10 +104,7 @@ class Staging:
         return file.bytes, file.checksum
 
     def link_state(self, source: int) -> tuple[int, str] | None:
-        """Hard-link state.pt from the directory with descriptor `source`, or copy it: then its size and checksum.
-
-        Raises OSError.
-        """
+        """Hard-link state.pt from the directory with descriptor `source`, or copy it: then its size and checksum."""
         try:
             os.link(STATE, self.path / STATE, src_dir_fd=source)
         except OSError:
@@ -154,10 +151,8 @@ def discard(path: Path) -> None:
 
 
 def sweep(directory: Path, own_round: int, settled: bool = False) -> None:
-    """Remove half-deleted checkpoints, and unfinished ones of dead writers of this or an older round.
-
-    `settled`: this round has a good checkpoint of its own, so older rounds' unfinished ones go even if the writer
-    lives.
+    """Remove half-deleted checkpoints and those that dead writers left unfinished; `settled`: those of older rounds,
+    too.
     """
     for each in names(directory):
         if each.hidden == "trash" or (

@@ -40,11 +40,7 @@ class DirectoryLock:
         self.unlocked: str | None = None
 
     def acquire(self) -> None:
-        """Take the lock, creating the directory if needed; does nothing if it is held already.
-
-        Raises DirectoryInUse, naming job and run of the holder, and OSError for a directory that cannot be written.
-        Where the file system has no locks, a warning and `unlocked` say so.
-        """
+        """Take the lock; DirectoryInUse names another run's holder. Without locks on the file system it only warns."""
         if self._fd is not None:
             return
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

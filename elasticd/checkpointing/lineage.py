@@ -1,10 +1,9 @@
 """Which checkpoints a directory holds and which of them form the lineage, by names and manifests alone.
 
-The lineage runs from the highest-numbered round along the parents in the manifests. Invariant: a checkpoint of an older
-round is in the lineage only up to the step from which the newer round continued. So a zombie, a rank 0 of an older
-round, may still write, but what it writes past that step is never loaded. A damaged checkpoint is skipped with a
-reason, but its manifest, while it can be read, still links its round to the parent. This module only reads, without
-torch.
+The lineage runs from the highest round along the parents in the manifests. Invariant: an older round's checkpoint is in
+it only up to the step from which the newer round continued, so what a zombie writes past that step is never loaded. A
+damaged checkpoint is skipped with a reason, but its manifest, while it can be read, still links its round to the
+parent.
 """
 
 from __future__ import annotations

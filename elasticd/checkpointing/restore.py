@@ -42,10 +42,8 @@ class Resumed:
 def restore(
     attached: Mapping[str, Any], saver: Saver, group: DefaultGroup, channel: StoreChannel, events: WorkerEventWriter
 ) -> Resumed | None:
-    """Load the newest valid checkpoint into `attached`; None where there is none. All ranks call it.
-
-    Raises CheckpointError on every rank when any of them could not load it; a rank whose load_state_dict raised raises
-    that.
+    """Load the newest valid checkpoint into `attached` on every rank, or raise on every rank; None without a
+    checkpoint.
     """
     assert saver.directory is not None
     return _Restore(saver.directory, attached, saver, group, channel, events).run()

@@ -60,10 +60,8 @@ def _to_delete(
 
 
 def _kept(found: LineageWalk, keep: int, anchor: int) -> set[Path]:
-    """The newest `keep` distinct steps and the one known to be good, with the links between their rounds.
-
-    A round's re-linked first checkpoint and its parent are one step: they are the same data, often the same file.
-    """
+    """The newest `keep` distinct steps and the one known to be good, with the links between their rounds."""
+    # A round's re-linked first checkpoint and its parent are one step: the same data, often the same file.
     newest_steps: list[Entry] = []
     steps: set[int] = set()
     for i, entry in enumerate(found.entries):

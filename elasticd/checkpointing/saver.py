@@ -82,10 +82,7 @@ class Saver:
     _saves: int = 0
 
     def open(self, directory: str | os.PathLike[str] | None, caller: str) -> Path:
-        """Choose the directory (the argument, else ELASTICD_CHECKPOINT_DIR) and lock it; a second call only checks it.
-
-        Raises UsageError without a directory or with another one than before, DirectoryInUse when another run holds it.
-        """
+        """Choose the directory (the argument, else ELASTICD_CHECKPOINT_DIR) and lock it; a second call only checks."""
         chosen = directory or os.environ.get("ELASTICD_CHECKPOINT_DIR")
         if self.directory is not None and (directory is None or Path(directory).absolute() == self.directory):
             return self.directory
@@ -132,11 +129,7 @@ class Saver:
         return seconds is not None and time.monotonic() - self._last_at >= seconds
 
     def save(self, step: int, attached: Mapping[str, Any], why: str) -> bool:
-        """Save the attached objects and all ranks' random states; True on rank 0 if the checkpoint is on the disk.
-
-        Raises UsageError with nothing attached, CheckpointRefused (at the first save on every rank), DecisionTimeout
-        when a rank does not take part, and what a state_dict() raises.
-        """
+        """Save the attached objects and all ranks' random states; True on rank 0 if the checkpoint is on the disk."""
         if not attached:
             raise UsageError("nothing is attached: call session.attach(model=..., optimizer=...) before saving")
         self._saves += 1

@@ -52,10 +52,7 @@ def gather(attached: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scatter(attached: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """Load every attached object; returns sentences about the parts of the checkpoint that were not used.
-
-    Raises CheckpointError when the checkpoint has nothing for an attached object, and what its load_state_dict raises.
-    """
+    """Load every attached object; returns sentences about the parts of the checkpoint that were not used."""
     missing = [name for name in attached if name not in state]
     if missing:
         held = ", ".join(name for name in state if name != RESERVED)
@@ -116,10 +113,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> list[str]:
-    """Restore this rank's random streams; returns sentences about those that could not be restored.
-
-    Raises CheckpointError for an invalid state.
-    """
+    """Restore this rank's random streams; returns sentences about those that could not be restored."""
     import torch
 
     unused: list[str] = []

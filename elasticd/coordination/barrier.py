@@ -1,14 +1,11 @@
 """`session.barrier`: all ranks meet, out of band, and the error names a rank that does not come.
 
-It uses the round's store and never a collective, so it works on any backend and while the process group is broken. The
-n-th barrier of every rank is the same barrier, whatever its name; the first rank to come fixes the name, and another
-name is an error on all ranks at once. A barrier has one outcome, the same for all, fixed by one compare-and-set: the
-last rank to come releases it, or a rank whose timeout is over breaks it, with the sentence that names the missing
-ranks. Waiting ranks block in the store until the outcome is there. So a barrier of N ranks costs about 5 N messages,
-whichever way it ends; only the rank that came first reads, now and then, the status of the missing ones.
-
-A TCPStore client waits for ever for a frozen store, so the caller's thread never uses the store: another thread uses
-the channel's connection, and the caller waits for that thread up to the deadline and a little more.
+It uses the round's store and never a collective, so it works while the process group is broken. The n-th barrier of
+every rank is the same one; the first rank to come fixes its name, and another name is an error on all ranks. One
+compare-and-set fixes the outcome for all: the last rank to come releases the barrier, or a rank whose timeout is over
+breaks it. Waiting ranks block in the store until the outcome is there, so N ranks cost about 5 N messages. A TCPStore
+client waits for ever for a frozen store, so a thread uses the channel's connection, and the caller waits for it a
+little beyond the deadline.
 
 Keys, under the session's prefix: `came/<rank>` is the number of the last barrier this rank came to; `barrier/<n>/name`,
 `…/count` and `…/outcome` are deleted once all ranks have come to the next one.

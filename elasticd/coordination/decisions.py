@@ -39,11 +39,8 @@ class Decision:
 
 
 def next_interval(interval: int, step_s: float, cost_s: float) -> int:
-    """Steps to the next decision point, so that decisions cost at most COST_SHARE; at most twice the last interval.
-
-    Only doubling: the first steps of a job are slower than the following ones, but if the next ones are slow again, a
-    stop must not wait for a great number of them.
-    """
+    """Steps to the next decision point, so that decisions cost at most COST_SHARE; at most twice the last interval."""
+    # Only doubling: if slow first steps are followed by slow ones again, a stop must not wait for very many of them.
     target_s = min(cost_s / COST_SHARE, LONGEST_S)
     steps = int(target_s / step_s) if step_s > 0 else _MAX_STEPS
     return max(1, min(steps, 2 * interval, _MAX_STEPS))
@@ -70,10 +67,7 @@ class DecisionPoints:
         self._last_at = time.monotonic()
 
     def at(self, step: int) -> Decision | None:
-        """The decision for this step, if it is a decision point.
-
-        Raises DecisionTimeout when rank 0's does not arrive.
-        """
+        """The decision for this step, if it is a decision point; DecisionTimeout when rank 0's does not arrive."""
         if step < self.next:
             return None
         if self._channel.rank == 0:
@@ -84,10 +78,7 @@ class DecisionPoints:
         return decision
 
     def decide_again(self, step: int, decide: Callable[[], tuple[Action, str]], longest_s: float) -> Decision:
-        """A second decision for a step, after a "pause": rank 0 takes what its `decide` returns, as late as it does.
-
-        Raises DecisionTimeout on the others when it does not arrive within `longest_s` and the channel's own timeout.
-        """
+        """A second decision for a step, after a pause: what rank 0's `decide` returns, at most `longest_s` later."""
         key = f"decision/{step}/again"
         if self._channel.rank == 0:
             decision = Decision(step, self.next, *decide())

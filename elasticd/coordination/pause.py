@@ -1,10 +1,8 @@
 """A pause: all ranks wait at one step, right after its checkpoint, so that the next round loses nothing.
 
-The agent requests it through rank 0's heartbeat when it expects another round soon: a node joins, or a member leaves.
-As a rule the agent ends this group during the pause. Otherwise rank 0 ends the pause when the request changes, when the
-job stops, or after the timeout, and all ranks continue from the same step. A request gets one answer: after a timeout
-or a refusal the same request is ignored until the heartbeat has held another value. This module is rank 0's side and
-the clock; decisions.py makes the ranks agree.
+The agent requests it through rank 0's heartbeat when it expects another round soon, and as a rule ends this group
+during it. Otherwise rank 0 ends the pause when the request changes, when the job stops, or after the timeout, and all
+ranks continue. After a timeout or a refusal the same request is ignored until the heartbeat has held another value.
 """
 
 from __future__ import annotations
@@ -66,11 +64,7 @@ class PauseController:
         return able
 
     def wait(self, step: int, saved: bool, stop: Callable[[], str]) -> tuple[Action, str]:
-        """Wait until the pause is over; returns what all ranks do next, and why.
-
-        `saved`: the checkpoint of this step is on the disk; without it there is no pause. `stop` returns why the ranks
-        should stop, "" while they should not.
-        """
+        """Wait until the pause is over; what all ranks do next, and why. `stop`: why they should stop, or ""."""
         if not saved:
             return "continue", self._refuse(step, "its checkpoint could not be saved")
         self.events.write("paused", f"paused at step {step} for the next round, up to {self.timeout_s:g} s", step)

@@ -124,10 +124,8 @@ class PeriodicTask(Protocol):
 
 
 class StatusPublisher:
-    """This rank's part: the thread that publishes its status, and does what the training thread must not do.
-
-    `connect` makes the thread's own connection; `status` is called by that thread. A store that is gone ends the
-    thread, because nobody is left to read.
+    """The thread that publishes this rank's status, and does what the training thread must not do; it ends with the
+    store.
     """
 
     def __init__(
@@ -171,10 +169,7 @@ class StatusPublisher:
                 self._wake()
 
     def close(self) -> None:
-        """Make the calls that are left, publish that this rank leaves, and end the thread; bounded if the store hangs.
-
-        A second call does nothing, and neither does one in a forked process.
-        """
+        """Make the calls that are left, publish that this rank leaves, and end the thread."""
         if self._pid != os.getpid() or self._thread.ident is None:
             return
         with self._changed:

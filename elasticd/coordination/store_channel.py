@@ -70,10 +70,8 @@ class StoreChannel:
         return bool(self.store.check([self.prefix + key]))
 
     def on_rank0(self, key: str, what: str, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Rank 0 calls `act`, and every rank returns its result (JSON), or raises.
-
-        Rank 0 raises what `act` raised, the others the same class where it is one of elasticd's, else ElasticdError.
-        Each key is for one use.
+        """Rank 0 calls `act`; every rank returns its result (JSON) or raises its error, as ElasticdError if it is not
+        ours.
         """
         if self.rank != 0:
             result: dict[str, Any] = json.loads(self.read(key, what))
@@ -158,17 +156,14 @@ class StoreChannel:
 
 
 def open_channel(rank: int, world_size: int, round: int, device: torch.device, timeout_s: float) -> StoreChannel:
-    """A channel over the default process group's store. All ranks call it at the same place.
-
-    A store that serves one round (an agent's) needs only the round's number; another may have served an earlier attempt
-    and needs a token, which rank 0 broadcasts.
-    """
+    """A channel over the default process group's store; all ranks call it at the same place."""
     if world_size == 1:
         return StoreChannel(rank, world_size, None, "", timeout_s)
     import torch.distributed.distributed_c10d as c10d
 
     # A connection of our own: a wait on the shared one would block NCCL's watchdog, which uses it too.
     store = new_connection(c10d._get_default_store())
+    # An agent's store serves one round; another may have served an earlier attempt and needs a token.
     attempt = f"elasticd/r{round}" if round else f"elasticd/{_agree_on_token(device)}"
     return StoreChannel(rank, world_size, store, attempt, timeout_s)
 

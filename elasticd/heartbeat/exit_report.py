@@ -39,12 +39,8 @@ class ExitReportSink(Protocol):
 
 
 def install_exit_report(writer: ExitReportSink) -> None:
-    """Have the end of this process reported in its heartbeat.
-
-    Call it before any other exit handler is registered: the first one registered runs last. Python keeps the unhandled
-    exception in `sys.last_*`, so no hook is replaced. SystemExit leaves no trace there: then the report is "exit",
-    without a code, and means that Python ended in order.
-    """
+    """Report the end of this process in its heartbeat. Call it first: the first exit handler registered runs last."""
+    # Python keeps the unhandled exception in sys.last_*, so no hook is replaced; SystemExit leaves no trace there.
     atexit.register(_report_exit, writer)
 
 

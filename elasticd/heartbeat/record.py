@@ -141,10 +141,7 @@ class Heartbeat:
 
 
 def create(path: str | os.PathLike[str]) -> None:
-    """Create the heartbeat file, 0600. Raises OSError, also if it exists.
-
-    All of it is written, hence allocated: a store into a hole of a full tmpfs would be SIGBUS.
-    """
+    """Create the heartbeat file, 0600, all of it allocated: a store into a hole of a full tmpfs would be SIGBUS."""
     content = _HEADER.pack(MAGIC, MAJOR, MINOR, 0, *([0] * 7), b"", 0, 0, *_NOTHING_ISSUED, 0).ljust(SIZE, b"\0")
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
@@ -155,10 +152,7 @@ def create(path: str | os.PathLike[str]) -> None:
 
 
 class HeartbeatWriter:
-    """The worker's side. Holds the map, no file descriptor. Processes that the worker forks write into a private copy.
-
-    Raises OSError when the file cannot be mapped and WireError when it is not a heartbeat file of this layout.
-    """
+    """The worker's side. Holds the map, no file descriptor. Forked processes write into a private copy."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -309,10 +303,7 @@ class NullHeartbeat(HeartbeatWriter):
 
 
 class HeartbeatReader:
-    """The agent's side: read the heartbeat, write requests. Holds one descriptor; close it, or use it in `with`.
-
-    Raises OSError when the file cannot be opened and WireError when it is not a heartbeat file of this layout.
-    """
+    """The agent's side: read the heartbeat, write requests. Holds one descriptor; close it, or use it in `with`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -324,10 +315,7 @@ class HeartbeatReader:
             raise
 
     def read(self) -> Heartbeat:
-        """The heartbeat as it is now; read again, a few times, while the writer is between two stores.
-
-        Raises WireError for garbage.
-        """
+        """The heartbeat as it is now, read again while the writer is between two stores; WireError for garbage."""
         raw = b""
         for attempt in range(_READS):
             before = os.pread(self._fd, 8, _SEQ * 8)
@@ -372,9 +360,8 @@ class HeartbeatReader:
         os.pwrite(self._fd, struct.pack("<Q", request), _REQUEST * 8)
 
     def request_dump(self) -> int:
-        """Have the flight recorder's content written to ELASTICD_FLIGHT; done once `Heartbeat.dump_done` is the result.
-
-        If there is no such file then, this torch has no flight recorder, or it could not be written.
+        """Request a dump of the flight recorder into ELASTICD_FLIGHT; `Heartbeat.dump_done` becomes the returned
+        number.
         """
         (last,) = struct.unpack("<Q", os.pread(self._fd, 8, _DUMP_REQUESTED * 8).ljust(8, b"\0"))
         number = (int(last) + 1) % (1 << 64)

@@ -1,17 +1,11 @@
 """The background thread of a worker: ten times a second it writes into the heartbeat what a hung training thread
 cannot.
 
-It counts `alive_ticks` for as long as it gets the GIL, and writes how many collectives the default process group has
-issued, which names the rank that the others wait for. It reports that the script waits in init_process_group, so that a
-rank that never joins is missed; that its Python moves, so that a long evaluation is not taken for a dead kernel; and
-that the script is over and only its exit handlers run. On the agent's request it writes PyTorch's flight recorder to a
-file.
-
-It starts when torch has been imported: before that there is nothing to count, and a script could notice that its
-process has a second thread (/proc, and a DeprecationWarning at os.fork() from Python 3.12 on). `threading` does not
-list it, it takes none of the script's signals, holds no file descriptor, is not in forked children, and ends in an exit
-handler, before the interpreter is finalized: a thread that returns from torch's C++ after that would abort the process.
-It never imports torch, never waits for the script, and never raises.
+It counts `alive_ticks` while it gets the GIL and reports the collectives issued, waits in init_process_group, whether
+the main thread moves, and the end of the script; on request it dumps PyTorch's flight recorder. It starts when torch
+has been imported: before that a script could notice a second thread (a DeprecationWarning at os.fork() from Python 3.12
+on). `threading` does not list it, it takes no signal of the script, holds no descriptor, is not in forked children, and
+ends in an exit handler, because a thread that returns from torch's C++ during finalization would abort the process.
 """
 
 from __future__ import annotations
@@ -48,9 +42,8 @@ _BACKWARD_FILES = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py")
 
 
 class HeartbeatThread:
-    """One process's background thread. Made before the script runs, so that its exit handler comes after the script's.
-
-    `dump_to`: the file for dumps of the flight recorder; "" for none.
+    """Made before the script runs, so that its exit handler runs after the script's. `dump_to`: for the flight
+    recorder.
     """
 
     def __init__(self, writer: HeartbeatWriter, dump_to: str = "", period_s: float = PERIOD_S) -> None:

@@ -130,10 +130,7 @@ class WorkerEventReader:
         self._partial = b""
 
     def read(self) -> tuple[list[WorkerEvent], list[str]]:
-        """The events since the last call, and an error for each line that is not one.
-
-        Raises OSError, but not for a missing file.
-        """
+        """The events since the last call, and an error for each line that is not one; none without a file."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
