@@ -103,6 +103,7 @@ class AgentNode:
         with open(self.root / "agent.log", "ab") as log:
             self.process = subprocess.Popen(
                 [*prefix, self.python, "-m", "elasticd_agent", "agent", "--config", str(self.config), *flags],
+                cwd=self.root,  # `-m` would import elasticd from a checkout that is the current directory
                 env={**os.environ, "PYTHONPATH": path, **self._marked(), **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
