@@ -1,6 +1,6 @@
 """Writes components/prometheus/rules.yaml: the rules of deploy/prometheus as one PrometheusRule. `make docs` runs it.
 
-The operator wants the groups inside an object of its own. They are taken as they are written, comments too.
+The operator needs the groups inside a PrometheusRule object. They are copied verbatim, comments included.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ spec:
 
 
 def groups(text: str) -> str:
-    """What is below `groups:`, two deeper."""
+    """The text below `groups:`, indented by two more."""
     _, mark, below = text.partition("\ngroups:\n")
     assert mark, "a rule file has its groups at the top"
     return "".join(f"  {line}" if line.strip() else line for line in below.splitlines(keepends=True))

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Installs the elasticd agent as a systemd service, or upgrades it without interrupting a job. Run it as often as you like.
+# Installs the elasticd agent as a systemd service, or upgrades it without interrupting a job. Safe to repeat.
 #
 #   install.sh [--prefix DIR] [--from WHAT] [--python PYTHON] [--no-start]
 #
-#   --prefix DIR      where it goes (/opt/elasticd): a virtual environment in DIR/venv, two small scripts in DIR/libexec
-#   --from WHAT       what pip installs: a wheel, a folder, a requirement (default: the checkout this script is in)
-#   --python PYTHON   an interpreter that has elasticd; no virtual environment is made, pip is not run
-#   --no-start        set everything up, but neither start the agent nor replace a running one
+#   --prefix DIR      target (/opt/elasticd): a virtual environment in DIR/venv, two small scripts in DIR/libexec
+#   --from WHAT       source for pip: a wheel, a folder, a requirement (default: the checkout of this script)
+#   --python PYTHON   an interpreter with elasticd; no virtual environment is created, pip is not run
+#   --no-start        install everything, but neither start the agent nor replace a running one
 #
-# pip reads its own variables: PIP_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX, PIP_CONSTRAINT. What is in /etc/elasticd stays.
+# pip reads its own variables: PIP_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX, PIP_CONSTRAINT. /etc/elasticd is kept.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -29,19 +29,19 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[[ $prefix = /* ]] || refuse "--prefix $prefix: give a whole path, one that begins with /"
-[[ -z $python || $python = /* ]] || refuse "--python $python: give a whole path, one that begins with /"
-[[ $prefix$python != *[[:space:]\|%\&]* ]] || refuse "paths with spaces, |, & or % do not go into a unit file"
-[ "$(id -u)" = 0 ] || refuse "needs root: it makes a user and a system service"
-command -v systemctl >/dev/null || refuse "there is no systemctl here; without systemd run: elasticd agent --supervised"
+[[ $prefix = /* ]] || refuse "--prefix $prefix: an absolute path is needed, one that begins with /"
+[[ -z $python || $python = /* ]] || refuse "--python $python: an absolute path is needed, one that begins with /"
+[[ $prefix$python != *[[:space:]\|%\&]* ]] || refuse "a unit file does not support paths with spaces, |, & or %"
+[ "$(id -u)" = 0 ] || refuse "needs root: it creates a user and a system service"
+command -v systemctl >/dev/null || refuse "systemctl not found; without systemd run: elasticd agent --supervised"
 version=$(systemctl --version | sed -n '1s/^systemd \([0-9]*\).*/\1/p')
 [ "$version" -ge 246 ] || refuse "systemd $version is too old: the unit needs 246 (TimeoutStartFailureMode=) or newer"
 
-# --- the user who runs jobs and owns their checkpoints ----------------------------------------------------------------
+# --- the user that runs jobs and owns their checkpoints ----------------------------------------------------------------
 getent group elasticd >/dev/null || groupadd --system elasticd
 getent passwd elasticd >/dev/null || useradd --system --gid elasticd --home-dir /var/lib/elasticd --no-create-home \
     --shell "$(command -v nologin || echo /usr/sbin/nologin)" --comment "elasticd agent and its jobs" elasticd
-for group in video render; do # who may use GPUs, where the driver's files are not everybody's
+for group in video render; do # access to GPUs, where the driver's files are restricted
     if getent group "$group" >/dev/null; then usermod --append --groups "$group" elasticd; fi
 done
 
@@ -54,13 +54,13 @@ if [ -z "$python" ]; then
     fi
     [ -x "$python" ] || python3 -m venv "$prefix/venv" || refuse "no virtual environment (Debian: apt install python3-venv)"
     say "pip installs $from into $prefix/venv"
-    # A folder's version number says nothing about its contents; without this a second install of it would do nothing.
+    # A folder's version may not change with its content; without this a second install of it would do nothing.
     "$python" -m pip install --quiet --disable-pip-version-check --upgrade "$from"
     case $from in */*) "$python" -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$from" ;; esac
 fi
 as_elasticd() { (cd / && setpriv --reuid=elasticd --regid=elasticd --init-groups "$@"); }
 installed=$(as_elasticd "$python" -m elasticd_agent --version) ||
-    refuse "$python does not run elasticd as the user elasticd; is every folder above it open to others (chmod o+x)?"
+    refuse "$python does not run elasticd as the user elasticd; is every folder above it accessible (chmod o+x)?"
 say "$installed"
 
 install -d -m 0755 "$prefix/libexec"
@@ -76,7 +76,7 @@ if [ ! -e /etc/elasticd/agent.toml ]; then
     say "wrote /etc/elasticd/agent.toml"
 fi
 as_elasticd "$python" -m elasticd_agent config check /etc/elasticd/agent.toml ||
-    refuse "/etc/elasticd/agent.toml is wrong; the service was not touched"
+    refuse "/etc/elasticd/agent.toml is wrong; the service was not changed"
 
 # --- the service ------------------------------------------------------------------------------------------------------
 reload=()
@@ -94,8 +94,8 @@ elif ! systemctl --quiet is-active elasticd-agent.service; then
     systemctl start elasticd-agent.service
     say "started; systemctl status elasticd-agent"
 else
-    # The agent replaces itself by the new program, in the same process; its jobs' runners do not notice.
+    # The agent replaces itself by the new program, in the same process, without any effect on its runners.
     kill -USR2 "$(systemctl show --property=MainPID --value elasticd-agent.service)"
-    say "the running agent replaces itself, and jobs go on; journalctl -u elasticd-agent says how it went"
-    say "what changed in the unit itself counts from the next start on"
+    say "the running agent replaces itself, and jobs continue; see journalctl -u elasticd-agent"
+    say "changes of the unit itself apply from the next start"
 fi

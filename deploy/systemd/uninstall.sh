@@ -30,7 +30,7 @@ if [ -e /etc/systemd/system/elasticd-agent.service ]; then
     systemctl daemon-reload
     systemctl reset-failed elasticd-agent.service 2>/dev/null || true # nothing to reset is no error
 fi
-# Only what install.sh made, by name: a prefix may hold other things.
+# Only the files of install.sh, by name: a prefix may contain others.
 rm -rf "$prefix/venv" "$prefix/libexec/elasticd-end-left" "$prefix/libexec/elasticd-devices"
 rmdir --ignore-fail-on-non-empty "$prefix/libexec" "$prefix" 2>/dev/null || true
 

@@ -88,7 +88,7 @@ def test_another_torch_than_was_asked_for_ends_the_build(
     (tmp_path / "torch.py").write_text(f"class version:\n    cuda = {cuda!r}\n")
     looked = subprocess.run([sys.executable, "-c", program, variant], cwd=tmp_path, capture_output=True, text=True)
     assert looked.returncode == code, looked.stderr
-    assert bool(code) == (f"VARIANT={variant}, but pip has found the torch of" in looked.stderr)
+    assert bool(code) == (f"VARIANT={variant}, but pip installed the torch for" in looked.stderr)
 
 
 def test_versions_and_names_agree_with_the_rest() -> None:
