@@ -125,11 +125,11 @@ def test_scripts_are_the_shells_they_say() -> None:
     ("script", "arguments", "says"),
     [
         ("install.sh", ["--prefix"], "--prefix needs a value"),
-        ("install.sh", ["--prefix", "opt"], "give a whole path"),
-        ("install.sh", ["--python", "python3"], "give a whole path"),
-        ("install.sh", ["--prefix", "/opt/a b"], "do not go into a unit file"),
+        ("install.sh", ["--prefix", "opt"], "an absolute path is needed"),
+        ("install.sh", ["--python", "python3"], "an absolute path is needed"),
+        ("install.sh", ["--prefix", "/opt/a b"], "a unit file does not support"),
         ("install.sh", ["--frm", "x"], "unknown option --frm; there are --prefix, --from, --python and --no-start"),
-        ("uninstall.sh", ["--prefix", "/"], "give a whole path"),
+        ("uninstall.sh", ["--prefix", "/"], "an absolute path is needed"),
         ("uninstall.sh", ["--force"], "unknown option --force; there are --prefix and --purge"),
     ],
 )

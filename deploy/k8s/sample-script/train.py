@@ -1,7 +1,7 @@
 """The plain script with elasticd imported: compare the two with `diff -u`.
 
 Run it with `elasticd run --nproc-per-node 2 --checkpoint-dir DIR examples/plain_with_elasticd.py`. After a crash every
-worker goes on at the step of the last checkpoint: in the middle of an epoch, on as many workers as there are.
+worker continues at the step of the last checkpoint: in the middle of an epoch, on any number of workers.
 """
 
 from __future__ import annotations
