@@ -21,7 +21,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[[ $prefix = /?* ]] || refuse "--prefix $prefix: give a whole path, one that begins with /"
+[[ $prefix = /?* ]] || refuse "--prefix $prefix: an absolute path is needed, one that begins with /"
 [ "$(id -u)" = 0 ] || refuse "needs root"
 
 if [ -e /etc/systemd/system/elasticd-agent.service ]; then
