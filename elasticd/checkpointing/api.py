@@ -22,32 +22,18 @@ from elasticd.checkpointing.atomic_write import HashingFile, Staging, sweep
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.lineage import (
     Entry,
-    SkippedCheckpoint,
     examine,
     highest_round,
     lineage,
     names,
     read_state,
-    verify,
 )
 from elasticd.checkpointing.manifest import MANIFEST, STATE, Manifest, Unreadable, parse
 from elasticd.checkpointing.retention import retain
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.errors import CheckpointCorrupt, CheckpointRefused
 
-__all__ = [
-    "DirectoryLock",
-    "Entry",
-    "Manifest",
-    "SkippedCheckpoint",
-    "highest_round",
-    "lineage",
-    "load",
-    "relink",
-    "retain",
-    "save",
-    "verify",
-]
+__all__ = ["DirectoryLock", "Entry", "highest_round", "lineage", "load", "relink", "retain", "save"]
 
 # What pickle and torch raise for a value that passed our own list of types.
 _UNPICKLABLE = (pickle.PicklingError, RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)

@@ -15,7 +15,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 
 from elasticd.errors import DirectoryInUse
 
@@ -57,13 +56,6 @@ class DirectoryLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-    def __enter__(self) -> DirectoryLock:
-        self.acquire()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.release()
 
     def _lock(self, fd: int) -> None:
         deadline = time.monotonic() + _TIMEOUT_S

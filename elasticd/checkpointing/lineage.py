@@ -167,22 +167,19 @@ def examine(named: CheckpointName) -> Manifest | Unreadable:
     return found
 
 
-def verify(entry: Entry) -> None:
-    """Read the whole state. Raises CheckpointCorrupt if it is damaged, OSError if it cannot be opened."""
-    read_state(entry, None)
-
-
 def find_damage(entry: Entry) -> str | None:
     """Why the state cannot be used, after reading all of it; None if it is whole."""
     try:
-        verify(entry)
+        read_state(entry, None)
     except (CheckpointCorrupt, OSError) as error:
         return str(error)
     return None
 
 
 def read_state(entry: Entry, into: memoryview | None) -> None:
-    """Read state.pt once, into a buffer of `manifest.bytes` if one is given, checking while reading. As `verify`."""
+    """Read state.pt once, into a buffer of `manifest.bytes` if one is given, checking while reading.
+
+    Raises CheckpointCorrupt if it is damaged, OSError if it cannot be opened."""
     path, expected = entry.path / STATE, entry.manifest
     digest = hashlib.new(ALGORITHM)
     scratch = memoryview(bytearray(_READ_BYTES)) if into is None else None

@@ -17,6 +17,7 @@ import torch
 
 from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing.api import Entry
+from elasticd.checkpointing.lineage import read_state
 from elasticd.errors import CheckpointCorrupt
 
 WHO: dict[str, Any] = {"world_size": 2, "job": "job", "run": "run"}
@@ -206,7 +207,7 @@ def test_load_verifies_while_reading(tmp_path: Path) -> None:
     entry = save(tmp_path, 1, 10)
     flip_a_bit(entry.path / "state.pt")
     assert checkpoint.lineage(tmp_path)[0] == [entry]  # the size is right
-    for use in (checkpoint.load, checkpoint.verify):
+    for use in (checkpoint.load, lambda entry: read_state(entry, None)):
         with pytest.raises(CheckpointCorrupt, match="does not match its checksum"):
             use(entry)
     truncate(entry.path)
@@ -407,9 +408,9 @@ def test_lineage_lock_and_retention_import_no_torch(tmp_path: Path) -> None:
     save(tmp_path, 1, 20)
     script = (
         "import sys; from pathlib import Path; from elasticd.checkpointing import api as c; d = Path(sys.argv[1])\n"
-        "with c.DirectoryLock(d, 'job', 'run'):\n"
-        "    assert c.highest_round(d) == 1 and len(c.lineage(d, verify=True)[0]) == 2\n"
-        "    c.relink(d, c.lineage(d)[0][0], 2); c.retain(d, 1, 1)\n"
+        "lock = c.DirectoryLock(d, 'job', 'run'); lock.acquire()\n"
+        "assert c.highest_round(d) == 1 and len(c.lineage(d, verify=True)[0]) == 2\n"
+        "c.relink(d, c.lineage(d)[0][0], 2); c.retain(d, 1, 1)\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

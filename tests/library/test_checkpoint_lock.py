@@ -74,6 +74,14 @@ def holders(directory: Path, *who: tuple[str, str]) -> Iterator[list[Holder]]:
             each.close()
 
 
+@contextlib.contextmanager
+def acquired(directory: Path, job: str, run: str) -> Iterator[DirectoryLock]:
+    lock = DirectoryLock(directory, job, run)
+    lock.acquire()
+    yield lock
+    lock.release()
+
+
 def test_lock_refuses_other_run_until_released(tmp_path: Path) -> None:
     with holders(tmp_path, ("train", "run-1")) as (first,):
         assert first.said == "held"
@@ -81,7 +89,7 @@ def test_lock_refuses_other_run_until_released(tmp_path: Path) -> None:
             with pytest.raises(DirectoryInUse, match=r"held by run 'run-1' of job 'train' \(first process \d+ on"):
                 DirectoryLock(tmp_path, job, run).acquire()
         assert first.release() == "released"
-        with DirectoryLock(tmp_path, "train", "run-2") as lock:
+        with acquired(tmp_path, "train", "run-2") as lock:
             assert lock.unlocked is None
 
 
@@ -92,7 +100,7 @@ def test_lock_is_shared_by_processes_of_one_run(tmp_path: Path) -> None:
             with pytest.raises(DirectoryInUse):
                 DirectoryLock(tmp_path, "job", "next").acquire()
             each.release()
-        with DirectoryLock(tmp_path, "job", "next"):
+        with acquired(tmp_path, "job", "next"):
             pass
 
 
@@ -101,13 +109,13 @@ def test_lock_held_by_stopped_zombie(tmp_path: Path) -> None:
     with holders(tmp_path, ("job", "run")) as (zombie,):
         assert zombie.said == "held"
         os.kill(zombie.process.pid, signal.SIGSTOP)
-        with DirectoryLock(tmp_path, "job", "run"):
+        with acquired(tmp_path, "job", "run"):
             pass
         with pytest.raises(DirectoryInUse):
             DirectoryLock(tmp_path, "job", "next").acquire()
         os.kill(zombie.process.pid, signal.SIGKILL)
         zombie.process.wait()
-        with DirectoryLock(tmp_path, "job", "next"):
+        with acquired(tmp_path, "job", "next"):
             pass
 
 
@@ -128,15 +136,13 @@ def test_lock_acquire_and_release_are_idempotent(tmp_path: Path) -> None:
     lock.acquire()
     lock.release()
     lock.release()
-    with lock:
-        pass
     assert os.listdir(tmp_path / "made" / "here") == [".lock"]
 
 
 def test_lock_ignores_stale_name_in_file(tmp_path: Path) -> None:
     for left in (b"", b"\xff\x00", b"[]", b'{"job": "x"}', b"{" * 100_000):
         (tmp_path / ".lock").write_bytes(left)
-        with DirectoryLock(tmp_path, "job", "run"), holders(tmp_path, ("job", "run")) as (same,):
+        with acquired(tmp_path, "job", "run"), holders(tmp_path, ("job", "run")) as (same,):
             assert same.said == "held"
 
 
