@@ -22,8 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import StoreRefused, StoreUnavailable
-from elasticd_agent.store.file import COMPACTION_SLACK_BYTES, RESERVED_VERSIONS, FileStore
-from elasticd_agent.store.journal import MAX_DAMAGED_FILES
+from elasticd_agent.store.file import COMPACTION_SLACK_BYTES, MAX_DAMAGED_FILES, RESERVED_VERSIONS, FileStore
 from elasticd_agent.store.memory import MemoryStore
 
 Until = Callable[[Callable[[], object], float], object]
@@ -378,7 +377,7 @@ def test_full_disk_at_the_start(folder: Path) -> None:
     run = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     messages, value = run.stdout.splitlines()
-    assert messages.endswith("cannot be written: File too large; nothing can be changed until that is mended")
+    assert messages.endswith("cannot be written: File too large; nothing can be changed until that is repaired")
     assert value == "v"
     assert opened(path) == ({"k": b"v"}, [])
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

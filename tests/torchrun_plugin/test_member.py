@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -125,9 +125,11 @@ class Job:
     def node(self, nodes: str, *, last_call_s: float = 60.0, **changes: Any) -> TorchrunHandler:
         low, high = map(int, nodes.split(":"))
         asked = TorchrunRequirements(low, high, last_call_s, debounce_s=0.1)
-        conf = PluginOptions("job", Rendezvous(), asked, LEASE_S, LEASE_S / 5, LEASE_S / 5, join_timeout_s=60.0)
+        short = {"lease_s": LEASE_S, "renewal_s": LEASE_S / 5, "store_timeout_s": LEASE_S / 5, "join_timeout_s": 60.0}
+        # Shorter than Policy permits.
+        conf = PluginOptions("job", Rendezvous(), asked, SimpleNamespace(**{**short, **changes}))  # type: ignore[arg-type]
         line = Line(self.store)
-        handler = make_handler(replace(conf, **changes), line, lambda: "127.0.0.1")
+        handler = make_handler(conf, line, lambda: "127.0.0.1")
         self.lines[handler] = line
         return handler
 
@@ -263,7 +265,7 @@ def test_closed_job_admits_no_node(job: Job, until: Until) -> None:
 def test_too_few_nodes_time_out(job: Job, until: Until) -> None:
     """They are no candidates afterwards."""
     node = job.node("2:2", join_timeout_s=0.5)
-    with pytest.raises(torchs.RendezvousTimeoutError, match="1 of at least 2 nodes here"):
+    with pytest.raises(torchs.RendezvousTimeoutError, match="1 of at least 2 nodes have joined"):
         job.joined(node)
     until(lambda: not job.store.list(f"{ROOT}nodes/"), SOON_S)
     assert not node.is_closed()
@@ -393,7 +395,7 @@ def test_options_as_in_elasticd_run() -> None:
     assert conf.rendezvous.endpoints == (("a", 1), ("b", 2))
     assert conf.rendezvous.tls is not None
     assert conf.rendezvous.local_addr == "10.0.0.1"
-    assert (conf.lease_s, conf.renewal_s, conf.join_timeout_s) == (6, 2, 40)
+    assert (conf.policy.lease_s, conf.policy.renewal_s, conf.policy.join_timeout_s) == (6, 2, 40)
     assert (conf.requirements.min_nodes, conf.requirements.max_nodes, conf.requirements.last_call_s) == (2, 4, 4)
     assert parse_options("job", "a", 1, 1, None, {"local_addr": "10.0.0.2"}).rendezvous.local_addr == "10.0.0.2"
     with pytest.raises(UsageError, match="did you mean join_timeout"):
@@ -501,7 +503,7 @@ def test_next_round(view: TorchrunView, now: float, settled: bool, expected: str
         pytest.param(_view(AB, ("a", 0, 0), ("b", 0, 0), ("c", 0, 9.5)), True, 0, id="one that others may follow"),
         pytest.param(_view(AB, ("a", 0, 0), ("b", 0, 0), ("c", 0, 0), ("d", 0, 9.5)), True, 1, id="not for ever"),
         pytest.param(_view(AB, ("a", 0, 0), ("c", 0, 0), ("d", 0, 0), ("e", 0, 0)), True, 3, id="lost, room for two"),
-        pytest.param(_view(_round(5, "b"), ("a", 0, 0), ("b", 4, 0)), True, 1, id="the job went on without it"),
+        pytest.param(_view(_round(5, "b"), ("a", 0, 0), ("b", 4, 0)), True, 1, id="the job continued without it"),
         pytest.param(_view(None, ("a", 0, 0)), True, 0, id="the store has forgotten the round"),
     ],
 )

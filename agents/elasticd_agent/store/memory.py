@@ -1,7 +1,6 @@
-"""A Store in this process's memory, for a job on one node and for tests. It never talks to anyone, so never fails.
+"""A Store in this process's memory, for a job on one node and for tests. It never fails.
 
-Time is given from outside: keys whose leases have run out go when the store is next used. A watch is told of them
-then too.
+Expired keys are deleted, and their watches called, when the store is next used.
 """
 
 from __future__ import annotations

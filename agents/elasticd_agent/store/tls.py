@@ -1,8 +1,4 @@
-"""Do these PEM files make an authority, and a certificate with its key? And who is trusted that an authority signed?
-
-It exists so that the command line and agent.toml find the same mistakes, each in its own words, before anybody
-connects; and so that all our connections trust the same. It opens no socket, and asks nobody for a passphrase.
-"""
+"""Checks PEM files before the first connection, and defines which certificates a client trusts."""
 
 from __future__ import annotations
 
@@ -17,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class _PassphraseRequested(Exception):
-    """The key is under a passphrase."""
+    """The key has a passphrase."""
 
 
 def find_problem(tls: Tls) -> tuple[Literal["ca", "cert", "key"], str] | None:
-    """Which of the files is wrong and the end of a sentence about it; None. The files are there and can be read."""
+    """Which file is wrong, and the end of a sentence about it. The files must be readable."""
     import ssl  # 20 ms that only TLS needs
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -36,11 +32,11 @@ def find_problem(tls: Tls) -> tuple[Literal["ca", "cert", "key"], str] | None:
             return "ca", f"{str(tls.ca)!r} expired on {day}; get a new one"
     if tls.cert is not None and tls.key is not None:
 
-        def ask() -> str:
+        def reject_passphrase() -> str:
             raise _PassphraseRequested
 
         try:
-            context.load_cert_chain(tls.cert, tls.key, password=ask)
+            context.load_cert_chain(tls.cert, tls.key, password=reject_passphrase)
         except _PassphraseRequested:
             return "key", f"{str(tls.key)!r} is protected by a passphrase; give one that is not"
         except ssl.SSLError as error:
@@ -51,11 +47,11 @@ def find_problem(tls: Tls) -> tuple[Literal["ca", "cert", "key"], str] | None:
 
 
 def tls_context(ca: Path | None) -> SSLContext:
-    """For a client: trusts `ca`, or whom the system trusts. Raises OSError, ValueError."""
+    """For a client: trusts `ca`, or the system's authorities. Raises OSError, ValueError."""
     import ssl
 
     context = ssl.create_default_context(cafile=None if ca is None else str(ca))
-    # Set from Python 3.13 on: refuses authorities without a key usage, as openssl makes them by itself. gRPC, etcd and
-    # curl take them, and a node must not lose the others, or its store, by an upgrade of its Python.
+    # Python 3.13 and newer set it and reject authorities without a key usage, openssl's default. gRPC, etcd and curl
+    # accept them, and a node must not lose its peers or its store by an upgrade of Python.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return context

@@ -1,8 +1,8 @@
-"""The torchrun plug-in: `torchrun --rdzv-backend=elasticd --rdzv-endpoint=HOST:2379 …` meets over etcd v3.
+"""elasticd's rendezvous for torchrun: `torchrun --rdzv-backend=elasticd --rdzv-endpoint=HOST:2379 …`, over etcd v3.
 
-It exists so that a job that stays with torchrun gets a rendezvous that notices a lost node and never hands a new group
-a dead group's addresses. torchrun loads `get_handler` (entry point group `torchrun.handlers`) whenever it starts,
-whatever backend was asked for, so this file imports nothing until a handler is made.
+Entry point: `get_handler` (group `torchrun.handlers`), which torchrun loads at every start, whatever its backend; so
+this file imports nothing until a handler is created. Threads: torchrun's main thread and one of member.py. It never
+restarts workers: torchrun does, when the handler reports a membership change.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 
 def get_handler() -> Callable[[Any], Any]:
-    """The entry point: torchrun registers what this returns as the maker of handlers named "elasticd"."""
+    """torchrun registers the result as the factory of handlers named "elasticd"."""
     return create
 
 
 def create(params: Any) -> Any:
-    """A `RendezvousHandler` for torch's `RendezvousParameters`. Raises UsageError; talks to nobody yet."""
+    """A `RendezvousHandler` for torch's `RendezvousParameters`, not connected yet. Raises UsageError."""
     from elasticd_agent.torchrun_plugin.handler import make_etcd_handler
     from elasticd_agent.torchrun_plugin.options import parse_options
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from elasticd.errors import ElasticdError, StoreRefused, StoreUnavailable, WireError
 from elasticd_agent.model.codec import Document
+from elasticd_agent.model.job import Policy
 from elasticd_agent.store import Store, Versioned, Watch
 from elasticd_agent.store.lease import LeasedKey
 from elasticd_agent.torchrun_plugin.plan import (
@@ -55,15 +56,6 @@ class JoinTimedOut:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseTimes:
-    """Seconds."""
-
-    lease_s: float
-    """Requested; the store may grant another time."""
-    renewal_s: float
-
-
 class Participant:
     """Called from torchrun's main thread; its own thread starts with the first join and ends with `leave`."""
 
@@ -73,14 +65,14 @@ class Participant:
         job: str,
         node: str,
         requirements: TorchrunRequirements,
-        times: LeaseTimes,
+        policy: Policy,
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._node = node
         self._requirements = requirements
-        self._times = times
+        self._policy = policy
         self._log = log
         self._clock = clock
         self._root = f"/elasticd/v1/jobs/{job}/torchrun/"
@@ -96,7 +88,7 @@ class Participant:
         self._error: ElasticdError | None = None
         self._up_since: float | None = None
         self._down_since: float | None = None
-        self._granted_s = times.lease_s
+        self._granted_s = policy.lease_s
         # Set from any thread; a watch's callback must not take a lock:
         self._wake = threading.Event()
         self._stopping = False
@@ -126,7 +118,7 @@ class Participant:
             self._start()
             try:
                 while (outcome := self._outcome(member, deadline)) is None:
-                    self._changed.wait(max(0.0, min(deadline - self._clock(), self._times.renewal_s)))
+                    self._changed.wait(max(0.0, min(deadline - self._clock(), self._policy.renewal_s)))
             finally:
                 if self._own_round is None:
                     self._candidate = None
@@ -206,13 +198,13 @@ class Participant:
                 self._hurry()
         if now >= deadline:
             return JoinTimedOut(self._why)
-        if self._down_since is not None and now - self._down_since >= OUTAGE_LEASES * self._times.lease_s:
+        if self._down_since is not None and now - self._down_since >= OUTAGE_LEASES * self._policy.lease_s:
             raise StoreUnavailable(self._why)
         return None
 
     def _is_settled(self, now: float) -> bool:
         """Whether every live node has had the time to register again after an outage."""
-        return self._up_since is not None and now - self._up_since >= self._granted_s + self._times.renewal_s
+        return self._up_since is not None and now - self._up_since >= self._granted_s + self._policy.renewal_s
 
     def _hurry(self) -> None:
         self._urgent = True
@@ -227,12 +219,12 @@ class Participant:
                 pause = self._turn()
             except StoreUnavailable as e:
                 self._on_outage(e)
-                pause = self._times.renewal_s / 2
+                pause = self._policy.renewal_s / 2
             except (StoreRefused, WireError) as e:
                 with self._changed:
                     self._error = e
                     self._changed.notify_all()
-                pause = self._times.renewal_s
+                pause = self._policy.renewal_s
             self._wake.wait(pause)
         try:
             self._withdraw()
@@ -273,8 +265,8 @@ class Participant:
             # A name never used before: an earlier registration may exist, made by a request whose answer was lost.
             self._registrations += 1
             key = f"{self._root}nodes/{self._node}.{self._registrations}"
-            times = self._times
-            registration = LeasedKey(self._store, key, times.lease_s, times.renewal_s, is_own=lambda value: True)
+            policy = self._policy
+            registration = LeasedKey(self._store, key, policy.lease_s, policy.renewal_s, is_own=lambda value: True)
             if not registration.create(value, now) or registration.lease is None:
                 raise StoreUnavailable(f"{key} exists already")
             self._registration = registration
@@ -300,7 +292,7 @@ class Participant:
         if self._dirty and (not queue or queue[0].node == self._node):
             return self._read_at + DEBOUNCE_S - now
         often = joining or not settled
-        return self._read_at + self._times.renewal_s * (1 if often else REREAD_RENEWALS) - now
+        return self._read_at + self._policy.renewal_s * (1 if often else REREAD_RENEWALS) - now
 
     def _read(self) -> None:
         self._dirty = False  # before the read: a change during it is read again

@@ -1,7 +1,7 @@
-"""Pure: who forms the next round of a torchrun job, and when a running one has to make way for it.
+"""Pure: the next round of a torchrun job, and the membership changes that invalidate a running one.
 
-The same rules as `plan`, with what torchrun's agents can tell: a node is there (its lease lives) or not, and it wants
-a new round or runs the current one. Nothing here reads a clock or the store.
+The rules of rendezvous.plan, as far as torchrun's agents can report: a node is registered (its lease lives) or not, and
+it joins the next round or runs the current one.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document, Record
 
 STOP_TIMEOUT_S = 35.0
-"""How long a member that lives is waited for: torchrun gives its workers 30 s to stop before it kills them."""
+"""How long a live member may take to stop: torchrun gives its workers 30 s before it kills them."""
 MAX_DEBOUNCES = 10
-"""Newcomers are debounced at most so many times: nodes that trickle in for ever shall not keep each other out."""
+"""Debounce times after which joining nodes are admitted: a steady trickle of nodes must not exclude all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchrunMember(Record):
-    """A node's part in a round. Rank 0's address and port are where the round's TCPStore is."""
+    """A node's part in a round. The round's TCPStore is at the address and port of rank 0's node."""
 
     node: str
     address: str
@@ -27,12 +27,12 @@ class TorchrunMember(Record):
 
     def check(self) -> None:
         if not self.node or not self.address or not 0 < self.port < 65536:
-            raise WireError(f"node {self.node!r} at {self.address!r}, port {self.port} cannot be reached")
+            raise WireError(f"node {self.node!r} at {self.address!r}, port {self.port} is no address")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Document):
-    """A node's announcement: it takes part in rounds numbered above `past`, each time it joins with a fresh port."""
+    """A node's registration: it takes part in rounds above `after_round`, at a fresh port for each join."""
 
     member: TorchrunMember
     after_round: int
@@ -40,33 +40,32 @@ class Candidate(Document):
 
 @dataclass(frozen=True, slots=True)
 class TorchrunRound(Document):
-    """One agreed membership. A member's rank is its place in `members`."""
+    """One agreed membership. A member's rank is its position in `members`."""
 
     number: int
     members: tuple[TorchrunMember, ...]
 
     def check(self) -> None:
         if self.number < 1 or not self.members or len({m.node for m in self.members}) != len(self.members):
-            raise WireError(f"round {self.number} of {len(self.members)} members makes no sense")
+            raise WireError(f"round {self.number} of {len(self.members)} members is invalid")
 
     def rank(self, node: str) -> int | None:
-        """None: the node is not a member."""
-        return next((rank for rank, seat in enumerate(self.members) if seat.node == node), None)
+        return next((rank for rank, member in enumerate(self.members) if member.node == node), None)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchrunRequirements:
-    """How many nodes, how long to wait for more than the fewest, and to gather newcomers before a restart."""
-
     min_nodes: int
     max_nodes: int
     last_call_s: float
+    """How long the minimum of nodes waits for more."""
     debounce_s: float = 1.0
+    """How long joining nodes are gathered before a restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveCandidate:
-    """A candidate whose lease lives, and when the observer first saw it want what it wants."""
+    """A candidate whose lease lives, and since when this observer knows its registration."""
 
     candidate: Candidate
     since: float
@@ -78,7 +77,7 @@ class LiveCandidate:
 
 @dataclass(frozen=True, slots=True)
 class TorchrunView:
-    """The job as one node saw it last. `closed` says by whom, None: it is not."""
+    """The job as one node read it last. `closed_by` None: it is not closed."""
 
     current: TorchrunRound | None
     candidates: tuple[LiveCandidate, ...]
@@ -87,7 +86,7 @@ class TorchrunView:
 
 @dataclass(frozen=True, slots=True)
 class NoRoundYet:
-    """No round now. Ask again when the view changes, and at `until` unless it is None."""
+    """Decide again when the view changes, and at `until` if it is given."""
 
     why: str
     until: float | None = None
@@ -95,79 +94,79 @@ class NoRoundYet:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """How many nodes call for a new round, and why. torchrun restarts its workers for any number above 0."""
+    """How many nodes require a new round, and why. torchrun restarts its workers for any number above 0."""
 
     nodes: int
     why: str
 
 
 def join_queue(view: TorchrunView) -> list[LiveCandidate]:
-    """Who waits for the next round, in the order of its ranks: survivors as they were, then newcomers by arrival.
+    """The nodes that join the next round, in the order of its ranks: survivors as before, then others by arrival.
 
-    So rank 0 stays where it was if it can.
+    So rank 0 stays on its node if possible.
     """
-    number, old = _of(view.current)
+    number, old = _ranks(view.current)
     found = [p for p in view.candidates if p.node not in old or p.candidate.after_round >= number]
     return sorted(found, key=lambda p: (old.get(p.node, len(old)), p.since, p.node))
 
 
 def next_round(
-    view: TorchrunView, asked: TorchrunRequirements, now: float, *, settled: bool
+    view: TorchrunView, requirements: TorchrunRequirements, now: float, *, settled: bool
 ) -> TorchrunRound | NoRoundYet:
-    """`settled` False: the store was away lately, so that a node that cannot be seen may live."""
-    number, old = _of(view.current)
-    cast = join_queue(view)
-    back = [p for p in cast if p.node in old]
-    names = {p.node for p in cast}
-    there = {p.node for p in view.candidates}
-    running = [node for node in old if node not in names and (node in there or not settled)]
+    """`settled` False: the store was unavailable lately, so a node without registration may be alive."""
+    number, old = _ranks(view.current)
+    joining = join_queue(view)
+    returned = [p for p in joining if p.node in old]
+    joining_names = {p.node for p in joining}
+    registered = {p.node for p in view.candidates}
+    running = [node for node in old if node not in joining_names and (node in registered or not settled)]
     if running:
-        if not back:
-            return NoRoundYet(f"round {number} runs; its nodes make room as soon as they see this one, if there is any")
-        until = max(p.since for p in back) + STOP_TIMEOUT_S
+        if not returned:
+            return NoRoundYet(f"round {number} runs; its nodes stop for this node if there is room")
+        until = max(p.since for p in returned) + STOP_TIMEOUT_S
         if now < until:
-            return NoRoundYet(f"waiting for {_count(running)} of round {number} to stop", until)
-    if len(cast) < asked.min_nodes:
-        return NoRoundYet(f"{len(cast)} of at least {asked.min_nodes} nodes here")
-    if len(cast) < asked.max_nodes and not back:
-        until = max(p.since for p in cast) + asked.last_call_s
+            return NoRoundYet(f"waiting for {_nodes(running)} of round {number} to stop", until)
+    if len(joining) < requirements.min_nodes:
+        return NoRoundYet(f"{len(joining)} of at least {requirements.min_nodes} nodes have joined")
+    if len(joining) < requirements.max_nodes and not returned:
+        until = max(p.since for p in joining) + requirements.last_call_s
         if now < until:
-            return NoRoundYet(f"{len(cast)} of {asked.max_nodes} nodes here; last call", until)
-    return TorchrunRound(number + 1, tuple(p.candidate.member for p in cast[: asked.max_nodes]))
+            return NoRoundYet(f"{len(joining)} of {requirements.max_nodes} nodes have joined; last call", until)
+    return TorchrunRound(number + 1, tuple(p.candidate.member for p in joining[: requirements.max_nodes]))
 
 
 def membership_change(
-    view: TorchrunView, mine: TorchrunRound, asked: TorchrunRequirements, now: float, *, settled: bool
+    view: TorchrunView, own: TorchrunRound, requirements: TorchrunRequirements, now: float, *, settled: bool
 ) -> MembershipChange:
-    """Whose coming or going makes the round `mine` obsolete; nobody's: its group trains on."""
-    if view.closed_by is not None or view.current is None or view.current.number < mine.number:
-        return MembershipChange(
-            0, ""
-        )  # ended: a node that is gone has finished; gone or older: the store lost the round, not we
-    if view.current != mine:
-        return MembershipChange(1, f"the job went on with round {view.current.number}, without this node")
-    there = {p.node for p in view.candidates}
-    lost = [m.node for m in mine.members if m.node not in there] if settled else []
-    waiting = join_queue(view)
-    back = [p.node for p in waiting if mine.rank(p.node) is not None]
-    newcomers = [p for p in waiting if mine.rank(p.node) is None]
-    room = max(0, asked.max_nodes - len(mine.members) + len(lost))
-    counted = [p.node for p in newcomers[:room]] if _gathered(newcomers, asked.debounce_s, now) else []
-    said = ((lost, "lost"), (back, "left the round"), (counted, "waiting to join"))
-    why = "; ".join(f"{_count(nodes)} {what}" for nodes, what in said if nodes)
-    return MembershipChange(len(lost) + len(back) + len(counted), why)
+    """The changes that invalidate our round; none: its workers continue."""
+    # In a closed job a missing node has finished; if the round is missing or older, the store has lost its data.
+    if view.closed_by is not None or view.current is None or view.current.number < own.number:
+        return MembershipChange(0, "")
+    if view.current != own:
+        return MembershipChange(1, f"the job continued with round {view.current.number}, without this node")
+    registered = {p.node for p in view.candidates}
+    lost = [m.node for m in own.members if m.node not in registered] if settled else []
+    joining = join_queue(view)
+    left = [p.node for p in joining if own.rank(p.node) is not None]
+    added = [p for p in joining if own.rank(p.node) is None]
+    room = max(0, requirements.max_nodes - len(own.members) + len(lost))
+    admitted = [p.node for p in added[:room]] if _is_gathered(added, requirements.debounce_s, now) else []
+    changes = ((lost, "lost"), (left, "left the round"), (admitted, "waiting to join"))
+    why = "; ".join(f"{_nodes(nodes)} {what}" for nodes, what in changes if nodes)
+    return MembershipChange(len(lost) + len(left) + len(admitted), why)
 
 
-def _gathered(newcomers: list[LiveCandidate], debounce_s: float, now: float) -> bool:
-    times = [p.since for p in newcomers]
+def _is_gathered(added: list[LiveCandidate], debounce_s: float, now: float) -> bool:
+    times = [p.since for p in added]
     return bool(times) and now >= min(max(times) + debounce_s, min(times) + MAX_DEBOUNCES * debounce_s)
 
 
-def _of(current: TorchrunRound | None) -> tuple[int, dict[str, int]]:
+def _ranks(current: TorchrunRound | None) -> tuple[int, dict[str, int]]:
+    """The number of the round, and the rank of each of its nodes."""
     if current is None:
         return 0, {}
-    return current.number, {seat.node: rank for rank, seat in enumerate(current.members)}
+    return current.number, {member.node: rank for rank, member in enumerate(current.members)}
 
 
-def _count(nodes: list[str]) -> str:
+def _nodes(nodes: list[str]) -> str:
     return nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes"

@@ -1,1 +1,5 @@
-"""Which job runs where: handed in, placed by one daemon at a time, and forgotten a while after it has ended."""
+"""Which job runs where. Entry points: job_queue.py for requests, Scheduler.turn on the node loop's thread.
+
+policy.py decides (pure), scheduler.py publishes under the scheduler key, retention.py removes ended jobs. Nothing here
+starts or stops a process.
+"""

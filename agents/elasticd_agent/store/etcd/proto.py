@@ -1,11 +1,9 @@
 """etcd's messages and stubs, from the `etcd3` package, on any protobuf from 4.25 on. Importing this loads all of it.
 
-etcd3 0.12.0 is from 2020 and its generated `*_pb2.py` files do not run on protobuf 4 and newer. What they describe is
-still right, so this takes the serialized descriptors out of them without running them, builds the message classes with
-today's protobuf in a private pool, and puts them where etcd3 looks for them; then etcd3 is imported unchanged. No
-environment variable is touched, and nothing else in this process that uses protobuf is affected.
-
-It costs 0.1 s (grpc and etcd3), therefore only code that is about to talk to an etcd imports it.
+etcd3 0.12.0 is from 2020, and its generated `*_pb2.py` files do not run on protobuf 4 and newer. Their serialized
+descriptors are still right: this takes them out without running the files, builds the message classes with the
+installed protobuf in a private pool, and registers them as etcd3's modules; then etcd3 is imported unchanged. No other
+user of protobuf in this process is affected. The import costs 0.1 s (grpc and etcd3).
 """
 
 from __future__ import annotations
