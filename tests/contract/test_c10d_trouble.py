@@ -54,7 +54,7 @@ class Agents:
 
 
 def helper(store: C10dStore) -> psutil.Process:
-    found = store._connection._helper
+    found = store._helper
     assert found is not None
     return psutil.Process(found.process.pid)
 
@@ -193,7 +193,7 @@ def reconnect_without_file_descriptors(agents: Agents, until: Until) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
     try:
         os.kill(victim, signal.SIGKILL)
-        until(lambda: len(messages) > outages and "Too many open files" in agents.client._connection._why, SOON_S)
+        until(lambda: len(messages) > outages and "Too many open files" in agents.client._why, SOON_S)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     until(lambda: answers(agents.client), SOON_S)

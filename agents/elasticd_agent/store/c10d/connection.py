@@ -13,6 +13,7 @@ import random
 import select
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -116,7 +117,9 @@ class _Call:
 
 
 class C10dConnection:
-    """`on_change` is called from the connection's thread with (watched prefix, key); a prefix as key stands for all."""
+    """`serve`: host the store, on all addresses; port 0 takes a free one. `standalone`: host it as no agent of a
+    job. `python` must have torch.
+    """
 
     def __init__(
         self,
@@ -124,23 +127,22 @@ class C10dConnection:
         port: int,
         *,
         serve: bool,
-        standalone: bool,
-        python: str,
-        timeout_s: float,
-        start_timeout_s: float,
-        log: Callable[[str], None],
-        on_change: Callable[[str, str], None],
+        standalone: bool = False,
+        python: str = sys.executable,
+        timeout_s: float = 0.9,
+        start_timeout_s: float = 30.0,
+        log: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self.traffic = Traffic()
+        """The client's requests; the host's maintenance stays on its machine and is not counted."""
         self.standalone = standalone
-        """Whether the host is no agent of a job, as its marker says."""
+        """Whether the host is no agent of a job, as its marker says; False before it has answered."""
         self.port = port
         self._host = host
         self._serve = serve
         self._python = python
         self._timeout_s = timeout_s
         self._log = log
-        self._on_change = on_change
         self._start_by = time.monotonic() + start_timeout_s
         self._state = threading.Condition()
         self._sending = threading.Lock()
@@ -207,7 +209,7 @@ class C10dConnection:
                 self._abandon(channel)
             raise StoreUnavailable(self._sentence())
 
-    def watch(self, prefix: str) -> None:
+    def follow(self, prefix: str) -> None:
         """Report changes below `prefix` from now on; during an outage, from its end on."""
         with self._state:
             self._prefixes[prefix] = self._prefixes.get(prefix, 0) + 1
@@ -218,7 +220,7 @@ class C10dConnection:
         except (StoreUnavailable, StoreRefused):
             pass  # the next connection registers it
 
-    def unwatch(self, prefix: str) -> None:
+    def unfollow(self, prefix: str) -> None:
         with self._state:
             self._prefixes[prefix] -= 1
             if self._prefixes[prefix]:
@@ -227,6 +229,10 @@ class C10dConnection:
             channel = self._channel if self._ready else None
         if channel is not None:
             self._send_without_answer(channel, "unwatch", prefix, self._timeout_s)
+
+    def on_change(self, prefix: str, key: str) -> None:
+        """Called from the connection's thread; the prefix as key stands for all keys below it."""
+        raise NotImplementedError
 
     def close(self) -> None:
         self._closing.set()
@@ -400,7 +406,7 @@ class C10dConnection:
                         call.answer = message
                         call.done.set()
                 case {"changed": prefix, "key": key}:
-                    self._on_change(prefix, key)
+                    self.on_change(prefix, key)
                 case {"lost": why}:
                     self._why = why
                 case {"refused": why}:
@@ -425,7 +431,7 @@ class C10dConnection:
         if back:
             self._log(f"the c10d store at {self.where} answers again")
         for prefix in prefixes:
-            self._on_change(prefix, prefix)
+            self.on_change(prefix, prefix)
 
     def _count(self, counts: list[int]) -> None:
         self.traffic.requests += counts[0]

@@ -8,139 +8,93 @@ cannot compare two keys at once, so a guard is checked first: see Store.
 from __future__ import annotations
 
 import base64
-import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from elasticd_agent.store import Lease, Traffic, Versioned, Watch
+from elasticd_agent.store import Lease, Versioned, Watch
 from elasticd_agent.store.c10d.connection import C10dConnection
 
 
-class C10dStore:
-    """Thread-safe. Every call ends within `timeout_s`; the first ones wait for the start, up to `start_timeout_s`.
+class C10dStore(C10dConnection):
+    """Thread-safe. Every call ends within `timeout_s`; the first ones wait for the start, up to `start_timeout_s`."""
 
-    `serve`: host the store, on all addresses of this machine; port 0 takes a free one. `standalone`: as no agent of a
-    job. `python` must have torch.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        serve: bool,
-        standalone: bool = False,
-        python: str = sys.executable,
-        timeout_s: float = 0.9,
-        start_timeout_s: float = 30.0,
-        log: Callable[[str], None] = lambda sentence: None,
-    ) -> None:
-        self._lock = threading.RLock()
+    def __init__(self, host: str, port: int, **options: Any) -> None:
+        """`options` as of C10dConnection."""
+        self._watch_lock = threading.RLock()
         self._watches: list[_C10dWatch] = []
-        self._connection = C10dConnection(
-            host,
-            port,
-            serve=serve,
-            standalone=standalone,
-            python=python,
-            timeout_s=timeout_s,
-            start_timeout_s=start_timeout_s,
-            log=log,
-            on_change=self._on_change,
-        )
-
-    @property
-    def port(self) -> int:
-        return self._connection.port
-
-    @property
-    def standalone(self) -> bool:
-        """Whether its host is no agent of a job; False before it has answered."""
-        return self._connection.standalone
-
-    @property
-    def traffic(self) -> Traffic:
-        """The client's requests; the host's maintenance stays on its machine and is not counted."""
-        return self._connection.traffic
+        super().__init__(host, port, **options)
 
     def read(self, key: str) -> Versioned | None:
-        found = self._connection.call("read", key=_named(key))
+        found = self.call("read", key=_named(key))
         return None if found is None else _versioned(found)
 
     def list(self, prefix: str) -> dict[str, Versioned]:
-        return {key: _versioned(found) for key, found in self._connection.call("list_below", prefix=prefix).items()}
+        return {key: _versioned(found) for key, found in self.call("list_below", prefix=prefix).items()}
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
     ) -> bool:
-        checked = None if guard is None else [_named(guard[0]), guard[1]]
-        return bool(
-            self._connection.call(
-                "compare_and_swap", key=_named(key), expected=expected, value=_text(value), guard=checked
-            )
-        )
+        args = {"key": _named(key), "expected": expected, "value": _text(value), "guard": guard}
+        return bool(self.call("compare_and_swap", **args))
 
     def delete(self, key: str) -> bool:
-        return bool(self._connection.call("delete", key=_named(key)))
+        return bool(self.call("delete", key=_named(key)))
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
-        granted = self._connection.call("announce", key=_named(key), value=_text(value), ttl_s=ttl_s)
-        return None if granted is None else _C10dLease(self._connection, ttl_s, *granted)
+        granted = self.call("announce", key=_named(key), value=_text(value), ttl_s=ttl_s)
+        return None if granted is None else _C10dLease(self, ttl_s, *granted)
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
         watch = _C10dWatch(self, prefix, callback)
-        with self._lock:
+        with self._watch_lock:
             self._watches.append(watch)
-        self._connection.watch(prefix)
+        self.follow(prefix)
         return watch
 
     def close(self) -> None:
-        with self._lock:
+        with self._watch_lock:
             self._watches.clear()
-        self._connection.close()
+        super().close()
 
-    def _on_change(self, prefix: str, key: str) -> None:
+    def on_change(self, prefix: str, key: str) -> None:
         # Under the lock, so that no call begins after a watch's close has returned.
-        with self._lock:
+        with self._watch_lock:
             for watch in [watch for watch in self._watches if watch.prefix == prefix]:
                 watch.callback(key)
 
     def _end_watch(self, watch: _C10dWatch) -> None:
-        with self._lock:
+        with self._watch_lock:
             if watch not in self._watches:
                 return
             self._watches.remove(watch)
-        self._connection.unwatch(watch.prefix)
+        self.unfollow(watch.prefix)
 
 
 @dataclass(eq=False, slots=True)
 class _C10dLease:
-    connection: C10dConnection
+    store: C10dStore
     ttl_s: float
     name: str
     first: int
     ended: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         if self.ended:
             return None
-        args = {"lease": self.name, "first": self.first}
-        version: int | None = self.connection.call(
-            "put", key=_named(key), value=_text(value), expected=expected, **args
-        )
+        args = {"lease": self.name, "first": self.first, "key": _named(key), "value": _text(value)}
+        version: int | None = self.store.call("put", expected=expected, **args)
         return version
 
     def renew(self) -> bool:
-        if not self.ended and not self.connection.call("renew", lease=self.name, first=self.first):
+        if not self.ended and not self.store.call("renew", lease=self.name, first=self.first):
             self.ended = True
         return not self.ended
 
     def withdraw(self) -> None:
         if not self.ended:
-            self.connection.call("withdraw", lease=self.name, first=self.first)
+            self.store.call("withdraw", lease=self.name, first=self.first)
             self.ended = True
 
 
