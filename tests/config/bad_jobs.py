@@ -80,7 +80,7 @@ TOML: list[tuple[str, str]] = [
     (ABOUT + 'env={RANK="0"}', "env.RANK: is set by elasticd itself, for every worker; leave it out"),
     (
         ABOUT + 'env={CUDA_VISIBLE_DEVICES="0,1"}',
-        "env.CUDA_VISIBLE_DEVICES: is set by the slots that the job gets; leave it out, or empty to hide all GPUs",
+        "env.CUDA_VISIBLE_DEVICES: is set by the slots of the job; leave it out, or empty to hide all GPUs",
     ),
     (ABOUT + 'env={ELASTICD_JOB="x"}', "env.ELASTICD_JOB: is set by elasticd itself, for every worker; leave it out"),
     (ABOUT + 'env={""="x"}', "env: '' cannot be the name of a variable"),

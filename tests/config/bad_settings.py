@@ -55,7 +55,7 @@ BAD: list[tuple[str, str]] = [
     ('store="etcd"', "store: must be a table, not text 'etcd'; write [store]"),
     (
         '[store]\nbackend="c10d"',
-        "store.backend: c10d has no password, so that whoever reaches it could run programs here, and forgets all jobs "
+        "store.backend: c10d has no password, so anybody who reaches it could run programs here, and loses all jobs "
         "when its host ends; write etcd, or local for a node that works alone",
     ),
     ('[store]\nbackend="redis"', "store.backend: must be local or etcd, not 'redis'"),

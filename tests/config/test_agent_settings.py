@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 from docs.generate import settings as pages
 from elasticd.errors import UsageError
 from elasticd_agent.cli.main import main
-from elasticd_agent.config.agent_settings import NodeSettings, StoreSettings, load
+from elasticd_agent.config.agent_settings import NodeSettings, StoreSettings
 from elasticd_agent.config.documents import parse
 from elasticd_agent.config.env_variables import config_keys, variable_name
-from elasticd_agent.config.job_file import RENDEZVOUS_KEYS, read_job
+from elasticd_agent.config.job_file import read_job
+from elasticd_agent.config.load import load
 from elasticd_agent.config.quantities import Seconds, parse_seconds, parse_size
 from elasticd_agent.config.reference import JOB_KEY_HELP, agent_keys, job_keys, template
 from elasticd_agent.config.reload import is_reloadable, merge_reloaded
+from elasticd_agent.config.run_model import POLICY_FIELDS
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import Policy, Tls
 from elasticd_agent.model.records import Member, Round
@@ -397,11 +399,11 @@ def test_templates_mean_the_defaults_and_every_line_of_them_is_understood(
             read_job(f'command = ["t.py"]\nworkdir = "/tmp"\n{line}\n'.encode(), "toml", "j")
 
 
-def test_the_defaults_in_the_words_are_the_real_ones() -> None:
-    for key in RENDEZVOUS_KEYS:
-        field = {"last_call_timeout": "last_call_s"}.get(key, f"{key}_s")
-        assert parse_seconds(JOB_KEY_HELP[key][1].strip('"')) == getattr(Policy(), field), key
-    assert parse_seconds(JOB_KEY_HELP["shutdown_timeout"][1].strip('"')) == Policy().stop_grace_s
+def test_times_are_documented_with_the_policys_defaults() -> None:
+    times = {key.key: key.default for key in job_keys() if JOB_KEY_HELP.get(key.key, ("", "-"))[1] == ""}
+    assert len(times) == 11
+    for key, default in times.items():
+        assert parse_seconds(default.strip('"')) == getattr(Policy(), POLICY_FIELDS[key]), key
 
 
 @pytest.mark.parametrize("which", ["agent", "jobs"])

@@ -19,17 +19,15 @@ from elasticd.errors import UsageError
 from elasticd_agent.config import documents
 from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.job_file import (
-    FLAGS,
     JOB_KEY_HINTS,
-    RENDEZVOUS_KEYS,
-    SWITCHES,
     JobFile,
     decode_job,
     from_json,
     read_job,
-    run_model,
+    runner_model,
     to_json,
 )
+from elasticd_agent.config.run_model import POLICY_FIELDS
 from elasticd_agent.config.run_options import parse_run
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 from elasticd_agent.model.job import JobSpec, Mode, Policy, Rendezvous, Streams
@@ -119,9 +117,7 @@ def test_every_flag_is_a_key_or_says_why_not() -> None:
     flags = {flag.dest for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS)}
     assert not flags - keys - set(JOB_KEY_HINTS)
     assert not keys & set(JOB_KEY_HINTS)
-    assert set(FLAGS) | set(SWITCHES) <= flags & keys
-    assert set(RENDEZVOUS_KEYS) <= keys - flags
-    assert keys - flags - set(RENDEZVOUS_KEYS) == {
+    assert keys - flags - set(POLICY_FIELDS) == {
         "id",
         "command",
         "workdir",
@@ -143,7 +139,7 @@ def _choices(job: JobFile, **given: Any) -> tuple[JobSpec, Policy]:
         "files": JobFiles(Path("/state/jobs/llm.7")),
         "devices": (),
     }
-    spec, policy, agent = run_model(job, **{**asked, **given})
+    spec, policy, agent = runner_model(job, **{**asked, **given})
     assert agent.event_log == Path("/state/jobs/llm.7/events.jsonl")
     assert not agent.live
     return spec, policy
@@ -257,7 +253,7 @@ def test_slots_stand_for_the_nodes_gpus() -> None:
 
 def test_too_few_slots_and_too_few_nodes_are_said() -> None:
     job = read_job((ABOUT + "workers = 2\n").encode(), "toml", "t")
-    with pytest.raises(UsageError, match=r"^workers: 2, but there are 1 slot\(s\) for the job on node n1$"):
+    with pytest.raises(UsageError, match=r"^workers: 2, but the job has 1 slot on node n1$"):
         _choices(job)
     job = read_job((ABOUT + "nodes = 2\n").encode(), "toml", "t")
     with pytest.raises(

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.agent_settings import Limits, load
+from elasticd_agent.config.agent_settings import Limits
 from elasticd_agent.config.job_file import JobFile, decode_job
 from elasticd_agent.config.limits import refusal
+from elasticd_agent.config.load import load
 
 ME = pwd.getpwuid(os.geteuid()).pw_name
 
@@ -142,7 +143,7 @@ def test_users(tree: Path) -> None:
         == "user: 'root' is not one of this node's [limits] users: trainer"
     )
     assert _said(tree, only, _job(tree, "train.py")) == (
-        f"user: is not given, and {ME!r}, who the job would run as, is not one of this node's [limits] users: trainer"
+        f"user: is not given, and {ME!r}, the user of the job, is not one of this node's [limits] users: trainer"
     )
     assert _said(tree, Limits(users=(ME,)), _job(tree, "train.py")) is None
 

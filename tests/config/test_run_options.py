@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.run_options import ParsedRun, help_text, parse_run
+from elasticd_agent.config.run_model import RunModel
+from elasticd_agent.config.run_options import help_text, parse_run
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy, Streams
 from elasticd_agent.system.devices import cpu_count, visible_gpus
 
 HERE = Path("/somewhere")
 
 
-def parse(command: str, **environ: str) -> ParsedRun:
+def parse(command: str, **environ: str) -> RunModel:
     return parse_run(shlex.split(command), environ, HERE)
 
 

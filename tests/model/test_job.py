@@ -12,13 +12,13 @@ from elasticd_agent.model.job import JobSpec, Mode, Policy, Rendezvous, Tls
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"slot_strikes": 5}, "slot_strikes 5 must not exceed no_progress_limit 3, .* lower it by 2"),
-    ({"startup_ceiling_s": 0.4}, "must exceed user_error_wait_s 0.5 s, a part of it; raise it by more than 0.1 s"),
+    ({"startup_ceiling_s": 0.4}, "must exceed user_error_wait 0.5 s, a part of it; raise it by more than 0.1 s"),
     ({"backoff_s": ()}, "a growing list of seconds"),
     ({"backoff_s": (0, 4, 2)}, "a growing list of seconds"),
     ({"backoff_s": (-1, 0)}, "a growing list of seconds"),
-    ({"progress_ceiling_s": 0}, "progress_ceiling_s 0 must be more than 0"),
-    ({"first_step_ceiling_s": float("nan")}, "first_step_ceiling_s nan must be more than 0"),
-    ({"stop_grace_s": -1}, "stop_grace_s -1 cannot be negative"),
+    ({"progress_ceiling_s": 0}, "progress_ceiling 0 must be more than 0"),
+    ({"first_step_ceiling_s": float("nan")}, "first_step_ceiling nan must be more than 0"),
+    ({"stop_grace_s": -1}, "shutdown_timeout -1 cannot be negative"),
     ({"no_progress_limit": 0}, "no_progress_limit 0 must be at least 1"),
     ({"lease_s": 2}, r"lease 2 s must exceed renewal 1 s \+ 2 × store_timeout 0.9 s, .*; raise it by more than 0.8 s"),
     (

@@ -15,12 +15,14 @@ from typing import Any
 import msgspec
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.agent_settings import DEFAULT_FILE, MAX_BYTES, NodeSettings, load
+from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.config.decode import to_toml
-from elasticd_agent.config.documents import FileFormat, format_of, parse
+from elasticd_agent.config.documents import format_of, parse
 from elasticd_agent.config.env_variables import config_keys, read_overrides
 from elasticd_agent.config.job_file import JobFile, job_policy, read_job
+from elasticd_agent.config.load import DEFAULT_FILE, MAX_BYTES, load, read_config
 from elasticd_agent.config.quantities import Seconds
+from elasticd_agent.config.run_model import POLICY_FIELDS
 from elasticd_agent.model.job import Policy
 
 _HELP = f"""\
@@ -64,11 +66,11 @@ def config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int
 
 def _check(file: Path, given: str | None, as_json: bool, environ: Mapping[str, str]) -> str:
     kind = format_of(file.name)
-    data = _read(file)
+    data, _ = read_config(file)
     table = parse(data, kind, str(file), MAX_BYTES)
     what = given or ("job" if "command" in table and "job" not in table else "agent")
     if what == "job":
-        values = job_values(_job(data, kind, file))
+        values = job_values(read_job(data, kind, str(file)))
         sources = dict.fromkeys(table, "file")
     else:
         values = settings_values(load(file, environ))
@@ -81,20 +83,6 @@ def _check(file: Path, given: str | None, as_json: bool, environ: Mapping[str, s
 
 
 _FILE_KINDS = {"job": "it is a job file", "agent": "it is an agent's configuration"}
-
-
-def _read(file: Path) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read: {os.strerror(error.errno or 0)}") from None
-    except ValueError:
-        raise UsageError(f"{str(file)!r} cannot be the name of a file") from None
-
-
-def _job(data: bytes, kind: FileFormat, file: Path) -> JobFile:
-    return read_job(data, kind, str(file))
 
 
 def _has(table: Mapping[str, Any], key: str) -> bool:
@@ -125,9 +113,6 @@ def _fields(struct: msgspec.Struct) -> list[tuple[msgspec.structs.FieldInfo, Any
     return [(field, getattr(struct, field.name)) for field in msgspec.structs.fields(type(struct))]
 
 
-_POLICY = {"shutdown_timeout": "stop_grace_s", "last_call_timeout": "last_call_s", "evidence_timeout": "evidence_s"}
-
-
 def job_values(job: JobFile) -> dict[str, Any]:
     """By key; what the file does not give is what `elasticd run` would take. Values of variables are not shown."""
     policy, values = job_policy(job), {}
@@ -138,12 +123,10 @@ def job_values(job: JobFile) -> dict[str, Any]:
     return values
 
 
-def _policy_value(policy: Policy, name: str) -> Any:
-    for field in (_POLICY.get(name, ""), f"{name}_s", name):
-        value = getattr(policy, field, None)
-        if value is not None:
-            return Seconds(value) if field.endswith("_s") else value
-    return None
+def _policy_value(policy: Policy, key: str) -> Any:
+    field = POLICY_FIELDS.get(key, "")
+    value = getattr(policy, field, None)
+    return Seconds(value) if value is not None and field.endswith("_s") else value
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.agent_settings import NodeSettings, load
+from elasticd_agent.config.agent_settings import NodeSettings
+from elasticd_agent.config.load import load
 from elasticd_agent.node.health import all_reduce as reducing
 from elasticd_agent.node.health.checks import NodeChecks
 from elasticd_agent.node.health.result import CheckResult, skipped

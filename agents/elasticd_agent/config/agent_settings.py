@@ -1,34 +1,18 @@
-"""agent.toml, and the ELASTICD_ variables that stand in for its keys, as one frozen `Settings`.
-
-It exists so that everything an operator can choose for a node is in one value, described where it is declared: the
-reference in docs/agent.md, the template of `elasticd config example` and the names of the variables are made from
-these structs. What contradicts itself is found by validate.py; nothing here opens a socket or makes a file.
-"""
+"""agent.toml as one frozen value; docs/agent.md, `elasticd config example` and the variables are made from it."""
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from elasticd.errors import UsageError
-from elasticd_agent.config.decode import ConfigError, KeyHints, decode
-from elasticd_agent.config.documents import format_of, parse
-from elasticd_agent.config.env_variables import read_overrides
-from elasticd_agent.config.job_file import JOB_KEY_HINTS as NOT_A_JOBS
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.config.quantities import Seconds, Size
-from elasticd_agent.config.validate import check_settings
 from elasticd_agent.system.devices import cpu_count, visible_gpus
 
-DEFAULT_FILE = Path("/etc/elasticd/agent.toml")
-MAX_BYTES = 1 << 20
-"""Bytes of agent.toml: room for many jobs."""
 RELOADABLE = {"reload": True}
 """Of keys whose new value counts after SIGHUP."""
 
@@ -310,83 +294,3 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def slot_count(self, environ: Mapping[str, str]) -> int:
         """How many workers this node takes at once."""
         return self.slots if isinstance(self.slots, int) else len(visible_gpus(environ)) or cpu_count()
-
-
-_SECRETS = "secrets are in files of their own; write"
-_TABLE_NAMES = "tables are [store], [http], [health], [limits] and [[job]]"
-KEY_HINTS: KeyHints = {
-    JobFile: NOT_A_JOBS,
-    StoreSettings: {
-        "password": f"{_SECRETS} password_file",
-        "token": f"{_SECRETS} password_file",
-        "endpoint": 'write endpoints = ["HOST:PORT"]',
-        "cacert": "write ca",
-        "tls_ca": "write ca",
-        "tls_cert": "write cert",
-        "tls_key": "write key",
-    },
-    HttpSettings: {"token": f"{_SECRETS} token_file", "host": "write bind", "address": "write bind"},
-    NodeSettings: {
-        **dict.fromkeys(
-            (field.encode_name for field in msgspec.structs.fields(JobFile)), "it is a job's; write it below [[job]]"
-        ),
-        **dict.fromkeys(("agent", "elasticd"), f"this file is all about the agent; {_TABLE_NAMES}"),
-        "jobs": "write [[job]], once per job",
-        "etcd": 'write [store] with backend = "etcd"',
-        "token": f"{_SECRETS} token_file below [http]",
-        "token_file": "write it below [http]",
-        "port": "write it below [http]",
-        "bind": "write it below [http]",
-        "endpoints": "write it below [store]",
-        "backend": "write it below [store]",
-        "node_id": "write node",
-    },
-}
-"""What to say of keys that are not keys, but that people may well try."""
-
-
-def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str] | None = None) -> NodeSettings:
-    """What `path` (None: nothing but defaults), the ELASTICD_ variables and `flags` say; the later count more.
-
-    Raises UsageError in one line, FILE: KEY: what is wrong; what would be right; or VARIABLE: …, or FLAG: ….
-    """
-    where = str(path) if path is not None else "the environment"
-    table = {} if path is None else parse(_read(path), format_of(path.name), where, MAX_BYTES)
-    overrides = read_overrides(NodeSettings, environ, flags or {})
-    try:
-        merged = _merge(table, overrides)
-        if isinstance(store := merged.get("store"), dict) and store.get("backend") == "c10d":
-            raise ConfigError(
-                "store.backend",
-                "c10d has no password, so that whoever reaches it could run programs here, and forgets all jobs when "
-                "its host ends; write etcd, or local for a node that works alone",
-            )
-        settings = decode(merged, NodeSettings, KEY_HINTS)
-        check_settings(settings, environ)
-    except ConfigError as error:
-        variable = overrides.get(error.key.partition("[")[0])
-        raise UsageError(f"{variable.name}: {error.problem}" if variable else f"{where}: {error}") from None
-    return settings
-
-
-def _merge(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {"node": socket.gethostname(), **table}
-    for key, variable in given.items():
-        outer, dot, name = key.partition(".")
-        if not dot:
-            merged[key] = variable.value
-        elif isinstance(merged.get(outer, {}), dict):
-            merged[outer] = {**merged.get(outer, {}), name: variable.value}
-    return merged
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & 0o002:
-                raise UsageError(f"{path}: anybody can write it, and so have this node run anything; chmod o-w {path}")
-            return file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from None
-    except ValueError:
-        raise UsageError(f"{str(path)!r} cannot be the name of a file") from None

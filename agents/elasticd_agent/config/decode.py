@@ -28,6 +28,12 @@ class ConfigError(UsageError):
         self.key, self.problem = printable(key), printable(says)
         super().__init__(f"{self.key}: {self.problem}" if key else self.problem)
 
+    @classmethod
+    def of(cls, error: UsageError) -> ConfigError:
+        """An error whose sentence begins with the key, as Policy's do."""
+        key, _, problem = str(error).partition(" ")
+        return cls(key, problem)
+
     def nested_in(self, outer: str) -> ConfigError:
         return ConfigError(f"{outer}.{self.key}" if self.key else outer, self.problem)
 
@@ -117,21 +123,30 @@ def _type_problem(what: str, path: str, value: Any, field: msgspec.structs.Field
 
 def _correction(path: str, value: Any, wanted: str, field: msgspec.structs.FieldInfo | None) -> str:
     name = path.rpartition(".")[2]
-    if wanted == "str" and isinstance(value, (int, float)) and not is_secret(path):
-        text = to_toml(str(value).lower() if isinstance(value, bool) else str(value))
-        return f"; write {text}" if name.endswith("]") else f"; write {name} = {text}"
-    if wanted == "object" or _struct_in(field.type if field else None) is not None:
-        table = f"[[{name}]]" if wanted == "array" else f"[{name}]" if field and _struct_in(field.type) else ""
+    struct = _struct_in(field.type) if field else None
+    if wanted == "object" or struct is not None:
+        table = f"[[{name}]]" if wanted == "array" else f"[{name}]" if struct else ""
         return f"; write {table}" if table else ""
-    if wanted == "int" and isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
-        return f"; write {name} = {value}, without quotes"
-    if wanted == "bool" and value in (0, 1, "true", "false"):
-        return f"; write {name} = {'true' if value in (1, 'true') else 'false'}"
-    if wanted.startswith("array") and isinstance(value, str) and not is_secret(path):
-        return f'; write {name} = ["{value}"]' if len(value) <= 60 else f'; write {name} = ["…"]'
+    literal = _literal(name, value, wanted) if not is_secret(path) or wanted in ("int", "bool") else ""
+    if literal:
+        return f"; write {literal}"
     meta = meta_of(field)
     example = meta.examples[0] if meta and meta.examples else default_toml(field)
     return f"; write it as in {name} = {example}" if example else ""
+
+
+def _literal(name: str, value: Any, wanted: str) -> str:
+    """The value as it was probably meant, in the wanted type; "" if there is none."""
+    if wanted == "str" and isinstance(value, (int, float)):
+        text = to_toml(str(value).lower() if isinstance(value, bool) else str(value))
+        return text if name.endswith("]") else f"{name} = {text}"
+    if wanted == "int" and isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
+        return f"{name} = {value}, without quotes"
+    if wanted == "bool" and value in (0, 1, "true", "false"):
+        return f"{name} = {'true' if value in (1, 'true') else 'false'}"
+    if wanted.startswith("array") and isinstance(value, str):
+        return f'{name} = ["{value}"]' if len(value) <= 60 else f'{name} = ["…"]'
+    return ""
 
 
 def printable(text: str) -> str:

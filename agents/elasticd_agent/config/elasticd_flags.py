@@ -6,6 +6,10 @@ It exists so that the parser, --help and docs/torchrun.md read the same words. N
 from __future__ import annotations
 
 from elasticd_agent.config.flag import Flag, ValueType
+from elasticd_agent.model.job import Policy
+from elasticd_agent.system.durations import setting_text
+
+_USUAL = Policy()
 
 ELASTICD_FLAGS: tuple[Flag, ...] = (
     Flag(
@@ -50,7 +54,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         ("--max-restarts-per-hour",),
         ValueType.INT,
         "Restarts within one hour before the job is given up; without effect when --max-restarts is given.",
-        default=60,
+        default=_USUAL.max_restarts_per_hour,
         metavar="N",
         env=False,
     ),
@@ -90,7 +94,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         ValueType.TEXT,
         "When newcomers are taken in. auto: at once where a checkpoint is attached, so that no step is lost, else at "
         "the next restart; always: at once, even if that loses steps; never: only at a restart.",
-        default="auto",
+        default=_USUAL.grow,
         choices=("auto", "always", "never"),
         metavar="WHEN",
         env=False,
@@ -108,7 +112,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         ("--hang-factor",),
         ValueType.FLOAT,
         "The group is suspected when no rank makes progress for so many times its longest step of late.",
-        default=5.0,
+        default=_USUAL.hang_factor,
         metavar="F",
         env=False,
     ),
@@ -116,7 +120,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         ("--stopped-after",),
         ValueType.DURATION,
         "A worker that has been stopped (state T, as by SIGSTOP; not by a debugger) for this time is hung.",
-        default="2.5s",
+        default=setting_text(_USUAL.stopped_after_s),
         metavar="TIME",
         env=False,
     ),
@@ -133,7 +137,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         ValueType.FLOAT,
         "A rank whose own work takes more than so many times what its peers' takes is reported as slow by "
         "a log line, an event and a metric; nothing is done about it.",
-        default=1.5,
+        default=_USUAL.slow_factor,
         metavar="F",
         env=False,
     ),
@@ -142,7 +146,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         ValueType.DURATION,
         "How long stacks and logs of a hung group may take to gather before it is ended. They are waited for no longer "
         "than they take.",
-        default="3s",
+        default=setting_text(_USUAL.evidence_s),
         metavar="TIME",
         env=False,
     ),
@@ -150,7 +154,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         ("--on-hang",),
         ValueType.TEXT,
         "What is done about a hung group: restart it, or only report it (a log line, an event, the evidence).",
-        default="restart",
+        default=_USUAL.on_hang,
         choices=("restart", "report"),
         metavar="WHAT",
         env=False,
@@ -160,7 +164,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         ValueType.DURATION,
         "A script that elasticd.init() or an earlier round has shown to train may be quiet for so long before it makes "
         "its optimizer: imports, loading, init_process_group.",
-        default="10m",
+        default=setting_text(_USUAL.startup_ceiling_s),
         metavar="TIME",
         env=False,
     ),
@@ -168,7 +172,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         ("--first-step-ceiling",),
         ValueType.DURATION,
         "Such a script may be quiet for so long before its first step: a compile, a first epoch's data.",
-        default="30m",
+        default=setting_text(_USUAL.first_step_ceiling_s),
         metavar="TIME",
         env=False,
     ),
@@ -177,7 +181,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         ValueType.DURATION,
         "A group may be quiet for so long while there is nothing to learn from: after its first steps, and in its "
         "first evaluation and its first checkpoint.",
-        default="30m",
+        default=setting_text(_USUAL.progress_ceiling_s),
         metavar="TIME",
         env=False,
     ),

@@ -1,8 +1,6 @@
-"""A job file: what `elasticd run` is told on its command line, written down for daemons.
+"""Job files: the options of `elasticd run` for a job that is submitted to the agents.
 
-It exists so that a job can be handed in, kept in the store and started on any node. Its keys are the flags of
-`elasticd run`, under their names, and are judged by that command's own checks, so that the two never disagree. It looks
-at no disk; the node that runs the job does (limits.py, preflight.py).
+It does not look at the disk; the node that runs the job does (limits.py, preflight.py).
 """
 
 from __future__ import annotations
@@ -20,18 +18,19 @@ import msgspec
 from msgspec import Meta
 
 from elasticd.errors import UsageError
-from elasticd_agent.config import run_options as arguments
 from elasticd_agent.config.decode import ConfigError, decode
 from elasticd_agent.config.documents import MAX_JOB_FILE_BYTES, FileFormat, parse
 from elasticd_agent.config.inherited_env import SET_BY_ELASTICD, job_environment
 from elasticd_agent.config.quantities import Seconds, encode_quantity, parse_count_range
-from elasticd_agent.model.job import AgentSettings, JobSpec, Policy, Rendezvous, Streams
+from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, policy_with, preloaded_modules
+from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy, Rendezvous, Streams, check_identifier
 from elasticd_agent.model.job_dir import JobFiles
+from elasticd_agent.model.phrases import count
 from elasticd_agent.system.devices import visible_gpus
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One job as it was written down. What is None was not given: the flag's own default counts."""
+    """One job as written. None: not given, so the default of the flag counts."""
 
     id: str | None = None
     command: Annotated[tuple[str, ...], Meta(examples=['["train.py", "--epochs", "3"]'])]
@@ -87,40 +86,6 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return parse_count_range(self.workers)
 
 
-FLAGS = (
-    "role",
-    "max_restarts",
-    "max_restarts_per_hour",
-    "grow",
-    "replace_timeout",
-    "hold_timeout",
-    "hang_floor",
-    "hang_factor",
-    "stopped_after",
-    "slow_ceiling",
-    "slow_factor",
-    "evidence_timeout",
-    "on_hang",
-    "startup_ceiling",
-    "first_step_ceiling",
-    "progress_ceiling",
-)
-"""Keys that are flags of `elasticd run` with a value of their own."""
-SWITCHES = ("module", "no_python", "virtual_local_rank")
-RENDEZVOUS_KEYS = (
-    "join_timeout",
-    "last_call_timeout",
-    "lease",
-    "renewal",
-    "store_timeout",
-    "seen_timeout",
-    "adopt_timeout",
-    "store_away",
-    "grow_debounce",
-    "node_cooloff",
-)
-"""Keys that are --rdzv-conf's."""
-
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _LOGS_BY_DAEMON = "the daemon keeps every worker's output; elasticd logs JOB --rank K shows it"
 _RENDEZVOUS_BY_DAEMON = "the daemons know where their nodes meet"
@@ -159,7 +124,7 @@ JOB_KEY_HINTS: Mapping[str, str] = {
     "environment": "write env",
     "name": "write id",
 }
-"""What `elasticd run` is told and a job file is not, and other words people try; why, or what to write."""
+"""Flags of `elasticd run` that are no keys, and other likely words: the reason, or what to write instead."""
 
 
 def read_job(data: bytes, kind: FileFormat, where: str) -> JobFile:
@@ -185,13 +150,13 @@ def to_json(job: JobFile) -> str:
 
 
 def decode_job(table: Mapping[str, Any]) -> JobFile:
-    """Raises KeyWrong."""
+    """Raises ConfigError."""
     job = decode(table, JobFile, {JobFile: JOB_KEY_HINTS})
     check_job(job)
     return job
 
 
-def run_model(
+def runner_model(
     job: JobFile,
     *,
     job_id: str,
@@ -202,85 +167,84 @@ def run_model(
     files: JobFiles,
     devices: tuple[str, ...] | None = None,
     user: str | None = None,
-) -> tuple[JobSpec, Policy, AgentSettings]:
-    """What one node's runner does for this job, as `elasticd run` would have been told.
+) -> RunModel:
+    """What one node's runner does for this job. Raises UsageError.
 
-    `slots` are this node's slots that the job was given. `devices`: what all slots of the node stand for, as
-    CUDA_VISIBLE_DEVICES spells them; () where slots are not GPUs, None: every GPU there is, as `elasticd run` counts
-    them. `rendezvous` is where and as whom to meet; its numbers of nodes are the job's. `user` is who a job that names
-    none runs as; None: whoever the daemon is. Raises UsageError.
+    `slots`: the slots of this node that the job got. `devices`: the GPU of each slot of the node, as in
+    CUDA_VISIBLE_DEVICES; () where slots are not GPUs, None: every GPU, as `elasticd run` counts them. `rendezvous`: the
+    store; its numbers of nodes are replaced by the job's. `user`: the user of a job that names none, None: the agent's.
     """
     low, high = job.slot_range
     if not low <= len(slots) <= high:
-        raise UsageError(f"workers: {job.workers}, but there are {len(slots)} slot(s) for the job on node {node}")
-    spec, policy, settings = _run(job, f"{low}:{len(slots)}")
+        raise UsageError(f"workers: {job.workers}, but the job has {count(len(slots), 'slot')} on node {node}")
     fewest, most = job.node_range
     if rendezvous.backend == "memory":
         if fewest > 1:
             raise UsageError(f"nodes: {job.nodes}, but a local store is one node's; the job needs store.backend etcd")
         most = 1
-    gpus = visible_gpus(os.environ) if devices is None else devices
-    if _GPUS in job.env:
-        gpus = ()  # it is empty: the job wants none
-    spec = replace(
-        spec,
+    # CUDA_VISIBLE_DEVICES can only be empty in `env`: the job wants no GPU.
+    gpus = () if _GPUS in job.env else visible_gpus(os.environ) if devices is None else devices
+    spec = JobSpec(
+        python=job.python or sys.executable,
+        mode=Mode.EXEC if job.no_python else Mode.MODULE if job.module else Mode.SCRIPT,
+        entrypoint=job.command[0],
+        args=job.command[1:],
+        cwd=job.workdir,
         job_id=job_id,
         run=run,
+        role=job.role or "default",
+        min_workers=low,
+        max_workers=len(slots),
         devices=tuple(gpus[slot] for slot in slots) if max(slots) < len(gpus) else (),
+        checkpoint_dir=job.checkpoint_dir,
+        preload=preloaded_modules(job.preload),
         log_dir=files.logs,
         redirects=dict.fromkeys(range(len(slots)), Streams.BOTH),
+        duplicate_stdout_filters=job.duplicate_stdout_filters,
+        duplicate_stderr_filters=job.duplicate_stderr_filters,
+        virtual_local_rank=job.virtual_local_rank,
         rendezvous=replace(rendezvous, node=node, min_nodes=fewest, max_nodes=most),
         environment=job_environment(os.environ, job.env, job.user or user),
     )
-    settings = replace(settings, event_log=files.events, live=False, runtime_dir=files.runtime)
-    return spec, policy, settings
+    return RunModel(spec, job_policy(job), AgentSettings(files.events, live=False, runtime_dir=files.runtime))
 
 
 def job_policy(job: JobFile) -> Policy:
-    """The rules the job will be run by. Raises UsageError."""
-    return _run(job, "1")[1]
-
-
-def _run(job: JobFile, workers: str) -> tuple[JobSpec, Policy, AgentSettings]:
-    """Through the command line's own checks; what only the command line could misread is put in afterwards."""
-    argv = [f"--{name.replace('_', '-')}" for name in SWITCHES if getattr(job, name)]
-    argv += [f"--{name.replace('_', '-')}={_text(getattr(job, name))}" for name in FLAGS if _given(job, name)]
-    conf = [f"{name}={_text(getattr(job, name))}" for name in RENDEZVOUS_KEYS if _given(job, name)]
-    argv += [f"--rdzv-conf={','.join(conf)}"] if conf else []
-    argv += [f"--preload={','.join(job.preload)}"] if job.preload else []
-    argv += [f"--nproc-per-node={workers}", "script"]
-    python = job.python or sys.executable
-    spec, policy, settings = arguments.parse_run(argv, {"PYTHON_EXEC": python}, job.workdir)
-    spec = replace(
-        spec,
-        entrypoint=job.command[0],
-        args=job.command[1:],
-        checkpoint_dir=job.checkpoint_dir,
-        duplicate_stdout_filters=job.duplicate_stdout_filters,
-        duplicate_stderr_filters=job.duplicate_stderr_filters,
-    )
-    if job.shutdown_timeout is not None:
-        policy = replace(policy, stop_grace_s=float(job.shutdown_timeout))
-    return spec, policy, settings
-
-
-def _given(job: JobFile, name: str) -> bool:
-    return getattr(job, name) is not None
-
-
-def _text(value: object) -> str:
-    return f"{float(value):.9g}" if isinstance(value, float) else str(value)
+    """The rules for the job. Raises UsageError."""
+    given = {field: getattr(job, key, None) for key, field in POLICY_FIELDS.items()}
+    return policy_with({field: value for field, value in given.items() if value is not None})
 
 
 # ---- checks
 
 
 def check_job(job: JobFile) -> None:
-    """Raises KeyWrong for what no node could run."""
+    """Raises ConfigError for a job that no node could run."""
+    _check_texts(job)
+    for key in ("nodes", "workers"):
+        try:
+            parse_count_range(getattr(job, key))
+        except ValueError as error:
+            raise ConfigError(key, str(error)) from None
+    _check_env(job.env)
+    if (size := len(to_json(job).encode())) > MAX_JOB_FILE_BYTES:
+        key = "env" if job.env else "command"
+        raise ConfigError(key, f"makes a job of {size} bytes; at most {MAX_JOB_FILE_BYTES} are kept")
+    if job.hang_factor is not None and math.isnan(job.hang_factor):
+        raise ConfigError("hang_factor", "must be a number")
+    try:
+        job_policy(job)
+        preloaded_modules(job.preload)
+        if job.id is not None:
+            check_identifier("id", job.id)
+    except UsageError as error:
+        raise ConfigError.of(error) from None
+
+
+def _check_texts(job: JobFile) -> None:
     if not job.command or not job.command[0]:
-        raise ConfigError(
-            "command", 'is empty; write the script and its arguments, as in ["train.py", "--epochs", "3"]'
-        )
+        example = '["train.py", "--epochs", "3"]'
+        raise ConfigError("command", f"is empty; write the script and its arguments, as in {example}")
     if job.command[0].startswith("-"):
         raise ConfigError("command", f"begins with {job.command[0]!r}: the script's name comes first")
     for key, text in (("id", job.id), ("python", job.python), ("user", job.user), ("role", job.role)):
@@ -294,58 +258,30 @@ def check_job(job: JobFile) -> None:
         raise ConfigError("python", f"{job.python!r} is neither an absolute path nor a name on PATH; begin it with /")
     if job.module and job.no_python:
         raise ConfigError("no_python", "and module contradict each other: a module needs Python to run it")
-    for key in ("nodes", "workers"):
-        try:
-            parse_count_range(getattr(job, key))
-        except ValueError as error:
-            raise ConfigError(key, str(error)) from None
-    for name in job.env:
+
+
+def _check_env(env: Mapping[str, str]) -> None:
+    for name in env:
         if not name or "=" in name:
             raise ConfigError("env", f"{name!r} cannot be the name of a variable")
         if SET_BY_ELASTICD.fullmatch(name):
             raise ConfigError(f"env.{name}", "is set by elasticd itself, for every worker; leave it out")
-    if job.env.get(_GPUS):
-        raise ConfigError(
-            f"env.{_GPUS}", "is set by the slots that the job gets; leave it out, or empty to hide all GPUs"
-        )
-    if (size := len(to_json(job).encode())) > MAX_JOB_FILE_BYTES:
-        raise ConfigError(
-            "env" if job.env else "command", f"makes a job of {size} bytes; at most {MAX_JOB_FILE_BYTES} are kept"
-        )
-    if job.hang_factor is not None and math.isnan(job.hang_factor):
-        raise ConfigError("hang_factor", "must be a number")
-    try:
-        spec, _, _ = _run(job, f"{job.slot_range[0]}:{job.slot_range[1]}")
-        if job.id is not None:
-            replace(spec, job_id=job.id)
-    except ConfigError:
-        raise
-    except UsageError as error:
-        raise in_keys(str(error)) from None
+    if env.get(_GPUS):
+        raise ConfigError(f"env.{_GPUS}", "is set by the slots of the job; leave it out, or empty to hide all GPUs")
 
 
-_KEYS = {field.encode_name for field in msgspec.structs.fields(JobFile)}
+_SUBJECTS = {
+    "the Python interpreter": "python",
+    "the script": "command",
+    "the program": "command",
+    "-m ": "command",
+    "the working directory": "workdir",
+}
 
 
-def in_keys(sentence: str) -> ConfigError:
-    """A sentence of the command line's, in the words of a job file: its flags are keys here."""
-    said = re.sub(r"--rdzv-conf:? (?=[a-z_]+\b)|\bargument (?=-)| \(PYTHON_EXEC\)", "", sentence)
-    said = re.sub(r"--nproc-per-node", "workers", said)
-    said = re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), said)
-    said = re.sub(r"\b([a-z_]+)_s\b(?= [0-9])", r"\1", said)
-    if said.startswith("job id "):
-        return ConfigError("id", said.removeprefix("job id "))
-    first = re.match(r"([a-z_]+)(?:[:=]\s*|\s+)(.*)", said, re.DOTALL)
-    if first and first[1] in _KEYS:
-        return ConfigError(first[1], first[2])
-    for beginning, key in (
-        ("the Python interpreter", "python"),
-        ("the script", "command"),
-        ("the working directory", "workdir"),
-        ("the program", "command"),
-        ("-m ", "command"),
-    ):
-        if said.startswith(beginning):
-            return ConfigError(key, said)
-    words = re.findall("[a-z_]+", re.sub("'[^']*'", "", said))
-    return ConfigError(next((word for word in words if word in _KEYS - {"user", "env", "id"}), ""), said)
+def in_file_terms(error: UsageError) -> ConfigError:
+    """An error of preflight or of the run, which name flags, with the key of the job file."""
+    text = str(error).replace(" (PYTHON_EXEC)", "").replace("--no-python", "no_python")
+    if flag := re.match(r"--(?:rdzv-conf:? )?([a-z-]+):? ", text):
+        return ConfigError(flag[1].replace("-", "_"), text[flag.end() :])
+    return ConfigError(next((key for start, key in _SUBJECTS.items() if text.startswith(start)), ""), text)

@@ -1,8 +1,8 @@
-"""May this job run here? The allow-lists of [limits] in agent.toml, asked when a job is handed in and where it runs.
+"""The allow-lists of [limits] in agent.toml, checked when a job is submitted and on each node that is about to run it.
 
-It exists so that whoever may hand in jobs need not be trusted with the whole machine. Names are resolved as the kernel
-resolves them, so that neither `..` nor a symbolic link leads out of what is allowed. It says what may be started, not
-what that does then: that is what the users are for (docs/security.md).
+Anybody who may submit jobs need not be trusted with the whole machine. Paths are resolved as the kernel resolves them,
+so that neither `..` nor a symbolic link leads out. What allowed code does then is limited by its user
+(docs/security.md).
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from elasticd_agent.config.agent_settings import Limits
 from elasticd_agent.config.decode import ConfigError
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.model.phrases import listing
 from elasticd_agent.workers.launcher.preload import script_of
-
-if TYPE_CHECKING:
-    from elasticd_agent.config.agent_settings import Limits
 
 _CODE_VARIABLES = re.compile(
     "LD_.*|PYTHON.*|PATH|BASH_ENV|ENV|GCONV_PATH|TORCH.*LIB.*|TMPDIR|HOME"
@@ -31,7 +29,7 @@ _CODE_VARIABLES = re.compile(
 
 
 def refusal(limits: Limits, job: JobFile, user: str | None) -> ConfigError | None:
-    """Why the job may not run here, or None. `user` is who jobs that name none run as, None the daemon's own user."""
+    """Why the job may not run here, or None. `user`: of jobs that name none; None: the agent's own user."""
     for wrong in (_user(limits, job, user), _directories(limits, job), _command(limits, job)):
         if wrong is not None:
             return wrong
@@ -42,7 +40,7 @@ def _user(limits: Limits, job: JobFile, user: str | None) -> ConfigError | None:
     runs_as = job.user or user or _daemon_user()
     if limits.users is None or runs_as in limits.users:
         return None
-    whom = repr(runs_as) if job.user else f"is not given, and {runs_as!r}, who the job would run as,"
+    whom = repr(runs_as) if job.user else f"is not given, and {runs_as!r}, the user of the job,"
     return ConfigError("user", f"{whom} is not one of this node's [limits] users: {listing(limits.users, None)}")
 
 
@@ -63,39 +61,45 @@ def _command(limits: Limits, job: JobFile) -> ConfigError | None:
     if limits.commands is None:
         return None
     allowed = tuple(os.path.realpath(entry) + ("/" if entry.endswith("/") else "") for entry in limits.commands)
-
-    def may(path: str) -> bool:
-        real = os.path.realpath(path)
-        return any(_is_below(real, entry.rstrip("/")) if entry.endswith("/") else real == entry for entry in allowed)
-
     listed = f"this node's [limits] commands: {listing(allowed, None)}"
+
+    def check(key: str, path: str) -> ConfigError | None:
+        real = os.path.realpath(path)
+        if any(_is_below(real, entry.rstrip("/")) if entry.endswith("/") else real == entry for entry in allowed):
+            return None
+        return ConfigError(key, f"{_with_target(Path(path))} is not one of {listed}")
+
+    return (_program(job, check, listed) if job.no_python else _script(job, check, listed)) or _other_code(job)
+
+
+_Check = Callable[[str, str], ConfigError | None]
+
+
+def _program(job: JobFile, check: _Check, listed: str) -> ConfigError | None:
+    name = job.command[0]
+    path = os.path.join(os.path.realpath(job.workdir), name) if "/" in name else shutil.which(name)
+    return check("command", path) if path else ConfigError("command", f"{name!r} is not one of {listed}")
+
+
+def _script(job: JobFile, check: _Check, listed: str) -> ConfigError | None:
     name, workdir = job.command[0], os.path.realpath(job.workdir)
-    if job.no_python:
-        found = name if name.startswith("/") else os.path.join(workdir, name) if "/" in name else shutil.which(name)
-        if found is None or not may(found):
-            return ConfigError(
-                "command", f"{_with_target(Path(found)) if found else repr(name)} is not one of {listed}"
-            )
-    else:
-        script = script_of(job.module, name, Path(workdir))
-        if script is None:
-            return ConfigError("command", f"-m {name} is not below workdir, so it cannot be seen to be one of {listed}")
-        if job.module and not _is_below(os.path.realpath(script), workdir):
-            return ConfigError("command", f"-m {name} leads out of workdir by a link; name the directory it is in")
-        if not may(str(script)):
-            return ConfigError("command", f"{_with_target(script)} is not one of {listed}")
-        if job.python is not None and not _same_program(job.python, sys.executable) and not may(_which(job.python)):
-            return ConfigError("python", f"{_with_target(Path(_which(job.python)))} is not one of {listed}")
+    script = script_of(job.module, name, Path(workdir))
+    if script is None:
+        return ConfigError("command", f"-m {name} is not below workdir, so it cannot be seen to be one of {listed}")
+    if job.module and not _is_below(os.path.realpath(script), workdir):
+        return ConfigError("command", f"-m {name} leads out of workdir by a link; name the directory it is in")
+    error = check("command", str(script))
+    if error is None and job.python is not None and not _same_program(job.python, sys.executable):
+        error = check("python", _which(job.python))
+    return error
+
+
+def _other_code(job: JobFile) -> ConfigError | None:
+    limited = "it cannot be given where commands are limited"
     if job.preload:
-        return ConfigError(
-            "preload", "runs other modules than the command; it cannot be given where commands are limited"
-        )
-    other = next((variable for variable in job.env if _CODE_VARIABLES.fullmatch(variable)), None)
-    if other is not None:
-        return ConfigError(
-            f"env.{other}", "can make a command run other code; it cannot be given where commands are limited"
-        )
-    return None
+        return ConfigError("preload", f"runs other modules than the command; {limited}")
+    name = next((variable for variable in job.env if _CODE_VARIABLES.fullmatch(variable)), None)
+    return ConfigError(f"env.{name}", f"can make a command run other code; {limited}") if name else None
 
 
 def _daemon_user() -> str:

@@ -15,40 +15,40 @@ from elasticd_agent.config.decode import default_toml, meta_of
 from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.env_variables import config_keys
 from elasticd_agent.config.flag import Flag
-from elasticd_agent.config.job_file import RENDEZVOUS_KEYS, JobFile
+from elasticd_agent.config.job_file import JobFile
+from elasticd_agent.config.run_model import POLICY_FIELDS
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
+from elasticd_agent.model.job import Policy
+from elasticd_agent.system.durations import setting_text
 
 JOB_KEY_HELP: Mapping[str, tuple[str, str]] = {
     "id": (
-        "The job's name, unlike that of any other that has not ended. Not given: elasticd submit makes one up; a "
-        "[[job]] in agent.toml needs one.",
+        "The job's name, unique among jobs that have not ended. Not given: elasticd submit generates one; a [[job]] "
+        "in agent.toml needs one.",
         '"llm-7b"',
     ),
-    "command": (
-        "The script and its arguments. A relative script is looked for in workdir.",
-        '["train.py", "--lr=0.1"]',
-    ),
-    "workdir": ("The directory the job runs in, on every node.", '"/home/me/project"'),
+    "command": ("The script and its arguments. A relative script is looked up in workdir.", '["train.py", "--lr=0.1"]'),
+    "workdir": ("The working directory of the job, on every node.", '"/home/me/project"'),
     "module": ("The command is a module's name and its arguments, run as python -m does.", "false"),
     "no_python": ("The command is a program and its arguments, started as it is; not with module.", "false"),
     "python": (
         "The interpreter, an absolute path or a name on the job's PATH: that of any virtual environment that has "
-        "torch; elasticd need not be in it. Not given: the daemon's own.",
+        "torch, with or without elasticd. Not given: the agent's own.",
         '"/home/me/venv/bin/python"',
     ),
     "env": (
-        "Variables of the job's processes, beside those of the daemon that describe the machine. The daemon's own "
+        "Variables of the job's processes, beside those of the agent that describe the machine. The agent's own "
         "ELASTICD_, PYTHON and systemd variables are not passed on.",
         '{ OMP_NUM_THREADS = "4" }',
     ),
-    "user": ("Who the job runs as. Not given: user in the node's agent.toml.", '"me"'),
+    "user": ("The user the job runs as. Not given: user in the node's agent.toml.", '"me"'),
     "nodes": (
-        "How many nodes, N or MIN:MAX: it starts with MIN, takes up to MAX, and goes on while MIN are left.",
+        "Number of nodes, N or MIN:MAX: the job starts with MIN, grows to MAX, and continues while MIN are left.",
         '"2:8"',
     ),
-    "workers": ("How many slots, which are workers, on each node, N or MIN:MAX.", '"1:8"'),
+    "workers": ("Number of slots, one worker each, on each node, N or MIN:MAX.", '"1:8"'),
     "checkpoint_dir": (
-        "Where session.checkpoint() writes, a directory that all nodes of the job share; the workers find it in "
+        "The directory of session.checkpoint(), shared by all nodes of the job; workers find it in "
         "ELASTICD_CHECKPOINT_DIR.",
         '"/checkpoints/llm-7b"',
     ),
@@ -62,27 +62,27 @@ JOB_KEY_HELP: Mapping[str, tuple[str, str]] = {
         '["WARN"]',
     ),
     "shutdown_timeout": (
-        "How long a stopped worker has before SIGKILL. The survivors of a broken group get none: they can only wait "
-        "for the dead.",
-        '"30s"',
+        "Time between SIGTERM and SIGKILL for a stopped worker. The survivors of a broken group get none: they can "
+        "only wait for the dead.",
+        "",
     ),
-    "join_timeout": ("How long MIN nodes may take to come together before the job is given up.", '"10m"'),
-    "last_call_timeout": ("How long, once MIN nodes are there, the job waits for more before it begins.", '"5s"'),
-    "lease": ("A node is lost to the job when it has not renewed its lease for so long.", '"3s"'),
-    "renewal": ("How often it renews it.", '"1s"'),
-    "store_timeout": ("How long the store may take to answer one request.", '"900ms"'),
-    "seen_timeout": ("A node that has not seen a new round for so long is looked at again.", '"1s"'),
-    "adopt_timeout": ("How long a node without a lease counts as there while its workers train.", '"60s"'),
-    "store_away": ("How long the job goes on while the store does not answer.", '"5m"'),
-    "grow_debounce": ("Newcomers within this time are taken in together.", '"1s"'),
-    "node_cooloff": ("How long a node that was lost again waits before it is taken in; it doubles each time.", '"5s"'),
+    "join_timeout": ("How long the job waits for MIN nodes before it fails.", ""),
+    "last_call_timeout": ("How long the job waits for more nodes once MIN have joined.", ""),
+    "lease": ("A node counts as lost when it has not renewed its lease for this long.", ""),
+    "renewal": ("Interval between two renewals of the lease.", ""),
+    "store_timeout": ("Time limit of one request to the store.", ""),
+    "seen_timeout": ("A node that has not acknowledged a new round for this long is checked again.", ""),
+    "adopt_timeout": ("How long a node without a lease stays a member while its workers train.", ""),
+    "store_away": ("How long the job continues while the store is unavailable.", ""),
+    "grow_debounce": ("Nodes that join within this time enter the same round.", ""),
+    "node_cooloff": ("How long a node that was lost repeatedly waits before it may rejoin; it doubles each time.", ""),
 }
-"""What a key does, and an example or the default; of keys that are not flags by themselves."""
+"""The help and an example of the keys that are no flags; "" where the default of Policy is the example."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyDoc:
-    """One key. `example` is what a file could say; `default` "" where leaving it out means something else."""
+    """One key. `example`: a possible value; `default`: "" where there is none."""
 
     key: str
     help: str
@@ -103,22 +103,16 @@ def agent_keys() -> Iterator[KeyDoc]:
 def job_keys() -> Iterator[KeyDoc]:
     flags = {flag.dest: flag for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS)}
     for field in msgspec.structs.fields(JobFile):
-        name = field.encode_name
-        default = default_toml(field)
+        name, default = field.encode_name, default_toml(field)
         if name in JOB_KEY_HELP:
-            says, example = JOB_KEY_HELP[name]
-            if name in (*RENDEZVOUS_KEYS, "shutdown_timeout"):
-                default = example
-            yield KeyDoc(name, says, "" if default in ("[]", "{}") else default, example)
+            text, example = JOB_KEY_HELP[name]
+            if not example:
+                default = example = f'"{setting_text(getattr(Policy(), POLICY_FIELDS[name]))}"'
+            yield KeyDoc(name, text, "" if default in ("[]", "{}") else default, example)
         else:
             flag = flags[name]
-            yield KeyDoc(
-                name, _flags_to_keys(f"{flag.help} {flag.default_reason or ''}".strip()), _default(flag), _example(flag)
-            )
-
-
-def _flags_to_keys(text: str) -> str:
-    return re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), text)
+            text = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), flag.help)
+            yield KeyDoc(name, f"{text} {flag.default_reason or ''}".strip(), _default(flag), _example(flag))
 
 
 def _default(flag: Flag) -> str:
@@ -135,12 +129,12 @@ def _example(flag: Flag) -> str:
 
 
 def template(which: Literal["agent", "job"]) -> str:
-    """A file with every key in it, commented out but for those that must be there."""
+    """A file with every key in it, commented out except the required ones."""
     return "".join(_agent_template() if which == "agent" else _job_template())
 
 
 def _agent_template() -> Iterator[str]:
-    yield "# agent.toml, for `elasticd agent --config FILE`. Every key may be left out; docs/agent.md says more.\n"
+    yield "# agent.toml, for `elasticd agent --config FILE`. Every key is optional; see docs/agent.md.\n"
     yield "# Values shown are the defaults, or an example where there is none.\n"
     table = ""
     for row in agent_keys():
@@ -149,13 +143,13 @@ def _agent_template() -> Iterator[str]:
             table = outer
             yield f"\n[{outer}]\n"
         yield f"\n{_comment(row.help)}#{name} = {row.example}\n"
-    yield "\n# Jobs that this node hands in by itself; docs/jobs.md has the keys.\n#[[job]]\n"
+    yield "\n# Jobs that this node submits by itself; docs/jobs.md has the keys.\n#[[job]]\n"
     for name in ("id", "command", "workdir"):
         yield f"#{name} = {JOB_KEY_HELP[name][1]}\n"
 
 
 def _job_template() -> Iterator[str]:
-    yield "# A job file, for `elasticd submit FILE`. command and workdir must be there; docs/jobs.md says more.\n"
+    yield "# A job file, for `elasticd submit FILE`. command and workdir are required; see docs/jobs.md.\n"
     yield "# Values shown are the defaults, or an example where there is none.\n"
     for row in job_keys():
         mark = "" if row.key in ("command", "workdir") else "#"

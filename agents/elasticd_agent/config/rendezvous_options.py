@@ -91,7 +91,10 @@ def read_rendezvous(parsed: Namespace, environ: Mapping[str, str], cwd: Path) ->
         # It tells two runs of a job apart and must be the same on all nodes, too: Slurm counts its requeues.
         run = parsed.run if parsed.run is not None else environ.get("SLURM_RESTART_COUNT") or "0"
     _check_keys_of_backend(conf, backend)
-    endpoints, secure = _endpoints(parsed.rdzv_endpoint, backend)
+    try:
+        endpoints, secure = parse_endpoints(parsed.rdzv_endpoint, backend)
+    except UsageError as error:
+        raise UsageError(f"--rdzv-endpoint {error}") from None
     user, password = _credentials(conf, environ, cwd) if backend == "etcd" else (None, None)
     return RendezvousOptions(
         Rendezvous(
@@ -162,28 +165,28 @@ def _backend(parsed: Namespace, high: int) -> Literal["memory", "c10d", "etcd"]:
 # ---- where
 
 
-def _endpoints(text: str, backend: str) -> tuple[tuple[tuple[str, int], ...], bool | None]:
+def parse_endpoints(text: str, backend: str) -> tuple[tuple[tuple[str, int], ...], bool | None]:
     """The addresses, and whether they want TLS: None where no scheme says so."""
     items = [item.strip() for item in text.split(",")]
     if backend == "c10d" and len(items) > 1:
-        raise UsageError(f"--rdzv-endpoint {text!r}: c10d has one host; several endpoints are etcd's")
+        raise UsageError(f"{text!r}: c10d has one host; several endpoints are etcd's")
     schemes, found = set(), []
     for item in items:
         scheme, mark, rest = item.rpartition("://")
         if mark and (backend == "c10d" or scheme.lower() not in ("http", "https")):
             known = "nothing goes before the host" if backend == "c10d" else "http:// or https:// is"
-            raise UsageError(f"--rdzv-endpoint {item!r}: {scheme}:// is not understood for {backend}; {known}")
+            raise UsageError(f"{item!r}: {scheme}:// is not understood for {backend}; {known}")
         schemes.add(scheme.lower())
         found.append(_endpoint(rest.removesuffix("/") if mark else rest, item, DEFAULT_PORTS[backend]))
     if len(schemes) > 1:
-        raise UsageError(f"--rdzv-endpoint {text!r}: write https:// before all of them, or before none")
+        raise UsageError(f"{text!r}: write https:// before all of them, or before none")
     return tuple(dict.fromkeys(found)), {"": None, "http": False, "https": True}[schemes.pop()]
 
 
 def _endpoint(text: str, item: str, default_port: int) -> tuple[str, int]:
-    wrong = f"--rdzv-endpoint {item!r}"
+    wrong = repr(item)
     if "@" in text:
-        raise UsageError("--rdzv-endpoint holds a user name: give --rdzv-conf user=NAME,password_file=FILE instead")
+        raise UsageError("holds a user name: give --rdzv-conf user=NAME,password_file=FILE instead")
     if not text.startswith("[") and text.count(":") > 1:
         raise UsageError(f"{wrong}: an IPv6 address goes into brackets, as in [2001:db8::1]:{default_port}")
     parts = re.fullmatch(r"(\[[^]]*\]|[^:\[\]]*)(?::(.*))?", text, re.DOTALL)
@@ -259,23 +262,12 @@ def _policy_fields(conf: Mapping[str, str], parsed: Namespace) -> dict[str, floa
         given = getattr(parsed, field.removesuffix("_s"))
         if given is not None:
             take(field, given, f"--{field.removesuffix('_s').replace('_', '-')} {given:g}")
-    usual = Policy()
     if "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf:
         attempts = conf.get("keep_alive_max_attempt", str(KEEP_ALIVE_ATTEMPTS))
         if not re.fullmatch("[0-9]{1,6}", attempts) or int(attempts) < 1:
             raise UsageError(f"--rdzv-conf: keep_alive_max_attempt={attempts} must be a whole number, at least 1")
-        lease = int(attempts) * numbers.setdefault("renewal_s", usual.renewal_s)
+        lease = int(attempts) * numbers.setdefault("renewal_s", Policy().renewal_s)
         take("lease_s", lease, f"keep_alive_interval × keep_alive_max_attempt = {lease:g}")
-    lease = numbers.setdefault("lease_s", usual.lease_s)
-    seen = numbers.setdefault("seen_timeout_s", usual.seen_timeout_s)
-    # The defaults' own proportions, so that Policy's rules hold where only one of the times was given.
-    renewal = numbers.setdefault("renewal_s", lease * usual.renewal_s / usual.lease_s)
-    store = [usual.store_timeout_s, lease * usual.store_timeout_s / usual.lease_s, seen * usual.store_timeout_s]
-    if lease > renewal:
-        store.append((lease - renewal) * usual.store_timeout_s / (usual.lease_s - usual.renewal_s))
-    numbers.setdefault("store_timeout_s", min(store))
-    join = numbers.setdefault("join_timeout_s", usual.join_timeout_s)
-    numbers.setdefault("last_call_s", min(usual.last_call_s, join / 2))
     return numbers
 
 

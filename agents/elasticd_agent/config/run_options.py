@@ -21,12 +21,11 @@ from elasticd_agent.config import rendezvous_options as rendezvous
 from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.flag import Flag, Treatment, ValueType
 from elasticd_agent.config.rendezvous_options import RendezvousOptions
+from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, policy_with, preloaded_modules
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
-from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy, Streams
+from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Streams
 from elasticd_agent.system.devices import cpu_count, visible_gpus
 from elasticd_agent.system.durations import parse_duration
-
-ParsedRun = tuple[JobSpec, Policy, AgentSettings]
 
 _HEAD = """\
 usage: elasticd run [options] SCRIPT [script's arguments]
@@ -78,7 +77,7 @@ def build_parser(environ: Mapping[str, str]) -> RunParser:
     return parser
 
 
-def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> ParsedRun:
+def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> RunModel:
     """What `elasticd run argv…` asks for. Raises UsageError; --help prints and raises SystemExit(0)."""
     parsed, unknown = build_parser(environ).parse_known_args(list(argv))
     if unknown:
@@ -88,21 +87,16 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Par
             raise UsageError(f"{flag.spellings[-1]} is not supported: {flag.help}")
     meeting = rendezvous.read_rendezvous(parsed, environ, cwd)
     shutdown = _shutdown_timeout(parsed, environ)
-    policy = Policy(
-        max_restarts=parsed.max_restarts,
-        max_restarts_per_hour=parsed.max_restarts_per_hour,
-        stop_grace_s=float(shutdown),
-        grow=parsed.grow,
-        **_hang_fields(parsed),
-        **meeting.policy_fields,
-    )
+    given = {field: getattr(parsed, option, None) for option, field in POLICY_FIELDS.items()}
+    given |= {"stop_grace_s": float(shutdown), **meeting.policy_fields}
+    policy = policy_with({field: value for field, value in given.items() if value is not None})
     settings = AgentSettings(
         event_log=_path(parsed.event_log, cwd),
         metrics_port=parsed.metrics_port,
         metrics_addr=parsed.metrics_addr,
         live=not parsed.no_live,
     )
-    return _job_spec(parsed, meeting, environ, cwd), policy, settings
+    return RunModel(_job_spec(parsed, meeting, environ, cwd), policy, settings)
 
 
 def help_text() -> str:
@@ -300,27 +294,10 @@ def _ranks(text: str) -> frozenset[int] | None:
 
 
 def _modules(given: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    names = [name.strip() for group in given for name in group]
-    for name in names:
-        if not all(part.isidentifier() for part in name.split(".")):
-            raise UsageError(f"--preload {name!r} is not a module's name as in pkg.module")
-    return tuple(dict.fromkeys(names))
-
-
-def _hang_fields(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Policy's fields on hangs."""
-    return {
-        "hang_floor_s": parsed.hang_floor,
-        "hang_factor": parsed.hang_factor,
-        "stopped_after_s": parsed.stopped_after,
-        "slow_ceiling_s": parsed.slow_ceiling,
-        "slow_factor": parsed.slow_factor,
-        "evidence_s": parsed.evidence_timeout,
-        "on_hang": parsed.on_hang,
-        "startup_ceiling_s": parsed.startup_ceiling,
-        "first_step_ceiling_s": parsed.first_step_ceiling,
-        "progress_ceiling_s": parsed.progress_ceiling,
-    }
+    try:
+        return preloaded_modules(name for group in given for name in group)
+    except UsageError as error:
+        raise UsageError(f"--{error}") from None
 
 
 def _shutdown_timeout(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:

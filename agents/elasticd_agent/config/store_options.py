@@ -1,39 +1,27 @@
-"""Where this daemon and its runners find their store, as whom they come, and by which times they deal with it.
-
-It exists so that agent.toml's [store] means what `elasticd run` means by --rdzv-endpoint and --rdzv-conf: it goes
-through that command's own checks. It opens no connection; of the disk it reads the password's file.
-"""
+"""agent.toml's [store] and times as the values of `elasticd run`: a Rendezvous and a Policy."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from elasticd.errors import UsageError
-from elasticd_agent.config import run_options as arguments
+from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.config.decode import ConfigError
-from elasticd_agent.config.job_file import in_keys
+from elasticd_agent.config.rendezvous_options import parse_endpoints
+from elasticd_agent.config.run_model import policy_with
 from elasticd_agent.model.job import Policy, Rendezvous, Tls
 from elasticd_agent.system.files import read_secret
 
-if TYPE_CHECKING:
-    from elasticd_agent.config.agent_settings import NodeSettings
-
 
 def store_policy(settings: NodeSettings) -> Policy:
-    """The numbers by which this daemon deals with the store. Raises KeyWrong."""
-    lease, renewal, adopt = settings.lease_s, settings.renewal_s, settings.adopt_timeout_s
-    conf = f"--rdzv-conf=lease={lease:.9g},renewal={renewal:.9g},adopt_timeout={adopt:.9g}"
+    """The times by which this agent uses the store. Raises ConfigError."""
+    times = {"lease_s": settings.lease_s, "renewal_s": settings.renewal_s, "adopt_timeout_s": settings.adopt_timeout_s}
     try:
-        return arguments.parse_run([conf, "script"], {}, Path("/"))[1]
+        return policy_with({field: float(value) for field, value in times.items()})
     except UsageError as error:
-        raise in_keys(str(error)) from None
+        raise ConfigError.of(error) from None
 
 
 def store_rendezvous(settings: NodeSettings) -> Rendezvous:
-    """Where this daemon and its runners find their store, the password included. Raises KeyWrong."""
+    """The store of this agent and its runners, with the password. Raises ConfigError."""
     store = settings.store
     if store.backend == "local":
         return Rendezvous(node=settings.node, local_addr=settings.local_addr)
@@ -42,24 +30,26 @@ def store_rendezvous(settings: NodeSettings) -> Rendezvous:
             raise ConfigError("store.endpoints", f"{endpoint!r} is not HOST:PORT; write one in each pair of quotes")
         if "@" in endpoint:
             raise ConfigError("store.endpoints", "hold a user; write user and password_file instead")
-    endpoint = f"--rdzv-endpoint={','.join(store.endpoints)}"
     try:
-        spec, _, _ = arguments.parse_run(["--rdzv-backend=etcd", endpoint, "--rdzv-id=x", "script"], {}, Path("/"))
+        endpoints, secure = parse_endpoints(",".join(store.endpoints), "etcd")
     except UsageError as error:
-        raise ConfigError("store.endpoints", re.sub("^--rdzv-endpoint:? ?", "", str(error))) from None
-    found = spec.rendezvous
+        raise ConfigError("store.endpoints", str(error)) from None
     files = {"ca": store.ca, "cert": store.cert, "key": store.key}
     named = [f"store.{key}" for key, path in files.items() if path]
-    plain = any(endpoint.startswith("http://") for endpoint in store.endpoints)
-    if named and plain:
+    if named and any(endpoint.startswith("http://") for endpoint in store.endpoints):
         raise ConfigError(named[0], "is for TLS, but store.endpoints say http://; write https://")
-    tls = Tls(store.ca, store.cert, store.key) if named else found.tls
     password = None
     if store.password_file is not None:
         try:
             password = read_secret(store.password_file, "")
         except UsageError as error:
             raise ConfigError("store.password_file", str(error).removeprefix(": ")) from None
-    return replace(
-        found, tls=tls, user=store.user, password=password, node=settings.node, local_addr=settings.local_addr
+    return Rendezvous(
+        backend="etcd",
+        endpoints=endpoints,
+        tls=Tls(**files) if named or secure else None,
+        user=store.user,
+        password=password,
+        node=settings.node,
+        local_addr=settings.local_addr,
     )

@@ -12,9 +12,9 @@ import pwd
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elasticd.errors import UsageError
+from elasticd_agent.config.agent_settings import HealthSettings, HttpSettings, NodeSettings, StoreSettings
 from elasticd_agent.config.decode import ConfigError
 from elasticd_agent.config.job_file import JobFile, check_job, job_policy
 from elasticd_agent.config.limits import refusal
@@ -25,9 +25,6 @@ from elasticd_agent.system.devices import cpu_count, visible_gpus
 from elasticd_agent.system.durations import setting_text
 from elasticd_agent.system.files import find_problem
 from elasticd_agent.system.http_auth import PeerCredentialAuth, read_token
-
-if TYPE_CHECKING:
-    from elasticd_agent.config.agent_settings import HealthSettings, HttpSettings, NodeSettings, StoreSettings
 
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path, by the kernel's sockaddr_un."""

@@ -191,16 +191,16 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.max_restarts is not None and self.max_restarts < 0:
-            raise UsageError(f"--max-restarts {self.max_restarts}: restarts cannot be negative; 0 means none")
+            raise UsageError(f"max_restarts {self.max_restarts}: restarts cannot be negative; 0 means none")
         for name, least in (("max_restarts_per_hour", 1), ("no_progress_limit", 1), ("slot_strikes", 1)):
             if getattr(self, name) < least:
-                raise UsageError(f"{name} {getattr(self, name)} must be at least {least}")
+                raise UsageError(f"{option_name(name)} {getattr(self, name)} must be at least {least}")
         for name in ("startup_ceiling_s", "first_step_ceiling_s", "progress_ceiling_s", "slot_cooloff_s"):
             if not getattr(self, name) > 0:
-                raise UsageError(f"{name} {getattr(self, name)} must be more than 0 seconds")
+                raise UsageError(f"{option_name(name)} {getattr(self, name)} must be more than 0 seconds")
         for name in ("stop_grace_s", "user_error_wait_s"):
             if not getattr(self, name) >= 0:
-                raise UsageError(f"{name} {getattr(self, name)} cannot be negative")
+                raise UsageError(f"{option_name(name)} {getattr(self, name)} cannot be negative")
         if not self.backoff_s or self.backoff_s[0] < 0 or list(self.backoff_s) != sorted(self.backoff_s):
             raise UsageError(f"backoff_s {self.backoff_s} must be a growing list of seconds, not empty, not negative")
         if self.slot_strikes > self.no_progress_limit:
@@ -211,17 +211,17 @@ class Policy:
         if self.startup_ceiling_s <= self.user_error_wait_s:
             short = self.user_error_wait_s - self.startup_ceiling_s
             raise UsageError(
-                f"startup_ceiling_s {self.startup_ceiling_s:g} s must exceed user_error_wait_s "
+                f"startup_ceiling {self.startup_ceiling_s:g} s must exceed user_error_wait "
                 f"{self.user_error_wait_s:g} s, a part of it; raise it by more than {short:g} s"
             )
         for name in _RENDEZVOUS_TIMES:
             value = getattr(self, name)
             if name in _ZERO_ALLOWED and not value >= 0:
-                raise UsageError(f"{_option_name(name)} {value:g} s cannot be negative")
+                raise UsageError(f"{option_name(name)} {value:g} s cannot be negative")
             if name not in _ZERO_ALLOWED and not value > 0:
-                raise UsageError(f"{_option_name(name)} {value:g} s must be more than 0 seconds")
+                raise UsageError(f"{option_name(name)} {value:g} s must be more than 0 seconds")
             if value > MAX_WAIT_S:
-                raise UsageError(f"{_option_name(name)} {value:g} s is longer than a year")
+                raise UsageError(f"{option_name(name)} {value:g} s is longer than a year")
         self._check_times()
         self._check_hang_times()
 
@@ -236,7 +236,7 @@ class Policy:
         for name, terms, note, so_that in _TIMES_THAT_FIT:
             least = sum(factor * getattr(self, term) for factor, term in terms)
             words = (
-                f"{'' if factor == 1 else f'{factor} × '}{_option_name(term)} {getattr(self, term):g} s"
+                f"{'' if factor == 1 else f'{factor} × '}{option_name(term)} {getattr(self, term):g} s"
                 for factor, term in terms
             )
             self._require_exceeds(name, least, " + ".join(words) + note, so_that)
@@ -249,7 +249,7 @@ class Policy:
             value = getattr(self, name)
             if value is not None and not TWO_OBSERVATIONS_S <= value <= MAX_WAIT_S:
                 raise UsageError(
-                    f"{_option_name(name)} {value:g} s must be at least {TWO_OBSERVATIONS_S:g} s, "
+                    f"{option_name(name)} {value:g} s must be at least {TWO_OBSERVATIONS_S:g} s, "
                     f"two looks at the workers, and at most a year"
                 )
         for name in ("hang_factor", "slow_factor"):
@@ -276,7 +276,7 @@ class Policy:
         value = getattr(self, name)
         if not value > least:
             raise UsageError(
-                f"{_option_name(name)} {value:g} s must exceed {sum_of}, so that {so_that}; "
+                f"{option_name(name)} {value:g} s must exceed {sum_of}, so that {so_that}; "
                 f"raise it by more than {least - value:.6g} s"
             )
 
@@ -340,9 +340,10 @@ _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] =
 """(time, the terms of the sum that it must exceed, a note, so that ...)."""
 
 
-def _option_name(name: str) -> str:
-    """Its name in --rdzv-conf, or the flag."""
-    return {"last_call_s": "last_call_timeout"}.get(name, name.removesuffix("_s"))
+def option_name(name: str) -> str:
+    """How flags and keys call this field of Policy; all of Policy's errors begin with it."""
+    names = {"last_call_s": "last_call_timeout", "evidence_s": "evidence_timeout", "stop_grace_s": "shutdown_timeout"}
+    return names.get(name, name.removesuffix("_s"))
 
 
 def _check_port(what: str, port: int, *, lowest: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.agent_settings import load
+from elasticd_agent.config.load import load
 from elasticd_agent.config.store_options import store_rendezvous
 from tests.deploy.k8s.machine import AgentPod, Machine
 from tests.deploy.k8s.manifests import DAEMONS, overlay

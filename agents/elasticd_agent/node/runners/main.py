@@ -113,7 +113,7 @@ def _print(sentence: str) -> None:
 def _run(
     runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], history: RoundHistory
 ) -> int:
-    spec, policy, settings = jobfile.run_model(
+    spec, policy, settings = jobfile.runner_model(
         jobfile.from_json(runner_spec.job_file),
         job_id=runner_spec.job,
         run=str(runner_spec.number),
@@ -129,7 +129,7 @@ def _run(
     try:
         preflight.check(spec, settings, spec.base_environment(os.environ))
     except UsageError as error:
-        raise jobfile.in_keys(str(error)) from None
+        raise jobfile.in_file_terms(error) from None
     context = RunContext(
         reporting=lambda *args: RunnerReporting(*args, runner_spec=runner_spec, history=history),
         kept_fds=locks,
@@ -143,7 +143,7 @@ def _run(
         return run_job(spec, policy, settings, context)
     except UsageError as error:
         if str(error).startswith("--"):  # about a flag, which is a key in a job file
-            raise jobfile.in_keys(str(error)) from None
+            raise jobfile.in_file_terms(error) from None
         raise
 
 
