@@ -46,9 +46,7 @@ WHO = 'import os; open(os.path.join(os.environ["WORK"], "who"), "a").write(os.en
 
 
 @pytest.mark.parametrize("forks", [1, 3])
-def test_where_no_more_processes_fit_the_script_runs_as_the_workers_and_as_nobody_else(
-    job: StartJob, tmp_path: Path, forks: int
-) -> None:
+def test_process_limit_at_fork(job: StartJob, tmp_path: Path, forks: int) -> None:
     """The first fork asks about CUDA, the second is the intermediate, which then forks the store and the workers."""
     (tmp_path / "few.py").write_text(CANNOT_FORK)
     script = tmp_path / "elsewhere" / "who.py"  # what lies beside a script cannot be preloaded

@@ -63,18 +63,21 @@ def somebody_else() -> Iterator[int]:
 # ---- the store
 
 
-def test_nobody_listens_there(job: StartJob) -> None:
+def test_endpoint_without_a_listener(job: StartJob) -> None:
+    """Nobody listens there."""
     both = [start_node(job, "127.0.0.1:1"), start_node(job, "127.0.0.1:1", "is_host=0", backend="c10d")]
     for agent in both:
         refused(agent, r"no answer from the store within \d s", r"127\.0\.0\.1:1 ")
 
 
-def test_a_name_nobody_has(job: StartJob) -> None:
+def test_unknown_host_name(job: StartJob) -> None:
+    """A name nobody has."""
     flags = ["--nnodes", "1:2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "nowhere.invalid", "--rdzv-id", "job"]
     refused(job("tells.py", COLD, flags=flags, workers="1"), r"nowhere\.invalid")
 
 
-def test_something_else_listens_there(job: StartJob) -> None:
+def test_endpoint_of_another_service(job: StartJob) -> None:
+    """Something else listens there."""
     with somebody_else() as port:
         refused(start_node(job, f"127.0.0.1:{port}"), f"127.0.0.1:{port} is not an etcd v3 server")
 
@@ -125,7 +128,8 @@ def test_another_jobs_id(nodes: StartNodes) -> None:
     assert len(a.events("round_published")) == 1
 
 
-def test_an_ended_jobs_id_is_told_how_it_ended_and_another_run_begins_anew(nodes: StartNodes) -> None:
+def test_id_of_an_ended_job(nodes: StartNodes) -> None:
+    """An ended jobs id is told how it ended and another run begins anew."""
     one = nodes("1:2")
     a = one.agent("a", "tells.py")
     a.file("told-0")
@@ -152,7 +156,8 @@ def test_two_agents_with_the_same_node_id(nodes: StartNodes) -> None:
     assert len(a.events("round_published")) == 1
 
 
-def test_a_checkpoint_directory_that_is_not_shared_is_said_once_and_loudly(nodes: StartNodes, tmp_path: Path) -> None:
+def test_checkpoint_directory_that_is_not_shared(nodes: StartNodes, tmp_path: Path) -> None:
+    """A checkpoint directory that is not shared is said once and loudly."""
     both = nodes("2")
     agents = [both.agent(n, "tells.py", flags=["--checkpoint-dir", str(tmp_path / f"of-{n}")]) for n in "ab"]
     for agent in agents:
@@ -161,9 +166,8 @@ def test_a_checkpoint_directory_that_is_not_shared_is_said_once_and_loudly(nodes
     assert sum(agent.err.count("THE CHECKPOINT DIRECTORY IS NOT SHARED") for agent in agents) == 1
 
 
-def test_one_that_is_shared_is_not_complained_about_and_one_node_without_is_refused(
-    nodes: StartNodes, tmp_path: Path
-) -> None:
+def test_shared_checkpoint_directory(nodes: StartNodes, tmp_path: Path) -> None:
+    """One that is shared is not complained about and one node without is refused."""
     both = nodes("2:3")
     shared = ["--checkpoint-dir", str(tmp_path / "shared")]
     agents = [both.agent(name, "tells.py", flags=shared) for name in "ab"]

@@ -25,7 +25,8 @@ def losses(run: Job) -> dict[int, float]:
     return {int(step): float(loss) for _, step, loss, _ in lines}
 
 
-def test_an_interrupted_run_equals_the_uninterrupted_one_bit_for_bit(job: StartJob, tmp_path: Path) -> None:
+def test_interrupted_run_is_bit_identical(job: StartJob, tmp_path: Path) -> None:
+    """An interrupted run equals the uninterrupted one bit for bit."""
     whole = job("resume.py", "--steps", "40", flags=["--checkpoint-dir", str(tmp_path / "whole")])
     assert whole.wait() == 0
     faults = [Fault(1, 13, "SIGKILL"), Fault(0, 27, "SIGKILL"), Fault(1, 38, "exit 3")]
@@ -57,7 +58,7 @@ def test_stopped_and_submitted_again_with_fewer_workers(job: StartJob, tmp_path:
     assert {**losses(first), **losses(again)} == pytest.approx(losses(whole), rel=1e-4)
 
 
-def test_a_signal_to_every_process_of_the_job_saves_as_one_to_the_agent_does(job: StartJob, tmp_path: Path) -> None:
+def test_signal_to_every_process_saves(job: StartJob, tmp_path: Path) -> None:
     """As Slurm does without cgroups, LSF, and systemd in a scope; a node of its own in c10d has one process more."""
     meet = ["--nnodes", "1:2", "--rdzv-id", "mine", "--rdzv-conf", "last_call_timeout=0,is_host=1"]
     meet += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}", "--local-addr", "127.0.0.1"]
@@ -94,7 +95,8 @@ def unfinished(directory: Path) -> set[str]:
     return {name for name in os.listdir(directory) if not name.startswith("r") and "lock" not in name}
 
 
-def test_damaged_checkpoints_are_passed_over_and_said(job: StartJob, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped(job: StartJob, tmp_path: Path) -> None:
+    """Damaged checkpoints are passed over and said."""
     directory = tmp_path / "checkpoints"
     flags = ["--checkpoint-dir", str(directory)]
     assert job("resume.py", "--steps", "25", *KEPT, flags=flags).wait() == 0
@@ -146,7 +148,8 @@ def on_a_small_disk(directory: Path) -> list[str]:
     return []
 
 
-def test_a_full_disk_and_a_read_only_one_stop_nobody(job: StartJob, tmp_path: Path) -> None:
+def test_full_and_read_only_disk(job: StartJob, tmp_path: Path) -> None:
+    """A full disk and a read only one stop nobody."""
     directory = tmp_path / "disk"
     prefix = on_a_small_disk(directory)
     if not prefix:  # without the right to mount: the library's tests do the same with a limit on file sizes

@@ -20,7 +20,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("source", MISTAKES)
-def test_a_mistake_of_the_script_is_shown_and_not_tried_again(job: StartJob, tmp_path: Path, source: str) -> None:
+def test_user_error_is_not_restarted(job: StartJob, tmp_path: Path, source: str) -> None:
+    """A mistake of the script is shown and not tried again."""
     script = tmp_path / "mistake.py"
     script.write_text(source)
     run = job(script, COLD)
@@ -43,7 +44,8 @@ def test_a_mistake_under_the_warm_launcher(job: StartJob, tmp_path: Path) -> Non
     assert run.event("group_started")["warm"]
 
 
-def test_a_crash_that_repeats_without_progress_is_given_up_after_three_restarts(job: StartJob) -> None:
+def test_crash_without_progress_ends_the_job(job: StartJob) -> None:
+    """A crash that repeats without progress is given up after three restarts."""
     run = job("plain.py", COLD, "sleep", faults=[Fault(1, 0, "exit 3", times=4)])
     assert run.wait() == 1
     reason = run.event("job_ended", outcome="failed", exit_code=1, restarts=3)["reason"]
@@ -64,7 +66,7 @@ def test_max_restarts_is_a_hard_total(job: StartJob, most: int) -> None:
     assert reason == f"{most} of {most} restarts used (--max-restarts): rank 1 was killed by SIGKILL"
 
 
-def test_max_restarts_is_a_hard_total_whatever_progress_was_made(job: StartJob) -> None:
+def test_max_restarts_despite_progress(job: StartJob) -> None:
     run = job("train.py", "9", faults=[Fault(0, 5, "SIGKILL", times=2)], flags=["--max-restarts", "1"])
     assert run.wait() == 1
     assert run.event("job_ended", outcome="failed", restarts=1)

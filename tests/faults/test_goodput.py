@@ -72,7 +72,8 @@ def key(name: str, **labels: str) -> str:
     return name + (str(sorted(labels.items())) if labels else "")
 
 
-def test_what_a_kill_costs_is_what_the_event_log_says(job: StartJob, tmp_path: Path) -> None:
+def test_cost_of_a_kill_in_the_event_log(job: StartJob, tmp_path: Path) -> None:
+    """What a kill costs is what the event log says."""
     scraped = Scraped(*free_ports(1))
     flags = ["--metrics-port", str(scraped.port), "--checkpoint-dir", str(tmp_path / "checkpoints")]
     trains = job(

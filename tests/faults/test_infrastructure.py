@@ -13,7 +13,8 @@ from tests.faults.job import Job, alive, parent_of, until
 
 
 @pytest.mark.system
-def test_the_launchers_processes_die_one_after_the_other_and_the_job_goes_on(job: StartJob) -> None:
+def test_deaths_of_the_launchers_processes(job: StartJob) -> None:
+    """The launchers processes die one after the other and the job goes on."""
     run = job("train.py", "100000")
     run.step(3, round=1)
     the_template_dies(run, 1)

@@ -25,7 +25,8 @@ def test_kill_9_of_the_agent_ends_everything(job: StartJob) -> None:
     run.assert_gone(within=2.0)
 
 
-def test_a_dead_workers_children_are_gone_before_the_next_group_starts(job: StartJob) -> None:
+def test_children_of_a_dead_worker(job: StartJob) -> None:
+    """A dead workers children are gone before the next group starts."""
     run = job("family.py", "20", faults=[Fault(1, 5, "SIGKILL", round=1)])
     started = run.event("group_started", round=2)
     family = run.file("family").split()[:8]
@@ -36,7 +37,8 @@ def test_a_dead_workers_children_are_gone_before_the_next_group_starts(job: Star
     assert len(run.file("family").split()) == 16
 
 
-def test_a_daemon_that_a_successful_script_leaves_behind_is_told_to_end(job: StartJob) -> None:
+def test_daemon_left_by_a_successful_script(job: StartJob) -> None:
+    """A daemon that a successful script leaves behind is told to end."""
     run = job("plain.py", COLD, "daemon")
     assert run.wait() == 0
     assert len(run.file("family").split()) == 2

@@ -28,14 +28,16 @@ def test_a_hundred_megabytes_from_each_worker(job: StartJob, flags: list[str]) -
     (run.work / "out").unlink()
 
 
-def test_what_is_no_text_passes_unchanged(job: StartJob) -> None:
+def test_binary_output(job: StartJob) -> None:
+    """What is no text passes unchanged."""
     run = job("noise.py", COLD, "bytes", workers="1")
     assert run.wait() == 0
     assert (run.work / "out").read_bytes() == b"\xff\xfe not utf-8 \x80\xc3\n\0 nul\x1b[31m\n"
     assert b"\xe9t\xe9\n" in (run.work / "err").read_bytes()
 
 
-def test_what_is_no_text_passes_through_tee(job: StartJob) -> None:
+def test_binary_output_through_tee(job: StartJob) -> None:
+    """What is no text passes through tee."""
     run = job("noise.py", COLD, "bytes", workers="1", flags=["--tee", "3", "--log-dir", "logs"])
     assert run.wait() == 0
     assert b"\xff\xfe not utf-8 \x80\xc3\n" in (run.work / "out").read_bytes()
@@ -56,7 +58,8 @@ def test_paths_of_any_name(job: StartJob, tmp_path: Path, name: str) -> None:
     assert list((work / "logs").rglob("stdout.log")) or list((work / "logs").rglob("*"))
 
 
-def test_a_terminal_that_went_away_stops_nobody(job: StartJob) -> None:
+def test_closed_terminal(job: StartJob) -> None:
+    """A terminal that went away stops nobody."""
     read, write = os.pipe()
     run = job("train.py", "30", stderr=write, faults=[Fault(0, 10, "SIGKILL", round=1)])
     os.close(write)
@@ -65,7 +68,8 @@ def test_a_terminal_that_went_away_stops_nobody(job: StartJob) -> None:
     assert run.event("job_ended", outcome="succeeded", restarts=1)
 
 
-def test_nobody_reading_stderr_stops_nobody(job: StartJob) -> None:
+def test_closed_stderr(job: StartJob) -> None:
+    """Nobody reading stderr stops nobody."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     with open(write, "wb", buffering=0) as full:

@@ -103,7 +103,8 @@ def test_an_environment_beyond_all_measure_is_refused(job: StartJob) -> None:
 
 
 @pytest.mark.system
-def test_the_stores_port_is_the_one_asked_for_in_every_round(job: StartJob) -> None:
+def test_master_port_in_every_round(job: StartJob) -> None:
+    """The stores port is the one asked for in every round."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     run = job("train.py", "10", flags=["--master-port", str(port)], faults=[Fault(0, 5, "SIGKILL", round=1)])

@@ -21,7 +21,7 @@ def ended_by_themselves(run: Job, number: int) -> list[int]:
     return [event["rank"] for event in run.events("worker_exited", round=number, requested=False)]
 
 
-def test_who_ends_last_is_named_if_it_ended_the_others(job: StartJob) -> None:
+def test_root_cause_that_exits_last(job: StartJob) -> None:
     """Before the first step, and after some."""
     faults = [Fault(0, 1, "raise ValueError", round=1), Fault(0, 9, "raise ValueError", round=2)]
     run = job("parting.py", "10", "0.2", faults=faults)
@@ -31,7 +31,8 @@ def test_who_ends_last_is_named_if_it_ended_the_others(job: StartJob) -> None:
         assert run.event("round_published", round=number + 1)["reason"].startswith(AT_FAULT)
 
 
-def test_who_does_not_end_is_not_waited_for(job: StartJob) -> None:
+def test_root_cause_that_does_not_exit(job: StartJob) -> None:
+    """Who does not end is not waited for."""
     run = job("parting.py", "10", "60", faults=[Fault(0, 5, "raise ValueError", round=1)])
     assert run.wait() == 0
     assert ended_by_themselves(run, 1) == [1]
@@ -40,7 +41,8 @@ def test_who_does_not_end_is_not_waited_for(job: StartJob) -> None:
     assert published["mono"] - run.event("worker_exited", round=1, rank=1)["mono"] > 0.9 * ROOT_CAUSE_WAIT_S
 
 
-def test_an_agent_that_could_not_listen_hears_everybody_before_it_blames(job: StartJob) -> None:
+def test_late_agent_reads_all_exits_first(job: StartJob) -> None:
+    """An agent that could not listen hears everybody before it blames."""
     run = job("parting.py", "10", "0", faults=[Fault(0, 5, "raise ValueError", round=1)])
     run.file("parting-1")
     workers = [run.worker(rank) for rank in (0, 1)]
@@ -56,7 +58,7 @@ def test_an_agent_that_could_not_listen_hears_everybody_before_it_blames(job: St
 
 
 @pytest.mark.system
-def test_who_raised_on_another_node_is_named_before_it_ends(nodes: Callable[[str], Nodes]) -> None:
+def test_exception_on_another_node(nodes: Callable[[str], Nodes]) -> None:
     """Nobody waits for its exit handlers."""
     both = nodes("2")
     agents = [both.agent(name, "lingering.py", warm=True) for name in "ab"]

@@ -20,7 +20,8 @@ def ready(run: Job) -> Job:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_one_signal_reaches_the_workers_as_it_is(job: StartJob, signum: signal.Signals) -> None:
+def test_signal_reaches_the_workers(job: StartJob, signum: signal.Signals) -> None:
+    """One signal reaches the workers as it is."""
     run = ready(job("plain.py", COLD, "polite"))
     run.process.send_signal(signum)
     assert run.wait() == 128 + signum
@@ -42,7 +43,8 @@ def test_the_second_signal_does_not_wait(job: StartJob, signum: signal.Signals) 
     assert {event["signal"] for event in run.events("worker_exited")} == {signal.SIGKILL}
 
 
-def test_a_worker_that_ignores_the_signal_is_killed_after_the_shutdown_timeout(job: StartJob) -> None:
+def test_worker_that_ignores_the_signal(job: StartJob) -> None:
+    """A worker that ignores the signal is killed after the shutdown timeout."""
     run = ready(job("plain.py", COLD, "deaf", flags=["--shutdown-timeout", "1"]))
     run.process.terminate()
     asked = run.event("stop_requested")["mono"]
@@ -53,7 +55,8 @@ def test_a_worker_that_ignores_the_signal_is_killed_after_the_shutdown_timeout(j
     assert "did not stop in time" in run.err
 
 
-def test_what_a_stopped_worker_daemonised_ends_with_it(job: StartJob) -> None:
+def test_daemonised_child_of_a_stopped_worker(job: StartJob) -> None:
+    """What a stopped worker daemonised ends with it."""
     run = ready(job("plain.py", COLD, "family"))
     run.process.terminate()
     assert run.wait() == 128 + signal.SIGTERM

@@ -74,7 +74,8 @@ def three(job: StartJob, hosted: Hosted) -> Callable[[], dict[str, Job]]:
     return start
 
 
-def test_a_second_one_at_the_same_port_is_refused(hosted: Hosted) -> None:
+def test_second_server_at_the_port(hosted: Hosted) -> None:
+    """A second one at the same port is refused."""
     done = subprocess.run(
         [sys.executable, "-m", "elasticd_agent", "store", "--port", str(hosted.port)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])},

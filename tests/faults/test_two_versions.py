@@ -32,9 +32,8 @@ def stored(etcd: EtcdServers, key: str) -> dict[str, Any]:
         store.close()
 
 
-def test_one_minor_version_apart_each_plans_what_the_other_one_runs(
-    nodes: StartNodes, etcd: EtcdServers, tmp_path: Path
-) -> None:
+def test_agents_one_minor_version_apart(nodes: StartNodes, etcd: EtcdServers, tmp_path: Path) -> None:
+    """One minor version apart each plans what the other one runs."""
     both = nodes("1:2")
     keys = Keys(both.job)
     newer = {"PYTHONPATH": neighbour(tmp_path / "newer", NEWER)}
@@ -61,9 +60,8 @@ def test_one_minor_version_apart_each_plans_what_the_other_one_runs(
     assert "understood" not in a.err + b.err
 
 
-def test_another_major_version_is_refused_in_one_line_and_overwrites_nothing(
-    nodes: StartNodes, etcd: EtcdServers, tmp_path: Path
-) -> None:
+def test_another_major_version(nodes: StartNodes, etcd: EtcdServers, tmp_path: Path) -> None:
+    """Another major version is refused in one line and overwrites nothing."""
     both = nodes("1:2")
     keys = Keys(both.job)
     a = both.agent("a", "tells.py")

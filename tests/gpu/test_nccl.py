@@ -89,7 +89,7 @@ def test_a_rank_that_does_not_come_is_found_while_nccl_waits_for_it(gpu_job: Sta
 
 
 @pytest.mark.parametrize("hang", [SKIPS, OTHER, SHAPE], ids=lambda hang: hang.what)
-def test_ranks_that_part_are_told_apart_by_the_others(gpu_job: StartGpuJob, device: str, hang: Hang) -> None:
+def test_ranks_that_diverge(gpu_job: StartGpuJob, device: str, hang: Hang) -> None:
     """Three ranks, so that two agree."""
     run = gpu_job([Fault(1, GAP, hang.what, 1)], workers=3)
     assert_hung(run, 1, hang, device)

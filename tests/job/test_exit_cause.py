@@ -52,7 +52,8 @@ def raised(type_: str, message: str = "", bases: tuple[str, ...] = ()) -> Worker
         (ended(-6, ExitReport("exception", "ValueError", "", "")), None, False),
     ],
 )
-def test_whose_fault(exit: WorkerExited, is_mistake: str | None, is_victim: bool) -> None:
+def test_user_error_and_own_failure(exit: WorkerExited, is_mistake: str | None, is_victim: bool) -> None:
+    """Whose fault."""
     assert user_error(exit) == is_mistake
     assert is_secondary(exit) is is_victim
 
@@ -80,7 +81,8 @@ def test_whose_fault(exit: WorkerExited, is_mistake: str | None, is_victim: bool
         (ended(3, None), False),
     ],
 )
-def test_who_fell_with_a_peer(exit: WorkerExited, lost_a_peer: bool) -> None:
+def test_may_be_secondary(exit: WorkerExited, lost_a_peer: bool) -> None:
+    """Who fell with a peer."""
     assert may_be_secondary(exit) is lost_a_peer
 
 
@@ -99,7 +101,7 @@ def test_who_fell_with_a_peer(exit: WorkerExited, lost_a_peer: bool) -> None:
         (raised("RuntimeError", "CUDA error: an illegal memory access"), ""),
     ],
 )
-def test_a_victim_is_said_to_have_lost_only_what_it_has_lost(exit: WorkerExited, why: str) -> None:
+def test_describe_peer_loss(exit: WorkerExited, why: str) -> None:
     """A rank that was out of memory was told of as one that had lost its peers."""
     assert is_secondary(exit)
     assert describe_peer_loss(exit) == why
@@ -115,7 +117,8 @@ def test_a_victim_is_said_to_have_lost_only_what_it_has_lost(exit: WorkerExited,
         (ended(3, ExitReport("exit", "SystemExit", "3", "")), ""),
     ],
 )
-def test_what_a_rank_that_has_not_ended_ends_by(exit: WorkerExited, what: str) -> None:
+def test_describe_exception_before_the_exit(exit: WorkerExited, what: str) -> None:
+    """What a rank that has not ended ends by."""
     assert exit.exit_report is not None
     assert raised_words(exit.exit_report) == what
 

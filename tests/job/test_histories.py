@@ -272,7 +272,8 @@ def test_a_job_that_always_crashes_is_given_up() -> None:
     assert h.now - 1000 < 10
 
 
-def test_a_job_that_crashes_with_progress_is_given_up_after_a_busy_hour() -> None:
+def test_crashes_with_progress_exhaust_the_hourly_budget() -> None:
+    """A job that crashes with progress is given up after a busy hour."""
     h = history(Policy(max_restarts_per_hour=6), 2, 2, [], Fate("killed", steps=1), [])
     h.run()
     assert h.rounds[-1].reason.startswith("more than 6 restarts an hour, 6 in all")

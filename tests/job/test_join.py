@@ -27,7 +27,8 @@ def test_a_resolver_or_a_route_that_is_away_does_not_cost_the_node() -> None:
     assert answers == []
 
 
-def test_a_resolver_that_does_not_answer_holds_nobody_up() -> None:
+def test_resolver_that_does_not_answer() -> None:
+    """A resolver that does not answer holds nobody up."""
     answered = threading.Event()
     answered.set()
 
@@ -43,7 +44,8 @@ def test_a_resolver_that_does_not_answer_holds_nobody_up() -> None:
     answered.set()
 
 
-def test_where_no_thread_can_be_started_what_was_known_counts() -> None:
+def test_address_without_a_free_thread() -> None:
+    """Where no thread can be started what was known counts."""
     own = OwnAddress(lambda: "10.0.0.1")
     before = threading.stack_size(1 << 46)
     try:
@@ -52,7 +54,8 @@ def test_where_no_thread_can_be_started_what_was_known_counts() -> None:
         threading.stack_size(before)
 
 
-def test_a_directory_that_another_node_is_just_naming_has_the_same_name_here(tmp_path: Path) -> None:
+def test_directory_id_being_written_by_another_node(tmp_path: Path) -> None:
+    """A directory that another node is just naming has the same name here."""
     path = tmp_path / ".directory-id"
     path.touch()
     other = threading.Timer(0.1, path.write_text, ["theirs"])
@@ -61,7 +64,8 @@ def test_a_directory_that_another_node_is_just_naming_has_the_same_name_here(tmp
     other.join()
 
 
-def test_a_name_that_nobody_has_finished_is_written_anew_and_lasts(tmp_path: Path) -> None:
+def test_directory_id_left_unfinished(tmp_path: Path) -> None:
+    """A name that nobody has finished is written anew and lasts."""
     (tmp_path / ".directory-id").touch()
     name = directory_id(tmp_path)
     assert name

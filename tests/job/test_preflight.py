@@ -64,7 +64,8 @@ RIGHT = [
 
 
 @pytest.mark.parametrize("argv", RIGHT, ids=" ".join)
-def test_what_can_work_passes_and_changes_nothing(here: Path, argv: list[str]) -> None:
+def test_possible_job_passes_unchanged(here: Path, argv: list[str]) -> None:
+    """What can work passes and changes nothing."""
     before = sorted(here.rglob("*"))
     check(here, *argv)
     assert sorted(here.rglob("*")) == before
@@ -94,12 +95,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("argv", "sentence"), WRONG, ids=[" ".join(argv) for argv, _ in WRONG])
-def test_what_cannot_work_is_said(here: Path, argv: list[str], sentence: str) -> None:
+def test_obstacles(here: Path, argv: list[str], sentence: str) -> None:
+    """What cannot work is said."""
     with pytest.raises(UsageError, match=sentence):
         check(here, *argv)
 
 
-def test_a_working_directory_that_is_none_is_said_before_what_is_missing_in_it(here: Path) -> None:
+def test_missing_working_directory_comes_first(here: Path) -> None:
+    """A working directory that is none is said before what is missing in it."""
     with pytest.raises(UsageError, match=r"the working directory '.*nowhere' does not exist"):
         check(here / "nowhere", "train.py")
     with pytest.raises(UsageError, match=r"the working directory '.*a file' is a file"):
@@ -124,9 +127,7 @@ def open_place() -> Iterator[Path]:
         ("dir", ".", ["--checkpoint-dir", "dir/deep/x", "-m", "json.tool"], "--checkpoint-dir '.*x' cannot be reached"),
     ],
 )
-def test_a_directory_that_is_somebody_elses_is_said(
-    open_place: Path, shut: str, workdir: str, argv: list[str], sentence: str
-) -> None:
+def test_directory_without_access(open_place: Path, shut: str, workdir: str, argv: list[str], sentence: str) -> None:
     """A job's user is often not who wrote the job file."""
     (open_place / "dir" / "deep").mkdir(parents=True)
     (open_place / shut).chmod(0)
@@ -141,7 +142,7 @@ def test_a_directory_that_is_somebody_elses_is_said(
         (open_place / shut).chmod(0o700)
 
 
-def test_the_event_log_may_be_in_a_log_directory_that_is_not_there_yet(here: Path) -> None:
+def test_event_log_in_a_future_log_directory(here: Path) -> None:
     """Where `elasticd explain` looks for it."""
     check(here, "--log-dir", "new", "--event-log", "new/events.jsonl", "train.py")
     EventLog(here / "new" / "events.jsonl", "job", "node").close()
@@ -149,7 +150,8 @@ def test_the_event_log_may_be_in_a_log_directory_that_is_not_there_yet(here: Pat
 
 
 @pytest.mark.parametrize("option", ["--master-port", "--metrics-port"])
-def test_a_port_in_use_is_said(here: Path, option: str) -> None:
+def test_port_in_use(here: Path, option: str) -> None:
+    """A port in use is said."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         with pytest.raises(UsageError, match=f"port {port} on 127.0.0.1 is in use"):
@@ -157,7 +159,8 @@ def test_a_port_in_use_is_said(here: Path, option: str) -> None:
     check(here, option, port, "train.py")
 
 
-def test_another_interpreter_must_be_there_and_is_not_asked_for_modules(here: Path) -> None:
+def test_another_interpreter(here: Path) -> None:
+    """Another interpreter must be there and is not asked for modules."""
     with pytest.raises(UsageError, match="PYTHON_EXEC"):
         check(here, "train.py", PYTHON_EXEC="/no/such/python")
     check(here, "-m", "nonesuch", PYTHON_EXEC=str(here / "tool"))
@@ -214,12 +217,14 @@ TLS = [
 
 
 @pytest.mark.parametrize(("conf", "sentence"), TLS, ids=[conf for conf, _ in TLS])
-def test_tls_files_that_cannot_work_are_said(certificates: Path, conf: str, sentence: str) -> None:
+def test_unusable_tls_files(certificates: Path, conf: str, sentence: str) -> None:
+    """Tls files that cannot work are said."""
     with pytest.raises(UsageError, match=sentence):
         check(certificates, *ETCD, "--rdzv-conf", conf, "train.py")
 
 
-def test_a_script_that_may_not_be_read_is_said(here: Path) -> None:
+def test_unreadable_script(here: Path) -> None:
+    """A script that may not be read is said."""
     (here / "train.py").chmod(0)
     (here / "dir").chmod(0o555)
     if os.geteuid() != 0:

@@ -48,16 +48,16 @@ def other(tmp_path: Path, nobody: int) -> Iterator[tuple[subprocess.Popen[str], 
         process.kill()
 
 
-def test_it_is_gone_when_the_agent_is(tmp_path: Path) -> None:
+def test_runtime_directory_is_removed_at_the_end(tmp_path: Path) -> None:
+    """It is gone when the agent is."""
     with runtime_directory(tmp_path / "run") as path:
         assert path.stat().st_mode & 0o777 == 0o700
         (path / "beat-0").touch()
     assert not path.exists()
 
 
-def test_what_a_killed_agent_left_is_swept_and_what_another_container_uses_is_not(
-    tmp_path: Path, other: tuple[subprocess.Popen[str], Path]
-) -> None:
+def test_stale_runtime_directories_are_removed(tmp_path: Path, other: tuple[subprocess.Popen[str], Path]) -> None:
+    """What a killed agent left is swept and what another container uses is not."""
     process, path = other
     remove_stale(tmp_path)
     assert (path / "round-1").is_dir(), "an agent that lives lost its directory"
@@ -67,7 +67,8 @@ def test_what_a_killed_agent_left_is_swept_and_what_another_container_uses_is_no
     assert not path.exists()
 
 
-def test_one_that_has_just_been_made_is_not_taken_away_before_it_is_locked(tmp_path: Path, nobody: int) -> None:
+def test_new_runtime_directory_before_its_lock(tmp_path: Path, nobody: int) -> None:
+    """One that has just been made is not taken away before it is locked."""
     young = Path(tempfile.mkdtemp(prefix=f"elasticd-{os.getuid()}-{nobody}-", dir=tmp_path))
     remove_stale(tmp_path)
     assert young.exists()
@@ -76,7 +77,7 @@ def test_one_that_has_just_been_made_is_not_taken_away_before_it_is_locked(tmp_p
     assert not young.exists()
 
 
-def test_what_rounds_left_goes_also_where_the_node_was_not_in_every_round(tmp_path: Path) -> None:
+def test_files_of_older_rounds_are_removed(tmp_path: Path) -> None:
     """A flight recording has 0.9 MB, and this is memory."""
     spec = JobSpec(sys.executable, Mode.SCRIPT, "train.py", (), tmp_path, "j", "r", log_dir=Path(os.devnull))
     outlet = NonBlockingWriter(2)

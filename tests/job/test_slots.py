@@ -34,7 +34,8 @@ def test_a_slot_is_out_of_use_until_everything_on_it_has_ended() -> None:
     assert slots.handle(ProcessReaped(71)) is None, "said once"
 
 
-def test_what_is_nobodys_costs_no_slot() -> None:
+def test_unkillable_process_without_a_slot() -> None:
+    """What is nobodys costs no slot."""
     slots = Slots("b", (0, 1), min_workers=2)
     said = slots.handle(replace(stuck(70, None, rank=None), state="Z", wchan=""))
     assert said == "round 3: process 70 does not die of SIGKILL (state Z); continuing without it"
@@ -91,7 +92,8 @@ def decided(view: View) -> Round:
     return verdict
 
 
-def test_a_round_that_needs_what_cannot_be_used_is_followed_by_one_that_does_not() -> None:
+def test_next_round_avoids_an_unusable_slot() -> None:
+    """A round that needs what cannot be used is followed by one that does not."""
     why = "slot 1 of b is in use by process 70, which does not die (state D)"
     after = decided(view(present("a"), present("b", (0,), unusable=why)))
     assert [(m.node, m.slots) for m in after.members] == [("a", (0, 1)), ("b", (0,))]
@@ -99,7 +101,8 @@ def test_a_round_that_needs_what_cannot_be_used_is_followed_by_one_that_does_not
     assert (after.cause, after.budget.counted, after.excluded) == ("resize", 0, ()), "it costs nobody anything"
 
 
-def test_a_node_without_usable_slots_is_left_out_and_taken_again_when_it_has_some() -> None:
+def test_node_without_usable_slots() -> None:
+    """A node without usable slots is left out and taken again when it has some."""
     after = decided(view(present("a"), present("b", (), unusable="slots 0 and 1 of b are held")))
     assert [m.node for m in after.members] == ["a"]
     here = replace(
@@ -116,7 +119,8 @@ def decided_growing(view: View) -> Round:
     return verdict
 
 
-def test_too_few_nodes_with_usable_slots_are_waited_for_a_bounded_time() -> None:
+def test_wait_for_usable_slots_is_bounded() -> None:
+    """Too few nodes with usable slots are waited for a bounded time."""
     short = view(present("a"), present("b", (), unusable="slot 1 of b is held"), asked=Requirements(2, 2, 2, 2))
     short = replace(short, short_since=NOW)
     waits = plan(short, Policy(), NOW)

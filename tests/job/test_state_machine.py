@@ -135,7 +135,8 @@ def test_joining_starts_a_newer_round_of_this_node() -> None:
     assert step(Joining(2, STOP), RoundPublished(R3), RULES) == (Joining(2, STOP), [])
 
 
-def test_a_stop_while_joining_waits_for_the_end_of_the_job_but_not_for_ever() -> None:
+def test_stop_while_joining() -> None:
+    """A stop while joining waits for the end of the job but not for ever."""
     phase, actions = step(Joining(2), StopRequested("SIGTERM", 143, 10.0), RULES)
     assert (phase, actions) == (Joining(2, STOP), [SetTimer(40.0)])
     assert step(phase, TimerExpired(39.9), RULES) == (phase, [])
@@ -146,7 +147,8 @@ def test_a_stop_while_joining_waits_for_the_end_of_the_job_but_not_for_ever() ->
     assert step(phase, StopForced("SIGTERM", 143, 11.0), RULES)[0] == Ended(2, 143)
 
 
-def test_the_terminal_round_ends_what_runs_with_grace_only_for_a_stop() -> None:
+def test_terminal_round_ends_the_group() -> None:
+    """The terminal round ends what runs with grace only for a stop."""
     why = "round 6: stopped by SIGTERM"
     for phase in (Running(R3), Settling(R3, (RAISED0,), 10.5)):
         assert step(phase, RoundPublished(STOPPED), RULES) == (
@@ -186,7 +188,7 @@ def test_a_crash_kills_the_rest_at_once_and_names_the_culprit() -> None:
     assert actions == [KillGroup(3, why), ReportFailure(Failure(3, "a", "crash", ((1, 5),), why))]
 
 
-def test_who_lost_its_peers_says_which_of_them_had_ended_well() -> None:
+def test_peer_loss_names_ranks_with_code_0() -> None:
     """They may have left too early, and nothing else would say so."""
     waiting, _ = step(Running(R3, (), True), exited(1, 1, ECHO), RULES)
     for phase, event in ((Running(R3, (DONE0,), True), exited(1, 1, ECHO)), (waiting, DONE0)):
@@ -198,7 +200,8 @@ def test_who_lost_its_peers_says_which_of_them_had_ended_well() -> None:
 
 
 @pytest.mark.parametrize("first_step", [False, True])
-def test_who_lost_a_peer_is_not_the_last_word_while_that_peer_may_still_be_heard(first_step: bool) -> None:
+def test_secondary_failure_waits_for_the_root_cause(first_step: bool) -> None:
+    """Who lost a peer is not the last word while that peer may still be heard."""
     echo = exited(0, 1, ECHO)
     waiting, actions = step(Running(R3, (), first_step), echo, RULES)
     assert (waiting, actions) == (Settling(R3, (echo,), 10.0 + ROOT_CAUSE_WAIT_S), [SetTimer(10.0 + ROOT_CAUSE_WAIT_S)])
@@ -233,7 +236,8 @@ def test_a_leaving_agent_waits_for_no_peer() -> None:
     assert after == Stopping(R3, stop=STOP)
 
 
-def test_an_exception_after_the_first_step_is_a_crash_with_its_traceback() -> None:
+def test_exception_after_the_first_step() -> None:
+    """An exception after the first step is a crash with its traceback."""
     _, (_, report) = step(Running(R3, (), True), RAISED0, RULES)
     why = "rank 0 exited with code 1 (ValueError: bad)"
     assert report == ReportFailure(
@@ -283,13 +287,15 @@ def test_other_failures_blame_no_rank(event: Event, kind: str, why: str) -> None
     assert step(Running(R3), event, RULES) == expected
 
 
-def test_a_group_that_vanishes_is_a_failure_with_nobody_left_to_kill() -> None:
+def test_group_that_ends_without_exits() -> None:
+    """A group that vanishes is a failure with nobody left to kill."""
     phase, actions = step(Running(R3, (DONE0,)), GroupEnded(3), RULES)
     assert phase == Joining(3)
     assert [type(a) for a in actions] == [ReportFailure]
 
 
-def test_a_node_leaves_for_what_whoever_asked_had_to_say() -> None:
+def test_reason_of_a_leaving_node() -> None:
+    """A node leaves for what whoever asked had to say."""
     rules = replace(RULES, leave_on_stop=True, leave_grace_s=60.0)
     asked = StopRequested("SIGTERM", 143, 9.0, "drained: a fan")
     leaving, (report, wake) = step(Running(R3), asked, rules)
@@ -301,7 +307,8 @@ def test_a_node_leaves_for_what_whoever_asked_had_to_say() -> None:
     assert step(Joining(), asked, rules)[1] == [Leave(143, "drained: a fan")]
 
 
-def test_a_stop_gives_grace_and_a_second_one_does_not() -> None:
+def test_first_and_second_stop() -> None:
+    """A stop gives grace and a second one does not."""
     stopping, (stop,) = step(Running(R3), StopRequested("SIGINT", 130, 9.0), RULES)
     assert stop == StopGroup(3, "SIGINT: workers have 30 s to stop", 30.0, "SIGINT")
     assert step(stopping, StopRequested("SIGTERM", 143, 9.5), RULES) == (stopping, [])

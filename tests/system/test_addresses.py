@@ -24,7 +24,8 @@ def test_a_name_becomes_an_address() -> None:
     assert ipaddress.ip_address(local_address([("localhost", 2379)])).is_loopback
 
 
-def test_an_endpoint_whose_name_is_not_known_is_passed_over() -> None:
+def test_unknown_endpoint_name_is_skipped() -> None:
+    """An endpoint whose name is not known is passed over."""
     assert local_address([(UNKNOWN, 2379), ("fe80::1", 2379), ("::1", 2379)]) == "::1"
 
 
@@ -39,7 +40,8 @@ def test_an_endpoint_whose_name_is_not_known_is_passed_over() -> None:
         ("255.255.255.255", "there is no route"),
     ],
 )
-def test_an_endpoint_nothing_routes_to_is_one_clear_line(host: str, words: str) -> None:
+def test_endpoint_without_a_route(host: str, words: str) -> None:
+    """An endpoint nothing routes to is one clear line."""
     with pytest.raises(UsageError, match=words) as raised:
         local_address([(host, 2379)])
     assert "\n" not in str(raised.value)
@@ -77,7 +79,8 @@ def test_a_given_name_becomes_an_address() -> None:
         ("fe80::1", "add the interface, as in fe80::1%eth0"),
     ],
 )
-def test_a_given_address_that_is_not_ours_names_what_would_be_right(given: str, words: str) -> None:
+def test_given_address_of_another_machine(given: str, words: str) -> None:
+    """A given address that is not ours names what would be right."""
     with pytest.raises(UsageError, match=f"^--local-addr {given}: .*{words}") as raised:
         local_address([("127.0.0.9", 2379)], given)
     assert "leave it out to use 127.0.0.1" in str(raised.value)
@@ -87,7 +90,8 @@ def test_a_given_address_that_is_not_ours_names_what_would_be_right(given: str, 
 
 
 @pytest.mark.parametrize("given", ["127.0.0.5", "localhost", "::1"])
-def test_loopback_is_no_address_for_a_job_that_meets_elsewhere(given: str) -> None:
+def test_loopback_with_a_remote_endpoint(given: str) -> None:
+    """Loopback is no address for a job that meets elsewhere."""
     with pytest.raises(UsageError, match=f"^--local-addr {given}: it cannot be reached from another machine"):
         local_address([(FOREIGN, 2379)], given)
 
@@ -115,7 +119,8 @@ def test_the_host_name_is_this_machine() -> None:
 @pytest.mark.parametrize(
     "host", [FOREIGN, "2001:db8::9", UNKNOWN, "", "a" * 300, "a b", "0.0.0.0", "::", "224.0.0.1", "fe80::1"]
 )
-def test_what_is_not_this_machine(host: str) -> None:
+def test_names_of_other_machines(host: str) -> None:
+    """What is not this machine."""
     assert not is_local(host)
 
 
@@ -155,6 +160,7 @@ def test_host_and_port_are_split_and_joined(text: str, expected: tuple[str, int]
         ("host:" + "9" * 5000, "is not a port"),
     ],
 )
-def test_what_is_not_host_and_port_says_how_it_is_written(text: str, words: str) -> None:
+def test_invalid_endpoints(text: str, words: str) -> None:
+    """What is not host and port says how it is written."""
     with pytest.raises(UsageError, match=words):
         parse_endpoint(text)

@@ -47,7 +47,8 @@ def connected(path: Path) -> socket.socket:
     return sock
 
 
-def test_what_is_asked_reaches_the_inbox_and_its_answer_the_caller(stack: ExitStack, tmp_path: Path) -> None:
+def test_dump_request_and_its_reply(stack: ExitStack, tmp_path: Path) -> None:
+    """What is asked reaches the inbox and its answer the caller."""
     one = agent(stack, tmp_path, tmp_path / "evidence")
     assert send_request(tmp_path / SOCKET_NAME, {"do": "dump"}) == {"path": str(tmp_path / "evidence")}
     assert send_request(tmp_path / SOCKET_NAME, {"do": "dump", "out": str(tmp_path / "out")}) == {
@@ -56,12 +57,14 @@ def test_what_is_asked_reaches_the_inbox_and_its_answer_the_caller(stack: ExitSt
     assert [message.out for message in one.asked] == [None, tmp_path / "out"]
 
 
-def test_a_sentence_instead_of_evidence_is_an_error(stack: ExitStack, tmp_path: Path) -> None:
+def test_dump_reply_with_a_sentence_is_an_error(stack: ExitStack, tmp_path: Path) -> None:
+    """A sentence instead of evidence is an error."""
     agent(stack, tmp_path, tmp_path, "no workers are running")
     assert send_request(tmp_path / SOCKET_NAME, {"do": "dump"}) == {"error": "no workers are running"}
 
 
-def test_who_is_there_is_answered_without_the_deciding_thread(stack: ExitStack, tmp_path: Path) -> None:
+def test_about_needs_no_deciding_thread(stack: ExitStack, tmp_path: Path) -> None:
+    """Who is there is answered without the deciding thread."""
     server = ControlServer(tmp_path / SOCKET_NAME, lambda _: None, {"job": "llama"})
     stack.callback(server.close)
     assert send_request(tmp_path / SOCKET_NAME, {"do": "about"}) == {"job": "llama", "pid": os.getpid()}
@@ -78,9 +81,8 @@ def test_who_is_there_is_answered_without_the_deciding_thread(stack: ExitStack, 
         (b'{"do": "dump", "out": 7}\n', "out must be an absolute path"),
     ],
 )
-def test_what_makes_no_sense_is_answered_with_a_sentence(
-    stack: ExitStack, tmp_path: Path, line: bytes, error: str
-) -> None:
+def test_invalid_requests(stack: ExitStack, tmp_path: Path, line: bytes, error: str) -> None:
+    """What makes no sense is answered with a sentence."""
     one = agent(stack, tmp_path, tmp_path)
     with connected(tmp_path / SOCKET_NAME) as sock:
         sock.sendall(line)
@@ -88,7 +90,8 @@ def test_what_makes_no_sense_is_answered_with_a_sentence(
     assert not one.asked
 
 
-def test_callers_that_stall_go_away_or_talk_for_ever_hold_nobody_up(stack: ExitStack, tmp_path: Path) -> None:
+def test_stalled_closed_and_flooding_callers(stack: ExitStack, tmp_path: Path) -> None:
+    """Callers that stall go away or talk for ever hold nobody up."""
     agent(stack, tmp_path, tmp_path / "evidence")
     with ExitStack() as callers:
         for _ in range(MAX_CALLERS - 2):  # room is left for one that talks and one that asks
@@ -100,7 +103,8 @@ def test_callers_that_stall_go_away_or_talk_for_ever_hold_nobody_up(stack: ExitS
         assert "path" in send_request(tmp_path / SOCKET_NAME, {"do": "dump"}, WAIT_S)
 
 
-def test_too_many_callers_are_turned_away_and_the_next_one_is_served(stack: ExitStack, tmp_path: Path) -> None:
+def test_more_callers_than_allowed(stack: ExitStack, tmp_path: Path) -> None:
+    """Too many callers are turned away and the next one is served."""
     agent(stack, tmp_path, tmp_path / "evidence")
     with ExitStack() as callers:
         for _ in range(MAX_CALLERS):
@@ -117,14 +121,16 @@ def test_too_many_callers_are_turned_away_and_the_next_one_is_served(stack: Exit
     pytest.fail("nobody was served any more")
 
 
-def test_an_agent_that_is_stuck_is_given_up_on_time(stack: ExitStack, tmp_path: Path) -> None:
+def test_timeout_of_a_stuck_agent(stack: ExitStack, tmp_path: Path) -> None:
+    """An agent that is stuck is given up on time."""
     server = ControlServer(tmp_path / SOCKET_NAME, lambda _: None)
     stack.callback(server.close)
     with pytest.raises(ControlSocketError, match="no answer within"):
         send_request(tmp_path / SOCKET_NAME, {"do": "dump"}, 0.2)
 
 
-def test_a_reply_after_the_caller_or_the_server_has_gone_goes_nowhere(tmp_path: Path) -> None:
+def test_reply_after_caller_or_server_closed(tmp_path: Path) -> None:
+    """A reply after the caller or the server has gone goes nowhere."""
     inbox: queue.SimpleQueue[DumpRequested] = queue.SimpleQueue()
     server = ControlServer(tmp_path / SOCKET_NAME, inbox.put)
     with connected(tmp_path / SOCKET_NAME) as sock:
@@ -142,7 +148,8 @@ def test_a_reply_after_the_caller_or_the_server_has_gone_goes_nowhere(tmp_path: 
         send_request(tmp_path / SOCKET_NAME, {"do": "about"})
 
 
-def test_a_directory_may_lie_deeper_than_a_sockets_name_may_be_long(stack: ExitStack, tmp_path: Path) -> None:
+def test_socket_path_longer_than_an_address(stack: ExitStack, tmp_path: Path) -> None:
+    """A directory may lie deeper than a sockets name may be long."""
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
     server = ControlServer(deep / SOCKET_NAME, lambda _: None)
@@ -150,13 +157,15 @@ def test_a_directory_may_lie_deeper_than_a_sockets_name_may_be_long(stack: ExitS
     assert send_request(deep / SOCKET_NAME, {"do": "about"}) == {"pid": os.getpid()}
 
 
-def test_a_job_runs_without_a_socket_too(tmp_path: Path) -> None:
+def test_socket_that_cannot_be_created(tmp_path: Path) -> None:
+    """A job runs without a socket too."""
     said: list[str] = []
     assert isinstance(open_control(tmp_path / "gone" / SOCKET_NAME, lambda _: None, {}, said.append), NullControlServer)
     assert said == [f"elasticd dump will not reach this agent: {tmp_path}/gone/control: No such file or directory"]
 
 
-def test_only_this_user_and_root_may_ask(stack: ExitStack, tmp_path: Path) -> None:
+def test_other_users_are_refused(stack: ExitStack, tmp_path: Path) -> None:
+    """Only this user and root may ask."""
     server = ControlServer(tmp_path / SOCKET_NAME, lambda _: None, users=[os.geteuid() + 1])
     stack.callback(server.close)
     with pytest.raises(ControlSocketError):

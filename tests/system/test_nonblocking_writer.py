@@ -56,7 +56,8 @@ def test_a_reader_that_stopped_costs_no_time_and_no_memory(pipe: tuple[int, int]
     assert drain(pipe[0], accepted * 1000) == (b"x" * 999 + b"\n") * accepted
 
 
-def test_room_that_comes_back_is_told(pipe: tuple[int, int]) -> None:
+def test_when_drained_is_called(pipe: tuple[int, int]) -> None:
+    """Room that comes back is told."""
     outlet, told = NonBlockingWriter(pipe[1], capacity=100_000), threading.Event()
     outlet.when_drained(told.set)
     assert outlet.put(b"x" * 100_000)
@@ -78,7 +79,8 @@ def test_a_reader_that_went_away_is_noticed_and_forgotten(pipe: tuple[int, int])
     assert outlet.close()
 
 
-def test_a_disk_that_was_full_costs_what_it_did_not_take_and_no_line_after_that(tmp_path: Path) -> None:
+def test_full_disk_loses_no_later_line(tmp_path: Path) -> None:
+    """A disk that was full costs what it did not take and no line after that."""
     with open("/dev/full", "wb") as full, open(tmp_path / "log", "a+b") as log:
         outlet = NonBlockingWriter(full.fileno())
         for _ in range(2):
@@ -91,7 +93,8 @@ def test_a_disk_that_was_full_costs_what_it_did_not_take_and_no_line_after_that(
         assert log.read() == b"\n[elasticd: 10 bytes are missing here: the disk was full]\nkept\n"
 
 
-def test_a_descriptor_somebody_made_non_blocking(pipe: tuple[int, int]) -> None:
+def test_descriptor_made_non_blocking(pipe: tuple[int, int]) -> None:
+    """A descriptor somebody made non blocking."""
     os.set_blocking(pipe[1], False)
     outlet = NonBlockingWriter(pipe[1])
     assert outlet.put(b"x" * 500_000)
@@ -117,7 +120,8 @@ def test_it_leaves_the_shared_flags_alone(pipe: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("err", "same"), [(subprocess.STDOUT, True), (subprocess.PIPE, False)])
-def test_output_and_error_to_one_place_share_an_outlet(err: int, same: bool) -> None:
+def test_stdout_and_stderr_to_one_file_share_a_writer(err: int, same: bool) -> None:
+    """Output and error to one place share an outlet."""
     code = (
         "from elasticd_agent.system.nonblocking_writer import *\n"
         "out, err = open_std_writers(); out.put(b'%d\\n' % (out is err)); out.close(); err.close()"

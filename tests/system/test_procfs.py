@@ -70,7 +70,8 @@ def a(pid: int, parent: int, session: int, state: str = "S") -> Stat:
     return Stat(pid, "python", state, parent, session, 0.0, 1, 0)
 
 
-def test_a_stat_line_is_taken_apart_whatever_the_name_is() -> None:
+def test_stat_line_with_any_name() -> None:
+    """A stat line is taken apart whatever the name is."""
     numbers = " ".join(str(n) for n in range(4, 53))
     stat = procfs.parse_stat(f"42 (a ) S (b) R 1 2 3 {numbers}\n".encode())
     assert (stat.pid, stat.comm, stat.state, stat.parent, stat.session) == (42, "a ) S (b", "R", 1, 3)
@@ -79,7 +80,8 @@ def test_a_stat_line_is_taken_apart_whatever_the_name_is() -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"42", b"42 (python", b"42 (python) R 1", b"(python) 42"])
-def test_what_is_no_stat_line_is_refused(line: bytes) -> None:
+def test_invalid_stat_lines(line: bytes) -> None:
+    """What is no stat line is refused."""
     with pytest.raises(ValueError):  # noqa: PT011 its words are nobody's business
         procfs.parse_stat(line)
 
@@ -90,7 +92,8 @@ def test_bytes_are_those_of_system_calls_and_of_disks() -> None:
     assert procfs.parse_io(b"") == 0
 
 
-def test_a_tree_is_all_descendants_and_all_of_the_session_its_root_leads() -> None:
+def test_tree_has_descendants_and_session() -> None:
+    """A tree is all descendants and all of the session its root leads."""
     processes = [
         a(1, 0, 1), a(10, 1, 10), a(11, 10, 10), a(12, 11, 12), a(13, 1, 10), a(14, 13, 14),
         a(20, 1, 20), a(21, 20, 20),
@@ -119,7 +122,8 @@ def test_states(until: Until) -> None:
         assert procfs.state(process.pid) == procfs.condition(process.pid) == ""
 
 
-def test_a_zombie_that_has_a_thread_left_goes_on(until: Until) -> None:
+def test_zombie_with_a_live_thread(until: Until) -> None:
+    """A zombie that has a thread left goes on."""
     with running(WITHOUT_ITS_MAIN_THREAD) as process:
         until(lambda: procfs.state(process.pid) == "Z", 20)
         assert procfs.condition(process.pid) == "Z"
@@ -142,7 +146,7 @@ def test_a_childs_work_counts_even_if_its_parent_has_ended(until: Until, tmp_pat
         assert after.io_bytes == first[idle.pid].io_bytes
 
 
-def test_looking_again_sees_what_has_come_since(until: Until, tmp_path: Path) -> None:
+def test_usage_reader_finds_new_processes(until: Until, tmp_path: Path) -> None:
     """Also whom it took for somebody else's before it was asked about him."""
     usages = procfs.UsageReader()
     with running(IDLE) as first, running(FORKS) as second:
@@ -157,7 +161,8 @@ def test_looking_again_sees_what_has_come_since(until: Until, tmp_path: Path) ->
     assert usages.read([first.pid, second.pid]) == {}
 
 
-def test_who_is_gone_is_left_out() -> None:
+def test_ended_processes_are_left_out() -> None:
+    """Who is gone is left out."""
     with running(IDLE) as process:
         assert isinstance(procfs.usage([process.pid])[process.pid], Usage)
     assert procfs.usage([process.pid]) == {}

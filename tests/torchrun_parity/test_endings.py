@@ -40,7 +40,8 @@ def test_every_start_was_warm(endings: Both) -> None:
     assert len(endings.elasticd.events("group_started")) == ATTEMPTS
 
 
-def test_nothing_said_is_lost(endings: Both) -> None:
+def test_no_output_is_lost(endings: Both) -> None:
+    """Nothing said is lost."""
     for number in range(ATTEMPTS):
         said = f"attempt {number} on stdout;"
         assert endings.elasticd.stdout.count(said) == endings.torchrun.stdout.count(said) > 0
@@ -78,14 +79,16 @@ def test_leaves_no_process_behind(endings: Both) -> None:
     assert endings.elasticd.remains == []
 
 
-def test_a_local_module_that_shadows_a_preloaded_one_is_used(refused: dict[str, Outcome], folder: Path) -> None:
+def test_local_module_that_shadows_a_preloaded_one(refused: dict[str, Outcome], folder: Path) -> None:
+    """A local module that shadows a preloaded one is used."""
     outcome = refused["shadowing"]
     assert outcome.facts() == {"numpy": str(folder / "shadowing" / "numpy.py"), "whose": "the script's"}
     assert not outcome.warm
     assert "numpy.py shadows a module that is preloaded" in outcome.why_cold
 
 
-def test_what_torch_reads_at_import_has_its_effect(refused: dict[str, Outcome]) -> None:
+def test_variables_read_by_torch_at_import(refused: dict[str, Outcome]) -> None:
+    """What torch reads at import has its effect."""
     outcome = refused["early"]
     assert outcome.facts() == {"threads": 1}
     assert not outcome.warm

@@ -83,7 +83,8 @@ def taken(way: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("way", "section"), [(way, section) for way in LEFT_OUT for section in taken(way)])
-def test_is_what_torchrun_shows(runs: Runs, way: str, section: str) -> None:
+def test_equals_torchrun(runs: Runs, way: str, section: str) -> None:
+    """Is what torchrun shows."""
     both = runs(way)
     for rank in (0, 1) if way in ("script", "cold") else (0,):
         ours, theirs = both.elasticd.facts(rank)[section], both.torchrun.facts(rank)[section]
@@ -122,7 +123,7 @@ def test_only_the_standard_library_is_loaded_before_the_script(runs: Runs, way: 
 
 
 @pytest.mark.parametrize("way", WARM)
-def test_what_else_comes_with_an_import_is_numpys_own(runs: Runs, way: str) -> None:
+def test_side_effects_of_importing_numpy(runs: Runs, way: str) -> None:
     """Preloading knows which package loaded a module, not which statement: numpy.fft may come with numpy.random."""
     both = runs(way)
     for section, key in (("numpy", "modules"), ("torch", "third party"), ("training", "third party"))[
@@ -145,7 +146,8 @@ def test_environment_is_torchruns_and_our_own(runs: Runs, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_signal_for_stacks_is_caught_and_one_file_is_open_for_them(runs: Runs, way: str) -> None:
+def test_stack_signal_and_its_file(runs: Runs, way: str) -> None:
+    """A signal for stacks is caught and one file is open for them."""
     both = runs(way)
     ours, theirs = both.elasticd.facts(), both.torchrun.facts()
     caught, usual = (int(facts["process"]["status"]["SigCgt"], 16) for facts in (ours, theirs))
@@ -158,7 +160,8 @@ def test_a_signal_for_stacks_is_caught_and_one_file_is_open_for_them(runs: Runs,
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_pulse_is_one_thread_more_once_torch_is_imported(runs: Runs, way: str) -> None:
+def test_heartbeat_thread_after_import_torch(runs: Runs, way: str) -> None:
+    """The pulse is one thread more once torch is imported."""
     both = runs(way)
     ours, theirs = both.elasticd.facts(), both.torchrun.facts()
     assert ours["first"]["threads"] == theirs["first"]["threads"] == 1

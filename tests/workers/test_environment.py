@@ -28,13 +28,15 @@ def test_every_variable_is_on_the_page() -> None:
         assert re.search(rf"`{name}`.*\b{value}\b", PAGE.read_text()), name
 
 
-def test_dumps_go_into_the_rounds_own_directory_one_per_rank() -> None:
+def test_flight_recorder_files_by_round_and_rank() -> None:
+    """Dumps go into the rounds own directory one per rank."""
     env = nccl_environment({}, ROUND)
     assert flight_recorder(env, 3) == (ROUND / "nccl-pipe-3.pipe", ROUND / "nccl-flight-3")
 
 
 @pytest.mark.parametrize("name", [*FR_BUFFER, *FR_FILE, FR_PIPE, *NCCL_DEFAULTS])
-def test_what_the_user_has_set_stays(name: str) -> None:
+def test_user_settings_take_precedence(name: str) -> None:
+    """What the user has set stays."""
     ours = nccl_environment({name: "/mine-"}, ROUND)
     assert name not in ours
     twins = next((names for names in (FR_BUFFER, FR_FILE) if name in names), ())
@@ -47,7 +49,8 @@ def test_where_the_user_wants_it_is_where_it_is_looked_for() -> None:
 
 
 @pytest.mark.parametrize("given", [{FR_BUFFER[0]: "0"}, {FR_BUFFER[1]: "0"}, {FR_PIPE: ""}, {FR_BUFFER[0]: "many"}])
-def test_a_recorder_that_is_off_is_not_asked(given: dict[str, str]) -> None:
+def test_disabled_flight_recorder(given: dict[str, str]) -> None:
+    """A recorder that is off is not asked."""
     assert flight_recorder({**given, **nccl_environment(given, ROUND)}, 0) is None
 
 

@@ -91,7 +91,8 @@ def checked(inbox: Inbox) -> MemoryChecked:
     return message
 
 
-def test_without_gpus_or_without_nvml_nobody_is_asked(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpus_or_no_nvml(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gpus or without nvml nobody is asked."""
     without_gpus = open_gpu_memory(False, inbox.put)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for memory in (without_gpus, open_gpu_memory(True, inbox.put)):
@@ -101,7 +102,8 @@ def test_without_gpus_or_without_nvml_nobody_is_asked(inbox: Inbox, monkeypatch:
         assert type(memory) is GpuMemory
 
 
-def test_with_both_it_is_waited_until_nobody_holds_any(nvml: Nvml, inbox: Inbox) -> None:
+def test_wait_until_memory_is_free(nvml: Nvml, inbox: Inbox) -> None:
+    """With both it is waited until nobody holds any."""
     nvml.set_memory([70], [71, 72])
     memory = open_gpu_memory(True, inbox.put)
     memory.track([70, 71])
@@ -117,7 +119,8 @@ def test_with_both_it_is_waited_until_nobody_holds_any(nvml: Nvml, inbox: Inbox)
     memory.close()
 
 
-def test_it_is_waited_for_a_bounded_time_and_said_who_it_is(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
+def test_holders_after_the_deadline(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
+    """It is waited for a bounded time and said who it is."""
     nvml.set_memory([5], None, [71, 70])  # the second one has fallen off the bus
     memory = opened(0.3)
     memory.track([70, 71])
@@ -129,7 +132,7 @@ def test_it_is_waited_for_a_bounded_time_and_said_who_it_is(nvml: Nvml, inbox: I
     assert not memory.check(except_pids=()), "nobody is waited for twice"
 
 
-def test_where_no_process_can_be_started_that_is_said_at_once_and_tried_again(
+def test_nvml_process_that_cannot_start(
     nvml: Nvml, inbox: Inbox, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise every round to come would be 15 s late: so long whoever waits for the answer waits for it."""
@@ -144,7 +147,8 @@ def test_where_no_process_can_be_started_that_is_said_at_once_and_tried_again(
     assert checked(inbox).trouble == ""
 
 
-def test_a_driver_that_does_not_answer_holds_nobody_up(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
+def test_driver_that_does_not_answer(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
+    """A driver that does not answer holds nobody up."""
     nvml.set_memory([], broken="hangs")
     memory = opened(0.1, 0.1)
     memory.track([70])
@@ -152,9 +156,8 @@ def test_a_driver_that_does_not_answer_holds_nobody_up(nvml: Nvml, inbox: Inbox,
     assert checked(inbox).trouble == "NVML did not answer within 0.2 s"
 
 
-def test_who_asks_the_driver_may_die_of_it_and_another_one_asks_next_time(
-    nvml: Nvml, inbox: Inbox, opened: Open
-) -> None:
+def test_nvml_process_that_dies_is_replaced(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
+    """Who asks the driver may die of it and another one asks next time."""
     nvml.set_memory([], broken="dies")
     memory = opened(PATIENCE_S)
     memory.track([70])
@@ -166,7 +169,8 @@ def test_who_asks_the_driver_may_die_of_it_and_another_one_asks_next_time(
     assert checked(inbox).trouble == ""
 
 
-def test_a_driver_that_is_not_there_neither(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
+def test_driver_not_loaded(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
+    """A driver that is not there neither."""
     nvml.set_memory([], broken="init")
     memory = opened(5.0)
     memory.track([70])
@@ -234,7 +238,8 @@ def node(tmp_path: Path, inbox: Inbox, opened: Open) -> Iterator[Node]:
     node.workers.close()
 
 
-def test_a_group_starts_when_the_last_one_has_given_its_memory_back(node: Node, nvml: Nvml) -> None:
+def test_start_waits_for_free_memory(node: Node, nvml: Nvml) -> None:
+    """A group starts when the last one has given its memory back."""
     node.start(1)
     first, was_checked = node.started(1)
     assert not was_checked, "nobody was there before"
@@ -250,7 +255,8 @@ def test_a_group_starts_when_the_last_one_has_given_its_memory_back(node: Node, 
     assert node.sentences == []
 
 
-def test_a_start_that_is_taken_back_stays_so_and_the_next_one_waits_all_the_same(node: Node, nvml: Nvml) -> None:
+def test_cancelled_start_while_waiting_for_memory(node: Node, nvml: Nvml) -> None:
+    """A start that is taken back stays so and the next one waits all the same."""
     node.start(1)
     first, _ = node.started(1)
     node.end(1)
@@ -273,7 +279,8 @@ def test_a_start_that_is_taken_back_stays_so_and_the_next_one_waits_all_the_same
     assert not node.started(5)[1], "who held it has been asked about"
 
 
-def test_who_never_gives_it_back_is_named_and_the_group_starts(node: Node, nvml: Nvml) -> None:
+def test_start_despite_memory_holders(node: Node, nvml: Nvml) -> None:
+    """Who never gives it back is named and the group starts."""
     node.start(1)
     node.started(1)
     node.end(1)
@@ -286,7 +293,8 @@ def test_who_never_gives_it_back_is_named_and_the_group_starts(node: Node, nvml:
     ]
 
 
-def test_an_answer_that_never_comes_is_not_waited_for_for_ever(node: Node, nvml: Nvml) -> None:
+def test_memory_check_that_never_answers(node: Node, nvml: Nvml) -> None:
+    """An answer that never comes is not waited for for ever."""
     node.start(1)
     first, _ = node.started(1)
     node.end(1)

@@ -153,7 +153,8 @@ def test_filters_pick_lines_into_a_file_of_their_own(tmp_path: Path, out: Sink, 
     assert sorted(picked) == ["[default0]:an apple", "[default0]:ürange", "[default1]:apples"]
 
 
-def test_a_restart_and_a_later_job_never_overwrite(tmp_path: Path, out: Sink, err: Sink) -> None:
+def test_restart_and_later_job_never_overwrite(tmp_path: Path, out: Sink, err: Sink) -> None:
+    """A restart and a later job never overwrite."""
     base = tmp_path / "logs"
     assert highest_round(base) == 0
     for number in (1, 2):
@@ -206,9 +207,8 @@ def test_100_mb_are_shown_and_kept_bounded(tmp_path: Path, out: Sink, err: Sink)
     assert all(text.startswith(b"[default0]:x") or b"not shown here" in text for text in odd)
 
 
-def test_a_stopped_console_costs_no_lines_below_the_limit_and_blocks_nobody(
-    tmp_path: Path, out: Sink, err: Sink
-) -> None:
+def test_stopped_console_loses_no_lines(tmp_path: Path, out: Sink, err: Sink) -> None:
+    """A stopped console costs no lines below the limit and blocks nobody."""
     limit = 1 << 20
     out.reading.clear()
     logs = JobLogs(spec(log_dir=tmp_path, tee=OUT), tmp_path, out.outlet, err.outlet, print, limit=limit)
@@ -261,7 +261,8 @@ def test_the_last_round_is_shown_before_the_next(tmp_path: Path, out: Sink) -> N
     assert bytes(out.data).rindex(b"1:line") < bytes(out.data).index(b"2:line")
 
 
-def test_a_file_that_outgrows_its_old_size_right_after_a_truncation_is_shown_whole(tmp_path: Path, out: Sink) -> None:
+def test_file_that_grows_fast_after_truncation(tmp_path: Path, out: Sink) -> None:
+    """A file that outgrows its old size right after a truncation is shown whole."""
     path = tmp_path / "log"
     followed = TailedFile(path, 1, "x", out.outlet, limit=10_000)
     for letter in (b"a", b"b", b"c"):
@@ -306,7 +307,8 @@ def test_a_filtered_file_is_bounded_too(tmp_path: Path, out: Sink) -> None:
     assert set(picked.path.read_bytes().splitlines()) == {b"p:" + b"x" * 9}
 
 
-def test_a_log_directory_that_fails_later_costs_the_logs_not_the_start(tmp_path: Path, out: Sink, err: Sink) -> None:
+def test_log_directory_that_fails_later(tmp_path: Path, out: Sink, err: Sink) -> None:
+    """A log directory that fails later costs the logs not the start."""
     said: list[str] = []
     base = tmp_path / "logs"
     logs = JobLogs(spec(log_dir=base), tmp_path, out.outlet, err.outlet, said.append)
@@ -324,9 +326,8 @@ def test_without_files_only_the_error_file_is_set(tmp_path: Path, out: Sink, err
     logs.close()
 
 
-def test_tee_without_a_log_dir_makes_one_and_says_where(
-    tmp_path: Path, out: Sink, err: Sink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tee_without_a_log_dir(tmp_path: Path, out: Sink, err: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tee without a log dir makes one and says where."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     said: list[str] = []
     logs = JobLogs(spec(tee=OUT), tmp_path, out.outlet, err.outlet, said.append)
@@ -337,7 +338,8 @@ def test_tee_without_a_log_dir_makes_one_and_says_where(
     assert str(made) in said[0]
 
 
-def test_two_jobs_never_share_a_log_directory_but_agents_of_one_run_do(tmp_path: Path) -> None:
+def test_log_directory_is_shared_within_a_run_only(tmp_path: Path) -> None:
+    """Two jobs never share a log directory but agents of one run do."""
     first = LogDirectory(tmp_path, "job one", "r1")
     with pytest.raises(UsageError, match=r"--log-dir .*: job job one run r1 pid \d+ is writing") as raised:
         LogDirectory(tmp_path, "job two", "r1")

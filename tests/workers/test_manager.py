@@ -170,7 +170,8 @@ def running(name: str) -> int:
     return found
 
 
-def test_one_nodes_store_serves_all_of_them_until_the_last_has_ended(node: StartNode, tmp_path: Path) -> None:
+def test_store_serves_all_nodes_until_the_end(node: StartNode, tmp_path: Path) -> None:
+    """One nodes store serves all of them until the last has ended."""
     a, b = node("a", host="0.0.0.0"), node("b", host="::")
     b.workers.park(1, with_store=False)  # before it can be: it is done as soon as the template is there
     assert len(b.owner_message("parked")["pids"]) == 1
@@ -215,7 +216,8 @@ def rank_0_moves(a: Node, b: Node, before: int, tmp_path: Path) -> None:
     until(lambda: running("elasticd-store") == 0, "the end of the store")
 
 
-def test_cold_groups_share_a_store_whose_end_is_only_its_own_nodes_matter(node: StartNode) -> None:
+def test_store_of_cold_groups(node: StartNode) -> None:
+    """Cold groups share a store whose end is only its own nodes matter."""
     how: dict[str, Any] = {"mode": Mode.EXEC, "entrypoint": "/bin/sh"}
     args = ("-c", "echo $MASTER_ADDR $MASTER_PORT; exec sleep 600")
     a, b = node("a", *args, host="::", **how), node("b", *args, **how)
@@ -261,7 +263,8 @@ def request(path: Path) -> int:
         return reader.read().request
 
 
-def test_a_store_that_cannot_listen_is_a_failed_start_that_leaves_nothing(node: StartNode) -> None:
+def test_store_that_cannot_listen(node: StartNode) -> None:
+    """A store that cannot listen is a failed start that leaves nothing."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         a = node("a", port=taken.getsockname()[1], preload=Preload())
         a.start(a_round(1, a=1, b=1))
@@ -274,7 +277,8 @@ def test_a_store_that_cannot_listen_is_a_failed_start_that_leaves_nothing(node: 
     until(lambda: running("elasticd-store") == 0 and running("elasticd-templ") == 1, "the end of what was parked")
 
 
-def test_what_only_a_newer_launcher_says_is_no_news(node: StartNode) -> None:
+def test_unknown_messages_of_a_newer_launcher(node: StartNode) -> None:
+    """What only a newer launcher says is no news."""
     workers = node("a", preload=Preload(cold=COLD)).workers
     for message in (
         {"kind": "thawed", "group": 1},

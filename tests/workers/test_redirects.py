@@ -60,13 +60,15 @@ def test_the_same_as_torchrun(tmp_path: Path, ranks: frozenset[int] | None) -> N
             assert planned.prefix == (b"p:" if rank in teed else b"")
 
 
-def test_a_log_dir_alone_keeps_a_copy_of_everything_and_shows_it_as_usual(tmp_path: Path) -> None:
+def test_log_dir_alone_keeps_and_shows_output(tmp_path: Path) -> None:
+    """A log dir alone keeps a copy of everything and shows it as usual."""
     ours = spec(log_dir=tmp_path, local_ranks_filter=frozenset({1}))
     assert plan_stream(ours, Streams.ERR, tmp_path, 1, b"p:") == OutputTarget(tmp_path / "stderr.log", tailed=True)
     assert plan_stream(ours, Streams.ERR, tmp_path, 0, b"p:") == OutputTarget(tmp_path / "stderr.log")
 
 
-def test_without_a_log_dir_nothing_is_kept_and_a_filter_still_silences() -> None:
+def test_filter_without_a_log_dir() -> None:
+    """Without a log dir nothing is kept and a filter still silences."""
     assert plan_stream(spec(), Streams.OUT, Path("x"), 0, b"p:") == OutputTarget()
     filtered = spec(local_ranks_filter=frozenset({1}))
     assert plan_stream(filtered, Streams.OUT, Path("x"), 0, b"p:") == OutputTarget(Path(os.devnull))

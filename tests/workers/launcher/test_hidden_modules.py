@@ -54,7 +54,8 @@ def test_modules_that_an_extension_makes_come_with_its_package(hidden: HiddenMod
     assert there() == MADE - {"whole_one"}
 
 
-def test_all_of_it_comes_with_what_was_preloaded(hidden: HiddenModules) -> None:
+def test_restore_brings_the_whole_batch(hidden: HiddenModules) -> None:
+    """All of it comes with what was preloaded."""
     importlib.import_module("whole_one")
     assert there() == MADE
     assert hidden not in sys.meta_path

@@ -23,7 +23,8 @@ def owner(tmp_path: Path) -> tuple[subprocess.Popen[str], socket.socket]:
     return process, ours
 
 
-def test_an_agent_that_dies_with_words_unread_is_a_death_like_any_other(tmp_path: Path) -> None:
+def test_agent_dies_with_unread_messages(tmp_path: Path) -> None:
+    """An agent that dies with words unread is a death like any other."""
     process, agent = owner(tmp_path)
     refused = json.dumps(
         {"do": "park", "group": 1, "workers": 1, "store": True, "host": "127.0.0.1", "port": 0}
@@ -49,7 +50,8 @@ def test_a_mistake_of_its_own_ends_everything_all_the_same(tmp_path: Path) -> No
     agent.close()
 
 
-def test_an_agent_one_minor_version_newer_is_obeyed_as_far_as_we_understand_it(tmp_path: Path) -> None:
+def test_unknown_request_of_a_newer_agent(tmp_path: Path) -> None:
+    """An agent one minor version newer is obeyed as far as we understand it."""
     process, agent = owner(tmp_path)
     worker = {"argv": ["true"], "env": {}, "stdout": None, "stderr": None, "nice": 5}
     group = {"group": 1, "store": None, "keep": False, "cwd": "/", "env": {"PATH": "/usr/bin:/bin"}}
@@ -67,7 +69,8 @@ def test_an_agent_one_minor_version_newer_is_obeyed_as_far_as_we_understand_it(t
     assert (process.returncode, words) == (0, "")
 
 
-def test_what_cannot_even_be_named_in_utf_8_ends_its_worker_and_nothing_else(tmp_path: Path) -> None:
+def test_program_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    """What cannot even be named in utf 8 ends its worker and nothing else."""
     process, agent = owner(tmp_path)
     worker = {"argv": ["/nowhere/\udcff"], "env": {}, "stdout": None, "stderr": None}
     group = {"group": 1, "store": None, "keep": False, "cwd": "/", "env": {}, "host": "127.0.0.1", "port": 0}
@@ -82,7 +85,8 @@ def test_what_cannot_even_be_named_in_utf_8_ends_its_worker_and_nothing_else(tmp
     assert words.count("\n") == 1 and words.startswith("elasticd: cannot start /nowhere/\\udcff: ")
 
 
-def test_a_template_killed_by_a_signal_without_a_name_is_gone_and_its_owner_is_not(tmp_path: Path) -> None:
+def test_template_killed_by_a_nameless_signal(tmp_path: Path) -> None:
+    """A template killed by a signal without a name is gone and its owner is not."""
     process, agent = owner(tmp_path)
     dies = ["sh", "-c", "kill -40 $$"]
     spawn = {"do": "template", "argv": dies, "env": {"PATH": "/usr/bin:/bin"}, "cwd": "/", "launch": {}}

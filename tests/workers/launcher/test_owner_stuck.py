@@ -86,7 +86,7 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
 
 
 @pytest.mark.system
-def test_who_does_not_die_is_told_of_and_reaped_whenever_it_ends(owner: Owner) -> None:
+def test_unkillable_process_is_reported_then_reaped(owner: Owner) -> None:
     """One story, since each of its parts would wait as long again."""
     dies, stays, parent = owner.start(1, WORKER, WORKER, PARENT)
     child = int((owner.directory / "1-2").read_text().split()[0])

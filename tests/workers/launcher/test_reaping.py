@@ -38,7 +38,8 @@ over.set()
 """
 
 
-def test_what_another_thread_has_started_is_neither_ended_nor_waited_for() -> None:
+def test_children_of_another_thread_are_not_waited_for() -> None:
+    """What another thread has started is neither ended nor waited for."""
     agents = Path(__file__).parents[3] / "agents"
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env={"PYTHONPATH": str(agents)}, timeout=60, capture_output=True, text=True
