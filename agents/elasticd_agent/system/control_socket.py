@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import selectors
 import socket
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,19 +51,16 @@ class DumpRequested:
     reply: Reply = field(compare=False)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Caller:
-    """One connection. `number` distinguishes it from an earlier caller with the same socket."""
-
-    number: int
+    sock: socket.socket
     until: float
     received: bytearray = field(default_factory=bytearray)
     requested: bool = False
 
 
 class ControlServer:
-    """Listens at `path` until closed. `post` is called on the server's thread; `about` answers the request of that
-    name."""
+    """Listens at `path` until closed. `post` is called on the server's thread; `about` answers that request."""
 
     def __init__(
         self,
@@ -73,9 +70,11 @@ class ControlServer:
         users: Sequence[int] | None = None,
         verbs: Mapping[str, Verb] | None = None,
     ) -> None:
-        """`users` may call, by default root and this user. `verbs` are answered beside about and dump. Raises
-        OSError."""
-        self._path, self._post, self._about, self._verbs = path, post, dict(about or {}), dict(verbs or {})
+        """`users` may call, by default root and this user; `verbs` are added to about and dump. Raises OSError."""
+        self._path = path
+        self._post = post
+        about = dict(about or {})
+        self._verbs: dict[str, Verb] = {"about": lambda _: {**about, "pid": os.getpid()}, **(verbs or {})}
         self._users = (0, os.geteuid()) if users is None else tuple(users)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -86,14 +85,13 @@ class ControlServer:
         except OSError:
             self._listener.close()
             raise
-        self._callers: dict[socket.socket, _Caller] = {}
-        self._replies: deque[tuple[int, dict[str, Any]]] = deque()
-        self._numbers = 0
+        self._callers: set[_Caller] = set()
+        self._replies: queue.SimpleQueue[tuple[_Caller, dict[str, Any]]] = queue.SimpleQueue()
         self._closing = False
         self._waker = Waker()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._waker, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._waker, selectors.EVENT_READ, self._waker.drain)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._thread = threading.Thread(target=self._run, name="elasticd-control", daemon=True)
         self._thread.start()
 
@@ -109,19 +107,15 @@ class ControlServer:
 
     def _run(self) -> None:
         while not self._closing and threading.main_thread().is_alive():
-            until = min((caller.until for caller in self._callers.values()), default=time.monotonic() + _ORPHAN_S)
+            until = min((caller.until for caller in self._callers), default=time.monotonic() + _ORPHAN_S)
             for key, _ in self._selector.select(max(0.0, min(until - time.monotonic(), _ORPHAN_S))):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._waker:
-                    self._waker.drain()
-                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._callers:
-                    self._receive(key.fileobj)
-            self._send_replies()
-            for sock in [sock for sock, caller in self._callers.items() if caller.until <= time.monotonic()]:
-                self._end(sock, {"error": f"the agent did not answer within {ANSWER_S:.0f} s"})
-        for sock in list(self._callers):
-            self._drop(sock)
+                key.data()
+            while not self._replies.empty():
+                self._end(*self._replies.get())
+            for caller in [caller for caller in self._callers if caller.until <= time.monotonic()]:
+                self._end(caller, {"error": f"the agent did not answer within {ANSWER_S:.0f} s"})
+        for caller in list(self._callers):
+            self._drop(caller)
         self._selector.close()
         self._listener.close()
         self._waker.close()
@@ -136,76 +130,66 @@ class ControlServer:
         if len(self._callers) >= MAX_CALLERS or _peer(sock) not in self._users:
             sock.close()
             return
-        self._numbers += 1
-        self._callers[sock] = _Caller(self._numbers, time.monotonic() + ANSWER_S)
-        self._selector.register(sock, selectors.EVENT_READ)
+        caller = _Caller(sock, time.monotonic() + ANSWER_S)
+        self._callers.add(caller)
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._receive(caller))
 
-    def _receive(self, sock: socket.socket) -> None:
-        caller = self._callers[sock]
+    def _receive(self, caller: _Caller) -> None:
+        if caller not in self._callers:
+            return
         try:
-            data = sock.recv(REQUEST_BYTES)
+            data = caller.sock.recv(REQUEST_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         caller.received += data
         if not data or len(caller.received) > REQUEST_BYTES or caller.requested:
-            self._drop(sock)  # closed, or sending without an end: its answer is dropped
+            self._drop(caller)  # closed, or sending without an end: its answer is dropped
         elif b"\n" in caller.received:
             caller.requested = True
-            self._handle(sock, caller, bytes(caller.received))
+            answer = self._answer(caller)
+            if answer is not None:
+                self._end(caller, answer)
 
-    def _handle(self, sock: socket.socket, caller: _Caller, line: bytes) -> None:
+    def _answer(self, caller: _Caller) -> Mapping[str, Any] | None:
+        """None if it comes later."""
         try:
-            request = json.loads(line)
+            request = json.loads(bytes(caller.received))
         except (ValueError, RecursionError):
             request = None
         if not isinstance(request, dict):
-            self._end(sock, {"error": "a request is one JSON object a line"})
-            return
-        out = request.get("out")
-        match request.get("do"):
-            case "about":
-                self._end(sock, {**self._about, "pid": os.getpid()})
-            case "dump" if out is None or (isinstance(out, str) and os.path.isabs(out)):
-                number = caller.number
-                self._post(
-                    DumpRequested(None if out is None else Path(out), lambda answer: self._reply(number, answer))
-                )
-            case "dump":
-                self._end(sock, {"error": "out must be an absolute path"})
-            case str(name) if name in self._verbs:
-                self._end(sock, self._run_verb(name, request))
-            case other:
-                known = ", ".join(["about", "dump", *self._verbs])
-                self._end(sock, {"error": f"unknown request {other!r:.100}; there are {known}"})
-
-    def _run_verb(self, name: str, request: Mapping[str, Any]) -> Mapping[str, Any]:
+            return {"error": "a request is one JSON object a line"}
+        name, out = request.get("do"), request.get("out")
+        if name == "dump":
+            if out is not None and not (isinstance(out, str) and os.path.isabs(out)):
+                return {"error": "out must be an absolute path"}
+            self._post(DumpRequested(None if out is None else Path(out), lambda reply: self._reply(caller, reply)))
+            return None
+        if not isinstance(name, str) or name not in self._verbs:
+            known = ", ".join(["about", "dump", *(verb for verb in self._verbs if verb != "about")])
+            return {"error": f"unknown request {name!r:.100}; there are {known}"}
         try:
             return self._verbs[name](request)
         except Exception as error:  # noqa: BLE001 a failing verb concerns only its caller
             return {"error": f"{name}: {type(error).__name__}: {error}"}
 
-    def _reply(self, number: int, answer: Path | str) -> None:
-        self._replies.append((number, {"path": str(answer)} if isinstance(answer, Path) else {"error": answer}))
+    def _reply(self, caller: _Caller, reply: Path | str) -> None:
+        self._replies.put((caller, {"path": str(reply)} if isinstance(reply, Path) else {"error": reply}))
         self._waker.wake()
 
-    def _send_replies(self) -> None:
-        while self._replies:
-            number, answer = self._replies.popleft()
-            for sock in [sock for sock, caller in self._callers.items() if caller.number == number]:
-                self._end(sock, answer)
-
-    def _end(self, sock: socket.socket, answer: Mapping[str, Any]) -> None:
+    def _end(self, caller: _Caller, answer: Mapping[str, Any]) -> None:
+        if caller not in self._callers:
+            return
         # An answer is far smaller than a socket's buffer: a full one belongs to a caller that does not read.
         with contextlib.suppress(OSError):
-            sock.send(json.dumps(answer).encode("utf-8", "backslashreplace") + b"\n")
-        self._drop(sock)
+            caller.sock.send(json.dumps(answer).encode("utf-8", "backslashreplace") + b"\n")
+        self._drop(caller)
 
-    def _drop(self, sock: socket.socket) -> None:
-        self._selector.unregister(sock)
-        del self._callers[sock]
-        sock.close()
+    def _drop(self, caller: _Caller) -> None:
+        self._selector.unregister(caller.sock)
+        self._callers.remove(caller)
+        caller.sock.close()
 
 
 class NullControlServer:
