@@ -27,7 +27,7 @@ from elasticd_agent.config.reference import JOB_KEY_HELP, agent_keys, job_keys, 
 from elasticd_agent.config.reload import is_reloadable, merge_reloaded
 from elasticd_agent.config.run_model import POLICY_FIELDS
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
-from elasticd_agent.model.job import Policy, Tls
+from elasticd_agent.model.job import JobSpec, Mode, Policy, Tls
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
 from tests.config.bad_settings import BAD, ETCD, JOB
@@ -241,18 +241,8 @@ def test_every_key_has_a_variable_and_words() -> None:
 
 def test_what_workers_get_is_never_read_as_settings() -> None:
     round = Round(number=1, members=(Member("n", "i", (0,)),), reason="")
-    told = worker_environment(
-        round,
-        "n",
-        0,
-        WorkerPaths("b", "n", "e"),
-        job="j",
-        run="r",
-        role="d",
-        max_restarts=3,
-        master_addr="x",
-        checkpoint_dir="/c",
-    )
+    spec = JobSpec("python", Mode.SCRIPT, "train.py", (), ROOT, "j", "r", checkpoint_dir=Path("/c"))
+    told = worker_environment(round, "n", 0, WorkerPaths("b", "n", "e"), spec, 3, "x")
     sources = "".join(path.read_text() for tree in ("elasticd", "agents") for path in (ROOT / tree).rglob("*.py"))
     mentioned = set(re.findall(r'"(ELASTICD_[A-Z_]+)"', sources)) | {n for n in told if n.startswith("ELASTICD_")}
     mentioned -= {"ELASTICD_NODE", "ELASTICD_SLOTS"}  # health plugins are told these two settings as what they are

@@ -37,7 +37,7 @@ class Node:
     """One node's Workers, followed: everything they said is in `heard`."""
 
     def __init__(self, name: str, directory: Path, spec: JobSpec, preload: Preload, host: str) -> None:
-        self.name, self.directory = name, directory
+        self.name, self.directory, self.spec = name, directory, spec
         runtime = directory / "runtime"
         runtime.mkdir(parents=True)
         self.inbox: queue.SimpleQueue[OwnerMessage | OwnerLost] = queue.SimpleQueue()
@@ -77,18 +77,7 @@ class Node:
             directory.mkdir()
             paths = WorkerPaths(str(directory / "beat"), str(directory / "notes"), str(directory / "error"))
             beat.create(paths.heartbeat)
-            env = worker_environment(
-                round,
-                self.name,
-                local_rank,
-                paths,
-                job="job",
-                run="1",
-                role="default",
-                max_restarts=0,
-                master_addr=master_addr,
-                checkpoint_dir=None,
-            )
+            env = worker_environment(round, self.name, local_rank, paths, self.spec, 0, master_addr)
             workers.append(WorkerSpec(env, str(directory / "out"), str(directory / "out"), paths.heartbeat))
         return tuple(workers)
 

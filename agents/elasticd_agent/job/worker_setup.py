@@ -52,25 +52,15 @@ class WorkerSetup:
             shutil.rmtree(self._runtime / f"round-{number}", ignore_errors=True)
         member = round.member(self._node)
         assert member is not None
-        workers, targets, restarts = [], [], self._policy.max_restarts
+        workers, targets, max_restarts = [], [], self._policy.max_restarts
+        if max_restarts is None:
+            max_restarts = self._policy.max_restarts_per_hour
         inherited = spec.base_environment(os.environ)
         for local_rank, rank in enumerate(round.ranks(self._node)):
             files = self._logs.worker(round.number, local_rank, rank)
             paths = WorkerPaths(str(directory / f"beat-{rank}"), str(directory / f"notes-{rank}.jsonl"), files.error)
             beat.create(paths.heartbeat)
-            env = worker_environment(
-                round,
-                self._node,
-                local_rank,
-                paths,
-                job=spec.job_id,
-                run=spec.run,
-                role=spec.role,
-                max_restarts=restarts if restarts is not None else self._policy.max_restarts_per_hour,
-                master_addr=address,
-                checkpoint_dir=str(spec.checkpoint_dir) if spec.checkpoint_dir is not None else None,
-                virtual_local_rank=spec.virtual_local_rank,
-            )
+            env = worker_environment(round, self._node, local_rank, paths, spec, max_restarts, address)
             if spec.rendezvous.backend != "memory":
                 env |= gloo_environment(inherited, address)
             if self._gpus:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.records import Round
 
 FR_BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -40,46 +41,41 @@ def worker_environment(
     node: str,
     local_rank: int,
     paths: WorkerPaths,
-    *,
-    job: str,
-    run: str,
-    role: str,
+    spec: JobSpec,
     max_restarts: int,
-    master_addr: str,
-    checkpoint_dir: str | None,
-    virtual_local_rank: bool = False,
+    address: str,
 ) -> dict[str, str]:
     """The difference from the job's base environment, for the worker with `local_rank` on `node`.
 
-    `master_addr` is the address of this node for the workers: with several nodes, the literal one that other nodes use.
+    `address` is that of this node for the workers: with several nodes, the literal one that other nodes use.
     """
     ranks = round.ranks(node)
     rank, world = ranks[local_rank], round.world_size
-    role_first, role_world = role_rank_and_size(round, node, role)
+    role_first, role_world = role_rank_and_size(round, node, spec.role)
     env = {
         "RANK": rank,
-        "LOCAL_RANK": 0 if virtual_local_rank else local_rank,
+        "LOCAL_RANK": 0 if spec.virtual_local_rank else local_rank,
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": len(ranks),
         "GROUP_RANK": round.group_rank(node),
         "GROUP_WORLD_SIZE": len(round.members),
-        "ROLE_NAME": role,
+        "ROLE_NAME": spec.role,
         "ROLE_RANK": role_first + local_rank,
         "ROLE_WORLD_SIZE": role_world,
-        "MASTER_ADDR": master_addr,
+        "MASTER_ADDR": address,
         "TORCHELASTIC_RESTART_COUNT": round.restarts,
         "TORCHELASTIC_MAX_RESTARTS": max_restarts,
-        "TORCHELASTIC_RUN_ID": job,
+        "TORCHELASTIC_RUN_ID": spec.job_id,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_ERROR_FILE": paths.error_file,
         "ELASTICD_ROUND": round.number,
-        "ELASTICD_JOB": job,
-        "ELASTICD_RUN": run,
+        "ELASTICD_JOB": spec.job_id,
+        "ELASTICD_RUN": spec.run,
         "ELASTICD_BEAT": paths.heartbeat,
         "ELASTICD_NOTES": paths.events,
     }
-    if checkpoint_dir is not None:
-        env["ELASTICD_CHECKPOINT_DIR"] = checkpoint_dir
+    if spec.checkpoint_dir is not None:
+        env["ELASTICD_CHECKPOINT_DIR"] = spec.checkpoint_dir
     return {name: str(value) for name, value in env.items()}
 
 

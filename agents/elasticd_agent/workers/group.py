@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from elasticd.errors import WireError
+from elasticd.heartbeat.exit_report import ExitReport
+from elasticd.heartbeat.record import HeartbeatReader
 from elasticd_agent.model.records import Round
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 
@@ -120,3 +123,20 @@ def with_master(master: Master | None, workers: tuple[WorkerSpec, ...]) -> tuple
 def keeps_store(round: Round) -> bool:
     """Whether a store outlives its own node's group: workers of other nodes may end later, as under torchrun."""
     return len(round.members) > 1
+
+
+def write_request(path: str, request: int) -> None:
+    """Write STOP, PAUSE or 0."""
+    try:
+        with HeartbeatReader(path) as reader:
+            reader.request(request)
+    except (OSError, WireError):
+        pass  # the signal that follows STOP is enough
+
+
+def read_exit_report(path: str) -> ExitReport | None:
+    try:
+        with HeartbeatReader(path) as reader:
+            return reader.read().exit_report
+    except (OSError, WireError):
+        return None

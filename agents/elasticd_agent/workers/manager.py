@@ -27,9 +27,10 @@ from elasticd_agent.workers.group import (
     StoreReady,
     WorkerGroup,
     keeps_store,
+    read_exit_report,
     with_master,
+    write_request,
 )
-from elasticd_agent.workers.heartbeat import read_exit_report, write_request
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerMessage
 from elasticd_agent.workers.launcher.owned_group import STORE_RANK
 from elasticd_agent.workers.launcher.preload import Preload
