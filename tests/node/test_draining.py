@@ -27,7 +27,7 @@ def assert_none_lost(job: str, where: AgentNode, *nodes: AgentNode) -> None:
 
 
 @pytest.mark.system
-def test_a_job_on_one_node_leaves_with_the_agent_and_goes_on_exactly_where_it_was(node: MakeNode) -> None:
+def test_single_node_job_resumes_exactly_where_the_drain_paused_it(node: MakeNode) -> None:
     n1 = node()
     saved = n1.work / "ck"
     n1.job("one", "resume.py", "--steps", "600", "--every", "1000", workers=2, checkpoint_dir=str(saved))
@@ -47,7 +47,7 @@ def test_a_job_on_one_node_leaves_with_the_agent_and_goes_on_exactly_where_it_wa
 
 
 @pytest.mark.system
-def test_one_of_two_nodes_leaves_and_no_step_is_lost(nodes: MakeNode) -> None:
+def test_drain_of_one_of_two_nodes_loses_no_step(nodes: MakeNode) -> None:
     n1, n2 = nodes("n1", slots=1), nodes("n2", slots=1)
     shared = {"env": {"WORK": str(n1.work)}, "checkpoint_dir": str(n1.work / "ck")}
     n1.job("both", "resume.py", "--steps", "100000", "--every", "100000", nodes="1:2", workers=1, **shared)
@@ -79,7 +79,7 @@ def both_in(*nodes: AgentNode) -> list[Event]:
 
 
 @pytest.mark.system
-def test_a_job_that_needs_both_nodes_waits_at_a_checkpoint_while_one_is_away(nodes: MakeNode) -> None:
+def test_job_that_needs_both_nodes_waits_at_a_checkpoint(nodes: MakeNode) -> None:
     n1, n2 = nodes("n1", slots=1), nodes("n2", slots=1)
     shared = {"env": {"WORK": str(n1.work)}, "checkpoint_dir": str(n1.work / "ck")}
     n1.job("both", "resume.py", "--steps", "100000", "--every", "100000", nodes=2, workers=1, **shared)

@@ -14,7 +14,7 @@ HAPPENED: Counter[str] = Counter()
 
 @pytest.mark.parametrize("nodes", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_everything_at_once(seed: int, nodes: int) -> None:
+def test_random_faults(seed: int, nodes: int) -> None:
     fleet = Fleet(100 * nodes + seed, nodes)
     for _ in range(60):
         fleet.random_fault()
@@ -47,7 +47,7 @@ def test_everything_at_once(seed: int, nodes: int) -> None:
     assert set(newest.items()) <= ended | {(s.job, s.number) for s in left}, "of every id the last run ended or waits"
 
 
-def test_a_node_that_refused_a_job_is_tried_again_once_somebody_has_cordoned_it() -> None:
+def test_refused_job_is_retried_on_a_node_after_a_cordon() -> None:
     fleet = Fleet(1, 1)
     fleet.refusing.add(("llm", "n1"))
     queue.submit(fleet.memory, "{}", job="llm", nodes=(1, 1), slots=(1, 1), submitted_by="", submitted_at=0.0)
@@ -68,6 +68,6 @@ def test_a_node_that_refused_a_job_is_tried_again_once_somebody_has_cordoned_it(
     assert not fleet.waiting()
 
 
-def test_everything_did_happen() -> None:
+def test_all_faults_occurred() -> None:
     """Else the test above has tested nothing."""
     assert set(HAPPENED) == set(Fleet.EVENTS)

@@ -36,7 +36,7 @@ def fill(disk: Path) -> Path:
 
 
 @pytest.mark.system
-def test_a_full_disk_costs_no_job_and_not_even_how_it_ended(node: MakeNode, small_disk: Path) -> None:
+def test_full_disk_costs_neither_a_job_nor_its_result(node: MakeNode, small_disk: Path) -> None:
     n1 = node(state_dir=small_disk / "state", health={"all_reduce": False, "disk_free_min": 0})
     n1.state = small_disk / "state"
     n1.job("one", "plain.py", COLD, "sleep", workers=1)

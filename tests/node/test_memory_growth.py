@@ -94,11 +94,11 @@ def live_through(store: tuple[MemoryStore, Clock, Path], turns: int, chapters: i
         assert later.blocks < first.blocks + SLACK_BLOCKS, [footprint.blocks for footprint in before]
 
 
-def test_a_week(store: tuple[MemoryStore, Clock, Path]) -> None:
+def test_one_week(store: tuple[MemoryStore, Clock, Path]) -> None:
     live_through(store, 4_000, 2)
 
 
 @pytest.mark.system
 @pytest.mark.timeout(600)
-def test_months(store: tuple[MemoryStore, Clock, Path]) -> None:
+def test_three_months(store: tuple[MemoryStore, Clock, Path]) -> None:
     live_through(store, 110_000, 6)

@@ -32,7 +32,7 @@ def samples(page: bytes) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_what_the_node_says_of_itself() -> None:
+def test_page_of_a_node() -> None:
     node = NodeMetrics('n"1\\', "1.0")
     node.runner_started()
     node.runner_ended("lost")
@@ -51,7 +51,7 @@ def test_what_the_node_says_of_itself() -> None:
         node.runner_ended("elsewhere")
 
 
-def test_the_lease_of_the_node_s_card() -> None:
+def test_lease_of_the_node_status() -> None:
     node = NodeMetrics("n1", "1.0")
     assert ("elasticd_node_lease_seconds",) not in samples(node.render(FACTS)), "it has none yet"
     for renewal_s in (None, 0.001, 0.003, 7.0):

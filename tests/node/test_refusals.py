@@ -30,7 +30,7 @@ def ready(node: AgentNode, job: str = "one") -> tuple[int, ...]:
     return node.workers(job)
 
 
-def test_a_second_agent_with_the_same_state_directory_is_refused_in_one_line(node: MakeNode) -> None:
+def test_second_agent_with_the_same_state_directory_is_refused(node: MakeNode) -> None:
     n1 = node().start()
     twin = node("n2", root=n1.root / "twin", state_dir=n1.state)
     twin.start(wait=False)
@@ -40,7 +40,7 @@ def test_a_second_agent_with_the_same_state_directory_is_refused_in_one_line(nod
     assert n1.drain() == 0
 
 
-def test_an_agent_that_is_started_without_standard_files_has_them_all_the_same(node: MakeNode) -> None:
+def test_agent_started_without_standard_streams(node: MakeNode) -> None:
     """Else its lock or its socket would be descriptor 2, where whoever complains writes."""
     n1 = node()
     n1.start(prefix=["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"])
@@ -50,7 +50,7 @@ def test_an_agent_that_is_started_without_standard_files_has_them_all_the_same(n
 
 
 @pytest.mark.system
-def test_a_second_agent_with_the_same_name_is_refused_and_the_first_goes_on(nodes: MakeNode) -> None:
+def test_second_agent_with_the_same_name_is_refused(nodes: MakeNode) -> None:
     n1, twin = nodes("n1").start(), nodes("n1")
     twin.start(wait=False)
     assert twin.wait() == 2
@@ -59,7 +59,7 @@ def test_a_second_agent_with_the_same_name_is_refused_and_the_first_goes_on(node
     assert n1.drain() == 0
 
 
-def test_pids_of_an_earlier_boot_are_nobodys(node: MakeNode) -> None:
+def test_pids_of_an_earlier_boot_are_ignored(node: MakeNode) -> None:
     """The state directory names pids that strangers have now: they are neither adopted nor signalled."""
     n1 = node()
     strangers = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
@@ -83,7 +83,7 @@ def test_pids_of_an_earlier_boot_are_nobodys(node: MakeNode) -> None:
 
 
 @pytest.mark.system
-def test_a_runner_that_no_daemon_speaks_to_leaves_by_itself(node: MakeNode) -> None:
+def test_runner_without_an_agent_leaves(node: MakeNode) -> None:
     n1 = node(adopt_timeout="5s")
     sleeping(n1)
     n1.start()
@@ -103,7 +103,7 @@ def test_a_runner_that_no_daemon_speaks_to_leaves_by_itself(node: MakeNode) -> N
 
 
 @pytest.mark.system
-def test_a_runner_that_is_stopped_is_not_taken_for_an_orphan_and_does_not_take_itself_for_one(node: MakeNode) -> None:
+def test_stopped_runner_does_not_count_as_an_orphan(node: MakeNode) -> None:
     n1 = node(adopt_timeout="5s")
     sleeping(n1)
     n1.start()
@@ -120,7 +120,7 @@ def test_a_runner_that_is_stopped_is_not_taken_for_an_orphan_and_does_not_take_i
 
 
 @pytest.mark.system
-def test_a_runner_that_does_not_leave_is_killed_with_everything_it_started(node: MakeNode) -> None:
+def test_runner_that_does_not_leave_is_killed_with_all_processes(node: MakeNode) -> None:
     n1 = node(drain_timeout="2s")
     sleeping(n1)
     n1.start()
@@ -134,7 +134,7 @@ def test_a_runner_that_does_not_leave_is_killed_with_everything_it_started(node:
 
 
 @pytest.mark.system
-def test_a_second_sigterm_does_not_wait_for_workers_that_do_not_listen(node: MakeNode) -> None:
+def test_second_sigterm_kills_at_once(node: MakeNode) -> None:
     n1 = node()
     n1.job("one", "plain.py", COLD, "deaf", workers=1)
     n1.start()
@@ -151,9 +151,7 @@ def test_a_second_sigterm_does_not_wait_for_workers_that_do_not_listen(node: Mak
 
 
 @pytest.mark.system
-def test_what_runs_goes_on_while_the_store_is_away_and_in_one_that_came_back_empty(
-    nodes: MakeNode, etcd: EtcdServers
-) -> None:
+def test_jobs_continue_without_the_store_and_are_registered_in_an_empty_one(nodes: MakeNode, etcd: EtcdServers) -> None:
     n1 = nodes("n1")
     sleeping(n1)
     n1.start()

@@ -48,7 +48,7 @@ def live(clock: Clock, seconds: int, *daemons: PublishingAgent) -> list[str]:
     return said
 
 
-def test_an_idle_daemon_that_places_asks_for_one_renewal_a_second(clock: Clock, memory: MemoryStore) -> None:
+def test_idle_scheduler_makes_one_renewal_a_second(clock: Clock, memory: MemoryStore) -> None:
     one = PublishingAgent(memory, "a")
     live(clock, 3, one)
     assert one.placer.is_leader
@@ -58,7 +58,7 @@ def test_an_idle_daemon_that_places_asks_for_one_renewal_a_second(clock: Clock, 
     assert memory.read(names.SCHEDULER) is not None
 
 
-def test_who_is_gone_loses_both_and_who_is_left_places(clock: Clock, memory: MemoryStore) -> None:
+def test_lost_agent_loses_status_and_scheduler_role(clock: Clock, memory: MemoryStore) -> None:
     one, two = PublishingAgent(memory, "a"), PublishingAgent(memory, "b")
     live(clock, 3, one, two)
     assert (one.placer.is_leader, two.placer.is_leader) == (True, False)
@@ -71,9 +71,7 @@ def test_who_is_gone_loses_both_and_who_is_left_places(clock: Clock, memory: Mem
     assert memory.read(names.NODES + "a") is not None
 
 
-def test_an_orderly_end_lets_the_other_place_at_once_and_one_that_is_replaced_keeps_its_card(
-    clock: Clock, memory: MemoryStore
-) -> None:
+def test_orderly_end_passes_the_role_on_and_replacement_keeps_the_status(clock: Clock, memory: MemoryStore) -> None:
     one, two = PublishingAgent(memory, "a"), PublishingAgent(memory, "b")
     live(clock, 2, one, two)
     one.placer.close()  # as before it replaces itself
@@ -86,7 +84,7 @@ def test_an_orderly_end_lets_the_other_place_at_once_and_one_that_is_replaced_ke
     two.close()  # twice is once
 
 
-def test_the_next_process_of_a_killed_daemon_places_again_within_a_lease(clock: Clock, memory: MemoryStore) -> None:
+def test_restarted_agent_is_scheduler_again_within_a_lease(clock: Clock, memory: MemoryStore) -> None:
     one = PublishingAgent(memory, "a")
     live(clock, 3, one)
     again = PublishingAgent(memory, "a", one.card.incarnation)
@@ -96,7 +94,7 @@ def test_the_next_process_of_a_killed_daemon_places_again_within_a_lease(clock: 
     assert again.placer.is_leader
 
 
-def test_who_has_no_card_places_nothing(clock: Clock, memory: MemoryStore) -> None:
+def test_unregistered_agent_schedules_nothing(clock: Clock, memory: MemoryStore) -> None:
     memory.announce(names.NODES + "a", NodeStatus("a", "somebody else", 4).to_json(), 60.0)
     twin = PublishingAgent(memory, "a")
     with pytest.raises(NameTaken):

@@ -11,7 +11,7 @@ from tests.node.node import COLD, lives, until
 
 
 @pytest.mark.system
-def test_a_reload_is_all_or_nothing_and_says_what_waits(node: MakeNode) -> None:
+def test_reload_is_atomic_and_names_changes_that_need_a_restart(node: MakeNode) -> None:
     n1 = node()
     n1.job("first", "plain.py", COLD, "sleep", workers=1)
     n1.start()
@@ -52,8 +52,8 @@ def test_a_reload_is_all_or_nothing_and_says_what_waits(node: MakeNode) -> None:
     n1.assert_gone()
 
 
-def test_an_agent_does_not_replace_itself_by_one_that_would_not_start(node: MakeNode) -> None:
-    """It would be gone, for a wrong key or half an upgrade, and systemd does not start exit code 2 again."""
+def test_replacement_by_a_version_that_does_not_start_is_refused(node: MakeNode) -> None:
+    """The agent would be gone, for a wrong key or half an upgrade, and systemd does not restart after exit code 2."""
     n1 = node()
     installed = n1.root / "installed"
     installed.mkdir()

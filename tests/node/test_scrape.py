@@ -9,11 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generate.metrics import CHECKS, max_node_series
-from elasticd_agent.node import scrape as scraping
+from elasticd_agent.node import metrics as node_metrics
 from elasticd_agent.node.health import metrics as measured
 from elasticd_agent.node.health.result import passed
-from elasticd_agent.node.metrics import NodeMetrics
-from elasticd_agent.node.scrape import filter_samples, merge_pages, scrape_runners
+from elasticd_agent.node.metrics import NodeMetrics, filter_samples, merge_pages, scrape_runners
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.telemetry.metric_table import max_series
 from elasticd_agent.telemetry.metrics import Metrics
@@ -27,7 +26,7 @@ def job_page(job: str, step: int, node: str = "n1") -> bytes:
     return metrics.render()
 
 
-def test_pages_of_several_jobs_are_one_page() -> None:
+def test_merge_of_pages() -> None:
     page = merge_pages([NodeMetrics("n1", "1.0").render(FACTS), job_page("a", 7), job_page("b", 9)])
     heads = [line for line in page.splitlines() if line.startswith(b"# TYPE")]
     assert len(heads) == len(set(heads))
@@ -38,9 +37,9 @@ def test_pages_of_several_jobs_are_one_page() -> None:
     assert alone.keys() <= found.keys()
 
 
-def test_a_runner_that_does_not_answer_is_left_out() -> None:
+def test_silent_runner_is_left_out() -> None:
     def ask(job: str, number: int, within_s: float) -> bytes:
-        assert 0 < within_s <= scraping.PER_RUNNER_S
+        assert 0 < within_s <= node_metrics.PER_RUNNER_S
         if job == "b":
             raise ControlSocketError("it is stopped")
         return job_page(job, number)
@@ -52,7 +51,7 @@ def test_a_runner_that_does_not_answer_is_left_out() -> None:
     assert scrape_runners("n1", [("b", 1)], ask) == scrape_runners("n1", [], ask) == []
 
 
-def test_runners_are_asked_all_at_once() -> None:
+def test_runners_are_queried_in_parallel() -> None:
     together = threading.Barrier(3, timeout=10)
 
     def ask(job: str, number: int, within_s: float) -> bytes:
@@ -63,13 +62,14 @@ def test_runners_are_asked_all_at_once() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("elasticd-scrape")]
 
 
-def test_what_a_job_says_of_itself_passes_whole() -> None:
+def test_own_samples_pass() -> None:
     for metrics in (Metrics('a "job"\\', "n1"), worst("a", 8)):
         page = metrics.render()
         assert samples(filter_samples(metrics._node, metrics._job, page)) == samples(page)
 
 
-def test_a_runner_of_an_older_version_does_not_name_its_node() -> None:
+def test_samples_without_a_node_label_pass() -> None:
+    """Runners of an older version omit the label."""
     page = b'# TYPE elasticd_round gauge\nelasticd_round{job_id="a"} 3.0\n'
     assert filter_samples("n1", "a", page) == page
 
@@ -100,28 +100,28 @@ def test_a_runner_of_an_older_version_does_not_name_its_node() -> None:
         b"\0" * 1000,
     ],
 )
-def test_nothing_else_passes(line: bytes) -> None:
+def test_other_text_is_removed(line: bytes) -> None:
     head, good_line = b"# TYPE elasticd_round gauge", b'elasticd_round{job_id="a",node="n1"} 2.0'
     assert filter_samples("n1", "a", b"\n".join([head, line, good_line])) == b"\n".join([head, good_line, b""])
 
 
-def test_what_is_no_text_is_made_some() -> None:
+def test_invalid_utf8_is_replaced() -> None:
     page = filter_samples(
         "n1", "a", b'# TYPE elasticd_round gauge\nelasticd_round{job_id="a",node="n1",x="\xff"} 3.0\n'
     )
     assert 'x="\ufffd"' in page.decode()
 
 
-def test_a_runner_that_floods_is_cut() -> None:
+def test_number_of_series_is_bounded() -> None:
     page = b"# TYPE elasticd_x gauge\n" + b"".join(
         b'elasticd_x{job_id="a",node="n1",x="%d"} 1.0\n' % n for n in range(20_000)
     )
     began = time.monotonic()
-    assert len(samples(filter_samples("n1", "a", page))) == scraping.MAX_SERIES >= max_series(8)
+    assert len(samples(filter_samples("n1", "a", page))) == node_metrics.MAX_SERIES >= max_series(8)
     assert time.monotonic() - began < 1.0
 
 
-def test_a_node_with_8_ranks_and_3_jobs_has_at_most_1000_series_whatever_happens() -> None:
+def test_node_with_3_jobs_of_8_ranks_has_at_most_1000_series() -> None:
     pages = {job: worst(job, 8).render() for job in ("a", "b", "c")}
     node = NodeMetrics("n1", "1.0")
     node.lease(3.0, 0.01)

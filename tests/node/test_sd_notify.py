@@ -1,4 +1,4 @@
-"""What systemd would read. `listening` plays its end of the socket."""
+"""sd_notify: the datagrams that systemd receives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.node.sd_notify import NullNotifier, SystemdNotifier, open_notifier
+from elasticd_agent.node.sd_notify import Notifier, open_notifier
 
 
 class SystemdSocket:
@@ -23,10 +23,10 @@ class SystemdSocket:
         self._socket.settimeout(5)
         self._socket.bind("\0" + address[1:] if address.startswith("@") else address)
 
-    def heard(self) -> list[str]:
+    def receive(self) -> list[str]:
         return self._socket.recv(4096).decode().split("\n")
 
-    def nothing_more(self) -> bool:
+    def is_empty(self) -> bool:
         self._socket.setblocking(False)
         try:
             return not self._socket.recv(4096)
@@ -46,38 +46,38 @@ def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SystemdS
     made.close()
 
 
-def test_what_it_says(systemd: SystemdSocket) -> None:
+def test_datagrams(systemd: SystemdSocket) -> None:
     environ = {"NOTIFY_SOCKET": systemd.address, "PATH": "/bin"}
     notifier = open_notifier(environ)
     assert notifier.ready("2 jobs run")
-    assert systemd.heard() == ["READY=1", "STATUS=2 jobs run"]
+    assert systemd.receive() == ["READY=1", "STATUS=2 jobs run"]
     assert notifier.stopping(90.5, "drains")
-    assert systemd.heard() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=90500000", "STATUS=drains"]
-    assert not notifier.feed(), "nobody watches"
-    assert systemd.nothing_more()
+    assert systemd.receive() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=90500000", "STATUS=drains"]
+    assert not notifier.feed(), "there is no watchdog"
+    assert systemd.is_empty()
 
 
-def test_reloading_says_when(systemd: SystemdSocket) -> None:
-    notifier = SystemdNotifier(systemd.address, clock_ns=lambda: 12_345_678)
+def test_reloading_has_the_time(systemd: SystemdSocket) -> None:
+    notifier = Notifier(systemd.address, clock_ns=lambda: 12_345_678)
     assert notifier.reloading()
-    assert systemd.heard() == ["RELOADING=1", "MONOTONIC_USEC=12345"]
+    assert systemd.receive() == ["RELOADING=1", "MONOTONIC_USEC=12345"]
 
 
-def test_a_newline_makes_no_second_message(systemd: SystemdSocket) -> None:
+def test_newline_in_a_status_starts_no_message(systemd: SystemdSocket) -> None:
     open_notifier({"NOTIFY_SOCKET": systemd.address}).ready("job a\nMAINPID=1\r\n ends")
-    assert systemd.heard() == ["READY=1", "STATUS=job a MAINPID=1 ends"]
+    assert systemd.receive() == ["READY=1", "STATUS=job a MAINPID=1 ends"]
 
 
-def test_the_watchdog_is_fed_four_times_as_often_as_it_looks(systemd: SystemdSocket) -> None:
+def test_four_feeds_for_each_watchdog_period(systemd: SystemdSocket) -> None:
     now = [0]
-    notifier = SystemdNotifier(systemd.address, watchdog_s=2.0, clock_ns=lambda: now[0])
+    notifier = Notifier(systemd.address, watchdog_s=2.0, clock_ns=lambda: now[0])
     fed = []
     for now[0] in range(0, 2_000_000_000, 100_000_000):
         if notifier.feed():
             fed.append(now[0] // 1_000_000)
-            assert systemd.heard() == ["WATCHDOG=1"]
+            assert systemd.receive() == ["WATCHDOG=1"]
     assert fed == [0, 500, 1000, 1500]
-    assert systemd.nothing_more()
+    assert systemd.is_empty()
 
 
 @pytest.mark.parametrize(
@@ -91,45 +91,44 @@ def test_the_watchdog_is_fed_four_times_as_often_as_it_looks(systemd: SystemdSoc
         ({"WATCHDOG_PID": "7"}, None),
     ],
 )
-def test_whom_systemd_watches(variables: dict[str, str], watchdog_s: float | None) -> None:
+def test_watchdog_variables(variables: dict[str, str], watchdog_s: float | None) -> None:
     assert open_notifier({"NOTIFY_SOCKET": "/nowhere", **variables}, pid=7).watchdog_s == watchdog_s
 
 
 @pytest.mark.parametrize("address", [None, "", "@", "relative", "vsock:2:1234"])
-def test_nobody_to_tell(address: str | None) -> None:
+def test_without_a_service_manager(address: str | None) -> None:
     environ = {} if address is None else {"NOTIFY_SOCKET": address}
     notifier = open_notifier(environ)
-    assert isinstance(notifier, NullNotifier)
     assert not environ
     assert not any((notifier.ready(), notifier.feed(), notifier.reloading(), notifier.stopping(1)))
 
 
-def test_a_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:
+def test_missing_socket_is_no_error(tmp_path: Path) -> None:
     notifier = open_notifier({"NOTIFY_SOCKET": str(tmp_path / "gone"), "WATCHDOG_USEC": "1000000"})
     assert not notifier.ready()
     assert not notifier.feed()
 
 
-def test_a_manager_that_does_not_read_stops_nobody(systemd: SystemdSocket) -> None:
+def test_full_socket_does_not_block(systemd: SystemdSocket) -> None:
     now = [0]
-    notifier = SystemdNotifier(systemd.address, watchdog_s=0.001, clock_ns=lambda: now[0])
+    notifier = Notifier(systemd.address, watchdog_s=0.001, clock_ns=lambda: now[0])
     for now[0] in range(0, 2_000_000_000, 1_000_000):
         if not notifier.feed():
             break
     else:
         pytest.fail("the socket never filled up")
-    assert systemd.heard() == ["WATCHDOG=1"]
-    assert notifier.feed(), "what was not said is said at the next turn"
+    assert systemd.receive() == ["WATCHDOG=1"]
+    assert notifier.feed(), "an unsent keep-alive is sent at the next turn"
 
 
-def test_children_cannot_speak_for_the_daemon(systemd: SystemdSocket) -> None:
+def test_children_do_not_inherit_the_variables(systemd: SystemdSocket) -> None:
     environ = {**os.environ, "NOTIFY_SOCKET": systemd.address, "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "7"}
     notifier = open_notifier(environ, pid=7)
     asks = "import os; print([name for name in os.environ if 'NOTIFY' in name or 'WATCHDOG' in name])"
     child = subprocess.run([sys.executable, "-Ic", asks], env=environ, capture_output=True, text=True, timeout=30)
     assert child.stdout == "[]\n"
-    # But who replaces itself hands them on, and its successor speaks as the same process.
-    assert isinstance(open_notifier({**environ, **notifier.inherited}, pid=7), SystemdNotifier)
+    # A process that replaces itself passes them on, and its replacement notifies as the same process.
+    assert open_notifier({**environ, **notifier.inherited}, pid=7).ready()
     assert dict(notifier.inherited) == {
         "NOTIFY_SOCKET": systemd.address,
         "WATCHDOG_USEC": "1000000",

@@ -64,7 +64,7 @@ def our_keys() -> list[str]:
     return [key for key in ours if isinstance(key, str)]
 
 
-def test_the_role_of_the_page_is_enough_and_ends_with_our_keys(guarded: EtcdServers) -> None:
+def test_role_of_the_page_covers_exactly_our_keys(guarded: EtcdServers) -> None:
     ours = our_keys()
     assert len(ours) > 12
     store = EtcdStore(guarded.endpoints, user="elasticd", password=PASSWORD, timeout_s=5)
@@ -89,7 +89,7 @@ def test_the_role_of_the_page_is_enough_and_ends_with_our_keys(guarded: EtcdServ
         nobody.close()
 
 
-def test_a_certificate_stands_for_the_user_in_its_name(guarded: EtcdServers, tmp_path: Path) -> None:
+def test_certificate_authenticates_the_user_in_its_name(guarded: EtcdServers, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     guarded.kill()
     guarded.certify(authority.server(ask_clients=True))
@@ -132,9 +132,8 @@ def certified(guarded: EtcdServers, issued: Path) -> EtcdServers:
     return guarded
 
 
-def test_the_certificates_of_the_page_make_nodes_etcds_user_and_others_nobody(
-    certified: EtcdServers, issued: Path
-) -> None:
+def test_certificates_of_the_page(certified: EtcdServers, issued: Path) -> None:
+    """They authenticate nodes as etcd's user, and nobody else."""
     assert {path.stat().st_mode & 0o077 for path in issued.glob("*.key")} == {0}
     strictly = ["openssl", "verify", "-x509_strict", "-CAfile", str(issued / "ca.pem"), str(issued / "gpu-1.pem")]
     assert subprocess.run(strictly, stdout=subprocess.DEVNULL).returncode == 0, "as Python 3.13 looks at it"
@@ -152,7 +151,7 @@ def test_the_certificates_of_the_page_make_nodes_etcds_user_and_others_nobody(
 
 
 @pytest.mark.system
-def test_two_nodes_that_only_speak_tls_run_a_job_and_read_each_others_logs(
+def test_two_nodes_with_tls_run_a_job_and_read_each_others_logs(
     node: MakeNode, certified: EtcdServers, issued: Path, tmp_path: Path
 ) -> None:
     token = secret_file(tmp_path / "token", TOKEN)
@@ -190,7 +189,7 @@ def test_two_nodes_that_only_speak_tls_run_a_job_and_read_each_others_logs(
     assert {n1.drain(), n2.drain()} == {0}
 
 
-def test_what_other_users_of_that_etcd_can_do_to_leases(guarded: EtcdServers) -> None:
+def test_access_of_other_etcd_users_to_leases(guarded: EtcdServers) -> None:
     ours, other, root = f"elasticd:{PASSWORD}", "other:pw", f"root:{ROOT_PASSWORD}"
     guarded.ctl("user", "add", other, user=root)
     lease = guarded.ctl("lease", "grant", "60", user=ours).split()[1]
@@ -249,7 +248,7 @@ def shown(node: AgentNode, etcd: EtcdServers) -> dict[str, bytes]:
     return found
 
 
-def test_secrets_are_nowhere(node: MakeNode, guarded: EtcdServers, tmp_path: Path) -> None:
+def test_secrets_appear_nowhere(node: MakeNode, guarded: EtcdServers, tmp_path: Path) -> None:
     password = secret_file(tmp_path / "password", PASSWORD)
     token = secret_file(tmp_path / "token", TOKEN)
     endpoint = f"127.0.0.1:{guarded.port}"
@@ -278,7 +277,7 @@ def test_secrets_are_nowhere(node: MakeNode, guarded: EtcdServers, tmp_path: Pat
     assert left == []
 
 
-def test_what_the_state_directory_lets_others_see(node: MakeNode) -> None:
+def test_state_directory_is_private(node: MakeNode) -> None:
     one = node("n1")
     one.job("one", "chatty.py", COLD, workers=1)
     one.start()
@@ -339,7 +338,7 @@ def sins(path: Path, tree: ast.Module) -> list[str]:
     return found
 
 
-def test_nothing_shipped_unpickles_or_evaluates() -> None:
+def test_shipped_code_neither_unpickles_nor_evaluates() -> None:
     paths = sources()
     assert len(paths) > 150
     found = {str(path.relative_to(REPOSITORY)): sins(path, ast.parse(path.read_text())) for path in paths}
@@ -357,5 +356,5 @@ def test_nothing_shipped_unpickles_or_evaluates() -> None:
         "import yaml; yaml.load('x', yaml.Loader)",
     ],
 )
-def test_that_search_finds_what_it_looks_for(code: str) -> None:
+def test_the_search_finds_violations(code: str) -> None:
     assert sins(REPOSITORY / "elasticd" / "made_up.py", ast.parse(code))

@@ -39,7 +39,7 @@ def trains_in(n1: AgentNode, number: int) -> None:
 
 
 @pytest.mark.system
-def test_a_killed_runner_costs_the_others_one_round_and_is_started_again(nodes: MakeNode) -> None:
+def test_killed_runner_costs_one_round_and_is_restarted(nodes: MakeNode) -> None:
     n1, n2 = nodes("n1", slots=1), nodes("n2", slots=1)
     both = together(n1, n2)
     runner, (worker,) = n2.runner("both"), n2.workers("both")
@@ -57,9 +57,10 @@ def test_a_killed_runner_costs_the_others_one_round_and_is_started_again(nodes: 
 
 
 @pytest.mark.system
-def test_an_agent_that_does_not_come_back_loses_its_node_gracefully_and_one_that_does_loses_nothing(
+def test_only_an_agent_that_stays_away_loses_its_jobs(
     nodes: MakeNode,
 ) -> None:
+    """They leave at a checkpoint; an agent that comes back within adopt_timeout loses nothing."""
     # Much longer than an agent takes to start on a machine with other things to do.
     n1, n2 = nodes("n1", slots=1, adopt_timeout="25s"), nodes("n2", slots=1, adopt_timeout="25s")
     both = together(n1, n2)
@@ -81,9 +82,7 @@ def test_an_agent_that_does_not_come_back_loses_its_node_gracefully_and_one_that
 
 
 @pytest.mark.system
-def test_an_agent_that_stood_still_takes_part_again_and_its_job_has_not_noticed(
-    nodes: MakeNode, etcd: EtcdServers
-) -> None:
+def test_stopped_agent_registers_again_without_effect_on_its_job(nodes: MakeNode, etcd: EtcdServers) -> None:
     """Its lease and the placer's key were lost meanwhile; another agent places."""
     n1, n2 = nodes("n1"), nodes("n2")
     n1.job("one", "ticking.py", COLD, workers=2)

@@ -31,22 +31,20 @@ from elasticd_agent.model.version import version
 from elasticd_agent.node import state_dir
 from elasticd_agent.node.api.service import JobService
 from elasticd_agent.node.api.setup import open_api
-from elasticd_agent.node.cleanup import DiskCleaner
 from elasticd_agent.node.dashboard.routes import dashboard_routes
 from elasticd_agent.node.health.events import report_change
 from elasticd_agent.node.health.monitor import HealthChanged, NodeHealth
 from elasticd_agent.node.health.setup import monitor_settings, open_health
-from elasticd_agent.node.inventory import inventory
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.loop import LoopDependencies, Message, NodeLoop, SignalRequest, Wakeup
-from elasticd_agent.node.metrics import NodeMetrics
-from elasticd_agent.node.registration import NodeStatusPublisher
+from elasticd_agent.node.metrics import NodeMetrics, merge_pages, scrape_runners
+from elasticd_agent.node.registration import NodeStatusPublisher, inventory
 from elasticd_agent.node.runners import versions
 from elasticd_agent.node.runners.manager import RunnerManager
-from elasticd_agent.node.runners.spec_builder import SpecBuilder
+from elasticd_agent.node.runners.spawn import SpecBuilder
 from elasticd_agent.node.scheduler.scheduler import Scheduler
-from elasticd_agent.node.scrape import merge_pages, scrape_runners
 from elasticd_agent.node.sd_notify import Notifier, open_notifier
+from elasticd_agent.node.state_dir import DiskCleaner
 from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.file import FileStore

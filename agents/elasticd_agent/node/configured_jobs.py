@@ -14,7 +14,7 @@ from pathlib import Path
 from elasticd.errors import UsageError
 from elasticd_agent.config import job_file
 from elasticd_agent.config.job_file import JobFile
-from elasticd_agent.node.runners.spec_builder import required_id
+from elasticd_agent.node.runners.spawn import required_id
 from elasticd_agent.node.scheduler import job_queue
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Store

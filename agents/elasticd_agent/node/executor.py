@@ -11,9 +11,8 @@ from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.metrics import NodeMetrics
 from elasticd_agent.node.reconcile import NodePlan, RunnerEnd, RunnerStart, RunOutcomes
 from elasticd_agent.node.runners.manager import RunnerManager
-from elasticd_agent.node.runners.spawn import NotAllowed
+from elasticd_agent.node.runners.spawn import NotAllowed, SpecBuilder
 from elasticd_agent.node.runners.spec import RunnerSpec
-from elasticd_agent.node.runners.spec_builder import SpecBuilder
 from elasticd_agent.telemetry import events
 
 RETRY_S = 10.0

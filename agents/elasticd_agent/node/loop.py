@@ -11,7 +11,7 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.config.agent_settings import NodeSettings
@@ -19,6 +19,7 @@ from elasticd_agent.node import keys
 from elasticd_agent.node.configured_jobs import ConfiguredJobs
 from elasticd_agent.node.executor import Executor
 from elasticd_agent.node.health.job_failures import JobFailures
+from elasticd_agent.node.health.monitor import NodeHealth
 from elasticd_agent.node.health.policy import NOT_CHECKED_YET
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.metrics import NodeFacts, NodeMetrics
@@ -26,9 +27,10 @@ from elasticd_agent.node.reconcile import NodePlan, RunOutcomes, reconcile
 from elasticd_agent.node.records import NodeState, NodeStatus, RunnerStatus
 from elasticd_agent.node.registration import NameTaken, NodeStatusPublisher
 from elasticd_agent.node.runners.manager import RunnerManager
-from elasticd_agent.node.runners.spec_builder import SpecBuilder
+from elasticd_agent.node.runners.spawn import SpecBuilder
 from elasticd_agent.node.scheduler import job_queue
 from elasticd_agent.node.scheduler.policy import ClusterView
+from elasticd_agent.node.scheduler.scheduler import Scheduler
 from elasticd_agent.node.sd_notify import Notifier
 from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
@@ -58,26 +60,14 @@ class SignalRequest:
 Message = Wakeup | SignalRequest
 
 
-class HealthSource(Protocol):
-    def verdict(self) -> tuple[bool, str]: ...
-    def record_job_failure(self, why: str) -> None: ...
-
-
-class SchedulerTurns(Protocol):
-    @property
-    def is_leader(self) -> bool: ...
-    def turn(self, now: float) -> list[str]: ...
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class LoopDependencies:
     store: Store
     cache: StoreCache
     registration: NodeStatusPublisher
     runners: RunnerManager
-    scheduler: SchedulerTurns
-    health: HealthSource
+    scheduler: Scheduler
+    health: NodeHealth
     notifier: Notifier
     journal: AgentJournal
     inbox: queue.SimpleQueue[Message]

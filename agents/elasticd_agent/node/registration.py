@@ -1,17 +1,28 @@
 """Registers this node: keeps its status in the store under a lease, and other keys of this agent under the same lease.
 
-A status left by an earlier process of this agent, killed or replaced, is taken over at once. Another agent's is never
-touched while its lease lives.
+`inventory` collects the static part of the status. A status left by an earlier process of this agent, killed or
+replaced, is taken over at once. Another agent's is never touched while its lease lives.
 """
 
 from __future__ import annotations
 
+import os
+import platform
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
 from elasticd.errors import ElasticdError, StoreUnavailable, WireError
+from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.model.keys import decode_record
-from elasticd_agent.node import keys as names
+from elasticd_agent.model.version import version
+from elasticd_agent.node import keys
 from elasticd_agent.node.records import NodeStatus
 from elasticd_agent.store import Lease, Store
 from elasticd_agent.store.lease import LeasedKey, RenewalListener, ignore_renewals
+from elasticd_agent.system import procfs
+from elasticd_agent.system.devices import cpu_count
 
 
 class NameTaken(ElasticdError):
@@ -31,7 +42,7 @@ class NodeStatusPublisher:
     ) -> None:
         self._status = status
         self._key = LeasedKey(
-            store, names.NODES + status.node, lease_s, renewal_s, is_own=self._is_own, on_renewal=on_renewal
+            store, keys.NODES + status.node, lease_s, renewal_s, is_own=self._is_own, on_renewal=on_renewal
         )
 
     @property
@@ -80,3 +91,39 @@ class NodeStatusPublisher:
             return decode_record(NodeStatus, self._key.key, value)
         except WireError:
             return None
+
+
+def inventory(settings: NodeSettings, incarnation: str, environ: Mapping[str, str]) -> NodeStatus:
+    return NodeStatus(
+        node=settings.node,
+        incarnation=incarnation,
+        slots=settings.slot_count(environ),
+        gpus=settings.devices(environ),
+        cpus=cpu_count(),
+        memory_bytes=_memory(),
+        elasticd=version(),
+        python=platform.python_version(),
+        torch=_torch(),
+        driver=_driver(),
+        labels=settings.labels,
+    )
+
+
+def _memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return 0
+
+
+def _torch() -> str:
+    """The version in the agent's environment; a job may use another one."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    found = re.search(rb"Kernel Module(?: for \S+)?\s+([0-9.]+)", procfs.read(str(path)))
+    return found[1].decode() if found else ""

@@ -11,8 +11,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
-from typing import Protocol
 
 _VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 _FEEDS_PER_WATCHDOG = 4
@@ -21,70 +19,33 @@ _SEND_TIMEOUT_S = 1.0
 """For single notifications. A keep-alive does not wait: another one follows."""
 
 
-class Notifier(Protocol):
-    @property
-    def watchdog_s(self) -> float | None:
-        """systemd ends the process after this time without `feed`; None: no watchdog."""
-
-    @property
-    def inherited(self) -> Mapping[str, str]:
-        """The variables taken out of the environment: a process passes them on when it replaces itself by exec."""
-
-    def ready(self, status: str = "") -> bool:
-        """Start or reload is done. False: it could not be sent."""
-
-    def feed(self) -> bool:
-        """The main loop runs. Cheap enough for every turn. True when a datagram was sent."""
-
-    def reloading(self) -> bool:
-        """The configuration is being reloaded; `ready` ends it."""
-
-    def stopping(self, within_s: float, status: str = "") -> bool:
-        """The process stops; systemd waits this long for it, independently of TimeoutStopSec=."""
-
-
-@dataclass(frozen=True, slots=True)
-class NullNotifier:
-    """No service manager listens."""
-
-    watchdog_s: float | None = None
-    inherited: Mapping[str, str] = field(default_factory=dict)
-
-    def ready(self, status: str = "") -> bool:
-        return False
-
-    def feed(self) -> bool:
-        return False
-
-    def reloading(self) -> bool:
-        return False
-
-    def stopping(self, within_s: float, status: str = "") -> bool:
-        return False
-
-
-class SystemdNotifier:
-    """Sends from a new socket each time: systemd may have been replaced in between."""
+class Notifier:
+    """Sends from a new socket each time: systemd may have been replaced in between. Methods return whether it did."""
 
     def __init__(
         self,
-        address: str,
+        address: str = "",
         *,
         watchdog_s: float | None = None,
         inherited: Mapping[str, str] | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """`address` "": there is no service manager, and nothing is sent."""
         # An abstract address is written with @ for its leading zero byte.
         self._address = "\0" + address[1:] if address.startswith("@") else address
-        self.watchdog_s = watchdog_s
-        self.inherited: Mapping[str, str] = dict(inherited or {})
         self._clock_ns = clock_ns
         self._last_feed_ns: int | None = None
+        self.watchdog_s = watchdog_s
+        """systemd ends the process after this time without `feed`; None: no watchdog."""
+        self.inherited: Mapping[str, str] = dict(inherited or {})
+        """The variables taken out of the environment: a process passes them on when it replaces itself by exec."""
 
     def ready(self, status: str = "") -> bool:
+        """Start or reload is done."""
         return self._send(["READY=1", *_status(status)])
 
     def feed(self) -> bool:
+        """The main loop runs. Cheap enough for every turn."""
         if self.watchdog_s is None:
             return False
         now = self._clock_ns()
@@ -96,13 +57,17 @@ class SystemdNotifier:
         return sent
 
     def reloading(self) -> bool:
+        """The configuration is being reloaded; `ready` ends it."""
         # systemd recognises the reply to this reload by the time.
         return self._send(["RELOADING=1", f"MONOTONIC_USEC={self._clock_ns() // 1000}"])
 
     def stopping(self, within_s: float, status: str = "") -> bool:
+        """The process stops; systemd waits this long for it, independently of TimeoutStopSec=."""
         return self._send(["STOPPING=1", f"EXTEND_TIMEOUT_USEC={max(0, int(within_s * 1e6))}", *_status(status)])
 
     def _send(self, lines: list[str], wait_s: float = _SEND_TIMEOUT_S) -> bool:
+        if not self._address:
+            return False
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out:
                 out.settimeout(wait_s)
@@ -118,9 +83,9 @@ def open_notifier(environ: MutableMapping[str, str], pid: int | None = None) -> 
     address = variables.get("NOTIFY_SOCKET", "")
     # The third kind, vsock:, is for a manager outside of a virtual machine.
     if len(address) < 2 or address[0] not in "/@":
-        return NullNotifier()
+        return Notifier()
     watchdog_s = _watchdog_s(variables, os.getpid() if pid is None else pid)
-    return SystemdNotifier(address, watchdog_s=watchdog_s, inherited=variables)
+    return Notifier(address, watchdog_s=watchdog_s, inherited=variables)
 
 
 def _watchdog_s(variables: Mapping[str, str], pid: int) -> float | None:
@@ -132,9 +97,5 @@ def _watchdog_s(variables: Mapping[str, str], pid: int) -> float | None:
 
 
 def _status(text: str) -> list[str]:
-    return [f"STATUS={_one_line(text)}"] if text else []
-
-
-def _one_line(text: str) -> str:
     """A newline in a job's name must not start another message."""
-    return " ".join(text.split())
+    return [f"STATUS={' '.join(text.split())}"] if text else []

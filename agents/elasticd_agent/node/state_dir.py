@@ -1,7 +1,7 @@
 """The state directory: private, used by one agent at a time, with the identity that a restarted agent keeps.
 
 The lock prevents two agents from managing the same runners; the identity makes an agent that was killed or upgraded
-the same agent afterwards. Only locks in it show which processes are liveness.
+the same agent afterwards. Only its locks show which processes are alive. `DiskCleaner` removes the files of ended jobs.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ import json
 import os
 import secrets
 import stat
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from elasticd.errors import UsageError
 from elasticd_agent.node.runners import liveness
+from elasticd_agent.node.scheduler import retention
 from elasticd_agent.system.files import replace_file
 
 LOCK = "agent.lock"
 IDENTITY = "node.json"
+CLEANUP_INTERVAL_S = 600.0
+FIRST_CLEANUP_S = 60.0
+"""The start of the agent has priority."""
 LOCK_WAIT_S = 3.0
 """An agent that was just killed, or is replacing itself, releases the lock within this time."""
 
@@ -76,3 +81,33 @@ def incarnation(state: Path, node: str) -> str:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise UsageError(f"{path}: {error.strerror}") from None
     return made
+
+
+class DiskCleaner:
+    """A thread; `in_use` returns the (job, number) whose files must be kept, `keep_s` the retention time."""
+
+    def __init__(
+        self,
+        state: Path,
+        in_use: Callable[[], Collection[tuple[str, int]]],
+        keep_s: Callable[[], float],
+        log: Callable[[str], None],
+    ) -> None:
+        self._state = state
+        self._in_use = in_use
+        self._keep_s = keep_s
+        self._log = log
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elasticd-cleanup", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(1.0)  # it may hang on a dead disk
+
+    def _run(self) -> None:
+        pause_s = FIRST_CLEANUP_S
+        while not self._closing.wait(pause_s):
+            pause_s = CLEANUP_INTERVAL_S
+            for sentence in retention.remove_files(self._state, self._in_use(), time.time(), self._keep_s()):
+                self._log(sentence)

@@ -80,7 +80,7 @@ def go_on(node: AgentNode, workers: tuple[int, ...]) -> None:
     assert [step for _, step in steps] == list(range(1, len(steps) + 1))
 
 
-def test_a_killed_agent_comes_back_to_the_same_workers_and_an_upgrade_keeps_them_and_the_job_ends(
+def test_restart_and_upgrade_of_the_agent_keep_the_workers(
     node: MakeNode,
 ) -> None:
     port = free_port()
@@ -117,7 +117,7 @@ def test_a_killed_agent_comes_back_to_the_same_workers_and_an_upgrade_keeps_them
     n1.assert_gone()
 
 
-def test_who_has_joined_stays_ready_while_the_store_is_away_and_says_so(nodes: MakeNode, etcd: EtcdServers) -> None:
+def test_registered_agent_stays_ready_without_the_store(nodes: MakeNode, etcd: EtcdServers) -> None:
     """A probe that followed the store would make every pod of the cluster unready at once, whose jobs train on."""
     port = free_port()
     n1 = nodes("n1", http={"port": port})
@@ -135,7 +135,7 @@ def test_who_has_joined_stays_ready_while_the_store_is_away_and_says_so(nodes: M
     assert n1.drain() == 0
 
 
-def test_a_killed_runner_takes_its_workers_with_it_at_once_and_is_started_again(node: MakeNode) -> None:
+def test_killed_runner_ends_its_workers_and_is_restarted(node: MakeNode) -> None:
     n1 = node()
     workers, runner = training(n1), n1.runner("one")
     os.kill(runner, signal.SIGKILL)
@@ -147,7 +147,7 @@ def test_a_killed_runner_takes_its_workers_with_it_at_once_and_is_started_again(
     n1.assert_gone()
 
 
-def test_a_runner_whose_lock_says_no_more_who_it_is_is_found_all_the_same_and_its_end_is_seen(node: MakeNode) -> None:
+def test_runner_with_an_unreadable_lock_is_adopted(node: MakeNode) -> None:
     """A full disk takes no signature, a damaged one loses it; the agent that comes back has nothing else to go by."""
     n1 = node()
     workers, runner = training(n1), n1.runner("one")
@@ -165,7 +165,7 @@ def test_a_runner_whose_lock_says_no_more_who_it_is_is_found_all_the_same_and_it
     n1.assert_gone()
 
 
-def test_a_runner_whose_order_cannot_be_read_is_asked_what_it_runs(node: MakeNode) -> None:
+def test_runner_with_an_unreadable_spec_reports_what_it_runs(node: MakeNode) -> None:
     """Else its slots were free to the agent that comes back, and it would leave because nobody speaks to it."""
     n1 = node()
     workers, runner = training(n1), n1.runner("one")

@@ -30,7 +30,7 @@ from elasticd_agent.system.files import replace_file
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
-def test_a_lock_that_is_a_link_is_not_taken(tmp_path: Path, link: Callable[[Path, Path], None]) -> None:
+def test_lock_that_is_a_link_is_refused(tmp_path: Path, link: Callable[[Path, Path], None]) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     link(precious, tmp_path / "lock")
@@ -39,7 +39,7 @@ def test_a_lock_that_is_a_link_is_not_taken(tmp_path: Path, link: Callable[[Path
     assert precious.read_text() == "mine"
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+def test_no_write_through_a_link(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     files = JobFiles(tmp_path)
@@ -52,7 +52,8 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert files.runner_spec.read_bytes() == b"{}"
 
 
-def test_who_has_it_is_found_and_nobody_else_can_be_named(tmp_path: Path) -> None:
+def test_lock_owner(tmp_path: Path) -> None:
+    """Another user's process cannot be named."""
     path = tmp_path / "lock"
     fd = alive.take_lock(path)
     assert fd is not None
@@ -65,7 +66,7 @@ def test_who_has_it_is_found_and_nobody_else_can_be_named(tmp_path: Path) -> Non
     assert not alive.is_locked(path)
 
 
-def test_a_lock_lasts_as_long_as_any_copy_of_it(tmp_path: Path) -> None:
+def test_lock_lasts_as_long_as_any_copy_of_its_descriptor(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     fd = alive.take_lock(path)
     assert fd is not None
@@ -80,7 +81,7 @@ def test_a_lock_lasts_as_long_as_any_copy_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "endless"])
-def test_what_is_no_plain_file_holds_nobody_up(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_special_files_do_not_block(tmp_path: Path, make: Callable[[Path], None]) -> None:
     """The deciding thread looks at these; the job's user could have it wait, or read, for ever."""
     files = JobFiles(tmp_path)
     for path in (files.lock, files.runner_exit, files.runner_spec, files.output):
@@ -94,7 +95,7 @@ def test_what_is_no_plain_file_holds_nobody_up(tmp_path: Path, make: Callable[[P
         spawn(files, 0, Account.of(None), StoreSecrets())
 
 
-def test_a_last_word_that_no_store_would_take_is_none(tmp_path: Path) -> None:
+def test_exit_too_large_for_the_store_is_ignored(tmp_path: Path) -> None:
     files = JobFiles(tmp_path)
     write_exit(files, RunnerExit("j", 1, 1, "failed", "." * MAX_EXIT_BYTES))
     assert read_exit(files) is None
@@ -110,7 +111,7 @@ ORDER = RunnerSpec("mine", 1, "n1", (0,), "{}")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
-def test_an_order_that_a_jobs_user_has_written_is_nobodys(tmp_path: Path) -> None:
+def test_spec_of_another_user_is_ignored(tmp_path: Path) -> None:
     """What the agent adopts by it is told to the store as jobs, and as how they ended."""
     files, said = job_files(tmp_path, "mine", 1), list[str]()
     files.root.mkdir(parents=True)
@@ -133,8 +134,8 @@ sys.stdin.read()
 """
 
 
-def test_a_runner_lives_also_while_no_file_descriptor_is_left_to_look_with(tmp_path: Path) -> None:
-    """Who is taken for dead is cleared away after a while, with all that it has started."""
+def test_runner_is_alive_without_a_free_file_descriptor(tmp_path: Path) -> None:
+    """A runner that counts as dead is killed after a while, with all its processes."""
     files, said, before = job_files(tmp_path, "mine", 1), list[str](), resource.getrlimit(resource.RLIMIT_NOFILE)
     files.root.mkdir(parents=True)
     replace_file(files.runner_spec, ORDER.to_json())
@@ -158,7 +159,7 @@ def test_a_runner_lives_also_while_no_file_descriptor_is_left_to_look_with(tmp_p
         assert [over.key for over in runners.poll(time.monotonic())] == [("mine", 1)]
 
 
-def test_nobody_is_taken_for_what_is_left_of_a_job_because_its_user_says_so(tmp_path: Path) -> None:
+def test_links_and_second_names_have_no_lock_keepers(tmp_path: Path) -> None:
     """What keeps a dead runner's lock is killed, by root: a link to /dev/null would have been everybody."""
     (tmp_path / "lock").symlink_to("/dev/null")
     with open("/dev/null"), open(tmp_path / "ours", "w"):
@@ -169,7 +170,7 @@ def test_nobody_is_taken_for_what_is_left_of_a_job_because_its_user_says_so(tmp_
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
-def test_of_who_has_the_lock_of_a_users_job_only_that_users_processes_are_killed(tmp_path: Path) -> None:
+def test_only_the_job_users_lock_keepers_are_killed(tmp_path: Path) -> None:
     files, said = job_files(tmp_path, "mine", 1), list[str]()
     files.root.mkdir(parents=True)
     replace_file(files.runner_spec, ORDER.to_json())
@@ -192,7 +193,7 @@ def test_of_who_has_the_lock_of_a_users_job_only_that_users_processes_are_killed
             roots.communicate()
 
 
-def test_an_order_of_another_job_than_its_folders_is_nobodys(tmp_path: Path) -> None:
+def test_spec_in_another_jobs_folder_is_ignored(tmp_path: Path) -> None:
     files, said = job_files(tmp_path, "yours", 7), list[str]()
     files.root.mkdir(parents=True)
     replace_file(files.runner_spec, ORDER.to_json())

@@ -70,9 +70,7 @@ def _seen(node: AgentNode, rank: int = 0) -> dict[str, object]:
 
 
 @pytest.mark.system
-def test_another_environments_python_runs_its_warm_launcher(
-    node: MakeNode, venv: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launcher_in_another_python_environment(node: MakeNode, venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTICD_LEASE", "4s")
     monkeypatch.setenv("MACHINE", "its own")
     n1 = node()
@@ -98,7 +96,7 @@ def test_another_environments_python_runs_its_warm_launcher(
     assert n1.drain() == 0
 
 
-def test_an_interpreter_that_is_not_there_is_refused_in_the_files_words(node: MakeNode, tmp_path: Path) -> None:
+def test_missing_interpreter_is_refused_by_its_key(node: MakeNode, tmp_path: Path) -> None:
     n1 = node()
     n1.job("own", "plain.py", python="/no/such/python", workers=1)
     n1.job("lost", "plain.py", workers=1)

@@ -69,7 +69,7 @@ def theirs(node: AgentNode, **how: object) -> None:
 
 
 @pytest.mark.system
-def test_a_job_runs_as_its_user_who_cannot_read_what_opens_the_store(
+def test_job_of_another_user_cannot_read_the_stores_credentials(
     node: MakeNode, etcd: EtcdServers, open_place: Path
 ) -> None:
     etcd.ask_for_passwords("elasticd", "a-secret-word", "/elasticd/v1/")
@@ -111,7 +111,7 @@ def test_a_job_runs_as_its_user_who_cannot_read_what_opens_the_store(
     n1.assert_gone()
 
 
-def test_a_job_that_this_node_cannot_run_is_refused_with_a_sentence_and_not_tried_again(node: MakeNode) -> None:
+def test_job_that_this_node_cannot_run_is_refused_once(node: MakeNode) -> None:
     n1 = node()
     n1.job("one", "/no/such/script.py", workers=1)
     n1.start()
@@ -126,10 +126,8 @@ def test_a_job_that_this_node_cannot_run_is_refused_with_a_sentence_and_not_trie
     assert n1.drain() == 0
 
 
-def test_a_user_who_gets_no_further_than_a_directory_on_the_way_to_our_python_is_told_which(
-    open_place: Path, tmp_path: Path
-) -> None:
-    """Often the environment is open to all, and its interpreter is a link into somebody's home."""
+def test_directory_that_blocks_the_interpreter_is_named(open_place: Path, tmp_path: Path) -> None:
+    """A common case: the environment is open to all, and its interpreter is a link into a home directory."""
     home, env = open_place / "home", open_place / "env"
     for place in (home, env):
         place.mkdir()
@@ -150,10 +148,8 @@ def test_a_user_who_gets_no_further_than_a_directory_on_the_way_to_our_python_is
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
-def test_who_cannot_be_started_leaves_no_log_that_says_nothing(
-    tmp_path: Path, open_place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`elasticd logs --stream elasticd` takes the first node that has one."""
+def test_failed_start_leaves_no_empty_log(tmp_path: Path, open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`elasticd logs --stream elasticd` uses the first node with a log."""
     shut = open_place / "python"
     shut.write_text("#!/bin/sh\n")
     shut.chmod(0o700)
@@ -180,8 +176,8 @@ with open(JobFiles(Path(sys.argv[1])).lock, "w") as lock:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
 @pytest.mark.parametrize("capability", ["setuid", "setgid", "chown"])
-def test_a_root_that_may_not_become_others_is_told_what_it_lacks(tmp_path: Path, capability: str) -> None:
-    """So is an agent with User=root under systemd 257."""
+def test_missing_capability_is_named(tmp_path: Path, capability: str) -> None:
+    """Also an agent with User=root under systemd 257."""
     less = ["setpriv", f"--bounding-set=-{capability}", f"--inh-caps=-{capability}"]
     done = subprocess.run(
         [*less, sys.executable, "-c", BECOMES, str(tmp_path)],
@@ -194,7 +190,7 @@ def test_a_root_that_may_not_become_others_is_told_what_it_lacks(tmp_path: Path,
     assert not JobFiles(tmp_path).output.exists()
 
 
-def test_what_is_handed_over_in_memory_is_whole() -> None:
+def test_secrets_pass_through_memory() -> None:
     fd = StoreSecrets("word", "ca", None, "key").to_fd()
     program = (
         "import sys; from elasticd_agent.node.runners.spec import StoreSecrets as S; print(S.from_fd(int(sys.argv[1])))"

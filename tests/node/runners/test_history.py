@@ -7,7 +7,7 @@ import itertools
 from elasticd_agent.node.runners.history import COARSE_POINTS, FINE_POINTS, FINE_S, StepTrack
 
 
-def test_a_month_of_steps_is_a_few_hundred_points() -> None:
+def test_one_month_is_a_few_hundred_points() -> None:
     track, day = StepTrack(), 86_400
     for second in range(0, 30 * day, 5):
         track.add(float(second), 1, second)
@@ -20,7 +20,7 @@ def test_a_month_of_steps_is_a_few_hundred_points() -> None:
     assert max(gaps[-FINE_POINTS // 2 :]) <= 5.0
 
 
-def test_each_rounds_first_step_is_kept_and_ten_thousand_rounds_cost_no_more() -> None:
+def test_first_step_of_each_round_is_kept_and_rounds_are_bounded() -> None:
     track = StepTrack()
     for number in range(10_000):
         track.add(number * 0.1, number, 1)
@@ -30,7 +30,7 @@ def test_each_rounds_first_step_is_kept_and_ten_thousand_rounds_cost_no_more() -
     assert [number for _, number, _ in points[-FINE_POINTS:]] == list(range(10_000 - FINE_POINTS, 10_000))
 
 
-def test_a_clock_that_is_set_back_does_not_stop_it() -> None:
+def test_clock_set_back_does_not_stop_the_recording() -> None:
     track = StepTrack()
     track.add(1000.0, 1, 1)
     track.add(500.0, 1, 2)
