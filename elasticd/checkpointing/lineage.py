@@ -88,24 +88,13 @@ def highest_round(directory: str | os.PathLike[str]) -> int:
     return max((each.round for each in names(directory)), default=0)
 
 
-def lineage(directory: str | os.PathLike[str], verify: bool = False) -> tuple[list[Entry], list[SkippedCheckpoint]]:
+def lineage(directory: str | os.PathLike[str]) -> tuple[list[Entry], list[SkippedCheckpoint]]:
     """The checkpoints that may be loaded, newest first, and the skipped ones with their reasons.
 
-    Reads manifests and file sizes; with `verify` every state is read and its checksum checked. A missing directory
-    holds none. Raises OSError if the directory cannot be listed.
+    Reads manifests and file sizes only. Raises OSError if the directory cannot be listed; a missing one is empty.
     """
     found = walk(directory)
-    if not verify:
-        return found.entries, found.skipped
-    good: list[Entry] = []
-    skipped = list(found.skipped)
-    for entry in found.entries:
-        why = find_damage(entry)
-        if why is None:
-            good.append(entry)
-        else:
-            skipped.append(SkippedCheckpoint(entry.path, why))
-    return good, skipped
+    return found.entries, found.skipped
 
 
 def walk(directory: str | os.PathLike[str]) -> LineageWalk:

@@ -19,6 +19,7 @@ from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing.api import Entry
 from elasticd.checkpointing.lineage import read_state
 from elasticd.errors import CheckpointCorrupt
+from tests.library.verified import verified_lineage
 
 WHO: dict[str, Any] = {"world_size": 2, "job": "job", "run": "run"}
 
@@ -29,11 +30,11 @@ def save(directory: Path, round: int, step: int, parent: tuple[int, int] | None 
 
 
 def usable(directory: Path) -> list[str]:
-    return [entry.path.name for entry in checkpoint.lineage(directory, verify=True)[0]]
+    return [entry.path.name for entry in verified_lineage(directory)[0]]
 
 
 def whys(directory: Path) -> dict[str, str]:
-    return {each.path.name: each.why for each in checkpoint.lineage(directory, verify=True)[1]}
+    return {each.path.name: each.why for each in verified_lineage(directory)[1]}
 
 
 def present(directory: Path) -> list[str]:
@@ -225,10 +226,10 @@ def test_manifest_keeps_fields_of_newer_minor_version(tmp_path: Path) -> None:
     raw = {**json.loads((entry.path / "manifest.json").read_text()), "version": "1.9", "mood": {"calm": [1.5]}}
     del raw["seal"]
     (entry.path / "manifest.json").write_text(json.dumps({**raw, "seal": manifest._seal(raw)}))
-    (newer,), _ = checkpoint.lineage(tmp_path, verify=True)
+    (newer,), _ = verified_lineage(tmp_path)
     assert (newer.manifest.version, newer.manifest.unknown) == ("1.9", {"mood": {"calm": [1.5]}})
     checkpoint.relink(tmp_path, newer, 2)
-    again = checkpoint.lineage(tmp_path, verify=True)[0][0].manifest
+    again = verified_lineage(tmp_path)[0][0].manifest
     assert (again.round, again.version, again.unknown) == (2, "1.9", {"mood": {"calm": [1.5]}})
 
 
@@ -409,7 +410,7 @@ def test_lineage_lock_and_retention_import_no_torch(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from elasticd.checkpointing import api as c; d = Path(sys.argv[1])\n"
         "lock = c.DirectoryLock(d, 'job', 'run'); lock.acquire()\n"
-        "assert c.highest_round(d) == 1 and len(c.lineage(d, verify=True)[0]) == 2\n"
+        "assert c.highest_round(d) == 1 and len(c.lineage(d)[0]) == 2\n"
         "c.relink(d, c.lineage(d)[0][0], 2); c.retain(d, 1, 1)\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )

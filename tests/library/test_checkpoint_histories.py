@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from elasticd.checkpointing import api as checkpoint
 from elasticd.errors import CheckpointCorrupt
+from tests.library.verified import verified_lineage
 
 COMMON = {"world_size": 1, "job": "j", "run": "r"}
 
@@ -163,7 +164,7 @@ class Directory(RuleBasedStateMachine):
         assert not [name for name in os.listdir(self.path) if name.startswith(".")]
 
     def _good(self) -> list[checkpoint.Entry]:
-        return checkpoint.lineage(self.path, verify=True)[0]
+        return verified_lineage(self.path)[0]
 
     def _names(self) -> list[str]:
         return sorted(name for name in os.listdir(self.path) if not name.startswith("."))

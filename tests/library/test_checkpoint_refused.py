@@ -21,6 +21,7 @@ import torch
 from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.errors import CheckpointRefused
+from tests.library.verified import verified_lineage
 
 
 class Point(collections.namedtuple("Point", "x y")):
@@ -247,7 +248,7 @@ def test_non_json_cursor_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
     cursor = {"7": [1, (2, 3)], "name": "\udc80", "big": 1 << 80, "x": 0.1}
     checkpoint.save(tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state={}, cursor=cursor)
-    (found,), _ = checkpoint.lineage(tmp_path, verify=True)
+    (found,), _ = verified_lineage(tmp_path)
     assert found.manifest.cursor == {"7": [1, [2, 3]], "name": "\udc80", "big": 1 << 80, "x": 0.1}
 
 

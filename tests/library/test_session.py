@@ -15,6 +15,7 @@ import pytest
 
 from elasticd.checkpointing import api as checkpoint
 from elasticd.heartbeat.record import STOP, Phase, Source
+from tests.library.verified import verified_lineage
 
 ENDLESS = {"steps": 10**9, "sleep": 0.002}
 
@@ -116,7 +117,7 @@ def test_full_disk_is_reported_and_retried(start: Any, tmp_path: Path) -> None:
         events[1].reason == "checkpoint of step 6 failed ([Errno 27] File too large); it is tried again every 3 steps"
     )
     assert events[1].reason in job.ranks[0].errors()
-    entries, _ = checkpoint.lineage(tmp_path / "shared", verify=True)
+    entries, _ = verified_lineage(tmp_path / "shared")
     assert [entry.manifest.step for entry in entries] == [12, 3]
 
 

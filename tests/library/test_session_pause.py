@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing import api as checkpoint
 from elasticd.coordination.decisions import Action, DecisionPoints
 from elasticd.coordination.pause import TIMEOUT_S, PauseController, timeout_from_environment
 from elasticd.coordination.store_channel import StoreChannel
@@ -17,6 +16,7 @@ from elasticd.errors import DecisionTimeout, UsageError
 from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat.record import PAUSE, PAUSE_BARRIER, STOP, Phase
 from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader, WorkerEventWriter
+from tests.library.verified import verified_lineage
 
 ENDLESS = {"steps": 10**9, "sleep": 0.002}
 NEVER_DUE = 10**6
@@ -43,7 +43,7 @@ def stepped(job: Any, step: int) -> Callable[[], bool]:
 
 
 def steps_saved(directory: Path) -> list[int]:
-    return [entry.manifest.step for entry in checkpoint.lineage(directory, verify=True)[0]]
+    return [entry.manifest.step for entry in verified_lineage(directory)[0]]
 
 
 @pytest.mark.parametrize(("world_size", "every"), [(2, NEVER_DUE), (1, 1)])

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from elasticd.checkpointing import api as checkpoint
+from tests.library.verified import verified_lineage
 
 
 def steps_of(directory: Path) -> list[tuple[int, int]]:
-    entries, _ = checkpoint.lineage(directory, verify=True)
+    entries, _ = verified_lineage(directory)
     return [(entry.manifest.round, entry.manifest.step) for entry in entries]
 
 

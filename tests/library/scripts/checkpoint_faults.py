@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from elasticd.checkpointing import api as checkpoint
+from tests.library.verified import verified_lineage
 
 FILE_OPERATIONS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "os.truncate")
 
@@ -38,7 +39,7 @@ def tell(**what: Any) -> None:
 
 def loadable(directory: Path) -> int:
     """The newest step that really loads, 0 if none; the lineage must offer it first."""
-    for entry in checkpoint.lineage(directory, verify=True)[0]:
+    for entry in verified_lineage(directory)[0]:
         state = checkpoint.load(entry)
         assert state["step"] == entry.manifest.step
         assert bool((state["weights"] == entry.manifest.step).all())
