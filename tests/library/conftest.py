@@ -46,10 +46,10 @@ class Rank:
         with heartbeat.HeartbeatReader(self.beat) as reader:
             return reader.read()
 
-    def ask(self, word: int) -> None:
+    def request(self, request: int) -> None:
         """As the agent does: heartbeat.STOP, heartbeat.PAUSE, or 0 to withdraw it."""
         with heartbeat.HeartbeatReader(self.beat) as reader:
-            reader.request(word)
+            reader.request(request)
 
     def read_events(self) -> list[notes.WorkerEvent]:
         """All but the one that every session with a checkpoint makes."""

@@ -75,8 +75,8 @@ def test_state_opens_with_torch_load_and_sha256sum(tmp_path: Path) -> None:
     assert entry.path == tmp_path / "r3-s120"
     assert present(entry.path) == ["manifest.json", "state.pt"]
     assert torch.load(entry.path / "state.pt", weights_only=True)["mark"] == "r3-s120"
-    told = subprocess.run(["sha256sum", entry.path / "state.pt"], capture_output=True, text=True, check=True).stdout
-    assert entry.manifest.checksum == f"sha256:{told.split()[0]}"
+    done = subprocess.run(["sha256sum", entry.path / "state.pt"], capture_output=True, text=True, check=True).stdout
+    assert entry.manifest.checksum == f"sha256:{done.split()[0]}"
     assert entry.manifest.bytes == (entry.path / "state.pt").stat().st_size
 
 

@@ -22,9 +22,9 @@ def run(*arguments: object, inside: tuple[str, ...] = ()) -> list[dict[str, Any]
         "OMP_NUM_THREADS": "1",
     }
     command = [*inside, sys.executable, "-W", "error", str(SCRIPT), *map(str, arguments)]
-    told = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110)
-    assert told.returncode == 0, told.stdout + told.stderr
-    return [json.loads(line) for line in told.stdout.splitlines()]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_writer_killed_at_every_file_operation(tmp_path: Path) -> None:

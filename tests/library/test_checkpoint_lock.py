@@ -45,7 +45,7 @@ class Holder:
         )
 
     @property
-    def said(self) -> str:
+    def answer(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
@@ -53,7 +53,7 @@ class Holder:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        return self.said
+        return self.answer
 
     def close(self) -> None:
         self.process.kill()
@@ -84,7 +84,7 @@ def acquired(directory: Path, job: str, run: str) -> Iterator[DirectoryLock]:
 
 def test_lock_refuses_other_run_until_released(tmp_path: Path) -> None:
     with holders(tmp_path, ("train", "run-1")) as (first,):
-        assert first.said == "held"
+        assert first.answer == "held"
         for job, run in (("train", "run-2"), ("other", "run-1")):
             with pytest.raises(DirectoryInUse, match=r"held by run 'run-1' of job 'train' \(first process \d+ on"):
                 DirectoryLock(tmp_path, job, run).acquire()
@@ -95,7 +95,7 @@ def test_lock_refuses_other_run_until_released(tmp_path: Path) -> None:
 
 def test_lock_is_shared_by_processes_of_one_run(tmp_path: Path) -> None:
     with holders(tmp_path, *[("job", "run")] * 3) as all_of_one_run:
-        assert [each.said for each in all_of_one_run] == ["held"] * 3
+        assert [each.answer for each in all_of_one_run] == ["held"] * 3
         for each in all_of_one_run:
             with pytest.raises(DirectoryInUse):
                 DirectoryLock(tmp_path, "job", "next").acquire()
@@ -107,7 +107,7 @@ def test_lock_is_shared_by_processes_of_one_run(tmp_path: Path) -> None:
 def test_lock_held_by_stopped_zombie(tmp_path: Path) -> None:
     """A stopped zombie does not lock out its own run, and its death releases the lock."""
     with holders(tmp_path, ("job", "run")) as (zombie,):
-        assert zombie.said == "held"
+        assert zombie.answer == "held"
         os.kill(zombie.process.pid, signal.SIGSTOP)
         with acquired(tmp_path, "job", "run"):
             pass
@@ -122,11 +122,11 @@ def test_lock_held_by_stopped_zombie(tmp_path: Path) -> None:
 def test_lock_race_has_one_winner(tmp_path: Path) -> None:
     runs = [("job", run) for run in "ababab"]
     with holders(tmp_path, *runs) as everyone:
-        said = [each.said for each in everyone]
-        winners = {run for (_, run), each in zip(runs, said, strict=True) if each == "held"}
+        answer = [each.answer for each in everyone]
+        winners = {run for (_, run), each in zip(runs, answer, strict=True) if each == "held"}
         assert len(winners) == 1
-        assert said.count("held") == 3, said
-        assert all("is held by run" in each for each in said if each != "held")
+        assert answer.count("held") == 3, answer
+        assert all("is held by run" in each for each in answer if each != "held")
 
 
 def test_lock_acquire_and_release_are_idempotent(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_lock_ignores_stale_name_in_file(tmp_path: Path) -> None:
     for left in (b"", b"\xff\x00", b"[]", b'{"job": "x"}', b"{" * 100_000):
         (tmp_path / ".lock").write_bytes(left)
         with acquired(tmp_path, "job", "run"), holders(tmp_path, ("job", "run")) as (same,):
-            assert same.said == "held"
+            assert same.answer == "held"
 
 
 def test_lock_in_unwritable_directory_raises_os_error(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ print(first.unlocked == second.unlocked, first.unlocked)
 def test_lock_on_file_system_without_locks_warns(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-W", "error", "-c", WITHOUT_LOCKS, tmp_path]
-    told = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.startswith(f"True {tmp_path}: this file system has no locks (No locks available)")
-    assert told.stderr.count("this file system has no locks") == 2  # logging's last resort shows warnings
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"True {tmp_path}: this file system has no locks (No locks available)")
+    assert done.stderr.count("this file system has no locks") == 2  # logging's last resort shows warnings

@@ -138,7 +138,7 @@ def test_reader_1_0_reads_current_writer(path: Path) -> None:
     assert fields[3:5] == (0, 6), "no request; written three times"
     assert fields[5:9] == (4, seen.progress_ns, seen.first_step_ns, seen.started_ns)
     assert (*fields[9:11], fields[11].rstrip(b"\0")) == (Phase.BARRIER, Source.SESSION, b"gate")
-    assert fields[14] == 0, "no last words"
+    assert fields[14] == 0, "no exit report"
 
 
 def test_current_reader_of_1_0_file_reads_unknown(tmp_path: Path) -> None:
@@ -263,10 +263,10 @@ def test_hook_step_equals_step(path: Path, tmp_path: Path) -> None:
             if count in (3, 6):
                 writer.set_phase(Phase.EVAL)
             writer.tick(-1 if count == 4 else issued, 1000)
-        told, expected = read(path), read(tmp_path / "other")
+        found, expected = read(path), read(tmp_path / "other")
         same = ("step", "phase", "source", "collectives_per_step", "collectives_at_step", "collectives", "wait_ticks")
-        assert [getattr(told, name) for name in same] == [getattr(expected, name) for name in same], count
-        assert told.first_step_ns and told.progress_ns >= told.first_step_ns
+        assert [getattr(found, name) for name in same] == [getattr(expected, name) for name in same], count
+        assert found.first_step_ns and found.progress_ns >= found.first_step_ns
     one.step(100)
     step(101)
     assert (read(path).step, read(path).source) == (100, Source.SESSION)
@@ -366,7 +366,7 @@ def test_step_costs_less_than_a_microsecond(path: Path) -> None:
     assert best < 1e-6, f"{best * 1e9:.0f} ns"
 
 
-# --- last words ---
+# --- exit report ---
 
 
 def python_path() -> dict[str, str]:
@@ -384,59 +384,64 @@ def die(path: Path, script: str) -> tuple[int, str, ExitReport | None]:
 
 
 def test_exit_report_of_unhandled_exception(path: Path) -> None:
-    code, err, words = die(path, "class Mine(ValueError): pass\ndef deep():\n    raise Mine('no: such thing')\ndeep()")
+    code, err, report = die(path, "class Mine(ValueError): pass\ndef deep():\n    raise Mine('no: such thing')\ndeep()")
     assert code == 1
-    assert words is not None
-    assert (words.kind, words.type, words.message, words.code) == ("exception", "__main__.Mine", "no: such thing", None)
-    assert words.bases == ("ValueError", "Exception", "BaseException")
-    assert words.traceback == err
+    assert report is not None
+    assert (report.kind, report.type, report.message, report.code) == (
+        "exception",
+        "__main__.Mine",
+        "no: such thing",
+        None,
+    )
+    assert report.bases == ("ValueError", "Exception", "BaseException")
+    assert report.traceback == err
     assert read(path).phase is Phase.EXIT
 
 
 def test_exit_report_of_syntax_and_unprintable_errors(path: Path, tmp_path: Path) -> None:
-    _, err, words = die(path, "class Bad(Exception):\n    def __str__(self): return 1 / 0\nraise Bad()")
-    assert words is not None
-    assert (words.type, words.message) == ("__main__.Bad", "<exception str() failed>")
-    assert words.traceback == err
+    _, err, report = die(path, "class Bad(Exception):\n    def __str__(self): return 1 / 0\nraise Bad()")
+    assert report is not None
+    assert (report.type, report.message) == ("__main__.Bad", "<exception str() failed>")
+    assert report.traceback == err
     (tmp_path / "broken.py").write_text("def (:\n")
     other = tmp_path / "beat2"
     heartbeat.create(other)
-    _, _, words = die(other, f"import runpy; runpy.run_path({str(tmp_path / 'broken.py')!r})")
-    assert words is not None
-    assert words.type == "SyntaxError"
+    _, _, report = die(other, f"import runpy; runpy.run_path({str(tmp_path / 'broken.py')!r})")
+    assert report is not None
+    assert report.type == "SyntaxError"
 
 
 @pytest.mark.parametrize(
     "script", ["pass", "import sys; sys.exit(3)", "import argparse; argparse.ArgumentParser().error('x')"]
 )
 def test_exit_report_of_orderly_end_has_no_code(path: Path, script: str) -> None:
-    _, _, words = die(path, script)
-    assert words == ExitReport("exit")
+    _, _, report = die(path, script)
+    assert report == ExitReport("exit")
 
 
 @pytest.mark.parametrize(
     "script", ["import os; os._exit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
 )
 def test_no_exit_report_without_python_exit(path: Path, script: str) -> None:
-    code, _, words = die(path, script)
+    code, _, report = die(path, script)
     assert code in (3, -9)
-    assert words is None
+    assert report is None
 
 
 def test_exit_report_keeps_end_of_long_traceback(path: Path) -> None:
-    _, err, words = die(path, "def f(n):\n    n and f(n - 1)\n    raise ValueError('é' * 10000 + str(n))\nf(300)")
-    assert words is not None
-    assert words.message.startswith("é" * 100)
-    assert err.endswith(words.traceback)
-    assert len(words.traceback.encode()) > 4000
+    _, err, report = die(path, "def f(n):\n    n and f(n - 1)\n    raise ValueError('é' * 10000 + str(n))\nf(300)")
+    assert report is not None
+    assert report.message.startswith("é" * 100)
+    assert err.endswith(report.traceback)
+    assert len(report.traceback.encode()) > 4000
 
 
 def test_exit_report_runs_after_other_exit_handlers(path: Path) -> None:
     """The exit report is written after every other exit handler, and changes nothing."""
     script = "import atexit, sys\natexit.register(print, 'bye', file=sys.stderr)\n"
     script += "assert sys.excepthook is sys.__excepthook__\n1 / 0"
-    code, err, words = die(path, script)
+    code, err, report = die(path, script)
     assert code == 1
     assert err.endswith("ZeroDivisionError: division by zero\nbye\n")
-    assert words is not None
-    assert words.type == "ZeroDivisionError"
+    assert report is not None
+    assert report.type == "ZeroDivisionError"

@@ -21,43 +21,43 @@ def test_thread_counts_collectives_and_waits(start: Any, wait_for: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         other_port = free.getsockname()[1]
     job = start("pulsing.py", "training", OTHER_PORT=str(other_port))
-    beats = [rank.read_heartbeat for rank in job.ranks]
+    readers = [rank.read_heartbeat for rank in job.ranks]
 
     def go(gate: int) -> None:
         for rank in job.ranks:
-            rank.ask(gate)
+            rank.request(gate)
 
     def both(condition: Callable[[heartbeat.Heartbeat], bool], what: str) -> None:
-        wait_for(lambda: all(condition(read()) for read in beats), what)
+        wait_for(lambda: all(condition(read()) for read in readers), what)
 
-    both(lambda seen: seen.alive_ticks > 1, "a pulse without a group")
-    assert {(seen.collectives, seen.collectives_per_step, seen.timeout_s) for seen in (read() for read in beats)} == {
+    both(lambda seen: seen.alive_ticks > 1, "a tick without a group")
+    assert {(seen.collectives, seen.collectives_per_step, seen.timeout_s) for seen in (read() for read in readers)} == {
         (-1, -1, 0.0)
     }
     go(1)
     both(lambda seen: seen.collectives == 6 and seen.step == 3, "three steps of two collectives")
     assert [
-        (seen.collectives_per_step, seen.collectives_at_step, seen.timeout_s) for seen in (read() for read in beats)
+        (seen.collectives_per_step, seen.collectives_at_step, seen.timeout_s) for seen in (read() for read in readers)
     ] == [(2, 6, 77)] * 2
-    before = [read().wait_ticks for read in beats]
+    before = [read().wait_ticks for read in readers]
     go(2)
-    wait_for(lambda: beats[0]().collectives == 8 and beats[1]().collectives == 7, "rank 1 to stop between two")
-    wait_for(lambda: beats[0]().wait_ticks > before[0] + 3, "rank 0 to wait")
-    assert beats[1]().wait_ticks == before[1], "rank 1 is the one that is waited for"
-    moved = [read().moved_ticks for read in beats]
-    wait_for(lambda: beats[1]().moved_ticks > moved[1] + 2, "rank 1, which looks again and again, to be seen to move")
-    assert beats[0]().moved_ticks == moved[0], "rank 0 is inside of a call"
+    wait_for(lambda: readers[0]().collectives == 8 and readers[1]().collectives == 7, "rank 1 to stop between two")
+    wait_for(lambda: readers[0]().wait_ticks > before[0] + 3, "rank 0 to wait")
+    assert readers[1]().wait_ticks == before[1], "rank 1 is the one that is waited for"
+    moved = [read().moved_ticks for read in readers]
+    wait_for(lambda: readers[1]().moved_ticks > moved[1] + 2, "rank 1, which looks again and again, to be seen to move")
+    assert readers[0]().moved_ticks == moved[0], "rank 0 is inside of a call"
     assert [flight_of(rank, wait_for) for rank in job.ranks] == [(8, False), (7, True)]
     go(3)
-    wait_for(lambda: [read().collectives for read in beats] == [9, 8], "rank 1 to stop before the first of two")
-    before = [read().wait_ticks for read in beats]
-    wait_for(lambda: beats[0]().wait_ticks > before[0] + 3, "rank 0 to wait, with one more to issue")
-    assert beats[1]().wait_ticks == before[1], "rank 1 is the one that is waited for"
+    wait_for(lambda: [read().collectives for read in readers] == [9, 8], "rank 1 to stop before the first of two")
+    before = [read().wait_ticks for read in readers]
+    wait_for(lambda: readers[0]().wait_ticks > before[0] + 3, "rank 0 to wait, with one more to issue")
+    assert readers[1]().wait_ticks == before[1], "rank 1 is the one that is waited for"
     go(4)
     both(lambda seen: seen.collectives == 10, "rank 1 to catch up")
     go(5)
     both(lambda seen: seen.collectives == -1, "the group to be destroyed")
-    assert {(seen.collectives_per_step, seen.timeout_s) for seen in (read() for read in beats)} == {(-1, 0.0)}
+    assert {(seen.collectives_per_step, seen.timeout_s) for seen in (read() for read in readers)} == {(-1, 0.0)}
     go(6)
     both(lambda seen: seen.collectives == 1, "another group to be counted anew")
     go(7)
@@ -77,8 +77,8 @@ def flight_of(rank: Any, wait_for: Any) -> tuple[int, bool]:
 def test_thread_stalls_while_gil_is_held(start: Any, wait_for: Any) -> None:
     job = start("pulsing.py", "holding_the_gil", world_size=1)
     (rank,) = job.ranks
-    wait_for(lambda: rank.read_heartbeat().alive_ticks > 2, "a pulse")
-    rank.ask(1)
+    wait_for(lambda: rank.read_heartbeat().alive_ticks > 2, "a tick")
+    rank.request(1)
     seen: list[int] = []
 
     def stands_still() -> bool:
@@ -92,14 +92,14 @@ def test_thread_stalls_while_gil_is_held(start: Any, wait_for: Any) -> None:
 def test_thread_counts_custom_process_group(start: Any, wait_for: Any) -> None:
     job = start("pulsing.py", "a_class_of_its_own", world_size=1)
     (rank,) = job.ranks
-    wait_for(lambda: rank.read_heartbeat().alive_ticks > 2, "a pulse")
+    wait_for(lambda: rank.read_heartbeat().alive_ticks > 2, "a tick")
     for gate in (1, 2):
         alive = rank.read_heartbeat().alive_ticks
-        wait_for(lambda alive=alive: rank.read_heartbeat().alive_ticks > alive + 2, "pulses")
+        wait_for(lambda alive=alive: rank.read_heartbeat().alive_ticks > alive + 2, "ticks")
         assert rank.read_heartbeat().collectives == -1
-        rank.ask(gate)
+        rank.request(gate)
     wait_for(lambda: rank.read_heartbeat().collectives == 123, "its count")
-    rank.ask(3)
+    rank.request(3)
     assert job.codes() == [0], rank.errors()
 
 
@@ -122,7 +122,7 @@ import os, sys, time
 from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat.thread import HeartbeatThread
 writer = heartbeat.from_environment()
-pulse = HeartbeatThread(writer)
+thread = HeartbeatThread(writer)
 
 def until(condition):
     deadline = time.monotonic() + 30
@@ -166,8 +166,8 @@ def test_script_sees_only_one_more_thread(python: Any) -> None:
         def tasks():
             return {open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")}
         before = seen(), tasks()
-        pulse.start()
-        pulse.start()
+        thread.start()
+        thread.start()
         until(lambda: alive() > 1 and tasks() - before[1] == {"elasticd-beat\\n"})
         assert seen() == before[0]
         assert len(os.listdir("/proc/self/task")) == 2
@@ -181,7 +181,7 @@ def test_thread_takes_no_signals(python: Any) -> None:
     ended(
         python("""
         import signal
-        pulse.start()
+        thread.start()
         until(alive)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -195,10 +195,10 @@ def test_forked_child_has_no_thread(python: Any) -> None:
         python("""
         import warnings
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside any thread
-        pulse.start()
+        thread.start()
         until(lambda: alive() > 1)
         child = os.fork()
-        pulse.start()
+        thread.start()
         if not child:
             assert len(os.listdir("/proc/self/task")) == 1
             sys.exit(5)
@@ -213,7 +213,7 @@ def test_child_forked_before_start_never_starts_thread(python: Any) -> None:
     ended(
         python("""
         child = os.fork()
-        pulse.start()
+        thread.start()
         if not child:
             assert len(os.listdir("/proc/self/task")) == 1
             os._exit(0)
@@ -228,7 +228,7 @@ def test_script_runs_when_thread_cannot_start(python: Any) -> None:
         python("""
         import _thread
         _thread.stack_size(1 << 46)
-        pulse.start()
+        thread.start()
         assert alive() == 0
         """)
     )
@@ -239,7 +239,7 @@ def test_hang_in_exit_handler_is_reported(python: Any, tmp_path: Path, wait_for:
         python("""
         import atexit
         atexit.register(sys.stdin.read)
-        pulse.start()
+        thread.start()
         """) as process,
         HeartbeatReader(tmp_path / "beat") as reader,
     ):
@@ -256,13 +256,13 @@ def test_exception_is_reported_during_exit_handlers(python: Any, tmp_path: Path,
         import atexit
         atexit.register(os._exit, 3)
         atexit.register(sys.stdin.read)
-        pulse.start()
+        thread.start()
         raise ValueError("a fault")
         """) as process,
         HeartbeatReader(tmp_path / "beat") as reader,
     ):
-        words = wait_for(lambda: reader.read().exit_report, "its words")
-        assert (words.kind, words.type, words.message) == ("exception", "ValueError", "a fault")
+        report = wait_for(lambda: reader.read().exit_report, "its report")
+        assert (report.kind, report.type, report.message) == ("exception", "ValueError", "a fault")
         assert reader.read().phase is Phase.EXIT
         assert process.poll() is None
         process.communicate(timeout=30)
@@ -278,7 +278,7 @@ def test_threads_that_outlive_main_thread_may_train(python: Any, tmp_path: Path,
             writer.step(1)
             sys.stdin.readline()
         threading.Thread(target=train).start()
-        pulse.start()
+        thread.start()
         """) as process,
         HeartbeatReader(tmp_path / "beat") as reader,
     ):
@@ -287,7 +287,7 @@ def test_threads_that_outlive_main_thread_may_train(python: Any, tmp_path: Path,
         process.stdin.flush()
         wait_for(lambda: reader.read().phase is Phase.STEP, "a step")
         alive = reader.read().alive_ticks
-        wait_for(lambda: reader.read().alive_ticks > alive + 2, "pulses")
+        wait_for(lambda: reader.read().alive_ticks > alive + 2, "ticks")
         assert reader.read().phase is Phase.STEP
         ended(process)
 
@@ -295,8 +295,8 @@ def test_threads_that_outlive_main_thread_may_train(python: Any, tmp_path: Path,
 def test_dump_without_flight_recorder_writes_no_file(python: Any, tmp_path: Path, wait_for: Any) -> None:
     with (
         python("""
-        pulse = HeartbeatThread(writer, os.environ["ELASTICD_BEAT"] + ".flight")
-        pulse.start()
+        thread = HeartbeatThread(writer, os.environ["ELASTICD_BEAT"] + ".flight")
+        thread.start()
         sys.stdin.read()
         """) as process,
         HeartbeatReader(tmp_path / "beat") as reader,

@@ -56,7 +56,7 @@ def test_stop_request_stops_all_ranks_at_one_step(start: Any, tmp_path: Path, wa
     """The agent's request to rank 0 stops all ranks at one step, after a save."""
     job = start("toy.py", {**ENDLESS, "directory": str(tmp_path / "shared"), "every": 10**6})
     wait_for(stepped(job, 20), "20 steps")
-    job.ranks[0].ask(STOP)
+    job.ranks[0].request(STOP)
     first, second = job.results()
     assert first["stopped"]
     assert second["stopped"]
@@ -88,7 +88,7 @@ def test_sigterm_under_agent_is_left_to_agent(start: Any, wait_for: Any) -> None
         rank.kill(signal.SIGTERM)
     beyond = job.ranks[0].read_heartbeat().step + 50
     wait_for(stepped(job, beyond), "steps after it")
-    job.ranks[0].ask(STOP)
+    job.ranks[0].request(STOP)
     first, second = job.results()
     assert first["steps"] == second["steps"] >= beyond
 

@@ -24,7 +24,7 @@ NEVER_DUE = 10**6
 
 def paused_at(job: Any, wait_for: Any) -> int:
     """Ask for a hold; the step at which all ranks wait."""
-    job.ranks[0].ask(PAUSE)
+    job.ranks[0].request(PAUSE)
     note: WorkerEvent = wait_for(lambda: events_of(job, "paused"), "the pause")[0]
     assert note.step is not None
     for rank in job.ranks:
@@ -55,11 +55,11 @@ def test_pause_ends_when_request_is_withdrawn(
     job = start("toy.py", options, world_size=world_size, round=3)
     step = paused_at(job, wait_for)
     assert steps_saved(tmp_path / "shared")[0] == step
-    job.ranks[0].ask(0)
+    job.ranks[0].request(0)
     wait_for(stepped(job, step + 5), "steps after the pause")
     for rank in job.ranks:
         assert (rank.read_heartbeat().phase, rank.read_heartbeat().barrier) != (Phase.BARRIER, PAUSE_BARRIER)
-    job.ranks[0].ask(STOP)
+    job.ranks[0].request(STOP)
     results = job.results()
     assert {each["steps"] for each in results} == {results[0]["steps"]}
     (holding,), (over,) = events_of(job, "paused"), events_of(job, "pause_ended")
@@ -89,14 +89,14 @@ def test_timed_out_pause_is_not_repeated(start: Any, tmp_path: Path, wait_for: A
     # Holding needs no checkpoint() where restore() has named the directory.
     options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": None}
     job = start("toy.py", options, ELASTICD_HOLD_TIMEOUT_S="0.25")
-    job.ranks[0].ask(PAUSE)
+    job.ranks[0].request(PAUSE)
     over = wait_for(lambda: events_of(job, "pause_ended"), "the end of the pause")[0]
     assert over.reason.endswith("is over: no new round started within 0.25 s")
     assert over.extra["seconds"] >= 0.25
     wait_for(stepped(job, over.step + 50), "steps after the pause")
-    job.ranks[0].ask(PAUSE | 1 << 8)
+    job.ranks[0].request(PAUSE | 1 << 8)
     wait_for(lambda: len(events_of(job, "pause_ended")) == 2, "the end of the second pause")
-    job.ranks[0].ask(STOP)
+    job.ranks[0].request(STOP)
     first, second = job.results()
     assert first["steps"] == second["steps"]
     assert job.ranks[0].kinds() == ["checkpoint_saved", "paused", "pause_ended"] * 2
@@ -104,11 +104,11 @@ def test_timed_out_pause_is_not_repeated(start: Any, tmp_path: Path, wait_for: A
 
 def test_pause_without_directory_is_refused(start: Any, wait_for: Any) -> None:
     job = start("toy.py", {**ENDLESS, "every": None, "restore": False})
-    job.ranks[0].ask(PAUSE)
+    job.ranks[0].request(PAUSE)
     note = wait_for(lambda: events_of(job, "cannot_pause"), "the answer")[0]
     assert note.reason.endswith("nothing is attached, or the script uses no checkpoint directory")
     wait_for(stepped(job, note.step + 50), "steps after it")
-    job.ranks[0].ask(STOP)
+    job.ranks[0].request(STOP)
     first, second = job.results()
     assert first["steps"] == second["steps"]
     assert [each.kind for each in WorkerEventReader(job.ranks[0].notes).read()[0]] == ["cannot_pause"]
@@ -118,11 +118,11 @@ def test_pause_with_full_disk_is_refused(start: Any, tmp_path: Path, wait_for: A
     options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": NEVER_DUE, "full": [2, 10**9]}
     job = start("toy.py", options)
     wait_for(stepped(job, 3), "the full disk")
-    job.ranks[0].ask(PAUSE)
+    job.ranks[0].request(PAUSE)
     note = wait_for(lambda: events_of(job, "cannot_pause"), "the answer")[0]
     assert note.reason == f"no pause at step {note.step}: its checkpoint could not be saved"
     wait_for(stepped(job, note.step + 50), "steps after it")
-    job.ranks[0].ask(STOP)
+    job.ranks[0].request(STOP)
     first, second = job.results()
     assert first["steps"] == second["steps"]
     assert job.ranks[0].kinds() == ["checkpoint_failed", "cannot_pause", "checkpoint_failed"]
@@ -132,7 +132,7 @@ def test_pause_with_full_disk_is_refused(start: Any, tmp_path: Path, wait_for: A
 def test_stop_ends_pause_at_its_step(start: Any, tmp_path: Path, wait_for: Any) -> None:
     job = start("toy.py", {**ENDLESS, "directory": str(tmp_path / "shared"), "every": NEVER_DUE})
     step = paused_at(job, wait_for)
-    job.ranks[0].ask(STOP)
+    job.ranks[0].request(STOP)
     assert [(each["steps"], each["stopped"]) for each in job.results()] == [(step, True)] * 2
     assert job.ranks[0].kinds() == ["checkpoint_saved", "paused", "pause_ended"]
     assert events_of(job, "pause_ended")[0].reason == f"the pause at step {step} is over: the agent requested a stop"
@@ -148,9 +148,9 @@ class Agent:
         )
         self._beat, self._notes = folder / "beat", WorkerEventReader(folder / "notes")
 
-    def ask(self, word: int) -> None:
+    def request(self, request: int) -> None:
         with heartbeat.HeartbeatReader(self._beat) as reader:
-            reader.request(word)
+            reader.request(request)
 
     def kinds(self) -> list[str]:
         return [note.kind for note in self._notes.read()[0]]
@@ -164,18 +164,18 @@ def test_request_has_one_answer_until_it_changes(tmp_path: Path) -> None:
     agent = Agent(tmp_path, timeout_s=0)
     assert not agent.pauses.should_pause(1, able=False)
     assert agent.kinds() == []
-    agent.ask(PAUSE)
+    agent.request(PAUSE)
     assert not agent.pauses.should_pause(2, able=False)
     assert not agent.pauses.should_pause(3, able=False)
     assert agent.kinds() == ["cannot_pause"]
-    agent.ask(PAUSE | 1 << 8)
+    agent.request(PAUSE | 1 << 8)
     assert agent.pauses.should_pause(4, able=True)
     assert agent.pauses.wait(4, saved=True, stop=not_stopped)[0] == "continue"
     assert not agent.pauses.should_pause(5, able=True)
     assert agent.kinds() == ["can_pause", "paused", "pause_ended"]
-    agent.ask(0)
+    agent.request(0)
     assert not agent.pauses.should_pause(6, able=True)
-    agent.ask(PAUSE | 1 << 8)
+    agent.request(PAUSE | 1 << 8)
     assert agent.pauses.should_pause(7, able=True)
     assert agent.pauses.wait(7, saved=False, stop=not_stopped)[0] == "continue"
     assert not agent.pauses.should_pause(8, able=True)
@@ -184,13 +184,13 @@ def test_request_has_one_answer_until_it_changes(tmp_path: Path) -> None:
 
 def test_withdrawn_pause_may_be_requested_again(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
-    agent.ask(PAUSE)
+    agent.request(PAUSE)
     assert agent.pauses.should_pause(1, able=True)
-    agent.ask(0)
+    agent.request(0)
     assert agent.pauses.wait(1, saved=True, stop=not_stopped) == (
         *("continue", "the pause at step 1 is over: the agent withdrew its request"),
     )
-    agent.ask(PAUSE)
+    agent.request(PAUSE)
     assert agent.pauses.should_pause(2, able=True)
 
 
