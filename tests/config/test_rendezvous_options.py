@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elasticd.errors import UsageError
 from elasticd_agent.config.run_options import parse_run
 from elasticd_agent.model.job import JobSpec, Policy, Rendezvous, Tls
-from elasticd_agent.workers.launcher.preload import worker_base_environment
+from elasticd_agent.workers.launcher.requests import worker_base_environment
 
 HERE = Path("/somewhere")
 MEET = "--nnodes 2:8 --rdzv-id bert --rdzv-backend"

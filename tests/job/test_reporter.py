@@ -15,7 +15,7 @@ from elasticd.heartbeat.worker_events import WorkerEvent
 from elasticd_agent.config.run_options import parse_run
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.job.listener import JobLeft, StopStarted
-from elasticd_agent.job.reporter import JobReporter
+from elasticd_agent.job.reporting import JobReporter
 from elasticd_agent.model.messages import ExitStatus, RoundPublished, StepRules, StopRequested, StoreExited
 from elasticd_agent.model.records import BudgetState, Member, Round
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
@@ -24,7 +24,7 @@ from elasticd_agent.telemetry.console import PlainConsole
 from elasticd_agent.telemetry.event_log import NullEventLog
 from elasticd_agent.telemetry.events import LogEvent
 from elasticd_agent.telemetry.metrics import Metrics
-from elasticd_agent.workers.group import GroupStarted
+from elasticd_agent.workers.manager import GroupStarted
 
 
 class RecordingEventLog(NullEventLog):

@@ -64,7 +64,7 @@ from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefu
 from elasticd_agent.rendezvous.spec_check import mismatch
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.memory import MemoryStore
-from elasticd_agent.workers.group import ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.manager import ProcessReaped, ProcessUnkillable
 from tests.scenarios.hanging import FakeEvidence, observation
 from tests.scenarios.node import Node, Partition
 from tests.scenarios.waystore import Killed, NodeStore

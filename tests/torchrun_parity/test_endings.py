@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.workers.launcher.preload import plan_preload
+from elasticd_agent.workers.launcher.requests import plan_preload
 from tests.torchrun_parity.launching import DEADLINE_S, Both, Outcome
 
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)

@@ -19,11 +19,9 @@ from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.model.messages import GroupEnded
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked, NvmlGpuMemory, open_gpu_memory
-from elasticd_agent.workers.group import GroupStarted, LauncherReady
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerMessage
-from elasticd_agent.workers.launcher.preload import Preload
-from elasticd_agent.workers.launcher.requests import WorkerSpec
-from elasticd_agent.workers.manager import OwnerEvent, WorkerManager
+from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec
+from elasticd_agent.workers.manager import GroupStarted, LauncherReady, OwnerEvent, WorkerManager
 
 PATIENCE_S = 30.0
 

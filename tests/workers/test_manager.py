@@ -20,11 +20,9 @@ from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.model.messages import GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
-from elasticd_agent.workers.group import GroupStarted, StoreReady
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerMessage
-from elasticd_agent.workers.launcher.preload import Preload, plan_preload, worker_base_environment
-from elasticd_agent.workers.launcher.requests import WorkerSpec
-from elasticd_agent.workers.manager import OwnerEvent, WorkerManager
+from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec, plan_preload, worker_base_environment
+from elasticd_agent.workers.manager import GroupStarted, OwnerEvent, StoreReady, WorkerManager
 
 SCRIPT = Path(__file__).parent / "scripts" / "sum.py"
 PATIENCE_S = 60.0

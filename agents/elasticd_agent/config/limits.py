@@ -18,7 +18,7 @@ from elasticd_agent.config.agent_settings import Limits
 from elasticd_agent.config.decode import ConfigError
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.model.phrases import listing
-from elasticd_agent.workers.launcher.preload import script_of
+from elasticd_agent.workers.launcher.requests import script_of
 
 _CODE_VARIABLES = re.compile(
     "LD_.*|PYTHON.*|PATH|BASH_ENV|ENV|GCONV_PATH|TORCH.*LIB.*|TMPDIR|HOME"

@@ -30,10 +30,16 @@ from elasticd_agent.rendezvous.driver import DriverFailed
 from elasticd_agent.rendezvous.member import RendezvousMember, TurnResult
 from elasticd_agent.system.control_socket import DumpRequested
 from elasticd_agent.workers.gpu_memory import MemoryChecked
-from elasticd_agent.workers.group import GroupStarted, ProcessReaped, ProcessUnkillable, StoreReady
 from elasticd_agent.workers.launcher.client import OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import WorkerSpec
-from elasticd_agent.workers.manager import OwnerEvent, WorkerManager
+from elasticd_agent.workers.manager import (
+    GroupStarted,
+    OwnerEvent,
+    ProcessReaped,
+    ProcessUnkillable,
+    StoreReady,
+    WorkerManager,
+)
 
 LATE_S = 0.25
 """A thread that wakes later than this did not run: the machine was suspended, or all cores were taken."""

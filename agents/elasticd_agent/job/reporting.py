@@ -1,6 +1,8 @@
-"""Builds everything the agent reports through: event log, metrics and their port, console, worker logs, control socket.
+"""Reports one job on one node: sentences for the user, lines in the event log, numbers for the metrics.
 
-It is built while the warm launcher imports torch, so its imports do not delay the start.
+`JobReporter.on` handles rounds, and passes other events to one reporter a subject. `Reporting` builds it with its
+sinks, the worker logs and the control socket, while the warm launcher imports torch: its imports do not delay the
+start.
 """
 
 from __future__ import annotations
@@ -8,19 +10,162 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elasticd_agent.job.listener import JobEvent, JobLeft, PhaseChanged, StopStarted
 from elasticd_agent.job.loop import JobLoop, Message
-from elasticd_agent.job.reporter import JobReporter
+from elasticd_agent.job.subject_reporters import HangReporter, JobContext, ProgressReporter, WorkerReporter
 from elasticd_agent.model.job import AgentSettings, JobSpec, Policy
+from elasticd_agent.model.messages import RoundPublished, StopForced
+from elasticd_agent.model.notices import FaultDetected, LeadershipChanged, StoreAvailability, WaitingFor
+from elasticd_agent.model.records import Failure, Round
+from elasticd_agent.rendezvous import restart_budget as budget
 from elasticd_agent.system.control_socket import SOCKET_NAME, Verb, open_control
 from elasticd_agent.system.nonblocking_writer import open_std_writers
-from elasticd_agent.telemetry import event_log as eventlog
-from elasticd_agent.telemetry import metrics
-from elasticd_agent.telemetry.console import ConsoleLogHandler, PlainConsole, open_console
+from elasticd_agent.telemetry import event_log, events, metrics
+from elasticd_agent.telemetry.console import Console, ConsoleLogHandler, PlainConsole, open_console
+from elasticd_agent.telemetry.goodput import TimeSplit
+from elasticd_agent.telemetry.goodput_tracker import follows_fault, lost_nodes
 from elasticd_agent.workers.logs import PREFIX_VARIABLE, JobLogs
+
+
+@dataclass(slots=True)
+class JobReporter:
+    spec: JobSpec
+    policy: Policy
+    node: str
+    events: event_log.EventSink
+    metrics: metrics.MetricsRecorder
+    console: Console
+    on_group_ended: Callable[[int], None]
+    hangs: HangReporter = field(init=False)
+    _job: JobContext = field(init=False)
+    _workers: WorkerReporter = field(init=False)
+    _progress: ProgressReporter = field(init=False)
+    _failure: Failure | None = None
+
+    def __post_init__(self) -> None:
+        self._job = JobContext(self.spec, self.policy, self.node, self.events, self.metrics, self.console)
+        self._workers = WorkerReporter(self._job, self.on_group_ended)
+        self._progress = ProgressReporter(self._job)
+        self.hangs = HangReporter(self._job)
+        self.metrics.set_time_source(self.spent)
+        self.metrics.set_budget_source(self.restarts_left)
+        self.metrics.phase("joining")
+
+    def spent(self) -> TimeSplit:
+        """How this node's time was spent so far. Safe from any thread."""
+        return self._job.goodput.totals_at(time.monotonic())
+
+    def restarts_left(self) -> int | None:
+        """Before the job fails, if nothing makes progress; None before the first round. Safe from any thread."""
+        running = self._job.running_round
+        if running is None:
+            return None
+        round, at = running
+        progress = budget.is_progress(round, self._progress.saved, self._job.goodput.ledger.high_water)
+        return budget.restarts_left(round.budget, self.policy, progress=progress, elapsed_s=time.monotonic() - at)
+
+    def log(self, sentence: str) -> None:
+        self.console.log(sentence)
+
+    def on(self, event: JobEvent, now: float) -> None:
+        match event:
+            case RoundPublished(round) if self._job.round is None or round.number > self._job.round.number:
+                self._round(round, now)
+            case StoreAvailability():
+                self._store(event, now)
+            case StopStarted():
+                self._stop(event)
+            case LeadershipChanged(on):
+                self.metrics.leading(on)
+            case FaultDetected(number, cause, culprit):
+                self.metrics.fault(cause, culprit)
+                self._job.goodput.on_fault(number, now)
+            case WaitingFor(why, more_nodes):
+                self._waiting(why, more_nodes, now)
+            case Failure():
+                self._failure = event
+                self.console.log(f"round {event.round}: {event.why}", "warning")
+            case PhaseChanged(name):
+                self.metrics.phase(name)
+            case JobLeft():
+                self._left(event, now)
+            case _:
+                self._workers.on(event, now)
+                self._progress.on(event, now)
+                self.hangs.on(event, now)
+
+    def _round(self, round: Round, now: float) -> None:
+        job = self._job
+        job.goodput.on_round(round, now)
+        self.metrics.round_info(round.number, round.outcome or round.cause, round.reason, time.time())
+        if round.terminal:
+            job.round = round
+            return
+        cause = round.cause or "resize"
+        if follows_fault(round) and job.observation is not None:
+            job.recovery.start(now - job.observation.idle_s)  # unless this node has observed the fault itself
+        job.recovery.mark("agree", now)
+        ranks, restart_cause = round.ranks(self.node), None if job.round is None else cause
+        self.metrics.round_published(round.number, round.world_size, job.max_workers(round), ranks, restart_cause)
+        job.running_round = round, now
+        self.metrics.store_available(up=True)
+        nodes, lost = tuple(member.node for member in round.members), lost_nodes(round)
+        job.write(
+            events.RoundPublishedEvent, now, round.reason, round.number,
+            world_size=round.world_size, nodes=nodes, restarts=round.restarts, cause=cause, lost=lost,
+        )  # fmt: skip
+        self.console.log(f"round {round.number}: {round.reason}")
+        job.round, self._failure = round, None
+
+    def _store(self, store: StoreAvailability, now: float) -> None:
+        """An event and a metric; the store client itself logs the sentence."""
+        self.metrics.store_available(up=not store.unavailable)
+        if store.unavailable:
+            self._job.write(events.StoreUnavailableEvent, now, store.why)
+        else:
+            reason = f"the store is available again after {store.seconds:.1f} s"
+            self._job.write(events.StoreAvailableEvent, now, reason, seconds=store.seconds)
+
+    def _waiting(self, why: str, more_nodes: bool, now: float) -> None:
+        self.console.log(why)
+        self._job.write(events.WaitingEvent, now, why, nodes=more_nodes)
+        if more_nodes:
+            self._job.goodput.on_waiting(now)
+
+    def _stop(self, stop: StopStarted) -> None:
+        """Where other nodes may continue, only this one leaves; its limit is theirs, or the checkpoint's."""
+        request, grace_s = stop.request, stop.rules.stop_limit_s
+        name = request.signal
+        if isinstance(request, StopForced):
+            reason, grace_s = f"{name} again: the workers are killed", 0.0
+        elif stop.rules.leave_on_stop:
+            reason = f"{self.node} leaves within {grace_s:g} s: {request.why or f'{name} received'}"
+        else:
+            reason = f"{name} received: workers have {grace_s:g} s to stop"
+        self._job.write(events.StopRequestedEvent, request.at, reason, by=name, grace_seconds=grace_s)
+
+    def _left(self, left: JobLeft, now: float) -> None:
+        """How the job ended, and the traceback of a user error that ended it."""
+        outcome = "stopped" if left.exit_code else "succeeded"
+        if left.round is not None and left.round.outcome:
+            outcome = left.round.outcome
+        elif self.spec.rendezvous.max_nodes > 1:
+            outcome = "left"  # without a terminal Round the job continues, here or elsewhere
+        if self._failure is not None and self._failure.detail:
+            self.console.log(f"the traceback of the rank that failed first:\n{self._failure.detail.rstrip()}", "error")
+        job = self.spec.job_id
+        what = f"{self.node} has left job {job}" if outcome == "left" else f"job {job} has {outcome}"
+        self.console.log(f"{what}: {left.why}", "info" if left.exit_code == 0 else "error")
+        number, restarts = (left.round.number, left.round.restarts) if left.round is not None else (0, 0)
+        fields = {"outcome": outcome, "exit_code": left.exit_code, "restarts": restarts, "step": self._job.step}
+        self._job.write(events.JobEndedEvent, now, left.why, number, **fields)
+
 
 STDERR = 2
 HEALTHY_TURN_S = 30.0
@@ -49,9 +194,9 @@ class Reporting(contextlib.ExitStack):
         self.callback(self.logs.close)
         self.reporter = JobReporter(spec, policy, node, self.events, self.metrics, console, self.logs.group_ended)
 
-    def open_events(self, job: str, node: str) -> eventlog.EventSink:
+    def open_events(self, job: str, node: str) -> event_log.EventSink:
         """Raises UsageError."""
-        return eventlog.open_event_log(self._settings.event_log, job, node)
+        return event_log.open_event_log(self._settings.event_log, job, node)
 
     def open_metrics(self, job: str, node: str) -> metrics.MetricsRecorder:
         if self._settings.metrics_port is None:

@@ -37,7 +37,7 @@ from elasticd_agent.system import installation
 from elasticd_agent.system.devices import visible_gpus
 from elasticd_agent.workers.gpu_memory import open_gpu_memory
 from elasticd_agent.workers.launcher.client import OwnerClient
-from elasticd_agent.workers.launcher.preload import Preload, plan_preload, script_of, worker_base_environment
+from elasticd_agent.workers.launcher.requests import Preload, plan_preload, script_of, worker_base_environment
 from elasticd_agent.workers.manager import WorkerManager
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from elasticd_agent.telemetry.goodput_tracker import GoodputTracker
 from elasticd_agent.telemetry.metrics import MetricsRecorder
 from elasticd_agent.telemetry.recovery_time import RecoveryTimer
 from elasticd_agent.telemetry.step_rate import StepRate
-from elasticd_agent.workers.group import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
 from elasticd_agent.workers.launcher.owned_group import STORE_RANK
+from elasticd_agent.workers.manager import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
 
 
 @dataclass(slots=True)

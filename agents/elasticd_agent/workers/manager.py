@@ -9,32 +9,147 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
+from elasticd.errors import WireError
 from elasticd.heartbeat import record as heartbeat
+from elasticd.heartbeat.exit_report import ExitReport
+from elasticd.heartbeat.record import HeartbeatReader
 from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.messages import Event, ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Round
 from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked
-from elasticd_agent.workers.group import (
-    GroupStarted,
-    LauncherReady,
-    Master,
-    ParkedGroup,
-    PendingStart,
-    ProcessReaped,
-    ProcessUnkillable,
-    StoreReady,
-    WorkerGroup,
-    keeps_store,
-    read_exit_report,
-    with_master,
-    write_request,
-)
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerMessage
 from elasticd_agent.workers.launcher.owned_group import STORE_RANK
-from elasticd_agent.workers.launcher.preload import Preload
-from elasticd_agent.workers.launcher.requests import LaunchRequests, WorkerSpec
+from elasticd_agent.workers.launcher.requests import LaunchRequests, Preload, WorkerSpec
+
+Master = tuple[str, int]
+"""Where a round's store listens: MASTER_ADDR and MASTER_PORT."""
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherReady:
+    """It is known how workers start from now on."""
+
+    mode: Literal["warm", "cold"]
+    reason: str
+    seconds: float | None = None
+    """How long the template took."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStarted:
+    """The workers of round `number` run."""
+
+    number: int
+    pids: list[int]
+    store_pid: int
+    """0: the round's store is on another node."""
+    warm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReady:
+    """The store of round `number` accepts connections on `port`: other nodes' workers may be started.
+
+    It precedes GroupStarted, at most once for a group, and only for one that was started without a master.
+    """
+
+    number: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUnkillable:
+    """A process of round `number`'s group has survived SIGKILL; GroupEnded follows all the same.
+
+    It runs no code any more, but may hold its device.
+    """
+
+    number: int
+    pid: int
+    rank: int | None
+    """Its worker's rank; None for the round's store, and for a process of no known worker. So is `slot`."""
+    slot: int | None
+    state: str
+    """As /proc has it, "" if unknown. So is `wchan`."""
+    wchan: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReaped:
+    """An unkillable process has ended."""
+
+    pid: int
+
+
+@dataclass(slots=True)
+class PendingStart:
+    """A Round whose group is to be started. Without a `master` the round's store starts as well."""
+
+    round: Round
+    workers: tuple[WorkerSpec, ...]
+    master: Master | None
+    deadline: float
+
+
+@dataclass(slots=True)
+class WorkerGroup:
+    """A started group."""
+
+    round: Round
+    workers: tuple[WorkerSpec, ...]
+    master: Master | None
+    warm: bool
+    pids: list[int] = field(default_factory=list)
+    store_pid: int = 0
+    stopping: bool = False
+
+
+@dataclass(slots=True)
+class ParkedGroup:
+    """A group forked ahead that waits for its release."""
+
+    name: int
+    size: int
+    with_store: bool
+    ready: bool = False
+
+    def fits(self, start: PendingStart) -> bool:
+        """A release ends surplus processes and cannot add any."""
+        return self.size >= len(start.workers) and (self.with_store or start.master is not None)
+
+
+def with_master(master: Master | None, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
+    """The workers with the address of a store on another node; the owner adds that of its own store."""
+    if master is None:
+        return workers
+    env = {"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])}
+    return tuple(replace(worker, env={**worker.env, **env}) for worker in workers)
+
+
+def keeps_store(round: Round) -> bool:
+    """Whether a store outlives its own node's group: workers of other nodes may end later, as under torchrun."""
+    return len(round.members) > 1
+
+
+def write_request(path: str, request: int) -> None:
+    """Write STOP, PAUSE or 0."""
+    try:
+        with HeartbeatReader(path) as reader:
+            reader.request(request)
+    except (OSError, WireError):
+        pass  # the signal that follows STOP is enough
+
+
+def read_exit_report(path: str) -> ExitReport | None:
+    try:
+        with HeartbeatReader(path) as reader:
+            return reader.read().exit_report
+    except (OSError, WireError):
+        return None
+
 
 PRELOAD_DEADLINE_S = 180.0
 """Importing torch from a cold network file system can take minutes; after this deadline workers start cold."""

@@ -9,5 +9,5 @@
 `owner.py` runs with the agent's interpreter and, of our packages, imports only `owned_group.py`, `sockets.py` and
 `system/process.py`. `template.py` runs inside the job's own interpreter, maybe another one. When the round's store
 cannot be forked, `system/tcp_store.py` serves it. Only the group on rank 0's node has a store. On the agent's side
-`client.py` talks to the owner, `requests.py` composes the requests, `preload.py` chooses the template's imports.
+`client.py` talks to the owner, and `requests.py` composes the requests and chooses the template's imports.
 """

@@ -1,15 +1,136 @@
-"""Composes requests to the owner: command lines, environments, and the start-up hook's configuration. Pure."""
+"""Composes requests to the owner: command lines, environments, and which modules the template preloads.
+
+Nothing is started here. The script's source is read, not run: a script that sets a variable which torch reads during
+its import must not find torch imported already, and starts cold.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.system.installation import library_file, program
-from elasticd_agent.workers.launcher.preload import Preload
+
+ALWAYS = ("numpy", "torch", "torch._dynamo", "torch.profiler._cupti_monitor")
+"""numpy, which torch imports, torch, and the lazy imports of the first DistributedDataParallel() and the first
+optimizer step (torch 2.13)."""
+COMPILE = ("torch._inductor.compile_fx",)
+LAZY_LIBRARY = ("elasticd.session", "elasticd.checkpointing.api", "elasticd.sampler")
+"""The lazy imports of `import elasticd`."""
+READ_AT_IMPORT = re.compile(r"(OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|NUMEXPR)_|TORCH(?!ELASTIC|_NCCL)|PYTORCH_")
+
+
+@dataclass(frozen=True, slots=True)
+class Preload:
+    """`modules` in order; those in `required` must be importable; `cold` is the reason not to fork, or None."""
+
+    modules: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    cold: str | None = None
+
+
+def plan_preload(script: Path | None, args: tuple[str, ...], required: tuple[str, ...]) -> Preload:
+    """`script` is the file that will run, None if unknown."""
+    if any("${local_rank}" in arg for arg in args):
+        return Preload(cold="an argument holds ${local_rank}, which differs from worker to worker")
+    modules = [*ALWAYS]
+    if script is not None:
+        try:
+            source = script.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+        except (OSError, ValueError, SyntaxError):
+            return Preload(tuple(modules) + required, required)  # the worker's own traceback explains it
+        changed = early_environment_change(tree)
+        if changed is not None:
+            return Preload(cold=f"{script.name} sets {changed}, which torch reads when it is imported")
+        names = list(imported(tree))
+        modules += [name for name in names if name.startswith("torch.") and name not in modules]
+        if any(name.partition(".")[0] == "elasticd" for name in names):
+            modules += LAZY_LIBRARY
+        if "torch.compile" in source or ".compile(" in source:
+            modules += COMPILE
+    return Preload(tuple(modules) + required, required)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The modules that the script's top level imports by name."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+def early_environment_change(tree: ast.AST) -> str | None:
+    """The first relevant variable that is set before torch is imported (or, without such an import, anywhere)."""
+    torch_line = min(
+        (node.lineno for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) and _is_torch(node)),
+        default=1 << 30,
+    )
+    for node in ast.walk(tree):
+        if getattr(node, "lineno", 1 << 30) < torch_line:
+            for name in _environment_names(node):
+                if READ_AT_IMPORT.match(name):
+                    return name
+    return None
+
+
+def _is_torch(node: ast.Import | ast.ImportFrom) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+    return any(name == "torch" or name.startswith("torch.") for name in names)
+
+
+def _environment_names(node: ast.AST) -> Iterator[str]:
+    """Constant names that a statement or call writes into os.environ."""
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
+        targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else [node.target]
+        for target in targets:
+            if isinstance(target, ast.Subscript) and _is_environ(target.value):
+                yield from _constants([target.slice])
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr == "putenv" or (_is_environ(node.func.value) and node.func.attr in ("setdefault", "pop")):
+            yield from _constants(node.args[:1])
+        elif _is_environ(node.func.value) and node.func.attr == "update":
+            yield from (keyword.arg for keyword in node.keywords if keyword.arg)
+            yield from _constants([key for arg in node.args if isinstance(arg, ast.Dict) for key in arg.keys if key])
+
+
+def _is_environ(node: ast.AST) -> bool:
+    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
+        isinstance(node, ast.Name) and node.id == "environ"
+    )
+
+
+def _constants(nodes: list[ast.expr]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def worker_base_environment(environ: Mapping[str, str], workers: int) -> dict[str, str]:
+    """The environment of all workers. Several workers get one OpenMP thread each by default, as under torchrun."""
+    # The store's credentials stay with the agents: scripts print their environment.
+    env = {name: value for name, value in environ.items() if not name.startswith(("ELASTICD_LAUNCH", "ELASTICD_ETCD"))}
+    if workers > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    return env
+
+
+def script_of(module: bool, entrypoint: str, cwd: Path) -> Path | None:
+    """The file that will run: the script, or the module that `python -m` finds in `cwd` first; None if unknown."""
+    if not module:
+        return cwd / entrypoint
+    base = cwd.joinpath(*entrypoint.split("."))
+    return next((path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file()), None)
+
 
 LAUNCHER_FILES = ("template", "tcp_store", "hidden_modules", "debug_hooks")
 LIBRARY = (
