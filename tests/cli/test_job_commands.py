@@ -84,7 +84,7 @@ def table(text: str) -> list[dict[str, str]]:
     return [{n: line[a:b].strip() for n, a, b in zip(names, starts, ends, strict=True)} for line in lines]
 
 
-def test_a_jobs_life_as_an_operator_sees_it(node: MakeNode) -> None:
+def test_job_from_submit_to_cancel(node: MakeNode) -> None:
     n1 = node()
     n1.start()
     ask = asker(n1)
@@ -141,7 +141,7 @@ def test_a_jobs_life_as_an_operator_sees_it(node: MakeNode) -> None:
 
 
 @pytest.mark.system
-def test_what_ranks_on_another_node_have_written_is_fetched_from_there(nodes: MakeNode, tmp_path: Path) -> None:
+def test_logs_of_another_node(nodes: MakeNode, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123456789abcdef\n")
     token.chmod(0o600)
@@ -220,7 +220,7 @@ def started(served: Served, *argv: str, stdin: int = subprocess.DEVNULL) -> subp
     )  # fmt: skip
 
 
-def test_who_stops_reading_hears_no_complaint(served: Served) -> None:
+def test_broken_pipe_is_silent(served: Served) -> None:
     with started(served, "logs", "llama") as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "line\n"
@@ -237,7 +237,7 @@ def test_ctrl_c_ends_following_with_130(served: Served) -> None:
         assert (process.wait(30), process.stderr.read()) == (130, "")
 
 
-def test_draining_is_waited_for_but_not_for_ever(served: Served) -> None:
+def test_drain_wait_and_its_timeout(served: Served) -> None:
     agent = f"unix:{served.root / 'run' / 'agent.sock'}"
     done = elasticd("drain", "n1", "--wait", "--timeout", "0.1", agent=agent)
     assert (done.returncode, done.stderr) == (
@@ -253,7 +253,7 @@ def test_draining_is_waited_for_but_not_for_ever(served: Served) -> None:
     "argv",
     ["jobs", "nodes", "status llama", "cancel llama", "cordon n1", "drain n1", "explain llama", "submit {file} --id b"],
 )
-def test_with_json_the_daemons_own_answer_is_printed(served: Served, argv: str, tmp_path: Path) -> None:
+def test_json_prints_the_agents_answer(served: Served, argv: str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_bytes(JOB)
     agent = f"unix:{served.root / 'run' / 'agent.sock'}"
     done = elasticd(*argv.replace("{file}", str(tmp_path / "job.toml")).split(), "--json", agent=agent)
@@ -261,13 +261,13 @@ def test_with_json_the_daemons_own_answer_is_printed(served: Served, argv: str, 
     assert done.returncode == (1 if "explain" in argv else 0), "of this job there is nothing to explain"
 
 
-def test_a_job_file_may_come_on_standard_input(served: Served) -> None:
+def test_job_file_on_standard_input(served: Served) -> None:
     with started(served, "submit", "-", "--id", "piped", stdin=subprocess.PIPE) as process:
         out, err = process.communicate(JOB.decode(), timeout=30)
     assert (process.returncode, out, err) == (0, "piped\n", "")
 
 
-def test_a_job_file_that_is_wrong_is_named_in_one_line(served: Served, tmp_path: Path) -> None:
+def test_invalid_job_file_is_named_in_one_line(served: Served, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("command = 7")
     done = elasticd("submit", str(path), agent=f"unix:{served.root / 'run' / 'agent.sock'}")
@@ -296,7 +296,7 @@ def test_a_job_file_that_is_wrong_is_named_in_one_line(served: Served, tmp_path:
         (["explain", "./j"], 2, "error: j does not exist"),
     ],
 )
-def test_what_goes_wrong_is_one_line_and_an_exit_code(argv: list[str], code: int, said: str, tmp_path: Path) -> None:
+def test_errors_are_one_line_and_an_exit_code(argv: list[str], code: int, said: str, tmp_path: Path) -> None:
     words = [word.replace("{dir}", str(tmp_path)) for word in argv]
     done = elasticd(*words, agent=f"unix:{tmp_path}/none.sock")
     assert (done.returncode, done.stdout) == (code, "")

@@ -79,7 +79,7 @@ def end(one: Served) -> None:
     one.announce()
 
 
-def test_what_is_there_is_printed_once_however_long_it_is(one: Served) -> None:
+def test_long_log_is_printed_once(one: Served) -> None:
     text = "".join(f"line {number}\n" for number in range(200_000))
     one.log(1, 0, "stdout", "an older round\n")
     one.log(2, 0, "stdout", text)
@@ -91,7 +91,7 @@ def test_what_is_there_is_printed_once_however_long_it_is(one: Served) -> None:
     assert read(one, streams=("stderr",)) == (b"", b"trouble\n")
 
 
-def test_what_is_not_there_is_the_daemons_sentence(one: Served) -> None:
+def test_missing_log_gives_the_agents_sentence(one: Served) -> None:
     with pytest.raises(LogUnavailable, match=r"no log of rank 0 .* on n1"):
         read(one)
     one.log(1, 0, "stdout", "x")
@@ -103,7 +103,7 @@ def test_what_is_not_there_is_the_daemons_sentence(one: Served) -> None:
         read(one, job="nope", follow=True)
 
 
-def test_following_goes_through_the_rounds_to_the_end_of_the_job(one: Served, until: Until) -> None:
+def test_follow_through_all_rounds_to_the_end(one: Served, until: Until) -> None:
     reading = FollowerThread(one, replace(ALL, follow=True))
     until(lambda: reading.waits > 2, 10)
     assert reading.said == ["running: runs"] or reading.said == ["starting: runs"], reading.said
@@ -125,7 +125,7 @@ def test_following_goes_through_the_rounds_to_the_end_of_the_job(one: Served, un
     assert (reading.out.getvalue()[-8:], reading.error) == (b"and out\n", "")
 
 
-def test_without_follow_a_rank_that_writes_faster_than_one_reads_is_not_waited_for(one: Served) -> None:
+def test_without_follow_a_fast_writer_is_not_awaited(one: Served) -> None:
     one.log(1, 0, "stdout", "x" * (3 << 20))
 
     class Faster(Between):
@@ -154,7 +154,7 @@ class Between:
         return reply
 
 
-def test_last_words_between_two_questions_are_heard(one: Served) -> None:
+def test_lines_between_two_requests_are_printed(one: Served) -> None:
     one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
     for stream in ("stdout", "stderr"):
         one.log(1, 0, stream, "one\n")
@@ -169,7 +169,7 @@ def test_last_words_between_two_questions_are_heard(one: Served) -> None:
     assert out.getvalue() == b"one\nlast words\n"
 
 
-def test_a_cancelled_jobs_last_words_are_waited_for(one: Served, until: Until) -> None:
+def test_last_lines_of_a_cancelled_job_are_awaited(one: Served, until: Until) -> None:
     one.log(1, 0, "stdout", "one\n")
     one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
     reading = FollowerThread(one, replace(ALL, follow=True))
@@ -183,7 +183,7 @@ def test_a_cancelled_jobs_last_words_are_waited_for(one: Served, until: Until) -
     assert reading.wait()
 
 
-def test_a_log_that_is_rotated_goes_on(one: Served, until: Until) -> None:
+def test_rotated_log_continues(one: Served, until: Until) -> None:
     one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
     path = one.log(1, 0, "stdout", "a long line of words\n")
     reading = FollowerThread(one, replace(ALL, follow=True))
@@ -194,7 +194,7 @@ def test_a_log_that_is_rotated_goes_on(one: Served, until: Until) -> None:
     assert reading.error == "interrupted"
 
 
-def test_an_outage_while_following_is_said_once_and_waited_out_but_not_for_ever(
+def test_outage_while_following_is_logged_once_and_bounded(
     one: Served, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
@@ -218,7 +218,7 @@ def test_an_outage_while_following_is_said_once_and_waited_out_but_not_for_ever(
     assert "given up after" in reading.error
 
 
-def test_as_json_each_line_says_whose_it_is(one: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_name_rank_and_node(one: Served, capsys: pytest.CaptureFixture[str]) -> None:
     one.log(1, 3, "stdout", "one\n\xff half")
     read(one, rank=3, as_json=True)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -30,7 +30,7 @@ def elasticd(*argv: str | bytes, cwd: Path | None = None) -> subprocess.Complete
         ["--help"],
     ],
 )
-def test_answers_in_a_fifth_of_a_second(argv: list[str]) -> None:
+def test_help_takes_under_a_fifth_of_a_second(argv: list[str]) -> None:
     def once() -> float:
         start = time.perf_counter()
         with subprocess.Popen([*COMMAND, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -61,21 +61,21 @@ def test_answers_in_a_fifth_of_a_second(argv: list[str]) -> None:
         ([], "elasticd: error: a command is missing"),
     ],
 )
-def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(argv: list[str | bytes], line: str, tmp_path: Path) -> None:
+def test_usage_error_is_one_line_and_exit_code_2(argv: list[str | bytes], line: str, tmp_path: Path) -> None:
     run = elasticd(*argv, cwd=tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith(line)
     assert run.stderr.count("\n") == 1
 
 
-def test_help_and_version_are_answers() -> None:
+def test_help_and_version() -> None:
     for argv in (["--help"], ["run", "--help"], ["run", "-h"], ["run", "--nproc-per-node", "2", "-h"], ["--version"]):
         run = elasticd(*argv)
         assert (run.returncode, run.stderr) == (0, "")
         assert run.stdout.startswith("elasticd " if argv == ["--version"] else "usage: elasticd run [options] SCRIPT")
 
 
-def test_help_can_be_printed_in_a_plain_locale() -> None:
+def test_help_in_the_c_locale() -> None:
     run = subprocess.run(
         [*COMMAND, "run", "--help"],
         capture_output=True,
@@ -86,7 +86,7 @@ def test_help_can_be_printed_in_a_plain_locale() -> None:
     assert (run.returncode, run.stderr) == (0, b"")
 
 
-def test_nothing_slow_is_imported_before_the_command_line_is_understood(tmp_path: Path) -> None:
+def test_no_slow_import_before_parsing(tmp_path: Path) -> None:
     look = (
         "import sys; from elasticd_agent.cli.main import main\n"
         "meet = ['--nnodes', '2', '--rdzv-id', 'j', '--rdzv-backend', 'etcd', '--rdzv-endpoint', 'h']\n"
@@ -113,7 +113,7 @@ def test_no_module_of_the_agent_imports_torch() -> None:
     subprocess.run([sys.executable, "-c", look], timeout=60, check=True)
 
 
-def test_a_current_directory_that_is_gone_is_one_line(tmp_path: Path) -> None:
+def test_missing_current_directory_is_one_line(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     run_it = "from elasticd_agent.cli.main import main; sys.exit(main(['run', 'x.py']))"

@@ -55,7 +55,7 @@ class Read:
         self.seen = at + len(wanted)
 
 
-def test_in_a_pipe_it_goes_on_through_an_agents_restart_and_ends_with_the_job(node: MakeNode) -> None:
+def test_watch_in_a_pipe_survives_an_agent_restart(node: MakeNode) -> None:
     n1 = node()
     n1.job("one", "ticking.py", COLD, workers=2)
     n1.start()
@@ -84,7 +84,7 @@ def test_in_a_pipe_it_goes_on_through_an_agents_restart_and_ends_with_the_job(no
     assert n1.drain() == 0
 
 
-def test_on_a_terminal_it_is_one_screen_and_ctrl_c_leaves_the_last_of_it(node: MakeNode) -> None:
+def test_watch_on_a_terminal_leaves_the_last_page(node: MakeNode) -> None:
     n1 = node()
     n1.job("one", "ticking.py", COLD, workers=2)
     n1.start()

@@ -32,8 +32,8 @@ from elasticd_agent.node import state_dir
 from elasticd_agent.node.api.service import JobService
 from elasticd_agent.node.api.setup import open_api
 from elasticd_agent.node.dashboard.routes import dashboard_routes
-from elasticd_agent.node.health.events import report_change
-from elasticd_agent.node.health.monitor import HealthChanged, NodeHealth
+from elasticd_agent.node.health.monitor import HealthMonitor, report_change
+from elasticd_agent.node.health.policy import HealthVerdict
 from elasticd_agent.node.health.setup import monitor_settings, open_health
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.loop import LoopDependencies, Message, NodeLoop, SignalRequest, Wakeup
@@ -153,7 +153,7 @@ def _run(
         scheduler.retention_s = float(new.keep_ended_s)
         return new, changes
 
-    def health_changed(change: HealthChanged) -> None:
+    def health_changed(change: HealthVerdict) -> None:
         report_change(change, journal.event)
         wake()
 
@@ -206,7 +206,7 @@ def _prepare_code(state: Path, journal: AgentJournal) -> Path | None:
     return code
 
 
-def _pages(loop: NodeLoop, service: JobService, metrics: NodeMetrics, health: NodeHealth) -> MonitoringPages:
+def _pages(loop: NodeLoop, service: JobService, metrics: NodeMetrics, health: HealthMonitor) -> MonitoringPages:
     def page() -> bytes:
         node = loop.status.node
         jobs = scrape_runners(node, loop.jobs(), service.local.metrics)

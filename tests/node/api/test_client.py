@@ -19,7 +19,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("way", ["unix", "tcp"])
-def test_an_answer_is_whole_when_its_last_byte_closes_it(
+def test_answer_is_complete_when_its_last_byte_closes_it(
     served: Served, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """As from Python 3.11.8, 3.12.2 and 3.13 on; the socket is closed with it."""

@@ -110,7 +110,7 @@ def test_raw_bytes(one: Served) -> None:
     assert one.store.list("/") == before
 
 
-def test_requests_without_the_token_change_nothing_and_tell_nothing(one: Served) -> None:
+def test_requests_without_token_change_and_reveal_nothing(one: Served) -> None:
     before = one.store.list("/")
 
     @FEW
@@ -126,7 +126,7 @@ def test_requests_without_the_token_change_nothing_and_tell_nothing(one: Served)
     assert one.store.list("/") == before
 
 
-def test_requests_with_the_token_are_answered_with_json_and_never_with_a_500(one: Served) -> None:
+def test_requests_with_token_get_json_and_never_a_500(one: Served) -> None:
     @FEW
     @given(methods, paths, queries, headers, bodies)
     def fuzz(method: str, path: str, query: str, head: list[tuple[str, str]], body: bytes) -> None:
@@ -153,7 +153,7 @@ json_values = st.recursive(
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_records_come_back_or_are_a_wire_error(record: Document) -> None:
+def test_records_round_trip_or_raise_wire_error(record: Document) -> None:
     kind = type(record)
     assert kind.from_json(record.to_json()) == record
     fields: list[str] = sorted(json.loads(record.to_json()))

@@ -33,7 +33,7 @@ AGAIN = (*STARTED, *CRASHED, line("resumed", 139.0, 2, step=11), line("first_ste
 
 
 @pytest.mark.parametrize("set_s", [86_400.0, -50.0])
-def test_a_clock_that_is_set_is_no_time_that_has_passed(set_s: float) -> None:
+def test_clock_step_is_not_counted_as_time(set_s: float) -> None:
     before = [{**each, "mono": float(str(each["wall"])) - 90.0} for each in STARTED]
     saved = line("checkpoint_saved", 120.0 + set_s, step=20, mono=30.0)
     assert told(*before, saved).goodput(130.0 + set_s) == pytest.approx(20 / 30)
@@ -74,11 +74,11 @@ def test_a_clock_that_is_set_is_no_time_that_has_passed(set_s: float) -> None:
         ((*STARTED, line("job_ended", 120.0, outcome="succeeded", step=11)), 9999.0, 0.5),
     ],
 )
-def test_goodput_is_the_time_of_steps_that_count(lines: tuple[Line, ...], now: float, goodput: float | None) -> None:
+def test_goodput_counts_time_of_new_steps(lines: tuple[Line, ...], now: float, goodput: float | None) -> None:
     assert told(*lines).goodput(now) == (None if goodput is None else pytest.approx(goodput))
 
 
-def test_the_step_the_rounds_and_the_checkpoint_are_the_newest() -> None:
+def test_newest_step_rounds_and_checkpoint_are_kept() -> None:
     progress = told(
         *STARTED,
         line("checkpoint_saved", 115.0, step=6),
@@ -96,7 +96,7 @@ def test_the_step_the_rounds_and_the_checkpoint_are_the_newest() -> None:
     assert progress.ended_at is None, "the job went on"
 
 
-def test_years_of_rounds_take_a_bounded_amount() -> None:
+def test_memory_is_bounded_over_years_of_rounds() -> None:
     progress = told(*STARTED)
     for number in range(2, 3 * MAX_ROUNDS):
         at = 100.0 + 40 * number
@@ -140,12 +140,12 @@ lines = st.fixed_dictionaries(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(lines, max_size=20))
-def test_no_log_however_torn_is_ever_an_exception_or_more_than_all_of_the_time(log: list[Line]) -> None:
+def test_torn_log_raises_nothing_and_counts_no_extra_time(log: list[Line]) -> None:
     goodput = told(*log).goodput(1e10)
     assert goodput is None or 0 <= goodput <= 1
 
 
-def test_what_each_round_cost() -> None:
+def test_cost_of_each_round() -> None:
     second = (
         line("round_published", 131.5, 2),
         line("resumed", 139.0, 2, step=11),
@@ -162,7 +162,7 @@ def test_what_each_round_cost() -> None:
     assert told(*STARTED).costs(200.0) == {}
 
 
-def test_a_hang_that_another_node_judged_costs_from_when_it_began() -> None:
+def test_cost_of_a_hang_judged_elsewhere_counts_from_its_start() -> None:
     second = (line("round_published", 130.0, 2, cause="hung"), line("worker_exited", 130.1, step=21, requested=True))
     trains = line("first_step", 131.0, 2, step=12, recovery_seconds=6.0)
     seen = told(*STARTED, *second, line("resumed", 130.8, 2, step=11), trains)
@@ -172,7 +172,7 @@ def test_a_hang_that_another_node_judged_costs_from_when_it_began() -> None:
     assert told(*STARTED, line("first_step", 131.0, recovery_seconds=6.0)).rounds[1].last_step_at is None
 
 
-def test_who_goes_on_from_another_nodes_checkpoint_has_one() -> None:
+def test_checkpoint_of_another_node_counts_after_resume() -> None:
     resumed = line("resumed", 139.0, 2, step=11)
     seen = told(*STARTED, *CRASHED, resumed)
     assert (seen.checkpoint_step, seen.checkpoint_round, seen.checkpoint_at) == (11, 2, 139.0)
@@ -181,7 +181,7 @@ def test_who_goes_on_from_another_nodes_checkpoint_has_one() -> None:
     assert (seen.checkpoint_step, seen.checkpoint_round, seen.checkpoint_at) == (11, 1, 125.0)
 
 
-def test_who_was_lost_is_kept_with_the_round_that_goes_on_without() -> None:
+def test_lost_nodes_belong_to_the_round_after() -> None:
     progress = JobTimeline()
     for one in (*STARTED, line("round_published", 130.0, 2, cause="resize", nodes=["a"], lost=["b"])):
         progress.feed(one)

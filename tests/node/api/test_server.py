@@ -63,7 +63,7 @@ def raw(served: Served, data: bytes) -> bytes:
 # --- who is let in ----------------------------------------------------------------------------------------------------
 
 
-def test_on_tcp_three_pages_are_open_and_everything_else_needs_the_token(serve: Serve) -> None:
+def test_tcp_has_three_public_paths(serve: Serve) -> None:
     one = serve()
     nobody, known = one.tcp(token=None), one.tcp()
     assert (nobody.get("/metrics").code, nobody.get("/metrics").body) == (200, b"up 1.0\n")
@@ -100,7 +100,7 @@ def test_on_tcp_three_pages_are_open_and_everything_else_needs_the_token(serve: 
         ("Bearer " + "x" * 8000,),
     ],
 )
-def test_no_other_token_will_do_and_nothing_is_changed_by_who_has_none(serve: Serve, given: tuple[str, ...]) -> None:
+def test_wrong_token_is_denied_and_changes_nothing(serve: Serve, given: tuple[str, ...]) -> None:
     one = serve()
     head = b"".join(b"Authorization: " + value.encode("latin-1") + b"\r\n" for value in given)
     body = b"Content-Type: application/toml\r\nContent-Length: %d\r\n\r\n%s" % (len(JOB), JOB)
@@ -110,19 +110,19 @@ def test_no_other_token_will_do_and_nothing_is_changed_by_who_has_none(serve: Se
     assert not one.store.list("/")
 
 
-def test_the_right_token_works_however_it_is_spaced(serve: Serve) -> None:
+def test_token_header_may_have_any_spacing(serve: Serve) -> None:
     one = serve()
     assert raw(one, f"GET /v1/jobs HTTP/1.1\r\nauthorization:   bearer  {TOKEN}  \r\n\r\n".encode()).startswith(
         b"HTTP/1.1 200 "
     )
 
 
-def test_without_a_token_file_tcp_tells_how_to_be_let_in(serve: Serve) -> None:
+def test_without_token_file_the_answer_says_how_to_get_access(serve: Serve) -> None:
     reply = serve(token=None).tcp("anything-at-all-of-some-length").get("/v1/jobs")
     assert (reply.code, "http.token_file in agent.toml" in reply.why) == (403, True)
 
 
-def test_a_token_that_is_changed_counts_at_once_and_one_that_anybody_can_read_not_at_all(serve: Serve) -> None:
+def test_new_token_counts_at_once_and_a_readable_one_never(serve: Serve) -> None:
     one = serve()
     assert one.tcp().get("/status").code == 200
     new = one.root / "new"
@@ -142,7 +142,7 @@ def test_a_token_that_is_changed_counts_at_once_and_one_that_anybody_can_read_no
     assert one.tcp("another-token-0123456789").get("/status").code == 403
 
 
-def test_no_secret_is_ever_logged_or_said(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_secrets_are_never_logged_or_sent(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     one = serve()
     known = one.tcp()
@@ -159,7 +159,7 @@ def test_no_secret_is_ever_logged_or_said(serve: Serve, caplog: pytest.LogCaptur
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
-def test_on_the_socket_the_kernel_says_who_asks(open_folder: Path) -> None:
+def test_unix_socket_uses_peer_credentials(open_folder: Path) -> None:
     nobody = 65534
     wheres: list[dict[str, Any]] = [{}, {"users": (str(nobody),)}, {"groups": (str(nobody),)}]
     for i in range(len(wheres)):
@@ -231,7 +231,7 @@ except OSError as error:
     ],
     ids=lambda value: repr(value[:24]) if isinstance(value, bytes) else str(value),
 )
-def test_what_is_no_request_of_ours_is_answered_with_a_sentence(serve: Serve, request_: bytes, code: int) -> None:
+def test_malformed_request_gets_a_sentence(serve: Serve, request_: bytes, code: int) -> None:
     one = serve()
     said = raw(one, request_.replace(b"\r\n", f"\r\nAuthorization: Bearer {TOKEN}\r\n".encode(), 1))
     assert said.startswith(f"HTTP/1.1 {code} ".encode()), said[:200]
@@ -239,7 +239,7 @@ def test_what_is_no_request_of_ours_is_answered_with_a_sentence(serve: Serve, re
     assert isinstance(body["error"], str)
 
 
-def test_a_head_or_a_body_that_is_cut_short_changes_nothing(serve: Serve) -> None:
+def test_truncated_head_or_body_changes_nothing(serve: Serve) -> None:
     one = serve()
     one.announce()
     before = one.store.list("/")
@@ -256,7 +256,7 @@ def test_a_head_or_a_body_that_is_cut_short_changes_nothing(serve: Serve) -> Non
     assert one.store.list("/") == before
 
 
-def test_who_trickles_or_says_nothing_is_cut_and_keeps_nobody_else_out(serve: Serve, until: Until) -> None:
+def test_slow_clients_are_cut_and_block_no_one_else(serve: Serve, until: Until) -> None:
     one = serve(connection_s=0.6)
     with ExitStack() as stack:
         held = [stack.enter_context(one.connected()) for _ in range(MAX_CONNECTIONS)]
@@ -276,7 +276,7 @@ def test_who_trickles_or_says_nothing_is_cut_and_keeps_nobody_else_out(serve: Se
     assert one.tcp().get("/v1/jobs").code == 200
 
 
-def test_a_body_that_trickles_is_cut_too(serve: Serve) -> None:
+def test_slow_body_is_cut(serve: Serve) -> None:
     one = serve(connection_s=0.5)
     with one.connected() as sock:
         sock.sendall(
@@ -291,7 +291,7 @@ def test_a_body_that_trickles_is_cut_too(serve: Serve) -> None:
         assert ended(sock)
 
 
-def test_an_answer_before_the_body_was_read_still_arrives(serve: Serve) -> None:
+def test_answer_sent_before_the_body_is_read_arrives(serve: Serve) -> None:
     one = serve()
     with one.connected() as sock:
         sock.sendall(b"POST /v1/jobs HTTP/1.1\r\nContent-Length: 3000000\r\n\r\n")
@@ -304,7 +304,7 @@ def test_an_answer_before_the_body_was_read_still_arrives(serve: Serve) -> None:
     assert one.tcp(token=None).post("/v1/jobs", b"x" * MAX_BODY_BYTES, "application/toml").code == 401
 
 
-def test_curl_is_told_to_continue_only_once_it_is_let_in(serve: Serve) -> None:
+def test_100_continue_only_after_authentication(serve: Serve) -> None:
     one = serve()
     head = b"POST /v1/jobs?id=a HTTP/1.1\r\nExpect: 100-continue\r\nContent-Type: application/toml\r\n"
     assert raw(one, head + b"Content-Length: %d\r\n\r\n" % len(JOB)).startswith(b"HTTP/1.1 401 ")
@@ -315,7 +315,7 @@ def test_curl_is_told_to_continue_only_once_it_is_let_in(serve: Serve) -> None:
         assert sock.recv(100).startswith(b"HTTP/1.1 201 ")
 
 
-def test_nothing_is_left_open_whatever_was_asked(serve: Serve, tmp_path: Path, until: Until) -> None:
+def test_no_file_descriptor_leaks(serve: Serve, tmp_path: Path, until: Until) -> None:
     before, threads = fds(), threading.active_count()
     one = Served(tmp_path / "it")
     for data in (
@@ -336,7 +336,7 @@ def test_nothing_is_left_open_whatever_was_asked(serve: Serve, tmp_path: Path, u
     assert fds() == before
 
 
-def test_a_route_with_a_defect_is_a_500_that_tells_nothing(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_defect_of_a_route_is_a_500_without_details(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     one = serve()
     one.desk.jobs = None  # type: ignore[assignment, method-assign]
     reply = one.tcp().get("/v1/jobs")
@@ -348,7 +348,7 @@ def test_a_route_with_a_defect_is_a_500_that_tells_nothing(serve: Serve, caplog:
 # --- TLS --------------------------------------------------------------------------------------------------------------
 
 
-def test_with_tls_the_certificate_is_shown_checked_and_renewed_without_a_restart(serve: Serve, tmp_path: Path) -> None:
+def test_tls_certificate_is_renewed_without_restart(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "pki").mkdir()
     authority = Authority(tmp_path / "pki")
     first, second = authority.server(), authority.server()
@@ -381,7 +381,7 @@ def test_with_tls_the_certificate_is_shown_checked_and_renewed_without_a_restart
         assert b"up 1.0" not in sock.recv(1000)
 
 
-def test_a_client_that_never_shakes_hands_holds_up_nobody_and_is_cut(serve: Serve, tmp_path: Path) -> None:
+def test_client_without_tls_handshake_is_cut(serve: Serve, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     made = authority.server()
     one = serve(where={"tls_cert": made.cert, "tls_key": made.key}, connection_s=0.5)
@@ -392,9 +392,7 @@ def test_a_client_that_never_shakes_hands_holds_up_nobody_and_is_cut(serve: Serv
         assert time.monotonic() - begun < 3
 
 
-def test_one_connection_that_cannot_be_taken_closes_the_port_to_nobody_else(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_accept_keeps_the_port_open(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     one = serve()
     taken = one.server._listeners[1].get_request
 
@@ -413,7 +411,7 @@ def test_one_connection_that_cannot_be_taken_closes_the_port_to_nobody_else(
 # --- what cannot be had -----------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_listened_on_is_one_line_that_names_the_key(serve: Serve, tmp_path: Path) -> None:
+def test_listen_error_is_one_line_with_the_key(serve: Serve, tmp_path: Path) -> None:
     one = serve()
     free = tmp_path / "other.sock"
     (tmp_path / "file").write_text("")

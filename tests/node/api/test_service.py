@@ -73,7 +73,7 @@ def trained(one: Served) -> None:
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_from_its_submission_to_its_end(serve: Serve) -> None:
+def test_job_from_submission_to_end(serve: Serve) -> None:
     one = serve()
     one.announce()
     desk = one.unix()
@@ -110,7 +110,7 @@ def test_a_job_from_its_submission_to_its_end(serve: Serve) -> None:
     assert one.submit() == 3, "an id may be used again"
 
 
-def test_a_job_that_ended_by_itself_cannot_be_cancelled(serve: Serve) -> None:
+def test_ended_job_cannot_be_cancelled(serve: Serve) -> None:
     one = serve()
     number = one.submit()
     ending = JobResult(
@@ -123,7 +123,7 @@ def test_a_job_that_ended_by_itself_cannot_be_cancelled(serve: Serve) -> None:
     assert (row["progress"]["step"], row["progress"]["rounds"][0]["round"]) == (77, 4), "what the ending remembers"
 
 
-def test_what_is_cancelled_names_the_nodes_where_it_still_runs_and_not_those_that_refused_it(serve: Serve) -> None:
+def test_cancel_names_the_nodes_where_the_job_still_runs(serve: Serve) -> None:
     one = serve()
     one.announce()
     one.submit()
@@ -134,7 +134,7 @@ def test_what_is_cancelled_names_the_nodes_where_it_still_runs_and_not_those_tha
         assert one.unix().get("/v1/jobs/llama").document()["leaving"] == leaving
 
 
-def test_progress_comes_from_the_disk_and_from_the_runner_while_there_is_one(serve: Serve) -> None:
+def test_progress_from_event_log_and_runner(serve: Serve) -> None:
     one = serve()
     trained(one)
     progress = one.unix().get("/v1/jobs/llama").document()["progress"]
@@ -152,7 +152,7 @@ def test_progress_comes_from_the_disk_and_from_the_runner_while_there_is_one(ser
     )
 
 
-def test_a_submission_repeated_with_its_token_is_one_job(serve: Serve) -> None:
+def test_submission_repeated_with_its_token_is_one_job(serve: Serve) -> None:
     one = serve()
     made = [one.unix().post("/v1/jobs", JOB, "application/toml", query={"token": "t"}).document() for _ in range(2)]
     assert made[0] == made[1]
@@ -172,16 +172,14 @@ def test_a_submission_repeated_with_its_token_is_one_job(serve: Serve) -> None:
         (JOB, "", 415, "Content-Type"),
     ],
 )
-def test_a_job_that_cannot_be_is_refused_in_a_sentence(
-    serve: Serve, body: bytes, kind: str, code: int, said: str
-) -> None:
+def test_invalid_job_is_refused_with_a_sentence(serve: Serve, body: bytes, kind: str, code: int, said: str) -> None:
     one = serve()
     reply = one.unix().post("/v1/jobs", body, kind)
     assert (reply.code, said in reply.why, "\n" in reply.why) == (code, True, False), reply.why
     assert not one.store.list("/")
 
 
-def test_limits_judge_what_is_handed_in(serve: Serve) -> None:
+def test_limits_apply_to_submitted_jobs(serve: Serve) -> None:
     from elasticd_agent.config.decode import ConfigError
     from elasticd_agent.config.job_file import JobFile
 
@@ -208,7 +206,7 @@ def test_limits_judge_what_is_handed_in(serve: Serve) -> None:
         ("POST", "/v1/nodes/nope/uncordon"),
     ],
 )
-def test_what_is_not_there_is_a_404_that_says_what_is(serve: Serve, method: str, path: str) -> None:
+def test_missing_thing_is_a_404_that_lists_existing_ones(serve: Serve, method: str, path: str) -> None:
     one = serve()
     one.announce()
     one.submit()
@@ -219,7 +217,7 @@ def test_what_is_not_there_is_a_404_that_says_what_is(serve: Serve, method: str,
     assert one.store.list("/") == before
 
 
-def test_an_outage_of_the_store_is_a_503_and_what_needs_no_store_goes_on(serve: Serve) -> None:
+def test_store_outage_is_a_503_and_local_reads_still_work(serve: Serve) -> None:
     one = serve()
     one.submit()
     one.log(1, 0, "stdout", "hello\n")
@@ -240,7 +238,7 @@ def test_an_outage_of_the_store_is_a_503_and_what_needs_no_store_goes_on(serve: 
     assert desk.get("/v1/jobs/llama").code == 200
 
 
-def test_a_record_that_nobody_understands_is_said_and_costs_nobody_else(serve: Serve) -> None:
+def test_unreadable_record_is_reported_and_skipped(serve: Serve) -> None:
     one = serve()
     one.submit()
     one.store.compare_and_swap(names.SUBMISSIONS + "odd", None, b"{}")
@@ -252,7 +250,7 @@ def test_a_record_that_nobody_understands_is_said_and_costs_nobody_else(serve: S
 # --- nodes ------------------------------------------------------------------------------------------------------------
 
 
-def test_nodes_are_cordoned_drained_and_given_back(serve: Serve) -> None:
+def test_cordon_drain_and_uncordon(serve: Serve) -> None:
     one = serve()
     one.announce(running(), gpus=("a", "b"), labels=("rack=7",))
     one.place("llama", one.submit(), "n1")
@@ -319,7 +317,7 @@ def test_logs_are_read_in_pieces_from_the_newest_round(serve: Serve) -> None:
         "stream=../../order", "stream=order.json", "stream=", "limit=-1", "rank=0&rank=1", "rank", "%00", "rank=%D9%A1",
     ],
 )  # fmt: skip
-def test_what_would_lead_elsewhere_is_no_rank_round_or_stream(serve: Serve, query: str) -> None:
+def test_path_tricks_are_not_a_rank_round_or_stream(serve: Serve, query: str) -> None:
     one = serve()
     one.submit()
     one.log(1, 0, "stdout", "hello\n")
@@ -331,7 +329,7 @@ def test_what_would_lead_elsewhere_is_no_rank_round_or_stream(serve: Serve, quer
 @pytest.mark.parametrize(
     "job", ["..", "..%2fx", "..%2f..%2fetc", "a/b", "a%2fb", "%2e%2e", ".x", "x%00y", "", "a%0ab", "x" * 200, "%ff"]
 )
-def test_no_id_leads_out_of_the_state_directory(serve: Serve, job: str) -> None:
+def test_job_id_cannot_leave_the_state_directory(serve: Serve, job: str) -> None:
     one = serve()
     outside = one.root / "state" / "x.1" / "logs" / "round-1" / "rank-0"  # which `../x` would be
     outside.mkdir(parents=True)
@@ -341,7 +339,7 @@ def test_no_id_leads_out_of_the_state_directory(serve: Serve, job: str) -> None:
         assert one.unix().request("GET", path).code in (400, 404), path
 
 
-def test_no_link_pipe_or_other_name_of_a_file_is_read(serve: Serve, tmp_path: Path) -> None:
+def test_links_and_pipes_are_never_read(serve: Serve, tmp_path: Path) -> None:
     one = serve()
     one.submit()
     secret = tmp_path / "n1-secret"
@@ -380,7 +378,7 @@ def test_no_link_pipe_or_other_name_of_a_file_is_read(serve: Serve, tmp_path: Pa
 # --- dump and explain -------------------------------------------------------------------------------------------------
 
 
-def test_a_dump_is_explained_and_only_what_lies_in_the_jobs_own_folder_is_read(serve: Serve, tmp_path: Path) -> None:
+def test_dump_reads_only_below_the_jobs_folder(serve: Serve, tmp_path: Path) -> None:
     one = serve()
     trained(one)
     taken = one.files().logs / "round-2" / "dump"
@@ -406,7 +404,7 @@ def test_a_dump_is_explained_and_only_what_lies_in_the_jobs_own_folder_is_read(s
     assert row["error"] == "no workers are running"
 
 
-def test_what_does_not_run_cannot_be_dumped(serve: Serve) -> None:
+def test_pending_job_cannot_be_dumped(serve: Serve) -> None:
     one = serve()
     one.submit()
     reply = one.unix().post("/v1/jobs/llama/dump")
@@ -430,7 +428,7 @@ def two(serve: Serve, **how: Any) -> tuple[Served, Served]:
     return n1, n2
 
 
-def test_what_is_on_another_node_is_fetched_with_the_same_token(serve: Serve) -> None:
+def test_other_nodes_are_read_with_the_same_token(serve: Serve) -> None:
     n1, n2 = two(serve)
     desk = n1.unix()
     reply = desk.get("/v1/jobs/llama/logs")
@@ -450,7 +448,7 @@ def test_what_is_on_another_node_is_fetched_with_the_same_token(serve: Serve) ->
     assert n1.token is not None and n1.token not in reply.why
 
 
-def test_a_jobs_ranks_are_those_of_all_its_nodes(serve: Serve) -> None:
+def test_ranks_of_all_nodes_are_merged(serve: Serve) -> None:
     n1, n2 = two(serve)
     n1.place("llama", 1, "n1", "n2")
     n1.event("round_published", NOW - 90, 1, world_size=1, nodes=["n1"], reason="first round")
@@ -478,7 +476,7 @@ def test_a_jobs_ranks_are_those_of_all_its_nodes(serve: Serve) -> None:
     assert "no daemon answers at" in silent["n2"]
 
 
-def test_the_rounds_of_a_node_that_the_job_has_left_belong_to_its_history(serve: Serve) -> None:
+def test_rounds_of_previous_nodes_belong_to_the_history(serve: Serve) -> None:
     n1, _ = two(serve)
     n1.place("llama", 1, "n1", last=("n3", "n2"))
     n1.event("round_published", NOW - 20, 4, world_size=1, nodes=["n1"], reason="first round")
@@ -488,7 +486,7 @@ def test_the_rounds_of_a_node_that_the_job_has_left_belong_to_its_history(serve:
     assert progress["node"] == "n1"
 
 
-def test_other_nodes_certificates_are_checked_when_they_are_asked(serve: Serve, tmp_path: Path) -> None:
+def test_peer_certificates_are_verified(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "n1-pki").mkdir()
     authority = Authority(tmp_path / "n1-pki")
     made, ca = authority.server(), authority.ca
@@ -496,7 +494,7 @@ def test_other_nodes_certificates_are_checked_when_they_are_asked(serve: Serve, 
     assert n1.unix().get("/v1/jobs/llama/logs").body == b"on n2\n"
 
 
-def test_certificates_of_nodes_without_lasting_addresses_are_for_one_name(serve: Serve, tmp_path: Path) -> None:
+def test_peer_certificates_for_one_tls_name(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "n1-pki").mkdir()
     authority = Authority(tmp_path / "n1-pki")
     made, ca = authority.server("agents"), authority.ca
@@ -508,14 +506,14 @@ def test_certificates_of_nodes_without_lasting_addresses_are_for_one_name(serve:
             Peers(lambda: n1.token, True, ca, name).request(format_endpoint(*n1.address), "GET", "/v1/jobs")
 
 
-def test_of_more_nodes_than_can_be_asked_the_others_are_not_called_silent() -> None:
+def test_nodes_beyond_the_limit_are_reported_as_not_asked() -> None:
     said = Peers(lambda: None).request_all({f"n{i}": "" for i in range(300)}, "GET", "/v1/local/jobs/llama")
     assert len(said) == 300
     assert said["n255"] == "its daemon has no address that others reach"
     assert said["n256"] == said["n299"] == "not asked: 256 nodes are at once"
 
 
-def test_a_node_that_is_away_is_named_and_what_others_know_is_shown(serve: Serve) -> None:
+def test_unreachable_node_is_named_and_the_others_shown(serve: Serve) -> None:
     n1, n2 = two(serve)
     n2.server.close()
     reply = n1.unix().get("/v1/jobs/llama/logs", {"round": 2})
@@ -530,7 +528,7 @@ def test_a_node_that_is_away_is_named_and_what_others_know_is_shown(serve: Serve
     ]
 
 
-def test_questions_at_the_same_time_are_answered_each_by_itself(serve: Serve) -> None:
+def test_concurrent_requests_are_independent(serve: Serve) -> None:
     one = serve()
     trained(one)
     one.log(2, 0, "stdout", "x" * 1000)

@@ -10,7 +10,7 @@ import pytest
 from elasticd_agent.node.dashboard.cache import ResponseCache
 
 
-def test_an_answer_is_made_once_for_all_who_ask_while_it_is_new() -> None:
+def test_concurrent_readers_share_one_answer() -> None:
     now, made = [0.0], list[int]()
     fresh: ResponseCache[int] = ResponseCache(1.0, clock=lambda: now[0])
     gate, inside = threading.Event(), threading.Event()
@@ -36,7 +36,7 @@ def test_an_answer_is_made_once_for_all_who_ask_while_it_is_new() -> None:
     assert fresh.get("a", make) == 1
 
 
-def test_a_refusal_is_an_answer_too_and_not_for_ever() -> None:
+def test_error_is_cached_and_expires() -> None:
     now, asked = [0.0], list[int]()
     fresh: ResponseCache[int] = ResponseCache(1.0, clock=lambda: now[0])
 
@@ -52,7 +52,7 @@ def test_a_refusal_is_an_answer_too_and_not_for_ever() -> None:
     assert fresh.get("a", lambda: 7) == 7
 
 
-def test_it_keeps_few() -> None:
+def test_cache_is_bounded() -> None:
     fresh: ResponseCache[int] = ResponseCache(1e9, most=3)
     for number in range(100):
         assert fresh.get(number, functools.partial(int, number)) == number

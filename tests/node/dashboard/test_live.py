@@ -78,9 +78,7 @@ return [bad.textContent, said('why').split(':')[0], said('state'), document.titl
 """
 
 
-def test_it_shows_faults_while_they_happen_and_outlives_the_agent(
-    nodes: MakeNode, browser: Browse, tmp_path: Path
-) -> None:
+def test_live_page_shows_faults_and_survives_the_agent(nodes: MakeNode, browser: Browse, tmp_path: Path) -> None:
     scene, page = Scene(nodes, tmp_path), browser()
     scene.entered(page)
     page.complaints()  # of the 401 before
@@ -125,9 +123,7 @@ def test_it_shows_faults_while_they_happen_and_outlives_the_agent(
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict") and TOKEN not in cookie["value"]
 
 
-def test_without_a_script_it_is_whole_and_comes_again_by_itself(
-    nodes: MakeNode, browser: Browse, tmp_path: Path
-) -> None:
+def test_page_without_script_reloads_itself(nodes: MakeNode, browser: Browse, tmp_path: Path) -> None:
     """… of the agent that has no rank 0, too."""
     scene, page = Scene(nodes, tmp_path), browser(script=False)
     scene.entered(page, "n2")
@@ -166,7 +162,7 @@ return found;
 """
 
 
-def test_everybody_can_read_it(nodes: MakeNode, browser: Browse, tmp_path: Path) -> None:
+def test_page_is_accessible(nodes: MakeNode, browser: Browse, tmp_path: Path) -> None:
     """Contrast in both schemes, no sideways scrolling on a phone, the keyboard alone, names for what is used."""
     scene, page = Scene(nodes, tmp_path), browser()
     page.open(scene.base() + "/")

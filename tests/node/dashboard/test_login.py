@@ -38,7 +38,7 @@ def cookie(header: str | None) -> str:
     return header.partition(";")[0]
 
 
-def test_a_pass_counts_for_a_working_day_at_every_agent_with_that_token() -> None:
+def test_cookie_is_valid_for_twelve_hours_at_every_agent() -> None:
     token, other = Fixed(), Fixed()
     made = cookie(LoginCookies(token, token.clock, tls=True).issue())
     elsewhere = LoginCookies(other, other.clock, tls=False)
@@ -49,7 +49,7 @@ def test_a_pass_counts_for_a_working_day_at_every_agent_with_that_token() -> Non
     assert not elsewhere.has_valid(made)
 
 
-def test_another_token_ends_all_passes_and_without_one_there_are_none() -> None:
+def test_new_token_invalidates_cookies() -> None:
     token = Fixed()
     passes = LoginCookies(token, token.clock, tls=False)
     made = cookie(passes.issue())
@@ -75,7 +75,7 @@ def test_another_token_ends_all_passes_and_without_one_there_are_none() -> None:
         lambda until, mac: "",
     ],
 )
-def test_a_pass_that_was_changed_is_none(change: object) -> None:
+def test_modified_cookie_is_invalid(change: object) -> None:
     token = Fixed()
     passes = LoginCookies(token, token.clock, tls=False)
     until, _, mac = cookie(passes.issue()).partition("=")[2].partition(".")
@@ -84,7 +84,7 @@ def test_a_pass_that_was_changed_is_none(change: object) -> None:
     assert not passes.has_valid(f"{COOKIE}={change(int(until), mac)}")
 
 
-def test_what_a_cookie_allows_a_browser() -> None:
+def test_cookie_attributes() -> None:
     token = Fixed()
     flags = {"HttpOnly", "SameSite=Strict", "Path=/", f"Max-Age={COOKIE_LIFETIME_S}"}
     plain = set((LoginCookies(token, token.clock, tls=False).issue() or "").split("; ")[1:])
@@ -92,7 +92,7 @@ def test_what_a_cookie_allows_a_browser() -> None:
     assert set((LoginCookies(token, token.clock, tls=True).issue() or "").split("; ")[1:]) == flags | {"Secure"}
 
 
-def test_guesses_from_one_address_are_few() -> None:
+def test_attempts_per_address_are_limited() -> None:
     time = Fixed(now=0.0)
     guesses = LoginRateLimit(time.clock)
     assert [guesses.attempt("10.0.0.1") for _ in range(BURST)] == [0.0] * BURST
@@ -109,7 +109,7 @@ def test_guesses_from_one_address_are_few() -> None:
     assert heard <= 86_400 / ATTEMPT_INTERVAL_S + 1
 
 
-def test_who_has_many_addresses_has_no_more_guesses_in_all() -> None:
+def test_attempts_in_total_are_limited() -> None:
     time = Fixed(now=0.0)
     guesses = LoginRateLimit(time.clock)
     assert sum(guesses.attempt(f"10.0.{i // 250}.{i % 250}") == 0.0 for i in range(1000)) == TOTAL_BURST
@@ -121,7 +121,7 @@ def test_who_has_many_addresses_has_no_more_guesses_in_all() -> None:
     assert len(guesses._by_address) <= MAX_ADDRESSES
 
 
-def test_the_right_token_forgives() -> None:
+def test_right_token_resets_the_limit() -> None:
     guesses = LoginRateLimit(Fixed(now=0.0).clock)
     for _ in range(3 * BURST):
         assert guesses.attempt("10.0.0.1") == 0.0

@@ -11,7 +11,7 @@ from tests.node.dashboard.hostile_texts import PAYLOADS, read
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_words_are_never_markup(payload: str) -> None:
+def test_text_is_escaped(payload: str) -> None:
     page = tag("p", payload, tag("a", payload, href="/", title=payload), class_=payload)
     found = read(page)
     assert found.links == ["/"]
@@ -19,14 +19,14 @@ def test_words_are_never_markup(payload: str) -> None:
 
 
 @given(st.text())
-def test_whatever_is_written_comes_out_again_but_for_what_nobody_sees(written: str) -> None:
+def test_escaped_text_round_trips_except_invisible_characters(written: str) -> None:
     shown = "".join(read(tag("p", written)).text)
     visible = "".join(one for one in written if one.isprintable() or one in "\n\t ")
     assert all(one in shown for one in visible)
     assert shown == written or not written.isprintable() or any(ord(one) > 0x2000 for one in written)
 
 
-def test_what_cannot_be_seen_or_turns_writing_around_is_shown() -> None:
+def test_invisible_and_direction_characters_are_shown() -> None:
     assert text("a\x1b[31m\u202eb\x00") == "a\\x1b[31m\\u202eb\\x00"
     assert tag("p", "\ud800").encode() == b"<p>\\ud800</p>"
 

@@ -77,7 +77,7 @@ def trains(one: Served, job: str = "llama") -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/jobs/llama", "/jobs/llama?rank=3&window=all", "/jobs/none", "/page/style.css"])
-def test_a_browser_without_a_pass_is_asked_for_the_token_and_told_nothing(serve: Serve, path: str) -> None:
+def test_browser_without_cookie_gets_the_login_page(serve: Serve, path: str) -> None:
     one = serve()
     trains(one)
     reply = browse(one, path)
@@ -88,7 +88,7 @@ def test_a_browser_without_a_pass_is_asked_for_the_token_and_told_nothing(serve:
     assert "token" in page.ids and "llama" not in "".join(page.text)
 
 
-def test_who_is_no_browser_is_answered_as_ever(serve: Serve) -> None:
+def test_other_clients_get_json(serve: Serve) -> None:
     one = serve()
     assert ask(one, "GET", "/").document()["error"].startswith("a token is needed")
     assert browse(one, "/v1/jobs").document()["error"].startswith("a token is needed")
@@ -97,7 +97,7 @@ def test_who_is_no_browser_is_answered_as_ever(serve: Serve) -> None:
     assert [ask(one, "GET", path).code for path in ("/metrics", "/healthz", "/readyz")] == [200, 200, 503]
 
 
-def test_the_token_makes_a_pass_that_is_not_the_token(serve: Serve) -> None:
+def test_login_sets_a_cookie_without_the_token(serve: Serve) -> None:
     one = serve()
     trains(one)
     reply = login(one, then="/jobs/llama?rank=1")
@@ -109,7 +109,7 @@ def test_the_token_makes_a_pass_that_is_not_the_token(serve: Serve) -> None:
     assert browse(one, "/", cookie).code == 200
 
 
-def test_a_pass_opens_the_page_and_never_the_api(serve: Serve) -> None:
+def test_cookie_opens_the_page_and_never_the_api(serve: Serve) -> None:
     one = serve()
     trains(one)
     cookie = come_in(one)
@@ -123,11 +123,11 @@ def test_a_pass_opens_the_page_and_never_the_api(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("cookie", ["", f"{COOKIE}=", f"{COOKIE}={TOKEN}", f"{COOKIE}={int(NOW) + 9}.{'0' * 64}"])
-def test_what_is_no_pass_opens_nothing(serve: Serve, cookie: str) -> None:
+def test_invalid_cookie_opens_nothing(serve: Serve, cookie: str) -> None:
     assert browse(serve(), "/", cookie).code == 401
 
 
-def test_another_token_in_the_file_ends_all_passes_at_once(serve: Serve) -> None:
+def test_new_token_file_invalidates_cookies_at_once(serve: Serve) -> None:
     one = serve()
     cookie = come_in(one)
     assert browse(one, "/", cookie).code == 200
@@ -135,13 +135,13 @@ def test_another_token_in_the_file_ends_all_passes_at_once(serve: Serve) -> None
     assert browse(one, "/", cookie).code == 401
 
 
-def test_logging_out_takes_the_pass_away(serve: Serve) -> None:
+def test_logout_expires_the_cookie(serve: Serve) -> None:
     reply = ask(serve(), "POST", "/logout")
     assert (reply.code, reply.headers["location"]) == (303, "/")
     assert reply.headers["set-cookie"].startswith(f"{COOKIE}=; Max-Age=0;")
 
 
-def test_wrong_tokens_are_few(serve: Serve) -> None:
+def test_wrong_tokens_are_rate_limited(serve: Serve) -> None:
     one = serve()
     for _ in range(BURST):
         reply = login(one, "not-the-token-at-all")
@@ -155,13 +155,13 @@ def test_wrong_tokens_are_few(serve: Serve) -> None:
 @pytest.mark.parametrize(
     "then", ["https://evil.example/", "//evil.example", "/\\evil.example", "/v1/jobs", "/jobs/x\r\nSet-Cookie: a=b", ""]
 )
-def test_a_login_leads_nowhere_else(serve: Serve, then: str) -> None:
+def test_login_redirects_only_to_own_pages(serve: Serve, then: str) -> None:
     reply = login(serve(), then=then)
     assert (reply.code, reply.headers["location"]) == (303, "/")
     assert reply.headers["set-cookie"].startswith(f"{COOKIE}=1")
 
 
-def test_a_login_of_another_kind_is_none(serve: Serve) -> None:
+def test_login_needs_a_form(serve: Serve) -> None:
     one = serve()
     assert ask(one, "POST", "/login", '{"token": "' + TOKEN + '"}', **{"Content-Type": "application/json"}).code == 401
     assert ask(one, "POST", "/login").code == 401
@@ -171,7 +171,7 @@ def test_a_login_of_another_kind_is_none(serve: Serve) -> None:
     )
 
 
-def test_without_a_token_nobody_can_log_in_and_it_says_why(serve: Serve) -> None:
+def test_login_without_token_file_says_why(serve: Serve) -> None:
     one = serve(token=None)
     reply = browse(one, "/")
     assert (reply.code, "http.token_file" in "".join(read(reply.body.decode()).text)) == (403, True)
@@ -181,7 +181,7 @@ def test_without_a_token_nobody_can_log_in_and_it_says_why(serve: Serve) -> None
 # --- what is shown ------------------------------------------------------------------------------------------------
 
 
-def test_a_page_is_allowed_nothing_but_its_own_style_and_script(serve: Serve) -> None:
+def test_content_security_policy_allows_only_own_files(serve: Serve) -> None:
     one = serve()
     trains(one)
     cookie = come_in(one)
@@ -207,7 +207,7 @@ def test_a_page_is_allowed_nothing_but_its_own_style_and_script(serve: Serve) ->
     assert browse(one, "/page/../agent.py", cookie).code == 404
 
 
-def test_nothing_others_wrote_becomes_markup(serve: Serve) -> None:
+def test_pages_escape_job_text(serve: Serve) -> None:
     one = serve()
     trains(one)
     cookie = come_in(one)
@@ -226,7 +226,7 @@ def test_nothing_others_wrote_becomes_markup(serve: Serve) -> None:
     assert browse(one, "/jobs/%ff%00", cookie).code == 404
 
 
-def test_the_job_is_whole_without_a_script(serve: Serve) -> None:
+def test_job_page_is_complete_without_script(serve: Serve) -> None:
     one = serve()
     trains(one)
     page = browse(one, "/jobs/llama", come_in(one)).body.decode()
@@ -236,7 +236,7 @@ def test_the_job_is_whole_without_a_script(serve: Serve) -> None:
         assert part in text, part
 
 
-def test_while_the_store_is_away_a_page_says_so(serve: Serve) -> None:
+def test_page_reports_a_store_outage(serve: Serve) -> None:
     one = serve()
     cookie = come_in(one)
     one.store.away = True
@@ -254,9 +254,7 @@ def entered(serve: Serve) -> tuple[Served, str]:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=40), st.binary(max_size=40), st.binary(max_size=60))
-def test_whatever_is_asked_is_answered_by_a_page(
-    entered: tuple[Served, str], path: bytes, query: bytes, cookie: bytes
-) -> None:
+def test_any_path_gets_a_page(entered: tuple[Served, str], path: bytes, query: bytes, cookie: bytes) -> None:
     one, good = entered
     target = f"/jobs/{quote(path)}?{quote(query, safe='=&')}"
     inside = browse(one, target, good)

@@ -47,47 +47,47 @@ def torch(directory: Path, init: str = "pass", barrier: str = "pass", all_reduce
 
 def test_with_the_real_torch() -> None:
     found = reducing.check_all_reduce(sys.executable, range(2), (), os.environ)
-    assert found.outcome == "good", found.why
+    assert found.outcome == "passed", found.why
     assert found.why.startswith("2 slots, gloo, ")
 
 
 @pytest.mark.parametrize(
     ("does", "outcome", "why"),
     [
-        ({}, "good", "3 slots, gloo, "),
+        ({}, "passed", "3 slots, gloo, "),
         (
             {"init": "d.rank == 1 and time.sleep(1000)"},
-            "bad",
-            "slot 1 did not come to the all-reduce within 1.5 s (has its device); the others waited",
+            "failed",
+            "slot 1 did not reach the all-reduce within 1.5 s (has its device); the others waited",
         ),
         (
             {"init": "d.rank == 2 and os.kill(os.getpid(), 19)"},
-            "bad",
-            "slot 2 did not come to the all-reduce within 1.5 s (has its device); the others waited",
+            "failed",
+            "slot 2 did not reach the all-reduce within 1.5 s (has its device); the others waited",
         ),
         pytest.param(
             {"init": "d.rank == 0 and os._exit(3)"},
-            "bad",
-            "slot 0 did not come to the all-reduce within 1.5 s (has its device); the others waited",
+            "failed",
+            "slot 0 did not reach the all-reduce within 1.5 s (has its device); the others waited",
             marks=pytest.mark.system,
         ),
-        ({"barrier": "raise RuntimeError('no such device\\nmore')"}, "bad", "slot 0: RuntimeError: no such device"),
+        ({"barrier": "raise RuntimeError('no such device\\nmore')"}, "failed", "slot 0: RuntimeError: no such device"),
         pytest.param(
             {"barrier": "time.sleep(1000)"},
-            "bad",
+            "failed",
             "the slots did not finish an all-reduce within 1.5 s",
             marks=pytest.mark.system,
         ),
         (
             {"all_reduce": "numbers[0] += d.rank == 1"},
-            "bad",
-            "slot 1 added up 7.0, where 6.0 would be right",
+            "failed",
+            "slot 1 added up 7.0, not 6.0",
         ),
     ],
 )
-def test_the_one_that_is_in_the_way_is_named(tmp_path: Path, does: dict[str, str], outcome: str, why: str) -> None:
+def test_failing_slot_is_named(tmp_path: Path, does: dict[str, str], outcome: str, why: str) -> None:
     environ = torch(tmp_path, **does)
-    within_s = 30.0 if outcome == "good" or "added up" in why or "slot 0: " in why else 1.5
+    within_s = 30.0 if outcome == "passed" or "added up" in why or "slot 0: " in why else 1.5
     began = time.monotonic()
     found = reducing.check_all_reduce(sys.executable, range(3), (), environ, within_s=within_s)
     assert (found.outcome, found.why[: len(why)]) == (outcome, why)
@@ -95,33 +95,33 @@ def test_the_one_that_is_in_the_way_is_named(tmp_path: Path, does: dict[str, str
 
 
 @pytest.mark.parametrize("source", ["raise ImportError('no torch here')", "raise OSError('libcudnn is missing')"])
-def test_a_python_without_torch_skips_it(tmp_path: Path, source: str) -> None:
+def test_python_without_torch_is_skipped(tmp_path: Path, source: str) -> None:
     (tmp_path / "torch.py").write_text(source)
     found = reducing.check_all_reduce(sys.executable, range(2), (), {**os.environ, "PYTHONPATH": str(tmp_path)})
     assert found.outcome == "skipped"
     assert f"torch cannot be imported by {sys.executable}" in found.why
 
 
-def test_no_such_python_skips_it() -> None:
+def test_missing_python_is_skipped() -> None:
     assert (
         reducing.check_all_reduce("/no/python", range(2), (), os.environ).why
         == "/no/python cannot be run: No such file or directory"
     )
 
 
-def test_one_slot_without_a_gpu_has_nobody_to_add_up_with() -> None:
+def test_single_slot_without_gpu_is_skipped() -> None:
     assert reducing.check_all_reduce(sys.executable, range(1), (), os.environ).outcome == "skipped"
 
 
-def test_an_import_that_never_ends_is_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_import_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reducing, "CLOSE_S", 0.5)
     (tmp_path / "torch.py").write_text("import time; time.sleep(1000)")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     found = reducing.check_all_reduce(sys.executable, range(2), (), environ, within_s=0.1, import_s=0.1)
-    assert (found.outcome, found.why) == ("bad", "it was not over within 0.7 s")
+    assert (found.outcome, found.why) == ("failed", "no result within 0.7 s")
 
 
-def test_it_can_be_given_up(tmp_path: Path) -> None:
+def test_run_can_be_cancelled(tmp_path: Path) -> None:
     import threading
 
     stop, stopping = os.pipe()

@@ -31,24 +31,22 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
     LIBC.umount2(os.fsencode(path), MNT_DETACH)
 
 
-def test_one_that_is_fine_is_left_as_it_was(node: Node) -> None:
+def test_good_directory_is_left_unchanged(node: Node) -> None:
     before = os.stat(node.directory).st_mtime_ns
     found = node.run()[f"disk {node.directory}"]
-    assert found.outcome == "good"
-    assert found.why.endswith("free, can be written to")
+    assert found.outcome == "passed"
+    assert found.why.endswith("free, writable")
     assert (os.listdir(node.directory), os.stat(node.directory).st_mtime_ns) == ([], before)
 
 
-def test_one_that_the_daemon_will_make_is_judged_by_where_it_will_be(node: Node) -> None:
+def test_missing_own_directory_is_judged_by_its_parent(node: Node) -> None:
     path = node.tmp / "not" / "there" / "yet"
     found = node.with_targets(own_directories=(path,), directories=(path.parent,)).run()
-    assert (found[f"disk {path}"].outcome, found[f"disk {path.parent}"].outcome) == ("good", "bad")
+    assert (found[f"disk {path}"].outcome, found[f"disk {path.parent}"].outcome) == ("passed", "failed")
     assert not (node.tmp / "not").exists()
 
 
-def test_where_nameless_files_are_unknown_a_name_is_used_and_taken_away(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_system_without_o_tmpfile(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # what an old kernel makes of the flag: EISDIR
     left = node.directory / f".elasticd-health-{os.uname().nodename}"
     left.symlink_to(node.tmp / "elsewhere")  # of a look that was cut short, or somebody's trap
@@ -58,49 +56,47 @@ def test_where_nameless_files_are_unknown_a_name_is_used_and_taken_away(
 
 
 @needs_root
-def test_where_a_server_refuses_root_nothing_is_known(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_squash_passes_with_a_remark(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(directory: str) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(directories, "try_write", refused)
     found = directories.check_directory("d", str(node.directory), 1)
-    assert (found.outcome, "root_squash" in found.why) == ("good", True)
+    assert (found.outcome, "root_squash" in found.why) == ("passed", True)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert (
         directories.check_directory("d", str(node.directory), 1).why
-        == f"{node.directory} cannot be written to: Permission denied"
+        == f"{node.directory} is not writable: Permission denied"
     )
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
-    [("missing", "cannot be looked at: No such file or directory"), ("file", "is not a directory")],
+    [("missing", "cannot be read: No such file or directory"), ("file", "is not a directory")],
 )
-def test_one_that_is_not_there(node: Node, make: str, why: str) -> None:
+def test_missing_directory(node: Node, make: str, why: str) -> None:
     path = node.tmp / make
     if make == "file":
         path.touch()
     found = node.with_targets(directories=(path,)).run()[f"disk {path}"]
-    assert (found.outcome, found.why) == ("bad", f"{path} {why}")
+    assert (found.outcome, found.why) == ("failed", f"{path} {why}")
 
 
 @needs_root
-def test_a_full_one(node: Node, tmpfs: Path) -> None:
+def test_full_directory(node: Node, tmpfs: Path) -> None:
     node.with_targets(directories=(tmpfs,), disk_free_min_bytes=64 << 10)
-    assert node.run()[f"disk {tmpfs}"].outcome == "good"
+    assert node.run()[f"disk {tmpfs}"].outcome == "passed"
     (tmpfs / "big").write_bytes(b"x" * (200 << 10))
     assert node.run()[f"disk {tmpfs}"].why == f"{tmpfs} has 56 KiB free, less than 64 KiB"
     with pytest.raises(OSError, match="No space"):
         (tmpfs / "more").write_bytes(b"x" * (200 << 10))
     found = node.with_targets(disk_free_min_bytes=0)
     assert found.checks() is not None
-    assert (
-        directories.check_directory("d", str(tmpfs), 0).why == f"{tmpfs} cannot be written to: No space left on device"
-    )
+    assert directories.check_directory("d", str(tmpfs), 0).why == f"{tmpfs} is not writable: No space left on device"
 
 
 @needs_root
-def test_one_without_inodes(node: Node, tmpfs: Path) -> None:
+def test_directory_without_free_inodes(node: Node, tmpfs: Path) -> None:
     for number in range(25):
         (tmpfs / str(number)).touch()
     why = node.with_targets(directories=(tmpfs,)).run()[f"disk {tmpfs}"].why
@@ -108,7 +104,7 @@ def test_one_without_inodes(node: Node, tmpfs: Path) -> None:
 
 
 @needs_root
-def test_a_read_only_one(node: Node, tmpfs: Path) -> None:
+def test_read_only_directory(node: Node, tmpfs: Path) -> None:
     assert LIBC.mount(None, os.fsencode(tmpfs), None, 32 | MS_RDONLY, None) == 0  # MS_REMOUNT
     assert "is mounted read-only" in node.with_targets(directories=(tmpfs,)).run()[f"disk {tmpfs}"].why
 
@@ -173,7 +169,7 @@ def dead(tmp_path: Path) -> Iterator[DeadMount]:
 
 
 @needs_root
-def test_a_dead_mount_costs_one_process_however_often_it_is_looked_at(
+def test_dead_mount_costs_one_process_over_many_runs(
     node: Node, dead: DeadMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elasticd_agent.node.health.checks.DIRECTORY_TIMEOUT_S", 0.3)
@@ -181,12 +177,12 @@ def test_a_dead_mount_costs_one_process_however_often_it_is_looked_at(
     began = time.monotonic()
     found = node.run()
     assert time.monotonic() - began < 5
-    assert found[f"disk {node.directory}"].outcome == "good"
+    assert found[f"disk {node.directory}"].outcome == "passed"
     reading = found[f"disk {dead.path}"]
-    assert reading.outcome == "bad"
-    assert reading.why.startswith("it has not answered within 0.3 s")
+    assert reading.outcome == "failed"
+    assert reading.why.startswith("no result within 0.3 s")
     assert dead.asked, "nobody asked the dead mount"
-    assert "does not die of SIGKILL (state D in " in reading.why
+    assert "survives SIGKILL (state D in " in reading.why
     pid = int(reading.why.partition("process ")[2].split()[0])
     for _ in range(3):
         asked = dead.asked
@@ -194,4 +190,4 @@ def test_a_dead_mount_costs_one_process_however_often_it_is_looked_at(
         assert dead.asked == asked
     dead.close()
     until(lambda: procfs.state(pid) in ("", "Z"), "end of the process that hung")
-    assert node.run()[f"disk {dead.path}"].outcome == "good"
+    assert node.run()[f"disk {dead.path}"].outcome == "passed"

@@ -27,31 +27,31 @@ def doctor(node: Node, *argv: str, config: str = "") -> subprocess.CompletedProc
     )
 
 
-def test_a_node_that_is_well(node: Node) -> None:
+def test_healthy_node(node: Node) -> None:
     node.plugin("10-link", "echo link is up")
     said = doctor(node, "--all-reduce")
     assert (said.returncode, said.stderr) == (0, "")
     lines = [line.split() for line in said.stdout.splitlines()]
     assert lines[0] == ["check", "result", "why", "seconds"]
     results = {" ".join(line[:2]): line for line in lines}
-    assert results["plugin 10-link"][2:-1] == ["good", "link", "is", "up"]
-    assert results["all-reduce good"][2:6] == ["2", "slots,", "gloo,", results["all-reduce good"][5]]
+    assert results["plugin 10-link"][2:-1] == ["passed", "link", "is", "up"]
+    assert results["all-reduce passed"][2:6] == ["2", "slots,", "gloo,", results["all-reduce passed"][5]]
 
 
-def test_one_that_is_not_and_for_programs(node: Node) -> None:
+def test_failing_node_and_json(node: Node) -> None:
     node.plugin("10-link", "echo link is down; exit 1")
     said = doctor(node, "--json")
     assert (said.returncode, said.stderr) == (1, "")
     found = json.loads(said.stdout)
-    by_check = {reading["check"]: reading for reading in found["readings"]}
+    by_check = {reading["check"]: reading for reading in found["results"]}
     assert found["healthy"] is False
-    assert (by_check["plugin 10-link"]["outcome"], by_check["plugin 10-link"]["why"]) == ("bad", "link is down")
+    assert (by_check["plugin 10-link"]["outcome"], by_check["plugin 10-link"]["why"]) == ("failed", "link is down")
     assert by_check["all-reduce"]["why"] == "jobs may be running here; --all-reduce runs it"
-    assert by_check[f"disk {node.directory}"]["outcome"] == "good"
+    assert by_check[f"disk {node.directory}"]["outcome"] == "passed"
     assert os.listdir(node.directory) == []
 
 
-def test_mistakes_are_one_line(node: Node) -> None:
+def test_usage_errors_are_one_line(node: Node) -> None:
     for argv, config, why in (
         (["--nothing"], "", "unrecognized arguments: --nothing"),
         ([], "nothing = 1", "nothing"),

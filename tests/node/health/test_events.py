@@ -1,4 +1,4 @@
-"""What is told of a node's health: sentences and events, metrics, and what runners say of whom is to blame."""
+"""The node's health in events and metrics, and the job failures that count against it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.node.health.events import report_change
 from elasticd_agent.node.health.job_failures import JobFailures
 from elasticd_agent.node.health.metrics import METRICS, render_health
-from elasticd_agent.node.health.monitor import HealthChanged
+from elasticd_agent.node.health.monitor import report_change
+from elasticd_agent.node.health.policy import HealthVerdict
 from elasticd_agent.node.health.result import failed, passed, skipped
 from elasticd_agent.telemetry import events
 
@@ -18,31 +18,31 @@ from elasticd_agent.telemetry import events
 @pytest.mark.parametrize(
     ("change", "kind", "reason"),
     [
-        (HealthChanged("healthy", "", 0.0), "node_healthy", "nothing is held against this node's health"),
+        (HealthVerdict("healthy", "", 0.0), "node_healthy", "this node is healthy"),
         (
-            HealthChanged("unhealthy", "disk /x: full", 0.0),
+            HealthVerdict("unhealthy", "disk /x: full", 0.0),
             "node_unhealthy",
-            "this node is not well, and is given no work: disk /x: full",
+            "this node is unhealthy and gets no work: disk /x: full",
         ),
         (
-            HealthChanged("quarantined", "it was to blame", 59.96),
+            HealthVerdict("quarantined", "root cause of a hang", 59.96),
             "node_quarantined",
-            "this node is given no work for 60 s: it was to blame",
+            "this node gets no work for 60 s: root cause of a hang",
         ),
     ],
 )
-def test_each_change_is_an_event_with_its_sentence(change: HealthChanged, kind: str, reason: str) -> None:
-    told: list[events.LogEvent] = []
+def test_each_change_is_an_event(change: HealthVerdict, kind: str, reason: str) -> None:
+    recorded: list[events.LogEvent] = []
 
     def happened(kind: Callable[..., events.LogEvent], sentence: str, **fields: object) -> None:
-        told.append(kind(round=0, mono=0.0, reason=sentence, **fields))
+        recorded.append(kind(round=0, mono=0.0, reason=sentence, **fields))
 
     report_change(change, happened)
-    assert [(record.kind, record.reason) for record in told] == [(kind, reason)]
-    assert type(told[0]) in events.EVENT_TYPES
+    assert [(record.kind, record.reason) for record in recorded] == [(kind, reason)]
+    assert type(recorded[0]) in events.EVENT_TYPES
 
 
-def test_metrics_say_what_stands() -> None:
+def test_metrics_of_the_current_state() -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     readings = [passed("gpus", "8", 0.5), failed('disk /"odd"\n', "full", 0.01), skipped("memory", "a job runs")]
@@ -63,49 +63,49 @@ def test_metrics_say_what_stands() -> None:
         ("elasticd_health_check_seconds", 'disk /"odd"\n'): 0.01,
     }
     assert all("|" not in spec.help for spec in METRICS)
-    assert b"check" not in render_health("n", "healthy", 0.0, 0, ())
+    assert b"check=" not in render_health("n", "healthy", 0.0, 0, ())
 
 
-def said(*benched: dict[str, Any], number: int = 3) -> dict[str, Any]:
-    return {"round": number, "reason": "rank 1 hung", "quarantined_slots": list(benched), "alone": False}
+def status(*quarantined: dict[str, Any], number: int = 3) -> dict[str, Any]:
+    return {"round": number, "reason": "rank 1 hung", "quarantined_slots": list(quarantined), "alone": False}
 
 
 def slot(number: int, times: int, node: str = "me") -> dict[str, Any]:
     return {"node": node, "slot": number, "times": times}
 
 
-def test_a_slot_of_ours_that_is_set_aside_is_told_once_each_time() -> None:
+def test_new_quarantine_of_own_slot_is_reported_once() -> None:
     blames, key = JobFailures("me"), ("j", 1)
-    assert blames.update({key: said()}) == []
-    assert blames.update({key: said(slot(0, 0), slot(1, 1), slot(2, 1, "other"))}) == [
-        "job j, round 3 set aside slot 1: rank 1 hung"
+    assert blames.update({key: status()}) == []
+    assert blames.update({key: status(slot(0, 0), slot(1, 1), slot(2, 1, "other"))}) == [
+        "job j, round 3 quarantined slot 1: rank 1 hung"
     ]
-    assert blames.update({key: said(slot(1, 1), number=4)}) == []
-    assert blames.update({key: said(number=5)}) == []
-    assert blames.update({key: said(slot(1, 1), number=6)}) == []
-    assert blames.update({key: said(slot(1, 2), slot(0, 1), number=7)}) == [
-        "job j, round 7 set aside slots 0, 1: rank 1 hung"
+    assert blames.update({key: status(slot(1, 1), number=4)}) == []
+    assert blames.update({key: status(number=5)}) == []
+    assert blames.update({key: status(slot(1, 1), number=6)}) == []
+    assert blames.update({key: status(slot(1, 2), slot(0, 1), number=7)}) == [
+        "job j, round 7 quarantined slots 0, 1: rank 1 hung"
     ]
     assert blames.update({}) == []
-    assert len(blames.update({("j", 2): said(slot(1, 1))})) == 1
+    assert len(blames.update({("j", 2): status(slot(1, 1))})) == 1
 
 
-def test_what_an_adopted_runner_says_first_is_no_news() -> None:
+def test_first_status_of_an_adopted_runner_is_the_baseline() -> None:
     blames, key = JobFailures("me"), ("j", 1)
-    assert blames.update({key: said(slot(1, 2))}, adopted=[key]) == []
-    assert len(blames.update({key: said(slot(1, 3))}, adopted=[key])) == 1
+    assert blames.update({key: status(slot(1, 2))}, adopted=[key]) == []
+    assert len(blames.update({key: status(slot(1, 3))}, adopted=[key])) == 1
 
 
-@pytest.mark.parametrize("benched", [None, "x", [1], [{}], [{"node": "me", "slot": "1", "times": 1}]])
-def test_what_makes_no_sense_blames_nobody(benched: object) -> None:
-    assert JobFailures("me").update({("j", 1): {"quarantined_slots": benched, "alone": False}}) == []
+@pytest.mark.parametrize("quarantined", [None, "x", [1], [{}], [{"node": "me", "slot": "1", "times": 1}]])
+def test_senseless_status_is_ignored(quarantined: object) -> None:
+    assert JobFailures("me").update({("j", 1): {"quarantined_slots": quarantined, "alone": False}}) == []
 
 
-def test_a_job_that_runs_here_alone_blames_nobody() -> None:
-    assert JobFailures("me").update({("j", 1): {**said(slot(1, 1)), "alone": True}}) == []
+def test_job_on_this_node_alone_counts_nothing() -> None:
+    assert JobFailures("me").update({("j", 1): {**status(slot(1, 1)), "alone": True}}) == []
 
 
-def test_a_runner_that_talks_on_and_on_does_not_make_the_nodes_card_too_large() -> None:
+def test_long_reason_of_a_runner_is_cut() -> None:
     said = {"quarantined_slots": [{"node": "me", "slot": 0, "times": 1}], "alone": False, "reason": "." * 100_000}
     (sentence,) = JobFailures("me").update({("j", 1): said})
     assert len(sentence) == 1000

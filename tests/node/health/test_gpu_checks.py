@@ -24,64 +24,64 @@ def gpu_node(node: Node, nvml: Says) -> Node:
     return node.with_targets(devices=("0", "1"))
 
 
-def test_two_that_are_well(gpu_node: Node) -> None:
+def test_healthy_gpus(gpu_node: Node) -> None:
     found = gpu_node.run()
     assert found["gpus"].why == "2 × Fake 100"
     assert {
         name: found[name].outcome for name in ("gpus", "gpu ecc", "gpu rows", "gpu heat", "gpu xid")
-    } == dict.fromkeys(("gpus", "gpu ecc", "gpu rows", "gpu heat", "gpu xid"), "good")
+    } == dict.fromkeys(("gpus", "gpu ecc", "gpu rows", "gpu heat", "gpu xid"), "passed")
 
 
 @pytest.mark.parametrize(
     ("facts", "check", "why"),
     [
-        ({"ecc": 3}, "gpu ecc", "has had 3 uncorrectable memory errors since it was last reset; reset it"),
-        ({"remapped": [0, 1, True, False]}, "gpu rows", "has a faulty row of memory to remap, which needs a reset"),
+        ({"ecc": 3}, "gpu ecc", "had 3 uncorrectable memory errors since its last reset; reset it"),
+        ({"remapped": [0, 1, True, False]}, "gpu rows", "has a faulty memory row to remap; reset it"),
         (
             {"remapped": [0, 9, True, True]},
             "gpu rows",
-            "could not remap a faulty row of memory; it should be replaced",
+            "could not remap a faulty memory row; replace it",
         ),
         ({"throttle": 0x48}, "gpu heat", "is slowed down at 60 °C: too hot (hardware thermal slowdown)"),
         ({"throttle": 0x80}, "gpu heat", "is slowed down at 60 °C: short of power (hardware power brake)"),
     ],
 )
-def test_a_sick_one_is_named_with_what_is_wrong(
+def test_failing_gpu_is_named_with_the_reason(
     gpu_node: Node, nvml: Says, facts: dict[str, Any], check: str, why: str
 ) -> None:
     nvml([], [], facts={"1": facts})
     found = gpu_node.run()
-    assert (found[check].outcome, found[check].why) == ("bad", f"GPU 1 (00000000:01:00.0) {why}")
-    assert [name for name in found if found[name].outcome == "bad"] == [check]
+    assert (found[check].outcome, found[check].why) == ("failed", f"GPU 1 (00000000:01:00.0) {why}")
+    assert [name for name in found if found[name].outcome == "failed"] == [check]
 
 
 @pytest.mark.parametrize("throttle", [0x1, 0x4, 0x20])  # idle, power cap, slowed down by software
-def test_what_a_gpu_does_at_full_load_is_no_trouble(gpu_node: Node, nvml: Says, throttle: int) -> None:
+def test_slowdown_at_full_load_is_ignored(gpu_node: Node, nvml: Says, throttle: int) -> None:
     nvml([], [], facts={"0": {"throttle": throttle}})
-    assert gpu_node.run()["gpu heat"].outcome == "good"
+    assert gpu_node.run()["gpu heat"].outcome == "passed"
 
 
-def test_one_that_has_fallen_off_the_bus(gpu_node: Node, nvml: Says) -> None:
+def test_gpu_off_the_bus(gpu_node: Node, nvml: Says) -> None:
     gpu_node.run()
     nvml([], None)
     found = gpu_node.run()["gpus"]
-    assert (found.outcome, found.why) == ("bad", "GPU 1 does not answer: GPU is lost")
+    assert (found.outcome, found.why) == ("failed", "GPU 1 does not answer: GPU is lost")
 
 
-def test_one_that_is_gone_after_a_reboot_is_missed(gpu_node: Node, nvml: Says) -> None:
+def test_gpu_lost_in_a_reboot_is_missed(gpu_node: Node, nvml: Says) -> None:
     nvml([])
-    why = "1 GPUs are here, 2 were expected (health.gpus says how many there should be)"
+    why = "1 GPUs found, 2 expected (health.gpus sets the number)"
     assert gpu_node.with_targets(devices=("0",)).run(most_gpus=2)["gpus"].why == why
 
 
-def test_where_somebody_says_how_many_there_should_be_that_counts(gpu_node: Node) -> None:
-    assert gpu_node.with_targets(expected_gpus=2).run(most_gpus=8)["gpus"].outcome == "good"
+def test_configured_gpu_count_wins(gpu_node: Node) -> None:
+    assert gpu_node.with_targets(expected_gpus=2).run(most_gpus=8)["gpus"].outcome == "passed"
 
 
-def test_only_those_it_may_use_are_judged(gpu_node: Node, nvml: Says) -> None:
+def test_only_visible_gpus_are_judged(gpu_node: Node, nvml: Says) -> None:
     nvml([], [], [], facts={"1": {"ecc": 1}})
     gpu_node.with_targets(devices=("0", "2"), visible_gpus=("0", "2"))
-    assert not [reading for reading in gpu_node.run(most_gpus=3).values() if reading.outcome == "bad"]
+    assert not [reading for reading in gpu_node.run(most_gpus=3).values() if reading.outcome == "failed"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_only_those_it_may_use_are_judged(gpu_node: Node, nvml: Says) -> None:
         ("hangs", "NVML did not answer within 0.5 s"),
     ],
 )
-def test_a_driver_in_trouble_is_trouble_until_it_is_not(
+def test_broken_driver_fails_until_it_recovers(
     gpu_node: Node, nvml: Says, monkeypatch: pytest.MonkeyPatch, broken: str, why: str
 ) -> None:
     monkeypatch.setattr(checks, "NVML_TIMEOUT_S", 0.5 if broken == "hangs" else 30.0)
@@ -101,27 +101,25 @@ def test_a_driver_in_trouble_is_trouble_until_it_is_not(
         began = time.monotonic()
         found = gpu_node.run()["gpus"]
         assert time.monotonic() - began < 15
-        assert found.outcome == "bad"
+        assert found.outcome == "failed"
         assert found.why.startswith(why)
     nvml([], [])
     monkeypatch.setattr(checks, "NVML_TIMEOUT_S", 30.0)  # starting the process may take longer on a busy machine
     assert gpu_node.run()["gpus"].why == "2 × Fake 100"
 
 
-def test_a_process_that_was_stopped_is_given_up_and_followed_by_another(
-    gpu_node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_nvml_process_is_replaced(gpu_node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_node.run()
     helper = gpu_node.checks()._nvml._helper
     assert helper is not None
     os.kill(helper.pid, signal.SIGSTOP)
     with monkeypatch.context() as impatient:
         impatient.setattr(checks, "NVML_TIMEOUT_S", 0.3)
-        assert gpu_node.run()["gpus"].outcome == "bad"
-    assert gpu_node.run()["gpus"].outcome == "good"
+        assert gpu_node.run()["gpus"].outcome == "failed"
+    assert gpu_node.run()["gpus"].outcome == "passed"
 
 
-def test_a_daemon_that_is_killed_leaves_nobody_in_the_driver(gpu_node: Node, nvml: Says) -> None:
+def test_killed_agent_leaves_no_nvml_process(gpu_node: Node, nvml: Says) -> None:
     nvml([], [], broken="hangs")
     program = "from elasticd_agent.system.nvml import NvmlClient; NvmlClient('events').request({'do': 'gpus'}, 60)"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -145,7 +143,7 @@ def listening(node: Node) -> None:
     time.sleep(0.1)  # the set was made before, and counts from there; it is only the wait that begins now
 
 
-def test_an_event_is_heard_at_once_and_told_once(gpu_node: Node) -> None:
+def test_gpu_event_is_reported_at_once_and_only_once(gpu_node: Node) -> None:
     listening(gpu_node)
     happens(gpu_node.tmp, "1 8 79")
     happens(gpu_node.tmp, "0 2 0")
@@ -153,18 +151,18 @@ def test_an_event_is_heard_at_once_and_told_once(gpu_node: Node) -> None:
     found = gpu_node.run()["gpu xid"]
     assert found.certain
     assert found.why == "GPU 1 had XID 79; see dmesg, and XID 79 in NVIDIA's list of XID errors (and 1 more)"
-    assert gpu_node.run()["gpu xid"].outcome == "good"
+    assert gpu_node.run()["gpu xid"].outcome == "passed"
 
 
-def test_an_event_of_a_gpu_that_cannot_say_its_name_counts(gpu_node: Node, nvml: Says) -> None:
+def test_event_of_a_gpu_without_index_counts(gpu_node: Node, nvml: Says) -> None:
     listening(gpu_node)
     nvml([], None)
     happens(gpu_node.tmp, "1 8 79")
     until(lambda: gpu_node.heard, "event")
-    assert gpu_node.run()["gpu xid"].why.startswith("a GPU that does not say any more which one it is had XID 79")
+    assert gpu_node.run()["gpu xid"].why.startswith("a GPU that has lost its index had XID 79")
 
 
-def test_what_programs_do_to_themselves_is_not_the_gpus_fault(gpu_node: Node) -> None:
+def test_application_xids_are_ignored(gpu_node: Node) -> None:
     listening(gpu_node)
     for xid in gpus.APPLICATION_XIDS:
         happens(gpu_node.tmp, f"0 8 {xid}")
@@ -175,14 +173,14 @@ def test_what_programs_do_to_themselves_is_not_the_gpus_fault(gpu_node: Node) ->
     assert "more" not in found.why
 
 
-def test_a_machine_without_gpus_asks_nobody(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_gpus_starts_no_nvml_process(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NvmlClient, "request", lambda *_: pytest.fail("it was asked"))
     found = node.run()
     assert found["gpus"].why == "this machine has no GPUs"
     assert not [name for name in found if name.startswith("gpu ")]
 
 
-def test_without_pynvml_it_says_what_to_install(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pynvml_names_the_package(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "pynvml.py").exists()])
     found = node.with_targets(devices=("0",)).run()["gpus"]
     assert found.outcome == "skipped"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.node.health import monitor as watching
+from elasticd_agent.node.health import monitor
 from elasticd_agent.node.health.checks import CheckTargets
-from elasticd_agent.node.health.monitor import HealthChanged, HealthMonitor, MonitorSettings
+from elasticd_agent.node.health.monitor import HealthMonitor, MonitorSettings
 from elasticd_agent.node.health.persistence import HealthFile
-from elasticd_agent.node.health.policy import HealthRules
+from elasticd_agent.node.health.policy import HealthRules, HealthVerdict
 from elasticd_agent.node.health.result import CheckResult, failed, passed
 from tests.node.health.conftest import PATIENCE_S, until
 
@@ -28,7 +28,7 @@ class ScriptedCheckSuite:
         self.sum = passed("all-reduce", "")
         self.looks, self.sums, self.gpus, self.closed = 0, 0, 0, False
         self.hangs, self.stopped = False, threading.Event()
-        self.places: CheckTargets | None = None
+        self.targets: CheckTargets | None = None
         self.fails: OSError | None = None
         self.heard: Callable[[], None] = lambda: None
 
@@ -41,8 +41,8 @@ class ScriptedCheckSuite:
         self.gpus = most_gpus
         return list(self.finds)
 
-    def update(self, places: CheckTargets) -> None:
-        self.places = places
+    def update(self, targets: CheckTargets) -> None:
+        self.targets = targets
 
     def all_reduce(self) -> CheckResult:
         self.sums += 1
@@ -55,13 +55,13 @@ class ScriptedCheckSuite:
         self.closed = True
 
 
-Inbox = queue.SimpleQueue[HealthChanged]
+Inbox = queue.SimpleQueue[HealthVerdict]
 Opened = Callable[..., HealthMonitor]
 
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> ScriptedCheckSuite:
-    monkeypatch.setattr(watching, "RECHECK_S", 0.02)
+    monkeypatch.setattr(monitor, "RECHECK_S", 0.02)
     return ScriptedCheckSuite()
 
 
@@ -81,6 +81,8 @@ def opened(looks: ScriptedCheckSuite, inbox: Inbox, tmp_path: Path) -> Iterator[
         idle: bool = True,
         boot: str = "boot",
     ) -> HealthMonitor:
+        targets = CheckTargets("n", 2, ("0", "1"), (), (), 1.0, tmp_path, 1.0)
+
         def checks(heard: Callable[[], None]) -> ScriptedCheckSuite:
             looks.heard = heard
             return looks
@@ -88,12 +90,9 @@ def opened(looks: ScriptedCheckSuite, inbox: Inbox, tmp_path: Path) -> Iterator[
         made.append(
             HealthMonitor(
                 checks,
-                rules or HealthRules(2, 0.3, 0.6),
+                MonitorSettings(targets, rules or HealthRules(2, 0.3, 0.6), every_s, all_reduce),
                 HealthFile(tmp_path / "health.json", boot),
-                every_s=every_s,
-                all_reduce=all_reduce,
                 idle=lambda: idle,
-                count_gpus=2,
             )
         )
         made[-1].start(inbox.put)
@@ -108,7 +107,7 @@ def states(inbox: Inbox, count: int) -> list[str]:
     return [inbox.get(timeout=PATIENCE_S).state for _ in range(count)]
 
 
-def test_a_node_joins_once_it_has_been_found_fit(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
+def test_node_is_healthy_after_the_first_run(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
     looks.finds = [failed("a", "not mounted yet")]
     health = opened()
     first = inbox.get(timeout=PATIENCE_S)
@@ -117,17 +116,15 @@ def test_a_node_joins_once_it_has_been_found_fit(opened: Opened, looks: Scripted
     looks.finds = [passed("a", "")]
     assert states(inbox, 1) == ["healthy"]
     assert health.verdict() == (True, "")
-    assert [reading.outcome for reading in health.readings()] == ["good"]
+    assert [reading.outcome for reading in health.results] == ["passed"]
 
 
-def test_until_the_first_look_it_is_not_fit(looks: ScriptedCheckSuite, opened: Opened) -> None:
+def test_node_is_unhealthy_before_the_first_run(looks: ScriptedCheckSuite, opened: Opened) -> None:
     looks.hangs = True
-    assert opened().verdict() == (False, "its health has not been looked at yet")
+    assert opened().verdict() == (False, "its health has not been checked yet")
 
 
-def test_trouble_a_cool_off_and_its_end_are_each_told_once(
-    opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox
-) -> None:
+def test_failure_cool_off_and_its_end_are_posted_once(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
     opened()
     assert states(inbox, 1) == ["healthy"]
     looks.finds = [failed("a", "full")]
@@ -141,7 +138,7 @@ def test_trouble_a_cool_off_and_its_end_are_each_told_once(
     assert inbox.empty()
 
 
-def test_a_cool_off_ends_when_it_ends_and_not_at_the_next_look(
+def test_end_of_cool_off_does_not_wait_for_the_next_run(
     opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox
 ) -> None:
     health = opened(every_s=3600.0)
@@ -152,17 +149,15 @@ def test_a_cool_off_ends_when_it_ends_and_not_at_the_next_look(
     assert looks.looks == 1
 
 
-def test_what_happens_between_looks_brings_one_at_once(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
+def test_event_between_runs_starts_a_run(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
     opened(every_s=3600.0)
     assert states(inbox, 1) == ["healthy"]
-    looks.finds = [CheckResult("gpu xid", "bad", "XID 79", certain=True)]
+    looks.finds = [CheckResult("gpu xid", "failed", "XID 79", certain=True)]
     looks.heard()
     assert states(inbox, 1) == ["unhealthy"]
 
 
-def test_what_is_not_believed_yet_is_looked_at_again_soon(
-    opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox
-) -> None:
+def test_unconfirmed_failure_is_checked_again_soon(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
     opened(every_s=3600.0)
     assert states(inbox, 1) == ["healthy"]
     looks.finds = [failed("a", "full")]
@@ -171,7 +166,7 @@ def test_what_is_not_believed_yet_is_looked_at_again_soon(
     assert looks.looks == 3
 
 
-def test_slots_add_up_before_joining_and_once_more_after_trouble(
+def test_all_reduce_before_registration_and_after_failures(
     opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox
 ) -> None:
     looks.sum = failed("all-reduce", "slot 1 did not come")
@@ -191,7 +186,7 @@ def test_slots_add_up_before_joining_and_once_more_after_trouble(
     assert looks.sums == sums + 1
 
 
-def test_a_daemon_that_comes_back_goes_on_where_it_was(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
+def test_restarted_agent_keeps_the_history(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
     rules = HealthRules(2, 30.0, 60.0)
     first = opened(rules=rules, all_reduce=True)
     assert states(inbox, 1) == ["healthy"]
@@ -207,7 +202,7 @@ def test_a_daemon_that_comes_back_goes_on_where_it_was(opened: Opened, looks: Sc
     second.close()
     third = opened(rules=rules)
     ok, why = third.verdict()
-    assert (ok, "to blame 2 times" in why) == (False, True)
+    assert (ok, "root cause 2 times" in why) == (False, True)
     assert 25 < third.current().left_s <= 30
     third.close()
     looks.hangs = False
@@ -217,9 +212,7 @@ def test_a_daemon_that_comes_back_goes_on_where_it_was(opened: Opened, looks: Sc
     assert looks.gpus == 2
 
 
-def test_a_daemon_that_finds_jobs_running_stops_none_of_them_for_what_it_forgot(
-    opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox
-) -> None:
+def test_running_jobs_survive_a_lost_history(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
     looks.hangs = True
     health = opened(idle=False, all_reduce=True)
     assert health.verdict() == (True, "")
@@ -235,10 +228,12 @@ def test_new_settings_count_at_once(opened: Opened, looks: ScriptedCheckSuite, i
     looks.finds = [failed("a", "full")]
     health.update(MonitorSettings(places, HealthRules(strikes=1, cooloff_s=9.0), 0.05, False))
     assert states(inbox, 1) == ["unhealthy"]
-    assert (looks.looks, looks.places) == (2, places)
+    assert (looks.looks, looks.targets) == (2, places)
 
 
-def test_removing_the_file_forgives(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox, tmp_path: Path) -> None:
+def test_deleted_file_resets_the_history(
+    opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox, tmp_path: Path
+) -> None:
     health = opened(rules=HealthRules(1, 3600.0, 3600.0))
     assert states(inbox, 1) == ["healthy"]
     health.record_job_failure("x")
@@ -253,29 +248,28 @@ def test_removing_the_file_forgives(opened: Opened, looks: ScriptedCheckSuite, i
     assert health.verdict() == (False, "a: full"), "what is wrong now counts all the same"
 
 
-def test_nobody_waits_for_a_look_and_one_that_hangs_is_trouble(
+def test_hanging_run_blocks_no_caller_and_is_unhealthy(
     opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     health = opened()
     assert states(inbox, 1) == ["healthy"]
-    monkeypatch.setattr(watching, "OVERDUE_S", 0.2)
+    monkeypatch.setattr(monitor, "OVERDUE_S", 0.2)
     looks.hangs = True
     began = time.monotonic()
     health.record_job_failure("x")
     health.verdict()
-    health.readings()
     assert time.monotonic() - began < 1.0
     until(lambda: not health.verdict()[0], "verdict on a look that hangs")
-    assert "hangs" in health.verdict()[1]
+    assert "hang" in health.verdict()[1]
 
 
-def test_who_was_stopped_itself_blames_nobody(
+def test_stopped_agent_is_not_unhealthy(
     opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     health = opened()
     assert states(inbox, 1) == ["healthy"]
-    monkeypatch.setattr(watching, "OVERDUE_S", 0.2)
-    monkeypatch.setattr(watching, "ATTENTIVE_S", 0.4)
+    monkeypatch.setattr(monitor, "OVERDUE_S", 0.2)
+    monkeypatch.setattr(monitor, "ATTENTIVE_S", 0.4)
     looks.hangs = True
     assert health.verdict()[0]
     time.sleep(0.6)  # as long as a stopped process asks nothing
@@ -283,23 +277,19 @@ def test_who_was_stopped_itself_blames_nobody(
     until(lambda: not health.verdict()[0], "verdict once it asks again")
 
 
-def test_a_machine_on_which_nothing_can_be_started_is_not_well(
-    opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox
-) -> None:
+def test_machine_that_starts_no_process_is_unhealthy(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
     looks.fails = BlockingIOError(11, "Resource temporarily unavailable")
     health = opened()
     assert states(inbox, 1) == ["unhealthy"]
-    assert health.verdict()[1] == "machine: nothing can be looked at: Resource temporarily unavailable"
+    assert health.verdict()[1] == "machine: no check can run: Resource temporarily unavailable"
     looks.fails = None
     assert states(inbox, 1) == ["healthy"]
 
 
-def test_what_was_cut_short_by_the_end_counts_for_nothing(
-    opened: Opened, looks: ScriptedCheckSuite, tmp_path: Path
-) -> None:
+def test_interrupted_run_does_not_count(opened: Opened, looks: ScriptedCheckSuite, tmp_path: Path) -> None:
     health = opened()
     until(lambda: health.verdict()[0], "look")
-    looks.finds, looks.hangs = [CheckResult("a", "bad", "cut short", certain=True)], True
+    looks.finds, looks.hangs = [CheckResult("a", "failed", "cut short", certain=True)], True
     looks.heard()
     time.sleep(0.05)
     health.close()

@@ -15,8 +15,7 @@ from elasticd_agent.node.health.persistence import HealthFile, boot_id
 from elasticd_agent.node.health.policy import (
     HealthHistory,
     HealthRules,
-    QuarantinedVerdict,
-    UnhealthyVerdict,
+    HealthVerdict,
     after_checks,
     after_job_failure,
     health_verdict,
@@ -26,7 +25,7 @@ from elasticd_agent.node.health.result import failed
 RULES = HealthRules()
 
 
-def test_a_cool_off_and_blames_go_on_in_the_same_boot(tmp_path: Path) -> None:
+def test_cool_off_continues_within_a_boot(tmp_path: Path) -> None:
     past = after_checks(HealthHistory(fit_since_boot=True), [failed("a", "full")] * 1, 100.0, HealthRules(strikes=1))
     past = after_job_failure(past, "x", 110.0, RULES)
     kept = HealthFile(tmp_path / "h", "b")
@@ -34,9 +33,9 @@ def test_a_cool_off_and_blames_go_on_in_the_same_boot(tmp_path: Path) -> None:
     kept.save(past, 120.0)
     again = HealthFile(tmp_path / "h", "b")
     found = again.load(130.0)
-    assert health_verdict(found, 130.0) == UnhealthyVerdict("a: full")
+    assert health_verdict(found, 130.0) == HealthVerdict("unhealthy", "a: full")
     cooling = after_checks(found, [], 130.0, RULES)
-    assert health_verdict(cooling, 130.0) == QuarantinedVerdict(past.why, 60.0)
+    assert health_verdict(cooling, 130.0) == HealthVerdict("quarantined", past.why, 60.0)
     assert (found.streak, found.job_failures, found.last_failure_at, found.fit_since_boot, again.max_gpus) == (
         1,
         (110.0,),
@@ -46,32 +45,30 @@ def test_a_cool_off_and_blames_go_on_in_the_same_boot(tmp_path: Path) -> None:
     )
 
 
-def test_after_a_reboot_only_the_count_is_left(tmp_path: Path) -> None:
+def test_reboot_keeps_only_the_streak(tmp_path: Path) -> None:
     past = after_checks(HealthHistory(fit_since_boot=True), [failed("a", "full")], 5000.0, HealthRules(strikes=1))
     HealthFile(tmp_path / "h", "b").save(past, 5010.0)
     found = HealthFile(tmp_path / "h", "c").load(3.0)
     assert (found.streak, found.fit_since_boot, found.checks, found.job_failures) == (1, False, (), ())
     assert found.last_failure_at == -7.0
-    assert isinstance(health_verdict(found, 3.0), UnhealthyVerdict)
+    assert health_verdict(found, 3.0).state == "unhealthy"
 
 
-def test_it_is_private_and_leaves_no_other_file(tmp_path: Path) -> None:
+def test_file_is_private_and_alone(tmp_path: Path) -> None:
     HealthFile(tmp_path / "health.json", "b").save(HealthHistory(), 1.0)
     assert os.listdir(tmp_path) == ["health.json"]
     assert (tmp_path / "health.json").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"version": "9.0"}', b'{"version": "1.0"}', b"\xff", b"null"])
-def test_a_file_that_makes_no_sense_is_forgotten_with_a_sentence(
-    tmp_path: Path, text: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invalid_file_is_dropped_with_a_warning(tmp_path: Path, text: bytes, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "h").write_bytes(text)
     with caplog.at_level(logging.WARNING):
         assert HealthFile(tmp_path / "h", "b").load(1.0) == HealthHistory()
-    assert "what was known of this node's health is lost" in caplog.text
+    assert "the health history of this node is lost" in caplog.text
 
 
-def test_a_directory_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_directory_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept = HealthFile(tmp_path / "none" / "h", "b")
     for _ in range(3):
         kept.save(HealthHistory(), 1.0)
@@ -79,7 +76,7 @@ def test_a_directory_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.Lo
 
 
 @given(st.floats(1, 1e6), st.floats(0, 1e6), st.integers(0, 9), st.lists(st.floats(0, 1e5), max_size=3), st.booleans())
-def test_what_is_written_is_read(
+def test_history_round_trips(
     tmp_path_factory: pytest.TempPathFactory, at: float, later_s: float, times: int, ages: list[float], joined: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "health-any.json"

@@ -16,20 +16,20 @@ from tests.node.health.conftest import Node, until
 @pytest.mark.parametrize(
     ("script", "outcome", "why"),
     [
-        ("exit 0", "good", "exit code 0"),
-        ("echo '  port 1 is up  '; echo more", "good", "port 1 is up"),
-        ("echo port 1 is down; echo more; exit 3", "bad", "port 1 is down"),
-        ("echo port 1 is down >&2; exit 1", "bad", "port 1 is down"),
-        ("exit 4", "bad", "it exited with 4 and said nothing"),
-        ("kill -SEGV $$", "bad", "it was ended by SIGSEGV"),
-        ("echo about to die; kill -9 $$", "bad", "it was ended by SIGKILL: about to die"),
-        (r"printf '\033[31mred\007\377\n'; exit 1", "bad", "·[31mred·�"),
-        ("head -c 100000 /dev/zero | tr '\\0' x; exit 1", "bad", "x" * 199 + "…"),
-        ("exec yes", "bad", "it wrote more than 1 MiB; the first line is what counts"),
-        ("exit 125", "bad", "it exited with 125 and said nothing"),
+        ("exit 0", "passed", "exit code 0"),
+        ("echo '  port 1 is up  '; echo more", "passed", "port 1 is up"),
+        ("echo port 1 is down; echo more; exit 3", "failed", "port 1 is down"),
+        ("echo port 1 is down >&2; exit 1", "failed", "port 1 is down"),
+        ("exit 4", "failed", "it exited with 4 and wrote nothing"),
+        ("kill -SEGV $$", "failed", "it was ended by SIGSEGV"),
+        ("echo about to die; kill -9 $$", "failed", "it was ended by SIGKILL: about to die"),
+        (r"printf '\033[31mred\007\377\n'; exit 1", "failed", "·[31mred·�"),
+        ("head -c 100000 /dev/zero | tr '\\0' x; exit 1", "failed", "x" * 199 + "…"),
+        ("exec yes", "failed", "it wrote more than 1 MiB; only the first line counts"),
+        ("exit 125", "failed", "it exited with 125 and wrote nothing"),
     ],
 )
-def test_what_it_says_is_the_reason(node: Node, script: str, outcome: str, why: str) -> None:
+def test_first_line_of_output_is_the_reason(node: Node, script: str, outcome: str, why: str) -> None:
     node.plugin("10-test", script)
     found = node.run()["plugin 10-test"]
     assert (found.outcome, found.why) == (outcome, why)
@@ -38,18 +38,18 @@ def test_what_it_says_is_the_reason(node: Node, script: str, outcome: str, why: 
 @pytest.mark.parametrize(
     "script", ["sleep 1000", "trap '' TERM INT HUP; sleep 1000 & wait; sleep 1000", "kill -STOP $$"]
 )
-def test_one_that_hangs_costs_its_time_and_no_more(node: Node, script: str) -> None:
+def test_hanging_plugin_is_killed_at_its_deadline(node: Node, script: str) -> None:
     node.plugin("10-hangs", script)
     node.plugin("20-well", "echo well")
     began = time.monotonic()
     found = node.with_targets(plugin_timeout_s=0.3).run()
-    assert found["plugin 10-hangs"].why == "it has not answered within 0.3 s"
+    assert found["plugin 10-hangs"].why == "no result within 0.3 s"
     assert 0.3 <= found["plugin 10-hangs"].seconds < 1.5
     assert found["plugin 20-well"].why == "well"
     assert time.monotonic() - began < 5
 
 
-def test_nothing_it_has_started_outlives_the_look(node: Node) -> None:
+def test_children_of_a_plugin_are_killed(node: Node) -> None:
     pids = node.tmp / "pids"
     node.plugin(
         "10-forks",
@@ -65,7 +65,7 @@ def test_nothing_it_has_started_outlives_the_look(node: Node) -> None:
     assert (len(pids.read_text().split()), left) == (4, [])
 
 
-def test_it_gets_a_clean_environment_and_nothing_else_of_ours(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_environment_is_clean(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "s3cret")
     seen = node.tmp / "seen"
     node.plugin("10-env", f"env > {seen}; pwd >> {seen}")
@@ -80,11 +80,11 @@ def test_it_gets_a_clean_environment_and_nothing_else_of_ours(node: Node, monkey
     assert set(found["plugin 20-fds"].why.split()) == {"0", "1", "2", "3"}  # the last one is what lists them
 
 
-def test_only_so_many_run_at_once(node: Node) -> None:
+def test_parallel_plugins_are_limited(node: Node) -> None:
     log = node.tmp / "log"
     for number in range(9):
         node.plugin(f"{number}-p", f"echo + >> {log}; sleep 0.2; echo - >> {log}")
-    assert all(reading.outcome != "bad" for reading in node.run().values())
+    assert all(reading.outcome != "failed" for reading in node.run().values())
     running, most = 0, 0
     for sign in log.read_text().split():
         running += 1 if sign == "+" else -1
@@ -94,42 +94,42 @@ def test_only_so_many_run_at_once(node: Node) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "why"),
-    [(0o757, "can be written by everybody; chmod o-w"), (0o644, "is not executable; chmod +x it, or take it away")],
+    [(0o757, "is writable by everybody; chmod o-w"), (0o644, "is not executable; chmod +x it, or remove it")],
 )
-def test_one_that_must_not_run_is_refused_with_a_sentence(node: Node, mode: int, why: str) -> None:
+def test_unsafe_plugin_is_refused(node: Node, mode: int, why: str) -> None:
     path = node.plugin("10-refused", f"echo ran > {node.tmp}/ran", mode)
     found = node.run()["plugin 10-refused"]
     assert found.outcome == "skipped"
-    assert found.why.startswith(f"it is not run: {path} {why}")
+    assert found.why.startswith(f"not run: {path} {why}")
     assert not (node.tmp / "ran").exists()
 
 
-def test_none_is_run_where_everybody_may_put_one(node: Node) -> None:
+def test_writable_directory_runs_no_plugin(node: Node) -> None:
     node.plugin("10-test", f"echo ran > {node.tmp}/ran")
     node.plugins.chmod(0o777)
     found = node.run()["plugins"]
     assert (found.outcome, found.why) == (
         "skipped",
-        f"none is run: {node.plugins} can be written by everybody; chmod o-w {node.plugins}",
+        f"none is run: {node.plugins} is writable by everybody; chmod o-w {node.plugins}",
     )
     assert not (node.tmp / "ran").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_somebody_elses_is_refused(node: Node) -> None:
+def test_plugin_of_another_user_is_refused(node: Node) -> None:
     path = node.plugin("10-test", "exit 0")
     os.chown(path, 4242, -1)
     assert "belongs to user 4242" in node.run()["plugin 10-test"].why
 
 
-def test_what_is_no_plugin_is_passed_over(node: Node) -> None:
+def test_backup_files_are_ignored(node: Node) -> None:
     for name in (".hidden", "10-test~", "10-test.bak", "#10-test#", "README.md"):
         node.plugin(name, "exit 1")
     (node.plugins / "folder").mkdir()
     assert not [name for name in node.run() if name.startswith("plugin")]
 
 
-def test_one_that_cannot_be_executed_says_so(node: Node) -> None:
+def test_missing_interpreter_is_skipped(node: Node) -> None:
     path = node.plugins / "10-test"
     path.write_text("#!/there/is/no/shell\n")
     path.chmod(0o755)
@@ -137,7 +137,7 @@ def test_one_that_cannot_be_executed_says_so(node: Node) -> None:
     assert (found.outcome, found.why) == ("skipped", f"{path} cannot be executed: No such file or directory")
 
 
-def test_a_look_that_is_given_up_leaves_nobody(node: Node) -> None:
+def test_cancelled_run_leaves_no_process(node: Node) -> None:
     """As when the daemon is killed: the examiner hears it by the end of its standard input."""
     import json
     import subprocess

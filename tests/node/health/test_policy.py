@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from elasticd_agent.node.health.policy import (
     HealthHistory,
     HealthRules,
-    HealthyVerdict,
-    QuarantinedVerdict,
-    UnhealthyVerdict,
+    HealthVerdict,
     after_checks,
     after_job_failure,
     after_reboot,
@@ -32,7 +30,7 @@ def through(
             "b": failed("a", "why"),
             "g": passed("a", ""),
             "s": skipped("a", ""),
-            "X": CheckResult("a", "bad", "X", 0, True),
+            "X": CheckResult("a", "failed", "X", 0, True),
         }
         past = after_checks(past, [reading[letter], passed("other", "")], at, rules)
         at += every_s
@@ -40,33 +38,33 @@ def through(
 
 
 def kind(past: HealthHistory, now: float) -> str:
-    return type(health_verdict(past, now)).__name__
+    return health_verdict(past, now).state
 
 
 @pytest.mark.parametrize(
     ("looks", "says"),
     [
-        ("g", "HealthyVerdict"),
-        ("b", "HealthyVerdict"),  # a hiccup
-        ("bg", "HealthyVerdict"),
-        ("bgg", "HealthyVerdict"),
-        ("bggg", "HealthyVerdict"),
-        ("bgggb", "HealthyVerdict"),  # the first one is too long ago
-        ("bb", "UnhealthyVerdict"),
-        ("bgb", "UnhealthyVerdict"),  # it flaps
-        ("bbb", "UnhealthyVerdict"),
-        ("bbg", "QuarantinedVerdict"),
-        ("bbgb", "UnhealthyVerdict"),
-        ("bbgggggg", "QuarantinedVerdict"),  # 60 s from the first good look
-        ("bbggggggg", "HealthyVerdict"),
-        ("X", "UnhealthyVerdict"),  # it needs no second look
-        ("Xg", "QuarantinedVerdict"),
-        ("Xs", "QuarantinedVerdict"),
-        ("bs", "HealthyVerdict"),
-        ("bsb", "HealthyVerdict"),  # what is not looked at is forgotten
+        ("g", "healthy"),
+        ("b", "healthy"),  # a hiccup
+        ("bg", "healthy"),
+        ("bgg", "healthy"),
+        ("bggg", "healthy"),
+        ("bgggb", "healthy"),  # the first one is too long ago
+        ("bb", "unhealthy"),
+        ("bgb", "unhealthy"),  # it flaps
+        ("bbb", "unhealthy"),
+        ("bbg", "quarantined"),
+        ("bbgb", "unhealthy"),
+        ("bbgggggg", "quarantined"),  # 60 s from the first good look
+        ("bbggggggg", "healthy"),
+        ("X", "unhealthy"),  # it needs no second look
+        ("Xg", "quarantined"),
+        ("Xs", "quarantined"),
+        ("bs", "healthy"),
+        ("bsb", "healthy"),  # what is not looked at is forgotten
     ],
 )
-def test_a_node_that_has_joined(looks: str, says: str) -> None:
+def test_node_after_registration(looks: str, says: str) -> None:
     past, now = through(JOINED, looks)
     assert kind(past, now) == says
 
@@ -74,81 +72,85 @@ def test_a_node_that_has_joined(looks: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("looks", "says"),
     [
-        ("", "UnhealthyVerdict"),
-        ("b", "UnhealthyVerdict"),
-        ("g", "HealthyVerdict"),
-        ("s", "HealthyVerdict"),
-        ("bbbbg", "HealthyVerdict"),
-        ("X", "UnhealthyVerdict"),
+        ("", "unhealthy"),
+        ("b", "unhealthy"),
+        ("g", "healthy"),
+        ("s", "healthy"),
+        ("bbbbg", "healthy"),
+        ("X", "unhealthy"),
     ],
 )
-def test_before_it_joins_once_is_enough_and_nothing_is_held_against_it(looks: str, says: str) -> None:
+def test_before_registration_one_failure_counts_without_cool_off(looks: str, says: str) -> None:
     past, now = through(HealthHistory(), looks)
     assert kind(past, now) == says
     assert past.streak == 0
 
 
-def test_the_cool_off_doubles_up_to_a_bound_and_a_long_good_time_forgives() -> None:
+def test_cool_off_doubles_up_to_a_bound_and_resets() -> None:
     past, now, lefts = JOINED, 0.0, []
     for _ in range(7):
         past, now = through(past, "bbg", at=now)
         found = health_verdict(past, now)
-        assert isinstance(found, QuarantinedVerdict)
+        assert found.state == "quarantined"
         lefts.append(round(found.left_s))
         now = past.quarantined_until + 1
-        assert kind(past, now) == "HealthyVerdict"
+        assert kind(past, now) == "healthy"
     assert lefts == [60, 120, 240, 480, 600, 600, 600]
     past, now = through(past, "bbg", at=now + RULES.streak_reset_s)
     found = health_verdict(past, now)
-    assert isinstance(found, QuarantinedVerdict)
+    assert found.state == "quarantined"
     assert found.left_s == 60
 
 
-def test_it_says_what_is_wrong_then_what_was_and_how_often() -> None:
-    past = after_checks(JOINED, [CheckResult("gpu xid", "bad", "GPU 3 had XID 79", certain=True)], 0.0, RULES)
-    assert health_verdict(past, 0.0) == UnhealthyVerdict("gpu xid: GPU 3 had XID 79")
+def test_reason_during_and_after_a_failure() -> None:
+    past = after_checks(JOINED, [CheckResult("gpu xid", "failed", "GPU 3 had XID 79", certain=True)], 0.0, RULES)
+    assert health_verdict(past, 0.0) == HealthVerdict("unhealthy", "gpu xid: GPU 3 had XID 79")
     past = after_checks(past, [], 30.0, RULES)
     found = health_verdict(past, 30.0)
-    assert found == QuarantinedVerdict(
-        "this is over, but leaves the node out for 60 s (the first time): gpu xid: GPU 3 had XID 79", 60.0
+    assert found == HealthVerdict(
+        "quarantined",
+        "quarantined for 60 s after a failure (the first time): gpu xid: GPU 3 had XID 79",
+        60.0,
     )
 
 
-def test_who_is_to_blame_again_and_again_is_quarantined_though_all_is_well() -> None:
+def test_repeated_job_failures_quarantine_a_passing_node() -> None:
     past = after_job_failure(JOINED, "rank 3 hung", 0.0, RULES)
-    assert health_verdict(past, 0.0) == HealthyVerdict()
+    assert health_verdict(past, 0.0) == HealthVerdict("healthy")
     assert (
         kind(
             after_job_failure(past, "rank 3 hung", RULES.job_failure_window_s + 1, RULES),
             RULES.job_failure_window_s + 1,
         )
-        == "HealthyVerdict"
+        == "healthy"
     )
     past = after_checks(past, [passed("a", "")], 5.0, RULES)
     past = after_job_failure(past, "rank 2 hung", 10.0, RULES)
     found = health_verdict(past, 10.0)
-    assert found == QuarantinedVerdict(
-        "it was to blame 2 times within 60 minutes and is left out for 60 s (the first time); last: rank 2 hung", 60.0
+    assert found == HealthVerdict(
+        "quarantined",
+        "quarantined for 60 s as root cause 2 times within 60 minutes (the first time): last: rank 2 hung",
+        60.0,
     )
     past = after_checks(past, [passed("a", "")], 70.0, RULES)
-    assert health_verdict(past, 70.0) == HealthyVerdict()
+    assert health_verdict(past, 70.0) == HealthVerdict("healthy")
     past = after_job_failure(after_job_failure(past, "", 80.0, RULES), "", 90.0, RULES)
-    assert health_verdict(past, 90.0) == QuarantinedVerdict(past.why, 120.0)
+    assert health_verdict(past, 90.0) == HealthVerdict("quarantined", past.why, 120.0)
 
 
-def test_a_reboot_ends_a_cool_off_and_keeps_count() -> None:
+def test_reboot_ends_the_cool_off_and_keeps_the_streak() -> None:
     past, now = through(JOINED, "bbg")
     past = after_reboot(past)
-    assert kind(past, now) == "UnhealthyVerdict"  # it has to be looked at first
+    assert kind(past, now) == "unhealthy"  # it has to be looked at first
     past, now = through(past, "g", at=now)
-    assert (kind(past, now), past.streak) == ("HealthyVerdict", 1)
+    assert (kind(past, now), past.streak) == ("healthy", 1)
 
 
 READINGS = st.lists(
     st.builds(
         CheckResult,
         st.sampled_from("abc"),
-        st.sampled_from(["good", "bad", "skipped"]),
+        st.sampled_from(["passed", "failed", "skipped"]),
         st.just("why"),
         certain=st.booleans(),
     ),
@@ -159,7 +161,7 @@ HISTORY = st.lists(st.tuples(st.floats(0.1, 5000), st.one_of(READINGS, st.just("
 
 
 @given(HISTORY, st.integers(1, 4))
-def test_whatever_happens(history: list[tuple[float, list[CheckResult] | str]], strikes: int) -> None:
+def test_any_history(history: list[tuple[float, list[CheckResult] | str]], strikes: int) -> None:
     rules = HealthRules(strikes, 10, 300, streak_reset_s=2000)
     past, now, trouble = HealthHistory(), 0.0, float("-inf")
     for after_s, what in history:
@@ -170,18 +172,18 @@ def test_whatever_happens(history: list[tuple[float, list[CheckResult] | str]], 
             trouble = now
         else:
             past = after_checks(past, what, now, rules)
-            trouble = now if any(reading.outcome == "bad" for reading in what) else trouble
-            if before.fit_since_boot and sum(reading.outcome == "bad" for reading in what) == 0:
+            trouble = now if any(reading.outcome == "failed" for reading in what) else trouble
+            if before.fit_since_boot and sum(reading.outcome == "failed" for reading in what) == 0:
                 assert past.streak <= before.streak
         found = health_verdict(past, now)
         assert past.streak <= before.streak + 1
         assert all(len(row.recent_failures) <= 2 * strikes for row in past.checks)
         assert len(past.job_failures) < max(strikes, 1)
-        if isinstance(found, QuarantinedVerdict):
+        if found.state == "quarantined":
             assert 0 < found.left_s <= rules.cooloff_max_s
-        if isinstance(found, UnhealthyVerdict) and past.fit_since_boot:
-            assert isinstance(what, str) or any(reading.outcome == "bad" for reading in what)
+        if found.state == "unhealthy" and past.fit_since_boot:
+            assert isinstance(what, str) or any(reading.outcome == "failed" for reading in what)
     # Left alone, it is taken again within the longest cool-off.
     past = after_checks(past, [passed("a", "")], now + 1, rules)
-    assert health_verdict(past, now + 1 + rules.cooloff_max_s) == HealthyVerdict()
+    assert health_verdict(past, now + 1 + rules.cooloff_max_s) == HealthVerdict("healthy")
     assert past.quarantined_until <= max(trouble, now + 1) + rules.cooloff_max_s

@@ -30,9 +30,7 @@ def states(node: AgentNode) -> list[str]:
 
 
 @pytest.mark.system
-def test_a_node_that_falls_ill_gives_up_its_job_and_gets_it_back_after_a_cool_off(
-    node: MakeNode, tmp_path: Path
-) -> None:
+def test_unhealthy_node_returns_its_job_after_cool_off(node: MakeNode, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     n1 = node(health=ill(broken))
     n1.job("one", "resume.py", "--steps", "100000", "--every", "100000", workers=2, checkpoint_dir=str(n1.work / "ck"))
@@ -58,7 +56,7 @@ def test_a_node_that_falls_ill_gives_up_its_job_and_gets_it_back_after_a_cool_of
 
 
 @pytest.mark.system
-def test_a_killed_agent_remembers_that_it_was_ill(node: MakeNode, tmp_path: Path) -> None:
+def test_killed_agent_keeps_the_quarantine(node: MakeNode, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     n1 = node(health={**ill(broken), "cooloff": "1h", "cooloff_max": "2h"}).start()
     n1.event("node_healthy")
@@ -78,9 +76,7 @@ def test_a_killed_agent_remembers_that_it_was_ill(node: MakeNode, tmp_path: Path
 
 
 @pytest.mark.system
-def test_a_node_on_which_a_job_fails_again_and_again_is_left_out_though_its_checks_find_nothing(
-    nodes: MakeNode, tmp_path: Path
-) -> None:
+def test_repeated_failures_of_a_job_quarantine_the_node(nodes: MakeNode, tmp_path: Path) -> None:
     script = tmp_path / "fails_on_one_node.py"
     script.write_text(
         "import os, sys, time\ntime.sleep(0.2)\nsys.exit(3) if 'ILL' in os.environ else time.sleep(1000)\n"

@@ -1,10 +1,10 @@
-"""Is this node fit to train? Checks, a verdict on them, and what is remembered of earlier ones.
+"""Is this node fit to train? docs/health.md
 
-    watching.py   the thread that looks every minute and posts what changed; what the daemon asks
-    policy.py   pure: readings and history -> Healthy | Unhealthy(why) | Quarantined(why, seconds)
-    check_process.py   a process for each look: directories and plugins, each in a process of its own with a deadline
-    nvml.py       a process that talks to NVML; gpus.py: the same as readings
-    all_reduce_process.py runs with a python that has torch: the slots add up numbers before the node joins
+    monitor.py          the thread that checks the node every minute and posts changes; the agent's entry point
+    policy.py           pure: check results and history -> healthy, unhealthy or quarantined, with the reason
+    checks.py           one run of all checks; `elasticd doctor` uses it, too
+    check_process.py    a process for each run: directories and plugins, each in a child with a deadline
+    all_reduce_process.py    runs in a Python with torch: the slots add up numbers before the node registers
 
-Whatever may hang runs in a process that can be given up: a dead mount, a driver, somebody's plugin. docs/health.md
+Whatever may hang (a dead mount, a driver, a plugin) runs in a process that can be killed or left behind.
 """

@@ -1,7 +1,7 @@
-"""The quick all-reduce before a node joins, from the daemon's side: start it, wait no longer than told, end it.
+"""The all-reduce before a node registers: starts its process and waits for the result with a deadline.
 
-It shows what no single check does: that every slot's device, its memory and the ways between them work. It is asked
-only while no job runs here, since it would take the GPUs' memory and time from it.
+It shows that every slot's device, its memory and the links between them work. It runs only while no job runs here,
+since it takes memory and time of the GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHECK = "all-reduce"
 TIMEOUT_S = 30.0
 """Four NCCL ranks on one machine need 2 to 5 s, eight gloo ranks on two busy cores 3 s."""
 IMPORT_TIMEOUT_S = 60.0
-"""torch from a cold network file system; at most."""
+"""At most, for torch from a cold network file system."""
 CLOSE_S = 2.0
 
 
@@ -33,9 +33,9 @@ def check_all_reduce(
     import_s: float = IMPORT_TIMEOUT_S,
     stop: int | None = None,
 ) -> CheckResult:
-    """`devices`: what CUDA_VISIBLE_DEVICES is for each slot, none for CPUs. `stop`: an fd; when readable, give up."""
+    """`devices`: CUDA_VISIBLE_DEVICES of each slot, none for CPUs. `stop`: an fd that is readable to give up."""
     if not devices and len(slots) < 2:
-        return skipped(CHECK, "one slot without a GPU has nobody to add up with")
+        return skipped(CHECK, "a single slot without a GPU has no peer")
     with TemporaryDirectory(prefix="elasticd-health-") as directory:
         request = {
             "slots": list(slots),
@@ -57,15 +57,15 @@ def _run(
         helper = HelperProcess([python, "-u", program("all_reduce")], env=env, cwd="/")
     except OSError as error:
         return skipped(CHECK, f"{python} cannot be run: {error.strerror}")
-    outcome: Outcome = "bad"
+    outcome: Outcome = "failed"
     try:
         helper.send(request, began + within_s)
         answer = helper.receive(began + within_s, cancel=stop)
         outcome, why = answer["outcome"], answer["why"]
     except (HelperTimeout, HelperCancelled):
-        why = f"it was not over within {within_s:g} s"
+        why = f"no result within {within_s:g} s"
     except (HelperError, KeyError) as error:
-        why = f"{python} ended in the middle of it ({error})"
+        why = f"{python} ended before the result ({error})"
     finally:
         left = helper.close()
     return CheckResult(CHECK, outcome, f"{why}; {left}" if left else why, time.monotonic() - began)

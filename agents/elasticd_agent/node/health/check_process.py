@@ -1,9 +1,8 @@
-"""A process for one look: directories and plugins, each in a process of its own that may take its time and no longer.
+"""A process for one run of checks: directories and plugins, each in a child process with a deadline.
 
-It runs as `python -S -m`, is told what to look at by one line on its standard input, says each reading on a line as
-soon as it is there, and ends everything it started when it ends itself or its standard input does. It is the parent of
-whatever its children leave behind (PR_SET_CHILD_SUBREAPER), so that a plugin cannot fill the machine with processes.
-One thread, so that it may fork. It judges nothing.
+It runs as `python -S -m`, reads the request as one line from standard input, writes each result as a line as soon as it
+has it, and kills everything it started when its standard input ends. It is the subreaper of its children's children
+(PR_SET_CHILD_SUBREAPER), so that a plugin cannot leave processes behind. One thread, so that it may fork.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ MAX_OUTPUT_BYTES = 1 << 20
 KEPT_OUTPUT_BYTES = 4096
 MAX_REASON_CHARS = 200
 EXIT_TIMEOUT_S = 1.0
-"""How long after SIGKILL a process may take; one that hangs in the kernel takes for ever and is left."""
+"""After SIGKILL; a process that hangs in the kernel is left behind."""
 CANNOT_RUN = 125
-"""The exit code of a child that could not become the plugin; a plugin that exits so has said so itself."""
+"""The exit code of a child that could not execute the plugin."""
 
 
 @dataclass
@@ -45,15 +44,13 @@ class CheckChild:
     read: Callable[[CheckChild, int], CheckResult]
     output: bytearray = field(default_factory=bytearray)
     output_bytes: int = 0
-    killed: str = ""  # why
+    killed: str = ""  # the reason
 
 
 class CheckRunner:
-    """`look` is called once."""
-
-    def __init__(self, say: Callable[[dict[str, Any]], None], leave: int) -> None:
-        """`leave`: an fd that becomes readable when nobody wants an answer any more."""
-        self._send = say
+    def __init__(self, send: Callable[[dict[str, Any]], None], stop_fd: int) -> None:
+        """`stop_fd` becomes readable when the results are no longer needed."""
+        self._send = send
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, CheckChild] = {}
         self._stopped = False
@@ -64,38 +61,38 @@ class CheckRunner:
         signal.set_wakeup_fd(wake.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._selector.register(awake, selectors.EVENT_READ)
-        self._selector.register(leave, selectors.EVENT_READ)
-        self._stop_fd = leave
+        self._selector.register(stop_fd, selectors.EVENT_READ)
+        self._stop_fd = stop_fd
 
-    def run(self, asked: dict[str, Any]) -> None:
-        waiting = [self._directory(one, asked) for one in asked["directories"]]
-        waiting += [self._plugin(one, asked) for one in asked["plugins"]]
+    def run(self, request: dict[str, Any]) -> None:
+        waiting = [self._directory(one, request) for one in request["directories"]]
+        waiting += [self._plugin(one, request) for one in request["plugins"]]
         waiting.reverse()
         while (waiting or self._children) and not self._stopped:
-            while waiting and len(self._children) < asked["at_once"]:
+            while waiting and len(self._children) < request["at_once"]:
                 waiting.pop()()
             self._turn()
         self._kill_descendants()
 
     # ---- starting
 
-    def _directory(self, one: dict[str, Any], asked: dict[str, Any]) -> Callable[[], None]:
+    def _directory(self, one: dict[str, Any], request: dict[str, Any]) -> Callable[[], None]:
         def ask() -> None:
             found = directories.check_directory(one["check"], one["path"], one["free_min_bytes"], one["made"])
             os.write(1, json.dumps(asdict(found)).encode())
             os._exit(0)
 
-        return lambda: self._start(one["check"], asked["directory_s"], ask, _directory_result)
+        return lambda: self._start(one["check"], request["directory_s"], ask, _directory_result)
 
-    def _plugin(self, one: dict[str, Any], asked: dict[str, Any]) -> Callable[[], None]:
+    def _plugin(self, one: dict[str, Any], request: dict[str, Any]) -> Callable[[], None]:
         def become() -> None:
             try:
-                os.execve(one["path"], [one["path"]], asked["environment"])
+                os.execve(one["path"], [one["path"]], request["environment"])
             except OSError as error:
                 os.write(1, f"{one['path']} cannot be executed: {error.strerror}".encode())
             os._exit(CANNOT_RUN)
 
-        return lambda: self._start(one["check"], asked["plugin_s"], become, _plugin_result)
+        return lambda: self._start(one["check"], request["plugin_s"], become, _plugin_result)
 
     def _start(
         self, check: str, within_s: float, act: Callable[[], None], read: Callable[[CheckChild, int], CheckResult]
@@ -144,7 +141,7 @@ class CheckRunner:
         child.output_bytes += len(data)
         child.output += data[: KEPT_OUTPUT_BYTES - len(child.output)]
         if child.output_bytes > MAX_OUTPUT_BYTES and not child.killed:
-            self._kill(child, f"it wrote more than {MAX_OUTPUT_BYTES >> 20} MiB; the first line is what counts")
+            self._kill(child, f"it wrote more than {MAX_OUTPUT_BYTES >> 20} MiB; only the first line counts")
 
     def _reap(self) -> None:
         while True:
@@ -168,16 +165,14 @@ class CheckRunner:
 
     def _on_deadline(self, child: CheckChild) -> None:
         if not child.killed:
-            self._kill(child, f"it has not answered within {child.until - child.began:g} s")
+            self._kill(child, f"no result within {child.until - child.began:g} s")
             return
         del self._children[child.pid]
         self._drain_output(child)
         process = stat(child.pid)
         state = process.state if process is not None else "?"
         where = read(f"/proc/{child.pid}/wchan").decode("ascii", "replace")
-        why = (
-            f"{child.killed}; process {child.pid} does not die of SIGKILL (state {state}{' in ' * bool(where)}{where})"
-        )
+        why = f"{child.killed}; process {child.pid} survives SIGKILL (state {state}{' in ' * bool(where)}{where})"
         self._report(child, failed(child.check, why))
         started = process.started if process is not None else 0
         self._send({"stuck": {"check": child.check, "pid": child.pid, "started": started}})
@@ -190,10 +185,10 @@ class CheckRunner:
 
     def _report(self, child: CheckChild, found: CheckResult) -> None:
         took_s = time.monotonic() - child.began
-        self._send({"reading": asdict(replace(found, seconds=took_s))})
+        self._send({"result": asdict(replace(found, seconds=took_s))})
 
     def _kill_descendants(self) -> None:
-        """Nobody whom we started, or who became ours, outlives us, but for those who cannot die."""
+        """No descendant outlives this process, except unkillable ones."""
         until = time.monotonic() + EXIT_TIMEOUT_S
         while True:
             for child in read(f"/proc/self/task/{os.getpid()}/children", 1 << 20).split():
@@ -211,7 +206,7 @@ class CheckRunner:
 
 
 def _become_child(parent: int, out: int, act: Callable[[], None]) -> NoReturn:
-    """It must hold nothing of ours open: whoever waits for our end would wait for one that hangs, too."""
+    """It holds no file of the parent open: a reader that waits for the parent's end must not wait for a hung child."""
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -227,20 +222,20 @@ def _become_child(parent: int, out: int, act: Callable[[], None]) -> NoReturn:
         os.dup2(out, 2)
         os.chdir("/")
         act()
-    except BaseException as error:  # noqa: BLE001  whatever it is, this child must not go on as its parent
+    except BaseException as error:  # noqa: BLE001  a forked child must never continue as its parent
         os.write(1, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
     os._exit(CANNOT_RUN)
 
 
 def _directory_result(child: CheckChild, status: int) -> CheckResult:
     if child.killed:
-        return failed(child.check, f"{child.killed}: is it a mount whose server is gone?")
+        return failed(child.check, f"{child.killed}: is it a mount whose server is unreachable?")
     try:
         found = json.loads(child.output)
         return CheckResult(found["check"], found["outcome"], found["why"])
     except (ValueError, KeyError, TypeError):
         return skipped(
-            child.check, f"it could not be looked at: {first_line(bytes(child.output)) or _describe_exit(status)}"
+            child.check, f"it could not be checked: {first_line(bytes(child.output)) or _describe_exit(status)}"
         )
 
 
@@ -254,12 +249,12 @@ def _plugin_result(child: CheckChild, status: int) -> CheckResult:
     if code == CANNOT_RUN and "cannot be executed" in reason:
         return skipped(child.check, reason)
     if code:
-        return failed(child.check, reason or f"it exited with {code} and said nothing")
+        return failed(child.check, reason or f"it exited with {code} and wrote nothing")
     return passed(child.check, reason or "exit code 0")
 
 
 def first_line(output: bytes) -> str:
-    """What a person may be shown of it: one line, nothing a terminal would obey."""
+    """One printable line."""
     lines = output.decode("utf-8", "replace").strip().splitlines()
     text = "".join(letter if letter.isprintable() else "·" for letter in (lines[0].strip() if lines else ""))
     return text if len(text) <= MAX_REASON_CHARS else text[: MAX_REASON_CHARS - 1] + "…"
@@ -274,7 +269,7 @@ def _describe_exit(status: int) -> str:
 def _kill_group(leader: int) -> None:
     try:
         os.killpg(leader, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # it leads no group yet, or any more
+    except (ProcessLookupError, PermissionError):  # it leads no group, yet or any more
         pass
 
 
@@ -291,11 +286,11 @@ def main() -> None:
         return
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def say(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         os.write(1, json.dumps(message).encode() + b"\n")
 
-    CheckRunner(say, sys.stdin.fileno()).run(json.loads(line))
-    say({"done": True})
+    CheckRunner(send, sys.stdin.fileno()).run(json.loads(line))
+    send({"done": True})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Can this directory be written to, and is there room? Asked in a process of its own: a dead mount may never answer.
+"""Is this directory writable, with free space? It runs in a process of its own, since a dead mount may never answer.
 
-It leaves nothing behind: what it writes has no name, or, where the file system knows no such files, one of its own.
+The test file has no name and so leaves nothing behind; it has a name of its own on file systems without O_TMPFILE.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import stat
 from elasticd_agent.node.health.result import CheckResult, failed, passed
 
 MIN_FREE_INODES = 1000
-"""A round of a job makes a few dozen files; some file systems count no inodes at all and say 0 of 0."""
+"""A round of a job makes a few dozen files. File systems without inodes report 0 of 0."""
 TEST_DATA = b"\0" * 4096
-"""One page, and to the disk: a full file system may still take what it can keep in the inode."""
+"""One page, synced: a full file system may still accept data that fits into the inode."""
 
 
 def check_directory(check: str, directory: str, free_min_bytes: float, made: bool = False) -> CheckResult:
-    """`made`: who needs it makes it, so that while it is not there yet the place where it will be counts."""
+    """`made`: its user creates it, so while it is missing its parent counts."""
     while made and not os.path.lexists(directory) and os.path.dirname(directory) != directory:
         directory = os.path.dirname(directory)
     try:
@@ -26,11 +26,11 @@ def check_directory(check: str, directory: str, free_min_bytes: float, made: boo
             return failed(check, f"{directory} is not a directory")
         room = os.statvfs(directory)
     except OSError as error:
-        return failed(check, f"{directory} cannot be looked at: {_os_error(error)}")
+        return failed(check, f"{directory} cannot be read: {_os_error(error)}")
     free = room.f_bavail * room.f_frsize
     if room.f_flag & os.ST_RDONLY:
         return failed(
-            check, f"{directory} is mounted read-only, which the kernel also does after disk errors: see dmesg"
+            check, f"{directory} is mounted read-only; the kernel also does that after disk errors: see dmesg"
         )
     if free < free_min_bytes:
         return failed(check, f"{directory} has {format_size(free)} free, less than {format_size(free_min_bytes)}")
@@ -39,24 +39,24 @@ def check_directory(check: str, directory: str, free_min_bytes: float, made: boo
     try:
         try_write(directory)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM) and os.geteuid() == 0:  # only a server refuses root anything
+        if error.errno in (errno.EACCES, errno.EPERM) and os.geteuid() == 0:  # only a file server denies root
             return passed(
-                check, f"{format_size(free)} free; whether users can write there, root cannot tell (root_squash)"
+                check, f"{format_size(free)} free; root cannot test whether users can write there (root_squash)"
             )
-        return failed(check, f"{directory} cannot be written to: {_os_error(error)}")
-    return passed(check, f"{format_size(free)} free, can be written to")
+        return failed(check, f"{directory} is not writable: {_os_error(error)}")
+    return passed(check, f"{format_size(free)} free, writable")
 
 
 def try_write(directory: str) -> None:
-    """Raises OSError if it cannot be done."""
+    """Raises OSError."""
     path = os.path.join(directory, f".elasticd-health-{os.uname().nodename}")
     try:
         fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        # NFS and FUSE say EOPNOTSUPP, kernels that do not know the flag for a file system EISDIR.
+        # NFS and FUSE answer EOPNOTSUPP; kernels without the flag for a file system EISDIR.
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
-        _remove(path)  # of a look that was cut short
+        _remove(path)  # of an interrupted check
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         _remove(path)
     try:
@@ -68,7 +68,7 @@ def try_write(directory: str) -> None:
 
 
 def format_size(count: float) -> str:
-    """ "1.5 GiB": what configuration files call 1G is 1.0 GiB."""
+    """ "1.5 GiB"; 1G in configuration files is 1.0 GiB."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if count >= 10 or unit == "bytes" else f"{count:.1f} {unit}"

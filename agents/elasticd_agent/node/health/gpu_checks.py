@@ -1,7 +1,4 @@
-"""Pure: what NVML says of this node's GPUs -> one reading for each kind of trouble there is.
-
-It asks nobody. What counts as trouble, and where that is written down, stands beside each constant.
-"""
+"""Pure: NVML's answers about this node's GPUs -> one result for each check."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ PRESENT, ERRORS, ROWS, HEAT, XIDS = "gpus", "gpu ecc", "gpu rows", "gpu heat", "
 XID_EVENT, DOUBLE_BIT_EVENT = 0x8, 0x2
 """nvml.h: nvmlEventTypeXidCriticalError, nvmlEventTypeDoubleBitEccError"""
 HARDWARE_SLOWDOWNS = {0x40: "too hot (hardware thermal slowdown)", 0x80: "short of power (hardware power brake)"}
-"""nvml.h, nvmlClocksThrottleReason…; slowing down by software (0x20, 0x4) is what a GPU at full load does."""
+"""nvml.h, nvmlClocksThrottleReason…; slowdown by software (0x20, 0x4) is normal at full load."""
 APPLICATION_XIDS = {
     13: "an exception in a kernel",
     31: "a page fault",
@@ -23,26 +20,26 @@ APPLICATION_XIDS = {
     68: "an exception of the video engine",
     109: "a context switch took too long",
 }
-"""XIDs that a faulty program can cause on a sound GPU: NVIDIA's device plugin for Kubernetes ignores the same."""
+"""XIDs that a faulty program can cause on a healthy GPU, as in NVIDIA's device plugin for Kubernetes."""
 
 
 def gpu_results(
-    said: Mapping[str, Any], expected: int, chosen: Sequence[str] | None, seconds: float
+    answer: Mapping[str, Any], expected: int, chosen: Sequence[str] | None, seconds: float
 ) -> list[CheckResult]:
-    """`said`: the answer of gpu.gpus(). `chosen`: indices and UUIDs that this daemon may use, None for all of them."""
-    if said.get("trouble"):
-        return [_no_answer(str(said["trouble"]), expected, seconds)]
-    gpus = [gpu for gpu in said.get("gpus", ()) if _is_visible(gpu, chosen)]
+    """`answer`: NVML's to "gpus". `chosen`: indices and UUIDs that the agent may use; None: all."""
+    if answer.get("trouble"):
+        return [_no_answer(str(answer["trouble"]), expected, seconds)]
+    gpus = [gpu for gpu in answer.get("gpus", ()) if _is_visible(gpu, chosen)]
     return [
         _present(gpus, expected, seconds),
         _each(ERRORS, gpus, _errors, "no uncorrectable errors"),
-        _each(ROWS, gpus, _rows, "no rows of memory wait to be, or could not be, remapped"),
-        _each(HEAT, gpus, _heat, "not slowed down by the hardware"),
+        _each(ROWS, gpus, _rows, "no memory row needs remapping"),
+        _each(HEAT, gpus, _heat, "no hardware slowdown"),
     ]
 
 
 def event_result(what: Mapping[str, Any], chosen: Sequence[str] | None) -> CheckResult | None:
-    """What an NVML event means; None for one that is no fault of the GPU, or of one that is not ours."""
+    """The failure that an NVML event reports; None for an application's fault or another GPU."""
     if not _is_visible(what, chosen):
         return None
     if what["type"] == DOUBLE_BIT_EVENT:
@@ -51,20 +48,19 @@ def event_result(what: Mapping[str, Any], chosen: Sequence[str] | None) -> Check
         why = f"{_name(what)} had XID {what['data']}; see dmesg, and XID {what['data']} in NVIDIA's list of XID errors"
     else:
         return None
-    return CheckResult(XIDS, "bad", why, certain=True)
+    return CheckResult(XIDS, "failed", why, certain=True)
 
 
 def _no_answer(trouble: str, expected: int, seconds: float) -> CheckResult:
-    """Only where there are GPUs, or were."""
     if "pynvml is not installed" in trouble:
-        return skipped(PRESENT, f"{expected} GPUs, and nobody looks after them: {trouble}", seconds)
+        return skipped(PRESENT, f"{expected} GPUs, unchecked: {trouble}", seconds)
     return failed(PRESENT, f"{trouble}; {expected} GPUs were expected", seconds)
 
 
 def _present(gpus: Sequence[Mapping[str, Any]], expected: int, seconds: float) -> CheckResult:
     lost = [f"{_name(gpu)} does not answer: {gpu['error']}" for gpu in gpus if "error" in gpu]
     if len(gpus) < expected:
-        lost.append(f"{len(gpus)} GPUs are here, {expected} were expected (health.gpus says how many there should be)")
+        lost.append(f"{len(gpus)} GPUs found, {expected} expected (health.gpus sets the number)")
     if lost:
         return failed(PRESENT, "; ".join(lost), seconds)
     names = sorted({str(gpu.get("name", "GPU")) for gpu in gpus})
@@ -79,13 +75,13 @@ def _each(check: str, gpus: Sequence[Mapping[str, Any]], look: Any, fine: str) -
 
 def _errors(gpu: Mapping[str, Any]) -> str:
     count = gpu.get("ecc_uncorrected", 0)
-    return f"has had {count} uncorrectable memory errors since it was last reset; reset it" if count else ""
+    return f"had {count} uncorrectable memory errors since its last reset; reset it" if count else ""
 
 
 def _rows(gpu: Mapping[str, Any]) -> str:
     if gpu.get("remap_failed"):
-        return "could not remap a faulty row of memory; it should be replaced"
-    return "has a faulty row of memory to remap, which needs a reset" if gpu.get("remap_pending") else ""
+        return "could not remap a faulty memory row; replace it"
+    return "has a faulty memory row to remap; reset it" if gpu.get("remap_pending") else ""
 
 
 def _heat(gpu: Mapping[str, Any]) -> str:
@@ -104,5 +100,5 @@ def _is_visible(gpu: Mapping[str, Any], chosen: Sequence[str] | None) -> bool:
 
 def _name(gpu: Mapping[str, Any]) -> str:
     if "index" not in gpu:
-        return "a GPU that does not say any more which one it is"
+        return "a GPU that has lost its index"
     return f"GPU {gpu['index']}" + (f" ({gpu['bus']})" if gpu.get("bus") else "")

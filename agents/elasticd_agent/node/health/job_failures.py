@@ -1,8 +1,8 @@
-"""From what runners say of their jobs' rounds: was this node set aside for failures of a job? Pure but for its memory.
+"""Which failures of jobs count against this node, from the status of the runners here.
 
-It relies on the plan's own judgement: a slot is set aside in a Round when it was to blame again and again, without
-progress or with a hang, while the job had others to go on with. A job that runs on this node alone blames nobody, since
-it cannot tell the node from its script. What is set aside together counts once, however often it is told.
+The plan judges: a Round quarantines a slot that was the root cause repeatedly, without progress or with a hang, while
+the job had other slots. A job on this node alone counts nothing, since the node cannot be told from the script. Slots
+that are quarantined together count once, however often they are reported.
 """
 
 from __future__ import annotations
@@ -10,44 +10,45 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from elasticd_agent.model.phrases import plural
+
 Key = tuple[str, int]
 MAX_CHARS = 1000
-"""Of a sentence: it becomes part of the node's card, and a runner is its job's user's."""
+"""Of a sentence: it becomes part of the node status, and the runner belongs to the job's user."""
 
 
 class JobFailures:
-    """One node's. A daemon that comes back has forgotten what it was told, so what it hears first is no news."""
+    """After the agent's restart the first report of an adopted runner is the baseline."""
 
     def __init__(self, node: str) -> None:
         self._node = node
         self._counts: dict[Key, dict[int, int]] = {}
 
-    def update(self, told: Mapping[Key, Mapping[str, Any]], adopted: Iterable[Key] = ()) -> list[str]:
-        """`told`: what each runner here said last, of its status. A sentence for each time that is new."""
-        self._counts = {key: times for key, times in self._counts.items() if key in told}
+    def update(self, statuses: Mapping[Key, Mapping[str, Any]], adopted: Iterable[Key] = ()) -> list[str]:
+        """`statuses`: the last one of each runner here. A sentence for each new quarantine."""
+        self._counts = {key: counts for key, counts in self._counts.items() if key in statuses}
         sentences = []
-        for key, said in told.items():
-            now = _quarantine_counts(said.get("quarantined_slots"), self._node) if said.get("alone") is False else None
-            if now is None:
+        for key, status in statuses.items():
+            now = _quarantine_counts(status.get("quarantined_slots"), self._node)
+            if now is None or status.get("alone") is not False:
                 continue
             before = self._counts.get(key, now if key in set(adopted) else {})
-            aside = sorted(slot for slot, times in now.items() if times > before.get(slot, 0))
-            if aside:
-                slots = f"slot{'s' * (len(aside) > 1)} {', '.join(map(str, aside))}"
-                sentences.append(
-                    f"job {key[0]}, round {said.get('round')} set aside {slots}: {said.get('reason', '')}"[:MAX_CHARS]
-                )
-            self._counts[key] = {**before, **{slot: max(times, before.get(slot, 0)) for slot, times in now.items()}}
+            new = sorted(slot for slot, count in now.items() if count > before.get(slot, 0))
+            if new:
+                slots = f"{plural(len(new), 'slot')} {', '.join(map(str, new))}"
+                reason = f"job {key[0]}, round {status.get('round')} quarantined {slots}: {status.get('reason', '')}"
+                sentences.append(reason[:MAX_CHARS])
+            self._counts[key] = {**before, **{slot: max(count, before.get(slot, 0)) for slot, count in now.items()}}
         return sentences
 
 
-def _quarantine_counts(benched: Any, node: str) -> dict[int, int] | None:
-    """By slot of this node how often it was set aside; None if the runner, of another version, does not say it."""
-    if not isinstance(benched, list):
+def _quarantine_counts(quarantined: Any, node: str) -> dict[int, int] | None:
+    """By slot of this node: how often it was quarantined; None if the runner's version does not report it."""
+    if not isinstance(quarantined, list):
         return None
     found = {}
-    for one in benched:
+    for one in quarantined:
         match one:
-            case {"node": str(who), "slot": int(slot), "times": int(times)} if who == node and times > 0:
-                found[slot] = times
+            case {"node": str(name), "slot": int(slot), "times": int(count)} if name == node and count > 0:
+                found[slot] = count
     return found

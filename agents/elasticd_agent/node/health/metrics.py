@@ -1,6 +1,6 @@
-"""The node's health as metrics: names, help and labels in one table, and the page they make. docs/node-metrics.md's.
+"""The node's health as metrics, described in docs/node-metrics.md. Pure.
 
-Pure: it is given what stands. A check that was skipped has no series, so that an alert on one that fails stays honest.
+A skipped check has no series, so that an alert on a failing check stays honest.
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ from collections.abc import Iterable, Sequence
 from elasticd_agent.node.health.result import CheckResult
 from elasticd_agent.telemetry.metric_table import MetricSpec, escape_label
 
-HEALTHY = MetricSpec("elasticd_node_healthy", "gauge", "1 while nothing is held against this node: it is given work.")
+HEALTHY = MetricSpec("elasticd_node_healthy", "gauge", "1 while the node is healthy: it gets work.")
 QUARANTINED = MetricSpec(
     "elasticd_node_quarantined",
     "gauge",
-    "1 while nothing is wrong any more, or a job's trouble was this node's doing, and a cool-off lasts.",
+    "1 during the cool-off after a failed check or after job failures that this node caused.",
 )
 QUARANTINE_LEFT = MetricSpec(
-    "elasticd_node_quarantine_left_seconds", "gauge", "How long that cool-off still lasts; 0 without one."
+    "elasticd_node_quarantine_left_seconds", "gauge", "Remaining time of the cool-off; 0 without one."
 )
 FAILURE_STREAK = MetricSpec(
-    "elasticd_node_failure_streak", "gauge", "How often in a row the node was in trouble; a long good time forgives."
+    "elasticd_node_failure_streak", "gauge", "Failures of the node in a row; a day without failures resets it."
 )
 CHECK_FAILING = MetricSpec(
-    "elasticd_health_check_failing", "gauge", "1 if the last look at this found it bad.", ("check",), label_sets=0
+    "elasticd_health_check_failing", "gauge", "1 if the check failed in its last run.", ("check",), label_sets=0
 )
 CHECK_SECONDS = MetricSpec(
-    "elasticd_health_check_seconds", "gauge", "How long the last look at this took.", ("check",), label_sets=0
+    "elasticd_health_check_seconds", "gauge", "Duration of the check's last run.", ("check",), label_sets=0
 )
 
 METRICS = (HEALTHY, QUARANTINED, QUARANTINE_LEFT, FAILURE_STREAK, CHECK_FAILING, CHECK_SECONDS)
 
 
-def render_health(node: str, state: str, left_s: float, troubles: int, readings: Sequence[CheckResult]) -> bytes:
+def render_health(node: str, state: str, left_s: float, streak: int, results: Sequence[CheckResult]) -> bytes:
     """The text format, version 0.0.4. `state`: of HealthChanged."""
-    seen = [reading for reading in readings if reading.outcome != "skipped"]
+    shown = [result for result in results if result.outcome != "skipped"]
     samples: list[tuple[MetricSpec, list[tuple[str, float]]]] = [
         (HEALTHY, [("", state == "healthy")]),
         (QUARANTINED, [("", state == "quarantined")]),
         (QUARANTINE_LEFT, [("", left_s)]),
-        (FAILURE_STREAK, [("", troubles)]),
-        (CHECK_FAILING, [(reading.check, reading.outcome == "bad") for reading in seen]),
-        (CHECK_SECONDS, [(reading.check, reading.seconds) for reading in seen]),
+        (FAILURE_STREAK, [("", streak)]),
+        (CHECK_FAILING, [(result.check, result.outcome == "failed") for result in shown]),
+        (CHECK_SECONDS, [(result.check, result.seconds) for result in shown]),
     ]
     return "".join(line for spec, values in samples if values for line in _family(spec, node, values)).encode()
 

@@ -1,8 +1,7 @@
-"""What health remembers across the daemon's restarts, in <state>/health.json: ages, never times of day.
+"""The health history across the agent's restarts, in <state>/health.json: ages, never times of day.
 
-CLOCK_MONOTONIC goes on while the machine is up, so what is written is an age at a moment of one boot, named by the
-kernel's boot id; after a reboot the ages stand where they stood. A file that cannot be read is one that is not there,
-and one that cannot be written costs memory, not health: both are said once.
+An age is valid within one boot, which the kernel's boot id names; after a reboot the ages count from now. An unreadable
+file counts as missing, and an unwritable one is logged once.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ class FailingCheck(Record):
 
 @dataclass(frozen=True, slots=True)
 class HealthRecord(Document):
-    """`at`: CLOCK_MONOTONIC of `boot` when it was written; the ages and `left_s` are of that moment."""
-
     boot_id: str
     at: float
+    """CLOCK_MONOTONIC when it was written; the ages and `left_s` are of that moment."""
     fit_since_boot: bool
     streak: int
     left_s: float
@@ -44,11 +42,13 @@ class HealthRecord(Document):
 
 
 class HealthFile:
-    """One node's. `gpus`: the most that were ever seen here, so that one which is gone after a reboot is missed."""
-
     def __init__(self, path: Path | None, boot: str) -> None:
-        self._path, self._boot, self._warned, self._exists = path, boot, False, False
+        self._path = path
+        self._boot = boot
+        self._warned = False
+        self._exists = False
         self.max_gpus = 0
+        """The most that were ever seen here, so that a GPU that is lost in a reboot is missed."""
 
     def load(self, now: float) -> HealthHistory:
         if self._path is None:
@@ -58,12 +58,13 @@ class HealthFile:
         except FileNotFoundError:
             return HealthHistory()
         except (OSError, WireError) as error:
-            _log.warning("what was known of this node's health is lost: %s: %s", self._path, error)
+            _log.warning("the health history of this node is lost: %s: %s", self._path, error)
             return HealthHistory()
-        self.max_gpus, self._exists = kept.gpus, True
+        self.max_gpus = kept.gpus
+        self._exists = True
         same = kept.boot_id == self._boot and kept.at <= now
         then = kept.at if same else now
-        past = HealthHistory(
+        history = HealthHistory(
             checks=tuple(CheckHistory(one.name, (True,), True, one.why) for one in kept.failing),
             fit_since_boot=kept.fit_since_boot,
             streak=kept.streak,
@@ -72,37 +73,40 @@ class HealthFile:
             why=kept.why,
             job_failures=tuple(then - age_s for age_s in kept.job_failure_ages_s),
         )
-        return past if same else after_reboot(past)
+        return history if same else after_reboot(history)
 
-    def save(self, past: HealthHistory, now: float) -> None:
+    def save(self, history: HealthHistory, now: float) -> None:
         if self._path is None:
             return
         kept = HealthRecord(
             boot_id=self._boot,
             at=now,
-            fit_since_boot=past.fit_since_boot,
-            streak=past.streak,
-            left_s=max(0.0, past.quarantined_until - now),
-            why=past.why,
-            failure_age_s=now - past.last_failure_at if past.last_failure_at > float("-inf") else None,
-            job_failure_ages_s=tuple(now - at for at in past.job_failures),
-            failing=tuple(FailingCheck(row.check, row.why) for row in past.failing),
+            fit_since_boot=history.fit_since_boot,
+            streak=history.streak,
+            left_s=max(0.0, history.quarantined_until - now),
+            why=history.why,
+            failure_age_s=now - history.last_failure_at if history.last_failure_at > float("-inf") else None,
+            job_failure_ages_s=tuple(now - at for at in history.job_failures),
+            failing=tuple(FailingCheck(row.check, row.why) for row in history.failing),
             gpus=self.max_gpus,
         )
         try:
             replace_file(self._path, kept.to_json(), sync=False)
         except OSError as error:
             if not self._warned:
-                _log.warning("%s cannot be written (%s): a restart of the agent forgets strikes", self._path, error)
+                _log.warning(
+                    "%s cannot be written (%s): a restart of the agent loses the health history", self._path, error
+                )
             self._warned = True
         else:
-            self._warned, self._exists = False, True
+            self._warned = False
+            self._exists = True
 
     def was_deleted(self) -> bool:
-        """Somebody has removed the file: that is how a person says that all of this is forgiven."""
+        """A person deletes the file to reset the history."""
         return self._path is not None and self._exists and not os.path.lexists(self._path)
 
 
 def boot_id() -> str:
-    """Another one after each reboot; "" where the kernel does not say."""
+    """Different after each reboot; "" if the kernel does not report it."""
     return read("/proc/sys/kernel/random/boot_id").decode("ascii", "replace").strip()

@@ -1,7 +1,6 @@
-"""The operator's own checks: executables in a directory, as run-parts has them. Which are run, and which are refused.
+"""Finds the operator's own checks: executables in a directory, as with run-parts.
 
-They run as the daemon's user, which is often root, so nobody else may be able to put words into their mouths. Nothing
-is run here.
+They run as the agent's user, often root, so only root and that user may be able to write them.
 """
 
 from __future__ import annotations
@@ -27,17 +26,16 @@ _BACKUP_SUFFIXES = (
     ".rpmnew",
     ".md",
 )
-"""By editors and package managers: a person who edits a check does not mean its backup to run as well."""
+"""Left behind by editors and package managers."""
 MAX_PLUGINS = 64
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass(frozen=True, slots=True)
 class PluginList:
-    """`refused`: those that are not run, with a sentence each."""
-
     run: tuple[Path, ...]
     refused: tuple[CheckResult, ...]
+    """A skipped result for each one that is not run."""
 
 
 def check_name(plugin: Path) -> str:
@@ -45,7 +43,7 @@ def check_name(plugin: Path) -> str:
 
 
 def find(directory: Path) -> PluginList:
-    """By name. A directory that is not there has none."""
+    """Sorted by name; none in a missing directory."""
     try:
         why = _unsafe(directory, directory.stat())
         names = sorted(os.listdir(directory))
@@ -61,28 +59,28 @@ def find(directory: Path) -> PluginList:
         try:
             what = path.stat()
         except OSError as error:
-            refused.append(skipped(check_name(path), f"it is not run: {path} cannot be looked at: {error.strerror}"))
+            refused.append(skipped(check_name(path), f"not run: {path} cannot be read: {error.strerror}"))
             continue
         if stat.S_ISDIR(what.st_mode):
             continue
         why = _unsafe(path, what) or ("is not a file" if not stat.S_ISREG(what.st_mode) else "")
-        why = why or ("" if os.access(path, os.X_OK) else "is not executable; chmod +x it, or take it away")
-        why = why or ("is one too many" if len(run) == MAX_PLUGINS else "")
+        why = why or ("" if os.access(path, os.X_OK) else "is not executable; chmod +x it, or remove it")
+        why = why or (f"is beyond the limit of {MAX_PLUGINS}" if len(run) == MAX_PLUGINS else "")
         if why:
-            refused.append(skipped(check_name(path), f"it is not run: {path} {why}"))
+            refused.append(skipped(check_name(path), f"not run: {path} {why}"))
         else:
             run.append(path)
     return PluginList(tuple(run), tuple(refused))
 
 
 def environment(node: str, slots: int) -> dict[str, str]:
-    """All that a plugin gets."""
+    """The whole environment of a plugin."""
     return {"PATH": PATH, "LANG": "C.UTF-8", "HOME": "/", "ELASTICD_NODE": node, "ELASTICD_SLOTS": str(slots)}
 
 
 def _unsafe(path: Path, what: os.stat_result) -> str:
     if what.st_mode & stat.S_IWOTH:
-        return f"can be written by everybody; chmod o-w {path}"
+        return f"is writable by everybody; chmod o-w {path}"
     if what.st_uid not in (0, os.geteuid()):
-        return f"belongs to user {what.st_uid}, not to root or to the daemon's user"
+        return f"belongs to user {what.st_uid}, not to root or the agent's user"
     return ""

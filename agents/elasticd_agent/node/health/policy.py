@@ -1,23 +1,24 @@
-"""Pure: readings and what came before -> may this node be given work, and if not, why and for how long.
+"""Pure: check results and history -> may this node be given work, and if not, why and for how long.
 
-A check fails once it was bad `strikes` times among its last looks, so that a hiccup costs nothing; before the node has
-joined there is nothing to lose, and once is enough. While a check fails the node is unhealthy. From when it is over,
-the node stays quarantined for a cool-off that doubles each time, so that one that fails again and again does not take a
-job down each time; a long good time forgives. A node that was to blame for `strikes` failures of jobs within an hour is
-quarantined likewise, whatever its checks say. Times are seconds on one monotonic clock, given as arguments.
+A check fails the node once it failed `strikes` times among its last runs, so that a hiccup costs nothing; before the
+node has registered, once is enough. While a check fails the node is unhealthy, and afterwards quarantined for a
+cool-off that doubles each time, so that a flapping node does not end a job each time; a long time without failures
+resets that. A node that was the root cause of `strikes` job failures within an hour is quarantined likewise. Times are
+seconds on one monotonic clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from elasticd_agent.node.health.result import CheckResult
 
 STREAK_RESET_S = 86400.0
-"""After so long without trouble the next cool-off is a short one again."""
+"""After so long without failures the next cool-off is a short one again."""
 JOB_FAILURE_WINDOW_S = 3600.0
-NOT_CHECKED_YET = "its health has not been looked at yet"
+NOT_CHECKED_YET = "its health has not been checked yet"
 _MAX_REASON_CHARS = 300
 
 
@@ -29,31 +30,27 @@ class HealthRules:
     streak_reset_s: float = STREAK_RESET_S
     job_failure_window_s: float = JOB_FAILURE_WINDOW_S
 
-    def cooloff(self, times: int) -> float:
-        """How long after trouble for the `times`th time."""
-        return min(self.cooloff_s * 2.0 ** min(max(times, 1) - 1, 64), max(self.cooloff_max_s, self.cooloff_s))
+    def cooloff(self, streak: int) -> float:
+        """Seconds after the `streak`th failure in a row."""
+        return min(self.cooloff_s * 2.0 ** min(max(streak, 1) - 1, 64), max(self.cooloff_max_s, self.cooloff_s))
 
 
 @dataclass(frozen=True, slots=True)
 class CheckHistory:
-    """The last looks at one check, newest last: True is bad. `why` is of the newest one."""
-
     check: str
     recent_failures: tuple[bool, ...]
+    """Newest last."""
     failing: bool
     why: str
+    """Of the newest run."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthHistory:
-    """What a verdict needs to know. `times`: how often in a row there was trouble; `until`: when the cool-off ends.
-
-    `joined`: it has been found fit since this machine was started.
-    """
-
     checks: tuple[CheckHistory, ...] = ()
     fit_since_boot: bool = False
     streak: int = 0
+    """Failures in a row."""
     quarantined_until: float = float("-inf")
     last_failure_at: float = float("-inf")
     why: str = ""
@@ -61,128 +58,108 @@ class HealthHistory:
 
     @property
     def is_unconfirmed(self) -> bool:
-        """The newest look found something that is not believed yet."""
-        return any(row.recent_failures[-1] and not row.failing for row in self.checks)
+        """The newest run found a failure that does not count yet."""
+        return any(one.recent_failures[-1] and not one.failing for one in self.checks)
 
     @property
     def failing(self) -> tuple[CheckHistory, ...]:
-        return tuple(row for row in self.checks if row.failing)
+        return tuple(one for one in self.checks if one.failing)
 
 
 @dataclass(frozen=True, slots=True)
-class HealthyVerdict:
+class HealthVerdict:
+    state: Literal["healthy", "unhealthy", "quarantined"]
     why: str = ""
+    left_s: float = 0.0
+    """Of a quarantine."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnhealthyVerdict:
-    """Something is wrong now."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class QuarantinedVerdict:
-    """Nothing is wrong now, but it was; `left_s` until the node is taken again if nothing else happens."""
-
-    why: str
-    left_s: float
+def health_verdict(history: HealthHistory, now: float) -> HealthVerdict:
+    if history.failing:
+        return HealthVerdict("unhealthy", _sentence(history.failing))
+    if now < history.quarantined_until:
+        return HealthVerdict("quarantined", history.why, history.quarantined_until - now)
+    return HealthVerdict("healthy") if history.fit_since_boot else HealthVerdict("unhealthy", NOT_CHECKED_YET)
 
 
-HealthVerdict = HealthyVerdict | UnhealthyVerdict | QuarantinedVerdict
-
-
-def health_verdict(past: HealthHistory, now: float) -> HealthVerdict:
-    failing = past.failing
-    if failing:
-        return UnhealthyVerdict(_sentence(failing))
-    if now < past.quarantined_until:
-        return QuarantinedVerdict(past.why, past.quarantined_until - now)
-    if not past.fit_since_boot:
-        return UnhealthyVerdict(NOT_CHECKED_YET)
-    return HealthyVerdict()
-
-
-def after_checks(past: HealthHistory, readings: Sequence[CheckResult], now: float, rules: HealthRules) -> HealthHistory:
-    """After a look. A check that was skipped, or is not there any more, is forgotten."""
-    before = {row.check: row for row in past.checks}
-    rows = tuple(
-        _check_history(before.get(reading.check), reading, past.fit_since_boot, rules)
-        for reading in readings
-        if reading.outcome != "skipped"
+def after_checks(
+    history: HealthHistory, results: Sequence[CheckResult], now: float, rules: HealthRules
+) -> HealthHistory:
+    """Skipped and missing checks are dropped."""
+    before = {one.check: one for one in history.checks}
+    checks = tuple(
+        _check_history(before.get(one.check), one, history.fit_since_boot, rules)
+        for one in results
+        if one.outcome != "skipped"
     )
-    failing = tuple(row for row in rows if row.failing)
-    past = replace(past, checks=rows)
-    if not failing:
-        over = past.fit_since_boot and any(row.failing for row in before.values())
-        until = max(past.quarantined_until, now + rules.cooloff(past.streak)) if over else past.quarantined_until
-        return _reset_old_streak(replace(past, fit_since_boot=True, quarantined_until=until), now, rules)
-    if not past.fit_since_boot:  # it has done no harm yet: fit as soon as nothing is wrong any more
-        return past
-    anew = not any(row.failing for row in before.values())
-    past = _reset_old_streak(past, now, rules) if anew else past
-    times = max(1, past.streak + anew)
-    left_s = rules.cooloff(times)
+    was_failing = bool(history.failing)
+    history = replace(history, checks=checks)
+    if not history.failing:
+        until = history.quarantined_until
+        if history.fit_since_boot and was_failing:
+            until = max(until, now + rules.cooloff(history.streak))
+        return _reset_old_streak(replace(history, fit_since_boot=True, quarantined_until=until), now, rules)
+    if not history.fit_since_boot:  # it has no jobs yet: fit as soon as every check passes
+        return history
+    if was_failing:
+        return _quarantine(history, max(1, history.streak), "after a failure", _sentence(history.failing), now, rules)
+    history = _reset_old_streak(history, now, rules)
+    return _quarantine(history, history.streak + 1, "after a failure", _sentence(history.failing), now, rules)
+
+
+def after_job_failure(history: HealthHistory, why: str, now: float, rules: HealthRules) -> HealthHistory:
+    """A job failed or hung, and this node was among the root causes."""
+    history = _reset_old_streak(history, now, rules)
+    failures = (*(at for at in history.job_failures if now - at < rules.job_failure_window_s), now)
+    if len(failures) < rules.strikes:
+        return replace(history, job_failures=failures, last_failure_at=now)
+    times = f"{len(failures)} times" if len(failures) > 1 else "once"
+    cause = f"as root cause {times} within {rules.job_failure_window_s / 60:.0f} minutes"
+    return _quarantine(replace(history, job_failures=()), history.streak + 1, cause, f"last: {_cut(why)}", now, rules)
+
+
+def _quarantine(
+    history: HealthHistory, streak: int, cause: str, details: str, now: float, rules: HealthRules
+) -> HealthHistory:
+    seconds = rules.cooloff(streak)
+    which = "the first time" if streak == 1 else f"time {streak} in a row"
     return replace(
-        past,
-        streak=times,
-        quarantined_until=max(past.quarantined_until, now + left_s),
+        history,
+        streak=streak,
+        quarantined_until=max(history.quarantined_until, now + seconds),
         last_failure_at=now,
-        why=f"this is over, but leaves the node out for {left_s:.0f} s ({_ordinal(times)}): {_sentence(failing)}",
+        why=f"quarantined for {seconds:.0f} s {cause} ({which}): {details}",
     )
 
 
-def after_job_failure(past: HealthHistory, why: str, now: float, rules: HealthRules) -> HealthHistory:
-    """A job failed or hung, and this node, among others, was the culprit."""
-    past = _reset_old_streak(past, now, rules)
-    blames = (*(at for at in past.job_failures if now - at < rules.job_failure_window_s), now)
-    if len(blames) < rules.strikes:
-        return replace(past, job_failures=blames, last_failure_at=now)
-    times = past.streak + 1
-    left_s = rules.cooloff(times)
-    often = (
-        f"{f'{len(blames)} times' if len(blames) > 1 else 'once'} within {rules.job_failure_window_s / 60:.0f} minutes"
+def after_reset(history: HealthHistory) -> HealthHistory:
+    """A person deleted the file: only present failures count."""
+    return HealthHistory(checks=history.checks, fit_since_boot=history.fit_since_boot)
+
+
+def after_reboot(history: HealthHistory) -> HealthHistory:
+    """The streak stays; a cool-off ends, since a reboot repairs most faults."""
+    return replace(history, checks=(), fit_since_boot=False, quarantined_until=float("-inf"), job_failures=(), why="")
+
+
+def _check_history(before: CheckHistory | None, result: CheckResult, fit: bool, rules: HealthRules) -> CheckHistory:
+    is_failed = result.outcome == "failed"
+    recent = (*(before.recent_failures if before is not None else ()), is_failed)[-2 * rules.strikes :]
+    confirmed = not fit or result.certain or (before is not None and before.failing) or sum(recent) >= rules.strikes
+    return CheckHistory(result.check, recent, is_failed and confirmed, result.why)
+
+
+def _reset_old_streak(history: HealthHistory, now: float, rules: HealthRules) -> HealthHistory:
+    return (
+        replace(history, streak=0, job_failures=())
+        if now - history.last_failure_at >= rules.streak_reset_s
+        else history
     )
-    return replace(
-        past,
-        job_failures=(),
-        streak=times,
-        quarantined_until=max(past.quarantined_until, now + left_s),
-        last_failure_at=now,
-        why=f"it was to blame {often} and is left out for {left_s:.0f} s ({_ordinal(times)}); last: {_cut(why)}",
-    )
 
 
-def after_reset(past: HealthHistory) -> HealthHistory:
-    """A person says so: only what is wrong now counts."""
-    return HealthHistory(checks=past.checks, fit_since_boot=past.fit_since_boot)
-
-
-def after_reboot(past: HealthHistory) -> HealthHistory:
-    """What still counts after the machine was started again: how often, but no cool-off, since that heals most."""
-    return replace(past, checks=(), fit_since_boot=False, quarantined_until=float("-inf"), job_failures=(), why="")
-
-
-def _check_history(before: CheckHistory | None, reading: CheckResult, joined: bool, rules: HealthRules) -> CheckHistory:
-    is_bad = reading.outcome == "bad"
-    looks = (*(before.recent_failures if before is not None else ()), is_bad)[-2 * rules.strikes :]
-    failing = is_bad and (
-        not joined or reading.certain or (before is not None and before.failing) or sum(looks) >= rules.strikes
-    )
-    return CheckHistory(reading.check, looks, failing, reading.why)
-
-
-def _reset_old_streak(past: HealthHistory, now: float, rules: HealthRules) -> HealthHistory:
-    return replace(past, streak=0, job_failures=()) if now - past.last_failure_at >= rules.streak_reset_s else past
-
-
-def _sentence(rows: Sequence[CheckHistory]) -> str:
-    return _cut("; ".join(f"{row.check}: {row.why}" for row in rows))
+def _sentence(checks: Sequence[CheckHistory]) -> str:
+    return _cut("; ".join(f"{one.check}: {one.why}" for one in checks))
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 1] + "…"
-
-
-def _ordinal(times: int) -> str:
-    return "the first time" if times == 1 else f"time {times} in a row"

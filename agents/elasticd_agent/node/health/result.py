@@ -1,36 +1,29 @@
-"""What one check found: the word that passes from those who look to the verdict and to the table of `elasticd doctor`.
-
-It reads nothing and judges nothing.
-"""
+"""The result of one check, as the policy and `elasticd doctor` use it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-Outcome = Literal["good", "bad", "skipped"]
+Outcome = Literal["passed", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One check, looked at once. `why`: a sentence for a person, for each outcome.
-
-    `certain`: it reports something that has happened and is over, so it is believed though the next look finds nothing.
-    """
-
     check: str
     outcome: Outcome
     why: str
     seconds: float = 0.0
     certain: bool = False
+    """It reports an event in the past: it counts at once, even if the next check passes."""
 
 
 def failed(check: str, why: str, seconds: float = 0.0) -> CheckResult:
-    return CheckResult(check, "bad", why, seconds)
+    return CheckResult(check, "failed", why, seconds)
 
 
 def passed(check: str, why: str, seconds: float = 0.0) -> CheckResult:
-    return CheckResult(check, "good", why, seconds)
+    return CheckResult(check, "passed", why, seconds)
 
 
 def skipped(check: str, why: str, seconds: float = 0.0) -> CheckResult:

@@ -1,4 +1,4 @@
-"""From the daemon's settings to what is looked at, and to the thread that does. It looks at nothing itself."""
+"""Builds the health monitor from the agent's settings."""
 
 from __future__ import annotations
 
@@ -36,28 +36,21 @@ def health_file(settings: NodeSettings) -> HealthFile:
 
 
 def open_health(settings: NodeSettings, environ: Mapping[str, str], idle: Callable[[], bool]) -> HealthMonitor:
-    """`idle`: no runner lives on this node; asked from another thread, so it must be cheap."""
-    asked = monitor_settings(settings, environ)
+    """`idle`: no runner lives on this node; called from another thread, so it must be cheap."""
+    chosen = monitor_settings(settings, environ)
     return HealthMonitor(
-        lambda heard: NodeChecks(asked.targets, environ, heard),
-        asked.rules,
-        health_file(settings),
-        every_s=asked.every_s,
-        all_reduce=asked.all_reduce,
-        idle=idle,
-        count_gpus=len(asked.targets.devices),
+        lambda on_event: NodeChecks(chosen.targets, environ, on_event), chosen, health_file(settings), idle=idle
     )
 
 
 def monitor_settings(settings: NodeSettings, environ: Mapping[str, str]) -> MonitorSettings:
-    """What these settings ask for."""
     health = settings.health
     rules = HealthRules(health.strikes, float(health.cooloff_s), float(health.cooloff_max_s))
     return MonitorSettings(check_targets(settings, environ), rules, float(health.every_s), health.all_reduce)
 
 
 def max_gpus_seen(settings: NodeSettings) -> int:
-    """As many were once seen here by a daemon with this state directory."""
-    kept = health_file(settings)
-    kept.load(time.monotonic())
-    return kept.max_gpus
+    """The most GPUs that an agent with this state directory has ever seen."""
+    file = health_file(settings)
+    file.load(time.monotonic())
+    return file.max_gpus
