@@ -123,5 +123,5 @@ def test_missing_current_directory_is_one_line(tmp_path: Path) -> None:
     )
     assert run.returncode == 2
     assert run.stderr == (
-        "elasticd run: error: the current directory does not exist any more; change to one that does\n"
+        "elasticd run: error: the current directory does not exist; change to one that does\n"
     )

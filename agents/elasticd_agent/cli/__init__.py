@@ -1,1 +1,1 @@
-"""The command line's side of HTTP: `elasticd submit`, `jobs`, `status`, `logs` and their like."""
+"""The commands and their output; main.py is the entry point, on the main thread. No logic of jobs or nodes."""

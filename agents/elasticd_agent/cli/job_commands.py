@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from elasticd.errors import UsageError, WireError
 from elasticd_agent.cli import tables
-from elasticd_agent.cli.dispatch import AGENT_VARIABLE
+from elasticd_agent.cli.main import AGENT_VARIABLE
 from elasticd_agent.model.exit_codes import INTERRUPTED
 from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable, open_client
 from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary

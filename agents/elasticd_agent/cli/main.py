@@ -1,19 +1,18 @@
-"""The command `elasticd`: reads the command line, hands it to the part that does the work, answers with an exit code.
-
-It exists to be small: usage errors and --help are answered before anything slow is imported. It decides nothing.
-"""
+"""The command `elasticd`: chooses the command and returns its exit code. Nothing slow is imported before that."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from elasticd.errors import UsageError
-from elasticd_agent.cli import std_streams as standard_files
 
+DEFAULT_SOCKET = "/run/elasticd/agent.sock"
+AGENT_VARIABLE = "ELASTICD_AGENT"
 _HELP = """\
 usage: elasticd run [options] SCRIPT [script's arguments]
        elasticd agent --config FILE
@@ -27,42 +26,39 @@ usage: elasticd run [options] SCRIPT [script's arguments]
        elasticd dump JOB | explain JOB [options]
        elasticd --version
 
-Keeps a PyTorch training job running while its workers fail. `elasticd run` takes torchrun's options and its own:
-elasticd run --help lists them. `elasticd explain` says who made a job hang and why, from the evidence in its log
-directory; `elasticd dump` takes the same evidence of a job that runs on this machine, without disturbing it.
-`elasticd agent` runs for months on a node and is given jobs. `elasticd doctor` looks at this machine as it does.
-`elasticd store` is where jobs can meet without an etcd.
-`elasticd config check FILE` says what an agent.toml or a job file means, or what is wrong with it.
-The others ask an `elasticd agent`, this node's unless --agent names another one: docs/cli.md.
+Keeps a PyTorch training job running while its workers fail.
+
+  run        runs a job on this machine, alone or with other nodes; it takes torchrun's options and its own
+  explain    names the root cause of a hang, from the evidence in a log directory
+  dump       takes the same evidence of a running job, without disturbing it
+  agent      runs on a node as a service and runs the jobs that are submitted
+  store      hosts a c10d store, where the nodes of jobs without an etcd meet
+  doctor     runs the agent's health checks on this machine
+  config     checks and explains an agent.toml or a job file
+
+The other commands use the HTTP API of an `elasticd agent`: this node's, or --agent URL. More: docs/cli.md.
 """
-_COMMANDS = ("run", "agent", "store", "explain", "dump", "doctor", "config")
+_COMMANDS = {
+    "run": "",
+    "agent": "elasticd_agent.node.agent:agent",
+    "store": "elasticd_agent.cli.store_server:store",
+    "explain": "elasticd_agent.cli.explain:explain",
+    "dump": "elasticd_agent.cli.dump:dump",
+    "doctor": "elasticd_agent.cli.doctor:doctor",
+    "config": "elasticd_agent.cli.config_command:config",
+    "job": "elasticd_agent.node.runners.main:job",  # not in the help: the agent starts its runners with it
+}
 _AGENT_COMMANDS = ("submit", "jobs", "status", "logs", "cancel", "nodes", "cordon", "uncordon", "drain")
+_AGENT_FLAGS = {"--agent", "--token-file", "--ca", "--node"}
+_LOCAL_FLAGS = {"--list", "--event-log", "--pid", "--job", "--out", "-h", "--help"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 succeeded, 1 the job failed, 2 usage, 128+n stopped by signal n."""
-    standard_files.ensure()
+    _open_std_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # help and file names must print in any locale
     command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
-    if command == "run":
-        return _run(rest)
-    if command == "explain":
-        return _explain(rest)
-    if command == "dump":
-        return _dump(rest)
-    if command == "doctor":
-        return _doctor(rest)
-    if command == "agent":
-        return _agent(rest)
-    if command == "store":
-        return _store(rest)
-    if command == "job":
-        return _job(rest)
-    if command == "config":
-        return _config(rest)
-    if command in _AGENT_COMMANDS:
-        return _agent_command(command, rest)
     if command in ("-h", "--help"):
         print(_HELP, end="")
         return 0
@@ -71,117 +67,82 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"elasticd {version()}")
         return 0
+    try:
+        if command == "run":
+            return _run(rest)
+        if command in _AGENT_COMMANDS or (command in ("dump", "explain") and refers_to_job(command, rest, os.environ)):
+            from elasticd_agent.cli.job_commands import run_command
+
+            return run_command(command, rest)
+        if command in _COMMANDS:
+            return _load(_COMMANDS[command])(rest)
+    except UsageError as error:
+        return _usage_error(f"elasticd {command}", str(error))
     wrong = f"unknown command {command!r}" if command else "a command is missing"
-    return _usage_error(
-        "elasticd", f"{wrong}; there are {', '.join((*_COMMANDS, *_AGENT_COMMANDS))}, as in: elasticd run train.py"
-    )
+    known = ", ".join((*(name for name in _COMMANDS if name != "job"), *_AGENT_COMMANDS))
+    return _usage_error("elasticd", f"{wrong}; there are {known}, as in: elasticd run train.py")
+
+
+def _load(entry: str) -> Callable[[Sequence[str]], int]:
+    module, _, function = entry.partition(":")
+    found: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+    return found
 
 
 def _run(argv: Sequence[str]) -> int:
-    from elasticd_agent.config import run_options as arguments
+    from elasticd_agent.config import run_options
     from elasticd_agent.job import preflight
 
     try:
-        spec, policy, settings = arguments.parse_run(argv, os.environ, _here())
-        preflight.check(spec, settings, os.environ)
-        from elasticd_agent.job.run import run_job
-
-        return run_job(spec, policy, settings)
-    except UsageError as error:
-        return _usage_error("elasticd run", str(error))
-
-
-def _explain(argv: Sequence[str]) -> int:
-    from elasticd_agent.cli.dispatch import refers_to_job
-
-    if refers_to_job("explain", argv, os.environ):
-        return _agent_command("explain", argv)
-    from elasticd_agent.cli.explain import explain
-
-    try:
-        return explain(argv)
-    except UsageError as error:
-        return _usage_error("elasticd explain", str(error))
-
-
-def _dump(argv: Sequence[str]) -> int:
-    from elasticd_agent.cli.dispatch import refers_to_job
-
-    if refers_to_job("dump", argv, os.environ):
-        return _agent_command("dump", argv)
-    from elasticd_agent.cli.dump import dump
-
-    try:
-        return dump(argv)
-    except UsageError as error:
-        return _usage_error("elasticd dump", str(error))
-
-
-def _agent(argv: Sequence[str]) -> int:
-    from elasticd_agent.node.agent import agent
-
-    try:
-        return agent(argv)
-    except UsageError as error:
-        return _usage_error("elasticd agent", str(error))
-
-
-def _store(argv: Sequence[str]) -> int:
-    from elasticd_agent.cli.store_server import store
-
-    try:
-        return store(argv)
-    except UsageError as error:
-        return _usage_error("elasticd store", str(error))
-
-
-def _job(argv: Sequence[str]) -> int:
-    """Not in the help: the daemon's runners are started so."""
-    from elasticd_agent.node.runners.main import job
-
-    try:
-        return job(argv)
-    except UsageError as error:
-        return _usage_error("elasticd job", str(error))
-
-
-def _doctor(argv: Sequence[str]) -> int:
-    from elasticd_agent.cli.doctor import doctor
-
-    try:
-        return doctor(argv)
-    except UsageError as error:
-        return _usage_error("elasticd doctor", str(error))
-
-
-def _config(argv: Sequence[str]) -> int:
-    from elasticd_agent.cli.config_command import config
-
-    try:
-        return config(argv)
-    except UsageError as error:
-        return _usage_error("elasticd config", str(error))
-
-
-def _agent_command(name: str, argv: Sequence[str]) -> int:
-    from elasticd_agent.cli.job_commands import run_command
-
-    try:
-        return run_command(name, argv)
-    except UsageError as error:
-        return _usage_error(f"elasticd {name}", str(error))
-
-
-def _here() -> Path:
-    try:
-        return Path.cwd()
+        here = Path.cwd()
     except FileNotFoundError:
-        raise UsageError("the current directory does not exist any more; change to one that does") from None
+        raise UsageError("the current directory does not exist; change to one that does") from None
+    spec, policy, settings = run_options.parse_run(argv, os.environ, here)
+    preflight.check(spec, settings, os.environ)
+    from elasticd_agent.job.run import run_job
+
+    return run_job(spec, policy, settings)
 
 
-def _usage_error(who: str, message: str) -> int:
-    # One line whatever was typed: a newline in a file name must not break it up.
-    print(f"{who}: error: {message}".replace("\n", "\\n").replace("\r", "\\r"), file=sys.stderr)
+def refers_to_job(command: str, argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether `dump` or `explain` is about a job of an agent. `dump JOB` is; `explain WORD` is if there is an agent,
+    unless the word has a slash or exists here.
+    """
+    flags = {word.partition("=")[0] for word in argv if word.startswith("-")}
+    if flags & _AGENT_FLAGS:
+        return True
+    if flags & _LOCAL_FLAGS:
+        return False
+    words = [word for before, word in zip(["", *argv], argv, strict=False) if before != "--round" and word[:1] != "-"]
+    if len(words) != 1:
+        return False
+    if command == "dump":
+        return True
+    if "/" in words[0] or os.path.lexists(words[0]):
+        return False
+    return bool(environ.get(AGENT_VARIABLE)) or os.path.exists(DEFAULT_SOCKET)
+
+
+def _open_std_streams() -> None:
+    """Open /dev/null for closed standard streams (`2>&-`, some init systems), before any other file gets their numbers:
+    a lock or a connection as descriptor 2 would be written to by error messages.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != fd:  # an earlier number was free
+                os.dup2(opened, fd)
+                os.close(opened)
+            os.set_inheritable(fd, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False))  # noqa: SIM115 for good
+
+
+def _usage_error(prefix: str, message: str) -> int:
+    # One line for any argument: a newline in a file name must not break it up.
+    print(f"{prefix}: error: {message}".replace("\n", "\\n").replace("\r", "\\r"), file=sys.stderr)
     return 2
 
 
