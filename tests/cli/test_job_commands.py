@@ -1,4 +1,4 @@
-"""`elasticd submit`, `jobs`, `status`, `logs` and the others, as a person types them, against daemons that run jobs."""
+"""`elasticd submit`, `jobs`, `status`, `logs` and the others on the command line, against agents that run jobs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_job_from_submit_to_cancel(node: MakeNode) -> None:
     page = ask("status", "llama")
     assert page.startswith("llama: running\n")
     facts = {line.split()[0] for line in page.partition("\n\n")[0].splitlines()[1:]}
-    assert {"why", "nodes", "round", "step", "checkpoint", "goodput", "restarts"} <= facts
+    assert {"reason", "nodes", "round", "step", "checkpoint", "goodput", "restarts"} <= facts
     (row,) = table(ask("nodes"))
     assert (row["NODE"], row["STATE"], row["USED"], row["JOBS"]) == ("n1", "ready", "2/2", "llama")
     assert "this is what 2 ranks did" in ask("dump", "llama")
@@ -275,24 +275,28 @@ def test_invalid_job_file_is_named_in_one_line(served: Served, tmp_path: Path) -
     assert done.stderr.startswith(f"elasticd submit: error: {path}: command")
 
 
-# --- without a daemon -------------------------------------------------------------------------------------------------
+# --- without an agent -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [
-        (["jobs"], 1, "no daemon answers at {dir}/none.sock: No such file or directory; is `elasticd agent` running"),
+        (["jobs"], 1, "no agent answers at {dir}/none.sock: No such file or directory; is `elasticd agent` running"),
         (["cancel"], 2, "error: the following arguments are required: JOB"),
         (["logs", "j", "--rank", "x"], 2, "error: argument --rank: invalid int value: 'x'"),
         (["submit", "{dir}/no.toml"], 2, "error: {dir}/no.toml: cannot be read: No such file or directory"),
         (["jobs", "--agent", "ftp://x"], 2, "error: --agent ftp://x: give unix:/run/elasticd/agent.sock"),
         (["jobs", "--agent", "http://x/y"], 2, "error: --agent http://x/y: give"),
         (["jobs", "--agent", "unix:x"], 2, "error: --agent unix:x: give an absolute path"),
-        (["jobs", "--agent", "http://127.0.0.1:1"], 1, "no daemon answers at http://127.0.0.1:1: Connection refused"),
+        (["jobs", "--agent", "http://127.0.0.1:1"], 1, "no agent answers at http://127.0.0.1:1: Connection refused"),
         (["jobs", "--agent", "http://h", "--token-file", "{dir}/no"], 2, "error: --token-file: '{dir}/no' cannot be"),
-        (["jobs", "--agent", "https://h", "--ca", "{dir}/no"], 2, "error: --ca {dir}/no: no certificate"),
-        (["dump", "j"], 1, "no daemon answers at"),
-        (["explain", "j", "--node", "n"], 1, "no daemon answers at"),
+        (
+            ["jobs", "--agent", "https://h", "--ca", "{dir}/no"],
+            2,
+            "error: --ca {dir}/no: not a readable CA certificate",
+        ),
+        (["dump", "j"], 1, "no agent answers at"),
+        (["explain", "j", "--node", "n"], 1, "no agent answers at"),
         (["explain", "./j"], 2, "error: j does not exist"),
     ],
 )
@@ -304,7 +308,7 @@ def test_errors_are_one_line_and_an_exit_code(argv: list[str], code: int, said: 
     assert done.stderr.count("\n") == 1
 
 
-def test_a_directory_is_explained_though_there_is_a_daemon(tmp_path: Path) -> None:
+def test_existing_directory_is_explained_locally(tmp_path: Path) -> None:
     evidence = REPOSITORY / "tests" / "cli" / "explain"
     done = subprocess.run(
         command("explain", "stopped"), cwd=evidence, env=environ(f"unix:{tmp_path}/none.sock"), capture_output=True,

@@ -1,4 +1,4 @@
-"""`elasticd logs`: what is written while it reads, rounds that follow one another, daemons that are away a while."""
+"""`elasticd logs`: output written while it reads, several rounds, and agents that are unreachable for a while."""
 
 from __future__ import annotations
 
@@ -212,10 +212,10 @@ def test_outage_while_following_is_logged_once_and_bounded(
     waits = reading.waits
     until(lambda: reading.waits > waits + 1, 10)
     assert len(reading.said) == 1
-    assert "trying again" in reading.said[0]
+    assert "retrying" in reading.said[0]
     one.store.away = True
     assert reading.wait()
-    assert "given up after" in reading.error
+    assert "gave up after" in reading.error
 
 
 def test_json_lines_name_rank_and_node(one: Served, capsys: pytest.CaptureFixture[str]) -> None:

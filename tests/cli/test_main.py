@@ -122,6 +122,4 @@ def test_missing_current_directory_is_one_line(tmp_path: Path) -> None:
         [sys.executable, "-c", leave], capture_output=True, text=True, timeout=60, cwd=gone, check=False
     )
     assert run.returncode == 2
-    assert run.stderr == (
-        "elasticd run: error: the current directory does not exist; change to one that does\n"
-    )
+    assert run.stderr == ("elasticd run: error: the current directory does not exist; change to one that does\n")

@@ -67,7 +67,7 @@ def test_watch_in_a_pipe_survives_an_agent_restart(node: MakeNode) -> None:
         page.until("one: running")
         page.until("RANK  NODE")
         n1.kill()
-        page.until("ago: no daemon answers at")
+        page.until("ago: no agent answers at")
         n1.start()
         page.until("\none: running")
         done = subprocess.run(

@@ -19,7 +19,7 @@ from elasticd_agent.store.c10d.store import C10dStore
 from tests.faults.job import REPOSITORY, Job, until
 from tests.faults.nodes import StartJob
 
-HOSTED = "jobs can meet at port"
+HOSTED = "nodes can meet at port"
 
 
 class Hosted:
@@ -86,7 +86,7 @@ def test_second_server_at_the_port(hosted: Hosted) -> None:
     assert done.returncode == 2
     assert f"cannot host the c10d store at port {hosted.port}" in done.stderr
     assert hosted.end() == 0
-    assert "it ends, as SIGTERM asks" in hosted.told
+    assert "ends on SIGTERM" in hosted.told
 
 
 @pytest.mark.system

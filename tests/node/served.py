@@ -1,4 +1,4 @@
-"""A daemon's desk with its server, over a store in memory, with runners that a test plays: no process is started."""
+"""An agent's API with its server, over a store in memory, with runners played by the test: no process is started."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The commands that ask a daemon: submit, jobs, status, logs, cancel, nodes, cordon, uncordon, drain, dump, explain.
-
-It exists so that whoever operates nodes needs no HTTP: each verb is one question or two, and its answer a page, or JSON
-as the daemon gave it. Exit codes: 0 done, 1 the daemon says no or does not answer, 2 usage. It decides nothing.
+"""The commands that use an agent's HTTP API: submit, jobs, status, logs, cancel, nodes, cordon, uncordon, drain, dump,
+explain. Exit codes: 0 done, 1 the agent refuses or does not answer, 2 usage.
 """
 
 from __future__ import annotations
@@ -22,10 +20,12 @@ from elasticd.errors import UsageError, WireError
 from elasticd_agent.cli import tables
 from elasticd_agent.cli.main import AGENT_VARIABLE
 from elasticd_agent.model.exit_codes import INTERRUPTED
+from elasticd_agent.model.phrases import is_are
 from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable, open_client
 from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
 
-TOKEN_FILE, CA = "ELASTICD_TOKEN_FILE", "ELASTICD_CA"
+TOKEN_FILE = "ELASTICD_TOKEN_FILE"
+CA = "ELASTICD_CA"
 EVIDENCE_TIMEOUT_S = 75.0
 DRAIN_TIMEOUT_S = 3600.0
 POLL_S = 0.5
@@ -35,24 +35,24 @@ _SUBMIT_TRIES = 3
 
 
 class _RequestFailed(Exception):
-    """The daemon said no; the text is its sentence."""
+    """The agent refused; the text is its sentence."""
 
 
 def run_command(name: str, argv: Sequence[str]) -> int:
     """Returns the exit code; raises UsageError."""
-    asked = _parser(name).parse_args(argv)
+    options = _parser(name).parse_args(argv)
     client = open_client(
-        asked.agent or os.environ.get(AGENT_VARIABLE),
-        asked.token_file or _path(os.environ.get(TOKEN_FILE)),
-        asked.ca or _path(os.environ.get(CA)),
+        options.agent or os.environ.get(AGENT_VARIABLE),
+        options.token_file or _path(os.environ.get(TOKEN_FILE)),
+        options.ca or _path(os.environ.get(CA)),
     )
     try:
-        return _COMMANDS[name](client, asked)
+        return _COMMANDS[name](client, options)
     except (_RequestFailed, Unreachable) as error:
         print(f"elasticd {name}: {tables.visible(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Whoever read has stopped, as head does. What is buffered would be complained about when python ends.
+        # The reader has stopped, as head does. Python would report the buffered rest when it ends.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -60,21 +60,18 @@ def run_command(name: str, argv: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-# ---- one function for each
-
-
-def _submit(client: AgentClient, asked: argparse.Namespace) -> int:
-    path: Path = asked.file
+def _submit(client: AgentClient, options: argparse.Namespace) -> int:
+    path: Path = options.file
     data = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1) if str(path) == "-" else _content(path)
     if not data.strip():
         raise UsageError(f"{path} is empty; `elasticd config example --job` prints a job file to start from")
     if len(data) > _MAX_FILE_BYTES:
-        raise UsageError(f"{path} has more than {_MAX_FILE_BYTES} bytes; a job file is a page")
+        raise UsageError(f"{path} has more than {_MAX_FILE_BYTES} bytes, the limit of a job file")
     from elasticd_agent.config.documents import format_of
 
-    kind = _CONTENT_TYPES[asked.kind or format_of(path.name)]
-    # The same word at every try: a job that was handed in although the answer got lost is found again, not run twice.
-    query = {"id": asked.id, "token": secrets.token_hex(16)}
+    kind = _CONTENT_TYPES[options.kind or format_of(path.name)]
+    # The same token at every try: a job that was submitted although the answer got lost is found, not run twice.
+    query = {"id": options.id, "token": secrets.token_hex(16)}
     reply = client.post("/v1/jobs", data, kind, query=query)
     for _ in range(_SUBMIT_TRIES - 1):
         if reply.code == 503:
@@ -82,80 +79,88 @@ def _submit(client: AgentClient, asked: argparse.Namespace) -> int:
             reply = client.post("/v1/jobs", data, kind, query=query)
     if reply.code == 400:
         raise UsageError(reply.why.replace("the job: ", f"{path}: ", 1))
-    return _show(asked, _document(reply), lambda made: f"{made['job']}\n")
+    return _show(options, _document(reply), lambda made: f"{made['job']}\n")
 
 
-def _jobs(client: AgentClient, asked: argparse.Namespace) -> int:
+def _jobs(client: AgentClient, options: argparse.Namespace) -> int:
     found = _document(client.get("/v1/jobs"))
     _print_problems(found)
-    return _show(asked, found, lambda it: tables.jobs([JobSummary.from_dict(row) for row in it["jobs"]]))
+    return _show(options, found, lambda it: tables.jobs([JobSummary.from_dict(row) for row in it["jobs"]]))
 
 
-def _status(client: AgentClient, asked: argparse.Namespace) -> int:
-    if asked.watch:
+def _status(client: AgentClient, options: argparse.Namespace) -> int:
+    if options.watch:
         from elasticd_agent.cli.status_watch import WatchFailed, watch
 
         try:
-            return watch(client, asked.job, asked.every, as_json=asked.json)
+            return watch(client, options.job, options.every, as_json=options.json)
         except WatchFailed as error:
             raise _RequestFailed(str(error)) from None
-    if asked.job is None:
+    if options.job is None:
         both = {**_document(client.get("/v1/jobs")), "nodes": _document(client.get("/v1/nodes"))["nodes"]}
         _print_problems(both)
-        return _show(asked, both, tables.overview)
-    return _show(asked, _document(client.get(_job(asked.job))), lambda it: tables.status(JobStatus.from_dict(it)))
+        return _show(options, both, tables.overview)
+    found = _document(client.get(_job(options.job)))
+    return _show(options, found, lambda it: tables.status(JobStatus.from_dict(it)))
 
 
-def _logs(client: AgentClient, asked: argparse.Namespace) -> int:
+def _logs(client: AgentClient, options: argparse.Namespace) -> int:
     from elasticd_agent.cli.log_follower import LogFollower, LogQuery, LogUnavailable
 
-    streams = ("stdout", "stderr") if asked.stream == "both" else (asked.stream,)
-    wanted = LogQuery(
-        asked.job, asked.rank, streams, asked.node, asked.round, asked.tail, follow=asked.follow, as_json=asked.json
+    streams = ("stdout", "stderr") if options.stream == "both" else (options.stream,)
+    query = LogQuery(
+        options.job,
+        options.rank,
+        streams,
+        options.node,
+        options.round,
+        options.tail,
+        follow=options.follow,
+        as_json=options.json,
     )
-    say = lambda sentence: print(f"elasticd logs: {tables.visible(sentence)}", file=sys.stderr)  # noqa: E731
+    log = lambda sentence: print(f"elasticd logs: {tables.visible(sentence)}", file=sys.stderr)  # noqa: E731
     try:
-        LogFollower(client, wanted, sys.stdout.buffer, sys.stderr.buffer, say).run()
+        LogFollower(client, query, sys.stdout.buffer, sys.stderr.buffer, log).run()
     except LogUnavailable as error:
         raise _RequestFailed(str(error)) from None
     return 0
 
 
-def _cancel(client: AgentClient, asked: argparse.Namespace) -> int:
-    found = _document(client.post(f"{_job(asked.job)}/cancel"))
-    return _show(asked, found, tables.cancelled)
+def _cancel(client: AgentClient, options: argparse.Namespace) -> int:
+    return _show(options, _document(client.post(f"{_job(options.job)}/cancel")), tables.cancelled)
 
 
-def _nodes(client: AgentClient, asked: argparse.Namespace) -> int:
+def _nodes(client: AgentClient, options: argparse.Namespace) -> int:
     found = _document(client.get("/v1/nodes"))
     _print_problems(found)
-    return _show(asked, found, lambda it: tables.nodes([NodeSummary.from_dict(row) for row in it["nodes"]]))
+    return _show(options, found, lambda it: tables.nodes([NodeSummary.from_dict(row) for row in it["nodes"]]))
 
 
-def _cordon(client: AgentClient, asked: argparse.Namespace, what: str = "cordon") -> int:
-    body = json.dumps({"reason": asked.reason or ""}).encode()
-    row = _document(client.post(f"/v1/nodes/{quote(asked.name, safe='')}/{what}", body))
-    if getattr(asked, "wait", False):
-        row = _wait_until_drained(client, asked.name, asked.timeout)
-    return _show(asked, row, lambda it: tables.nodes([NodeSummary.from_dict(it)]))
+def _cordon(client: AgentClient, options: argparse.Namespace, what: str = "cordon") -> int:
+    body = json.dumps({"reason": options.reason or ""}).encode()
+    row = _document(client.post(f"/v1/nodes/{quote(options.name, safe='')}/{what}", body))
+    if getattr(options, "wait", False):
+        row = _wait_until_drained(client, options.name, options.timeout)
+    return _show(options, row, lambda it: tables.nodes([NodeSummary.from_dict(it)]))
 
 
-def _drain(client: AgentClient, asked: argparse.Namespace) -> int:
-    return _cordon(client, asked, "drain")
+def _drain(client: AgentClient, options: argparse.Namespace) -> int:
+    return _cordon(client, options, "drain")
 
 
-def _uncordon(client: AgentClient, asked: argparse.Namespace) -> int:
-    found = _document(client.post(f"/v1/nodes/{quote(asked.name, safe='')}/uncordon"))
-    return _show(asked, found, lambda it: f"{it['node']} takes work again\n")
+def _uncordon(client: AgentClient, options: argparse.Namespace) -> int:
+    found = _document(client.post(f"/v1/nodes/{quote(options.name, safe='')}/uncordon"))
+    return _show(options, found, lambda it: f"{it['node']} takes work again\n")
 
 
-def _dump(client: AgentClient, asked: argparse.Namespace) -> int:
-    return _evidence(asked, _document(client.post(f"{_job(asked.job)}/dump", within_s=EVIDENCE_TIMEOUT_S)))
+def _dump(client: AgentClient, options: argparse.Namespace) -> int:
+    reply = client.post(f"{_job(options.job)}/dump", within_s=EVIDENCE_TIMEOUT_S)
+    return _evidence(options, _document(reply))
 
 
-def _explain(client: AgentClient, asked: argparse.Namespace) -> int:
-    query = {"round": asked.round}
-    return _evidence(asked, _document(client.get(f"{_job(asked.job)}/explain", query, EVIDENCE_TIMEOUT_S)))
+def _explain(client: AgentClient, options: argparse.Namespace) -> int:
+    reply = client.get(f"{_job(options.job)}/explain", {"round": options.round}, EVIDENCE_TIMEOUT_S)
+    return _evidence(options, _document(reply))
 
 
 _COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
@@ -172,31 +177,27 @@ _COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
     "explain": _explain,
 }
 AGENT_COMMANDS = tuple(name for name in _COMMANDS if name not in ("dump", "explain"))
-"""Those that ask a daemon whatever they are given."""
+"""Those that always use an agent."""
 
 
-# ---- asking and showing
+# ---- requests and output
 
 
 def _document(reply: Reply) -> dict[str, Any]:
     if reply.code == 400:
         raise UsageError(reply.why)
     if reply.code == 401 and "a token is needed" in reply.why:
-        raise _RequestFailed(
-            "a token is needed: --token-file FILE names a file with that of the daemon's http.token_file"
-        )
+        raise _RequestFailed("a token is needed: --token-file FILE, with the token in the agent's http.token_file")
     if not 200 <= reply.code < 300:
         raise _RequestFailed(reply.why)
     return reply.document()
 
 
-def _show(asked: argparse.Namespace, found: dict[str, Any], page: Callable[[dict[str, Any]], str]) -> int:
+def _show(options: argparse.Namespace, found: dict[str, Any], page: Callable[[dict[str, Any]], str]) -> int:
     try:
-        text = json.dumps(found, indent=2, ensure_ascii=False) + "\n" if asked.json else page(found)
+        text = json.dumps(found, indent=2, ensure_ascii=False) + "\n" if options.json else page(found)
     except (WireError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _RequestFailed(
-            f"the daemon answered something that makes no sense ({error!r}); is it another version?"
-        ) from None
+        raise _RequestFailed(f"the answer of the agent makes no sense ({error!r}); is it another version?") from None
     print(text, end="", flush=True)
     return 0
 
@@ -206,42 +207,42 @@ def _print_problems(found: dict[str, Any]) -> None:
         print(f"elasticd: {tables.visible(str(sentence))}", file=sys.stderr)
 
 
-def _evidence(asked: argparse.Namespace, found: dict[str, Any]) -> int:
-    """What nodes say of their evidence: those that judged first; a node without any is a line on stderr."""
-    rows = [row for row in found.get("nodes", []) if asked.node in (None, row.get("node"))]
-    told = [row for row in rows if isinstance(row.get("page"), str)]
-    told.sort(key=lambda row: row.get("document", {}).get("verdict") is None)
+def _evidence(options: argparse.Namespace, found: dict[str, Any]) -> int:
+    """The explanations of the nodes, those with a verdict first; a node without evidence is a line on stderr."""
+    rows = [row for row in found.get("nodes", []) if options.node in (None, row.get("node"))]
+    explained = [row for row in rows if isinstance(row.get("page"), str)]
+    explained.sort(key=lambda row: row.get("document", {}).get("verdict") is None)
     for row in rows:
-        if row not in told:
-            why = tables.visible(str(row.get("error", "it says nothing")))
+        if row not in explained:
+            why = tables.visible(str(row.get("error", "no reason given")))
             print(f"elasticd: {tables.visible(str(row.get('node')))}: {why}", file=sys.stderr)
-    if asked.json:
+    if options.json:
         plain = [{key: value for key, value in row.items() if key != "page"} for row in rows]
         print(json.dumps({**found, "nodes": plain}, indent=2, ensure_ascii=False), flush=True)
     else:
-        pages = [(f"NODE {row['node']}\n\n" if len(told) > 1 else "") + row["page"] for row in told]
+        pages = [(f"NODE {row['node']}\n\n" if len(explained) > 1 else "") + row["page"] for row in explained]
         print("\n\n".join(pages), end="", flush=True)
-    if not told and not rows:
-        print("elasticd: no node has anything of this job", file=sys.stderr)
-    return 0 if told else 1
+    if not explained and not rows:
+        print("elasticd: no node has data of this job", file=sys.stderr)
+    return 0 if explained else 1
 
 
 def _wait_until_drained(client: AgentClient, node: str, within_s: float) -> dict[str, Any]:
-    """Wait until nothing runs on the node any more. Raises _Refused when that takes too long."""
+    """Wait until nothing runs on the node. Raises _RequestFailed after the timeout."""
     until = time.monotonic() + within_s
     while True:
         try:
             rows = {row["node"]: row for row in _document(client.get("/v1/nodes"))["nodes"]}
             why = ""
-        except (Unreachable, _RequestFailed) as error:  # a daemon that is restarted meanwhile is no reason to give up
+        except (Unreachable, _RequestFailed) as error:  # the agent may be restarting
             rows, why = {}, str(error)
         row = rows.get(node)
         if row is not None and not row["jobs"]:
             return dict(row)
         if not why:
-            why = "it is no node any more"
+            why = "it is not registered"
             if row is not None:
-                why = f"{', '.join(row['jobs'])} {'is' if len(row['jobs']) == 1 else 'are'} still there"
+                why = f"{', '.join(row['jobs'])} {is_are(row['jobs'])} still there"
         if time.monotonic() >= until:
             raise _RequestFailed(f"{node} is being drained, but {why} after {within_s:g} s")
         time.sleep(POLL_S)
@@ -281,75 +282,68 @@ class _Parser(argparse.ArgumentParser):
 
 
 _DESCRIPTIONS = {
-    "submit": "Hands a job in and prints its id. FILE is TOML, YAML or JSON, by its name; - is standard input.",
-    "jobs": "Lists the jobs: those that wait or run in the order in which they were handed in, then those that ended.",
-    "status": "Says what one job does and why: its nodes, step, steps/s, last checkpoint, goodput, ranks and rounds.",
-    "logs": "Prints what a rank has written, wherever it runs: of its newest round, or of the one that is named.",
-    "cancel": "Ends a job: its workers are asked to stop, and killed when they do not.",
-    "nodes": "Lists the nodes, what runs on them, and why one takes no work.",
-    "cordon": "Gives a node no new work. What runs there goes on.",
+    "submit": "Submits a job and prints its id. FILE is TOML, YAML or JSON, by its name; - is standard input.",
+    "jobs": "Lists the jobs: the unfinished ones in the order of their submission, then the ended ones.",
+    "status": "Shows what one job does and why: its nodes, step, steps/s, last checkpoint, goodput, ranks and rounds.",
+    "logs": "Prints the output of a rank, wherever it runs: of its newest round, or of --round.",
+    "cancel": "Ends a job: its workers get SIGTERM, and SIGKILL if they do not stop.",
+    "nodes": "Lists the nodes, what runs on them, and why a node takes no work.",
+    "cordon": "Gives a node no new work. Its running jobs continue.",
     "uncordon": "Gives a node work again.",
-    "drain": "Takes a node's jobs away, after a checkpoint, and gives it no new ones: before maintenance.",
-    "dump": "Takes stacks, /proc facts and last log lines of every rank of a daemon's job, without disturbing it, and "
-    "explains them. Without a JOB, it looks for an `elasticd run` on this machine: see elasticd dump --help.",
-    "explain": "Says who made a daemon's job hang and why, from the evidence on its nodes. A word with a slash, or "
-    "that exists here, is a directory instead: see elasticd explain --help.",
+    "drain": "Moves a node's jobs away, after a checkpoint, and gives it no new ones: before maintenance.",
+    "dump": "Takes stacks, /proc facts and last log lines of every rank of an agent's job, without disturbing it, and "
+    "explains them. Without a JOB, it takes those of an `elasticd run` on this machine: see elasticd dump --help.",
+    "explain": "Names the root cause of a job's hang, from the evidence on its nodes. A word with a slash, or one that "
+    "exists here, is a directory instead: see elasticd explain --help.",
 }
-_ENVIRONMENT = (
+_EPILOG = (
     f"--agent, --token-file and --ca may be in {AGENT_VARIABLE}, {TOKEN_FILE} and {CA}. "
-    "Exit codes: 0 done, 1 the daemon says no or does not answer, 2 usage. More: docs/cli.md."
+    "Exit codes: 0 done, 1 the agent refuses or does not answer, 2 usage. More: docs/cli.md."
 )
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"elasticd {name}", description=_DESCRIPTIONS[name], epilog=_ENVIRONMENT, allow_abbrev=False)
+    parser = _Parser(prog=f"elasticd {name}", description=_DESCRIPTIONS[name], epilog=_EPILOG, allow_abbrev=False)
     if name == "submit":
         parser.add_argument("file", type=Path, metavar="FILE", help="the job file")
-        parser.add_argument("--id", metavar="JOB", help="the job's id; otherwise the file's, or job-NUMBER")
-        parser.add_argument(
-            "--kind", choices=tuple(_CONTENT_TYPES), help="what FILE is, where its name does not say so"
-        )
+        parser.add_argument("--id", metavar="JOB", help="the job's id; default: the file's, or job-NUMBER")
+        parser.add_argument("--kind", choices=tuple(_CONTENT_TYPES), help="the format of FILE, without a suffix")
     if name == "status":
         parser.add_argument("job", metavar="JOB", nargs="?", help="its id; without one, all jobs and nodes")
-        parser.add_argument("--watch", action="store_true", help="again and again, until the job has ended or Ctrl-C")
-        parser.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="with --watch: how often (2 s)")
+        parser.add_argument("--watch", action="store_true", help="repeat until the job has ended or Ctrl-C")
+        parser.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="with --watch: the interval (2 s)")
     if name in ("logs", "cancel", "dump", "explain"):
         parser.add_argument("job", metavar="JOB", help="its id, as elasticd jobs lists it")
     if name in ("cordon", "uncordon", "drain"):
         parser.add_argument("name", metavar="NODE", help="its name, as elasticd nodes lists it")
     if name in ("cordon", "drain"):
-        parser.add_argument("--reason", metavar="TEXT", help="why: others see it in elasticd nodes")
+        parser.add_argument("--reason", metavar="TEXT", help="the reason that elasticd nodes shows")
     if name == "drain":
-        parser.add_argument("--wait", action="store_true", help="until nothing runs there any more")
-        parser.add_argument(
-            "--timeout", type=float, default=DRAIN_TIMEOUT_S, metavar="S", help="for at most that long (3600 s)"
-        )
+        parser.add_argument("--wait", action="store_true", help="return once nothing runs there")
+        parser.add_argument("--timeout", type=float, default=DRAIN_TIMEOUT_S, metavar="S", help="of --wait (3600 s)")
     if name == "logs":
         _add_log_options(parser)
     if name in ("dump", "explain"):
-        parser.add_argument("--node", metavar="NODE", help="only what this node has")
+        parser.add_argument("--node", metavar="NODE", help="only this node's evidence")
     if name == "explain":
-        parser.add_argument("--round", type=int, metavar="N", help="this round's; otherwise the newest that hung")
-    parser.add_argument("--json", action="store_true", help="JSON, as the daemon answers, instead of a page")
-    parser.add_argument(
-        "--agent", metavar="URL", help="the daemon to ask: unix:PATH, http://HOST:PORT or https://HOST:PORT"
-    )
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="holds the token that daemon asks for over TCP")
-    parser.add_argument("--ca", type=Path, metavar="FILE", help="the authority that signed its certificate, PEM")
+        parser.add_argument("--round", type=int, metavar="N", help="this round; default: the newest that hung")
+    parser.add_argument("--json", action="store_true", help="print the agent's JSON instead of a page")
+    parser.add_argument("--agent", metavar="URL", help="the agent: unix:PATH, http://HOST:PORT or https://HOST:PORT")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the file with the token, needed over TCP")
+    parser.add_argument("--ca", type=Path, metavar="FILE", help="the authority of the agent's certificate, PEM")
     return parser
 
 
 def _add_log_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on, through all rounds, until the job has ended"
-    )
-    parser.add_argument("--rank", type=int, default=0, metavar="K", help="whose: a global rank (0)")
-    parser.add_argument("--node", metavar="NODE", help="as this node has it; otherwise wherever the rank is")
-    parser.add_argument("--round", type=int, metavar="N", help="of this round; otherwise of the newest")
-    parser.add_argument("--tail", type=int, metavar="LINES", help="begin with the last so many lines")
-    parser.add_argument(
+    add = parser.add_argument
+    add("-f", "--follow", action="store_true", help="continue through all rounds until the job has ended")
+    add("--rank", type=int, default=0, metavar="K", help="the global rank (0)")
+    add("--node", metavar="NODE", help="read this node's file; default: wherever the rank is")
+    add("--round", type=int, metavar="N", help="of this round; default: the newest")
+    add("--tail", type=int, metavar="LINES", help="begin with the last LINES lines")
+    add(
         "--stream",
         choices=("both", "stdout", "stderr", "elasticd"),
         default="both",
-        help="both (the rank's stdout on stdout, its stderr on stderr); elasticd: what elasticd said on the node",
+        help="both (the rank's stdout on stdout, its stderr on stderr); elasticd: elasticd's own log on the node",
     )

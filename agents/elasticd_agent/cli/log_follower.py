@@ -1,8 +1,6 @@
-"""`elasticd logs`: a rank's output, read in pieces from wherever it is, through all of the job's rounds.
+"""`elasticd logs`: a rank's output, read in pieces from wherever it is, through all rounds of the job.
 
-It exists so that one loop knows how pieces become a stream: what has been read, when a round is over and the next one
-begins, and when nothing more will come. Whether the daemon answers at this moment is not the job's fault: with -f it is
-asked again for a while. It decides nothing and keeps nothing on any disk.
+With --follow an outage of the agent is waited out for a while.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable
 
 POLL_S = 0.5
 RETRY_S = 120.0
-"""For so long -f waits for a daemon that is being restarted or upgraded, or for its store."""
+"""How long -f waits for an agent that is being restarted or upgraded, or for its store."""
 _MAX_LINE_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 20
 
 
 class LogUnavailable(Exception):
-    """There is no such log, or nobody can tell; the text is the daemon's sentence."""
+    """There is no such log, or its node does not answer; the text is the agent's sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class LogQuery:
 
 @dataclass(slots=True)
 class _Stream:
-    """Where reading is in one of a rank's streams."""
+    """The read position in one of a rank's streams."""
 
     name: str
     out: BinaryIO
@@ -55,26 +53,30 @@ class _Stream:
 
 
 class LogFollower:
-    """`say` tells the person what is being waited for. `sleep` and `clock` are time's."""
+    """`log` gets a sentence whenever the follower waits. `sleep` and `clock` are time's."""
 
     def __init__(
         self,
         client: AgentClient,
-        wanted: LogQuery,
+        query: LogQuery,
         out: BinaryIO,
         err: BinaryIO,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client, self._query, self._say, self._sleep, self._clock = client, wanted, say, sleep, clock
-        self._streams = [_Stream(name, err if name == "stderr" else out) for name in wanted.streams]
-        self._round, self._node = wanted.round, wanted.node
+        self._client = client
+        self._query = query
+        self._log = log
+        self._sleep = sleep
+        self._clock = clock
+        self._streams = [_Stream(name, err if name == "stderr" else out) for name in query.streams]
+        self._round, self._node = query.round, query.node
         self._newest = 0
         self._last_error = ""
 
     def run(self) -> None:
-        """Until everything is shown, or, with follow, until nothing more will come. Raises Gone, Unreachable."""
+        """Until everything is printed, or, with follow, until the log is final. Raises LogUnavailable, Unreachable."""
         if self._query.follow:
             self._await_start()
         while True:
@@ -86,7 +88,7 @@ class LogFollower:
                 raise LogUnavailable(self._last_error)
             if not self._query.follow:
                 break
-            # Only if it was there before we looked: then nothing is added to this one any more.
+            # Only if it existed before the last read: then nothing is added to this round any more.
             if self._next_round(newest):
                 continue
             if self._is_over():
@@ -96,7 +98,7 @@ class LogFollower:
             self._put(stream, b"", last=True)
 
     def _await_start(self) -> None:
-        """Raises Gone for a job that does not exist."""
+        """Raises LogUnavailable for a job that does not exist."""
         waiting = ""
         while True:
             job = self._retry(lambda: self._client.get(_path(self._query.job)))
@@ -107,11 +109,11 @@ class LogFollower:
                 return
             if found.get("reason") != waiting:
                 waiting = str(found.get("reason"))
-                self._say(f"{found.get('state')}: {waiting}")
+                self._log(f"{found.get('state')}: {waiting}")
             self._sleep(2 * POLL_S)
 
     def _read_piece(self, stream: _Stream) -> bool:
-        """Show what there is more of this stream; True if there was something."""
+        """Print what was added to this stream; True if there was something."""
         if stream.stop_at is not None and stream.offset >= stream.stop_at:
             return False
         tail = self._query.tail is not None and not stream.started
@@ -125,7 +127,7 @@ class LogFollower:
         reply = self._retry(lambda: self._client.get(_path(self._query.job) + "/logs", query))
         if reply.code == 404:
             self._last_error, stream.ended = reply.why, True
-            if stream.started:  # of this round there is nothing of it
+            if stream.started:  # it has nothing in this round
                 stream.is_final = self._has_ended()
             return False
         if reply.code != 200:
@@ -137,7 +139,7 @@ class LogFollower:
             self._node = unquote(reply.headers.get("elasticd-node", "")) or self._node
         data, first = reply.body, not stream.started
         if first and not self._query.follow:
-            stream.stop_at = _number(reply, "size")  # what is added faster than we read is not waited for
+            stream.stop_at = _number(reply, "size")  # lines that are added meanwhile are not awaited
         stream.started = True
         stream.offset = _number(reply, "next")
         stream.ended = stream.offset >= _number(reply, "size")
@@ -149,7 +151,7 @@ class LogFollower:
         return bool(reply.body)
 
     def _next_round(self, newest: int) -> bool:
-        """Go on with the next round once this one has no more to say; True if there is one."""
+        """Continue with the next round once this one is read; True if there is one."""
         if self._query.round is not None or self._round is None or newest <= self._round:
             return False
         self._round += 1
@@ -160,7 +162,7 @@ class LogFollower:
         return True
 
     def _is_over(self) -> bool:
-        """Nothing will be added any more, as each log has said with its end, or, where there is none, the job."""
+        """Nothing will be added: every log is final, or, without any log, the job has ended."""
         begun = [stream for stream in self._streams if stream.started]
         if begun:
             return all(stream.ended and stream.is_final for stream in begun)
@@ -172,8 +174,8 @@ class LogFollower:
         return job.code != 200 or (found.get("ended_at") is not None and not found.get("leaving"))
 
     def _retry(self, ask: Callable[[], Reply]) -> Reply:
-        """The answer; with follow an outage is waited out. Raises Unreachable."""
-        until, said = self._clock() + RETRY_S, False
+        """The reply; with follow an outage is waited out. Raises Unreachable."""
+        until, logged = self._clock() + RETRY_S, False
         while True:
             try:
                 reply = ask()
@@ -185,10 +187,10 @@ class LogFollower:
                     raise
                 why = str(error)
             if self._clock() >= until:
-                raise Unreachable(f"{why}; given up after {RETRY_S:.0f} s")
-            if not said:
-                self._say(f"{why}; trying again for {RETRY_S:.0f} s")
-                said = True
+                raise Unreachable(f"{why}; gave up after {RETRY_S:.0f} s")
+            if not logged:
+                self._log(f"{why}; retrying for {RETRY_S:.0f} s")
+                logged = True
             self._sleep(POLL_S)
 
     def _put(self, stream: _Stream, data: bytes, *, last: bool = False) -> None:
@@ -201,7 +203,7 @@ class LogFollower:
         if stream.partial_line and (last or len(stream.partial_line) > _MAX_LINE_BYTES):
             lines, stream.partial_line = [*lines, stream.partial_line], b""
         for line in lines:
-            said: dict[str, Any] = {
+            row: dict[str, Any] = {
                 "job": self._query.job,
                 "node": self._node,
                 "round": self._round,
@@ -209,7 +211,7 @@ class LogFollower:
                 "stream": stream.name,
                 "line": line.decode("utf-8", "replace"),
             }
-            sys.stdout.write(json.dumps(said, ensure_ascii=False) + "\n")
+            sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
         if lines:
             sys.stdout.flush()
 

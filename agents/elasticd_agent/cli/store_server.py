@@ -1,8 +1,7 @@
-"""`elasticd store`: hosts the c10d store of jobs whose nodes come and go, where none of them is.
+"""`elasticd store`: hosts the c10d store of jobs without an etcd, on a machine that is none of their nodes.
 
-It exists for clusters without an etcd: a small server with a name that stays, beside the nodes, instead of on one of
-them. Any node may plan then, and any may die. What is in it is gone when it ends: the nodes train on meanwhile, and
-write down again which round they run once it is back. It is no node, decides nothing, and knows no job.
+Any node may then be the leader, and any may fail. The store's data is lost when it ends: the nodes continue to train,
+and write their round again once it is back.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from elasticd_agent.config.rendezvous_options import DEFAULT_PORTS
 from elasticd_agent.store.c10d.store import C10dStore
 
 START_TIMEOUT_S = 120.0
-"""torch from a cold image; longer, and whoever started this had better start it again."""
+"""torch from a cold image; after a longer wait a restart is better."""
 CHECK_S = 5.0
 UNAVAILABLE_S = 60.0
-"""The store is mended by itself; where that does not help for so long, ending does."""
+"""The store restarts its server itself; after so long without success this process ends."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def store(argv: Sequence[str]) -> int:
-    """Serve until a signal asks for the end: 0. 1: it could not go on. Raises UsageError."""
+    """Serve until a signal: 0. 1: the store failed. Raises UsageError."""
     port = _parser().parse_args(argv).port
-    # Waited for, not handled; blocked before there is a thread that could get one.
+    # Awaited, not handled; blocked before any thread could receive one.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     made = C10dStore(
         "127.0.0.1", port, serve=True, standalone=True, timeout_s=CHECK_S, start_timeout_s=START_TIMEOUT_S, log=_say
@@ -45,9 +44,8 @@ def store(argv: Sequence[str]) -> int:
 
 def _serve(made: C10dStore) -> int:
     made.read("ready")
-    _say(
-        f"jobs can meet at port {made.port}: --rdzv-backend c10d --rdzv-endpoint HOST:{made.port} --rdzv-conf is_host=0"
-    )
+    options = f"--rdzv-backend c10d --rdzv-endpoint HOST:{made.port} --rdzv-conf is_host=0"
+    _say(f"nodes can meet at port {made.port}: {options}")
     answered = time.monotonic()
     while (got := signal.sigtimedwait(_STOP_SIGNALS, CHECK_S)) is None:
         try:
@@ -55,9 +53,9 @@ def _serve(made: C10dStore) -> int:
             answered = time.monotonic()
         except StoreUnavailable as error:
             if time.monotonic() - answered >= UNAVAILABLE_S:
-                _say(f"it ends, as there has been no answer for {UNAVAILABLE_S:g} s: {error}")
+                _say(f"ends after no answer for {UNAVAILABLE_S:g} s: {error}")
                 return 1
-    _say(f"it ends, as {signal.Signals(got.si_signo).name} asks")
+    _say(f"ends on {signal.Signals(got.si_signo).name}")
     return 0
 
 
@@ -73,19 +71,17 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="elasticd store",
-        description="Hosts a c10d store on all addresses of this machine, for jobs whose nodes come and go. It has no "
-        "password: whoever reaches the port can stop the jobs (docs/security.md). Exit codes: 0 it was asked to end, "
-        "1 it could not go on, 2 usage.",
+        description="Hosts a c10d store on all addresses of this machine, for jobs without an etcd. It has no "
+        "password: every client that reaches the port can stop the jobs (docs/security.md). Exit codes: 0 ended "
+        "by a signal, 1 the store failed, 2 usage.",
         allow_abbrev=False,
     )
     port = DEFAULT_PORTS["c10d"]
-    parser.add_argument(
-        "--port", type=_port, default=port, metavar="PORT", help=f"where to listen; {port} if not given"
-    )
+    parser.add_argument("--port", type=_port, default=port, metavar="PORT", help=f"where to listen ({port})")
     return parser
 
 
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) <= 65535):
-        raise argparse.ArgumentTypeError(f"{text!r} is no port nodes can meet at; ports go from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; ports go from 1 to 65535")
     return int(text)

@@ -1,4 +1,4 @@
-"""The daemon's client by itself: what it makes of Python's own HTTP, which is not the same in every release."""
+"""The client over Python's HTTP library, whose behaviour differs between releases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon's HTTP server: who is let in, what is too much, and that nobody at the other end can do it any harm."""
+"""The agent's HTTP server: authentication, limits, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -371,10 +371,10 @@ def test_tls_certificate_is_renewed_without_restart(serve: Serve, tmp_path: Path
     assert shown() not in (None, before)
     with pytest.raises(Unreachable, match=r"cannot be trusted.*--ca"):
         AgentClient(None, *one.address, TOKEN, ssl.create_default_context()).get("/v1/jobs")
-    with pytest.raises(Unreachable, match=r"does not speak HTTP as a daemon does: .*; perhaps it speaks https://"):
+    with pytest.raises(Unreachable, match=r"does not answer as an agent: .*; it may use https://"):
         one.tcp().get("/v1/jobs")
     trusted = ssl.create_default_context(cafile=str(authority.ca))
-    with pytest.raises(Unreachable, match=r"cannot be trusted: IP address mismatch.*; ask at one of the names or addr"):
+    with pytest.raises(Unreachable, match=r"cannot be trusted: IP address mismatch.*; use one of the names or addr"):
         AgentClient(None, *one.address, TOKEN, trusted, tls_name="127.0.0.9").get("/v1/jobs")
     with one.connected() as sock:
         sock.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
@@ -405,7 +405,7 @@ def test_failed_accept_keeps_the_port_open(serve: Serve, caplog: pytest.LogCaptu
     with one.connected() as sock:
         assert ended(sock)
     assert one.tcp().get("/v1/jobs").code == 200
-    assert "could not take a connection" in caplog.text
+    assert "could not accept a connection" in caplog.text
 
 
 # --- what cannot be had -----------------------------------------------------------------------------------------------

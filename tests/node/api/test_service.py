@@ -1,4 +1,4 @@
-"""What may be asked of a daemon, through its routes: jobs, nodes, logs, and what is said of what is not there."""
+"""The API through its routes: jobs, nodes, logs, and the errors."""
 
 from __future__ import annotations
 
@@ -444,7 +444,7 @@ def test_other_nodes_are_read_with_the_same_token(serve: Serve) -> None:
     assert {row["node"] for row in rows} == {"n1", "n2"}
     n2.token_file.write_text("n2 has another one, and refuses")
     reply = desk.get("/v1/jobs/llama/logs", {"node": "n2"})
-    assert (reply.code, "does not let this one in" in reply.why) == (504, True)
+    assert (reply.code, "denies access" in reply.why) == (504, True)
     assert n1.token is not None and n1.token not in reply.why
 
 
@@ -473,7 +473,7 @@ def test_ranks_of_all_nodes_are_merged(serve: Serve) -> None:
     assert (brief["rounds"], brief["step_samples"], [rank["rank"] for rank in brief["ranks"]]) == ([], [], [0])
     n2.server.close()
     silent = n1.unix().get("/v1/jobs/llama").document()["progress"]["unreachable"]
-    assert "no daemon answers at" in silent["n2"]
+    assert "no agent answers at" in silent["n2"]
 
 
 def test_rounds_of_previous_nodes_belong_to_the_history(serve: Serve) -> None:
@@ -509,15 +509,15 @@ def test_peer_certificates_for_one_tls_name(serve: Serve, tmp_path: Path) -> Non
 def test_nodes_beyond_the_limit_are_reported_as_not_asked() -> None:
     said = Peers(lambda: None).request_all({f"n{i}": "" for i in range(300)}, "GET", "/v1/local/jobs/llama")
     assert len(said) == 300
-    assert said["n255"] == "its daemon has no address that others reach"
-    assert said["n256"] == said["n299"] == "not asked: 256 nodes are at once"
+    assert said["n255"] == "its agent has no address for other nodes"
+    assert said["n256"] == said["n299"] == "not asked: at most 256 nodes are"
 
 
 def test_unreachable_node_is_named_and_the_others_shown(serve: Serve) -> None:
     n1, n2 = two(serve)
     n2.server.close()
     reply = n1.unix().get("/v1/jobs/llama/logs", {"round": 2})
-    assert (reply.code, "some nodes do not answer: n2: no daemon answers at" in reply.why) == (504, True)
+    assert (reply.code, "some nodes do not answer: n2: no agent answers at" in reply.why) == (504, True)
     assert n1.unix().get("/v1/jobs/llama/logs", {"round": 1}).body == b"on n1\n"
     row = n1.unix().get("/v1/jobs/llama").document()
     assert (row["state"], row["progress"]["step"]) == ("running", None)

@@ -53,7 +53,7 @@ def test_error_is_cached_and_expires() -> None:
 
 
 def test_cache_is_bounded() -> None:
-    fresh: ResponseCache[int] = ResponseCache(1e9, most=3)
+    fresh: ResponseCache[int] = ResponseCache(1e9, max_entries=3)
     for number in range(100):
         assert fresh.get(number, functools.partial(int, number)) == number
     assert len(fresh._entries) == 3

@@ -1,7 +1,7 @@
-"""The daemon's TLS certificate, loaded again when it has been renewed on disk.
+"""The agent's TLS certificate, reloaded when it has been renewed on disk.
 
-It exists because a daemon outlives its certificates. What cannot be loaded is said once, and the one before goes on
-being shown: half of a renewal must not close the port.
+A renewed certificate that cannot be loaded is logged once, and the old one stays in use: half of a renewal must not
+close the port.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ _log = logging.getLogger("elasticd.http")
 
 
 class Certificates:
-    """Thread-safe. Raises UsageError at the start when the files make no certificate."""
+    """Thread-safe. The constructor raises UsageError for invalid files."""
 
     def __init__(self, cert: Path, key: Path) -> None:
-        self._cert, self._key = cert, key
+        self._cert = cert
+        self._key = key
         self._lock = threading.Lock()
         self._stamp = self._file_stamps()
         self._context = self._load()
 
     def context(self) -> ssl.SSLContext:
-        """The newest that could be loaded."""
+        """The newest valid one."""
         with self._lock:
             stamp = self._file_stamps()
             if stamp != self._stamp:
@@ -35,11 +36,11 @@ class Certificates:
                 try:
                     self._context = self._load()
                 except UsageError as error:
-                    _log.warning("%s; the certificate from before goes on being shown", error)
+                    _log.warning("%s; the old certificate stays in use", error)
             return self._context
 
     def _file_stamps(self) -> tuple[object, ...]:
-        """Whatever changes when one of the files does; a file that is away for a moment has not changed."""
+        """Changes whenever one of the files does."""
         found: list[object] = []
         for path in (self._cert, self._key):
             try:
@@ -54,7 +55,7 @@ class Certificates:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            # A key under a passphrase would ask on the terminal, and wait: an empty one is tried instead.
+            # An encrypted key would prompt on the terminal: the empty password makes it fail instead.
             context.load_cert_chain(self._cert, self._key, password="")
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             why = (isinstance(error, OSError) and error.strerror) or str(error)

@@ -1,8 +1,7 @@
-"""Asks a daemon: over its unix socket on this node, or over TCP with a token, with or without TLS.
+"""The client of an agent's HTTP API: over its unix socket on this node, or over TCP with a token, with or without TLS.
 
-It exists so that the command line and other daemons ask in one way: whole answers, bounded in size and time, and one
-sentence for whatever goes wrong. It never follows a redirect, uses no proxy and keeps no connection. A token is in no
-message and no repr.
+Answers are whole and bounded in size and time; every failure is one sentence. It follows no redirect, uses no proxy and
+keeps no connection. The token is in no message and no repr.
 """
 
 from __future__ import annotations
@@ -36,39 +35,39 @@ DEFAULT_SOCKET = "/run/elasticd/agent.sock"
 
 
 class Unreachable(ElasticdError):
-    """No daemon answered, or not in time, or not sensibly. The text says which, and where it was asked for."""
+    """No valid answer in time. The text says why, and from where."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer, whatever its code."""
+    """An answer with any status."""
 
     code: int
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
-        """The JSON object that it is. Raises Unreachable if it is none."""
+        """Its JSON object. Raises Unreachable for anything else."""
         try:
             found = json.loads(self.body)
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise Unreachable(f"what answers there is no elasticd daemon: {self.body[:60]!r}")
+            raise Unreachable(f"the answer is not from an elasticd agent: {self.body[:60]!r}")
         return found
 
     @property
     def why(self) -> str:
-        """The sentence of an answer that is a refusal."""
+        """The sentence of an error."""
         try:
             return str(self.document().get("error", f"HTTP {self.code}"))
         except Unreachable:
-            return f"HTTP {self.code}, and no sentence that says why: it may be no elasticd daemon"
+            return f"HTTP {self.code} without a reason: it may not be an elasticd agent"
 
 
 @dataclass(frozen=True, slots=True)
 class AgentClient:
-    """One daemon, at a unix socket or at host:port. `tls_name`: whom its certificate is for, if not for `host`."""
+    """One agent, at a unix socket or at host:port."""
 
     socket: Path | None
     host: str = ""
@@ -76,6 +75,7 @@ class AgentClient:
     token: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
     tls_name: str | None = None
+    """The name in its certificate, if it is not `host`."""
 
     def __str__(self) -> str:
         if self.socket is not None:
@@ -103,8 +103,8 @@ class AgentClient:
         within_s: float = 30.0,
     ) -> Reply:
         """Raises Unreachable. `query` values that are None are left out."""
-        asked = {name: str(value) for name, value in (query or {}).items() if value is not None}
-        target = path + (f"?{urlencode(asked, quote_via=quote)}" if asked else "")
+        given = {name: str(value) for name, value in (query or {}).items() if value is not None}
+        target = path + (f"?{urlencode(given, quote_via=quote)}" if given else "")
         headers = {"Connection": "close"}
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
@@ -115,41 +115,42 @@ class AgentClient:
         try:
             with contextlib.closing(connection):
                 connection.connect()
-                with contextlib.suppress(BrokenPipeError):  # it answered before it had read all: what it says counts
+                with contextlib.suppress(BrokenPipeError):  # it answered before it had read everything
                     connection.request(method, target, body=body or None, headers=headers)
-                sock = connection.sock  # which http.client lets go of once it has the head
+                sock = connection.sock  # http.client drops it once it has the head
                 answer = connection.getresponse()
                 with contextlib.closing(answer):
                     data = _read_body(sock, answer, until)
                 return Reply(answer.status, data, {name.lower(): value for name, value in answer.getheaders()})
         except TimeoutError:
-            raise Unreachable(f"the daemon at {self} did not answer within {within_s:.0f} s") from None
+            raise Unreachable(f"the agent at {self} did not answer within {within_s:.0f} s") from None
         except ssl.SSLCertVerificationError as error:
             advice = "--ca FILE names the authority that signed it"
             if error.verify_code in _NAME_MISMATCH_CODES:
-                advice = "ask at one of the names or addresses that it is for"
+                advice = "use one of the names or addresses in it"
             why = error.verify_message.rstrip(".")
             raise Unreachable(f"{self}: its certificate cannot be trusted: {why}; {advice}") from None
         except ssl.SSLError as error:
-            raise Unreachable(f"{self}: no TLS: {error.reason or error}; perhaps it speaks http://") from None
+            raise Unreachable(f"{self}: no TLS: {error.reason or error}; it may use http://") from None
         except (http.client.HTTPException, ValueError) as error:
-            tls = "" if self.tls is not None or self.socket is not None else "; perhaps it speaks https://"
-            raise Unreachable(f"{self} does not speak HTTP as a daemon does: {type(error).__name__}{tls}") from None
+            tls = "" if self.tls is not None or self.socket is not None else "; it may use https://"
+            raise Unreachable(f"{self} does not answer as an agent: {type(error).__name__}{tls}") from None
         except OSError as error:
-            raise Unreachable(f"no daemon answers at {self}: {error.strerror or error}{self._advice(error)}") from None
+            raise Unreachable(f"no agent answers at {self}: {error.strerror or error}{self._advice(error)}") from None
 
     def _advice(self, error: OSError) -> str:
         if self.socket is None:
             return ""
         if isinstance(error, PermissionError):
-            return "; root and the users and groups in http.users and http.groups of agent.toml may ask"
-        return "; is `elasticd agent` running on this node? Another one is named with --agent or ELASTICD_AGENT"
+            return "; access is for root and http.users and http.groups of agent.toml"
+        return "; is `elasticd agent` running on this node? --agent or ELASTICD_AGENT names another one"
 
 
 class _Connection(http.client.HTTPConnection):
     def __init__(self, client: AgentClient, within_s: float) -> None:
         super().__init__(client.host or "elasticd", client.port or None, timeout=within_s)
-        self._client, self._within_s = client, within_s
+        self._client = client
+        self._within_s = within_s
 
     def connect(self) -> None:
         client = self._client
@@ -182,14 +183,14 @@ def _read_body(sock: socket.socket, answer: http.client.HTTPResponse, until: flo
         parts.append(part)
         size += len(part)
         if size > MAX_RESPONSE_BYTES:
-            raise Unreachable(f"an answer of more than {MAX_RESPONSE_BYTES >> 20} MiB: that is no daemon's")
-    if answer.length:  # read1 says nothing of an answer that ends too early
-        raise Unreachable("the answer was cut short")
+            raise Unreachable(f"the answer exceeds {MAX_RESPONSE_BYTES >> 20} MiB")
+    if answer.length:  # read1 does not report an answer that ends early
+        raise Unreachable("the answer was truncated")
     return b"".join(parts)
 
 
 def open_client(where: str | None, token_file: Path | None, ca: Path | None) -> AgentClient:
-    """The daemon at `where`; without it, this node's. Raises UsageError."""
+    """The agent at `where`; default: this node's. Raises UsageError."""
     if not where:
         return AgentClient(Path(DEFAULT_SOCKET))
     if where.startswith(("unix:", "/")):
@@ -210,9 +211,9 @@ def open_client(where: str | None, token_file: Path | None, ca: Path | None) -> 
 
 
 def client_context(ca: Path | None) -> ssl.SSLContext:
-    """Trusts `ca`, or whom the system trusts. Raises UsageError."""
+    """Trusts `ca`, or the system's authorities. Raises UsageError."""
     try:
         return tls_context(ca)
     except (OSError, ValueError) as error:
         why = (isinstance(error, OSError) and error.strerror) or str(error)
-        raise UsageError(f"--ca {ca}: no certificate of an authority can be read: {why}") from None
+        raise UsageError(f"--ca {ca}: not a readable CA certificate: {why}") from None

@@ -1,8 +1,7 @@
-"""Asks other nodes' daemons, with the token and the TLS that this one has.
+"""Requests to other nodes' agents, with this agent's token and TLS settings.
 
-It exists because what a rank wrote lies on its node only. What is asked for is never passed on a second time: others
-are asked for what they have themselves (/v1/here/…). Every question has a deadline, and one silent node costs nobody
-else's answer.
+Requests go to /v1/local/…, so that no agent forwards them again. Each has a deadline, and one silent node does not
+delay the answers of the others.
 """
 
 from __future__ import annotations
@@ -24,21 +23,19 @@ MAX_NODES = 256
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """`token` is read whenever one is asked, so that a new one counts at once. `tls`: others show certificates; for
-    `tls_name`, or for their addresses.
-    """
-
     token: Callable[[], str | None]
+    """Called for each request, so that a new token counts at once."""
     tls: bool = False
     ca: Path | None = None
     tls_name: str | None = None
+    """The name in the others' certificates, if not their addresses."""
 
     def request(
         self, address: str, method: str, path: str, query: Mapping[str, object] | None = None, within_s: float = 5.0
     ) -> Reply:
-        """Raises Unreachable, which covers a daemon that does not let us in."""
+        """Raises Unreachable, also if the agent denies access."""
         if not address:
-            raise Unreachable("its daemon has no address that others reach")
+            raise Unreachable("its agent has no address for other nodes")
         try:
             host, port = parse_endpoint(address)
             context = client_context(self.ca) if self.tls else None
@@ -47,7 +44,7 @@ class Peers:
         client = AgentClient(None, host, port, self.token(), context, self.tls_name)
         reply = client.request(method, path, query, within_s=within_s)
         if reply.code in (401, 403):
-            raise Unreachable(f"the daemon at {client} does not let this one in: {reply.why}")
+            raise Unreachable(f"the agent at {client} denies access: {reply.why}")
         return reply
 
     def request_all(
@@ -59,10 +56,7 @@ class Peers:
         within_s: float = 5.0,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[str, dict[str, Any] | str]:
-        """By node: the object it answered with, or the sentence why there is none. Done within `within_s`.
-
-        `meanwhile` is done at the same time, on the caller's thread.
-        """
+        """By node: its answer, or why there is none; within `within_s`. `meanwhile` runs on the caller's thread."""
         answers: dict[str, dict[str, Any] | str] = {}
         left = list(addresses.items())[:MAX_NODES]
         until = time.monotonic() + within_s
@@ -71,7 +65,7 @@ class Peers:
             while left and (rest := until - time.monotonic()) > 0:
                 try:
                     node, address = left.pop()
-                except IndexError:  # another thread had the last one
+                except IndexError:  # another thread took the last one
                     return
                 try:
                     reply = self.request(address, method, path, query, rest)
@@ -88,6 +82,7 @@ class Peers:
         meanwhile()
         for thread in threads:
             thread.join(max(0.0, until + 0.5 - time.monotonic()))
-        silent, most = f"it did not answer within {within_s:.0f} s", f"not asked: {MAX_NODES} nodes are at once"
+        late = f"it did not answer within {within_s:.0f} s"
+        beyond = f"not asked: at most {MAX_NODES} nodes are"
         asked = list(addresses)[:MAX_NODES]
-        return {node: answers.get(node, silent) if node in asked else most for node in addresses}
+        return {node: answers.get(node, late) if node in asked else beyond for node in addresses}

@@ -1,1 +1,1 @@
-"""The page that an agent serves to people: its node's jobs, the nodes, and any job whole. It only reads."""
+"""The HTML pages, in front of the API's routes (entry point: routes.py), on the connections' threads. Read-only."""

@@ -1,4 +1,4 @@
-"""Numbers, spans and moments as a person reads them at a glance. Pure but for the host's time zone."""
+"""Rates and times for people, in the host's time zone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def clock(at: float, *, day: bool = False) -> str:
 
 
 def timestamp(at: float, now: float) -> Html:
-    """Today only the time of day; the whole of it when pointed at."""
+    """Today only the time of day, with the date in the tooltip."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(at))
     today = time.localtime(at)[:3] == time.localtime(now)[:3]
     return tag("time", clock(at, day=not today), datetime=whole, title=clock(at, day=True))

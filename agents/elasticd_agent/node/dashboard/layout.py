@@ -1,7 +1,7 @@
-"""What all pages have in common: head, header, footer, and the headers they are sent with.
+"""The frame of all pages: head, header, footer, and the HTTP headers with the Content-Security-Policy.
 
-It exists so that no page can forget its Content-Security-Policy: nothing is loaded but our own style, script and icon,
-nothing is sent anywhere else, nobody frames it. A page is whole without its script: that only asks for it again.
+The policy allows only the agent's own style, script and icon, and no frames. A page is complete without its script,
+which only refreshes it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from elasticd_agent.system.http_server import HttpResponse
 
 HTML_TYPE = "text/html; charset=utf-8"
 REFRESH_S = 2.0
-"""How often a page's script asks for it again."""
+"""The script's interval."""
 RELOAD_S = 10
-"""How often a page without its script is loaded again."""
+"""The reload interval without the script."""
 ASSETS = {
     "style.css": "text/css; charset=utf-8",
     "live.js": "text/javascript; charset=utf-8",
@@ -36,7 +36,7 @@ _HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 _POLICY = "default-src 'none'; {}; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 PAGE_POLICY = _POLICY.format("script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'")
 PUBLIC_POLICY = _POLICY.format(f"style-src 'sha256-{_HASH}'; img-src data:")
-"""Of pages for who has not come in: the style is in them, since nothing else is to be had out there."""
+"""For pages without login: the style is inline, since no file is public."""
 
 
 def html_response(code: int, page: Html, policy: str = PAGE_POLICY, *headers: tuple[str, str]) -> HttpResponse:
@@ -53,13 +53,13 @@ def html_response(code: int, page: Html, policy: str = PAGE_POLICY, *headers: tu
 def page(
     title: str, node: str, version: str, *content: Child, now: float, logout: bool, every_s: float | None = REFRESH_S
 ) -> Html:
-    """A page for who has come in. `logout`: with a button for it. `every_s`: None if it stays as it is."""
+    """A page after login. `logout`: with the button. `every_s`: None without refresh."""
     live = every_s is not None
     header = tag(
         "header",
-        tag("a", "Skip to the page", href="#main", class_="skip"),
+        tag("a", "Skip to the content", href="#main", class_="skip"),
         tag("a", _logo(), tag("span", "elasticd"), href="/", class_="brand"),
-        tag("span", "as ", tag("b", node), " sees it", class_="node"),
+        tag("span", "seen by ", tag("b", node), class_="node"),
         tag(
             "span",
             tag("span", class_="dot"),
@@ -70,7 +70,7 @@ def page(
         ),
         tag("form", tag("button", "Log out"), method="post", action="/logout") if logout else None,
     )
-    footer = tag("footer", f"elasticd {version} · times are {words.time_zone()} of node {node} · this page only reads")
+    footer = tag("footer", f"elasticd {version} · times are {words.time_zone()} of node {node} · read-only")
     head = [
         tag("link", rel="stylesheet", href="/page/style.css"),
         tag("link", rel="icon", href="/page/icon.svg", type="image/svg+xml"),
@@ -82,17 +82,17 @@ def page(
 
 
 def public_page(title: str, *content: Child) -> Html:
-    """A page for who has not come in."""
+    """A page before login."""
     head = [tag("style", Html(_STYLE)), tag("link", rel="icon", href="data:,")]
     brand = tag("p", _logo(), tag("span", "elasticd"), class_="brand")
     return _document(title, head, [tag("main", brand, *content, id="main", class_="outside")])
 
 
 def login(why: str, then: str) -> Html:
-    """`why`: what to say first; `then`: the page that was wanted."""
+    """`then`: the target after the login."""
     form = tag(
         "form",
-        # For password managers, which keep nothing without a name.
+        # Password managers need a user name.
         tag("input", name="username", value="elasticd", autocomplete="username", hidden=True),
         tag("label", "Token", for_="token"),
         tag(
@@ -111,7 +111,7 @@ def login(why: str, then: str) -> Html:
         action="/login",
         class_="login",
     )
-    hint = tag("p", "It is the one line in the agent's ", tag("code", "http.token_file"), ".", class_="quiet")
+    hint = tag("p", "The token is the one line in the agent's ", tag("code", "http.token_file"), ".", class_="quiet")
     return public_page("Log in · elasticd", tag("h1", "Log in"), tag("p", why, id="why"), form, hint)
 
 
@@ -131,13 +131,13 @@ def _logo() -> Html:
 
 
 def section(name: str, title: str, *content: Child, more: Child = None) -> Html:
-    """A part of a page that its script replaces by a newer one."""
+    """A part of a page that the script refreshes."""
     heading = tag("div", tag("h2", title, id=f"{name}-title"), more, class_="heading")
     return tag("section", heading, *content, id=name, data_live=True, aria_labelledby=f"{name}-title")
 
 
 def chip(word: str, kind: str) -> Html:
-    """A state: the word says it, the colour only says it again."""
+    """A state: the word counts, the colour repeats it."""
     return tag("span", word, class_=Html(f"chip {text(kind)}"))
 
 

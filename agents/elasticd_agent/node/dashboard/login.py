@@ -1,8 +1,7 @@
-"""What a browser shows instead of the token once somebody has typed that in: a cookie that says until when, signed.
+"""Login to the dashboard: a signed cookie with an expiry time instead of the token, and the rate limit of attempts.
 
-It exists so that the token is never in a browser's store, and that nothing has to be remembered of who came in: any
-agent with the same token knows its cookies, another token ends them all. A pass opens the page, never the API. How
-often somebody may guess is bounded here, too.
+The token never is in the browser's storage, and agents store no sessions: every agent with the same token accepts its
+cookies, and a new token invalidates all. A cookie opens the dashboard, never the API.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Protocol
 
 COOKIE = "elasticd"
 COOKIE_LIFETIME_S = 12 * 3600
-"""A working day; then the token is asked for again."""
+"""A working day."""
 BURST = 5
 ATTEMPT_INTERVAL_S = 10.0
-"""So many wrong guesses at once from one address, and then one every so often."""
+"""Wrong attempts from one address at once, and the interval of further ones."""
 TOTAL_BURST = 100
 TOTAL_ATTEMPT_INTERVAL_S = 0.5
 MAX_ADDRESSES = 1024
@@ -28,17 +27,19 @@ _PURPOSE = b"elasticd page 1\0"
 
 
 class TokenVerifier(Protocol):
-    """door.TokenDoor."""
+    """http_auth.TokenAuth."""
 
     def matches(self, given: str) -> bool: ...
     def signing_key(self) -> bytes | None: ...
 
 
 class LoginCookies:
-    """`clock` is unix seconds: another agent, or this one after its restart, must know what it means."""
+    """`clock` is unix seconds, since other agents and restarts check the cookies, too."""
 
     def __init__(self, token: TokenVerifier, clock: Callable[[], float], *, tls: bool) -> None:
-        self._token, self._clock, self._tls = token, clock, tls
+        self._token = token
+        self._clock = clock
+        self._tls = tls
 
     def issue(self) -> str | None:
         """The Set-Cookie header's value; None without a token."""
@@ -49,19 +50,19 @@ class LoginCookies:
         return self._header(f"{until}.{_signature(key, until)}", COOKIE_LIFETIME_S)
 
     def expire(self) -> str:
-        """The Set-Cookie header's value that takes a pass away."""
+        """The Set-Cookie header's value that deletes the cookie."""
         return self._header("", 0)
 
     def has_valid(self, cookies: str) -> bool:
-        """Whether one of these (a Cookie header's value) is a pass that still counts."""
+        """Whether a Cookie header's value has a valid cookie."""
         key = self._token.signing_key()
         return key is not None and any(self._is_valid(value, key) for value in _cookie_values(cookies))
 
     def _is_valid(self, value: str, key: bytes) -> bool:
-        said, _, signature = value.partition(".")
-        if not (said.isascii() and said.isdigit() and len(said) <= 12 and signature.isascii()):
+        expiry, _, signature = value.partition(".")
+        if not (expiry.isascii() and expiry.isdigit() and len(expiry) <= 12 and signature.isascii()):
             return False
-        until = int(said)
+        until = int(expiry)
         return (
             hmac.compare_digest(signature, _signature(key, until))
             and self._clock() < until <= self._clock() + COOKIE_LIFETIME_S
@@ -73,7 +74,7 @@ class LoginCookies:
 
 
 class LoginRateLimit:
-    """How many more wrong tokens are heard: from an address, and in all. Thread-safe, bounded in size."""
+    """Limits wrong tokens by address and in total. Thread-safe, bounded in size."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` is monotonic seconds."""
@@ -83,25 +84,25 @@ class LoginRateLimit:
         self._total = 0.0
 
     def attempt(self, host: str) -> float:
-        """0: one may be heard from there, and is counted; else for how many seconds none is."""
+        """0: an attempt from there is allowed, and counted; else the seconds until the next one."""
         now, key = self._clock(), _address_key(host)
         with self._lock:
-            # When all of its guesses so far will be forgiven: one number says how many are open.
-            own, in_all = max(now, self._by_address.pop(key, 0.0)), max(now, self._total)
+            # The time when all attempts so far have expired: one number holds how many are left.
+            own, total = max(now, self._by_address.pop(key, 0.0)), max(now, self._total)
             wait = max(
                 0.0,
                 own - (BURST - 1) * ATTEMPT_INTERVAL_S - now,
-                in_all - (TOTAL_BURST - 1) * TOTAL_ATTEMPT_INTERVAL_S - now,
+                total - (TOTAL_BURST - 1) * TOTAL_ATTEMPT_INTERVAL_S - now,
             )
             if not wait:
-                own, self._total = own + ATTEMPT_INTERVAL_S, in_all + TOTAL_ATTEMPT_INTERVAL_S
+                own, self._total = own + ATTEMPT_INTERVAL_S, total + TOTAL_ATTEMPT_INTERVAL_S
             self._by_address[key] = own
             while len(self._by_address) > MAX_ADDRESSES:
                 self._by_address.popitem(last=False)
             return wait
 
     def reset(self, host: str) -> None:
-        """It was the token: what was counted against that address is forgiven."""
+        """The token was right: the address starts anew."""
         with self._lock:
             self._by_address.pop(_address_key(host), None)
 
@@ -116,7 +117,7 @@ def _signature(key: bytes, until: int) -> str:
 
 
 def _address_key(host: str) -> str:
-    """Who has an IPv6 address has 2^64 of them."""
+    """One client has 2^64 IPv6 addresses: the /64 counts."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:

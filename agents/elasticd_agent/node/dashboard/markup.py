@@ -1,8 +1,7 @@
-"""HTML and SVG as values: what is not markup is text, and text is escaped where it is put in, never anywhere else.
+"""HTML and SVG as values: every string that is not `Html` is escaped where it is inserted. Pure.
 
-It exists because job ids, reasons, node names and log lines are other people's words. There is no template and no way
-to put a string in unescaped but to say `Html`, which only this module and constants of ours do. Control characters,
-and those that turn the direction of writing around, are made visible. Pure.
+Job ids, reasons, node names and log lines come from others. Only this module and constants make `Html`. Control
+characters, and those that change the direction of writing, are made visible.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterable
 from typing import Union
 
 Child = Union["Html", str, int, float, None, Iterable["Child"]]
-"""None is nothing; a float is shown as Python does."""
+"""None is nothing; numbers as Python prints them."""
 
 _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 _VOID = frozenset({"br", "hr", "input", "link", "meta"})
@@ -21,13 +20,13 @@ _NAME = re.compile(r"[a-z][a-zA-Z0-9:-]*")
 
 
 class Html(str):
-    """Markup, to be put in as it is."""
+    """Markup that is inserted unescaped."""
 
     __slots__ = ()
 
 
 def text(value: object) -> Html:
-    """Escaped for both content and attributes; what would not be seen is shown as an escape."""
+    """Escaped for content and attributes; invisible characters as escapes."""
     return Html(html.escape(_INVISIBLE.sub(lambda found: repr(found.group())[1:-1], str(value)), quote=True))
 
 
