@@ -186,7 +186,7 @@ def test_dead_mount_costs_one_process_over_many_runs(
     pid = int(reading.why.partition("process ")[2].split()[0])
     for _ in range(3):
         asked = dead.asked
-        assert node.run()[f"disk {dead.path}"].why == f"{reading.why}; still so"
+        assert node.run()[f"disk {dead.path}"].why == f"{reading.why}; it still hangs"
         assert dead.asked == asked
     dead.close()
     until(lambda: procfs.state(pid) in ("", "Z"), "end of the process that hung")
