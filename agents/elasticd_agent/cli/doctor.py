@@ -16,8 +16,8 @@ from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.config.load import load
 from elasticd_agent.node.health.all_reduce import CHECK
 from elasticd_agent.node.health.checks import NodeChecks
+from elasticd_agent.node.health.monitor import check_targets, max_gpus_seen
 from elasticd_agent.node.health.result import CheckResult, skipped
-from elasticd_agent.node.health.setup import check_targets, max_gpus_seen
 
 DEFAULT_CONFIG = Path("/etc/elasticd/agent.toml")
 _HELP = f"""\

@@ -32,9 +32,8 @@ from elasticd_agent.node import state_dir
 from elasticd_agent.node.api.service import JobService
 from elasticd_agent.node.api.setup import open_api
 from elasticd_agent.node.dashboard.routes import dashboard_routes
-from elasticd_agent.node.health.monitor import HealthMonitor, report_change
+from elasticd_agent.node.health.monitor import HealthMonitor, monitor_settings, open_health, report_change
 from elasticd_agent.node.health.policy import HealthVerdict
-from elasticd_agent.node.health.setup import monitor_settings, open_health
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.loop import LoopDependencies, Message, NodeLoop, SignalRequest, Wakeup
 from elasticd_agent.node.metrics import NodeMetrics, merge_pages, scrape_runners

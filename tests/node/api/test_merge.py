@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticd_agent.node.api.merge import MAX_ROUNDS, merge_progress
+from elasticd_agent.node.api.cluster import MAX_ROUNDS, merge_progress
 from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, RankProgress, RoundStatus
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from elasticd_agent.node.dashboard.cache import ResponseCache
+from elasticd_agent.node.dashboard.routes import ResponseCache
 
 
 def test_concurrent_readers_share_one_answer() -> None:

@@ -7,7 +7,7 @@ its result say where to look first; a node that does not answer is named.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
@@ -19,10 +19,9 @@ from elasticd_agent.model.records import Round
 from elasticd_agent.node.api import rank_logs, views
 from elasticd_agent.node.api.client import Reply, Unreachable
 from elasticd_agent.node.api.local import LocalJobs
-from elasticd_agent.node.api.merge import merge_progress
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.rank_logs import FileSlice, LogRequest
-from elasticd_agent.node.api.schema import JobProgress
+from elasticd_agent.node.api.schema import JobProgress, RankProgress, RoundStatus
 from elasticd_agent.node.records import Submission
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.system.bounded_io import DeadlineExceeded
@@ -35,6 +34,7 @@ MAX_HISTORY_NODES = 16
 """Nodes that are asked for the history of a job without a placement."""
 MAX_FULL_HISTORY_NODES = 3
 """Nodes, besides this one and those that the job has left, that are asked for a job's whole history."""
+MAX_ROUNDS = 100
 _NOT_REGISTERED = "its agent is not registered"
 
 
@@ -263,3 +263,30 @@ def _node_of_rank(current: Round | None, request: LogRequest) -> list[str]:
     if current is None or request.round not in (None, current.number) or request.stream == rank_logs.RUNNER_LOG:
         return []
     return [node for rank, node, _, _ in current.assignments() if rank == request.rank]
+
+
+def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) -> JobProgress | None:
+    """One answer from what each node knows: its own ranks, its own log, and a checkpoint only if rank 0 ran there.
+
+    `rows`: the one that counts first, since times of two hosts are never compared. None without any row.
+    """
+    if not rows:
+        return None
+    newest = max(row.round or 0 for row in rows)
+    rounds: dict[int, RoundStatus] = {}
+    ranks: dict[int, RankProgress] = {}
+    for row in reversed(rows):
+        rounds |= {one.round: one for one in row.rounds}
+        if (row.round or 0) == newest:  # in an older round ranks are numbered differently
+            ranks |= {one.rank: one for one in row.ranks}
+    checkpoints = [row.checkpoint for row in rows if row.checkpoint is not None]
+    samples = [row.step_samples for row in rows if row.step_samples]
+    return replace(
+        rows[0],
+        step=max((row.step for row in rows if row.step is not None), default=None),
+        checkpoint=max(checkpoints, key=lambda one: (one.round, one.step), default=None),
+        rounds=tuple(rounds[number] for number in sorted(rounds)[-MAX_ROUNDS:]),
+        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
+        step_samples=min(samples, key=lambda one: one[0], default=()),
+        unreachable=dict(unreachable),
+    )

@@ -6,16 +6,16 @@ import contextlib
 import logging
 import os
 import socket
+import ssl
 import stat
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd.errors import UsageError
-from elasticd_agent.node.api.certificates import Certificates
 from elasticd_agent.system.control_socket import short_path
 from elasticd_agent.system.http_auth import PeerCredentialAuth, TokenAuth
-from elasticd_agent.system.http_listener import HttpListener
 from elasticd_agent.system.http_server import HttpServer, Routes, listen_tcp
 
 MAX_CONNECTIONS = 32
@@ -48,7 +48,7 @@ class ApiServer:
     def __init__(self, options: ListenOptions, routes: Routes, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         """Raises UsageError, naming the key in agent.toml, for a listener that cannot be opened."""
         self.address: tuple[str, int] | None = None
-        self._listeners: list[HttpListener] = []
+        self._listeners: list[HttpServer] = []
         self._socket = options.socket
         self.token_auth = TokenAuth(options.token_file)
         if problem := self.token_auth.problem():
@@ -63,7 +63,7 @@ class ApiServer:
             self.close()
             raise
 
-    def _start(self, listener: HttpListener) -> None:
+    def _start(self, listener: HttpServer) -> None:
         self._listeners.append(listener)
         listener.start()
 
@@ -158,3 +158,56 @@ def _listen_tcp(
         authenticator=authenticator,
         tls_context=tls_context,
     )
+
+
+class Certificates:
+    """The agent's TLS certificate, reloaded when it has been renewed on disk. Thread-safe.
+
+    A renewed certificate that cannot be loaded is logged once, and the old one stays in use: half of a renewal must not
+    close the port.
+    """
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        """Raises UsageError."""
+        self._cert = cert
+        self._key = key
+        self._lock = threading.Lock()
+        self._stamp = self._file_stamps()
+        self._context = self._load()
+
+    def context(self) -> ssl.SSLContext:
+        """The newest valid one."""
+        with self._lock:
+            stamp = self._file_stamps()
+            if stamp != self._stamp:
+                self._stamp = stamp
+                try:
+                    self._context = self._load()
+                except UsageError as error:
+                    _log.warning("%s; the old certificate stays in use", error)
+            return self._context
+
+    def _file_stamps(self) -> tuple[object, ...]:
+        """Changes whenever one of the files does."""
+        found: list[object] = []
+        for path in (self._cert, self._key):
+            try:
+                one = os.stat(path)
+            except OSError:
+                found.append(None)
+            else:
+                found.append((one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns))
+        return tuple(found)
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            # An encrypted key would prompt on the terminal: the empty password makes it fail instead.
+            context.load_cert_chain(self._cert, self._key, password="")
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            why = (isinstance(error, OSError) and error.strerror) or str(error)
+            raise UsageError(
+                f"http.tls_cert {self._cert}, http.tls_key {self._key}: no certificate with its key can be read: {why}"
+            ) from None
+        return context
