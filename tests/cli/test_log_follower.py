@@ -38,10 +38,10 @@ class FollowerThread:
 
     def __init__(self, one: Served, wanted: LogQuery) -> None:
         self.out, self.err = io.BytesIO(), io.BytesIO()
-        self.said: list[str] = []
+        self.answers: list[str] = []
         self.waits, self.error = 0, ""
         self._over = threading.Event()
-        self._follower = LogFollower(one.unix(), wanted, self.out, self.err, self.said.append, sleep=self._slept)
+        self._follower = LogFollower(one.unix(), wanted, self.out, self.err, self.answers.append, sleep=self._slept)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -106,7 +106,7 @@ def test_missing_log_gives_the_agents_sentence(one: Served) -> None:
 def test_follow_through_all_rounds_to_the_end(one: Served, until: Until) -> None:
     reading = FollowerThread(one, replace(ALL, follow=True))
     until(lambda: reading.waits > 2, 10)
-    assert reading.said == ["running: runs"] or reading.said == ["starting: runs"], reading.said
+    assert reading.answers == ["running: runs"] or reading.answers == ["starting: runs"], reading.answers
     one.event("round_published", time.time(), 1, world_size=1, nodes=["n1"])
     one.log(1, 0, "stdout", "one\n")
     until(lambda: reading.out.getvalue() == b"one\n", 10)
@@ -201,19 +201,19 @@ def test_outage_while_following_is_logged_once_and_bounded(
     one.log(1, 0, "stdout", "one\n")
     reading = FollowerThread(one, replace(ALL, follow=True))
     until(lambda: reading.out.getvalue() == b"one\n", 10)
-    one.store.away = True
-    until(lambda: reading.said, 10)
+    one.store.is_down = True
+    until(lambda: reading.answers, 10)
     waits = reading.waits
     until(lambda: reading.waits > waits + 5, 10)
     one.log(1, 0, "stdout", "two\n")
     monkeypatch.setattr(following, "RETRY_S", 0.1)  # of what is asked from now on
-    one.store.away = False
+    one.store.is_down = False
     until(lambda: reading.out.getvalue() == b"one\ntwo\n", 10)
     waits = reading.waits
     until(lambda: reading.waits > waits + 1, 10)
-    assert len(reading.said) == 1
-    assert "retrying" in reading.said[0]
-    one.store.away = True
+    assert len(reading.answers) == 1
+    assert "retrying" in reading.answers[0]
+    one.store.is_down = True
     assert reading.wait()
     assert "gave up after" in reading.error
 

@@ -35,26 +35,26 @@ DEADLINE = 10.0
 
 
 class Outage(MemoryStore):
-    """A store in memory that can be away."""
+    """A store in memory with outages."""
 
-    away = False
+    is_down = False
 
     def read(self, key: str) -> Versioned | None:
-        self._there()
+        self._require_up()
         return super().read(key)
 
     def list(self, prefix: str) -> dict[str, Versioned]:
-        self._there()
+        self._require_up()
         return super().list(prefix)
 
-    def _there(self) -> None:
-        if self.away:
+    def _require_up(self) -> None:
+        if self.is_down:
             raise StoreUnavailable("127.0.0.1:2379 refuses connections")
 
 
 @dataclass(slots=True)
 class Served:
-    """One node's daemon as far as it is asked. `said` are its runners' answers, by what they are asked to do."""
+    """One node's API. `answers`: its runners' answers, by request."""
 
     root: Path
     store: Outage = field(default_factory=Outage)
@@ -62,11 +62,11 @@ class Served:
     token: str | None = TOKEN
     connection_s: float = REQUEST_TIMEOUT_S
     where: dict[str, Any] = field(default_factory=dict)
-    said: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    answers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     front: Callable[[ApiRoutes, TokenAuth, bool], Routes] = lambda api, token, tls: api
     now: Callable[[], float] = time.time
     server: ApiServer = field(init=False)
-    desk: JobService = field(init=False)
+    service: JobService = field(init=False)
 
     def __post_init__(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -78,11 +78,11 @@ class Served:
         tls = "tls_cert" in self.where
         peers = Peers(TokenAuth(token_file).token, tls=tls, ca=self.where.pop("tls_ca", None))
         peers = replace(peers, tls_name=self.where.pop("tls_name", None))
-        self.desk = JobService(self.store, here, peers, clock=self.now)
+        self.service = JobService(self.store, here, peers, clock=self.now)
         well, absent = HealthProbeResult(True, "well"), HealthProbeResult(False, "not in")
         pages = MonitoringPages(lambda: b"up 1.0\n", lambda: {"node": self.node}, lambda: well, lambda: absent)
         where = ListenOptions(self.root / "run" / "agent.sock", port=0, token_file=token_file)
-        routes = self.front(ApiRoutes(self.desk, pages), TokenAuth(token_file), tls)
+        routes = self.front(ApiRoutes(self.service, pages), TokenAuth(token_file), tls)
         self.server = ApiServer(replace(where, **self.where), routes, self.connection_s)
 
     @property
@@ -104,7 +104,7 @@ class Served:
         return socket.create_connection(self.address, DEADLINE)
 
     def announce(self, *running: RunnerStatus, slots: int = 4, **card: Any) -> None:
-        """This node's card is in the store, as its daemon would keep it."""
+        """This node's status is in the store, as its agent would write it."""
         host, port = self.address
         it = NodeStatus(self.node, "i1", slots, f"{host}:{port}", runners=running, elasticd="0.1.0", **card)
         self.store.delete(names.NODES + self.node)
@@ -123,7 +123,7 @@ class Served:
         assert self.store.compare_and_swap(key, None if found is None else found.version, record)
 
     def files(self, job: str = "llama", number: int = 1) -> JobFiles:
-        return self.desk.local.files(job, number)
+        return self.service.local.files(job, number)
 
     def log(self, round: int, rank: int, stream: str, text: str, job: str = "llama", number: int = 1) -> Path:
         path = self.files(job, number).logs / f"round-{round}" / f"rank-{rank}" / f"{stream}.log"
@@ -142,7 +142,7 @@ class Served:
         assert self.server.close(within=DEADLINE)
 
     def _ask(self, files: JobFiles, request: Mapping[str, Any], within_s: float) -> dict[str, Any]:
-        found = self.said.get(str(request["do"]))
+        found = self.answers.get(str(request["do"]))
         if found is None:
             raise ControlSocketError("no runner is there")
         return dict(found)

@@ -1,4 +1,4 @@
-"""Who may call the daemon: the kernel identifies callers on the unix socket, a token those on TCP.
+"""Access to the agent's API: the kernel identifies callers on the unix socket, a token those on TCP.
 
 Access is decided in one place, before more of a request than its head is read. A token is compared in constant time and
 never logged or shown.
@@ -47,7 +47,7 @@ class Authenticator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerCredentialAuth:
-    """Admits root, the daemon's user, and the users and groups in agent.toml, as the kernel identifies them."""
+    """Admits root, the agent's user, and the users and groups in agent.toml, as the kernel identifies them."""
 
     users: frozenset[int] = frozenset()
     groups: frozenset[int] = frozenset()
@@ -71,8 +71,8 @@ class PeerCredentialAuth:
             return "root" if uid == 0 else f"uid {uid}"
         return AccessDenied(
             403,
-            f"user {uid} may not ask this daemon: root, the daemon's own user and those in http.users and http.groups "
-            "of agent.toml may",
+            f"access denied for user {uid}: root, the agent's own user and those in http.users and http.groups "
+            "of agent.toml have access",
         )
 
 
@@ -90,19 +90,19 @@ class TokenAuth:
         if self._file is None:
             return AccessDenied(
                 403,
-                "this daemon has no token, so only /metrics, /healthz and /readyz are answered here; set "
-                "http.token_file in agent.toml, or ask through its unix socket on the node itself",
+                "this agent has no token, so only /metrics, /healthz and /readyz are public here; set "
+                "http.token_file in agent.toml, or use its unix socket on the node itself",
             )
         digest, trouble = self._read(self._file)
         if digest is None:
-            return AccessDenied(403, f"nobody is let in here, since the token cannot be used: {trouble}")
+            return AccessDenied(403, f"access denied, since the token cannot be used: {trouble}")
         if len(authorization) != 1:
             return AccessDenied(
-                401, "a token is needed: Authorization: Bearer TOKEN, as in the daemon's http.token_file"
+                401, "a token is needed: Authorization: Bearer TOKEN, as in the agent's http.token_file"
             )
         scheme, _, given = authorization[0].strip().partition(" ")
         if not self.matches(given) or scheme.lower() != "bearer":
-            return AccessDenied(401, "that is not this daemon's token")
+            return AccessDenied(401, "this is not the agent's token")
         peer = sock.getpeername()
         return f"the token's holder at {peer[0]}" if isinstance(peer, tuple) else "the token's holder"
 
@@ -121,7 +121,7 @@ class TokenAuth:
         return self._read(self._file)[1] if self._file is not None else ""
 
     def token(self) -> str | None:
-        """The token itself, for requests to another daemon; None if there is no usable one."""
+        """The token itself, for requests to another agent; None if there is no usable one."""
         if self._file is None or self._read(self._file)[0] is None:
             return None
         try:
@@ -178,7 +178,7 @@ def _lookup_id(name: str, key: str, known: object) -> int:
         number = known(name)
     except KeyError:
         raise UsageError(
-            f"http.{key}: there is no {name!r} on this machine; give a name it knows, or a number"
+            f"http.{key}: there is no {name!r} on this machine; give an existing name, or a number"
         ) from None
     assert isinstance(number, int)
     return number

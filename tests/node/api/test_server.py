@@ -338,7 +338,7 @@ def test_no_file_descriptor_leaks(serve: Serve, tmp_path: Path, until: Until) ->
 
 def test_defect_of_a_route_is_a_500_without_details(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     one = serve()
-    one.desk.jobs = None  # type: ignore[assignment, method-assign]
+    one.service.jobs = None  # type: ignore[assignment, method-assign]
     reply = one.tcp().get("/v1/jobs")
     assert (reply.code, reply.why) == (500, "internal error; the agent's log says why")
     assert "could not answer GET '/v1/jobs'" in caplog.text

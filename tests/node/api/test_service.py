@@ -67,7 +67,7 @@ def trained(one: Served) -> None:
     one.event("first_step", NOW - 60, 2, step=12)
     one.event("work_recovered", NOW - 50, 2, step=22, seconds=20.0)
     one.event("checkpoint_saved", NOW - 34, 2, step=40)
-    one.said["status"] = {"phase": "running", "round": 2, "world_size": 2, "step": 101, "steps_per_second": 1.5}
+    one.answers["status"] = {"phase": "running", "round": 2, "world_size": 2, "step": 101, "steps_per_second": 1.5}
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -76,10 +76,10 @@ def trained(one: Served) -> None:
 def test_job_from_submission_to_end(serve: Serve) -> None:
     one = serve()
     one.announce()
-    desk = one.unix()
-    assert desk.get("/v1/jobs").document()["jobs"] == []
+    api = one.unix()
+    assert api.get("/v1/jobs").document()["jobs"] == []
     assert one.submit() == 1
-    row = desk.get("/v1/jobs/llama").document()
+    row = api.get("/v1/jobs/llama").document()
     assert (row["state"], row["submitted_by"], row["requested"]) == (
         "pending",
         _me(),
@@ -89,23 +89,23 @@ def test_job_from_submission_to_end(serve: Serve) -> None:
     one.place("llama", 1, reason="n1 is drained; pending: needs 1 node with 1 free slot; n1 is drained")
     assert one.submit("late") == 2
     one.place("late", 2, reason=BEHIND_OTHERS)
-    reasons = {row["job"]: row["reason"] for row in desk.get("/v1/jobs").document()["jobs"]}
+    reasons = {row["job"]: row["reason"] for row in api.get("/v1/jobs").document()["jobs"]}
     assert reasons["llama"] == "n1 is drained; pending: needs 1 node with 1 free slot; n1 is drained"
     assert reasons["late"] == "pending behind llama, which came first and needs 1 node with 1 free slot"
-    assert desk.get("/v1/jobs/late").document()["reason"] == reasons["late"]
-    assert desk.post("/v1/jobs/late/cancel").code == 200
+    assert api.get("/v1/jobs/late").document()["reason"] == reasons["late"]
+    assert api.post("/v1/jobs/late/cancel").code == 200
     one.place("llama", 1, "n1")
-    assert desk.get("/v1/jobs/llama").document()["state"] == "starting"
+    assert api.get("/v1/jobs/llama").document()["state"] == "starting"
     one.announce(running(why="3 of 4 slots"))
-    row = desk.get("/v1/jobs/llama").document()
+    row = api.get("/v1/jobs/llama").document()
     assert row["assignments"] == [{"node": "n1", "slots": [0, 1], "state": "running", "reason": "3 of 4 slots"}]
     assert (row["state"], row["slots"], row["nodes"]) == ("running", 2, ["n1"])
-    again = desk.post("/v1/jobs", JOB, "application/toml", query={"id": "llama"})
+    again = api.post("/v1/jobs", JOB, "application/toml", query={"id": "llama"})
     assert (again.code, "has not ended" in again.why) == (409, True)
-    done = desk.post("/v1/jobs/llama/cancel")
+    done = api.post("/v1/jobs/llama/cancel")
     assert (done.code, done.document()["reason"]) == (200, f"cancelled by {_me()}")
-    assert desk.post("/v1/jobs/llama/cancel").code == 200, "cancelled twice is cancelled"
-    row = desk.get("/v1/jobs/llama").document()
+    assert api.post("/v1/jobs/llama/cancel").code == 200, "cancelled twice is cancelled"
+    row = api.get("/v1/jobs/llama").document()
     assert (row["state"], row["exit_code"], row["ended_seconds"]) == ("cancelled", 143, 0.0)
     assert one.submit() == 3, "an id may be used again"
 
@@ -143,7 +143,7 @@ def test_progress_from_event_log_and_runner(serve: Serve) -> None:
     # 20 s until the fault, and 50 s since what it cost was made good, in 100 s.
     assert progress["goodput"] == 0.7
     assert [one["reason"] for one in progress["rounds"]] == ["first round", "rank 1 was killed"]
-    del one.said["status"]
+    del one.answers["status"]
     progress = one.unix().get("/v1/jobs/llama").document()["progress"]
     assert (progress["step"], progress["steps_per_second"], progress["runner_problem"]) == (
         40,
@@ -187,7 +187,7 @@ def test_limits_apply_to_submitted_jobs(serve: Serve) -> None:
         raise ConfigError("user", "is not one of this node's [limits] users")
 
     one = serve()
-    one.desk._check = check
+    one.service._check = check
     reply = one.unix().post("/v1/jobs", JOB, "application/toml")
     assert (reply.code, reply.why) == (400, "user: is not one of this node's [limits] users")
     assert not one.store.list("/")
@@ -221,21 +221,21 @@ def test_store_outage_is_a_503_and_local_reads_still_work(serve: Serve) -> None:
     one = serve()
     one.submit()
     one.log(1, 0, "stdout", "hello\n")
-    one.store.away = True
-    desk = one.unix()
+    one.store.is_down = True
+    api = one.unix()
     for method, path in [
         ("GET", "/v1/jobs"),
         ("GET", "/v1/nodes"),
         ("GET", "/v1/jobs/llama"),
         ("POST", "/v1/jobs/llama/cancel"),
     ]:
-        reply = desk.request(method, path)
+        reply = api.request(method, path)
         assert (reply.code, "the store does not answer: 127.0.0.1:2379 refuses" in reply.why) == (503, True)
-    assert desk.post("/v1/jobs", JOB, "application/toml").code == 503
-    assert (desk.get("/healthz").code, desk.get("/status").code) == (200, 200)
-    assert desk.get("/v1/local/jobs/llama/logs", {"number": 1}).body == b"hello\n"
-    one.store.away = False
-    assert desk.get("/v1/jobs/llama").code == 200
+    assert api.post("/v1/jobs", JOB, "application/toml").code == 503
+    assert (api.get("/healthz").code, api.get("/status").code) == (200, 200)
+    assert api.get("/v1/local/jobs/llama/logs", {"number": 1}).body == b"hello\n"
+    one.store.is_down = False
+    assert api.get("/v1/jobs/llama").code == 200
 
 
 def test_unreadable_record_is_reported_and_skipped(serve: Serve) -> None:
@@ -254,24 +254,24 @@ def test_cordon_drain_and_uncordon(serve: Serve) -> None:
     one = serve()
     one.announce(running(), gpus=("a", "b"), labels=("rack=7",))
     one.place("llama", one.submit(), "n1")
-    desk = one.unix()
+    api = one.unix()
 
     def shown() -> dict[str, Any]:
-        (row,) = desk.get("/v1/nodes").document()["nodes"]
+        (row,) = api.get("/v1/nodes").document()["nodes"]
         return {key: row[key] for key in ("state", "used", "slots", "jobs", "reason")}
 
     assert shown() == {"state": "ready", "used": 2, "slots": 4, "jobs": ["llama"], "reason": ""}
-    assert desk.post("/v1/nodes/n1/cordon", b'{"reason": "fan 3"}').document()["state"] == "cordoned"
+    assert api.post("/v1/nodes/n1/cordon", b'{"reason": "fan 3"}').document()["state"] == "cordoned"
     assert shown()["reason"] == f"fan 3 (by {_me()})"
-    assert desk.post("/v1/nodes/n1/drain").document()["state"] == "draining"
+    assert api.post("/v1/nodes/n1/drain").document()["state"] == "draining"
     one.announce()
     one.place("llama", 1)
     assert shown() == {"state": "drained", "used": 0, "slots": 4, "jobs": [], "reason": f"(by {_me()})"}
-    assert desk.post("/v1/nodes/n1/uncordon").code == 200
-    reply = desk.post("/v1/nodes/n1/uncordon")
+    assert api.post("/v1/nodes/n1/uncordon").code == 200
+    reply = api.post("/v1/nodes/n1/uncordon")
     assert (reply.code, reply.why) == (409, "node 'n1' is not cordoned")
     for body in (b"reason", b"[]", b'{"reason": 7}', b'{"reason": "\\ud800"}', b"[" * 50_000):
-        assert desk.post("/v1/nodes/n1/cordon", body).code == 400
+        assert api.post("/v1/nodes/n1/cordon", body).code == 400
     assert shown()["state"] == "ready"
 
 
@@ -285,10 +285,10 @@ def test_logs_are_read_in_pieces_from_the_newest_round(serve: Serve) -> None:
     one.log(2, 0, "stdout", "0123456789")
     one.log(2, 1, "stderr", "trouble\n")
     one.files().output.write_text("round 2: …\n")
-    desk = one.unix()
+    api = one.unix()
 
     def piece(**query: Any) -> tuple[bytes, int]:
-        reply = desk.get("/v1/jobs/llama/logs", query)
+        reply = api.get("/v1/jobs/llama/logs", query)
         assert reply.code == 200, reply
         assert (reply.headers["elasticd-node"], reply.headers["elasticd-newest"]) == ("n1", "2")
         assert reply.headers["elasticd-over"] == "0"
@@ -306,7 +306,7 @@ def test_logs_are_read_in_pieces_from_the_newest_round(serve: Serve) -> None:
     with (one.files().logs / "round-2" / "rank-0" / "stdout.log").open("ab") as file:
         file.truncate(3 * MAX_BYTES)
     assert piece(limit=99 * MAX_BYTES)[1] == MAX_BYTES
-    reply = desk.get("/v1/jobs/llama/logs", {"rank": 7})
+    reply = api.get("/v1/jobs/llama/logs", {"rank": 7})
     assert (reply.code, "n1 has rounds 1 to 2, of the last one ranks 0 and 1" in reply.why) == (404, True)
 
 
@@ -345,10 +345,10 @@ def test_links_and_pipes_are_never_read(serve: Serve, tmp_path: Path) -> None:
     secret = tmp_path / "n1-secret"
     secret.write_text("secret")
     log = one.log(1, 0, "stdout", "")
-    desk = one.unix()
+    api = one.unix()
 
     def answer(stream: str = "stdout", round: int = 1) -> int:
-        reply = desk.get("/v1/jobs/llama/logs", {"stream": stream, "round": round})
+        reply = api.get("/v1/jobs/llama/logs", {"stream": stream, "round": round})
         assert b"secret" not in reply.body
         return reply.code
 
@@ -372,7 +372,7 @@ def test_links_and_pipes_are_never_read(serve: Serve, tmp_path: Path) -> None:
     one.files().output.symlink_to(secret)
     assert answer("elasticd") == 404
     one.files().events.symlink_to(secret)
-    assert b"secret" not in desk.get("/v1/jobs/llama").body
+    assert b"secret" not in api.get("/v1/jobs/llama").body
 
 
 # --- dump and explain -------------------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def test_dump_reads_only_below_the_jobs_folder(serve: Serve, tmp_path: Path) -> 
     taken.mkdir(parents=True)
     facts = {"why": "somebody asked", "pid": 7, "state": "S", "phase": "step", "step": 41}
     (taken / "rank-0.json").write_text(json.dumps(facts))
-    one.said["dump"] = {"path": str(taken)}
+    one.answers["dump"] = {"path": str(taken)}
     (row,) = one.unix().post("/v1/jobs/llama/dump").document()["nodes"]
     assert (row["node"], row["document"]["ranks"][0]["step"]) == ("n1", 41)
     assert row["page"].startswith("Round 2: ")
@@ -396,10 +396,10 @@ def test_dump_reads_only_below_the_jobs_folder(serve: Serve, tmp_path: Path) -> 
     elsewhere = tmp_path / "n1-elsewhere"
     elsewhere.mkdir()
     (elsewhere / "rank-0.json").write_text(json.dumps(facts))
-    one.said["dump"] = {"path": str(elsewhere)}
+    one.answers["dump"] = {"path": str(elsewhere)}
     (row,) = one.unix().post("/v1/jobs/llama/dump").document()["nodes"]
     assert "document" not in row
-    one.said["dump"] = {"error": "no workers are running"}
+    one.answers["dump"] = {"error": "no workers are running"}
     (row,) = one.unix().post("/v1/jobs/llama/dump").document()["nodes"]
     assert row["error"] == "no workers are running"
 
@@ -430,20 +430,20 @@ def two(serve: Serve, **how: Any) -> tuple[Served, Served]:
 
 def test_other_nodes_are_read_with_the_same_token(serve: Serve) -> None:
     n1, n2 = two(serve)
-    desk = n1.unix()
-    reply = desk.get("/v1/jobs/llama/logs")
+    api = n1.unix()
+    reply = api.get("/v1/jobs/llama/logs")
     assert (reply.body, reply.headers["elasticd-node"], reply.headers["elasticd-round"]) == (b"on n2\n", "n2", "2")
-    assert desk.get("/v1/jobs/llama/logs", {"round": 1}).body == b"on n1\n"
-    assert desk.get("/v1/jobs/llama/logs", {"node": "n1"}).body == b"on n1\n"
-    assert desk.get("/v1/jobs/llama/logs", {"node": "n2", "offset": 3}).body == b"n2\n"
-    assert desk.get("/v1/jobs/llama").document()["progress"]["rounds"][0]["reason"] == "n1 left"
+    assert api.get("/v1/jobs/llama/logs", {"round": 1}).body == b"on n1\n"
+    assert api.get("/v1/jobs/llama/logs", {"node": "n1"}).body == b"on n1\n"
+    assert api.get("/v1/jobs/llama/logs", {"node": "n2", "offset": 3}).body == b"n2\n"
+    assert api.get("/v1/jobs/llama").document()["progress"]["rounds"][0]["reason"] == "n1 left"
     n1.place("llama", 1, reason="waits: n2 is drained")
-    row = desk.get("/v1/jobs/llama").document()
+    row = api.get("/v1/jobs/llama").document()
     assert (row["nodes"], row["progress"]["rounds"][0]["reason"]) == ([], "n1 left"), "it is remembered where it ran"
-    rows = desk.get("/v1/jobs/llama/explain").document()["nodes"]
+    rows = api.get("/v1/jobs/llama/explain").document()["nodes"]
     assert {row["node"] for row in rows} == {"n1", "n2"}
     n2.token_file.write_text("n2 has another one, and refuses")
-    reply = desk.get("/v1/jobs/llama/logs", {"node": "n2"})
+    reply = api.get("/v1/jobs/llama/logs", {"node": "n2"})
     assert (reply.code, "denies access" in reply.why) == (504, True)
     assert n1.token is not None and n1.token not in reply.why
 
@@ -455,7 +455,7 @@ def test_ranks_of_all_nodes_are_merged(serve: Serve) -> None:
     n1.event("round_published", NOW - 50, 2, world_size=2, nodes=["n1", "n2"], reason="n2 came")
     for one, rank in ((n1, 0), (n2, 1)):
         row = {"rank": rank, "slot": 0, "phase": "step", "step": 7 + rank, "idle_seconds": 0.1, "state": "S"}
-        one.said["status"] = {"phase": "running", "round": 2, "world_size": 2, "step": 7, "ranks": [row],
+        one.answers["status"] = {"phase": "running", "round": 2, "world_size": 2, "step": 7, "ranks": [row],
                               "step_samples": [[NOW - 40 - rank, 2, 1]]}  # fmt: skip
     for asked in (n1, n2):
         progress = asked.unix().get("/v1/jobs/llama").document()["progress"]

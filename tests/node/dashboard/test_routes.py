@@ -70,7 +70,7 @@ def trains(one: Served, job: str = "llama") -> None:
     text = WICKED.encode("utf-8", "replace").decode()
     one.log(1, 0, "stdout", f"step 1\n{text}\n", job=job)
     rank = {"rank": 0, "slot": 0, "phase": text, "step": 7, "idle_seconds": 0.1, "state": "S"}
-    one.said["status"] = {"phase": "running", "round": 1, "world_size": 2, "step": 7, "ranks": [rank]}
+    one.answers["status"] = {"phase": "running", "round": 1, "world_size": 2, "step": 7, "ranks": [rank]}
 
 
 # --- who is let in ------------------------------------------------------------------------------------------------
@@ -239,10 +239,10 @@ def test_job_page_is_complete_without_script(serve: Serve) -> None:
 def test_page_reports_a_store_outage(serve: Serve) -> None:
     one = serve()
     cookie = come_in(one)
-    one.store.away = True
+    one.store.is_down = True
     reply = browse(one, "/", cookie)
     assert (reply.code, "Running jobs continue" in "".join(read(reply.body.decode()).text)) == (503, True)
-    one.store.away = False
+    one.store.is_down = False
     until(lambda: browse(one, "/", cookie).code == 200, "the store is asked again")
 
 

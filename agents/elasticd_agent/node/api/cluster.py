@@ -135,9 +135,9 @@ class ClusterReader:
         found: dict[str, dict[str, Any] | str] = {}
 
         def ask(brief: bool, meanwhile: Callable[[], None] = lambda: None) -> None:
-            asked = {node: address for node, address in known.items() if (node in full) != brief}
+            addressed = {node: address for node, address in known.items() if (node in full) != brief}
             query = {"number": job.number, "brief": 1 if brief else None}
-            found.update(self.peers.request_all(asked, "GET", path, query, within_s, meanwhile))
+            found.update(self.peers.request_all(addressed, "GET", path, query, within_s, meanwhile))
 
         ask(True, meanwhile=lambda: ask(False))
         return {node: one if isinstance(one, str) else _decoded(one) for node, one in found.items()}

@@ -84,5 +84,5 @@ class Peers:
             thread.join(max(0.0, until + 0.5 - time.monotonic()))
         late = f"it did not answer within {within_s:.0f} s"
         beyond = f"not asked: at most {MAX_NODES} nodes are"
-        asked = list(addresses)[:MAX_NODES]
-        return {node: answers.get(node, late) if node in asked else beyond for node in addresses}
+        reached = list(addresses)[:MAX_NODES]
+        return {node: answers.get(node, late) if node in reached else beyond for node in addresses}

@@ -127,10 +127,10 @@ class ApiRoutes:
         return json_response(local.progress(job, number, self.service.now(), brief=brief).to_dict())
 
     def _local_logs(self, request: HttpRequest, job: str) -> HttpResponse:
-        local, number, wanted = self.service.local, _job_number(request), _log_request(_query(request))
-        found = local.logs(job, number, wanted)
+        local, number, log_request = self.service.local, _job_number(request), _log_request(_query(request))
+        found = local.logs(job, number, log_request)
         if found is None:
-            raise NotFound(f"{local.node} has no log {wanted} of job {job!r} number {number}")
+            raise NotFound(f"{local.node} has no log {log_request} of job {job!r} number {number}")
         return _log_response(LogChunk.from_local(local.node, *found))
 
     def _local_dump(self, request: HttpRequest, job: str) -> HttpResponse:

@@ -128,22 +128,22 @@ class NodeChecks:
         targets = self._targets
         found = plugins.find(targets.plugins_dir)
         results = [*found.refused]
-        wanted: dict[str, list[dict[str, Any]]] = {"directories": [], "plugins": []}
+        requested: dict[str, list[dict[str, Any]]] = {"directories": [], "plugins": []}
         for path, made in {
             **dict.fromkeys(targets.own_directories, True),
             **dict.fromkeys(targets.directories, False),
         }.items():
             one = {"check": f"disk {path}", "path": str(path), "free_min_bytes": targets.disk_free_min_bytes}
-            wanted["directories"].append({**one, "made": made})
+            requested["directories"].append({**one, "made": made})
         for path in found.run:
-            wanted["plugins"].append({"check": plugins.check_name(path), "path": str(path)})
-        for kind, ones in wanted.items():
+            requested["plugins"].append({"check": plugins.check_name(path), "path": str(path)})
+        for kind, ones in requested.items():
             hanging = {one["check"]: why for one in ones if (why := self._hang_reason(one["check"]))}
             results += [failed(check, why) for check, why in hanging.items()]
-            wanted[kind] = [one for one in ones if one["check"] not in hanging]
-        names = [one["check"] for ones in wanted.values() for one in ones]
+            requested[kind] = [one for one in ones if one["check"] not in hanging]
+        names = [one["check"] for ones in requested.values() for one in ones]
         if names:
-            results += self._run_check_process(wanted, names)
+            results += self._run_check_process(requested, names)
         order = {name: index for index, name in enumerate(names)}
         return sorted(results, key=lambda result: order.get(result.check, len(order)))
 
@@ -155,10 +155,10 @@ class NodeChecks:
             return ""
         return f"{why}; it still hangs"
 
-    def _run_check_process(self, wanted: Mapping[str, Any], names: Sequence[str]) -> list[CheckResult]:
+    def _run_check_process(self, requested: Mapping[str, Any], names: Sequence[str]) -> list[CheckResult]:
         targets = self._targets
         request = {
-            **wanted,
+            **requested,
             "at_once": MAX_PARALLEL,
             "directory_s": DIRECTORY_TIMEOUT_S,
             "plugin_s": targets.plugin_timeout_s,
