@@ -95,10 +95,10 @@ def test_job_from_submit_to_cancel(node: MakeNode) -> None:
     n1.wait_for_step(30)
     (row,) = table(ask("jobs"))
     assert (row["JOB"], row["STATE"], row["NODES"], row["SLOTS"]) == ("llama", "running", "n1", "2")
-    told = lambda: json.loads(ask("status", "llama", "--json"))["progress"]  # noqa: E731
-    n1.until(lambda: (told()["step"] or 0) >= 30, "the step to be known")
-    n1.until(lambda: told()["checkpoint"], "a checkpoint to be known")
-    assert 0 < told()["goodput"] <= 1
+    reported = lambda: json.loads(ask("status", "llama", "--json"))["progress"]  # noqa: E731
+    n1.until(lambda: (reported()["step"] or 0) >= 30, "the step to be known")
+    n1.until(lambda: reported()["checkpoint"], "a checkpoint to be known")
+    assert 0 < reported()["goodput"] <= 1
     page = ask("status", "llama")
     assert page.startswith("llama: running\n")
     facts = {line.split()[0] for line in page.partition("\n\n")[0].splitlines()[1:]}
@@ -154,10 +154,10 @@ def test_logs_of_another_node(nodes: MakeNode, tmp_path: Path) -> None:
     assert ask("submit", str(written(n1, "chat", "chatty.py", COLD, nodes="2", workers=1))) == "chat\n"
     rounds = lambda: (json.loads(ask("status", "chat", "--json"))["progress"] or {}).get("rounds")  # noqa: E731
     until(rounds, lambda: f"a round\n{n1.diagnostics()}{n2.diagnostics()}")
-    said = lambda rank: elasticd("logs", "chat", "--rank", rank, agent=f"unix:{n1.root / 'run' / 'agent.sock'}")  # noqa: E731
+    answer = lambda rank: elasticd("logs", "chat", "--rank", rank, agent=f"unix:{n1.root / 'run' / 'agent.sock'}")  # noqa: E731
     for rank in "01":
         until(
-            lambda rank=rank: "line 3\n" in said(rank).stdout,
+            lambda rank=rank: "line 3\n" in answer(rank).stdout,
             lambda: f"its lines\n{n1.diagnostics()}{n2.diagnostics()}",
         )
         for one in (ask, other):
@@ -279,7 +279,7 @@ def test_invalid_job_file_is_named_in_one_line(served: Served, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("argv", "code", "said"),
+    ("argv", "code", "answer"),
     [
         (["jobs"], 1, "no agent answers at {dir}/none.sock: No such file or directory; is `elasticd agent` running"),
         (["cancel"], 2, "error: the following arguments are required: JOB"),
@@ -300,11 +300,11 @@ def test_invalid_job_file_is_named_in_one_line(served: Served, tmp_path: Path) -
         (["explain", "./j"], 2, "error: j does not exist"),
     ],
 )
-def test_errors_are_one_line_and_an_exit_code(argv: list[str], code: int, said: str, tmp_path: Path) -> None:
+def test_errors_are_one_line_and_an_exit_code(argv: list[str], code: int, answer: str, tmp_path: Path) -> None:
     words = [word.replace("{dir}", str(tmp_path)) for word in argv]
     done = elasticd(*words, agent=f"unix:{tmp_path}/none.sock")
     assert (done.returncode, done.stdout) == (code, "")
-    assert done.stderr.startswith(f"elasticd {argv[0]}: {said.replace('{dir}', str(tmp_path))}"), done.stderr
+    assert done.stderr.startswith(f"elasticd {argv[0]}: {answer.replace('{dir}', str(tmp_path))}"), done.stderr
     assert done.stderr.count("\n") == 1
 
 

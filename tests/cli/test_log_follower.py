@@ -36,12 +36,12 @@ def one(tmp_path: Path) -> Iterator[Served]:
 class FollowerThread:
     """`elasticd logs -f` on a thread of its own; each wait of its ends at once and is counted."""
 
-    def __init__(self, one: Served, wanted: LogQuery) -> None:
+    def __init__(self, one: Served, expected: LogQuery) -> None:
         self.out, self.err = io.BytesIO(), io.BytesIO()
         self.answers: list[str] = []
         self.waits, self.error = 0, ""
         self._over = threading.Event()
-        self._follower = LogFollower(one.unix(), wanted, self.out, self.err, self.answers.append, sleep=self._slept)
+        self._follower = LogFollower(one.unix(), expected, self.out, self.err, self.answers.append, sleep=self._slept)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 

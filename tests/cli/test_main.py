@@ -1,4 +1,4 @@
-"""The command itself, as a person types it: how fast it answers, on which stream, with which exit code."""
+"""The command line itself: its speed, its streams, its exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`elasticd status JOB --watch` of a real agent that is killed and comes back, in a pipe and on a terminal."""
+"""`elasticd status JOB --watch` of a real agent that is killed and restarted, in a pipe and on a terminal."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Read:
     def __init__(self, fd: int) -> None:
         self.fd, self.text, self.seen = fd, "", 0
 
-    def until(self, wanted: str, within: float = 40.0) -> None:
+    def until(self, expected: str, within: float = 40.0) -> None:
         """Reads on until that has come, after what was waited for before."""
         deadline = time.monotonic() + within
-        while (at := self.text.find(wanted, self.seen)) < 0:
+        while (at := self.text.find(expected, self.seen)) < 0:
             left = deadline - time.monotonic()
-            assert left > 0 and select.select([self.fd], [], [], left)[0], f"no {wanted!r} in\n{self.text[-3000:]}"
+            assert left > 0 and select.select([self.fd], [], [], left)[0], f"no {expected!r} in\n{self.text[-3000:]}"
             self.text += os.read(self.fd, 65536).decode("utf-8", "replace")
-        self.seen = at + len(wanted)
+        self.seen = at + len(expected)
 
 
 def test_watch_in_a_pipe_survives_an_agent_restart(node: MakeNode) -> None:

@@ -1,4 +1,4 @@
-"""Whatever bytes come over the wire or out of the store: no crash, no change without the token, nothing left open."""
+"""Arbitrary bytes from the network or the store: no crash, no change without the token, nothing left open."""
 
 from __future__ import annotations
 

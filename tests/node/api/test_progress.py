@@ -1,4 +1,4 @@
-"""What a job's event log adds up to: rounds, the step, the last checkpoint, and how much of the time counted."""
+"""A job's timeline from its event log: rounds, the step, the last checkpoint, and goodput."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def line(kind: str, wall: float, round: int = 1, **more: object) -> Line:
     return {"kind": kind, "wall": wall, "round": round, **more}
 
 
-def told(*lines: Line) -> JobTimeline:
+def reported(*lines: Line) -> JobTimeline:
     progress = JobTimeline()
     for one in lines:
         progress.feed(one)
@@ -36,11 +36,11 @@ AGAIN = (*STARTED, *CRASHED, line("resumed", 139.0, 2, step=11), line("first_ste
 def test_clock_step_is_not_counted_as_time(set_s: float) -> None:
     before = [{**each, "mono": float(str(each["wall"])) - 90.0} for each in STARTED]
     saved = line("checkpoint_saved", 120.0 + set_s, step=20, mono=30.0)
-    assert told(*before, saved).goodput(130.0 + set_s) == pytest.approx(20 / 30)
+    assert reported(*before, saved).goodput(130.0 + set_s) == pytest.approx(20 / 30)
     # A node that was restarted was away for that long.
     again = line("round_published", 3720.0, 2, cause="crash"), line("first_step", 3740.0, 2, step=12)
     restarted = [{**each, "mono": mono} for each, mono in zip(again, (40.0, 60.0), strict=True)]
-    assert told(*before, *restarted).goodput(3740.0) == told(*STARTED, *again).goodput(3740.0)
+    assert reported(*before, *restarted).goodput(3740.0) == reported(*STARTED, *again).goodput(3740.0)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_clock_step_is_not_counted_as_time(set_s: float) -> None:
     ],
 )
 def test_goodput_counts_time_of_new_steps(lines: tuple[Line, ...], now: float, goodput: float | None) -> None:
-    assert told(*lines).goodput(now) == (None if goodput is None else pytest.approx(goodput))
+    assert reported(*lines).goodput(now) == (None if goodput is None else pytest.approx(goodput))
 
 
 def test_newest_step_rounds_and_checkpoint_are_kept() -> None:
-    progress = told(
+    progress = reported(
         *STARTED,
         line("checkpoint_saved", 115.0, step=6),
         *CRASHED,
@@ -97,7 +97,7 @@ def test_newest_step_rounds_and_checkpoint_are_kept() -> None:
 
 
 def test_memory_is_bounded_over_years_of_rounds() -> None:
-    progress = told(*STARTED)
+    progress = reported(*STARTED)
     for number in range(2, 3 * MAX_ROUNDS):
         at = 100.0 + 40 * number
         progress.feed(line("round_published", at, number, world_size=2, nodes=["a"], restarts=number))
@@ -141,7 +141,7 @@ lines = st.fixed_dictionaries(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(lines, max_size=20))
 def test_torn_log_raises_nothing_and_counts_no_extra_time(log: list[Line]) -> None:
-    goodput = told(*log).goodput(1e10)
+    goodput = reported(*log).goodput(1e10)
     assert goodput is None or 0 <= goodput <= 1
 
 
@@ -151,33 +151,33 @@ def test_cost_of_each_round() -> None:
         line("resumed", 139.0, 2, step=11),
         line("first_step", 140.0, 2, step=12),
     )
-    assert told(*STARTED, *CRASHED, *second).costs(200.0) == {2: RoundCost(10.0, 10)}
+    assert reported(*STARTED, *CRASHED, *second).costs(200.0) == {2: RoundCost(10.0, 10)}
     # Not a step yet: so far. A script that counts from 1 in every process does not say where it went on.
-    assert told(*STARTED, *CRASHED, second[0]).costs(150.0) == {2: RoundCost(20.0, None)}
+    assert reported(*STARTED, *CRASHED, second[0]).costs(150.0) == {2: RoundCost(20.0, None)}
     again = line("first_step", 140.0, 2, step=1)
-    assert told(*STARTED, *CRASHED, second[0], again).costs(0.0) == {2: RoundCost(10.0, None)}
+    assert reported(*STARTED, *CRASHED, second[0], again).costs(0.0) == {2: RoundCost(10.0, None)}
     # A round that made no step is a part of what the next one cost.
     third = (line("round_published", 145.0, 3), line("first_step", 150.0, 3, step=22))
-    assert told(*STARTED, *CRASHED, second[0], *third).costs(0.0) == {3: RoundCost(20.0, 0)}
-    assert told(*STARTED).costs(200.0) == {}
+    assert reported(*STARTED, *CRASHED, second[0], *third).costs(0.0) == {3: RoundCost(20.0, 0)}
+    assert reported(*STARTED).costs(200.0) == {}
 
 
 def test_cost_of_a_hang_judged_elsewhere_counts_from_its_start() -> None:
     second = (line("round_published", 130.0, 2, cause="hung"), line("worker_exited", 130.1, step=21, requested=True))
     trains = line("first_step", 131.0, 2, step=12, recovery_seconds=6.0)
-    seen = told(*STARTED, *second, line("resumed", 130.8, 2, step=11), trains)
+    seen = reported(*STARTED, *second, line("resumed", 130.8, 2, step=11), trains)
     assert seen.rounds[1].last_step_at == 125.0
     assert seen.costs(200.0) == {2: RoundCost(6.0, 10)}
     # What follows is another round's: one that has begun to train is not over because of it.
-    assert told(*STARTED, line("first_step", 131.0, recovery_seconds=6.0)).rounds[1].last_step_at is None
+    assert reported(*STARTED, line("first_step", 131.0, recovery_seconds=6.0)).rounds[1].last_step_at is None
 
 
 def test_checkpoint_of_another_node_counts_after_resume() -> None:
     resumed = line("resumed", 139.0, 2, step=11)
-    seen = told(*STARTED, *CRASHED, resumed)
+    seen = reported(*STARTED, *CRASHED, resumed)
     assert (seen.checkpoint_step, seen.checkpoint_round, seen.checkpoint_at) == (11, 2, 139.0)
     # Its own stays what was saved, when it was saved.
-    seen = told(*STARTED, line("checkpoint_saved", 125.0, step=11), *CRASHED, resumed)
+    seen = reported(*STARTED, line("checkpoint_saved", 125.0, step=11), *CRASHED, resumed)
     assert (seen.checkpoint_step, seen.checkpoint_round, seen.checkpoint_at) == (11, 1, 125.0)
 
 

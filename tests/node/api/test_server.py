@@ -104,9 +104,9 @@ def test_wrong_token_is_denied_and_changes_nothing(serve: Serve, given: tuple[st
     one = serve()
     head = b"".join(b"Authorization: " + value.encode("latin-1") + b"\r\n" for value in given)
     body = b"Content-Type: application/toml\r\nContent-Length: %d\r\n\r\n%s" % (len(JOB), JOB)
-    said = raw(one, b"POST /v1/jobs?id=x HTTP/1.1\r\n" + head + body)
-    assert said.startswith(b"HTTP/1.1 401 "), said
-    assert TOKEN.encode() not in said
+    answer = raw(one, b"POST /v1/jobs?id=x HTTP/1.1\r\n" + head + body)
+    assert answer.startswith(b"HTTP/1.1 401 "), answer
+    assert TOKEN.encode() not in answer
     assert not one.store.list("/")
 
 
@@ -146,7 +146,7 @@ def test_secrets_are_never_logged_or_sent(serve: Serve, caplog: pytest.LogCaptur
     caplog.set_level(logging.DEBUG)
     one = serve()
     known = one.tcp()
-    said = [
+    answer = [
         known.get("/status"),
         known.get(f"/v1/jobs/{TOKEN}x"),
         known.get("/v1/jobs?offset=x"),
@@ -155,7 +155,7 @@ def test_secrets_are_never_logged_or_sent(serve: Serve, caplog: pytest.LogCaptur
     raw(one, f"NONSENSE {TOKEN}\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
     assert TOKEN not in "".join(record.getMessage() for record in caplog.records).replace(f"{TOKEN}x", "")
     assert TOKEN not in repr(known) + str(known)
-    assert all(TOKEN not in reply.body.decode().replace(f"{TOKEN}x", "") for reply in said)
+    assert all(TOKEN not in reply.body.decode().replace(f"{TOKEN}x", "") for reply in answer)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
@@ -182,7 +182,7 @@ except OSError as error:
     print(error.strerror)
 """
 
-    def asked(one: Served, uid: int, gid: int, *groups: int) -> str:
+    def requested(one: Served, uid: int, gid: int, *groups: int) -> str:
         path = one.root / "run" / "agent.sock"
         command = [sys.executable, "-c", script, str(path), *map(str, (uid, gid, *groups))]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
@@ -191,15 +191,15 @@ except OSError as error:
         return (one.root / "run" / "agent.sock").stat().st_mode & 0o777
 
     assert [mode(one) for one in (closed, by_user, by_group)] == [0o600, 0o666, 0o660]
-    assert asked(closed, nobody, nobody) == "Permission denied"
-    assert asked(closed, 0, 0) == "200"
-    assert asked(by_user, nobody, nobody) == "200"
-    assert asked(by_user, 12345, nobody) == "403"
-    assert asked(by_group, 12345, nobody) == "200"
-    assert asked(by_group, 12345, 12345, 4, nobody) == "200", "a supplementary group counts, too"
-    assert asked(by_group, 12345, 12345) == "Permission denied"
+    assert requested(closed, nobody, nobody) == "Permission denied"
+    assert requested(closed, 0, 0) == "200"
+    assert requested(by_user, nobody, nobody) == "200"
+    assert requested(by_user, 12345, nobody) == "403"
+    assert requested(by_group, 12345, nobody) == "200"
+    assert requested(by_group, 12345, 12345, 4, nobody) == "200", "a supplementary group counts, too"
+    assert requested(by_group, 12345, 12345) == "Permission denied"
     (closed.root / "run" / "agent.sock").chmod(0o666)
-    assert asked(closed, 12345, 12345) == "403", "whatever the file's mode, the kernel's word counts"
+    assert requested(closed, 12345, 12345) == "403", "whatever the file's mode, the kernel's word counts"
     for one in made:
         one.close()
 
@@ -233,9 +233,9 @@ except OSError as error:
 )
 def test_malformed_request_gets_a_sentence(serve: Serve, request_: bytes, code: int) -> None:
     one = serve()
-    said = raw(one, request_.replace(b"\r\n", f"\r\nAuthorization: Bearer {TOKEN}\r\n".encode(), 1))
-    assert said.startswith(f"HTTP/1.1 {code} ".encode()), said[:200]
-    body = json.loads(said.partition(b"\r\n\r\n")[2])
+    answer = raw(one, request_.replace(b"\r\n", f"\r\nAuthorization: Bearer {TOKEN}\r\n".encode(), 1))
+    assert answer.startswith(f"HTTP/1.1 {code} ".encode()), answer[:200]
+    body = json.loads(answer.partition(b"\r\n\r\n")[2])
     assert isinstance(body["error"], str)
 
 
@@ -415,7 +415,7 @@ def test_listen_error_is_one_line_with_the_key(serve: Serve, tmp_path: Path) -> 
     one = serve()
     free = tmp_path / "other.sock"
     (tmp_path / "file").write_text("")
-    for where, said in [
+    for where, answer in [
         (ListenOptions(one.root / "run" / "agent.sock"), "http.socket .*another agent listens there"),
         (ListenOptions(tmp_path / "file"), "http.socket .*not a socket"),
         (ListenOptions(free, port=one.address[1]), "http.port .*in use"),
@@ -428,7 +428,7 @@ def test_listen_error_is_one_line_with_the_key(serve: Serve, tmp_path: Path) -> 
         (ListenOptions(free, users=("no-such-user-here",)), "http.users: there is no 'no-such-user-here'"),
         (ListenOptions(free, groups=("no-such-group-here",)), "http.groups: there is no"),
     ]:
-        with pytest.raises(UsageError, match=said) as raised:
+        with pytest.raises(UsageError, match=answer) as raised:
             ApiServer(where, one.server._listeners[0].routes)  # type: ignore[attr-defined]
         assert "\n" not in str(raised.value)
     assert one.unix().get("/v1/jobs").code == 200

@@ -457,15 +457,15 @@ def test_ranks_of_all_nodes_are_merged(serve: Serve) -> None:
         row = {"rank": rank, "slot": 0, "phase": "step", "step": 7 + rank, "idle_seconds": 0.1, "state": "S"}
         one.answers["status"] = {"phase": "running", "round": 2, "world_size": 2, "step": 7, "ranks": [row],
                               "step_samples": [[NOW - 40 - rank, 2, 1]]}  # fmt: skip
-    for asked in (n1, n2):
-        progress = asked.unix().get("/v1/jobs/llama").document()["progress"]
+    for requested in (n1, n2):
+        progress = requested.unix().get("/v1/jobs/llama").document()["progress"]
         assert [(rank["rank"], rank["node"], rank["step"]) for rank in progress["ranks"]] == [
             (0, "n1", 7),
             (1, "n2", 8),
         ]
-        assert [one["round"] for one in progress["rounds"]] == [1, 2], f"{asked.node} has joined in round 2"
+        assert [one["round"] for one in progress["rounds"]] == [1, 2], f"{requested.node} has joined in round 2"
         assert (progress["node"], progress["step_samples"], progress["unreachable"]) == (
-            asked.node,
+            requested.node,
             [[NOW - 41, 2, 1]],
             {},
         )

@@ -55,8 +55,8 @@ class Browser:
             }
             if not script:
                 options["prefs"] = {"profile.managed_default_content_settings.javascript": 2}
-            wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
-            made = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+            expected = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
+            made = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": expected}})
             self._session = f"/session/{made['sessionId']}"
         except BaseException:
             self.close()
@@ -164,8 +164,8 @@ class Browser:
                 return json.load(reply)["value"]
         except urllib.error.HTTPError as error:
             with error:
-                said = json.load(error)["value"]
-            raise LookupError(f"{said['error']}: {said['message'].splitlines()[0]}") from None
+                answer = json.load(error)["value"]
+            raise LookupError(f"{answer['error']}: {answer['message'].splitlines()[0]}") from None
 
     def close(self) -> None:
         if self._session:

@@ -1,4 +1,4 @@
-"""Words that a page must not take for anything else than words, and a look at what a browser would make of them."""
+"""Texts that a page must show as text, and a parser with a browser's view of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several people ask at the same time: one answer is made, and soon another one."""
+"""Concurrent readers share one answer until it expires."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def test_concurrent_readers_share_one_answer() -> None:
 
 
 def test_error_is_cached_and_expires() -> None:
-    now, asked = [0.0], list[int]()
+    now, requested = [0.0], list[int]()
     fresh: ResponseCache[int] = ResponseCache(1.0, clock=lambda: now[0])
 
     def refuse() -> int:
-        asked.append(1)
+        requested.append(1)
         raise LookupError("no")
 
     for _ in range(3):
         with pytest.raises(LookupError, match="no"):
             fresh.get("a", refuse)
-    assert len(asked) == 1
+    assert len(requested) == 1
     now[0] = 2.0
     assert fresh.get("a", lambda: 7) == 7
 

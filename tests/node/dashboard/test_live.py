@@ -116,9 +116,9 @@ def test_live_page_shows_faults_and_survives_the_agent(nodes: MakeNode, browser:
 
     assert page.run("return window.mine") is True, "it was loaded again"
     assert all("ERR_CONNECTION" in one or "ERR_EMPTY" in one for one in page.complaints())
-    asked = {url for _, url in page.asked_for() if not url.startswith(("chrome:", "data:"))}
-    assert {url for url in asked if not url.startswith(scene.base() + "/")} == set()
-    assert {f"{scene.base()}/page/style.css", f"{scene.base()}/page/live.js"} <= asked
+    requested = {url for _, url in page.asked_for() if not url.startswith(("chrome:", "data:"))}
+    assert {url for url in requested if not url.startswith(scene.base() + "/")} == set()
+    assert {f"{scene.base()}/page/style.css", f"{scene.base()}/page/live.js"} <= requested
     (cookie,) = page.cookies()
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict") and TOKEN not in cookie["value"]
 

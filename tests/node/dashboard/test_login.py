@@ -1,4 +1,4 @@
-"""The cookie that stands for the token, and how often somebody may guess."""
+"""The login cookie and the rate limit of attempts."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def test_attempts_per_address_are_limited() -> None:
     assert guesses.attempt("10.0.0.1") == 0.0
     assert guesses.attempt("10.0.0.1") > 0.0
     # In a day: the first five, and one every ten seconds.
-    heard = 0
+    received = 0
     for _ in range(86_400):
         time.now += 1
-        heard += guesses.attempt("10.0.0.1") == 0.0
-    assert heard <= 86_400 / ATTEMPT_INTERVAL_S + 1
+        received += guesses.attempt("10.0.0.1") == 0.0
+    assert received <= 86_400 / ATTEMPT_INTERVAL_S + 1
 
 
 def test_attempts_in_total_are_limited() -> None:

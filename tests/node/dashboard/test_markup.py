@@ -1,4 +1,4 @@
-"""What is put into a page stays what it was: words."""
+"""Text in a page stays text."""
 
 from __future__ import annotations
 

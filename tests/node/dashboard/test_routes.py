@@ -1,4 +1,4 @@
-"""The page over HTTP: who is let in, what a pass opens and what not, and what every page forbids the browser."""
+"""The dashboard over HTTP: access, what a cookie opens, and what every page forbids the browser."""
 
 from __future__ import annotations
 

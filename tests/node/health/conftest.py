@@ -1,4 +1,4 @@
-"""A node to look at: its directories, plugins and GPUs are the test's own."""
+"""A node to check: its directories, plugins and GPUs are the test's own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Node:
         for path in (self.directory, self.plugins):
             path.mkdir(mode=0o755)
         self.targets = CheckTargets("node-1", 2, (), (self.directory,), (), 1.0, self.plugins, 10.0)
-        self.heard: list[None] = []
+        self.received: list[None] = []
         self._checks: list[NodeChecks] = []
 
     def plugin(self, name: str, script: str, mode: int = 0o755) -> Path:
@@ -51,7 +51,7 @@ class Node:
 
     def checks(self) -> NodeChecks:
         if not self._checks:
-            self._checks.append(NodeChecks(self.targets, os.environ, lambda: self.heard.append(None)))
+            self._checks.append(NodeChecks(self.targets, os.environ, lambda: self.received.append(None)))
         return self._checks[0]
 
     def run(self, most_gpus: int = 0) -> dict[str, CheckResult]:

@@ -1,4 +1,4 @@
-"""The slots of a node add up numbers: with the real torch once, and with one that does wrong."""
+"""The all-reduce of a node's slots: with the real torch, and with a broken one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real file systems: full ones, read-only ones, ones without inodes, and one whose server does not answer."""
+"""Real file systems: full, read-only, without inodes, and one whose server does not answer."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class DeadMount:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.asked = 0
+        self.requested = 0
         self._fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
         options = f"fd={self._fd},rootmode=40000,user_id=0,group_id=0".encode()
         if LIBC.mount(b"dead", os.fsencode(path), b"fuse", 0, options) != 0:
@@ -136,7 +136,7 @@ class DeadMount:
                 body = struct.pack("<IIIIHHII", major, min(minor, 31), 0, 0, 0, 0, 1 << 16, 1).ljust(64, b"\0")
                 os.write(self._fd, struct.pack("<IiQ", 16 + len(body), 0, unique) + body)
             else:
-                self.asked += 1
+                self.requested += 1
 
     def close(self) -> None:
         if not self._thread.is_alive():
@@ -181,13 +181,13 @@ def test_dead_mount_costs_one_process_over_many_runs(
     reading = found[f"disk {dead.path}"]
     assert reading.outcome == "failed"
     assert reading.why.startswith("no result within 0.3 s")
-    assert dead.asked, "nobody asked the dead mount"
+    assert dead.requested, "nobody asked the dead mount"
     assert "survives SIGKILL (state D in " in reading.why
     pid = int(reading.why.partition("process ")[2].split()[0])
     for _ in range(3):
-        asked = dead.asked
+        requested = dead.requested
         assert node.run()[f"disk {dead.path}"].why == f"{reading.why}; it still hangs"
-        assert dead.asked == asked
+        assert dead.requested == requested
     dead.close()
     until(lambda: procfs.state(pid) in ("", "Z"), "end of the process that hung")
     assert node.run()[f"disk {dead.path}"].outcome == "passed"

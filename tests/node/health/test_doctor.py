@@ -1,4 +1,4 @@
-"""`elasticd doctor` as a person runs it."""
+"""`elasticd doctor` on the command line."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def doctor(node: Node, *argv: str, config: str = "") -> subprocess.CompletedProc
 
 def test_healthy_node(node: Node) -> None:
     node.plugin("10-link", "echo link is up")
-    said = doctor(node, "--all-reduce")
-    assert (said.returncode, said.stderr) == (0, "")
-    lines = [line.split() for line in said.stdout.splitlines()]
+    answer = doctor(node, "--all-reduce")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    lines = [line.split() for line in answer.stdout.splitlines()]
     assert lines[0] == ["check", "result", "why", "seconds"]
     results = {" ".join(line[:2]): line for line in lines}
     assert results["plugin 10-link"][2:-1] == ["passed", "link", "is", "up"]
@@ -40,9 +40,9 @@ def test_healthy_node(node: Node) -> None:
 
 def test_failing_node_and_json(node: Node) -> None:
     node.plugin("10-link", "echo link is down; exit 1")
-    said = doctor(node, "--json")
-    assert (said.returncode, said.stderr) == (1, "")
-    found = json.loads(said.stdout)
+    answer = doctor(node, "--json")
+    assert (answer.returncode, answer.stderr) == (1, "")
+    found = json.loads(answer.stdout)
     by_check = {reading["check"]: reading for reading in found["results"]}
     assert found["healthy"] is False
     assert (by_check["plugin 10-link"]["outcome"], by_check["plugin 10-link"]["why"]) == ("failed", "link is down")
@@ -57,7 +57,7 @@ def test_usage_errors_are_one_line(node: Node) -> None:
         ([], "nothing = 1", "nothing"),
         (["--config", str(Path("/none.toml"))], "", "/none.toml"),
     ):
-        said = doctor(node, *argv, config=config)
-        assert (said.returncode, said.stdout, len(said.stderr.splitlines())) == (2, "", 1)
-        assert said.stderr.startswith("elasticd doctor: error: ")
-        assert why in said.stderr
+        answer = doctor(node, *argv, config=config)
+        assert (answer.returncode, answer.stdout, len(answer.stderr.splitlines())) == (2, "", 1)
+        assert answer.stderr.startswith("elasticd doctor: error: ")
+        assert why in answer.stderr

@@ -106,6 +106,6 @@ def test_job_on_this_node_alone_counts_nothing() -> None:
 
 
 def test_long_reason_of_a_runner_is_cut() -> None:
-    said = {"quarantined_slots": [{"node": "me", "slot": 0, "times": 1}], "alone": False, "reason": "." * 100_000}
-    (sentence,) = JobFailures("me").update({("j", 1): said})
+    answer = {"quarantined_slots": [{"node": "me", "slot": 0, "times": 1}], "alone": False, "reason": "." * 100_000}
+    (sentence,) = JobFailures("me").update({("j", 1): answer})
     assert len(sentence) == 1000

@@ -1,4 +1,4 @@
-"""GPUs through a fake NVML in a real process: sick ones, lost ones, events, and a driver that does not answer."""
+"""GPUs through a fake NVML in a real process: failing and lost ones, events, and a driver that does not answer."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_gpu_event_is_reported_at_once_and_only_once(gpu_node: Node) -> None:
     listening(gpu_node)
     happens(gpu_node.tmp, "1 8 79")
     happens(gpu_node.tmp, "0 2 0")
-    until(lambda: len(gpu_node.heard) == 2, "event")
+    until(lambda: len(gpu_node.received) == 2, "event")
     found = gpu_node.run()["gpu xid"]
     assert found.certain
     assert found.why == "GPU 1 had XID 79; see dmesg, and XID 79 in NVIDIA's list of XID errors (and 1 more)"
@@ -158,7 +158,7 @@ def test_event_of_a_gpu_without_index_counts(gpu_node: Node, nvml: Says) -> None
     listening(gpu_node)
     nvml([], None)
     happens(gpu_node.tmp, "1 8 79")
-    until(lambda: gpu_node.heard, "event")
+    until(lambda: gpu_node.received, "event")
     assert gpu_node.run()["gpu xid"].why.startswith("a GPU that has lost its index had XID 79")
 
 
@@ -167,7 +167,7 @@ def test_application_xids_are_ignored(gpu_node: Node) -> None:
     for xid in gpus.APPLICATION_XIDS:
         happens(gpu_node.tmp, f"0 8 {xid}")
     happens(gpu_node.tmp, "0 8 94")
-    until(lambda: gpu_node.heard, "event")
+    until(lambda: gpu_node.received, "event")
     found = gpu_node.run()["gpu xid"]
     assert "XID 94" in found.why
     assert "more" not in found.why

@@ -1,4 +1,4 @@
-"""The thread that looks: when, what it posts, what it keeps, and that nobody ever waits for it."""
+"""The checking thread: its schedule, its posts, its history, and callers that never wait."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ScriptedCheckSuite:
         self.hangs, self.stopped = False, threading.Event()
         self.targets: CheckTargets | None = None
         self.fails: OSError | None = None
-        self.heard: Callable[[], None] = lambda: None
+        self.received: Callable[[], None] = lambda: None
 
     def run(self, idle: bool, most_gpus: int) -> list[CheckResult]:
         if self.hangs:
@@ -83,8 +83,8 @@ def opened(looks: ScriptedCheckSuite, inbox: Inbox, tmp_path: Path) -> Iterator[
     ) -> HealthMonitor:
         targets = CheckTargets("n", 2, ("0", "1"), (), (), 1.0, tmp_path, 1.0)
 
-        def checks(heard: Callable[[], None]) -> ScriptedCheckSuite:
-            looks.heard = heard
+        def checks(received: Callable[[], None]) -> ScriptedCheckSuite:
+            looks.received = received
             return looks
 
         made.append(
@@ -153,7 +153,7 @@ def test_event_between_runs_starts_a_run(opened: Opened, looks: ScriptedCheckSui
     opened(every_s=3600.0)
     assert states(inbox, 1) == ["healthy"]
     looks.finds = [CheckResult("gpu xid", "failed", "XID 79", certain=True)]
-    looks.heard()
+    looks.received()
     assert states(inbox, 1) == ["unhealthy"]
 
 
@@ -161,7 +161,7 @@ def test_unconfirmed_failure_is_checked_again_soon(opened: Opened, looks: Script
     opened(every_s=3600.0)
     assert states(inbox, 1) == ["healthy"]
     looks.finds = [failed("a", "full")]
-    looks.heard()
+    looks.received()
     assert states(inbox, 1) == ["unhealthy"]
     assert looks.looks == 3
 
@@ -290,7 +290,7 @@ def test_interrupted_run_does_not_count(opened: Opened, looks: ScriptedCheckSuit
     health = opened()
     until(lambda: health.verdict()[0], "look")
     looks.finds, looks.hangs = [CheckResult("a", "failed", "cut short", certain=True)], True
-    looks.heard()
+    looks.received()
     time.sleep(0.05)
     health.close()
     assert json.loads((tmp_path / "health.json").read_bytes())["streak"] == 0

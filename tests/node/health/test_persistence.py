@@ -1,4 +1,4 @@
-"""What is kept of a node's health across restarts and reboots, whatever the file holds."""
+"""The health history across restarts and reboots, with any content of the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator's own checks, whatever they do: their words are heard, their time is bounded, nothing of them stays."""
+"""The operator's own checks: their reason, their deadline, and no process left behind."""
 
 from __future__ import annotations
 
@@ -138,13 +138,13 @@ def test_missing_interpreter_is_skipped(node: Node) -> None:
 
 
 def test_cancelled_run_leaves_no_process(node: Node) -> None:
-    """As when the daemon is killed: the examiner hears it by the end of its standard input."""
+    """As when the agent is killed: the check process reads the end of its standard input."""
     import json
     import subprocess
 
     pid = node.tmp / "pid"
     path = node.plugin("10-hangs", f"echo $$ > {pid}; exec sleep 1000")
-    asked = {
+    requested = {
         "directories": [], "plugins": [{"check": "p", "path": str(path)}], "at_once": 4, "directory_s": 60,
         "plugin_s": 60, "environment": {"PATH": "/bin:/usr/bin"},
     }  # fmt: skip
@@ -155,7 +155,7 @@ def test_cancelled_run_leaves_no_process(node: Node) -> None:
         stdout=subprocess.PIPE,
     ) as process:
         assert process.stdin is not None
-        process.stdin.write(json.dumps(asked).encode() + b"\n")
+        process.stdin.write(json.dumps(requested).encode() + b"\n")
         process.stdin.flush()
         until(lambda: pid.exists() and pid.read_text().strip(), "plugin")
         process.stdin.close()

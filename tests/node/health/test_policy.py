@@ -1,4 +1,4 @@
-"""When a node is fit, unhealthy or quarantined: tables, and what holds for any history whatever."""
+"""When a node is healthy, unhealthy or quarantined: tables, and properties of any history."""
 
 from __future__ import annotations
 
