@@ -19,7 +19,7 @@ from elasticd_agent.node import keys
 from elasticd_agent.node.configured_jobs import ConfiguredJobs
 from elasticd_agent.node.executor import Executor
 from elasticd_agent.node.health.job_failures import JobFailures
-from elasticd_agent.node.health.monitor import NodeHealth
+from elasticd_agent.node.health.monitor import HealthMonitor
 from elasticd_agent.node.health.policy import NOT_CHECKED_YET
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.metrics import NodeFacts, NodeMetrics
@@ -67,7 +67,7 @@ class LoopDependencies:
     registration: NodeStatusPublisher
     runners: RunnerManager
     scheduler: Scheduler
-    health: NodeHealth
+    health: HealthMonitor
     notifier: Notifier
     journal: AgentJournal
     inbox: queue.SimpleQueue[Message]
