@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can let a request through and lose its answer. It knows nothing of what it carries."""
+"""A TCP proxy on loopback that can let a request through and lose its answer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a c10d store makes of torch's TCPStore: for several clients at once, over time, and beside strangers.
+"""The c10d store over torch's TCPStore: several clients at once, over time, and beside foreign records.
 
-Time that would be long is passed by hand: the host's keeper is given it. The TCPStore is always a real one.
+Long times pass by hand: the maintenance receives them. The TCPStore is always a real one.
 """
 
 from __future__ import annotations
@@ -160,34 +160,34 @@ def test_foreign_bytes_are_a_value_of_version_0(stores: list[C10dStore]) -> None
 # --- what the host does as time goes by -----------------------------------------------------------------------------
 
 
-class Place:
-    """A real TCPStore in this process, the keeper of it, and the verbs; minutes pass in no time."""
+class HostedStore:
+    """A real TCPStore in this process, its maintenance, and the verbs; minutes pass in no time."""
 
     def __init__(self) -> None:
         self._now = 1000.0
         self._server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.wire = self.another_wire()
         self.verbs = Operations(self.wire)
-        self.keeper = HostMaintenance(self.wire)
-        self.keeper.initialize()
-        self.keeper.turn(self._now)
+        self.maintenance = HostMaintenance(self.wire)
+        self.maintenance.initialize()
+        self.maintenance.turn(self._now)
 
     def another_wire(self, kind: type[W] = TcpStoreConnection) -> W:  # type: ignore[assignment]
         return kind(TCPStore, "127.0.0.1", self._server.port, 10.0)
 
     def close(self) -> None:
-        """torch closes what nobody refers to any more."""
+        """torch closes what is not referred to any more."""
         vars(self).clear()
 
     def pass_time(self, seconds: float) -> None:
         for _ in range(round(seconds / TURN_S)):
             self._now += TURN_S
-            self.keeper.turn(self._now)
+            self.maintenance.turn(self._now)
 
     def sleep_through(self, seconds: float) -> None:
         """The host's machine is suspended, or its process is stopped."""
         self._now += seconds
-        self.keeper.turn(self._now)
+        self.maintenance.turn(self._now)
 
 
 @pytest.fixture(scope="module")
@@ -200,22 +200,22 @@ def _what_torch_keeps() -> Iterator[None]:
 
 
 @pytest.fixture
-def place(_what_torch_keeps: None) -> Iterator[Place]:
-    with closing(Place()) as made:
+def place(_what_torch_keeps: None) -> Iterator[HostedStore]:
+    with closing(HostedStore()) as made:
         yield made
 
 
 VALUE = base64.b64encode(b"v").decode()
 
 
-def test_lease_ends_after_its_time_awake(place: Place) -> None:
+def test_lease_ends_after_its_time_awake(place: HostedStore) -> None:
     """Counted from its last renewal, and only while the host was awake."""
     lease, first = place.verbs.announce("n/a", VALUE, 3.0) or ("", 0)
     place.pass_time(2.8)
     assert place.verbs.renew(lease, first)
     place.pass_time(TURN_S)
     place.sleep_through(1000.0)
-    assert place.verbs.read("n/a") is not None, "nobody could renew while the host slept"
+    assert place.verbs.read("n/a") is not None, "no client could renew while the host slept"
     place.pass_time(2.0)
     assert place.verbs.renew(lease, first)
     place.pass_time(2.8)
@@ -232,7 +232,7 @@ def test_lease_ends_after_its_time_awake(place: Place) -> None:
     assert place.wire.read(lease_key(lease)) is None, "what the late renewal made is gone again"
 
 
-def test_key_put_under_an_ended_lease_is_removed(place: Place) -> None:
+def test_key_put_under_an_ended_lease_is_removed(place: HostedStore) -> None:
     lease, _ = place.verbs.announce("n/a", VALUE, 1.0) or ("", 0)
     place.pass_time(1.6)
     late = Envelope(KeyState.PRESENT, 7, lease, b"late")
@@ -243,7 +243,7 @@ def test_key_put_under_an_ended_lease_is_removed(place: Place) -> None:
     assert found is None or found.state is not KeyState.PRESENT
 
 
-def test_deleted_keys_leave_nothing(place: Place) -> None:
+def test_deleted_keys_leave_nothing(place: HostedStore) -> None:
     for number in range(3):
         assert place.verbs.compare_and_swap(f"done/{number}/a", None, VALUE)
         assert place.verbs.compare_and_swap(f"done/{number}/b", None, VALUE)
@@ -258,7 +258,7 @@ def test_deleted_keys_leave_nothing(place: Place) -> None:
     assert "done/0/a" in place.verbs.list_below("done/0/")
 
 
-def test_indexed_name_without_key_is_removed(place: Place) -> None:
+def test_indexed_name_without_key_is_removed(place: HostedStore) -> None:
     """As of a writer that was killed between the two."""
     place.wire.append(index_key("seen/"), b"=a\n")
     place.wire.append(DIRECTORIES, b"=seen/\n")
@@ -268,10 +268,10 @@ def test_indexed_name_without_key_is_removed(place: Place) -> None:
     assert place.wire.read(index_key("seen/")) is None
 
 
-def test_creation_waits_for_a_key_being_removed(place: Place) -> None:
+def test_creation_waits_for_a_key_being_removed(place: HostedStore) -> None:
     assert place.verbs.compare_and_swap("k", None, VALUE)
-    buried = Envelope(KeyState.REMOVING, 1, "", b"").encode()
-    place.wire.set(value_key("k"), buried)
+    removing = Envelope(KeyState.REMOVING, 1, "", b"").encode()
+    place.wire.set(value_key("k"), removing)
     other = Operations(place.another_wire())
     other.deadline = time.monotonic() + SOON_S
     made: list[bool] = []
@@ -279,7 +279,7 @@ def test_creation_waits_for_a_key_being_removed(place: Place) -> None:
     creating.start()
     while not other._wire._counts[0] > 6:  # it has looked more than once
         time.sleep(0.001)
-    assert place.wire.read(value_key("k")) == buried
+    assert place.wire.read(value_key("k")) == removing
     place.wire.delete(value_key("k"))
     creating.join(SOON_S)
     assert made == [True]
@@ -296,34 +296,34 @@ class Interrupted(TcpStoreConnection):
         return super().add(key, amount)
 
 
-def test_key_created_while_its_name_is_removed(place: Place) -> None:
+def test_key_created_while_its_name_is_removed(place: HostedStore) -> None:
     """It is listed all the same."""
     place.wire.append(index_key("d/"), b"=k\n")  # left by a writer that was killed before it made the key
     place.wire.append(DIRECTORIES, b"=d/\n")
-    place.keeper._sweep()
+    place.maintenance._sweep()
 
-    def bury() -> None:
-        place.keeper._now += TOMBSTONE_S
-        place.keeper._sweep()
+    def remove_tombstones() -> None:
+        place.maintenance._now += TOMBSTONE_S
+        place.maintenance._sweep()
 
     slow = place.another_wire(Interrupted)
-    slow.meanwhile = bury
+    slow.meanwhile = remove_tombstones
     assert Operations(slow).compare_and_swap("d/k", None, VALUE)
     assert list(place.verbs.list_below("d/")) == ["d/k"]
 
 
-def test_key_created_again_while_its_tombstone_is_removed(place: Place) -> None:
+def test_key_created_again_while_its_tombstone_is_removed(place: HostedStore) -> None:
     """It is listed all the same."""
     assert place.verbs.compare_and_swap("d/k", None, VALUE)
     assert place.verbs.delete("d/k")
-    place.keeper._sweep()
+    place.maintenance._sweep()
 
-    def bury() -> None:
-        place.keeper._now += TOMBSTONE_S
-        place.keeper._sweep()
+    def remove_tombstones() -> None:
+        place.maintenance._now += TOMBSTONE_S
+        place.maintenance._sweep()
 
     slow = place.another_wire(Interrupted)
-    slow.meanwhile = bury
+    slow.meanwhile = remove_tombstones
     assert Operations(slow).compare_and_swap("d/k", None, VALUE)
     assert list(place.verbs.list_below("d/")) == ["d/k"]
 
@@ -338,8 +338,8 @@ class Overtaken(TcpStoreConnection):
         return super().swap(key, expected, value)
 
 
-def test_two_deletions_have_one_winner(place: Place) -> None:
-    """Their gravestones are of the same version, and a TCPStore tells both writers of the same bytes that they won."""
+def test_two_deletions_have_one_winner(place: HostedStore) -> None:
+    """Their tombstones have the same version, and a TCPStore tells both writers of equal bytes that they won."""
     assert place.verbs.compare_and_swap("k", None, VALUE)
     slow, others = place.another_wire(Overtaken), list[bool]()
     slow.meanwhile = lambda: others.append(place.verbs.delete("k"))
@@ -347,7 +347,7 @@ def test_two_deletions_have_one_winner(place: Place) -> None:
     assert others == [True]
 
 
-def test_keys_created_and_deleted_during_removals(place: Place) -> None:
+def test_keys_created_and_deleted_during_removals(place: HostedStore) -> None:
     """Writers against a host that thinks half a minute passes between any two of its looks."""
     wrong: list[str] = []
 
@@ -367,12 +367,12 @@ def test_keys_created_and_deleted_during_removals(place: Place) -> None:
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        place.keeper._now += TOMBSTONE_S
-        place.keeper._sweep()
+        place.maintenance._now += TOMBSTONE_S
+        place.maintenance._sweep()
     assert wrong == []
 
 
-def test_counted_change_without_a_name_is_repaired(place: Place) -> None:
+def test_counted_change_without_a_name_is_repaired(place: HostedStore) -> None:
     """A writer killed between the two would leave every watch waiting."""
     register_watch(place.wire, "p/")
     place.pass_time(1.0)
@@ -383,11 +383,11 @@ def test_counted_change_without_a_name_is_repaired(place: Place) -> None:
     assert place.wire.read(event_key("p/", 1)) == b"p/"
     assert place.wire.read(event_key("p/", 2)) == b"p/k"
     place.pass_time(TOMBSTONE_S + 1)
-    assert place.wire.read(event_key("p/", 1)) is None, "nobody waits for it any more"
+    assert place.wire.read(event_key("p/", 1)) is None, "no watch waits for it any more"
     assert place.wire.read(event_key("p/", 2)) is None
 
 
-def test_unwatched_prefix_is_dropped(place: Place) -> None:
+def test_unwatched_prefix_is_dropped(place: HostedStore) -> None:
     register_watch(place.wire, "kept/")
     register_watch(place.wire, "left/")
     for _ in range(4):
@@ -398,10 +398,10 @@ def test_unwatched_prefix_is_dropped(place: Place) -> None:
     assert list(entries(place.wire.read(WATCHED))) == ["kept/", "left/"]
 
 
-def test_versions_differ_between_starts(place: Place) -> None:
+def test_versions_differ_between_starts(place: HostedStore) -> None:
     assert place.verbs.compare_and_swap("k", None, VALUE)
     before = place.verbs.read("k")
-    again = Place()
+    again = HostedStore()
     assert again.verbs.read("k") is None
     assert again.verbs.compare_and_swap("k", None, VALUE)
     after = again.verbs.read("k")

@@ -1,4 +1,4 @@
-"""What every Store must do, whatever it is made of."""
+"""The contract of every Store."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_ended_lease_leaves_its_successor_alone(backend: Backend, until: Until) 
     second = announced(store, "n/a", b"w", 3.0)
     first.withdraw()
     assert not first.renew()
-    assert first.put("n/b", b"") is None, "an ended lease holds nothing"
+    assert first.put("n/b", b"") is None, "an ended lease puts nothing"
     assert values(store, "") == {"n/a": b"w"}
     second.withdraw()
     second.withdraw()
@@ -140,7 +140,7 @@ def test_several_keys_under_one_lease(backend: Backend, until: Until) -> None:
     lease = announced(store, "nodes/a", b"record", 3.0)
     held = lease.put("planner", b"a")
     assert held == version(store, "planner")
-    assert lease.put("planner", b"a") is None, "it is there already"
+    assert lease.put("planner", b"a") is None, "it exists already"
     again = lease.put("planner", b"a2", expected=held)
     assert again == version(store, "planner")
     assert lease.put("planner", b"a3", expected=held) is None
@@ -174,23 +174,23 @@ def test_watch_names_changes_below_its_prefix(backend: Backend, until: Until) ->
     heard: list[str] = []
     watch = store.watch("job/", heard.append)
 
-    def hears(key: str) -> None:
-        # The list makes a store whose time is told from outside notice that it has passed.
+    def expect_call(key: str) -> None:
+        # The list makes a store with a fake clock notice that time has passed.
         until(lambda: store.list("") is not None and key in heard, SOON_S)
         assert all(heard_of.startswith("job/") for heard_of in heard)
         heard.clear()
 
     store.compare_and_swap("job/round", None, b"1")
-    hears("job/round")
+    expect_call("job/round")
     store.compare_and_swap("other", None, b"1")
     store.compare_and_swap("job/round", version(store, "job/round"), b"2")
-    hears("job/round")
+    expect_call("job/round")
     store.delete("job/round")
-    hears("job/round")
+    expect_call("job/round")
     announced(store, "job/n", ttl_s=1.0)
-    hears("job/n")
+    expect_call("job/n")
     backend.pass_time(1.0)
-    hears("job/n")
+    expect_call("job/n")
     watch.close()
     watch.close()
     store.compare_and_swap("job/round", None, b"1")

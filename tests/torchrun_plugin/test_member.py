@@ -50,7 +50,7 @@ SOON_S = 20.0
 
 
 class Line:
-    """One node's line to the shared store: the store itself, unless it is cut. Closing it hurts nobody else."""
+    """One node's connection to the shared store, which can be cut. Closing it affects no other node."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -280,7 +280,7 @@ def test_outage_longer_than_the_lease(job: Job, until: Until) -> None:
     seen = {node.num_nodes_waiting() for node in nodes}
     with pytest.raises(torchs.RendezvousConnectionError, match="cut"):
         nodes[0].is_closed()
-    job.lines[nodes[0]].cut = False  # the first one back sees nobody else
+    job.lines[nodes[0]].cut = False  # the first one back reads no other registration
     until(lambda: len(job.store.list(f"{ROOT}nodes/")) == 1, SOON_S)
     seen |= {nodes[0].num_nodes_waiting()}
     job.lines[nodes[1]].cut = False
@@ -444,7 +444,7 @@ def test_torchrun_restarts_after_a_killed_node(tmp_path: Path, until: Until) -> 
 
 
 def _view(current: TorchrunRound | None, *here: tuple[str, int, float], closed: str | None = None) -> TorchrunView:
-    """`here` are (node, past, since)."""
+    """`candidates` are (node, after_round, since)."""
     return TorchrunView(
         current, tuple(LiveCandidate(Candidate(_seat(n), past), since) for n, past, since in here), closed
     )
@@ -477,9 +477,9 @@ AB = _round(4, "a", "b")
             _view(AB, ("a", 0, 1), ("b", 4, 9)), 9.0, True, 9.0 + STOP_TIMEOUT_S, id="the other has yet to stop"
         ),
         pytest.param(_view(AB, ("a", 0, 1), ("b", 4, 9)), 9.0 + STOP_TIMEOUT_S, True, "b", id="it never stopped"),
-        pytest.param(_view(AB, ("a", 0, 1), ("c", 0, 1)), 999.0, True, None, id="nobody left a round that runs"),
+        pytest.param(_view(AB, ("a", 0, 1), ("c", 0, 1)), 999.0, True, None, id="no member left the running round"),
         pytest.param(_view(AB, ("c", 0, 8), ("b", 4, 9), ("a", 4, 9)), 9.0, True, "abc", id="newcomers come last"),
-        pytest.param(_view(AB, ("c", 0, 3)), 4.0, True, 8.0, id="nobody survived: as a first round"),
+        pytest.param(_view(AB, ("c", 0, 3)), 4.0, True, 8.0, id="no survivor: as a first round"),
     ],
 )
 def test_next_round(view: TorchrunView, now: float, settled: bool, expected: str | float | None) -> None:

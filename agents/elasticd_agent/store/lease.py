@@ -6,7 +6,7 @@ created again by its owner. Two cases need care, and are handled here only:
 - The answer to a write may be lost. The version it made is unknown then, so it is read again before the next write;
   without that, our own success would look like a lost race.
 - The key may be deleted while its lease lives. `check` gives that lease up, because a lease without its key would be
-  renewed for ever and nobody would see the process.
+  renewed for ever and the process would stay invisible.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LeasedKey:
         """`is_own`: whether a value is this process's. `announce` replaces `store.announce`, for a shared lease."""
         self.key = key
         self.lease: Lease | None = None
-        """None: the key is not in the store, as far as this process knows."""
+        """None: the key is not in the store, as far as known here."""
         self.renew_at = 0.0
         self._store = store
         self._lease_s = lease_s

@@ -1,4 +1,7 @@
-"""Opens the store a rendezvous names. Adapters are imported when they are needed: a job on one node pays for none."""
+"""Opens the store of a job's rendezvous. Backends are imported here only: a job on one node needs none of them.
+
+A new backend is a module below store/, a function here with a line in OPENERS, and its name in Rendezvous.backend.
+"""
 
 from __future__ import annotations
 
@@ -11,47 +14,46 @@ from elasticd_agent.store.memory import MemoryStore
 from elasticd_agent.system.addresses import is_local
 
 FIRST_REQUEST_S = 30.0
-"""How long the first request to a c10d store waits: its host may start later than everybody else, and imports torch."""
+"""How long the first request to a c10d store waits: its host may start later than the others, and imports torch."""
+Log = Callable[[str], None]
 
 
-def open_store(rendezvous: Rendezvous, python: str, policy: Policy, log: Callable[[str], None]) -> tuple[Store, bool]:
-    """The store, and whether it is this agent that hosts it. Raises StoreRefused for what can never work."""
-    match rendezvous.backend:
-        case "etcd":
-            from elasticd_agent.store.etcd.store import EtcdStore
-
-            return (
-                EtcdStore(
-                    rendezvous.endpoints,
-                    tls=rendezvous.tls,
-                    user=rendezvous.user,
-                    password=rendezvous.password,
-                    timeout_s=policy.store_timeout_s,
-                    log=log,
-                ),
-                False,
-            )
-        case "c10d":
-            from elasticd_agent.store.c10d.store import C10dStore
-
-            ((host, port),) = rendezvous.endpoints
-            serve = (is_local(host) and _is_free(port)) if rendezvous.is_host is None else rendezvous.is_host
-            timeout_s, first_s = policy.store_timeout_s, min(FIRST_REQUEST_S, policy.join_timeout_s)
-            store = C10dStore(
-                host, port, serve=serve, python=python, timeout_s=timeout_s, start_timeout_s=first_s, log=log
-            )
-            return store, serve
-        case "memory":
-            return MemoryStore(), False
+def open_store(rendezvous: Rendezvous, python: str, policy: Policy, log: Log) -> tuple[Store, bool]:
+    """The store, and whether this agent hosts it. Raises StoreRefused for a store that can never work."""
+    return OPENERS[rendezvous.backend](rendezvous, python, policy, log)
 
 
 def any_agent_may_lead(backend: str, store: Store) -> bool:
-    """Whether any agent may plan, not only the store's host: not where an agent hosts it, with whom it would end."""
+    """Whether any agent may lead, not only the store's host: if an agent hosts the store, the store ends with it."""
     return backend != "c10d" or bool(getattr(store, "standalone", False))
 
 
+def _open_memory(rendezvous: Rendezvous, python: str, policy: Policy, log: Log) -> tuple[Store, bool]:
+    return MemoryStore(), False
+
+
+def _open_c10d(rendezvous: Rendezvous, python: str, policy: Policy, log: Log) -> tuple[Store, bool]:
+    from elasticd_agent.store.c10d.store import C10dStore
+
+    ((host, port),) = rendezvous.endpoints
+    serve = (is_local(host) and _is_free(port)) if rendezvous.is_host is None else rendezvous.is_host
+    first_s = min(FIRST_REQUEST_S, policy.join_timeout_s)
+    times = {"timeout_s": policy.store_timeout_s, "start_timeout_s": first_s}
+    return C10dStore(host, port, serve=serve, python=python, log=log, **times), serve
+
+
+def _open_etcd(rendezvous: Rendezvous, python: str, policy: Policy, log: Log) -> tuple[Store, bool]:
+    from elasticd_agent.store.etcd.store import EtcdStore
+
+    login = {"tls": rendezvous.tls, "user": rendezvous.user, "password": rendezvous.password}
+    return EtcdStore(rendezvous.endpoints, **login, timeout_s=policy.store_timeout_s, log=log), False  # type: ignore[arg-type]
+
+
+OPENERS = {"memory": _open_memory, "c10d": _open_c10d, "etcd": _open_etcd}
+
+
 def _is_free(port: int) -> bool:
-    """False where somebody listens there already: several agents on one machine, of which the first is the host."""
+    """False: another agent on this machine, the host, listens there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

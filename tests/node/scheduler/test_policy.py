@@ -46,7 +46,7 @@ def submissions(draw: st.DrawFn) -> tuple[Submission, ...]:
 
 
 @st.composite
-def cards(draw: st.DrawFn, names: list[str]) -> tuple[NodeStatus, ...]:
+def node_statuses(draw: st.DrawFn, names: list[str]) -> tuple[NodeStatus, ...]:
     states = st.sampled_from(["ready", "ready", "ready", "ready", "draining", "quarantined", "cordoned"])
     runners = st.builds(
         RunnerStatus,
@@ -81,12 +81,12 @@ def views(draw: st.DrawFn) -> ClusterView:
         for job in draw(st.lists(st.sampled_from(JOBS), unique=True))
     )
     return ClusterView(
-        draw(cards(names[gone:])),
+        draw(node_statuses(names[gone:])),
         tuple(Cordon(n, draw(st.booleans()), "why") for n in draw(st.lists(st.sampled_from(NAMES), unique=True))[:2]),
         jobs,
         placements,
         tuple(JobResult(job, draw(st.integers(1, 6)), "failed", 1, "") for job in draw(st.sets(st.sampled_from(JOBS)))),
-        draw(cards(names[:gone])),
+        draw(node_statuses(names[:gone])),
         frozenset(draw(st.sets(st.tuples(st.sampled_from(JOBS), st.sampled_from(NAMES)), max_size=3))),
     )
 
@@ -138,7 +138,7 @@ def test_rules_hold_for_every_view(view: ClusterView) -> None:
     strange = [(at.node, slot) for p in then.orphaned() for at in p.assignments for slot in at.slots]
     assert len(used) - len(strange) == len(set(used) - set(strange)), "no slot twice"
     here = {c.node: c for c in view.nodes}
-    away = {c.node: c for c in view.absent}
+    absent = {c.node: c for c in view.absent}
     emptied = {c.node for c in view.cordons if c.drain}
     for wants in view.unfinished():
         mine = placed[wants.job]
@@ -156,17 +156,17 @@ def test_rules_hold_for_every_view(view: ClusterView) -> None:
         assert len(mine.assignments) <= max(wants.max_nodes, len(kept)), "never more"
         assert len({p.node for p in mine.assignments}) == len(mine.assignments)
         for at in mine.assignments:
-            card = here.get(at.node) or away[at.node]
+            status = here.get(at.node) or absent[at.node]
             assert at.node not in emptied
-            assert card.state not in ("draining", "quarantined")
+            assert status.state not in ("draining", "quarantined")
             assert at.node not in {r.node for r in mine.refusals}
             if (before is None or before.assignment(at.node) != at) and (at.node, at.slots) not in runs:
                 assert at.node in here, "nothing new on an absent node"
-                assert card.state == "ready"
+                assert status.state == "ready"
                 assert at.node not in {c.node for c in view.cordons}
                 assert wants.min_slots <= len(at.slots) <= wants.max_slots
-                assert max(at.slots) < card.slots
-                busy = {s for r in card.runners if r.state != "refused" for s in r.slots}
+                assert max(at.slots) < status.slots
+                busy = {s for r in status.runners if r.state != "refused" for s in r.slots}
                 assert not busy & set(at.slots), "a process still runs there"
         if not mine.assignments:
             assert "pending" in mine.reason
@@ -225,15 +225,15 @@ def test_head_of_queue_is_short_of_slots(view: ClusterView, name: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(sane_views(), st.sampled_from(NAMES), st.booleans())
 def test_absent_node_moves_no_job(view: ClusterView, name: str, drained_elsewhere: bool) -> None:
-    card = next((c for c in view.nodes if c.node == name), None)
-    assume(card is not None)
-    assert card is not None
-    away = replace(view, nodes=tuple(c for c in view.nodes if c is not card), absent=(card,))
-    then = after(away)
+    status = next((c for c in view.nodes if c.node == name), None)
+    assume(status is not None)
+    assert status is not None
+    absent = replace(view, nodes=tuple(c for c in view.nodes if c is not status), absent=(status,))
+    then = after(absent)
     for job, placement in live(view).items():
         if placement.assignments:
             assert live(then)[job].assignments[: len(placement.assignments)] == placement.assignments
-    back = after(replace(then, nodes=(*then.nodes, card), absent=()))
+    back = after(replace(then, nodes=(*then.nodes, status), absent=()))
     for job, placement in live(then).items():
         assert live(back)[job].assignments[: len(placement.assignments)] == placement.assignments
 
@@ -286,8 +286,8 @@ def test_refusal_is_kept_after_the_runner_is_gone() -> None:
     """The node status does not show it any more; another run of the job may start there."""
     one = after(view(job(), nodes={"n1": 4, "n2": 4}))
     refused = RunnerStatus("a", 1, (0, 1, 2, 3), "refused", "no such script")
-    cards = (replace(one.nodes[0], runners=(refused,)), one.nodes[1])
-    two = after(replace(one, nodes=cards))
+    node_statuses = (replace(one.nodes[0], runners=(refused,)), one.nodes[1])
+    two = after(replace(one, nodes=node_statuses))
     assert words(two, "a") == "n1 refused it: no such script; runs on n2 (slots 0-3)"
     three = after(replace(two, nodes=(one.nodes[0],)))
     assert "pending" in words(three, "a")
@@ -355,16 +355,16 @@ def test_pending_job_prefers_its_previous_nodes() -> None:
 
 def test_running_job_without_placement() -> None:
     """The store has lost its data: the job gets the slots in which it runs."""
-    cards = tuple(NodeStatus(f"n{i}", "i", 4, runners=(RunnerStatus("a", 1, (2, 3), "running"),)) for i in (1, 2))
-    then = after(ClusterView(nodes=cards, submissions=(job(nodes=(1, 2), slots=(1, 2)),)))
+    both = tuple(NodeStatus(f"n{i}", "i", 4, runners=(RunnerStatus("a", 1, (2, 3), "running"),)) for i in (1, 2))
+    then = after(ClusterView(nodes=both, submissions=(job(nodes=(1, 2), slots=(1, 2)),)))
     assert words(then, "a") == "runs on n1 (slots 2-3) and n2 (slots 2-3)"
 
 
 @pytest.mark.parametrize("state", ["draining", "quarantined"])
 def test_draining_or_quarantined_node_is_emptied(state: str) -> None:
     one = after(view(job(nodes=(1, 2)), nodes={"n1": 4, "n2": 4}))
-    cards = (replace(one.nodes[0], state=state, why="its reasons"), one.nodes[1])  # type: ignore[arg-type]
-    assert words(after(replace(one, nodes=cards)), "a") == f"n1 is {state}: its reasons; runs on n2 (slots 0-3)"
+    node_statuses = (replace(one.nodes[0], state=state, why="its reasons"), one.nodes[1])  # type: ignore[arg-type]
+    assert words(after(replace(one, nodes=node_statuses)), "a") == f"n1 is {state}: its reasons; runs on n2 (slots 0-3)"
 
 
 def test_job_that_may_not_grow() -> None:
@@ -387,9 +387,9 @@ def test_reason_names_a_bounded_number_of_nodes() -> None:
 
 def test_reason_names_slots_as_ranges() -> None:
     taken = RunnerStatus("z", 9, (1, 4, 5), "leaving")
-    cards = (NodeStatus("n1", "i", 8, runners=(taken,)),)
-    assert words(after(replace(view(job(slots=(1, 8))), nodes=cards)), "a") == "runs on n1 (slots 0, 2-3, 6-7)"
-    assert words(after(replace(view(job(slots=(1, 1))), nodes=cards)), "a") == "runs on n1 (slot 0)"
+    node_statuses = (NodeStatus("n1", "i", 8, runners=(taken,)),)
+    assert words(after(replace(view(job(slots=(1, 8))), nodes=node_statuses)), "a") == "runs on n1 (slots 0, 2-3, 6-7)"
+    assert words(after(replace(view(job(slots=(1, 1))), nodes=node_statuses)), "a") == "runs on n1 (slot 0)"
 
 
 def test_large_cluster_is_scheduled_quickly() -> None:
@@ -415,7 +415,7 @@ def test_previous_nodes_newest_first() -> None:
         view = after(replace(view, cordons=(*view.cordons, Cordon(at.node, drain=True, reason="fan"))))
     assert live(view)["a"].assignments[0].node not in ran
     assert live(view)["a"].previous_nodes == tuple(reversed(ran))[:8]
-    view = after(replace(view, cordons=tuple(Cordon(card.node, drain=True, reason="fan") for card in view.nodes)))
+    view = after(replace(view, cordons=tuple(Cordon(status.node, drain=True, reason="fan") for status in view.nodes)))
     assert not live(view)["a"].assignments
     assert live(view)["a"].previous_nodes[1:] == tuple(reversed(ran))[:7]
     view = after(replace(view, cordons=view.cordons[:-1]))  # n12 is repaired

@@ -33,8 +33,8 @@ class Queue:
         self.memory = MemoryStore(self.clock)
         self.store = InterruptedStore(self.memory)
         self.settings = settings
-        card = self.memory.announce(names.NODES + "a", NodeStatus("a", "i", 4).to_json(), 1e9)
-        assert card is not None
+        status = self.memory.announce(names.NODES + "a", NodeStatus("a", "i", 4).to_json(), 1e9)
+        assert status is not None
         self.scheduler = self.next_scheduler()
 
     def next_scheduler(self) -> Scheduler:

@@ -29,7 +29,7 @@ class Fleet:
         self.clock = Clock()
         self.memory = MemoryStore(self.clock)
         self.stores = {node: InterruptedStore(self.memory) for node in nodes}
-        self.cards: dict[str, Lease] = {}
+        self.statuses: dict[str, Lease] = {}
         for node in nodes:
             self.up(node, slots)
         self.schedulers = {node: Scheduler(self.stores[node], node, f"i-{node}") for node in nodes}
@@ -38,15 +38,15 @@ class Fleet:
     def up(self, node: str, slots: int = 4) -> None:
         lease = self.memory.announce(names.NODES + node, NodeStatus(node, "i", slots).to_json(), 3.0)
         assert lease is not None
-        self.cards[node] = lease
+        self.statuses[node] = lease
 
     def down(self, node: str) -> None:
-        self.cards.pop(node).withdraw()
+        self.statuses.pop(node).withdraw()
 
     def turn(self, seconds: float = 1.0, *only: str) -> list[str]:
         """A second passes for all nodes, then `only` these schedulers, or all, do a turn."""
         self.clock.now += seconds
-        for lease in self.cards.values():
+        for lease in self.statuses.values():
             lease.renew()
         sentences = [s for node in only or self.schedulers for s in self.schedulers[node].turn(self.clock.now)]
         self.sentences += sentences
@@ -63,7 +63,7 @@ class Fleet:
 
     @property
     def who(self) -> list[str]:
-        return [node for node, placer in self.schedulers.items() if placer.is_leader]
+        return [node for node, scheduler in self.schedulers.items() if scheduler.is_leader]
 
 
 def test_only_the_scheduler_reads() -> None:
@@ -259,7 +259,7 @@ def test_outage_or_new_scheduler_restarts_the_absence() -> None:
         fleet.turn()
 
     def away(n: int, verb: str, key: str) -> None:
-        raise StoreUnavailable("nobody answers")
+        raise StoreUnavailable("no answer")
 
     fleet.stores["a"].before = away
     with pytest.raises(StoreUnavailable):
@@ -397,7 +397,7 @@ def test_emptied_store() -> None:
     fleet.turn()
     for key in fleet.memory.list(""):
         fleet.memory.delete(key)
-    fleet.cards.clear()
+    fleet.statuses.clear()
     for _ in range(5):
         fleet.turn()
     fleet.up("a")
@@ -425,8 +425,8 @@ def test_two_schedulers_on_etcd(until: Until) -> None:
         stores: list[Store] = [EtcdStore(etcd.endpoints, timeout_s=10.0) for _ in range(2)]
         one, two = (Scheduler(store, name, f"i-{name}") for store, name in zip(stores, "ab", strict=True))
         try:
-            card = stores[0].announce(names.NODES + "a", NodeStatus("a", "i", 4).to_json(), 60.0)
-            assert card is not None
+            status = stores[0].announce(names.NODES + "a", NodeStatus("a", "i", 4).to_json(), 60.0)
+            assert status is not None
             queue.submit(stores[1], "{}", job="llm", nodes=(1, 1), slots=(2, 2), submitted_by="", submitted_at=0.0)
             assert one.turn(0.0) == ["a is the scheduler now", "job llm: runs on a (slots 0-1)"]
             assert two.turn(0.0) == []
