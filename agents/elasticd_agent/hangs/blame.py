@@ -2,7 +2,7 @@
 
 `blame` tries RULES in their order, which is the order of what can be trusted: which ranks have exited, which have
 issued fewer collectives, which stacks are outside of any wait, which ranks wait in something else than the others.
-Without a difference between ranks nobody is blamed.
+Without a difference between ranks there is no culprit.
 """
 
 from __future__ import annotations
@@ -254,7 +254,6 @@ RULES: tuple[Callable[[_Group], Blame | None], ...] = (
 
 
 def _kind(rank: RankState) -> str:
-    """What the rank waits in."""
     return f"barrier {rank.report.barrier!r}" if rank.at_barrier else rank.report.function or rank.report.where
 
 
@@ -296,5 +295,4 @@ def _held_up(waiting: Sequence[RankState], culprits: Sequence[RankState]) -> str
 
 
 def _namely(ranks: Sequence[RankState]) -> str:
-    """Between what the ranks have or have not done, and what each of them does."""
     return ": it " if len(ranks) == 1 else " "

@@ -6,7 +6,7 @@ The rules that choose them are in `verdict` (stopped, zombie, store) and in `bla
 from __future__ import annotations
 
 ADVICE = {
-    "stopped": "find who stopped it (a debugger, SIGSTOP, the batch system); SIGCONT resumes a stopped process",
+    "stopped": "find what stopped it (a debugger, SIGSTOP, the batch system); SIGCONT resumes a stopped process",
     "zombie": "its main thread ended while other threads live on: look at its last log lines",
     "blocked": "look at what its innermost call waits for: a file, a pipe, a lock, another process; if this wait is "
     'intended, declare it: session.phase("eval") around it, or --hang-floor',

@@ -12,8 +12,9 @@ import pytest
 from elasticd_agent.hangs.explain import flight_recorder as flight
 from elasticd_agent.hangs.explain import load, phrases
 from elasticd_agent.hangs.explain.locate import find_folders
-from elasticd_agent.hangs.explain.model import Culprit, Explanation, RankFacts, RecordedVerdict
+from elasticd_agent.hangs.explain.model import Explanation, RankFacts, RecordedVerdict
 from elasticd_agent.hangs.explain.text import FoldedFrames, fold_frames, page
+from elasticd_agent.hangs.rank import RankLocation
 from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack
 
 SITE = "/venv/lib/python3.12/site-packages"
@@ -173,7 +174,7 @@ def test_culprit_that_waits_in_another_group() -> None:
     more = {"process_group": ["1", "tp"], "pg_id": 1}
     ranks = [[entry(60), entry(8, done=False, **more)], [entry(61, done=False), entry(7, **more)]]
     verdict = RecordedVerdict(
-        "missed_collective", (Culprit("a", 0, 0),), "rank 0 has issued fewer", "restart", 1.0, 1.0
+        "missed_collective", (RankLocation("a", 0, 0),), "rank 0 has issued fewer", "restart", 1.0, 1.0
     )
     hung = Explanation(1, "hang", "here", "it hung", ranks=(RankFacts(0, culprit=True), RankFacts(1)), verdict=verdict)
     told = " ".join(page(replace(hung, flight=tuple(compared(*ranks)))).split())

@@ -31,7 +31,7 @@ def main() -> None:
 
         Collection(CollectRequest.of(request), emit).run()
     else:
-        from elasticd_agent.hangs.collector.publish import publish
+        from elasticd_agent.hangs.collector.files import publish
         from elasticd_agent.hangs.collector.request import PublishRequest
 
         try:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticd_agent.hangs.explain.json_values import number, text, values, whole
-from elasticd_agent.hangs.explain.model import Aftermath, Culprit, RecordedVerdict, TimelineEntry
+from elasticd_agent.hangs.explain.model import Aftermath, RecordedVerdict, TimelineEntry
+from elasticd_agent.hangs.rank import RankLocation
 from elasticd_agent.model.phrases import count
 
 Line = Mapping[str, Any]
@@ -67,7 +68,7 @@ class RunLog:
             return None
         places = zip(*(values(line.get(name)) for name in ("nodes", "ranks", "slots")), strict=False)
         culprits = tuple(
-            Culprit(text(node), rank, slot if isinstance(slot, int) else -1)
+            RankLocation(text(node), rank, slot if isinstance(slot, int) else -1)
             for node, rank, slot in places
             if whole(rank) is not None
         )

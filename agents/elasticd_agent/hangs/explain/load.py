@@ -20,7 +20,6 @@ from elasticd_agent.hangs.explain.json_values import count, items, number, text,
 from elasticd_agent.hangs.explain.locate import VERDICT, EvidenceFolder
 from elasticd_agent.hangs.explain.model import (
     Aftermath,
-    Culprit,
     EvidenceKind,
     Explanation,
     GpuFacts,
@@ -29,6 +28,7 @@ from elasticd_agent.hangs.explain.model import (
     StackGroup,
     name_ranks,
 )
+from elasticd_agent.hangs.rank import RankLocation
 from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack
 from elasticd_agent.system import bounded_io as files
 
@@ -71,7 +71,8 @@ def explain(
     ranks = _complete(found.ranks, judged, log, here)
     if reason:
         away = sorted(set(log.members()) - {rank.node for rank in ranks})
-        found.add_trouble(f"the verdict, with all ranks' facts, is in the log directory of another node{_named(away)}")
+        where = f": {' or '.join(away)}" if 0 < len(away) <= _MOST_NODES else ""
+        found.add_trouble(f"the verdict, with all ranks' facts, is in the log directory of another node{where}")
     kind: EvidenceKind = "suspicion"
     if judged is not None or reason:
         kind = "hang"
@@ -201,7 +202,7 @@ def _decode_verdict(data: Mapping[str, Any] | None) -> RecordedVerdict | None:
     if data is None or not isinstance(data.get("cause"), str):
         return None
     culprits = tuple(
-        Culprit(text(one.get("node")), rank, slot if (slot := whole(one.get("slot"))) is not None else -1)
+        RankLocation(text(one.get("node")), rank, slot if (slot := whole(one.get("slot"))) is not None else -1)
         for one in items(data.get("culprits"))
         if (rank := whole(one.get("rank"))) is not None
     )
@@ -304,10 +305,6 @@ def _stack_groups(ranks: Sequence[RankFacts]) -> tuple[StackGroup, ...]:
         for group in groups
         if group[0].stacks is not None
     )
-
-
-def _named(nodes: Sequence[str]) -> str:
-    return f": {' or '.join(nodes)}" if 0 < len(nodes) <= _MOST_NODES else ""
 
 
 def _missing(folder: EvidenceFolder, ranks: Sequence[RankFacts]) -> Iterable[str]:

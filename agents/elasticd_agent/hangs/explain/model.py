@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elasticd_agent.hangs.explain.flight_recorder import GroupComparison
+from elasticd_agent.hangs.rank import RankLocation
 from elasticd_agent.hangs.stacks import RankStacks
 from elasticd_agent.model.phrases import listing, plural, ranges
 
@@ -17,16 +18,9 @@ EvidenceKind = Literal["hang", "suspicion", "dump"]
 
 
 @dataclass(frozen=True, slots=True)
-class Culprit:
-    node: str
-    rank: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
 class RecordedVerdict:
     cause: str
-    culprits: tuple[Culprit, ...]
+    culprits: tuple[RankLocation, ...]
     why: str
     action: str
     seen_after_s: float

@@ -38,6 +38,8 @@ _INDENT = 11
 
 def page(explained: Explanation, width: int = WIDTH) -> str:
     """The whole page, with its last newline."""
+    culprits = [rank for rank in explained.blamed if rank.log]
+    moments = [f"  {_clock(one.wall)}  {one.what[:300]}" for one in explained.aftermath.moments]
     parts = [
         _wrap(_capital(explained.headline) + ".", width),
         _facts(explained, width),
@@ -47,8 +49,8 @@ def page(explained: Explanation, width: int = WIDTH) -> str:
         _section("STACKS  innermost call first; > is the script's own", _stacks(explained)),
         _section("FLIGHT RECORDER", _recorders(explained, width)),
         _section("GPUS", _gpus(explained, width)),
-        *[_section(f"LAST LINES OF RANK {rank.rank}", _log(rank, width)) for rank in _with_logs(explained)],
-        _section("WHAT HAPPENED WHEN", _moments(explained)),
+        *[_section(f"LAST LINES OF RANK {rank.rank}", _log(rank, width)) for rank in culprits[:3]],
+        _section("WHAT HAPPENED WHEN", moments),
         _section("NOT HERE", [line for one in explained.troubles for line in _wrap(one, width, "  ")]),
         _others(explained, width),
     ]
@@ -314,17 +316,8 @@ def _gpus(explained: Explanation, width: int) -> list[str]:
     return lines
 
 
-def _with_logs(explained: Explanation) -> list[RankFacts]:
-    """A few culprits."""
-    return [rank for rank in explained.blamed if rank.log][:3]
-
-
 def _log(rank: RankFacts, width: int) -> list[str]:
     return [f"  {line.expandtabs(4)[: 2 * width]}" for line in rank.log[-_LOG_SHOWN:]]
-
-
-def _moments(explained: Explanation) -> list[str]:
-    return [f"  {_clock(one.wall)}  {one.what[:300]}" for one in explained.aftermath.moments]
 
 
 def _others(explained: Explanation, width: int) -> list[str]:
