@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from elasticd_agent.node import metrics as node
 from elasticd_agent.node.health import metrics as health
 from elasticd_agent.telemetry import metric_table as job
-from elasticd_agent.telemetry.goodput_tracker import AGREEMENT_S
+from elasticd_agent.telemetry.goodput import AGREEMENT_S
 from elasticd_agent.telemetry.metric_table import MetricSpec
 
 CHECKS = 16

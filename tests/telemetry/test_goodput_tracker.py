@@ -7,8 +7,7 @@ import pytest
 from elasticd.heartbeat.record import Heartbeat, Source
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.model.records import BudgetState, Exclusion, Member, Round
-from elasticd_agent.telemetry.goodput import GoodputLedger, TimeSplit
-from elasticd_agent.telemetry.goodput_tracker import AGREEMENT_S, GoodputTracker, follows_fault
+from elasticd_agent.telemetry.goodput import AGREEMENT_S, GoodputLedger, GoodputTracker, TimeSplit, follows_fault
 
 ME, OTHER = "a", "b"
 BACKOFF_S = (0.0, 1.0, 2.0, 60.0)

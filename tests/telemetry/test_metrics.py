@@ -28,7 +28,7 @@ from elasticd_agent.telemetry.metric_table import (
     MetricSpec,
     max_series,
 )
-from elasticd_agent.telemetry.metrics import Metrics, NullMetrics
+from elasticd_agent.telemetry.metrics import Metrics, MetricsRecorder
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {spec.name for spec in METRICS}
@@ -125,14 +125,12 @@ def test_two_jobs_have_two_registries_and_any_id_is_a_label() -> None:
 
 def test_the_null_object_has_every_verb() -> None:
     verbs = {name for name in vars(Metrics) if not name.startswith("_")}
-    assert verbs == {name for name in vars(NullMetrics) if not name.startswith("_")}
-    assert NullMetrics().render() == b""
+    assert verbs == {name for name in vars(MetricsRecorder) if not name.startswith("_")}
+    assert MetricsRecorder().render() == b""
 
 
 def test_without_a_metrics_port_the_library_is_not_imported() -> None:
-    code = (
-        "import sys, elasticd_agent.telemetry.metrics as m; m.NullMetrics(); print('prometheus_client' in sys.modules)"
-    )
+    code = "import sys, elasticd_agent.telemetry.metrics as m; print('prometheus_client' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert ran.stdout.strip() == "False", ran.stderr
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd_agent.telemetry.recovery_time import RecoveryTimer
+from elasticd_agent.telemetry.goodput import RecoveryTimer
 
 PARTS = ("detect", "evidence", "agree", "stop", "start")
 

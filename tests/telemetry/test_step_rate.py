@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticd_agent.telemetry.step_rate import WINDOW_S, StepRate
+from elasticd_agent.telemetry.goodput import WINDOW_S, StepRate
 
 
 def test_a_group_that_resumes_at_step_1000_has_not_made_1000_steps() -> None:

@@ -28,8 +28,7 @@ from elasticd_agent.system.control_socket import SOCKET_NAME, Verb, open_control
 from elasticd_agent.system.nonblocking_writer import open_std_writers
 from elasticd_agent.telemetry import event_log, events, metrics
 from elasticd_agent.telemetry.console import Console, ConsoleLogHandler, PlainConsole, open_console
-from elasticd_agent.telemetry.goodput import TimeSplit
-from elasticd_agent.telemetry.goodput_tracker import follows_fault, lost_nodes
+from elasticd_agent.telemetry.goodput import TimeSplit, follows_fault, lost_nodes
 from elasticd_agent.workers.logs import PREFIX_VARIABLE, JobLogs
 
 
@@ -200,7 +199,7 @@ class Reporting(contextlib.ExitStack):
 
     def open_metrics(self, job: str, node: str) -> metrics.MetricsRecorder:
         if self._settings.metrics_port is None:
-            return metrics.NullMetrics()
+            return metrics.MetricsRecorder()
         from elasticd_agent.model.version import version
 
         return metrics.Metrics(job, node, version())

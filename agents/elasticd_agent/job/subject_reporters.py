@@ -14,15 +14,12 @@ from elasticd_agent.model.messages import FirstStep, GroupEnded, StoreExited, Wo
 from elasticd_agent.model.notices import StragglersFound
 from elasticd_agent.model.records import Round
 from elasticd_agent.model.reports import HangVerdict
-from elasticd_agent.telemetry import events, worker_notes
+from elasticd_agent.telemetry import events
 from elasticd_agent.telemetry.console import Console, ProgressView
 from elasticd_agent.telemetry.event_log import EventSink
 from elasticd_agent.telemetry.events import LogEvent
-from elasticd_agent.telemetry.goodput import GoodputLedger
-from elasticd_agent.telemetry.goodput_tracker import GoodputTracker
+from elasticd_agent.telemetry.goodput import GoodputLedger, GoodputTracker, RecoveryTimer, StepRate
 from elasticd_agent.telemetry.metrics import MetricsRecorder
-from elasticd_agent.telemetry.recovery_time import RecoveryTimer
-from elasticd_agent.telemetry.step_rate import StepRate
 from elasticd_agent.workers.launcher.owned_group import STORE_RANK
 from elasticd_agent.workers.manager import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
 
@@ -252,7 +249,7 @@ class ProgressReporter:
         job = self.job
         if reported.kind == "attached" and isinstance(seconds := reported.extra.get("every_seconds"), (int, float)):
             job.metrics.checkpoint_interval(float(seconds))
-        event = worker_notes.log_event(reported)
+        event = events.from_worker(reported)
         if event is not None:
             job.events.write(event)
         match event:
@@ -269,8 +266,8 @@ class ProgressReporter:
                 job.metrics.checkpoint_failed()
             case events.CheckpointSkippedEvent():
                 job.metrics.checkpoint_skipped()
-        if reported.kind not in worker_notes.QUIET_KINDS:
-            job.console.log(reported.reason, "warning" if reported.kind in worker_notes.WARNING_KINDS else "info")
+        if reported.kind not in events.QUIET_KINDS:
+            job.console.log(reported.reason, "warning" if reported.kind in events.WARNING_KINDS else "info")
 
 
 @dataclass(slots=True)

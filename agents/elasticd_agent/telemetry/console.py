@@ -1,11 +1,10 @@
-"""What a person sees: one sentence for every decision, and how far training is.
+"""The terminal or log of `elasticd run`: one sentence for every decision, and the progress of training.
 
 On a terminal the last row is taken out of the scrolled region (DECSTBM, as apt's progress bar does) and holds the live
-line. So sentences and the workers' own output, which goes straight to the terminal and not through the agent, scroll
-above it and neither tears the other. Without a terminal there are plain log lines. Everything goes through an Outlet:
-a terminal or pipe that blocks or goes away never holds up the agent. Only SIGKILL leaves the terminal as it is, with
-the row still reserved; `reset` gives it back. A worker that draws on the whole screen itself (curses) and the live line
-disturb each other: run it with `2>&1 | cat`.
+line. Sentences, and the workers' own output, which does not pass through the agent, scroll above it. Without a terminal
+there are plain log lines. All output goes through a NonBlockingWriter: a terminal or pipe that blocks or closes never
+delays the agent. Only SIGKILL leaves the row reserved; `reset` frees it. A worker that draws on the whole screen
+(curses) conflicts with the live line: run it with `2>&1 | cat`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @dataclass(frozen=True, slots=True)
 class ProgressView:
-    """Where the job is. `step` and what follows from it are None until known; `checkpoint_at` is CLOCK_MONOTONIC."""
+    """The progress of a job; None: not known yet."""
 
     round: int
     world_size: int
@@ -45,7 +44,7 @@ class ProgressView:
     target: int | None = None
     step: int | None = None
     steps_per_second: float | None = None
-    checkpoint_at: float | None = None
+    checkpoint_at: float | None = None  # CLOCK_MONOTONIC
     restarts: int = 0
 
 
@@ -73,7 +72,7 @@ class Console(Protocol):
 
 
 class _LineWriter:
-    """Puts whole lines into an outlet, from any thread, and says how many it could not."""
+    """Writes whole lines, from any thread, and reports how many were dropped."""
 
     def __init__(self, outlet: NonBlockingWriter) -> None:
         self._outlet, self._lost = outlet, 0
@@ -81,7 +80,7 @@ class _LineWriter:
     def put(self, line: str) -> None:
         data = (line + "\n").encode("utf-8", "backslashreplace")
         if self._lost:
-            data = f"[elasticd: {self._lost} lines are missing here: nothing took them]\n".encode() + data
+            data = f"[elasticd: {self._lost} lines are missing here: the output was blocked]\n".encode() + data
         self._lost = 0 if self._outlet.put(data) else self._lost + 1
 
 
@@ -98,7 +97,7 @@ class PlainConsole:
         self._lines.put(f"{stamp} elasticd[{self._job}] {_LEVELS[level]}{_visible(sentence)}")
 
     def progress(self, view: ProgressView) -> None:
-        """A line now and then, when steps were made since the last one."""
+        """At most one line in PLAIN_PROGRESS_S, and only after new steps."""
         now = self._clock()
         if view.step is None or now < self._due or (self._last is not None and view.step == self._last.step):
             return
@@ -110,7 +109,7 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """Sentences above, one live line at the bottom, redrawn by a thread of its own."""
+    """Sentences above, one live line at the bottom, redrawn by its own thread."""
 
     def __init__(self, outlet: NonBlockingWriter, fd: int, job: str, refresh_s: float = LIVE_REFRESH_S) -> None:
         self._outlet, self._fd, self._job, self._refresh_s = outlet, fd, _visible(job), refresh_s
@@ -129,11 +128,11 @@ class LiveConsole:
         self._lines.put(f"{_COLORS[level]}{text}\x1b[0m" if colored else text)
 
     def progress(self, view: ProgressView) -> None:
-        """What the live line shows from its next frame on; the first view takes the last row."""
+        """The content of the live line from its next frame on; the first view takes the last row."""
         self._view = view
 
     def close(self) -> None:
-        """Give the last row back, cleared. Safe to call again."""
+        """Release the last row, cleared. Idempotent."""
         atexit.unregister(self.close)
         self._ended.set()
         self._thread.join(1.0)
@@ -145,7 +144,7 @@ class LiveConsole:
     def _run(self) -> None:
         while not self._ended.wait(self._refresh_s):
             view = self._view
-            # In the background the last row belongs to somebody else; when the terminal lags, a frame adds nothing.
+            # In the background the last row belongs to another job; while the terminal lags, a frame adds nothing.
             if view is not None and _foreground(self._fd) and self._outlet.room() > CAPACITY // 2:
                 try:
                     columns, rows = os.get_terminal_size(self._fd)
@@ -193,7 +192,7 @@ def _release(rows: int) -> bytes:
 def _foreground(fd: int) -> bool:
     try:
         return os.tcgetpgrp(fd) == os.getpgrp()
-    except OSError:  # not our controlling terminal: nobody else's job is in front there
+    except OSError:  # not our controlling terminal: no other job is in the foreground there
         return True
 
 
@@ -213,7 +212,7 @@ def open_console(outlet: NonBlockingWriter, fd: int, job: str) -> PlainConsole |
 
 
 class ConsoleLogHandler(logging.Handler):
-    """Lets what elasticd's modules log be seen with everything else that is said."""
+    """Shows the warnings and errors of elasticd's loggers on the console."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)

@@ -1,9 +1,8 @@
-"""The event log: what happened to a job, one JSON object a line, for programs that read it later.
+"""The event log: one JSON object a line, for programs that read it later; the kinds are in `events`.
 
-What can happen is in `events`. A line is one write to a file opened for appending, so several writers never mix within
-a line, and a line is in the kernel's hands before the agent goes on: it survives the agent's own SIGKILL. Nothing here
-ever raises once the file is open, blocks on a pipe nobody reads, or grows without bound; a line that cannot be written
-is counted, and said once.
+A line is one write to a file opened for appending, so writers never mix within a line, and it survives the agent's own
+SIGKILL. Once the file is open, logging never raises, blocks on a pipe without a reader, or grows without bound; a line
+that cannot be written is counted, with one warning.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _log = logging.getLogger("elasticd.eventlog")
 
 
 class EventSink(Protocol):
-    """Where records go."""
+    """A destination of events."""
 
     @property
     def lost(self) -> int:
@@ -43,7 +42,7 @@ class EventSink(Protocol):
 
 
 class NullEventLog:
-    """The event log of a job that was not asked to keep one."""
+    """Without --event-log."""
 
     lost = 0
 
@@ -55,13 +54,13 @@ class NullEventLog:
 
 
 class EventLog:
-    """Appends records to a file. Never raises once made; `lost` counts the lines that could not be written whole."""
+    """Appends events to a file; `lost` counts the lines that could not be written whole."""
 
     def __init__(self, path: Path, job: str, node: str, most_bytes: int | None = None) -> None:
         """Raises UsageError when `path` cannot be opened for appending. Makes its directory if only that is missing.
 
-        `most_bytes`: once it has so many it begins anew, and what was is `path` with .1 at its end; it does so, too,
-        when somebody has moved or removed it. For those who write for months; and from several threads.
+        `most_bytes`: a file of this size is renamed to `path`.1 and a new one begun, as after a move or removal by a
+        person. Several threads may write.
         """
         self.lost = 0
         self._path, self._job, self._node = path, job, node
@@ -100,7 +99,7 @@ class EventLog:
                 os.rename(self._path, f"{self._path}.1")
             fd = self._open()
         except OSError:
-            return  # then where it is
+            return  # continue in the old file
         os.close(self._fd)
         self._fd, self._partial_line = fd, False
 
@@ -120,7 +119,9 @@ class EventLog:
     def _count_lost(self, why: str) -> None:
         self.lost += 1
         if self.lost == 1:
-            _log.warning("event log %s: %s; the job goes on, lines that cannot be written are counted", self._path, why)
+            _log.warning(
+                "event log %s: %s; the job continues, lines that cannot be written are counted", self._path, why
+            )
 
     def close(self) -> None:
         if self._fd < 0:
@@ -132,13 +133,13 @@ class EventLog:
 
 
 def open_event_log(path: Path | None, job: str, node: str, most_bytes: int | None = None) -> EventSink:
-    """The log at `path`, or one that does nothing. Raises UsageError when the file cannot be opened."""
+    """The log at `path`, or a null log. Raises UsageError when the file cannot be opened."""
     return NullEventLog() if path is None else EventLog(path, job, node, most_bytes)
 
 
 def encode(record: LogEvent, job: str, node: str) -> bytes:
     """One line with its newline, at most MAX_LINE bytes; what does not fit is cut and the line says `"cut": true`."""
-    # Reckoned from `mono`, so that wall says when it happened too, however late it is written.
+    # Derived from `mono`: the time of the event, however late it is written.
     wall = time.time() - (time.monotonic() - record.mono)
     head = {
         "v": FORMAT_VERSION,

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from elasticd.heartbeat.worker_events import WorkerEvent
+
 FORMAT_VERSION = 1
 MAX_LINE_BYTES = 64 * 1024
 
@@ -385,3 +387,29 @@ EVENT_TYPES: tuple[type[LogEvent], ...] = (
     AgentReloadedEvent, AgentEndedEvent, RunnerStartedEvent,
     RunnerStopRequestedEvent, RunnerEndedEvent, JobScheduledEvent,
 )  # fmt: skip
+
+QUIET_KINDS = ("checkpoint_saved", "attached", "can_pause")
+"""Too frequent or too small for the console."""
+WARNING_KINDS = ("checkpoint_failed", "checkpoint_skipped")
+
+
+def from_worker(note: WorkerEvent) -> LogEvent | None:
+    """The event of a worker's Session as a line of the log; None for kinds that the log has not."""
+    known: dict[str, Any] = {"round": note.round, "mono": note.mono, "reason": note.reason}
+    path, seconds = str(note.extra.get("path", "")), float(note.extra.get("seconds", 0.0))
+    match note.kind:
+        case "checkpoint_saved" if note.step is not None:
+            size = int(note.extra.get("bytes", 0))
+            return CheckpointSavedEvent(**known, step=note.step, path=path, bytes=size, seconds=seconds)
+        case "checkpoint_failed":
+            return CheckpointFailedEvent(**known, step=note.step, path=path)
+        case "checkpoint_skipped":
+            return CheckpointSkippedEvent(**known, step=note.step, path=path)
+        case "resumed" if note.step is not None:
+            origin = int(note.extra.get("from_round", 0))
+            return ResumedEvent(**known, step=note.step, from_round=origin, path=path)
+        case "paused" if note.step is not None:
+            return PausedEvent(**known, step=note.step)
+        case "pause_ended" if note.step is not None:
+            return PauseEndedEvent(**known, step=note.step, seconds=seconds)
+    return None

@@ -1,8 +1,4 @@
-"""Every metric of a job: the one table of names, help and labels, and how many series each can be. docs/metrics.md's.
-
-It exists so that a name is written once, and so that what a page of metrics may grow to can be counted before it does:
-every label says how many values it may take. Nothing is measured or served here.
-"""
+"""Every metric of a job: name, help, labels, and the largest number of its series. docs/metrics.md shows it."""
 
 from __future__ import annotations
 
@@ -20,15 +16,15 @@ FAULT_CAUSES = ("crash", "hung", "node_lost", "store_lost", "start_failed", "oth
 TIME_STATES = ("useful", "lost", "idle")
 PHASES = tuple(phase.__name__.lower() for phase in get_args(Phase))
 MAX_CULPRITS = 8
-"""So many pairs of a cause and a node at fault have a series of their own; what more there are share one a cause."""
+"""Pairs of a cause and a node at fault with a series of their own; further ones share one per cause."""
 OTHER_CULPRITS = "..."
-"""The culprit where there are more; no node can be called that."""
+"""The culprit of the shared series; no node can have this name."""
 LEASE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 """A renewal gives up after 0.9 s by default; a lease is 3 s."""
 MAX_STRAGGLERS = 16
-"""Of more ranks that the others wait for only the slowest have a series."""
+"""Only the slowest stragglers have a series."""
 MAX_REASON_CHARS = 200
-"""Characters of a round's reason that a label carries."""
+"""Characters of a round's reason in a label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +68,8 @@ JOB_PHASE = MetricSpec(
 TIME = MetricSpec(
     "elasticd_time_seconds_total",
     "counter",
-    "What became of this node's time: useful (steps beyond the highest one so far), lost (from the last step before a "
-    "fault until a step is beyond that again) or idle (before the job's first step, waiting for nodes, holds).",
+    "This node's time: useful (steps beyond the highest one so far), lost (from the last step before a fault until a "
+    "step beyond the highest one) or idle (before the job's first step, waiting for nodes, pauses).",
     ("state",),
     label_sets=len(TIME_STATES),
 )
@@ -81,18 +77,18 @@ ROUND = MetricSpec("elasticd_round", "gauge", "Number of the current round.")
 ROUND_INFO = MetricSpec(
     "elasticd_round_info",
     "gauge",
-    "1 for the current round, told by the node whose agent plans: why there is one, in a word (start, resize, or what "
-    f"went wrong; of the last one how the job ended) and in at most {MAX_REASON_CHARS} characters.",
+    "1 for the current round, reported by the leader node: its cause in a word (start, resize, or the fault; for the "
+    f"last round the outcome of the job) and its reason in at most {MAX_REASON_CHARS} characters.",
     ("round", "cause", "reason"),
 )
 ROUND_START = MetricSpec(
-    "elasticd_round_start_timestamp_seconds", "gauge", "Unix time this node heard of the current round."
+    "elasticd_round_start_timestamp_seconds", "gauge", "Unix time this node received the current round."
 )
 WORLD_SIZE = MetricSpec("elasticd_world_size", "gauge", "Workers in the current round, over all nodes.")
 WORLD_SIZE_TARGET = MetricSpec(
     "elasticd_world_size_target",
     "gauge",
-    "Workers the job would have on as many nodes as it may have, and with nothing set aside.",
+    "Workers of the job at its maximal number of nodes, with no slot quarantined.",
 )
 WORKERS_RUNNING = MetricSpec(
     "elasticd_workers_running", "gauge", "Worker processes of the current round alive on this node."
@@ -115,14 +111,14 @@ FAULTS_TOTAL = MetricSpec(
 BUDGET = MetricSpec(
     "elasticd_restart_budget_remaining",
     "gauge",
-    "Restarts left before the job is given up, if it gets no further: those in a row, or of the hour if these are "
-    "fewer; or those of `max_restarts`. Progress and time give the former back. Not every node sees all progress: the "
-    "highest of theirs is right.",
+    "Restarts left before the job fails, without progress: in a row, or within the hour if these are fewer; or of "
+    "`max_restarts`. Progress and time restore the former. Not every node sees all progress: the highest value over "
+    "the nodes is right.",
 )
 EXITS = MetricSpec(
     "elasticd_worker_exits_total",
     "counter",
-    "Worker processes of this node that ended: success, exit_code (non-zero), signal, asked (stopped or killed by us).",
+    "Worker processes of this node that ended: success, exit_code (non-zero), signal, requested (by the agent).",
     ("kind",),
     label_sets=len(EXIT_KINDS),
 )
@@ -134,11 +130,11 @@ WORKER_STEP = MetricSpec(
     ("rank",),
     label_sets=0,
 )
-STEPS_PER_SECOND = MetricSpec("elasticd_steps_per_second", "gauge", "Optimizer steps a second, lately.")
+STEPS_PER_SECOND = MetricSpec("elasticd_steps_per_second", "gauge", "Recent optimizer steps per second.")
 LAST_PROGRESS = MetricSpec(
     "elasticd_last_progress_timestamp_seconds",
     "gauge",
-    "Unix time a worker of this node was last seen to finish a step.",
+    "Unix time of the last step finished by a worker of this node.",
 )
 FIRST_STEP = MetricSpec(
     "elasticd_start_to_first_step_seconds", "gauge", "From the start of the round's workers to its first finished step."
@@ -155,10 +151,12 @@ CHECKPOINT_FAILURES = MetricSpec(
     "elasticd_checkpoint_failures_total", "counter", "Checkpoints that could not be written."
 )
 CHECKPOINT_FAILED_AT = MetricSpec(
-    "elasticd_checkpoint_last_failure_timestamp_seconds", "gauge", "Unix time a checkpoint could last not be written."
+    "elasticd_checkpoint_last_failure_timestamp_seconds",
+    "gauge",
+    "Unix time of the last checkpoint that could not be written.",
 )
 CHECKPOINTS_SKIPPED = MetricSpec(
-    "elasticd_checkpoints_skipped_total", "counter", "Checkpoints passed over because they could not be trusted."
+    "elasticd_checkpoints_skipped_total", "counter", "Checkpoints skipped because a check failed."
 )
 CHECKPOINT_STEP = MetricSpec(
     "elasticd_checkpoint_last_step", "gauge", "Step of the last checkpoint written here, or resumed from."
@@ -170,12 +168,12 @@ CHECKPOINT_TIME = MetricSpec(
 )
 CHECKPOINT_BYTES = MetricSpec("elasticd_checkpoint_last_size_bytes", "gauge", "Size of the last checkpoint written.")
 CHECKPOINT_SECONDS = MetricSpec(
-    "elasticd_checkpoint_last_write_seconds", "gauge", "How long training stood still for the last checkpoint."
+    "elasticd_checkpoint_last_write_seconds", "gauge", "How long training paused for the last checkpoint."
 )
 CHECKPOINT_INTERVAL = MetricSpec(
     "elasticd_checkpoint_interval_seconds",
     "gauge",
-    "How often the script asked for a checkpoint; absent where it asked for one every so many steps, or saves itself.",
+    "The script's checkpoint interval; absent where the interval is in steps, or the script saves by itself.",
 )
 LAUNCHER_STARTS = MetricSpec(
     "elasticd_launcher_starts_total",
@@ -185,12 +183,14 @@ LAUNCHER_STARTS = MetricSpec(
     label_sets=len(START_MODES),
 )
 HANG_SUSPICIONS = MetricSpec(
-    "elasticd_hang_suspicions_total", "counter", "Times this node's agent suspected a hang; most end by themselves."
+    "elasticd_hang_suspicions_total",
+    "counter",
+    "Times this node's agent suspected a hang; most suspicions clear by themselves.",
 )
 HANGS_TOTAL = MetricSpec(
     "elasticd_hangs_total",
     "counter",
-    f"Hangs that were found, counted by the node whose agent judged, by cause: {', '.join(HANGS)}; culprit is "
+    f"Hangs detected, counted by the leader node, by cause: {', '.join(HANGS)}; culprit is "
     "the node at fault, empty when no single one is.",
     ("cause", "culprit"),
     label_sets=2 * len(HANGS) + MAX_CULPRITS,
@@ -198,23 +198,22 @@ HANGS_TOTAL = MetricSpec(
 LAST_HANG = MetricSpec(
     "elasticd_last_hang_timestamp_seconds",
     "gauge",
-    "Unix time the last such hang was found: `increase()` does not see the count that a series of the counter begins "
-    "with.",
+    "Unix time of the last such hang: `increase()` does not see the first count of a series of the counter.",
     ("cause", "culprit"),
     label_sets=len(HANGS) + MAX_CULPRITS + len(HANGS),
 )
 HANG_DETECTION = MetricSpec(
     "elasticd_hang_detection_seconds",
     "histogram",
-    "From the last progress of a hung group to the verdict, on the node whose agent judged.",
+    "From the last progress of a hung group to the verdict, on the leader node.",
     buckets=(1.0, 1.5, 2.5, 3.5, 5.0, 7.5, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0),
 )
 RECOVERY_PART = MetricSpec(
     "elasticd_recovery_part_seconds",
     "histogram",
-    "Of what a recovery was made: until the fault was seen (detect), evidence of a hang, until the next round was "
-    "agreed on (agree), until the old group was gone (stop), until the new one was started (start), until its "
-    "first step (first_step). A part that ran beside another one counts from that one's end.",
+    "The parts of a recovery: until the fault was detected (detect), evidence of a hang, until the next round was "
+    "agreed on (agree), until the old group had ended (stop), until the new one had started (start), until its first "
+    "step (first_step). A part that overlaps another one counts from the end of that one.",
     ("part",),
     label_sets=len(RECOVERY_PARTS),
     buckets=(0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0),
@@ -222,20 +221,21 @@ RECOVERY_PART = MetricSpec(
 STRAGGLER_RATIO = MetricSpec(
     "elasticd_straggler_ratio",
     "gauge",
-    "How many times as long as its peers' the own work of a rank takes that the others wait for, told by the node "
-    "whose agent plans; absent for all others.",
+    "Duration of a straggler's own work, relative to its peers', reported by the leader node; absent for other ranks.",
     ("rank",),
     label_sets=MAX_STRAGGLERS,
 )
 STUCK_PROCESSES = MetricSpec(
-    "elasticd_stuck_processes", "gauge", "Processes of this node that were sent SIGKILL and do not die."
+    "elasticd_stuck_processes", "gauge", "Processes of this node that survived SIGKILL so far."
 )
-STORE_UP = MetricSpec("elasticd_store_up", "gauge", "1 while the store agents meet in answers this one, else 0.")
-STORE_OUTAGES = MetricSpec("elasticd_store_outages_total", "counter", "Times the store went away for this agent.")
+STORE_UP = MetricSpec("elasticd_store_up", "gauge", "1 while the rendezvous store answers this agent, else 0.")
+STORE_OUTAGES = MetricSpec(
+    "elasticd_store_outages_total", "counter", "Times the store became unavailable to this agent."
+)
 LEASE = MetricSpec(
     "elasticd_lease_seconds",
     "gauge",
-    "How long this agent's lease lives unless it is renewed, as the store granted it.",
+    "Time to live of this agent's lease, as granted by the store.",
 )
 LEASE_RENEWAL = MetricSpec(
     "elasticd_lease_renewal_seconds",

@@ -1,8 +1,7 @@
-"""What the agent says happened -> its metrics. Names, help and labels are metric_names', nobody else knows them.
+"""One job's metrics, recorded by events in its life and rendered for Prometheus.
 
-The agent owns one registry per job, never prometheus_client's global one, and imports the library only when a metrics
-port was asked for (it costs 61 ms). The methods are named for what happened and take plain values. Safe to call from
-one thread, and `lease` from another, while others render. Nothing here talks to the network.
+Each job has a registry of its own, and prometheus_client is imported only with a metrics port (61 ms). One thread
+records, `lease` may come from another, and others render.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from elasticd_agent.hangs.causes import CAUSES as HANGS
 from elasticd_agent.telemetry import metric_table as names
@@ -18,8 +17,8 @@ from elasticd_agent.telemetry.goodput import TimeSplit, monotonic_counters
 from elasticd_agent.telemetry.metric_table import MetricSpec
 
 
-class MetricsRecorder(Protocol):
-    """What the agent says happened; `wall` is unix seconds, all else as the metric's help says."""
+class MetricsRecorder:
+    """Records nothing; `wall` is unix seconds, every other value is explained by the metric's help."""
 
     def round_published(
         self, number: int, world_size: int, target: int, ranks: Iterable[int], restart_cause: str | None = None
@@ -48,95 +47,12 @@ class MetricsRecorder(Protocol):
     def store_available(self, up: bool) -> None: ...
     def lease(self, ttl_s: float, renewal_s: float | None) -> None: ...
     def event_lines_lost(self, total: int) -> None: ...
-    def render(self) -> bytes: ...
-
-
-class NullMetrics:
-    """The metrics of an agent nobody scrapes."""
-
-    def round_published(
-        self, number: int, world_size: int, target: int, ranks: Iterable[int], restart_cause: str | None = None
-    ) -> None:
-        pass
-
-    def round_info(self, number: int, cause: str, reason: str, wall: float) -> None:
-        pass
-
-    def leading(self, on: bool) -> None:
-        pass
-
-    def phase(self, name: str) -> None:
-        pass
-
-    def fault(self, cause: str, culprit: str) -> None:
-        pass
-
-    def set_time_source(self, spent: Callable[[], TimeSplit]) -> None:
-        pass
-
-    def set_budget_source(self, left: Callable[[], int | None]) -> None:
-        pass
-
-    def group_started(self, workers: int, warm: bool) -> None:
-        pass
-
-    def worker_exited(self, kind: str) -> None:
-        pass
-
-    def group_ended(self) -> None:
-        pass
-
-    def first_step(self, start_seconds: float, recovery_seconds: float | None) -> None:
-        pass
-
-    def progress(self, steps: Mapping[int, int], steps_per_second: float | None, wall: float) -> None:
-        pass
-
-    def checkpoint_saved(self, step: int, wall: float, size: int, seconds: float) -> None:
-        pass
-
-    def checkpoint_resumed(self, step: int, wall: float) -> None:
-        pass
-
-    def checkpoint_failed(self) -> None:
-        pass
-
-    def checkpoint_skipped(self) -> None:
-        pass
-
-    def checkpoint_interval(self, seconds: float) -> None:
-        pass
-
-    def hang_suspected(self) -> None:
-        pass
-
-    def hang_detected(self, cause: str, seconds: float, culprit: str = "") -> None:
-        pass
-
-    def recovered(self, parts: Mapping[str, float]) -> None:
-        pass
-
-    def stragglers(self, ratios: Mapping[int, float]) -> None:
-        pass
-
-    def unkillable_processes(self, processes: int) -> None:
-        pass
-
-    def store_available(self, up: bool) -> None:
-        pass
-
-    def lease(self, ttl_s: float, renewal_s: float | None) -> None:
-        pass
-
-    def event_lines_lost(self, total: int) -> None:
-        pass
-
     def render(self) -> bytes:
         return b""
 
 
-class Metrics:
-    """The job's metrics in a registry of its own. A value nobody has reported yet is absent, a counter starts at 0."""
+class Metrics(MetricsRecorder):
+    """A gauge without a value yet is absent, a counter starts at 0."""
 
     def __init__(self, job_id: str, node: str = "", version: str = "") -> None:
         import prometheus_client
@@ -191,7 +107,7 @@ class Metrics:
     def round_published(
         self, number: int, world_size: int, target: int, ranks: Iterable[int], restart_cause: str | None = None
     ) -> None:
-        """`ranks` are this node's; `restart_cause` is None for the first round. Ranks that left lose their series."""
+        """`ranks`: this node's; `restart_cause`: None for the first round. Ranks that left lose their series."""
         self._series(names.ROUND).set(number)
         self._series(names.WORLD_SIZE).set(world_size)
         self._series(names.WORLD_SIZE_TARGET).set(target)
@@ -203,7 +119,7 @@ class Metrics:
         self._ranks &= now
 
     def round_info(self, number: int, cause: str, reason: str, wall: float) -> None:
-        """The current round, and why there is one. Only where this agent plans it has a series, one at a time."""
+        """The current round and its reason; it has a series on the leader node only, one at a time."""
         self._series(names.ROUND_START).set(wall)
         reason = " ".join(reason.split())
         short = reason if len(reason) <= names.MAX_REASON_CHARS else reason[: names.MAX_REASON_CHARS - 1] + "…"
@@ -212,7 +128,7 @@ class Metrics:
         self._show_round(self._round if self._leads else None)
 
     def leading(self, on: bool) -> None:
-        """This agent plans, or does not any more: what only the planner tells is another node's to tell then."""
+        """This node is the leader, or no longer: another node reports what only the leader does."""
         self._leads = on
         if not on:
             self.stragglers({})
@@ -224,16 +140,16 @@ class Metrics:
             self._series(names.ROUND_INFO, *round).set(1)
 
     def phase(self, name: str) -> None:
-        """`name` is one of PHASES; of all others the series say 0."""
+        """`name`: one of PHASES; the series of the others become 0."""
         for phase in names.PHASES:
             self._series(names.JOB_PHASE, phase).set(int(phase == name))
 
     def fault(self, cause: str, culprit: str) -> None:
-        """`culprit` is the node at fault, "" if none is."""
+        """`culprit`: the node at fault, "" if none is."""
         self._count_culprit(names.FAULTS_TOTAL, cause if cause in names.FAULT_CAUSES else "other", culprit)
 
     def _count_culprit(self, spec: MetricSpec, cause: str, culprit: str) -> str:
-        """Count it, and say as whose; a job on many nodes must not have a series for each."""
+        """Count it; returns the culprit of its series: a job on many nodes must not have a series for each."""
         blamed = self._culprits.setdefault(spec.name, set())
         if culprit and (cause, culprit) not in blamed:
             if len(blamed) >= names.MAX_CULPRITS:
@@ -244,11 +160,11 @@ class Metrics:
         return culprit
 
     def set_time_source(self, spent: Callable[[], TimeSplit]) -> None:
-        """Ask `spent`, from any thread, what became of the time until now."""
+        """`spent`: the split of the time until now, called from any thread."""
         self._time_source = spent
 
     def set_budget_source(self, left: Callable[[], int | None]) -> None:
-        """Ask `left`, from any thread, how many there are now; None while nobody knows."""
+        """`left`: the restarts left now, called from any thread; None while unknown."""
         self._budget_source = left
 
     def group_started(self, workers: int, warm: bool) -> None:
@@ -256,7 +172,7 @@ class Metrics:
         self._series(names.LAUNCHER_STARTS, "warm" if warm else "cold").inc()
 
     def worker_exited(self, kind: str) -> None:
-        """`kind` is one of names.EXIT_KINDS; anything else is a mistake of the caller: KeyError."""
+        """`kind`: one of EXIT_KINDS, else KeyError."""
         self._series(names.EXITS, {known: known for known in names.EXIT_KINDS}[kind]).inc()
         self._series(names.WORKERS_RUNNING).dec()
 
@@ -288,7 +204,7 @@ class Metrics:
         self._series(names.CHECKPOINT_SECONDS).set(seconds)
 
     def checkpoint_resumed(self, step: int, wall: float) -> None:
-        """From one that another node's rank 0 had written; now it is ours, and what a fault would cost counts anew."""
+        """From a checkpoint of another node's rank 0: the steps that a fault would cost count from here."""
         self._series(names.CHECKPOINT_STEP).set(step)
         self._series(names.CHECKPOINT_TIME).set(wall)
 
@@ -306,18 +222,18 @@ class Metrics:
         self._series(names.HANG_SUSPICIONS).inc()
 
     def hang_detected(self, cause: str, seconds: float, culprit: str = "") -> None:
-        """`cause` is one of hang.CAUSES; anything else is a mistake of the caller: KeyError."""
+        """`cause`: one of hangs.causes.CAUSES, else KeyError."""
         culprit = self._count_culprit(names.HANGS_TOTAL, {known: known for known in HANGS}[cause], culprit)
         self._series(names.LAST_HANG, cause, culprit).set(time.time())
         self._series(names.HANG_DETECTION).observe(seconds)
 
     def recovered(self, parts: Mapping[str, float]) -> None:
-        """Seconds by part; a part that did not occur is left out."""
+        """Seconds by part; a part that did not occur is absent."""
         for part, seconds in parts.items():
             self._series(names.RECOVERY_PART, {known: known for known in names.RECOVERY_PARTS}[part]).observe(seconds)
 
     def stragglers(self, ratios: Mapping[int, float]) -> None:
-        """Of the slow ranks, the slowest; the others lose their series."""
+        """The slowest stragglers; the others lose their series."""
         ratios = dict(sorted(ratios.items(), key=lambda of: -of[1])[: names.MAX_STRAGGLERS])
         for rank, ratio in ratios.items():
             self._series(names.STRAGGLER_RATIO, str(rank)).set(ratio)
@@ -334,13 +250,13 @@ class Metrics:
             self._series(names.STORE_OUTAGES).inc()
 
     def lease(self, ttl_s: float, renewal_s: float | None) -> None:
-        """The store granted a lease of `lives_s`, or it was tried for `renewal_s` to renew it."""
+        """The store granted a lease of `ttl_s`, or a renewal took `renewal_s`."""
         self._series(names.LEASE).set(ttl_s)
         if renewal_s is not None:
             self._series(names.LEASE_RENEWAL).observe(renewal_s)
 
     def event_lines_lost(self, total: int) -> None:
-        """`total` as the event log counts it; a smaller one than before changes nothing."""
+        """`total`: as the event log counts it; a smaller one changes nothing."""
         self._series(names.LINES_LOST).inc(max(0, total - self._lines_lost))
         self._lines_lost = max(total, self._lines_lost)
 
