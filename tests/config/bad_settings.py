@@ -226,7 +226,7 @@ BAD: list[tuple[str, str]] = [
     ('[[jobs]]\nid="a"', "jobs: is not a key here: write [[job]], once per job"),
     (
         '[[job]]\ncommand=["t.py"]\nworkdir="/tmp"',
-        "job[0].id: is missing; a job that a node hands in by itself needs one, so that it does so only once",
+        "job[0].id: is missing; a job that a node submits by itself needs one, so that it is submitted only once",
     ),
     (JOB + JOB, "job[1].id: 'a' is job[0]'s, too; two jobs need two ids"),
     (JOB + JOB_B + JOB, "job[2].id: 'a' is job[0]'s, too; two jobs need two ids"),

@@ -14,11 +14,11 @@ from elasticd_agent.config.quantities import Seconds, Size
 from elasticd_agent.system.devices import cpu_count, visible_gpus
 
 RELOADABLE = {"reload": True}
-"""Of keys whose new value counts after SIGHUP."""
+"""Of keys that SIGHUP reloads."""
 
 
 def _file_key(name: str) -> str:
-    """Times are called drain_timeout in files, where they carry their unit, and drain_timeout_s in code."""
+    """Files say drain_timeout, since the value has its unit; code says drain_timeout_s."""
     return "job" if name == "jobs" else name.removesuffix("_s").removesuffix("_bytes")
 
 
@@ -41,7 +41,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     password_file: Annotated[
         Path | None,
         Meta(
-            description="A file that holds etcd's password in one line; nobody else may read it.",
+            description="A file with etcd's password in one line; only its owner and group may read it.",
             examples=['"/etc/elasticd/etcd.password"'],
         ),
     ] = None
@@ -59,7 +59,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     key: Annotated[
         Path | None,
         Meta(
-            description="The key of cert, PEM, without a passphrase; nobody else may read it.",
+            description="The key of cert, PEM, without a passphrase; only its owner and group may read it.",
             examples=['"/etc/elasticd/node.key"'],
         ),
     ] = None
@@ -69,80 +69,79 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     bind: Annotated[
         str,
         Meta(
-            description="The address to listen on. On others than loopback, too, only /metrics, /healthz and /readyz "
-            "are open without the token. Other nodes' daemons and `elasticd logs` from other machines need one that "
-            "they can reach."
+            description="The address to listen on. Without the token only /metrics, /healthz and /readyz are open, on "
+            "any address. Other nodes' agents, and `elasticd logs` from other machines, need one that they can reach."
         ),
     ] = "127.0.0.1"
     port: Annotated[int, Meta(description="The port to listen on; 0 for a free one.")] = 9411
     token_file: Annotated[
         Path | None,
         Meta(
-            description="A file that holds the token, one line, the same on all nodes; nobody else may read it. "
-            "Without it, only the local socket can ask and change.",
+            description="A file with the token in one line, the same on all nodes; only its owner and group may read "
+            "it. Without it, only the local socket grants access.",
             examples=['"/etc/elasticd/token"'],
         ),
     ] = None
     tls_cert: Annotated[
         Path | None,
-        Meta(
-            description="The server's certificate, PEM: with it, HTTPS is spoken.", examples=['"/etc/elasticd/x.pem"']
-        ),
+        Meta(description="The server's certificate, PEM; it enables HTTPS.", examples=['"/etc/elasticd/x.pem"']),
     ] = None
     tls_key: Annotated[
         Path | None,
-        Meta(description="The key of tls_cert, PEM; nobody else may read it.", examples=['"/etc/elasticd/x.key"']),
+        Meta(
+            description="The key of tls_cert, PEM; only its owner and group may read it.",
+            examples=['"/etc/elasticd/x.key"'],
+        ),
     ] = None
     socket: Annotated[
         Path | None,
         Meta(
-            description="The local socket; who asks there is known by the kernel's word. Not given: agent.sock in "
-            "run_dir.",
+            description="The local socket; the kernel identifies its clients. Not given: agent.sock in run_dir.",
             examples=['"/run/elasticd/agent.sock"'],
         ),
     ] = None
     tls_ca: Annotated[
         Path | None,
         Meta(
-            description="The authority that signed the other nodes' certificates, PEM; without it, the system's count.",
+            description="The authority of the other nodes' certificates, PEM; without it, the system's authorities.",
             examples=['"/etc/elasticd/ca.pem"'],
         ),
     ] = None
     tls_name: Annotated[
         str | None,
         Meta(
-            description="The name that the other nodes' certificates are for, where all have one and the same: pods, "
-            "whose addresses come and go. Without it, each must be for the address in its node's card.",
+            description="The common name in the other nodes' certificates: for pods, whose addresses change. Without "
+            "it, each certificate must be for the address in its node's status.",
             examples=['"elasticd-agent"'],
         ),
     ] = None
     users: Annotated[
         tuple[str, ...],
         Meta(
-            description="Who may ask and change through the local socket besides root and the agent's own user. They "
-            "can hand in jobs, so they can run whatever [limits] lets run, as any user that it names.",
+            description="Users with access to the local socket besides root and the agent's own user. They can submit "
+            "jobs, and so run anything that [limits] allows, as any user that it names.",
             examples=['["alice"]'],
         ),
     ] = ()
     groups: Annotated[
         tuple[str, ...],
-        Meta(description="The same for whoever is in one of these groups.", examples=['["elasticd"]']),
+        Meta(description="Groups with the same access.", examples=['["elasticd"]']),
     ] = ()
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
-    every_s: Annotated[Seconds, Meta(description="How often the node is examined.", extra=RELOADABLE)] = Seconds(60)
+    every_s: Annotated[Seconds, Meta(description="Interval of the health checks.", extra=RELOADABLE)] = Seconds(60)
     disk_free_min_bytes: Annotated[
         Size,
         Meta(
-            description="The node is not well when less is free where directories, state_dir and log_dir are.",
+            description="The node is unhealthy with less free space in directories, state_dir or log_dir.",
             extra=RELOADABLE,
         ),
     ] = Size(1 << 30)
     directories: Annotated[
         tuple[Path, ...],
         Meta(
-            description="More directories that must be writable and have room: where checkpoints go, say.",
+            description="More directories that must be writable and have free space, such as those of checkpoints.",
             examples=['["/checkpoints"]'],
             extra=RELOADABLE,
         ),
@@ -150,7 +149,7 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     gpus: Annotated[
         int | None,
         Meta(
-            description="How many GPUs there should be. Not given: as many as were ever seen here.",
+            description="Expected number of GPUs. Not given: the highest number ever seen here.",
             examples=["8"],
             extra=RELOADABLE,
         ),
@@ -158,28 +157,29 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     plugins_dir: Annotated[
         Path,
         Meta(
-            description="Executables in it are run at each look: exit code 0 is well, the first line says what is "
-            "wrong. It need not exist.",
+            description="Executables in it are run as health checks: exit code 0 is healthy, otherwise the first line "
+            "of output is the reason. It need not exist.",
             extra=RELOADABLE,
         ),
     ] = Path("/etc/elasticd/health.d")
     plugin_timeout_s: Annotated[
-        Seconds, Meta(description="A plugin that takes longer is a finding itself.", extra=RELOADABLE)
+        Seconds, Meta(description="A plugin that takes longer counts as failed.", extra=RELOADABLE)
     ] = Seconds(10)
     all_reduce: Annotated[
-        bool, Meta(description="Try a quick all-reduce among the slots before joining.", extra=RELOADABLE)
+        bool,
+        Meta(description="Test a short all-reduce among the slots before the node is registered.", extra=RELOADABLE),
     ] = True
     strikes: Annotated[
-        int, Meta(description="The node is set aside when it is to blame so many times in a row.", extra=RELOADABLE)
+        int, Meta(description="The node is quarantined after this many consecutive failures.", extra=RELOADABLE)
     ] = 2
     cooloff_s: Annotated[
-        Seconds, Meta(description="For how long, the first time; it doubles each time.", extra=RELOADABLE)
+        Seconds, Meta(description="Duration of the first quarantine; it doubles each time.", extra=RELOADABLE)
     ] = Seconds(60)
-    cooloff_max_s: Annotated[Seconds, Meta(description="For how long at most.", extra=RELOADABLE)] = Seconds(3600)
+    cooloff_max_s: Annotated[Seconds, Meta(description="Longest quarantine.", extra=RELOADABLE)] = Seconds(3600)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
-    """What jobs may be; None means anything."""
+    """Restrictions on jobs; None: no restriction."""
 
     commands: Annotated[
         tuple[str, ...] | None,
@@ -208,9 +208,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
     """One node's settings, all of them."""
 
-    node: Annotated[
-        str, Meta(description="The node's name, unlike any other's. Not given: the host name.", examples=['"node-17"'])
-    ]
+    node: Annotated[str, Meta(description="The node's unique name. Not given: the host name.", examples=['"node-17"'])]
     slots: Annotated[
         int | Literal["auto"],
         Meta(description="Workers this node takes at once. auto: one per GPU, or per CPU where there is no GPU."),
@@ -218,7 +216,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     labels: Annotated[
         tuple[str, ...],
         Meta(
-            description="What else there is to say of the node, shown by elasticd nodes.",
+            description="Labels of the node, shown by elasticd nodes.",
             examples=['["rack=7", "a100"]'],
             extra=RELOADABLE,
         ),
@@ -226,60 +224,67 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     user: Annotated[
         str | None,
         Meta(
-            description="Who jobs that name no user run as. Not given: whoever the daemon runs as.",
+            description="The user of jobs that name none. Not given: the agent's own user.",
             examples=['"elasticd"'],
         ),
     ] = None
     local_addr: Annotated[
         str | None,
         Meta(
-            description="Which of this machine's addresses other nodes shall use. Not given: the one of the interface "
-            "that reaches the store.",
+            description="The address of this machine for other nodes. Not given: that of the interface that reaches "
+            "the store.",
             examples=['"10.0.0.17"'],
         ),
     ] = None
     state_dir: Annotated[
-        Path, Meta(description="What outlives the daemon: jobs, their logs and events, a local store. Mode 0700.")
+        Path, Meta(description="State that outlives the agent: jobs, their logs and events, a local store. Mode 0700.")
     ] = Path("/var/lib/elasticd")
-    run_dir: Annotated[Path, Meta(description="Sockets and what need not outlive a reboot.")] = Path("/run/elasticd")
+    run_dir: Annotated[Path, Meta(description="Sockets and other files that need not outlive a reboot.")] = Path(
+        "/run/elasticd"
+    )
     log_dir: Annotated[
         Path | None,
-        Meta(description="The daemon's own event log. Not given: logs in state_dir.", examples=['"/var/log/elasticd"']),
+        Meta(
+            description="Directory of the agent's own event log. Not given: logs in state_dir.",
+            examples=['"/var/log/elasticd"'],
+        ),
     ] = None
     drain_timeout_s: Annotated[
         Seconds,
         Meta(
-            description="How long jobs have to leave this node (hold, checkpoint, end) when the daemon is stopped or "
-            "the node drained, before they are killed.",
+            description="Time for jobs to leave this node (pause, checkpoint, end) when the agent is stopped or the "
+            "node drained, before they are killed.",
             extra=RELOADABLE,
         ),
     ] = Seconds(60)
     adopt_timeout_s: Annotated[
         Seconds,
         Meta(
-            description="How long jobs on this node go on without a daemon before they leave by themselves.",
+            description="How long jobs on this node continue without an agent before they leave by themselves.",
             extra=RELOADABLE,
         ),
     ] = Seconds(60)
     keep_ended_s: Annotated[
-        Seconds, Meta(description="How long records and logs of ended jobs are kept.", extra=RELOADABLE)
+        Seconds, Meta(description="Retention of records and logs of ended jobs.", extra=RELOADABLE)
     ] = Seconds(7 * 86400)
-    lease_s: Annotated[Seconds, Meta(description="A node is lost when it has not renewed its lease for so long.")] = (
-        Seconds(3)
-    )
-    renewal_s: Annotated[Seconds, Meta(description="How often it renews it.")] = Seconds(1)
+    lease_s: Annotated[
+        Seconds, Meta(description="A node counts as lost when it has not renewed its lease for this long.")
+    ] = Seconds(3)
+    renewal_s: Annotated[Seconds, Meta(description="Interval between two renewals of the lease.")] = Seconds(1)
     store: StoreSettings = StoreSettings()
     http: HttpSettings = HttpSettings()
     health: HealthSettings = HealthSettings()
     limits: Limits = Limits()
     jobs: Annotated[
         tuple[JobFile, ...],
-        Meta(description="Jobs this node hands in by itself, [[job]], written as job files are.", extra=RELOADABLE),
+        Meta(
+            description="Jobs that this node submits by itself, [[job]], with the keys of job files.", extra=RELOADABLE
+        ),
     ] = ()
 
     @property
     def socket_path(self) -> Path:
-        """Where the daemon is asked on this machine."""
+        """The local socket."""
         return self.http.socket or self.run_dir / "agent.sock"
 
     @property
@@ -287,7 +292,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.log_dir or self.state_dir / "logs"
 
     def devices(self, environ: Mapping[str, str]) -> tuple[str, ...]:
-        """The GPU each slot stands for, as CUDA_VISIBLE_DEVICES spells them; () where slots are not GPUs."""
+        """The GPU of each slot, as in CUDA_VISIBLE_DEVICES; () where slots are not GPUs."""
         gpus = visible_gpus(environ)
         return gpus if len(gpus) >= self.slot_count(environ) else ()
 

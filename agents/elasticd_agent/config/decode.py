@@ -22,7 +22,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class ConfigError(UsageError):
-    """`says` of `key`; whoever knows the file puts its name in front."""
+    """`problem` of `key`, before the reader of the file adds its name."""
 
     def __init__(self, key: str, says: str) -> None:
         self.key, self.problem = printable(key), printable(says)

@@ -1,7 +1,4 @@
-"""The options of `elasticd run` that torchrun does not have, in a table.
-
-It exists so that the parser, --help and docs/torchrun.md read the same words. Nothing here parses.
-"""
+"""The options of `elasticd run` that torchrun does not have: for the parser, --help and docs/torchrun.md."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--run",),
         ValueType.TEXT,
-        "A token that tells this run of the job from others: only the same run may share a checkpoint directory. "
+        "A token of this run of the job: only one run at a time may use a checkpoint directory. "
         "Default: a random one; for several nodes, which must agree on it, SLURM_RESTART_COUNT, else 0.",
         metavar="TOKEN",
         env=False,
@@ -70,29 +67,29 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--node-id",),
         ValueType.TEXT,
-        "This node's name among the job's nodes, unlike any other's. Default: the host name.",
+        "This node's unique name within the job. Default: the host name.",
         metavar="NAME",
         env=False,
     ),
     Flag(
         ("--replace-timeout",),
         ValueType.DURATION,
-        "How long a job with fewer than MIN nodes left waits for others before it is given up; 10m if not given.",
+        "How long a job with fewer than MIN nodes left waits for more before it fails; 10m if not given.",
         metavar="TIME",
         env=False,
     ),
     Flag(
         ("--hold-timeout",),
         ValueType.DURATION,
-        "How long the workers wait, right after a checkpoint, for the round that takes newcomers in, before they go on "
-        "as they are; 30s if not given.",
+        "How long the workers pause, right after a checkpoint, for the round with joining nodes, before they continue "
+        "without them; 30s if not given.",
         metavar="TIME",
         env=False,
     ),
     Flag(
         ("--grow",),
         ValueType.TEXT,
-        "When newcomers are taken in. auto: at once where a checkpoint is attached, so that no step is lost, else at "
+        "When joining nodes are added. auto: at once where a checkpoint is attached, so that no step is lost, else at "
         "the next restart; always: at once, even if that loses steps; never: only at a restart.",
         default=_USUAL.grow,
         choices=("auto", "always", "never"),
@@ -102,16 +99,15 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--hang-floor",),
         ValueType.DURATION,
-        "Nobody is taken for hung for making no progress before this time is over, however short the steps; stopped "
-        "processes have --stopped-after. Not given: 5s with an attached checkpoint, else 60s, as a wrong restart costs "
-        "more there.",
+        "No group counts as hung before this time without progress, however short the steps; stopped processes have "
+        "--stopped-after. Not given: 5s with an attached checkpoint, else 60s, as a wrong restart costs more there.",
         metavar="TIME",
         env=False,
     ),
     Flag(
         ("--hang-factor",),
         ValueType.FLOAT,
-        "The group is suspected when no rank makes progress for so many times its longest step of late.",
+        "A hang is suspected when no rank makes progress for this many times the longest recent step.",
         default=_USUAL.hang_factor,
         metavar="F",
         env=False,
@@ -127,7 +123,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--slow-ceiling",),
         ValueType.DURATION,
-        "A rank that others wait for but that uses its CPU or disk is slow, not hung, until this time has passed "
+        "A straggler that uses its CPU or disk counts as slow, not hung, until this time has passed "
         "without progress. Not given: the process group's own timeout, 30m where that is unknown.",
         metavar="TIME",
         env=False,
@@ -135,8 +131,8 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--slow-factor",),
         ValueType.FLOAT,
-        "A rank whose own work takes more than so many times what its peers' takes is reported as slow by "
-        "a log line, an event and a metric; nothing is done about it.",
+        "A rank whose own work takes more than this many times its peers' is reported as a straggler by a log line, an "
+        "event and a metric, and nothing else.",
         default=_USUAL.slow_factor,
         metavar="F",
         env=False,
@@ -144,8 +140,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--evidence-timeout",),
         ValueType.DURATION,
-        "How long stacks and logs of a hung group may take to gather before it is ended. They are waited for no longer "
-        "than they take.",
+        "Longest time to gather stacks and logs of a hung group before it is ended.",
         default=setting_text(_USUAL.evidence_s),
         metavar="TIME",
         env=False,
@@ -153,7 +148,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--on-hang",),
         ValueType.TEXT,
-        "What is done about a hung group: restart it, or only report it (a log line, an event, the evidence).",
+        "The reaction to a hang: restart the group, or only report it (a log line, an event, the evidence).",
         default=_USUAL.on_hang,
         choices=("restart", "report"),
         metavar="WHAT",
@@ -162,8 +157,8 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--startup-ceiling",),
         ValueType.DURATION,
-        "A script that elasticd.init() or an earlier round has shown to train may be quiet for so long before it makes "
-        "its optimizer: imports, loading, init_process_group.",
+        "Longest time without progress before the optimizer exists (imports, loading, init_process_group), for a "
+        "script known to train by elasticd.init() or an earlier round.",
         default=setting_text(_USUAL.startup_ceiling_s),
         metavar="TIME",
         env=False,
@@ -171,7 +166,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--first-step-ceiling",),
         ValueType.DURATION,
-        "Such a script may be quiet for so long before its first step: a compile, a first epoch's data.",
+        "Longest time without progress of such a script before its first step: a compile, the data of a first epoch.",
         default=setting_text(_USUAL.first_step_ceiling_s),
         metavar="TIME",
         env=False,
@@ -179,8 +174,8 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--progress-ceiling",),
         ValueType.DURATION,
-        "A group may be quiet for so long while there is nothing to learn from: after its first steps, and in its "
-        "first evaluation and its first checkpoint.",
+        "Longest time without progress while there is no history to learn from: after the first steps, and in the "
+        "first evaluation and the first checkpoint.",
         default=setting_text(_USUAL.progress_ceiling_s),
         metavar="TIME",
         env=False,

@@ -15,13 +15,13 @@ from elasticd.errors import UsageError
 SET_BY_ELASTICD = re.compile(
     "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ELASTICD_.*|PYTHON_EXEC|PET_.*"
 )
-"""What every worker is given, and what `elasticd run` is told by variables: never a job's own."""
+"""Variables of workers and of `elasticd run`: never a job's own."""
 _SET_FOR_THE_DAEMON = re.compile(
     "PYTHON.*|VIRTUAL_ENV.*|CONDA_.*|NOTIFY_SOCKET|WATCHDOG_.*|LISTEN_.*|INVOCATION_ID|JOURNAL_STREAM|MAINPID|MANAGERPID"
     "|SYSTEMD_.*|MEMORY_PRESSURE_.*|(CREDENTIALS|RUNTIME|STATE|CACHE|LOGS|CONFIGURATION)_DIRECTORY|SUDO_.*|SSH_.*"
     "|XDG_.*|TERM|PWD|OLDPWD|SHLVL|_"
 )
-"""Of its interpreter, of systemd's services, of whoever started it."""
+"""Variables of the agent's interpreter, of systemd, and of the shell that started it."""
 
 
 def job_environment(daemon_env: Mapping[str, str], job_env: Mapping[str, str], user: str | None) -> dict[str, str]:

@@ -9,7 +9,7 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
         both_spellings("--nnodes"),
         ValueType.TEXT,
         "Nodes of the job, N or MIN:MAX. More than one meet by --rdzv-backend c10d or etcd, with --rdzv-endpoint and "
-        "--rdzv-id; the job goes on while MIN are left and grows up to MAX.",
+        "--rdzv-id; the job continues while MIN are left and grows up to MAX.",
         default="1:1",
         metavar="N",
     ),
@@ -17,8 +17,8 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
         both_spellings("--nproc-per-node"),
         ValueType.TEXT,
         "Workers on this node: a number, gpu, cpu, auto, or MIN:MAX (ours): start with MAX, and while a slot keeps "
-        "failing go on with fewer, down to MIN. gpu and auto count NVIDIA GPUs, minding CUDA_VISIBLE_DEVICES; xpu and "
-        "other accelerators are refused: give the number.",
+        "failing continue with fewer, down to MIN. gpu and auto count NVIDIA GPUs, subject to CUDA_VISIBLE_DEVICES; xpu "
+        "and other accelerators are refused: give the number.",
         default="1",
         metavar="N",
     ),
@@ -75,7 +75,7 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
     Flag(
         both_spellings("--monitor-interval"),
         ValueType.FLOAT,
-        "The end of a worker is seen when it happens; nothing is polled.",
+        "The exit of a worker is an event; nothing is polled.",
         default=0.1,
         treatment=Treatment.NO_EFFECT,
         metavar="S",
@@ -188,8 +188,8 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
     Flag(
         both_spellings("--local-addr"),
         ValueType.TEXT,
-        "Which of this machine's addresses other nodes shall use, a name or a literal; else the one of the interface "
-        "that reaches the store. Without effect where there are no others.",
+        "The address of this machine for other nodes, a name or a literal; else that of the interface that reaches the "
+        "store. Without effect on one node.",
         metavar="ADDR",
     ),
     Flag(

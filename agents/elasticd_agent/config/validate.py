@@ -192,7 +192,7 @@ def _check_configured_job(job: JobFile, settings: NodeSettings, environ: Mapping
     check_job(job)
     if job.id is None:
         raise ConfigError(
-            "id", "is missing; a job that a node hands in by itself needs one, so that it does so only once"
+            "id", "is missing; a job that a node submits by itself needs one, so that it is submitted only once"
         )
     low, _ = job.slot_range
     slots, local = settings.slot_count(environ), settings.store.backend == "local"
