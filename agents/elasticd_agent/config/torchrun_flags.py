@@ -17,8 +17,8 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
         both_spellings("--nproc-per-node"),
         ValueType.TEXT,
         "Workers on this node: a number, gpu, cpu, auto, or MIN:MAX (ours): start with MAX, and while a slot keeps "
-        "failing continue with fewer, down to MIN. gpu and auto count NVIDIA GPUs, subject to CUDA_VISIBLE_DEVICES; xpu "
-        "and other accelerators are refused: give the number.",
+        "failing continue with fewer, down to MIN. gpu and auto count NVIDIA GPUs, subject to CUDA_VISIBLE_DEVICES; "
+        "xpu and other accelerators are refused: give the number.",
         default="1",
         metavar="N",
     ),
