@@ -37,7 +37,7 @@ def test_architecture_names_every_process() -> None:
 
 def test_architecture_names_every_store_key() -> None:
     keys = Keys("JOB")
-    named = {name: value for name in vars(Keys) if name[0] != "_" and isinstance(value := getattr(keys, name), str)}
+    named = {name: value for name, value in vars(keys).items() if isinstance(value, str)}
     words = {value.removeprefix("/elasticd/v1/jobs/JOB").strip("/").split("/")[0] for value in named.values()}
     words |= {"master", "failures", "done", "hang_reports"}
     words |= {

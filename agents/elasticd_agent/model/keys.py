@@ -7,7 +7,6 @@ and left alone.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import TypeVar
 
 from elasticd.errors import WireError
@@ -35,39 +34,19 @@ def decode_address(key: str, value: bytes) -> tuple[str, int]:
     return where, port
 
 
-@dataclass(frozen=True, slots=True)
 class Keys:
     """One job's keys. A name that ends in "/" is a prefix, of one round if a number is given."""
 
-    job: str
-
-    @property
-    def _root(self) -> str:
-        return f"/elasticd/v1/jobs/{self.job}"
-
-    @property
-    def spec(self) -> str:
-        return f"{self._root}/spec"
-
-    @property
-    def planner(self) -> str:
-        return f"{self._root}/planner"
-
-    @property
-    def round(self) -> str:
-        return f"{self._root}/round"
-
-    @property
-    def ended(self) -> str:
-        return f"{self._root}/ended"
-
-    @property
-    def pause(self) -> str:
-        return f"{self._root}/pause"
-
-    @property
-    def nodes(self) -> str:
-        return f"{self._root}/nodes/"
+    def __init__(self, job: str) -> None:
+        self.job = job
+        self._root = root = f"/elasticd/v1/jobs/{job}"
+        self.spec = f"{root}/spec"
+        self.planner = f"{root}/planner"
+        self.round = f"{root}/round"
+        self.ended = f"{root}/ended"
+        self.pause = f"{root}/pause"
+        self.nodes = f"{root}/nodes/"
+        self.hang_report_request = f"{root}/hang_report_request"  # no prefix of `hang_reports`: watches are separate
 
     def node(self, node: str) -> str:
         return f"{self.nodes}{node}"
@@ -80,10 +59,6 @@ class Keys:
 
     def done(self, number: int | None = None) -> str:
         return f"{self._root}/done/" + ("" if number is None else f"{number}/")
-
-    @property
-    def hang_report_request(self) -> str:
-        return f"{self._root}/hang_report_request"  # no prefix of `hang_reports`: watches are separate
 
     def hang_reports(self, number: int | None = None) -> str:
         return f"{self._root}/hang_reports/" + ("" if number is None else f"{number}/")
