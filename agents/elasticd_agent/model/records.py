@@ -10,6 +10,8 @@ from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document, Record
 
 Outcome = Literal["succeeded", "failed", "stopped"]
+Identity = tuple[str, str]
+"""(node, incarnation)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,10 @@ class Member(Record):
     incarnation: str
     slots: tuple[int, ...]  #: those in use; a slot's index is the worker's local rank
     role: str = ""  #: torchrun's --role; "" where the planner knew of none, and then all nodes have the same
+
+    @property
+    def identity(self) -> Identity:
+        return self.node, self.incarnation
 
     def check(self) -> None:
         if not self.node or not self.slots:
@@ -170,6 +176,10 @@ class NodeRecord(Document):
     leaving_code: int = 0  #: the exit code that the sender of the stop request expects, 0 if unknown
     unreachable: tuple[str, ...] = ()  #: members of `seen_round` that do not answer its probes
     pending_exception: str = ""  #: of a rank of `ready_round` that has raised and not exited yet, in words
+
+    @property
+    def identity(self) -> Identity:
+        return self.id, self.incarnation
 
     def check(self) -> None:
         if not self.id:

@@ -88,7 +88,7 @@ class LeaderElection:
         self._other = (record, found.version)
         if self._answered != record.incarnation and isinstance(self._observations.probe_node(record), ProbeAlive):
             self._answered = record.incarnation
-            self._observations.record_answer((record.id, record.incarnation))
+            self._observations.record_answer(record.identity)
 
     def claim(self, now: float, *, non_member: bool) -> float | None:
         """Take the key if it is free or its holder is gone; returns when to try again.

@@ -94,7 +94,7 @@ class LivenessProber:
         members = {m.node for m in round.members}
         joiners: dict[str, Address] = {}
         for record in (p.record for p in view.nodes):
-            known = (record.id, record.incarnation) in self._observations.answered
+            known = record.identity in self._observations.answered
             address = try_parse_endpoint(record.address)
             if record.id not in members and known and address is not None:
                 joiners[record.id] = address

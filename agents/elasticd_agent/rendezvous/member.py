@@ -74,7 +74,7 @@ class RendezvousMember:
         one key at a time. `keep_links` gets the nodes to keep a standing connection to; `peer_disconnected` is to be
         called when one of them breaks.
         """
-        me = record.id, record.incarnation
+        me = record.identity
         self.facts = facts
         self._store = store
         self._keys = keys
@@ -197,7 +197,8 @@ class RendezvousMember:
             self._follower.invalidate_all()
             # After the group's first step nothing connects to its store any more.
             stepped = self._registration.record.stepped_round
-            self._outbox.resend(self._follower.number, without=self._keys.master(stepped))
+            number = self._follower.round.number if self._follower.round is not None else 0
+            self._outbox.resend(number, without=self._keys.master(stepped))
         if not self._agreement.is_reached(now):
             return now + NAME_RETRY_S
         self._watch_keys()

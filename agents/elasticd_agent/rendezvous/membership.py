@@ -33,12 +33,9 @@ _PRESENT = "", float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    nodes: dict[str, str]
-    """Lost members, each with its reason."""
-    until: float | None
-    """When to evaluate again."""
-    returning: tuple[str, ...] = ()
-    """Members whose record should be back soon."""
+    nodes: dict[str, str]  #: lost members, each with its reason
+    until: float | None  #: when to evaluate again
+    returning: tuple[str, ...] = ()  #: members whose record should be back soon
 
 
 def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
@@ -242,12 +239,12 @@ def joiners(view: View, current: Round, policy: Policy, now: float) -> list[Pres
     """Nodes outside `current` that may join it, the longest waiting first."""
     excluded = exclusions(view, current, {}, now)
     quarantined = current_quarantine(view, current, now)
-    here = {(m.node, m.incarnation) for m in current.members}
+    here = {m.identity for m in current.members}
     members = {m.node for m in current.members}
     found = [
         p
         for p in view.nodes
-        if (p.record.id, p.record.incarnation) not in here
+        if p.record.identity not in here
         and p.record.seen_round == current.number
         and (p.record.warm or now >= p.joined_at + WARM_UP_LIMIT_S)  # or all members would wait while it imports torch
         and _can_take_part(p.record, view)
@@ -272,7 +269,7 @@ def select_members(
     """
     requirements = view.requirements
     running = view.current if view.current is not None and not view.current.terminal else None
-    previous_order = {(m.node, m.incarnation): i for i, m in enumerate(running.members)} if running else {}
+    previous_order = {m.identity: i for i, m in enumerate(running.members)} if running else {}
     candidates = _candidates(view, lost, previous_order, running.number if running else 0)
     willing = [
         p
@@ -284,7 +281,7 @@ def select_members(
     if len(willing) < requirements.min_nodes:
         why = f"{len(willing)} of at least {count(requirements.min_nodes, 'node')} present"
         return Wait(why, None, too_few_nodes=True)
-    survived = any((p.record.id, p.record.incarnation) in previous_order for p in candidates)
+    survived = any(p.record.identity in previous_order for p in candidates)
     if not survived and (wait := _last_call(view, willing, now)) is not None:
         return wait
     chosen = [p.record for p in willing[: requirements.max_nodes]]
@@ -298,12 +295,12 @@ def _candidates(
     found = sorted(
         (p for p in view.nodes if _is_candidate(p.record, view, lost, previous_order, number)),
         key=lambda p: (
-            previous_order.get((p.record.id, p.record.incarnation), len(previous_order)),
+            previous_order.get(p.record.identity, len(previous_order)),
             p.joined_at,
             p.record.id,
         ),
     )
-    survivors = sum((p.record.id, p.record.incarnation) in previous_order for p in found)
+    survivors = sum(p.record.identity in previous_order for p in found)
     connected = _mutually_reachable(view, [p.record.id for p in found], survivors, number)
     return [p for p in found if p.record.id in connected]
 
@@ -320,7 +317,7 @@ def _is_candidate(
     A dead node's record stays until its lease ends, but has not seen the Round. A member that was lost by starting
     anew is a candidate in its new incarnation.
     """
-    survivor = (record.id, record.incarnation) in previous_order
+    survivor = record.identity in previous_order
     return (
         _can_take_part(record, view)
         and not (survivor and record.id in lost)

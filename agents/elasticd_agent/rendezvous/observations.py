@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from elasticd_agent.model.records import NodeRecord, Round
+from elasticd_agent.model.records import Identity, NodeRecord, Round
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
 from elasticd_agent.rendezvous.view import ProbeResult
 from elasticd_agent.system.addresses import try_parse_endpoint
 
-Identity = tuple[str, str]  # (node, incarnation)
 Address = tuple[str, int]
 Probe = Callable[[Mapping[str, Address]], Mapping[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]]
 
@@ -71,7 +70,7 @@ class PeerObservations:
     def probe_members(self, records: Iterable[NodeRecord], incarnations: Mapping[str, str], now: float) -> None:
         """Probe these incarnations; `results` and `silent_since` are of this probe."""
         for record in records:
-            identity = record.id, record.incarnation
+            identity = record.identity
             if identity not in self._addresses and (address := try_parse_endpoint(record.address)) is not None:
                 self._addresses[identity] = address
         addresses = {n: self._addresses[n, i] for n, i in incarnations.items() if (n, i) in self._addresses}
@@ -103,5 +102,5 @@ class PeerObservations:
 
     def addresses(self, round: Round) -> dict[str, Address]:
         """Where the other members' agents answer, as far as it is known."""
-        others = ((m.node, m.incarnation) for m in round.members if m.node != self._node)
+        others = (m.identity for m in round.members if m.node != self._node)
         return {identity[0]: self._addresses[identity] for identity in others if identity in self._addresses}

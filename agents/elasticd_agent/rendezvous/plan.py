@@ -16,7 +16,7 @@ from types import MappingProxyType
 from elasticd_agent.model.exit_codes import TERMINATED
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.phrases import count
-from elasticd_agent.model.records import BudgetState, Failure, NodeRecord, Outcome, QuarantinedSlot, Round
+from elasticd_agent.model.records import BudgetState, Failure, Member, NodeRecord, Outcome, QuarantinedSlot, Round
 from elasticd_agent.rendezvous.membership import (
     RETURN_S,
     Losses,
@@ -29,7 +29,7 @@ from elasticd_agent.rendezvous.membership import (
     select_members,
     short_of_slots,
 )
-from elasticd_agent.rendezvous.restart_budget import RestartGranted, RestartRefused, carry_over, round_progressed, spend
+from elasticd_agent.rendezvous.restart_budget import carry_over, round_progressed, spend
 from elasticd_agent.rendezvous.view import Pause, PresentNode, View, Wait
 
 ROOT_CAUSE_WAIT_S = 0.15
@@ -72,6 +72,10 @@ class _Running:
         """The first one that names a culprit, else the first."""
         return next((f for f in self.failures if f.culprits), self.failures[0])
 
+    @property
+    def all_secondary(self) -> bool:
+        return all(f.kind == "crash" and not f.culprits for f in self.failures)
+
     @cached_property
     def leaving(self) -> list[str]:
         """The reasons of the members that leave."""
@@ -88,7 +92,8 @@ class _Running:
 
     @property
     def resize_reason(self) -> str:
-        return "; ".join([*self.leaving, *([f"{_names(self.joining)} joined"] if self.joining else [])])
+        joined = [f"{_names(self.joining)} joined"] if self.joining else []
+        return "; ".join([*self.leaving, *joined])
 
 
 def plan(view: View, policy: Policy, now: float) -> Verdict:
@@ -158,11 +163,9 @@ def _round_conflict(running: _Running) -> Round | Wait | None:
     They were the first in a store that came back empty, and numbered theirs like the one that runs.
     """
     current = running.current
-    members = {(m.node, m.incarnation) for m in current.members}
+    members = {m.identity for m in current.members}
     conflicting = [
-        p
-        for p in running.view.nodes
-        if p.record.ready_round == current.number and (p.record.id, p.record.incarnation) not in members
+        p for p in running.view.nodes if p.record.ready_round == current.number and p.record.identity not in members
     ]
     if not conflicting:
         return None
@@ -273,7 +276,7 @@ def _after_failure(running: _Running) -> Round | Wait | None:
 def _await_root_cause(running: _Running) -> Wait | None:
     """All failures so far are of ranks that lost a peer: the peer's node is about to report."""
     until = running.view.failed_at + ROOT_CAUSE_WAIT_S
-    if _all_secondary(running) and len(running.failures) < len(running.current.members) and running.now < until:
+    if running.all_secondary and len(running.failures) < len(running.current.members) and running.now < until:
         return Wait(f"{running.first_failure.why}; waiting for the root cause", until)
     return None
 
@@ -308,20 +311,15 @@ def _restart(running: _Running) -> Round | Wait:
         elapsed_s=running.now - view.round_at,
         forgiven=bool(new),
     )
-    match verdict:
-        case RestartRefused(why):
-            return _final_round(view, "failed", 1, f"{why}: {first.why}")
-        case RestartGranted(state, delay_s):
-            until = view.failed_at + delay_s
-            if running.now < until:
-                return Wait(f"{first.why}; restart {delay_s:g} s after the failure (backoff)", until, notable=True)
-            lost = running.losses.nodes
-            why = "; ".join([first.why, *map(_quarantine_phrase, new), *lost.values()])
-            return _next_round(running, state, quarantined, why, lost, cause=first.kind)
-
-
-def _all_secondary(running: _Running) -> bool:
-    return all(f.kind == "crash" and not f.culprits for f in running.failures)
+    if isinstance(verdict, str):
+        return _final_round(view, "failed", 1, f"{verdict}: {first.why}")
+    state, delay_s = verdict
+    until = view.failed_at + delay_s
+    if running.now < until:
+        return Wait(f"{first.why}; restart {delay_s:g} s after the failure (backoff)", until, notable=True)
+    lost = running.losses.nodes
+    why = "; ".join([first.why, *map(_quarantine_phrase, new), *lost.values()])
+    return _next_round(running, state, quarantined, why, lost, cause=first.kind)
 
 
 def _with_pending_exception(running: _Running) -> Failure:
@@ -330,7 +328,7 @@ def _with_pending_exception(running: _Running) -> Failure:
     Once it has exited, its node's failure names it, so it is not added again.
     """
     first = running.first_failure
-    if not _all_secondary(running):
+    if not running.all_secondary:
         return first
     number = running.current.number
     raised = next(
@@ -402,7 +400,6 @@ def _first_round(view: View, policy: Policy, now: float) -> Round | Wait:
     found = assign_slots(view, chosen, ())
     if isinstance(found, Wait):
         return found
-    workers = sum(len(m.slots) for m in found)
     # A job that is submitted again, or whose agent was killed where no store remembers it, has had other rounds.
     begins = "first round" if number == 1 else f"new start after round {number - 1}"
     return Round(
@@ -410,7 +407,7 @@ def _first_round(view: View, policy: Policy, now: float) -> Round | Wait:
         found,
         view.checkpoint,
         directory=chosen[0].directory,
-        reason=f"{begins}: {_size_phrase(view, workers, [m.node for m in found])}",
+        reason=f"{begins}: {_size_phrase(view, found)}",
         cause="start",
         run=view.requirements.run,
     )
@@ -434,11 +431,9 @@ def _next_round(
     if isinstance(found, Wait):
         return found
     restarts = current.restarts + 1
-    workers = sum(len(m.slots) for m in found)
-    before = {m.node for m in current.members}
-    came = [m.node for m in found if m.node not in before]
-    why = "; ".join([*filter(None, [why]), *([f"{', '.join(came)} joined"] if came else [])])
-    reason = f"{why}; restart {restarts}: {_size_phrase(view, workers, [m.node for m in found])}"
+    came = ", ".join(m.node for m in found if current.member(m.node) is None)
+    why = "; ".join(filter(None, [why, came and f"{came} joined"]))
+    reason = f"{why}; restart {restarts}: {_size_phrase(view, found)}"
     if chosen[0].directory != current.directory:
         reason += f"; {chosen[0].id} has its own checkpoint directory and starts from the checkpoints in it"
     return replace(
@@ -456,8 +451,9 @@ def _next_round(
     )
 
 
-def _size_phrase(view: View, world_size: int, nodes: list[str]) -> str:
-    where = nodes[0] if len(nodes) == 1 else count(len(nodes), "node")
+def _size_phrase(view: View, members: tuple[Member, ...]) -> str:
+    world_size = sum(len(m.slots) for m in members)
+    where = members[0].node if len(members) == 1 else count(len(members), "node")
     start = "from the beginning" if view.checkpoint is None else "from checkpoint r{}-s{}".format(*view.checkpoint)
     return f"{count(world_size, 'worker')} on {where}, {start}"
 

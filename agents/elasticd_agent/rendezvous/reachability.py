@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from elasticd.errors import WireError
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
-from elasticd_agent.model.records import NodeRecord, Round
-from elasticd_agent.rendezvous.observations import Address, Identity, PeerObservations
+from elasticd_agent.model.records import Identity, NodeRecord, Round
+from elasticd_agent.rendezvous.observations import Address, PeerObservations
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
 from elasticd_agent.store import Store
 from elasticd_agent.system.addresses import try_parse_endpoint
@@ -86,7 +86,7 @@ class ReachabilityMonitor:
         self._addresses = {}
         self._introduce_at = None
         self._introductions = 0
-        self._incarnations = {(m.node, m.incarnation) for m in round.members}
+        self._incarnations = {m.identity for m in round.members}
         self._reset()
 
     def _reset(self) -> None:
@@ -116,7 +116,7 @@ class ReachabilityMonitor:
         self._silent_since = {node: self._silent_since.get(node, now) for node in silent}
         any_silence_counts = not stepped and len(silent) < len(answers)
         silence_s = self._policy.lease_s if member else 0.0
-        identities = {m.node: (m.node, m.incarnation) for m in round.members}
+        identities = {m.node: m.identity for m in round.members}
         self.unreachable = tuple(
             node
             for node, since in self._silent_since.items()
@@ -151,6 +151,6 @@ class ReachabilityMonitor:
                 except WireError:
                     continue  # the leader reports it
                 address = try_parse_endpoint(record.address)
-                if (record.id, record.incarnation) in needed and address is not None:
+                if record.identity in needed and address is not None:
                     self._addresses[record.id] = address
         return self._addresses

@@ -1,14 +1,13 @@
-"""Pure: may the job start once more, and how soon. The restart budget, the backoff and the no-progress stop.
+"""Pure: the restart budget, the backoff and the no-progress stop.
 
-It exists so that a job that cannot work ends with a sentence instead of restarting for ever. `--max-restarts` given:
-a hard total, as torchrun counts. Absent: so many restarts without progress between them, and so many an hour, kept as
-a token bucket that the caller's elapsed monotonic time refills, so that no wall clock rides in a Round. Only failures
-are counted here; lost nodes, joins and drains never reach this module.
+`--max-restarts` is a hard total, as under torchrun. Without it, restarts without progress between them are limited, and
+restarts an hour: a token bucket that elapsed monotonic time refills, so that no Round holds a wall clock. Only failures
+count; lost nodes, joins and drains do not.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.phrases import count
@@ -17,26 +16,10 @@ from elasticd_agent.model.records import BudgetState, Failure, Round
 HOUR_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class RestartGranted:
-    """One more restart, `delay_s` after the failure. `state` goes into the Round that makes it."""
-
-    state: BudgetState
-    delay_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class RestartRefused:
-    """No restart is left; `why` does the arithmetic."""
-
-    why: str
-
-
 def round_progressed(round_: Round, failures: tuple[Failure, ...], high_water: int) -> bool:
-    """True if `round_` committed a step no round had, or saved a checkpoint beyond the one it resumed from.
+    """True if `round_` committed a step that no round had, or saved a checkpoint beyond the one it resumed from.
 
-    `high_water` is the highest step seen by now. The copy a resumed round makes of its parent has the parent's step,
-    and so is no progress.
+    `high_water` is the highest step seen by now. A resumed round's copy of its parent has the parent's step.
     """
     return any(is_progress(round_, at, high_water) for at in (None, *(f.checkpoint for f in failures)))
 
@@ -50,37 +33,27 @@ def is_progress(round_: Round, checkpoint: tuple[int, int] | None, high_water: i
 
 def spend(
     state: BudgetState, policy: Policy, *, progress: bool, high_water: int, elapsed_s: float, forgiven: bool = False
-) -> RestartGranted | RestartRefused:
-    """Take one restart from the budget.
+) -> tuple[BudgetState, float] | str:
+    """Take one restart from the budget: (the next Round's state, seconds after the failure), or why none is left.
 
-    `elapsed_s` is the time since `state` was published. A `forgiven` failure does not lengthen the row without
-    progress, because what runs next is not what failed (a slot was set aside); it counts in every other way.
+    `elapsed_s` is the time since `state` was published. A `forgiven` failure (its slot is quarantined, so the next
+    round differs) does not lengthen the streak without progress; it counts in every other way.
     """
     streak = 0 if progress else state.streak
     tokens = _tokens(state, policy, elapsed_s)
     high_water = max(high_water, state.high_water)
     if policy.max_restarts is not None:
         if state.counted >= policy.max_restarts:
-            return RestartRefused(f"{state.counted} of {policy.max_restarts} restarts used (--max-restarts)")
+            return f"{state.counted} of {policy.max_restarts} restarts used (--max-restarts)"
     elif streak >= policy.no_progress_limit and not forgiven:
         beyond = f"beyond step {high_water}" if high_water else "before any step was done"
-        return RestartRefused(f"{count(streak, 'restart')} without progress {beyond}")
+        return f"{count(streak, 'restart')} without progress {beyond}"
     elif tokens < 1:
         most = policy.max_restarts_per_hour
-        return RestartRefused(
-            f"more than {count(most, 'restart')} an hour, {state.counted} in all (--max-restarts-per-hour)"
-        )
+        return f"more than {count(most, 'restart')} an hour, {state.counted} in all (--max-restarts-per-hour)"
     delay = policy.backoff_s[min(streak, len(policy.backoff_s) - 1)]
-    return RestartGranted(
-        replace(
-            state,
-            counted=state.counted + 1,
-            streak=streak if forgiven else streak + 1,
-            tokens=max(0.0, tokens - 1),
-            high_water=high_water,
-        ),
-        delay,
-    )
+    streak += not forgiven
+    return BudgetState(state.counted + 1, streak, max(0.0, tokens - 1), high_water, unknown=state.unknown), delay
 
 
 def carry_over(state: BudgetState, *, progress: bool, high_water: int) -> BudgetState:
@@ -89,7 +62,7 @@ def carry_over(state: BudgetState, *, progress: bool, high_water: int) -> Budget
 
 
 def restarts_left(state: BudgetState, policy: Policy, *, progress: bool, elapsed_s: float) -> int:
-    """How many restarts `spend` would grant now, one right after the other and without progress between them."""
+    """How many restarts `spend` would grant now, without progress between them."""
     if policy.max_restarts is not None:
         return max(0, policy.max_restarts - state.counted)
     in_a_row = policy.no_progress_limit - (0 if progress else state.streak)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.keys import Keys, decode_address, decode_record
 from elasticd_agent.model.notices import HangReportRequested, MasterKnown, Notice, PauseRequested
-from elasticd_agent.model.records import Round
-from elasticd_agent.rendezvous.observations import Identity
+from elasticd_agent.model.records import Identity, Round
 from elasticd_agent.rendezvous.spec_check import stopped_round
 from elasticd_agent.store import Store, Versioned
 
@@ -24,10 +23,10 @@ class RoundFollower:
         self.keys = (keys.round, keys.planner, keys.master(), keys.pause, keys.hang_report_request)
         """What every agent watches."""
         self._stale: set[str] = set()
-        self._round: Round | None = None
-        self._stored: Versioned | None = None
+        self.round: Round | None = None
+        self.stored: Versioned | None = None  #: the round key as last read: what a planner's verdict builds on
         self._accepted: Versioned | None = None
-        self._ended_before_joining = False
+        self.ended_before_joining = False  #: the first Round this node read was terminal
         self._master_of = 0  # the newest round whose store a watch has named
         self._master_known = 0
         self._pause_of = 0
@@ -35,36 +34,18 @@ class RoundFollower:
         self._replaced = False
 
     @property
-    def round(self) -> Round | None:
-        return self._round
-
-    @property
-    def number(self) -> int:
-        return self._round.number if self._round is not None else 0
-
-    @property
     def running(self) -> Round | None:
         """The Round, unless it is terminal."""
-        return self._round if self._round is not None and not self._round.terminal else None
+        return self.round if self.round is not None and not self.round.terminal else None
 
     def is_replaced(self) -> bool:
         """True once a later run of the job has begun: this node has no part in it."""
         return self._replaced
 
     @property
-    def stored(self) -> Versioned | None:
-        """The round key as it was last read: what a planner's verdict builds on."""
-        return self._stored
-
-    @property
-    def ended_before_joining(self) -> bool:
-        """The first Round this node read was terminal."""
-        return self._ended_before_joining
-
-    @property
     def is_non_member(self) -> bool:
         """True if a Round runs without this node."""
-        return self.running is not None and self._me not in {(m.node, m.incarnation) for m in self.running.members}
+        return self.running is not None and self._me not in {m.identity for m in self.running.members}
 
     def invalidate(self, key: str) -> None:
         """A watch has named `key`."""
@@ -93,7 +74,7 @@ class RoundFollower:
         if not self.take(self._keys.round):
             return None
         try:
-            self._stored = found = self._store.read(self._keys.round)
+            self.stored = found = self._store.read(self._keys.round)
         except StoreUnavailable:
             self._stale.add(self._keys.round)
             raise
@@ -109,19 +90,19 @@ class RoundFollower:
             self._restore(known, found.version)
             return None
         self._accepted = found
-        if round.number <= self.number:
+        if self.round is not None and round.number <= self.round.number:
             return None
-        if self._round is not None and round.run != self._round.run == self._run:
+        if self.round is not None and round.run != self.round.run == self._run:
             self._replaced = True
             why = f"a later run of this job, {round.run}, has begun"
             return stopped_round(replace(round, number=round.number - 1), why)
-        other_run = round.run != self._run or (self._round is None and round.outcome == "stopped")
+        other_run = round.run != self._run or (self.round is None and round.outcome == "stopped")
         return None if round.terminal and other_run else round
 
     def follow(self, round: Round) -> None:
         """Take `round` for the current one."""
-        self._ended_before_joining = self._round is None and round.terminal
-        self._round = round
+        self.ended_before_joining = self.round is None and round.terminal
+        self.round = round
         self._stale.add(self._keys.pause)
         # The round's store usually starts later, and its watch names it then; it may also have started earlier.
         if self._master_of >= round.number:
@@ -139,8 +120,8 @@ class RoundFollower:
         For a store that compares one key at a time: a former leader that read the leader key before it was taken, and
         was then held up, must find another version of the round than the one its verdict builds on.
         """
-        if self._stored is not None:
-            self._store.compare_and_swap(self._keys.round, self._stored.version, self._stored.value)
+        if self.stored is not None:
+            self._store.compare_and_swap(self._keys.round, self.stored.version, self.stored.value)
             self._stale.add(self._keys.round)  # lost or won, the version is another
 
     def read_requests(self) -> list[Notice]:

@@ -18,15 +18,12 @@ ProbeResult = Literal["answered", "refused", "silent"]
 class Requirements:
     """What the job asks for."""
 
-    min_workers: int
-    """Workers on each node, at least."""
+    min_workers: int  #: on each node
     max_workers: int
     min_nodes: int = 1
     max_nodes: int = 1
-    last_call_s: float = 5.0
-    """How long to wait for more than `min_nodes` nodes after the newest one."""
-    run: str = ""
-    """Tells two runs of one job id apart."""
+    last_call_s: float = 5.0  #: how long to wait for more than `min_nodes` nodes after the newest one
+    run: str = ""  #: tells two runs of one job id apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +31,7 @@ class PresentNode:
     """A node whose record is in the store."""
 
     record: NodeRecord
-    joined_at: float
-    """When the planner first saw this incarnation."""
+    joined_at: float  #: when the planner first saw this incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,36 +53,21 @@ class View:
     nodes: tuple[PresentNode, ...]
     requirements: Requirements
     failures: tuple[Failure, ...] = ()
-    done: frozenset[str] = frozenset()
-    """Members whose workers of `current` have all ended with code 0."""
+    done: frozenset[str] = frozenset()  #: members whose workers of `current` have all ended with code 0
     stop: StopRequested | StopForced | None = None
-    first_number: int = 1
-    """The first Round's number: above all that the checkpoint and log directories hold."""
-    checkpoint: tuple[int, int] | None = None
-    """Newest usable (round, step)."""
-    high_water: int = 0
-    """The highest step seen in any round."""
-    round_at: float = 0.0
-    """When the planner first saw `current`."""
-    failed_at: float = 0.0
-    """When the planner first saw a failure of `current`; meaningless without one."""
+    first_number: int = 1  #: of the first Round: above all that the checkpoint and log directories hold
+    checkpoint: tuple[int, int] | None = None  #: newest usable (round, step)
+    high_water: int = 0  #: the highest step seen in any round
+    round_at: float = 0.0  #: when the planner first saw `current`
+    failed_at: float = 0.0  #: when the planner first saw a failure of `current`; meaningless without one
     probe_results: tuple[tuple[str, ProbeResult], ...] = ()
-    """The answers of members' agents since the last sign of trouble.
-
-    "refused" only for an incarnation that had answered before: a firewall may refuse, too.
-    """
-    absent_since: tuple[tuple[str, float], ...] = ()
-    """Since when a member has had no record."""
-    store_up_since: float = 0.0
-    """Since when the store has answered without a break."""
-    next_step_due: float | None = None
-    """When the workers beside the planner should have made their next step; None: it has none."""
-    short_since: float | None = None
-    """Since when there have been fewer nodes than the job needs."""
-    silent_since: tuple[tuple[str, float], ...] = ()
-    """Since when a member that had answered before has answered no probe."""
-    unreachable: frozenset[str] = frozenset()
-    """Nodes that want to join, had answered before and do not now."""
+    """Members' answers since the last sign of trouble; "refused" only where the incarnation had answered before."""
+    absent_since: tuple[tuple[str, float], ...] = ()  #: members without a record
+    store_up_since: float = 0.0  #: since when the store has answered without a break
+    next_step_due: float | None = None  #: of the workers beside the planner; None: it has none
+    short_since: float | None = None  #: since when there have been fewer nodes than the job needs
+    silent_since: tuple[tuple[str, float], ...] = ()  #: members that had answered before and answer no probe now
+    unreachable: frozenset[str] = frozenset()  #: nodes that want to join, had answered before and do not now
     _records: dict[str, NodeRecord] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -103,8 +84,7 @@ class Wait:
     why: str
     until: float | None
     too_few_nodes: bool = False
-    notable: bool = False
-    """A person may wonder why, so `why` is reported once."""
+    notable: bool = False  #: a person may wonder why, so `why` is reported once
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from elasticd_agent.model.keys import Keys
-from elasticd_agent.model.records import Failure, NodeRecord, Round
-from elasticd_agent.rendezvous.observations import Identity, PeerObservations
+from elasticd_agent.model.records import Failure, Identity, NodeRecord, Round
+from elasticd_agent.rendezvous.observations import PeerObservations
 from elasticd_agent.rendezvous.view import LocalFacts, PresentNode, Requirements, View
 from elasticd_agent.store.cache import StoreCache
 
@@ -53,7 +53,7 @@ class ViewReader:
         self._forget_departed(records, current)
         return View(
             current=current,
-            nodes=tuple(PresentNode(r, self._joined_at.setdefault((r.id, r.incarnation), now)) for r in records),
+            nodes=tuple(PresentNode(r, self._joined_at.setdefault(r.identity, now)) for r in records),
             requirements=self._requirements,
             failures=tuple(failures),
             done=frozenset(key.rpartition("/")[2] for key in done),
@@ -80,14 +80,12 @@ class ViewReader:
 
     def _forget_departed(self, records: list[NodeRecord], current: Round | None) -> None:
         """A node that comes back joins anew: once it has a record again and, if it was left out, can be taken again."""
-        here = {(r.id, r.incarnation) for r in records}
+        here = {r.identity for r in records}
         if current is not None and not current.terminal:
             out = {e.node for e in current.excluded} - {m.node for m in current.members}
             unreachable = self._observations.unreachable
             here -= {
-                (r.id, r.incarnation)
-                for r in records
-                if r.id in out and (r.seen_round != current.number or r.id in unreachable)
+                r.identity for r in records if r.id in out and (r.seen_round != current.number or r.id in unreachable)
             }
         self._joined_at = {identity: at for identity, at in self._joined_at.items() if identity in here}
 
