@@ -20,18 +20,16 @@ from elasticd.errors import WireError
 
 VERSION = "1.0"
 
-# Far above what any record needs, far below Python's recursion limit, so that what was read can be written back.
-_MAX_DEPTH = 32
+_MAX_DEPTH = 32  # above any record's need, and below Python's recursion limit when it is written back
 
 _R = TypeVar("_R", bound="Record")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Base of all records."""
+    """Base of all records. `unknown`: fields that a newer minor version wrote, to be written back."""
 
     unknown: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
-    """Fields that a newer minor version wrote, to be written back."""
 
     def check(self) -> None:
         """Raise WireError if the fields make no sense together. Called after decoding."""
@@ -63,7 +61,7 @@ class Document(Record):
 
     @classmethod
     def from_json(cls: type[_R], text: bytes | str) -> _R:
-        """The record `text` holds. Raises WireError, naming the field, for anything else."""
+        """Raises WireError, with the field, for anything but a valid record."""
         return _decode_document(cls, text)
 
 
@@ -251,7 +249,7 @@ def _finite_float(text: str) -> float:
 
 
 def _check_depth(raw: Any) -> None:
-    """Level by level, not value by value: most values hold none, and a Round has a thousand."""
+    """Level by level: most values contain no others, and a Round has a thousand."""
     level = [raw] if type(raw) in (dict, list) else []
     for _ in range(_MAX_DEPTH):
         inside = [outer.values() if type(outer) is dict else outer for outer in level]

@@ -34,9 +34,7 @@ class LeaderElection:
         changed: Callable[[], None],
         reread: Callable[[], None],
     ) -> None:
-        """`changed` is called when this agent becomes leader or ceases to be; `reread` when the key and the round must
-        be read again.
-        """
+        """`changed`: this agent becomes leader or ceases to be. `reread`: the key and the round must be read again."""
         self._store = store
         self._key = keys.planner
         self._registration = registration
@@ -44,10 +42,8 @@ class LeaderElection:
         self._renewal_s = renewal_s
         self._changed = changed
         self._reread = reread
-        self.key_version: int | None = None
-        """The key's version while this agent holds it."""
-        self.preempt_at: float | None = None
-        """When the leader is probed next."""
+        self.key_version: int | None = None  #: while this agent holds the key
+        self.preempt_at: float | None = None  #: when the leader is probed next
         self._other: tuple[NodeRecord, int] | None = None
         self._answered: str | None = None  # the incarnation of the leader that has answered a probe
         self._free_since: float | None = None

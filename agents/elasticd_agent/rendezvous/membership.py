@@ -22,7 +22,7 @@ START_LIMIT_S = 30.0
 WARM_UP_LIMIT_S = 60.0
 """A joiner that takes longer than this to import what its workers need is taken all the same."""
 MAX_BRANCHES = 100
-"""How often the search for the largest connected set may branch: 0.3 s where 300 nodes are partitioned."""
+"""Of the search for the largest connected set: 0.3 s where 300 nodes are partitioned."""
 EXCLUSION_EXPIRES_S = 600.0
 """A node that stayed for so long after its return is a node like any other."""
 _PRESENT = "", float("-inf")
@@ -217,7 +217,7 @@ def short_of_slots(view: View, current: Round) -> list[str]:
 
 
 def current_quarantine(view: View, current: Round, now: float) -> tuple[QuarantinedSlot, ...]:
-    """The slots that `current` holds something against, with the cool-off that is left now."""
+    """The slots with strikes, and the cool-off that is left now."""
     elapsed_s = max(0.0, now - view.round_at)
     return tuple(replace(slot, left_s=max(0.0, slot.left_s - elapsed_s)) for slot in current.quarantined_slots)
 
@@ -314,8 +314,8 @@ def _is_candidate(
 ) -> bool:
     """True for a survivor, and for another node that has seen round `number`.
 
-    A dead node's record stays until its lease ends, but has not seen the Round. A member that was lost by starting
-    anew is a candidate in its new incarnation.
+    A dead node's record stays until its lease expires, but has not seen the Round. A restarted member is a candidate
+    in its new incarnation.
     """
     survivor = record.identity in previous_order
     return (

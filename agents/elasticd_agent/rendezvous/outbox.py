@@ -54,8 +54,7 @@ class HangReportPublisher:
         self._store = store
         self._keys = keys
         self._node = node
-        self.report: HangReport | None = None
-        """What to publish; None: nothing."""
+        self.report: HangReport | None = None  #: what to publish; None: nothing
         self._sent: HangReport | None = None
         self._version: int | None = None
 

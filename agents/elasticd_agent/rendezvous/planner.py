@@ -239,8 +239,8 @@ class Planner:
             self._unshared_reported = True
             self._log(
                 "THE CHECKPOINT DIRECTORY IS NOT SHARED: the nodes of this job have directories of their own. Only "
-                "rank 0's node holds checkpoints; if it is lost, training starts again from what another one has. Put "
-                "--checkpoint-dir on storage that all nodes mount"
+                "rank 0's node holds checkpoints; if it is lost, training starts again from another node's older ones. "
+                "Put --checkpoint-dir on storage that all nodes mount"
             )
 
     def _delete_garbage(self) -> None:

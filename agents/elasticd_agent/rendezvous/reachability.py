@@ -45,15 +45,13 @@ class ReachabilityMonitor:
         self._number = 0
         self._incarnations: set[Identity] = set()
         self._addresses: dict[str, Address] = {}
-        self._missed: set[Identity] = set()
-        """Members that counted as unreachable: their silence counts again although they never answered."""
+        self._missed: set[Identity] = set()  #: counted as unreachable once, so their silence counts again
         self._silent_since: dict[str, float] = {}
         self._interval_s = RETRY_INTERVAL_S
         self._next_at = float("-inf")
         self._introduce_at: float | None = None
         self._introductions = 0
-        self.unreachable: tuple[str, ...] = ()
-        """Members of the current Round that this node does not reach."""
+        self.unreachable: tuple[str, ...] = ()  #: members of the current Round that this node does not reach
 
     def turn(self, round: Round | None, stepped: int, next_step_due: float | None, now: float) -> float | None:
         """Probe if it is due, and update `unreachable`. Returns when to come back. Raises StoreUnavailable.

@@ -20,8 +20,8 @@ class RoundFollower:
         self._keys = keys
         self._me = me
         self._run = run
+        # what every agent watches
         self.keys = (keys.round, keys.planner, keys.master(), keys.pause, keys.hang_report_request)
-        """What every agent watches."""
         self._stale: set[str] = set()
         self.round: Round | None = None
         self.stored: Versioned | None = None  #: the round key as last read: what a planner's verdict builds on

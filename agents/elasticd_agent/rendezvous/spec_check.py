@@ -60,15 +60,15 @@ _SHARED_POLICY = (
     "first_step_ceiling_s",
     "progress_ceiling_s",
 )
-"""Of Policy, what the planner decides by: any node may be it, and a job's rules must not change with its planner."""
+"""The fields of Policy that the planner uses: any node may lead, and the rules must not change with the leader."""
 _PER_ROLE = ("entrypoint", "mode")
 _PER_NODE = ("version", "role", "args")
 _MAX_VALUE_CHARS = 100
-"""Characters of a value that are shown: a sentence must stay one line."""
+"""A sentence must stay one line."""
 
 
 def spec_document(spec: JobSpec, policy: Policy) -> dict[str, Any]:
-    """What one node was asked, as JSON can carry it; the job's first node leaves it in the store for all others."""
+    """A node's spec as plain JSON values; the job's first node writes it to the store."""
     module = spec.mode is Mode.MODULE
     return {
         "version": VERSION,
@@ -84,10 +84,10 @@ def spec_document(spec: JobSpec, policy: Policy) -> dict[str, Any]:
     }
 
 
-def mismatch(mine: bytes, theirs: bytes, say: Callable[[str], None]) -> str | None:
-    """Why a node asked for `mine` cannot take part in a job whose first node was asked for `theirs`; None if it can.
+def mismatch(mine: bytes, theirs: bytes, log: Callable[[str], None]) -> str | None:
+    """Why a node with spec `mine` cannot take part in the job of spec `theirs`; None if it can.
 
-    `say` hears of arguments that differ within one role: allowed, and now and then a slip.
+    Arguments that differ within one role are logged: allowed, and sometimes a mistake.
     """
     try:
         ours, other = json.loads(mine), json.loads(theirs)
@@ -96,16 +96,16 @@ def mismatch(mine: bytes, theirs: bytes, say: Callable[[str], None]) -> str | No
             return f"its first node speaks version {version}, this one {VERSION}; run the same major version everywhere"
         why = differences(ours, other)
         if not why and ours["role"] == other.get("role") and ours["args"] != other.get("args", ours["args"]):
-            say(f"allowed, but of one role: {_difference('args', ours['args'], other['args'])}, the job's first node")
+            log(f"allowed, but of one role: {_difference('args', ours['args'], other['args'])}, the job's first node")
         return why or None
     except (ValueError, TypeError, AttributeError, RecursionError):
         return "the spec written by its first node cannot be decoded"
 
 
 def is_later_run(mine: bytes, theirs: bytes) -> bool:
-    """True if both are runs of one job that are counted, and `mine` is the later one: by then `theirs` is over.
+    """True if both runs are numbered, and `mine` is the later one: then `theirs` is over.
 
-    So count daemons, which let nobody hand in a job that has not ended, and Slurm, which requeues what it has ended.
+    The service and Slurm number runs so: they start a job again only after it has ended.
     """
     try:
         runs = [str(json.loads(document).get("run")) for document in (mine, theirs)]
@@ -117,8 +117,8 @@ def is_later_run(mine: bytes, theirs: bytes) -> bool:
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """One phrase naming every field in which two documents must not differ and do; or "".
 
-    "the script is 'a.py' here, 'b.py' there". A field only one of them knows is another version's, and differs for
-    nobody.
+    "the script is 'a.py' here, 'b.py' there". A field that only one of them has is another
+    version's, and no difference.
     """
     own = _PER_NODE if mine.get("role") == theirs.get("role", mine.get("role")) else (*_PER_NODE, *_PER_ROLE)
     names = [name for name in mine if name in theirs and name not in own]
@@ -128,7 +128,7 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 def _difference(name: str, mine: Any, theirs: Any) -> str:
     texts = [shlex.join(map(str, value)) if isinstance(value, list) else value for value in (mine, theirs)]
     if all(isinstance(text, str) for text in texts):
-        # Of long ones, what is shown is where they part.
+        # Long values are shown where they begin to differ.
         parted = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
         texts = [repr(_cut(text, parted)) for text in texts]
     shown = [_SHOWN_AS.get(text, text) if text is None or isinstance(text, bool) else text for text in texts]

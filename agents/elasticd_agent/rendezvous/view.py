@@ -89,7 +89,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """All ranks of round `number` shall save and wait, because a Round with other nodes is about to come."""
+    """All ranks of round `number` are to save and wait for a Round with other nodes."""
 
     number: int
     why: str

@@ -24,8 +24,7 @@ class ViewReader:
         self._joined_at: dict[Identity, float] = {}
         self._absent_since: dict[str, float] = {}
         self._short_since: float | None = None
-        self.too_few_nodes = False
-        """The last verdict said so; `short_since` counts from the first one."""
+        self.too_few_nodes = False  #: by the last verdict; `short_since` counts from the first one
 
     def reset(self) -> None:
         """Another node led, or the store was away: what was absent then may have come back unseen."""
