@@ -16,7 +16,7 @@ DECIDE = [
     "rendezvous/member", "rendezvous/membership", "rendezvous/observations", "rendezvous/peer_links",
     "rendezvous/plan", "rendezvous/planner", "rendezvous/probe", "rendezvous/reachability",
     "rendezvous/registration", "rendezvous/restart_budget", "rendezvous/round_follower", "rendezvous/spec_check",
-    "rendezvous/view", "rendezvous/view_reader", "store/c10d/client_process", "store/c10d/connection",
+    "rendezvous/view", "store/c10d/client_process", "store/c10d/connection",
     "store/c10d/store", "store/etcd/store", "store/memory", "workers/launcher/owner", "workers/manager",
 ]  # fmt: skip
 WALL = {"time", "time_ns", "localtime", "gmtime", "strftime", "now", "utcnow", "today", "CLOCK_REALTIME"}

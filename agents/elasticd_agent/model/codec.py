@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -86,7 +87,7 @@ def _decode_document(cls: type[_R], text: bytes | str) -> _R:
         raise WireError(f"{name}: expected an object, got {_json_type(raw)}")
     version = raw.get("version")
     major, dot, minor = version.partition(".") if isinstance(version, str) else ("", "", "")
-    if not (dot and _is_number(major) and _is_number(minor)):
+    if not dot or not all(part.isascii() and part.isdigit() for part in (major, minor)):
         raise WireError(f"{name}.version: expected 'major.minor', got {_shortened(version)}")
     if major != VERSION.partition(".")[0]:
         raise WireError(
@@ -166,21 +167,19 @@ def _decoder(hint: Any) -> _Decoder:
 def _decode_list(read: _Decoder, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise _Mismatch(f"expected a list, got {_json_type(value)}")
-    found: list[Any] = []
-    try:
-        for item in value:
-            found.append(read(item))
-    except _Mismatch as mismatch:
-        raise mismatch.prefixed(f"[{len(found)}]") from None
-    return tuple(found)
+    return _decode_items(itertools.repeat(read), value)
 
 
 def _decode_tuple(readers: list[_Decoder], value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list) or len(value) != len(readers):
         raise _Mismatch(f"expected a list of {len(readers)}, got {_shortened(value)}")
+    return _decode_items(readers, value)
+
+
+def _decode_items(readers: Iterable[_Decoder], values: list[Any]) -> tuple[Any, ...]:
     found: list[Any] = []
     try:
-        for read, item in zip(readers, value, strict=True):
+        for read, item in zip(readers, values, strict=False):
             found.append(read(item))
     except _Mismatch as mismatch:
         raise mismatch.prefixed(f"[{len(found)}]") from None
@@ -256,10 +255,6 @@ def _check_depth(raw: Any) -> None:
         level = [value for values in inside for value in values if type(value) in (dict, list)]
     if any(level):
         raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()
 
 
 def _json_type(value: Any) -> str:
