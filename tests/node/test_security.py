@@ -58,7 +58,7 @@ def our_keys() -> list[str]:
         if name.isupper() and isinstance(value, str) and name != "ROOT"
     ]
     keys = Keys("job")
-    for name in (name for name in dir(Keys) if not name.startswith("_") and name != "job"):
+    for name in (name for name in dir(keys) if not name.startswith("_") and name != "job"):
         value = getattr(keys, name)
         ours.append(value if isinstance(value, str) else value(1) if value.__code__.co_argcount == 2 else value(1, "n"))
     return [key for key in ours if isinstance(key, str)]
