@@ -136,7 +136,7 @@ class Planner:
         )
 
     def delete_records(self, round: Round) -> None:
-        """Delete the ended job's records, and let those of its end expire. Whoever ended it may not have done so."""
+        """Delete the ended job's records, and let those of its end expire. Its leader may have died before."""
         if not round.terminal or round.run != self._requirements.run:
             return
         keys = self._keys
