@@ -21,10 +21,9 @@ from elasticd_agent.config.agent_settings import NodeSettings, StoreSettings
 from elasticd_agent.config.documents import parse
 from elasticd_agent.config.env_variables import config_keys, variable_name
 from elasticd_agent.config.job_file import read_job
-from elasticd_agent.config.load import load
+from elasticd_agent.config.load import is_reloadable, load, merge_reloaded
 from elasticd_agent.config.quantities import Seconds, parse_seconds, parse_size
 from elasticd_agent.config.reference import JOB_KEY_HELP, agent_keys, job_keys, template
-from elasticd_agent.config.reload import is_reloadable, merge_reloaded
 from elasticd_agent.config.run_model import POLICY_FIELDS
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import JobSpec, Mode, Policy, Tls
@@ -285,7 +284,7 @@ def test_what_reloads_counts_and_what_does_not_is_said(here: Path) -> None:
     counts, sentences = merge_reloaded(old, new)
     assert (counts.drain_timeout_s, counts.health.disk_free_min_bytes) == (120, 3 << 30)
     assert (counts.slots, counts.store) == (2, old.store)
-    later = "counts from the next start (SIGUSR2, which disturbs no job, or systemctl restart, which drains)"
+    later = "takes effect at the next start (SIGUSR2, which disturbs no job, or systemctl restart, which drains)"
     assert sentences == [
         f"slots: 1 instead of 2 {later}",
         'drain_timeout: "2m" instead of "90s" from now on',

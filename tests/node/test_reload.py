@@ -35,7 +35,7 @@ def test_reload_is_atomic_and_names_changes_that_need_a_restart(node: MakeNode) 
     n1.jobs.pop()
     n1.write()
     n1.signal(signal.SIGHUP)
-    said = n1.wait_for_log("SIGHUP: slots: 3 instead of 2 counts from the next start")
+    said = n1.wait_for_log("SIGHUP: slots: 3 instead of 2 takes effect at the next start")
     assert 'limits.directories: ["/' in said
     assert "job: first, second instead of first from now on" in said
     assert lives(n1.workers("second", 2)[0])

@@ -1,7 +1,6 @@
-"""`elasticd config`: checks agent.toml or a job file and shows what would count; prints templates.
+"""`elasticd config`: checks agent.toml or a job file, shows the effective settings, prints templates.
 
-It exists so that a mistake is found before the service is restarted or the job handed in. It starts nothing, opens no
-connection, and shows no secret: those are in files of their own, and of `env` only the names are shown.
+It starts nothing and shows no secret: secrets are in files of their own, and only the names in `env` are shown.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _HELP = f"""\
 usage: elasticd config check [FILE] [--job | --agent] [--json]
        elasticd config example [--job]
 
-check reads FILE (default: {DEFAULT_FILE}), an agent's configuration or a job file, and shows what would count, or says
-in one line what is wrong; what it is, is told by what is in it, unless --job or --agent says so. --json is for
-machines. example prints a file with every key in it. Exit code: 0 all is well, 2 something is wrong.
+check reads FILE (default: {DEFAULT_FILE}), an agent's configuration or a job file, and shows the effective settings, or
+one line with the error. The content tells the kind of file, unless --job or --agent is given. --json is for machines.
+example prints a file with every key in it. Exit code: 0 valid, 2 invalid.
 """
 _HIDDEN = "…"
 

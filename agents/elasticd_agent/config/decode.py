@@ -1,7 +1,7 @@
-"""A table of plain values becomes a struct, or one sentence: which key, what is wrong with it, what would be right.
+"""A table of plain values decoded into a struct, or one sentence with the key, the error and its correction.
 
-It exists because msgspec checks types well but speaks to programmers: here its errors are said in the words of the
-file, `job[2].workers: must be a whole number, not text`. Values of secrets and of environments are never repeated.
+msgspec checks the types; its errors are translated into the words of the file. Values of secrets and of environments
+are never repeated.
 """
 
 from __future__ import annotations

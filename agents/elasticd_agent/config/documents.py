@@ -1,8 +1,7 @@
-"""TOML, YAML and JSON as people and programs write them, read into plain values: the first gate for what comes in.
+"""TOML, YAML and JSON parsed into plain values, or one sentence that says where the error is.
 
-It exists so that whatever the bytes are, the answer is a table of plain values or one sentence that says where it goes
-wrong. Sizes and depths are bounded, a key given twice is refused, YAML is data only: no tags, no aliases, and the
-scalars of YAML 1.2, so that `nodes: 2:8` is text and not 128. It knows nothing of what the keys mean.
+Sizes and depths are bounded, and a key given twice is refused. YAML is data only: no tags, no aliases, and the scalars
+of YAML 1.2, so that `nodes: 2:8` is text and not 128.
 """
 
 from __future__ import annotations

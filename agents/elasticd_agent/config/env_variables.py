@@ -1,8 +1,4 @@
-"""ELASTICD_ variables that stand in for keys of agent.toml: ELASTICD_HTTP_PORT is port in [http].
-
-It exists so that a container or a unit needs no file for one value, and so that a misspelled variable is found. They
-count more than the file. Variables that elasticd gives to workers are not among them.
-"""
+"""ELASTICD_ variables that override keys of agent.toml: ELASTICD_HTTP_PORT is port in [http]."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One command line option in words: its names, what follows it, what elasticd does with it.
-
-It exists so that the table in torchrun_flags.py is nothing but a table. Nothing here parses.
-"""
+"""One command line option: its names, its value, its help, and how elasticd treats it."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import pwd
 import re
 import sys
 from collections.abc import Mapping
@@ -20,13 +21,42 @@ from msgspec import Meta
 from elasticd.errors import UsageError
 from elasticd_agent.config.decode import ConfigError, decode
 from elasticd_agent.config.documents import MAX_JOB_FILE_BYTES, FileFormat, parse
-from elasticd_agent.config.inherited_env import SET_BY_ELASTICD, job_environment
 from elasticd_agent.config.quantities import Seconds, encode_quantity, parse_count_range
 from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, policy_with, preloaded_modules
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy, Rendezvous, Streams, check_identifier
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.phrases import count
 from elasticd_agent.system.devices import visible_gpus
+
+SET_BY_ELASTICD = re.compile(
+    "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ELASTICD_.*|PYTHON_EXEC|PET_.*"
+)
+"""Variables of workers and of `elasticd run`: never a job's own."""
+_SET_FOR_THE_DAEMON = re.compile(
+    "PYTHON.*|VIRTUAL_ENV.*|CONDA_.*|NOTIFY_SOCKET|WATCHDOG_.*|LISTEN_.*|INVOCATION_ID|JOURNAL_STREAM|MAINPID|MANAGERPID"
+    "|SYSTEMD_.*|MEMORY_PRESSURE_.*|(CREDENTIALS|RUNTIME|STATE|CACHE|LOGS|CONFIGURATION)_DIRECTORY|SUDO_.*|SSH_.*"
+    "|XDG_.*|TERM|PWD|OLDPWD|SHLVL|_"
+)
+"""Variables of the agent's interpreter, of systemd, and of the shell that started it."""
+
+
+def job_environment(daemon_env: Mapping[str, str], job_env: Mapping[str, str], user: str | None) -> dict[str, str]:
+    """What all processes of a job start from: the machine's settings, then the user's home, then the job's own.
+
+    Raises UsageError when there is no such user.
+    """
+    env = {
+        name: value
+        for name, value in daemon_env.items()
+        if not SET_BY_ELASTICD.fullmatch(name) and not _SET_FOR_THE_DAEMON.fullmatch(name)
+    }
+    if user is not None:
+        try:
+            entry = pwd.getpwnam(user)
+        except KeyError:
+            raise UsageError(f"user: {user!r} does not exist on this machine; create it, or name another") from None
+        env |= {"HOME": entry.pw_dir, "USER": user, "LOGNAME": user, "SHELL": entry.pw_shell or "/bin/sh"}
+    return {**env, **job_env}
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

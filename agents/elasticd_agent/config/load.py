@@ -12,7 +12,7 @@ import msgspec
 
 from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import HttpSettings, NodeSettings, StoreSettings
-from elasticd_agent.config.decode import ConfigError, KeyHints, decode
+from elasticd_agent.config.decode import ConfigError, KeyHints, decode, meta_of, short_toml
 from elasticd_agent.config.documents import format_of, parse
 from elasticd_agent.config.env_variables import read_overrides
 from elasticd_agent.config.job_file import JOB_KEY_HINTS, JobFile
@@ -106,3 +106,52 @@ def read_config(path: Path) -> tuple[bytes, int]:
         raise UsageError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from None
     except ValueError:
         raise UsageError(f"{str(path)!r} cannot be the name of a file") from None
+
+
+# ---- SIGHUP
+
+_AFTER_RESTART = "takes effect at the next start (SIGUSR2, which disturbs no job, or systemctl restart, which drains)"
+
+
+def merge_reloaded(old: NodeSettings, new: NodeSettings) -> tuple[NodeSettings, list[str]]:
+    """The settings after SIGHUP, and a sentence for each key that differs."""
+    differ = _differences(old, new, "")
+    said = [
+        f"{key}: {now} instead of {before} {'from now on' if at_once else _AFTER_RESTART}"
+        for key, before, now, at_once in differ
+    ]
+    return _merge_structs(old, new), said
+
+
+def _merge_structs(old: Any, new: Any) -> Any:
+    kept: dict[str, Any] = {}
+    for field in msgspec.structs.fields(type(old)):
+        before, now = getattr(old, field.name), getattr(new, field.name)
+        if isinstance(before, msgspec.Struct):
+            kept[field.name] = _merge_structs(before, now)
+        elif not is_reloadable(field):
+            kept[field.name] = before
+    return msgspec.structs.replace(new, **kept)
+
+
+def _differences(old: msgspec.Struct, new: msgspec.Struct, outer: str) -> list[tuple[str, str, str, bool]]:
+    found: list[tuple[str, str, str, bool]] = []
+    for field in msgspec.structs.fields(type(old)):
+        before, now, key = getattr(old, field.name), getattr(new, field.name), outer + field.encode_name
+        if isinstance(before, msgspec.Struct):
+            found += _differences(before, now, f"{key}.")
+        elif before != now:
+            found.append((key, _value_text(key, before), _value_text(key, now), is_reloadable(field)))
+    return found
+
+
+def is_reloadable(field: msgspec.structs.FieldInfo) -> bool:
+    """Whether SIGHUP reloads this key."""
+    meta = meta_of(field)
+    return bool(meta and meta.extra and meta.extra.get("reload"))
+
+
+def _value_text(key: str, value: Any) -> str:
+    if key == "job":
+        return ", ".join(str(job.id) for job in value) or "none"
+    return "nothing" if value is None else short_toml(value)

@@ -1,8 +1,4 @@
-"""Times and sizes as people write them, counts of nodes and slots, and paths: the values of configuration keys.
-
-It exists so that "10m", "5 %" of nothing and "var/lib" are read, or refused with a sentence, in one place. It looks at
-no disk.
-"""
+"""Times, sizes, paths and counts of nodes and slots, as configuration files write them."""
 
 from __future__ import annotations
 

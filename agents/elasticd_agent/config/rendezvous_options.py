@@ -1,8 +1,7 @@
-"""Where and by which numbers the nodes of a job meet: --nnodes and --rdzv-…, read into a Rendezvous and Policy fields.
+"""The rendezvous of a job's nodes, from --nnodes and --rdzv-…: a Rendezvous and fields of Policy.
 
-It exists so that what a torchrun user writes means here what it means there, and what cannot work is refused with a
-sentence that says what would: a random job id per node, a static rendezvous that cannot replace anybody, a key that is
-misspelled. It never looks at the network, and at the disk only for a password's file.
+Options mean what they mean to torchrun. Combinations that cannot work are refused with the alternative: a random job id
+per node, a static rendezvous that cannot replace a node, a misspelled key. Only a password's file is read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The command line of `elasticd run`, read into a JobSpec, a Policy and AgentSettings.
+"""The command line of `elasticd run`, parsed into a RunModel.
 
-It exists so that a torchrun user's command means here what it means there: the parser is made from the tables in
-torchrun_flags.py and elasticd_flags.py and follows argparse wherever torchrun does; rendezvous_options.py reads where
-several nodes meet. It never looks at the disk or the network (preflight.py does) and never imports torch: usage errors
-are answered at once.
+The parser is made from the tables in torchrun_flags.py and elasticd_flags.py and follows argparse wherever torchrun
+does. It touches neither the disk nor the network (preflight.py does) and never imports torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What cannot be meant: settings that contradict each other, this machine, or the jobs beside them.
-
-It exists so that every such mistake is found before anything is started, with the arithmetic done. It looks at files
-and users, opens no socket and changes nothing. Jobs that name what this node has not are found here only where they
-are in the node's own file.
-"""
+"""Checks of agent.toml against itself, this machine and its [[job]] tables, before anything is started."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ from typing import Any, NoReturn
 from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.config.env_variables import AGENT_FLAGS
-from elasticd_agent.config.load import load
-from elasticd_agent.config.reload import merge_reloaded
+from elasticd_agent.config.load import load, merge_reloaded
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.model.version import version
