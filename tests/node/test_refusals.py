@@ -151,7 +151,7 @@ def test_second_sigterm_kills_at_once(node: MakeNode) -> None:
 
 
 @pytest.mark.system
-def test_jobs_continue_without_the_store_and_are_registered_in_an_empty_one(nodes: MakeNode, etcd: EtcdServers) -> None:
+def test_jobs_continue_without_the_store_and_in_an_empty_one(nodes: MakeNode, etcd: EtcdServers) -> None:
     n1 = nodes("n1")
     sleeping(n1)
     n1.start()

@@ -1,6 +1,6 @@
-"""`elasticd agent`: one process a node that runs for months, is given jobs, and keeps one runner process for each.
+"""The agent of one node, `elasticd agent`: runs for months, accepts jobs, and keeps one runner process for each.
 
-A runner is what `elasticd run` is, for one job; it lives in its own session and outlives the daemon, so that the
-daemon's death or upgrade costs no step (docs/adr/0005). `placing` decides who runs what, `reconciling` makes this node
-agree with it.
+Entry point: `agent.agent`; `loop.NodeLoop` decides in the main thread. `scheduler` decides which nodes run a job,
+`reconcile` derives from that the runners of this node, `runners` starts and monitors them. A runner does what
+`elasticd run` does, in its own session, and outlives the agent (docs/adr/0005): no training step may need the agent.
 """

@@ -141,7 +141,7 @@ def test_directory_that_blocks_the_interpreter_is_named(open_place: Path, tmp_pa
     assert spawning.blocked_directory(nobody, env / "python") == ", or cannot reach it", "modes do not show it"
     home.chmod(0o700)
     assert spawning.blocked_directory(nobody, env / "python") == (
-        f", because {home} (mode 0700) is closed to it; install in a directory that is open to all"
+        f", because {home} (mode 0700) is closed to it; install in an open directory"
     )
     env.chmod(0o750)
     assert f"{env} (mode 0750) is closed" in spawning.blocked_directory(nobody, env / "python")

@@ -140,15 +140,15 @@ def processes_with_open(path: Path) -> Iterator[int]:
     None for a link: the folder's owner could link to /dev/null, which every process has open.
     """
     try:
-        wanted = path.lstat()
+        locked = path.lstat()
     except OSError:
         return
-    if not stat.S_ISREG(wanted.st_mode) or wanted.st_nlink != 1:
+    if not stat.S_ISREG(locked.st_mode) or locked.st_nlink != 1:
         return
     for pid in procfs.all_pids():
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
             for entry in entries:
                 found = os.stat(entry.path)
-                if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                if (found.st_dev, found.st_ino) == (locked.st_dev, locked.st_ino):
                     yield pid
                     break

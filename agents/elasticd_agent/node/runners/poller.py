@@ -139,4 +139,4 @@ def ask_runner(files: JobFiles, request: Mapping[str, Any], within_s: float) -> 
         socket = files.runtime / control_socket.SOCKET_NAME
         return control_socket.send_request(socket, request, within_s, (0, os.geteuid(), owner))
     except OSError as error:  # it is still starting, or has ended
-        raise control_socket.ControlSocketError(f"its runner cannot be asked: {error.strerror}") from error
+        raise control_socket.ControlSocketError(f"its runner cannot be reached: {error.strerror}") from error

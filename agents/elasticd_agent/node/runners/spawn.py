@@ -115,16 +115,14 @@ def spawn(
 def blocked_directory(account: Account, program: Path) -> str:
     """The directory on the program's path that is closed to this user, as far as modes show; links are followed."""
     groups = os.getgrouplist(account.name, account.gid)
-    places = [*reversed(program.parents), *reversed(program.resolve().parents)]
-    for place in dict.fromkeys(places):
+    directories = [*reversed(program.parents), *reversed(program.resolve().parents)]
+    for directory in dict.fromkeys(directories):
         with contextlib.suppress(OSError):
-            found = place.stat()
+            found = directory.stat()
             mine = 0o100 if found.st_uid == account.uid else 0o010 if found.st_gid in groups else 0o001
             if not found.st_mode & mine:
                 mode = stat.S_IMODE(found.st_mode)
-                return (
-                    f", because {place} (mode {mode:04o}) is closed to it; install in a directory that is open to all"
-                )
+                return f", because {directory} (mode {mode:04o}) is closed to it; install in an open directory"
     return ", or cannot reach it"
 
 
