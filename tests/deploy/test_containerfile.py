@@ -40,7 +40,7 @@ def chosen_extras(variant: str, tmp_path: Path) -> subprocess.CompletedProcess[s
     return run(case + '\necho "$extras"', tmp_path, VARIANT=variant)
 
 
-def test_the_base_is_one_image_for_ever_and_has_a_python_that_elasticd_runs_on() -> None:
+def test_base_image_is_pinned_and_has_a_supported_python() -> None:
     (base,) = argument("BASE")
     assert re.fullmatch(r"docker\.io/library/debian:bookworm-[0-9]{8}-slim@sha256:[0-9a-f]{64}", base)
     assert re.findall(r"^FROM (\S+)", TEXT, re.MULTILINE) == ["${BASE}", "base", "dependencies", "base"]
@@ -48,7 +48,7 @@ def test_the_base_is_one_image_for_ever_and_has_a_python_that_elasticd_runs_on()
 
 
 @pytest.mark.parametrize("variant", ["cpu", *re.findall(r"VARIANT=(cu[0-9]+)", TEXT), "cu126", "cu128"])
-def test_a_variant_has_its_index_and_its_extras(variant: str, tmp_path: Path) -> None:
+def test_index_and_extras_of_a_variant(variant: str, tmp_path: Path) -> None:
     extras = chosen_extras(variant, tmp_path)
     assert extras.returncode == 0
     assert extras.stdout.split() == ([] if variant == "cpu" else ["gpu"])
@@ -58,19 +58,19 @@ def test_a_variant_has_its_index_and_its_extras(variant: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("variant", ["", "cuda", "cu13", "rocm6.4", "cu13.0", "CPU"])
-def test_another_variant_is_refused_by_name(variant: str, tmp_path: Path) -> None:
+def test_unknown_variant_is_refused(variant: str, tmp_path: Path) -> None:
     refused = chosen_extras(variant, tmp_path)
     assert refused.returncode == 2
     assert f"VARIANT={variant}: there are cpu, and cu" in refused.stderr
 
 
-def test_every_stage_that_uses_the_variant_means_the_same_one() -> None:
+def test_all_stages_use_the_same_variant() -> None:
     assert set(argument("VARIANT")) == {"cpu"}
     assert TEXT.count("ARG BASE") == 2, "once for all stages, once for the label"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the image's Python has tomllib, this one has not")
-def test_what_is_installed_is_what_pyproject_asks_for(tmp_path: Path) -> None:
+def test_requirements_are_those_of_pyproject(tmp_path: Path) -> None:
     """The dependencies are one layer without elasticd itself, so they are read out of pyproject.toml."""
     (program,) = re.findall(r"python3 -c '(import sys, tomllib.*?)' \$", TEXT)
     for extras, more in (([], []), (["gpu"], PROJECT["optional-dependencies"]["gpu"])):
@@ -81,9 +81,7 @@ def test_what_is_installed_is_what_pyproject_asks_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variant", "cuda", "code"), [("cpu", None, 0), ("cu130", "13.0", 0), ("cu130", None, 1), ("cpu", "13.0", 1)]
 )
-def test_another_torch_than_was_asked_for_ends_the_build(
-    variant: str, cuda: str | None, code: int, tmp_path: Path
-) -> None:
+def test_wrong_torch_ends_the_build(variant: str, cuda: str | None, code: int, tmp_path: Path) -> None:
     (program,) = re.findall(r"bin/python -c '(import sys, torch.*?)' \"", TEXT)
     (tmp_path / "torch.py").write_text(f"class version:\n    cuda = {cuda!r}\n")
     looked = subprocess.run([sys.executable, "-c", program, variant], cwd=tmp_path, capture_output=True, text=True)
@@ -91,7 +89,7 @@ def test_another_torch_than_was_asked_for_ends_the_build(
     assert bool(code) == (f"VARIANT={variant}, but pip installed the torch for" in looked.stderr)
 
 
-def test_versions_and_names_agree_with_the_rest() -> None:
+def test_versions_and_names_match_the_repository() -> None:
     version = PROJECT["version"]
     assert f'org.opencontainers.image.version="{version}"' in TEXT
     assert f'org.opencontainers.image.licenses="{PROJECT["license"]}"' in TEXT
@@ -106,13 +104,13 @@ def test_versions_and_names_agree_with_the_rest() -> None:
         )
 
 
-def test_nothing_says_where_this_pip_finds_its_packages() -> None:
+def test_image_does_not_contain_the_package_index() -> None:
     allowed = {"https://download.pytorch.org/whl/${VARIANT}"}
     assert set(re.findall(r"https?://\S+", TEXT)) <= allowed
     assert "index-url =" not in TEXT and "trusted-host" not in TEXT
 
 
-def test_only_what_an_image_is_made_from_is_sent_to_the_build() -> None:
+def test_build_context_is_minimal() -> None:
     first, *rest = [
         line for line in (ROOT / ".containerignore").read_text().split("\n") if line and not line.startswith("#")
     ]
@@ -128,7 +126,7 @@ def test_only_what_an_image_is_made_from_is_sent_to_the_build() -> None:
     assert os.readlink(ROOT / ".dockerignore") == ".containerignore", "docker reads no other name"
 
 
-def test_the_command_on_the_page_is_what_is_tested() -> None:
+def test_page_has_the_tested_command() -> None:
     """test_image.py starts containers with these rights and mounts, the agent with these words."""
     page = (ROOT / "docs" / "container.md").read_text()
     (command,) = [line for line in page.replace("\\\n", " ").split("\n") if line.startswith("podman run ")]

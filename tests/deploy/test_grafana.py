@@ -57,7 +57,7 @@ def queries(board: Any) -> Iterator[str]:
             yield variable["query"]["query"]
 
 
-def test_it_is_a_dashboard(board: Any) -> None:
+def test_dashboard_is_valid(board: Any) -> None:
     wanted = {
         "title": str, "uid": str, "description": str, "tags": list, "editable": bool, "graphTooltip": int,
         "panels": list, "schemaVersion": int, "version": int, "time": dict, "timepicker": dict, "templating": dict,
@@ -70,7 +70,7 @@ def test_it_is_a_dashboard(board: Any) -> None:
     assert not {"__inputs", "__requires"} & board.keys(), "provisioned from a file nobody is asked for inputs"
 
 
-def test_its_panels_are_in_order(board: Any) -> None:
+def test_panel_order(board: Any) -> None:
     panels = board["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = []
@@ -102,7 +102,7 @@ def thresholds(config: Any) -> Iterator[Any]:
         yield config["defaults"]["thresholds"]["steps"]
 
 
-def test_everything_asks_the_chosen_prometheus(board: Any) -> None:
+def test_panels_use_the_selected_data_source(board: Any) -> None:
     chosen = {"type": "prometheus", "uid": "${datasource}"}
     for panel in board["panels"]:
         if panel["type"] != "row":
@@ -115,7 +115,7 @@ def test_everything_asks_the_chosen_prometheus(board: Any) -> None:
         assert annotation["titleFormat"] and annotation["textFormat"]
 
 
-def test_its_variables_are_there_and_used(board: Any) -> None:
+def test_variables_are_defined_and_used(board: Any) -> None:
     variables = {one["name"]: one for one in board["templating"]["list"]}
     assert {name: one["type"] for name, one in variables.items()} == {
         "datasource": "datasource", "job_id": "query", "node": "query",
@@ -128,7 +128,7 @@ def test_its_variables_are_there_and_used(board: Any) -> None:
     assert asked - BUILT_IN == {"job_id", "node"}
 
 
-def test_it_asks_for_series_and_labels_that_there_are(board: Any) -> None:
+def test_queries_use_existing_series_and_labels(board: Any) -> None:
     there = exists()
     asked = set()
     for query in queries(board):
@@ -148,7 +148,7 @@ def test_it_asks_for_series_and_labels_that_there_are(board: Any) -> None:
     assert len(asked) > 30
 
 
-def test_its_legends_name_labels_that_the_query_leaves(board: Any) -> None:
+def test_legends_use_labels_of_the_query(board: Any) -> None:
     for panel in board["panels"]:
         for target in panel.get("targets", []):
             named = set(re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")))
@@ -156,7 +156,7 @@ def test_its_legends_name_labels_that_the_query_leaves(board: Any) -> None:
             assert named <= left, f"{panel['title']}: {named - left}"
 
 
-def test_it_shows_what_it_is_for(board: Any) -> None:
+def test_dashboard_covers_its_subjects(board: Any) -> None:
     """Goodput, rounds with reasons, step rate, recovery by part, checkpoint age, world size, hangs, nodes, store."""
     everything = "\n".join(queries(board))
     for name in (

@@ -125,7 +125,7 @@ print(json.dumps({
 """
 
 
-def test_what_is_in_it(sources: set[str], podman: Podman) -> None:
+def test_content(sources: set[str], podman: Podman) -> None:
     (about,) = json.loads(podman("image", "inspect", "localhost/elasticd:test").stdout)
     config = about["Config"]
     assert config["User"] == "10001:10001"
@@ -185,7 +185,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_the_agent_takes_a_job_survives_its_own_death_and_drains_on_stop(
+def test_agent_runs_a_job_survives_a_kill_and_drains_on_stop(
     podman: Podman, job: Path, options: list[str], until: Until
 ) -> None:
     port = free_port()

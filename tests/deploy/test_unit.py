@@ -43,7 +43,7 @@ def unit(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze here: the parser below has to do")
-def test_systemd_finds_nothing_to_say(unit: Path) -> None:
+def test_systemd_analyze_verify(unit: Path) -> None:
     assert ANALYZE
     done = subprocess.run([ANALYZE, "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60)
     # It answers 0 to a key it does not know, too.
@@ -54,7 +54,7 @@ def test_systemd_finds_nothing_to_say(unit: Path) -> None:
 
 
 @pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze here")
-def test_its_exposure_is_what_the_page_says(unit: Path) -> None:
+def test_exposure_matches_the_page(unit: Path) -> None:
     assert ANALYZE
     command = [ANALYZE, "security", "--offline=true", f"--threshold={EXPOSURE * 10 + 2:.0f}", "--no-pager", str(unit)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -64,7 +64,7 @@ def test_its_exposure_is_what_the_page_says(unit: Path) -> None:
     assert f"exposure of **{EXPOSURE}**" in PAGE.read_text()
 
 
-def test_every_setting_is_explained() -> None:
+def test_page_explains_every_setting() -> None:
     page = PAGE.read_text()
     ignored = {"Description", "After", "Wants", "WantedBy"}
     missing = [name for name in settings() if name not in ignored and not re.search(rf"`{name}[=`]", page)]
@@ -87,18 +87,18 @@ def test_every_setting_is_explained() -> None:
         ("NoNewPrivileges", "yes", "jobs get no more rights"),
     ],
 )
-def test_what_everything_rests_on(name: str, value: str, why: str) -> None:
+def test_essential_settings(name: str, value: str, why: str) -> None:
     assert settings().get(name) == [value], why
 
 
 @pytest.mark.parametrize(
     "name", ["PrivateTmp", "PrivateDevices", "DeviceAllow", "ProtectClock", "DynamicUser", "Delegate", "ProtectProc"]
 )
-def test_what_would_break_jobs_is_not_set(name: str) -> None:
+def test_settings_that_break_jobs_are_absent(name: str) -> None:
     assert name not in settings()
 
 
-def test_the_watchdog_leaves_time_for_adoption() -> None:
+def test_watchdog_is_shorter_than_adoption() -> None:
     """A hung agent is replaced before its runners think that nobody will come: watchdog + abort + restart < 60 s."""
     seconds = [
         float(settings()[name][0].removesuffix("s")) for name in ("WatchdogSec", "TimeoutAbortSec", "RestartSec")
@@ -107,7 +107,7 @@ def test_the_watchdog_leaves_time_for_adoption() -> None:
     assert sum(seconds) < 50
 
 
-def test_scripts_are_the_shells_they_say() -> None:
+def test_scripts_are_valid_for_their_shells() -> None:
     for name, shell in (
         ("install.sh", "bash"),
         ("uninstall.sh", "bash"),
@@ -133,7 +133,7 @@ def test_scripts_are_the_shells_they_say() -> None:
         ("uninstall.sh", ["--force"], "unknown option --force; there are --prefix and --purge"),
     ],
 )
-def test_mistakes_at_its_command_line(script: str, arguments: list[str], says: str) -> None:
+def test_command_line_errors(script: str, arguments: list[str], says: str) -> None:
     done = subprocess.run([str(DEPLOY / script), *arguments], capture_output=True, text=True, timeout=20)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -141,7 +141,7 @@ def test_mistakes_at_its_command_line(script: str, arguments: list[str], says: s
 
 
 @pytest.mark.parametrize("script", ["install.sh", "uninstall.sh"])
-def test_its_help_is_its_head(script: str) -> None:
+def test_help_is_the_header_comment(script: str) -> None:
     done = subprocess.run([str(DEPLOY / script), "--help"], capture_output=True, text=True, timeout=20)
     assert done.returncode == 0
     assert "--prefix" in done.stdout

@@ -187,7 +187,7 @@ def lost(steps: list[TrainedStep]) -> list[tuple[int, int]]:
     return [(a.number, b.number) for a, b in itertools.pairwise(steps) if b.number != a.number + 1]
 
 
-def test_installed(service: AgentService) -> None:
+def test_installation(service: AgentService) -> None:
     machine = service.machine
     version = int(machine.output_of("systemctl", "--version").split()[1])
     assert machine.properties(UNIT, "User", "Type", "UnitFileState", "SubState") == {
@@ -212,7 +212,7 @@ def test_installed(service: AgentService) -> None:
     assert machine.output_of("cat", f"/proc/{service.steps[-1].worker}/oom_score_adj") == "0"
 
 
-def test_kill_9(service: AgentService) -> None:
+def test_killed_agent(service: AgentService) -> None:
     agent, before, since = service.agent, service.workers, len(service.steps)
     assert before
     service.signal(signal.SIGKILL)
@@ -223,7 +223,7 @@ def test_kill_9(service: AgentService) -> None:
     assert undisturbed(service.steps, since)
 
 
-def test_the_agent_is_stopped_and_systemd_sees_it(service: AgentService) -> None:
+def test_stopped_agent_is_restarted_by_the_watchdog(service: AgentService) -> None:
     service.machine.write(f"/etc/systemd/system/{UNIT}.d/quick.conf", "[Service]\nWatchdogSec=3s\n")
     service.machine.run("systemctl", "daemon-reload")
     service.machine.run("systemctl", "kill", "--kill-who=main", "--signal=KILL", UNIT)
@@ -259,7 +259,7 @@ def test_upgrade(service: AgentService, wheels: dict[str, Path]) -> None:
     install(service.machine, wheels[OLD])
 
 
-def test_jobs_are_handed_in_at_the_socket(service: AgentService) -> None:
+def test_submission_through_the_socket(service: AgentService) -> None:
     machine = service.machine
     job = CONFIG[CONFIG.index("[[job]]") :].replace("[[job]]\n", "").replace('"train"', '"second"')
     machine.write("/root/second.toml", job)
@@ -293,7 +293,7 @@ def test_reload(service: AgentService) -> None:
     assert service.workers == before
 
 
-def test_an_agent_of_root_runs_jobs_as_their_users(service: AgentService) -> None:
+def test_agent_of_root_runs_jobs_as_their_users(service: AgentService) -> None:
     """With the two lines that docs/systemd.md gives."""
     machine = service.machine
     machine.run("systemctl", "stop", UNIT, timeout=120)
@@ -316,7 +316,7 @@ def test_an_agent_of_root_runs_jobs_as_their_users(service: AgentService) -> Non
     assert owners[0] == "root"
 
 
-def test_a_stop_drains(service: AgentService) -> None:
+def test_stop_drains(service: AgentService) -> None:
     service.machine.run("systemctl", "stop", UNIT, timeout=100)
     assert service.state == "inactive"
     assert service.workers == set()
@@ -327,13 +327,13 @@ def test_a_stop_drains(service: AgentService) -> None:
     assert len({step.worker for step in service.steps}) == 2
 
 
-def test_a_reboot_drains_and_goes_on(service: AgentService) -> None:
+def test_reboot_drains_and_resumes(service: AgentService) -> None:
     service.machine.reboot()
     service.wait_for_steps()
     assert lost(service.steps) == []
 
 
-def test_a_power_cut_costs_what_came_after_the_checkpoint(service: AgentService) -> None:
+def test_power_cut_costs_the_steps_after_the_checkpoint(service: AgentService) -> None:
     service.machine.lose_power()
     service.machine.boot()
     last = service.steps[-1].number
@@ -344,7 +344,7 @@ def test_a_power_cut_costs_what_came_after_the_checkpoint(service: AgentService)
     assert before - after < 2 * EVERY
 
 
-def test_uninstalled(service: AgentService, wheels: dict[str, Path]) -> None:
+def test_uninstallation(service: AgentService, wheels: dict[str, Path]) -> None:
     machine = service.machine
     machine.run(UNINSTALL)
     assert service.workers == set()

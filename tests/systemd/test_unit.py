@@ -95,7 +95,7 @@ def service(installed: Nspawn, until: Until) -> Iterator[UnitService]:
     installed.run("sh", "-c", f"rm -rf {STATE}/*")
 
 
-def test_a_killed_agent_is_back_and_its_runner_never_noticed(service: UnitService) -> None:
+def test_killed_agent_is_restarted_without_effect_on_its_runner(service: UnitService) -> None:
     agent, runner = service.agent, service.runner
     for _ in range(3):
         agent = service.agent
@@ -106,7 +106,7 @@ def test_a_killed_agent_is_back_and_its_runner_never_noticed(service: UnitServic
     assert service.received == []
 
 
-def test_an_agent_that_does_not_decide_any_more_is_replaced(service: UnitService) -> None:
+def test_hung_agent_is_replaced(service: UnitService) -> None:
     agent, runner = service.agent, service.runner
     service.signal(signal.SIGSTOP)
     service.wait_for_replacement(agent)
@@ -116,7 +116,7 @@ def test_an_agent_that_does_not_decide_any_more_is_replaced(service: UnitService
     assert service.received == [], "the watchdog's signal is none that would drain"
 
 
-def test_a_stop_leaves_nothing(service: UnitService) -> None:
+def test_stop_leaves_no_process(service: UnitService) -> None:
     runner = service.runner
     service.machine.run("systemctl", "stop", UNIT)
     assert service.active() == "inactive"
@@ -124,7 +124,7 @@ def test_a_stop_leaves_nothing(service: UnitService) -> None:
     assert not service.is_alive(runner)
 
 
-def test_a_stop_leaves_nothing_when_the_agent_takes_too_long(service: UnitService) -> None:
+def test_stop_timeout_leaves_no_process(service: UnitService) -> None:
     runner = service.runner
     service.command("stubborn")
     service.machine.run("systemctl", "stop", UNIT)
@@ -133,7 +133,7 @@ def test_a_stop_leaves_nothing_when_the_agent_takes_too_long(service: UnitServic
     assert "ends what is left after the stop (timeout): python" in service.machine.journal(UNIT)
 
 
-def test_a_stop_leaves_nothing_when_the_agent_dies_over_it(service: UnitService) -> None:
+def test_agent_killed_during_a_stop_leaves_no_process(service: UnitService) -> None:
     agent, runner = service.agent, service.runner
     service.command("stubborn")
     service.machine.run("systemctl", "--no-block", "stop", UNIT)
@@ -143,7 +143,7 @@ def test_a_stop_leaves_nothing_when_the_agent_dies_over_it(service: UnitService)
     assert not service.is_alive(runner)
 
 
-def test_a_restart_leaves_nothing_either(service: UnitService) -> None:
+def test_restart_leaves_no_process(service: UnitService) -> None:
     agent, runner = service.agent, service.runner
     service.command("stubborn")
     service.machine.run("systemctl", "restart", UNIT)
@@ -152,7 +152,7 @@ def test_a_restart_leaves_nothing_either(service: UnitService) -> None:
     assert service.is_alive(service.runner)
 
 
-def test_an_agent_that_does_not_come_up_costs_no_runner(service: UnitService) -> None:
+def test_failed_start_ends_no_runner(service: UnitService) -> None:
     runner = service.runner
     service.command("mute")
     service.signal(signal.SIGKILL)
@@ -161,7 +161,7 @@ def test_an_agent_that_does_not_come_up_costs_no_runner(service: UnitService) ->
     assert service.received == [], "SIGTERM would have drained"
 
 
-def test_a_wrong_configuration_is_not_tried_again(service: UnitService) -> None:
+def test_wrong_configuration_is_not_retried(service: UnitService) -> None:
     runner = service.runner
     service.command("refuses")
     service.signal(signal.SIGKILL)
@@ -170,7 +170,7 @@ def test_a_wrong_configuration_is_not_tried_again(service: UnitService) -> None:
     assert service.is_alive(runner), "it leaves by itself when nobody speaks to it for adopt_timeout"
 
 
-def test_an_upgrade_is_no_restart(service: UnitService) -> None:
+def test_upgrade_is_no_restart(service: UnitService) -> None:
     agent, runner = service.agent, service.runner
     started = service.machine.properties(UNIT, "NRestarts", "ExecMainStartTimestampMonotonic")
     service.signal(signal.SIGUSR2)

@@ -33,7 +33,7 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.mark.timeout(300)
-def test_a_job_from_its_manifest_through_the_deaths_of_agents_and_pods(machine: Machine) -> None:
+def test_sample_job_survives_killed_agents_and_pods(machine: Machine) -> None:
     found = overlay("etcd")
     etcd = Etcd(machine, found)
     assert not let_in(etcd, machine), "without a certificate nobody is let in"
@@ -105,7 +105,7 @@ def test_a_job_from_its_manifest_through_the_deaths_of_agents_and_pods(machine: 
 
 
 @pytest.mark.timeout(240)
-def test_without_etcd_pods_meet_at_the_store_beside_them(machine: Machine) -> None:
+def test_rendezvous_at_the_store_pod_without_etcd(machine: Machine) -> None:
     found = overlay("c10d")
     store_port, *ports = free_ports(3)
     pod = agents(found)

@@ -26,7 +26,7 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.mark.parametrize("name", DAEMONS)
-def test_the_agent_would_start_with_it(machine: Machine, name: str) -> None:
+def test_agent_accepts_the_configuration(machine: Machine, name: str) -> None:
     pod = AgentPod(machine, overlay(name), f"{name}.example.com", {})
     bound = {"ELASTICD_HTTP_BIND": "10.1.2.3"} if name == "host-network" else {}
     found = load(Path(pod.config), {**pod.env, **bound})
@@ -38,7 +38,7 @@ def test_the_agent_would_start_with_it(machine: Machine, name: str) -> None:
     assert found.user is None, "jobs run as the agent's own user: it is not root, and may be nobody else"
 
 
-def test_a_secret_that_others_can_read_is_refused(machine: Machine) -> None:
+def test_secret_readable_by_others_is_refused(machine: Machine) -> None:
     """Why each Secret's volume has a defaultMode."""
     pod = AgentPod(machine, overlay("etcd"), "gpu-1", {})
     token = machine.root / "secrets" / "elasticd-token" / "token"

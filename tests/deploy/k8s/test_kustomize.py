@@ -30,14 +30,14 @@ def plain(objects: list[kustomize.Object]) -> dict[tuple[str, str], Any]:
 
 @pytest.mark.skipif(KUBECTL is None, reason="no kubectl here to compare with")
 @pytest.mark.parametrize("path", EVERY)
-def test_it_renders_what_kubectl_does(path: str) -> None:
+def test_renders_the_same_as_kubectl(path: str) -> None:
     ours, theirs = plain(kustomize.build(K8S / path)), plain(list(rendered(path)))
     assert set(ours) == set(theirs)
     for who in theirs:
         assert ours[who] == theirs[who], who
 
 
-def test_it_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+def test_unknown_fields_are_refused(tmp_path: Path) -> None:
     (tmp_path / "kustomization.yaml").write_text("namePrefix: x-\n")
     with pytest.raises(NotImplementedError, match="namePrefix"):
         kustomize.build(tmp_path)

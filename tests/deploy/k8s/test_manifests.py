@@ -87,23 +87,23 @@ def _wrong(text: str, version: str) -> str:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("path", EVERY)
-def test_every_object_is_valid(path: str, version: str) -> None:
+def test_all_objects_are_valid(path: str, version: str) -> None:
     assert wrong(rendered(path), version) == []
 
 
-def test_the_oldest_version_is_the_one_the_page_names() -> None:
+def test_oldest_version_matches_the_page() -> None:
     assert f"from Kubernetes {VERSIONS[0]} on" in PAGE.read_text()
     assert kubernetes_validate.latest_version().startswith(VERSIONS[1]), "a newer schema is there: raise VERSIONS"
 
 
-def test_a_misspelled_field_would_be_found() -> None:
+def test_misspelled_field_is_found() -> None:
     broken = copy.deepcopy(one(overlay("etcd"), "DaemonSet"))
     broken["spec"]["template"]["spec"]["terminationGraceSeconds"] = 1
     assert wrong([broken], VERSIONS[0])
 
 
 @pytest.mark.parametrize("path", EVERY)
-def test_an_api_server_keeps_it_as_it_is_written(path: str) -> None:
+def test_api_server_keeps_every_field(path: str) -> None:
     """What a real one stored otherwise: `kubectl diff -k` was never empty, and `apply --server-side` was refused."""
     for found in rendered(path):
         who = f"{found['kind']} {found['metadata']['name']}"
@@ -129,7 +129,7 @@ def quantities(of: Object) -> Iterator[tuple[str, Any]]:
                 yield from found["resources"].get(kind, {}).items()
 
 
-def test_an_agent_toml_of_ones_own_takes_the_place_of_the_overlays(tmp_path: Path) -> None:
+def test_own_agent_toml_replaces_the_overlays(tmp_path: Path) -> None:
     """By the words of the page, from outside of deploy/k8s."""
     generator = re.search(r"^```yaml\n(configMapGenerator:.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert generator is not None
@@ -142,7 +142,7 @@ def test_an_agent_toml_of_ones_own_takes_the_place_of_the_overlays(tmp_path: Pat
     assert agents(found).volumes["config"]["configMap"]["name"] == settings["metadata"]["name"]
 
 
-def test_what_the_page_adds_for_ipv6_is_a_variable_the_agent_reads() -> None:
+def test_ipv6_patch_of_the_page_sets_a_known_variable() -> None:
     patch = re.search(r"`({op: add, path: /spec/template/spec/containers/0/env/-.*?})`", PAGE.read_text())
     assert patch is not None
     given = yaml.safe_load(patch[1])["value"]
@@ -150,7 +150,7 @@ def test_what_the_page_adds_for_ipv6_is_a_variable_the_agent_reads() -> None:
     assert {key: said.value for key, said in read.items()} == {"http.bind": "::"}
 
 
-def test_components_add_up(tmp_path: Path) -> None:
+def test_components_can_be_combined(tmp_path: Path) -> None:
     there = os.path.relpath(K8S, tmp_path.resolve())
     names = ("prometheus", "rdma", "host-network", "runtime-class")
     (tmp_path / "kustomization.yaml").write_text(
@@ -172,7 +172,7 @@ def test_components_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_what_is_asked_of_the_cluster(name: str) -> None:
+def test_scheduling_requirements(name: str) -> None:
     found = overlay(name)
     pod = agents(found)
     container = pod.container("agent")
@@ -194,7 +194,7 @@ def test_what_is_asked_of_the_cluster(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", EVERY)
-def test_no_pod_may_do_more_than_it_needs(path: str) -> None:
+def test_pods_have_minimal_privileges(path: str) -> None:
     for pod in pods(rendered(path)):
         assert pod.spec["automountServiceAccountToken"] is False, pod.name
         assert pod.spec["enableServiceLinks"] is False, pod.name
@@ -213,14 +213,14 @@ def test_no_pod_may_do_more_than_it_needs(path: str) -> None:
 
 
 @pytest.mark.parametrize("name", DAEMONS)
-def test_the_drain_fits_into_what_the_kubelet_waits(name: str) -> None:
+def test_drain_fits_into_the_termination_grace_period(name: str) -> None:
     drain_s = parse_seconds(toml(name)["drain_timeout"])
     assert agents(overlay(name)).spec["terminationGracePeriodSeconds"] >= drain_s + 30
     assert f"`terminationGracePeriodSeconds` ({drain_s + 60:.0f} s)" in PAGE.read_text()
 
 
 @pytest.mark.parametrize("name", DAEMONS)
-def test_all_that_agent_toml_names_is_mounted_and_may_be_written_where_it_must(name: str) -> None:
+def test_paths_of_agent_toml_are_mounted_and_writable(name: str) -> None:
     pod = agents(overlay(name))
     container = pod.container("agent")
     settings, places = toml(name), writable(pod, container)
@@ -240,7 +240,7 @@ def test_all_that_agent_toml_names_is_mounted_and_may_be_written_where_it_must(n
 
 
 @pytest.mark.parametrize("name", DAEMONS)
-def test_its_variables_are_keys_of_agent_toml(name: str) -> None:
+def test_variables_are_keys_of_agent_toml(name: str) -> None:
     """A misspelled one would be refused by the agent, and by nobody before."""
     known = {variables.variable_name(key): key for key, _ in variables.config_keys(NodeSettings)}
     given = {e["name"]: e for e in agents(overlay(name)).container("agent")["env"]}
@@ -253,13 +253,13 @@ def test_its_variables_are_keys_of_agent_toml(name: str) -> None:
     assert bound == ("status.podIP" if name == "host-network" else "0.0.0.0")
 
 
-def test_kubernetes_own_variables_for_services_would_be_refused() -> None:
+def test_service_variables_of_kubernetes_are_refused() -> None:
     """Why enableServiceLinks is false."""
     with pytest.raises(UsageError, match="ELASTICD_STORE_PORT: is not a variable elasticd reads"):
         variables.read_overrides(NodeSettings, {"ELASTICD_STORE_PORT": "tcp://10.0.0.1:29400"}, {})
 
 
-def test_host_network_asks_the_clusters_names_and_leaves_others_ports_alone() -> None:
+def test_host_network_uses_cluster_dns_and_a_free_port() -> None:
     pod = agents(overlay("host-network"))
     assert (pod.spec["hostNetwork"], pod.spec["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
     taken = [p["hostPort"] for p in pod.container("agent")["ports"]]
@@ -268,7 +268,7 @@ def test_host_network_asks_the_clusters_names_and_leaves_others_ports_alone() ->
     assert any("ipBlock" in who for who in policy["spec"]["ingress"][0]["from"])
 
 
-def test_rdma_is_given_adapters_and_looks_at_the_limit() -> None:
+def test_rdma_requests_adapters_and_checks_the_memory_limit() -> None:
     pod = agents(overlay("rdma"))
     limits = {"nvidia.com/gpu": "8", "rdma/rdma_shared_device_a": "1"}
     assert pod.container("agent")["resources"]["limits"] == limits
@@ -278,7 +278,7 @@ def test_rdma_is_given_adapters_and_looks_at_the_limit() -> None:
     assert "this node lets containers pin 64 KiB" in done.stderr
 
 
-def test_the_state_directory_is_given_to_the_agent_once(tmp_path: Path) -> None:
+def test_state_directory_gets_its_owner_once(tmp_path: Path) -> None:
     """Where we may; the same words as in the pod, but for the path."""
     if os.geteuid() != 0:
         pytest.skip("giving a directory away takes root")
@@ -299,7 +299,7 @@ def test_the_state_directory_is_given_to_the_agent_once(tmp_path: Path) -> None:
 # --- etcd -------------------------------------------------------------------------------------------------------------
 
 
-def test_etcd_is_three_members_apart_from_each_other_and_from_gpus() -> None:
+def test_etcd_members_are_separate_and_outside_gpu_nodes() -> None:
     found = overlay("etcd")
     etcd = one(found, "StatefulSet")
     pod = next(p for p in pods(found) if p.owner is etcd)
@@ -338,7 +338,7 @@ def test_etcd_is_three_members_apart_from_each_other_and_from_gpus() -> None:
     assert data["mountPath"] in writable(pod, container)
 
 
-def test_etcd_is_not_ended_for_want_of_a_leader_or_of_room() -> None:
+def test_etcd_probes_ignore_missing_leader_and_alarms() -> None:
     """A member that is ended every minute can neither elect a leader nor be compacted and defragmented."""
     found = overlay("etcd")
     container = next(p for p in pods(found) if p.owner is one(found, "StatefulSet")).container("etcd")
@@ -353,7 +353,7 @@ def test_etcd_is_not_ended_for_want_of_a_leader_or_of_room() -> None:
     assert said == {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 503}
 
 
-def test_what_operations_patches_in_etcds_arguments_is_what_it_means(tmp_path: Path) -> None:
+def test_etcd_patch_of_the_operations_page(tmp_path: Path) -> None:
     """A member that has lost its disk comes back only as one of a cluster that is there."""
     page = (ROOT / "docs" / "operations.md").read_text()
     patches = re.search(r"```yaml\n(  - target: {kind: StatefulSet.*?)```", page, re.DOTALL)
@@ -391,7 +391,7 @@ def status(url: str) -> int:
 
 
 @pytest.mark.parametrize("path", EVERY)
-def test_every_container_of_ours_is_a_command_that_elasticd_understands(path: str) -> None:
+def test_container_commands_are_valid(path: str) -> None:
     seen = []
     for pod in pods(rendered(path)):
         for container in pod.containers:
@@ -409,7 +409,7 @@ def test_every_container_of_ours_is_a_command_that_elasticd_understands(path: st
     assert sorted(seen) == wanted.get(path, ["agent"])
 
 
-def test_a_misspelled_option_would_be_found() -> None:
+def test_misspelled_option_is_found() -> None:
     with pytest.raises(UsageError, match="--supervise"):
         accepted(["agent", "--supervise"])
     with pytest.raises(UsageError, match="is_hosts"):
@@ -417,7 +417,7 @@ def test_a_misspelled_option_would_be_found() -> None:
 
 
 @pytest.mark.parametrize("path", EVERY)
-def test_every_volume_secret_and_map_exists(path: str) -> None:
+def test_volumes_secrets_and_config_maps_exist(path: str) -> None:
     found = rendered(path)
     # A job's are those of the agents beside it.
     around = [*found, *(overlay("etcd") if path == "sample-job" else ())]
@@ -444,7 +444,7 @@ def test_every_volume_secret_and_map_exists(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", EVERY)
-def test_every_port_is_somebodys(path: str) -> None:
+def test_every_port_has_a_listener(path: str) -> None:
     found = rendered(path)
     ports = {pod.name: ports_of(pod) for pod in pods(found)}
 
@@ -475,7 +475,7 @@ def test_every_port_is_somebodys(path: str) -> None:
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_every_page_that_is_asked_for_is_served_to_everybody(name: str) -> None:
+def test_probed_routes_are_served_without_a_token(name: str) -> None:
     """By the agent, or by `elasticd run`; etcd's is asked of a real one in test_cluster.py."""
     well = HealthProbeResult(True, "well")
     pages = MonitoringPages(lambda: b"", dict, lambda: well, lambda: well)
@@ -497,7 +497,7 @@ def ports_of(pod: Pod) -> dict[str, int]:
     return {p["name"]: p["containerPort"] for c in pod.containers for p in c.get("ports", ())}
 
 
-def test_the_store_is_met_where_it_listens() -> None:
+def test_store_address_matches_its_listener() -> None:
     found = overlay("c10d")
     service = one(found, "Service")
     run = expanded(agents(found).container("agent"), VALUES)
@@ -508,7 +508,7 @@ def test_the_store_is_met_where_it_listens() -> None:
     assert store.owner["spec"]["strategy"] == {"type": "Recreate"}
 
 
-def test_a_job_asks_the_agents_by_a_name_of_their_certificate_and_may() -> None:
+def test_sample_job_uses_the_certificates_name_and_is_admitted() -> None:
     (job,) = pods(rendered("sample-job"))
     container = job.container("submit")
     words = expanded(container, {})
@@ -524,7 +524,7 @@ def test_a_job_asks_the_agents_by_a_name_of_their_certificate_and_may() -> None:
         assert mounted(container, path), path
 
 
-def test_the_sample_is_a_job_that_the_agents_would_take() -> None:
+def test_agents_accept_the_sample_job() -> None:
     maps = {o["metadata"]["name"]: o["data"] for o in of_kind(rendered("sample-job"), "ConfigMap")}
     job = read_job(maps["elasticd-sample-job"]["job.toml"].encode(), "toml", "job.toml")
     allowed = toml("etcd")["limits"]["directories"]
@@ -538,14 +538,14 @@ def test_the_sample_is_a_job_that_the_agents_would_take() -> None:
 # --- Prometheus -------------------------------------------------------------------------------------------------------
 
 
-def test_the_rules_are_those_of_deploy_prometheus() -> None:
+def test_rules_match_deploy_prometheus() -> None:
     assert rules.WRITTEN.read_text() == rules.written(), "make docs"
     found = one(overlay("prometheus"), "PrometheusRule")["spec"]["groups"]
     plain = [yaml.safe_load((rules.RULES / name).read_text())["groups"] for name in ("recording.yaml", "alerts.yaml")]
     assert found == [group for groups in plain for group in groups]
 
 
-def test_every_metric_in_the_rules_is_one_that_agents_serve() -> None:
+def test_metrics_in_the_rules_exist() -> None:
     groups = one(overlay("prometheus"), "PrometheusRule")["spec"]["groups"]
     text = "".join(rule["expr"] for group in groups for rule in group["rules"])
     pages = (ROOT / "docs" / "metrics.md").read_text() + (ROOT / "docs" / "node-metrics.md").read_text()
@@ -556,7 +556,7 @@ def test_every_metric_in_the_rules_is_one_that_agents_serve() -> None:
     assert {name for name in named - served if re.sub("_(bucket|count|sum)$", "", name) not in served} == set()
 
 
-def test_prometheus_knows_the_agents_by_their_certificates_name() -> None:
+def test_prometheus_uses_the_certificates_name() -> None:
     (endpoint,) = one(overlay("prometheus"), "PodMonitor")["spec"]["podMetricsEndpoints"]
     created = secrets_of([words for block in blocks() for words in kubectl_calls(block)])
     ca = endpoint["tlsConfig"]["ca"]["secret"]

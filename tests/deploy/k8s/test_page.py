@@ -67,7 +67,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     return made
 
 
-def test_every_command_of_the_page_was_run(followed: Checkout) -> None:
+def test_all_commands_of_the_page_run(followed: Checkout) -> None:
     asked = [call[1:] for call in followed.calls if call[0] == "kubectl"]
     written = [words[1:] for block in blocks() for words in manifests.kubectl_calls(block)]
     assert len(written) >= 20
@@ -75,7 +75,7 @@ def test_every_command_of_the_page_was_run(followed: Checkout) -> None:
         assert [w for w in words if w != "&"] in asked, words
 
 
-def test_the_certificates_are_what_they_are_used_for(followed: Checkout) -> None:
+def test_certificates_fit_their_use(followed: Checkout) -> None:
     pki = followed.root / "pki"
     assert (pki.stat().st_mode & 0o777, (pki / "token").stat().st_mode & 0o777) == (0o700, 0o600)
     assert re.fullmatch("[0-9a-f]{64}\n", (pki / "token").read_text())
@@ -99,7 +99,7 @@ def test_the_certificates_are_what_they_are_used_for(followed: Checkout) -> None
     assert shown.returncode != 0, "an agent cannot pass for a server"
 
 
-def test_nothing_is_left_to_edit_but_names_sizes_and_addresses() -> None:
+def test_only_names_sizes_and_addresses_are_left_to_edit() -> None:
     """Whoever adds a place to edit has to say so here, and on the page."""
     found = sorted(
         (str(path.relative_to(manifests.K8S)), line.split("EDIT: ")[1].strip())
@@ -123,7 +123,7 @@ def test_nothing_is_left_to_edit_but_names_sizes_and_addresses() -> None:
     assert "`grep -rn EDIT deploy/k8s`" in PAGE.read_text()
 
 
-def test_every_overlay_and_file_that_the_page_names_is_there() -> None:
+def test_overlays_and_files_of_the_page_exist() -> None:
     page = PAGE.read_text()
     assert set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)) == set(manifests.OVERLAYS)
     for path in re.findall(r"(?:\.\./)?(deploy/[\w./-]+)", page):
@@ -143,7 +143,7 @@ def test_every_overlay_and_file_that_the_page_names_is_there() -> None:
         ("podman build -f deploy/Containerfile --build-arg VARIENT=cpu .", "no build argument VARIENT"),
     ],
 )
-def test_what_stands_in_refuses_what_a_cluster_would(tmp_path: Path, script: str, why: str) -> None:
+def test_fake_cluster_refuses_invalid_commands(tmp_path: Path, script: str, why: str) -> None:
     made = Checkout(tmp_path)
     done = made.run(script)
     assert (done.returncode, why in done.stderr) == (1, True), done.stderr
