@@ -1,4 +1,4 @@
-"""podman for tests: an image store of its own in .venv, without a service, a registry or cgroup rights.
+"""podman for tests: its own image store in .venv, without a service, a registry or cgroup permissions.
 
 It exists so that deploy/Containerfile is really built and its image really started. The base is the small Debian of
 tests/system, imported; pip gets a folder of wheels that this machine's own pip has made before. Both, and podman's

@@ -1,4 +1,4 @@
-"""deploy/Containerfile as text: what it pins and names agrees with the rest, for the CUDA variants as well.
+"""deploy/Containerfile as text: its pins and names match the repository, also for the CUDA variants.
 
 test_image.py builds and starts the CPU variant; a CUDA one is gigabytes that nobody here can run, so its arguments are
 read. The shell that the build runs is run here.

@@ -1,4 +1,4 @@
-"""The Grafana dashboard as a file: what Grafana 9 and newer want of one, and that it asks for what there is.
+"""The Grafana dashboard as a file: the requirements of Grafana 9 and newer, and queries for existing series.
 
 What its queries return on a job with faults is tests/alerting's to see. What is wanted is from Grafana's own schema of
 dashboards (kinds/dashboard/dashboard_kind.cue in its repository).

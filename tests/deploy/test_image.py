@@ -1,4 +1,4 @@
-"""deploy/Containerfile, built and started: `elasticd run` and the agent in it, with no right that they do not need.
+"""deploy/Containerfile, built and started: `elasticd run` and the agent in it, with minimal permissions.
 
 The root is read-only, there is no capability, the user is 10001, and whatever is written to is a mount: as
 deploy/k8s/ runs it.

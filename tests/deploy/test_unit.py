@@ -1,4 +1,4 @@
-"""The unit file as systemd's own tools read it, and, where there are none, as a parser does.
+"""The unit file as read by systemd-analyze and, without it, by a parser.
 
 tests/system tries it under a booted systemd; this is what can be seen without one.
 """

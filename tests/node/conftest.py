@@ -1,4 +1,4 @@
-"""`node("a", ...)` makes a Node, of which nothing outlives the test; with store={...} it is one of several."""
+"""`node("a", ...)` makes an AgentNode, of which nothing outlives the test; with store={...} it is one of several."""
 
 from __future__ import annotations
 

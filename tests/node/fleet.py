@@ -1,4 +1,4 @@
-"""Daemons, runners and machines as far as they decide: real placers and `reconcile` over one store, in no real time.
+"""A simulated fleet: real schedulers and `reconcile` over one store, with a fake clock.
 
 A machine has runners, which outlive its daemon. Everything that can happen to a fleet is a method; `step` lets half a
 second go by for all. After every step `check` compares what really runs with what must never be.

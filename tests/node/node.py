@@ -1,4 +1,4 @@
-"""An `elasticd agent` to do harm to: starts it, follows it and its runners, hurts them, and looks what is left.
+"""An `elasticd agent` for fault tests: starts it, follows it and its runners, injects faults, and checks what is left.
 
 Every wait has a deadline. The end of a `Node` kills and reaps whatever the agent or its runners have started: they are
 found by their state directory and by their job's environment.
@@ -62,7 +62,7 @@ class AgentNode:
         self.process: subprocess.Popen[bytes] | None = None
         self.config = root / "agent.toml"
 
-    # --- what it is told ------------------------------------------------------------------------------------------
+    # --- configuration --------------------------------------------------------------------------------------------
 
     def job(self, name: str, script: str, *args: str, **how: Any) -> dict[str, Any]:
         """Have a job in agent.toml from the next `write` on."""

@@ -1,4 +1,4 @@
-"""Stores for tests of daemons: a MemoryStore that calls out before each request, so that others act in between."""
+"""Stores for tests of agents: a MemoryStore with a callback before each request, in which other clients act."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elasticd_agent.store.memory import MemoryStore
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """A fake clock."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -1,4 +1,4 @@
-"""A node that is to be empty: its jobs leave it at a checkpoint, lose no step, and go on elsewhere or later."""
+"""Drains: jobs leave the node at a checkpoint, lose no step, and continue elsewhere or later."""
 
 from __future__ import annotations
 

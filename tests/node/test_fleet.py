@@ -1,4 +1,4 @@
-"""Some daemons through everything at once: no slot twice, and in the end every job has run or waits with a reason."""
+"""Random faults of a fleet: no slot is used twice, and in the end every job has run or is pending with a reason."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_refused_job_is_retried_on_a_node_after_a_cordon() -> None:
     fleet.refusing.clear()
     for _ in range(100):
         fleet.step()
-    assert fleet.waiting(), "nobody has said that it is mended"
+    assert fleet.waiting(), "the node is not repaired yet"
     queue.cordon(fleet.memory, "n1", False, "the path", "", 0.0)
     for _ in range(10):
         fleet.step()

@@ -1,4 +1,4 @@
-"""The disk of the state directory is full: what runs goes on, is found again, and its end is written all the same."""
+"""A full disk of the state directory: jobs continue, are adopted, and their results are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Months in compressed form: 10^5 turns, 10^3 placements, nodes that come and go; and then nothing is left of it.
+"""Months in compressed form: 10^5 turns, 10^3 placements, nodes that join and leave; memory and store do not grow.
 
 The short form is part of every test run. Whenever all jobs have ended and been cleaned away, the blocks of memory that
 Python has allocated, the store's keys, files, fds and threads must be what they were the first time.

@@ -1,4 +1,4 @@
-"""The metrics of a node: what it says of itself, and docs that say what is there."""
+"""The metrics page of a node, and its documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent refuses, survives and never does: a second one, a stranger's pid, a store that goes, a full disk."""
+"""What an agent refuses and survives: a second agent, foreign pids, a lost store, a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The node's card and what lives under its lease: one renewal for both, and both go together."""
+"""The node's status and other keys under its lease: one renewal for both, and both expire together."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def memory(clock: Clock) -> MemoryStore:
 
 
 def live(clock: Clock, seconds: int, *daemons: PublishingAgent) -> list[str]:
-    said = []
+    lines = []
     for _ in range(seconds):
         clock.now += 1.0
-        said += [sentence for daemon in daemons for sentence in daemon.turn(clock)]
-    return said
+        lines += [sentence for daemon in daemons for sentence in daemon.turn(clock)]
+    return lines
 
 
 def test_idle_scheduler_makes_one_renewal_a_second(clock: Clock, memory: MemoryStore) -> None:
@@ -62,9 +62,9 @@ def test_lost_agent_loses_status_and_scheduler_role(clock: Clock, memory: Memory
     one, two = PublishingAgent(memory, "a"), PublishingAgent(memory, "b")
     live(clock, 3, one, two)
     assert (one.placer.is_leader, two.placer.is_leader) == (True, False)
-    said = live(clock, 5, two)
+    lines = live(clock, 5, two)
     assert memory.read(names.NODES + "a") is None
-    assert "b is the scheduler now" in said
+    assert "b is the scheduler now" in lines
     # It was only stopped, and comes back: it does not place beside the other.
     live(clock, 3, one, two)
     assert (one.placer.is_leader, two.placer.is_leader) == (False, True)
@@ -89,8 +89,8 @@ def test_restarted_agent_is_scheduler_again_within_a_lease(clock: Clock, memory:
     live(clock, 3, one)
     again = PublishingAgent(memory, "a", one.card.incarnation)
     again.turn(clock)  # the card is its own
-    said = live(clock, 4, again)
-    assert "a is the scheduler now" in said
+    lines = live(clock, 4, again)
+    assert "a is the scheduler now" in lines
     assert again.placer.is_leader
 
 

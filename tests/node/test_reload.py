@@ -1,4 +1,4 @@
-"""SIGHUP to a real agent: what is wrong changes nothing, what counts counts at once, and what does not is said."""
+"""SIGHUP to a real agent: errors change nothing, changes apply at once, and those that need a restart are named."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_reload_is_atomic_and_names_changes_that_need_a_restart(node: MakeNode) 
 
     n1.config.write_text(n1.config.read_text() + "worker = 3\n")
     n1.signal(signal.SIGHUP)
-    said = n1.wait_for_log("the configuration was not reloaded")
-    assert said.endswith(f"{n1.config}: job[0].worker: is not a key; did you mean workers?")
+    line = n1.wait_for_log("the configuration was not reloaded")
+    assert line.endswith(f"{n1.config}: job[0].worker: is not a key; did you mean workers?")
 
     # A job may use the directory of this node's jobs and no other from now on; its slots are another matter.
     n1.settings |= {"limits": {"directories": [str(n1.work)]}, "slots": 3}
@@ -35,9 +35,9 @@ def test_reload_is_atomic_and_names_changes_that_need_a_restart(node: MakeNode) 
     n1.jobs.pop()
     n1.write()
     n1.signal(signal.SIGHUP)
-    said = n1.wait_for_log("SIGHUP: slots: 3 instead of 2 takes effect at the next start")
-    assert 'limits.directories: ["/' in said
-    assert "job: first, second instead of first from now on" in said
+    line = n1.wait_for_log("SIGHUP: slots: 3 instead of 2 takes effect at the next start")
+    assert 'limits.directories: ["/' in line
+    assert "job: first, second instead of first from now on" in line
     assert lives(n1.workers("second", 2)[0])
     assert n1.workers("first") == workers
     assert lives(workers[0])

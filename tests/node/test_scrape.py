@@ -1,4 +1,4 @@
-"""One page of several: every family once, runners all at once, and nothing that a runner says can spoil it."""
+"""The merged page of metrics: each family once, runners in parallel, and no runner can corrupt it."""
 
 from __future__ import annotations
 

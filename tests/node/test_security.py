@@ -1,4 +1,4 @@
-"""What docs/security.md promises: a role that ends where our keys end, secrets that are nowhere, nothing unpickled."""
+"""The promises of docs/security.md: a role for exactly our keys, secrets nowhere, nothing unpickled."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ def test_two_nodes_with_tls_run_a_job_and_read_each_others_logs(
     socket = AgentClient(n1.root / "run" / "agent.sock")
     address = {row["node"]: row["address"] for row in socket.get("/v1/nodes").document()["nodes"]}
     for rank in (0, 1):
-        said = until(lambda rank=rank: socket.get(f"/v1/jobs/both/logs?rank={rank}").body, n1.diagnostics)
-        assert said
+        body = until(lambda rank=rank: socket.get(f"/v1/jobs/both/logs?rank={rank}").body, n1.diagnostics)
+        assert body
     where = {socket.get(f"/v1/jobs/both/logs?rank={rank}").headers["elasticd-node"] for rank in (0, 1)}
     assert where == {"n1", "n2"}, "one of them came over TLS, with the token"
     trusted = client_context(issued / "ca.pem")

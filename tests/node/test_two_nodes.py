@@ -1,4 +1,4 @@
-"""One node of two loses its runner, or its agent for good: the other goes on, and the lost one comes back by itself."""
+"""One of two nodes loses its runner or its agent: the other continues, and the lost node returns by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`machine` boots; `rootfs` is the tree all machines boot from. Where none can boot these tests skip, saying why."""
+"""`machine` boots; `rootfs` is the tree of all machines. The tests skip with a reason where no machine can boot."""
 
 from __future__ import annotations
 

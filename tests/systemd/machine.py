@@ -1,4 +1,4 @@
-"""A small Debian on which a real systemd boots, as a test's own machine: `with Machine(...) as machine`.
+"""A small Debian on which a real systemd boots, as a machine of the test: `with Nspawn(...) as machine`.
 
 It is a container (systemd-nspawn) with its own processes, mounts, users and a network of loopback alone. Its files are
 the tree that make-rootfs made, unchanged, under a layer that belongs to the test: what the test does there outlasts a

@@ -1,4 +1,4 @@
-"""The agent as a service: installed by install.sh, with a job that trains, through all that happens to a machine."""
+"""The agent as a service: installed by install.sh, with a running job, through all events of a machine."""
 
 from __future__ import annotations
 

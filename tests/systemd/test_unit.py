@@ -1,4 +1,4 @@
-"""The unit under a real systemd, with an agent that behaves as it is told: when runners stay, and when nothing stays.
+"""The unit under a real systemd, with a scripted agent: when runners stay, and when no process stays.
 
 The agent is standin/agent.py, which a drop-in starts instead of the real one; test_agent.py is about that one.
 """

@@ -1,4 +1,4 @@
-"""What these tests train: `train.py FOLDER`, 50 ms a step, a checkpoint every 20, until FOLDER/enough is there.
+"""The training script of these tests: `train.py FOLDER`, 50 ms a step, a checkpoint every 20, ends at FOLDER/enough.
 
 Rank 0 appends one line a step to FOLDER/steps: the step, its own pid, when it was (monotonic seconds).
 """

@@ -1,4 +1,4 @@
-"""The agent may die, be upgraded or be started twice: its jobs' workers never notice."""
+"""The agent is killed, upgraded and started twice: no effect on its jobs' workers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def series(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def goes_on(before: dict[Any, float], after: dict[Any, float]) -> None:
-    """What the job's metrics said before is there, and no counter has begun anew."""
+    """All series from before exist, and no counter was reset."""
     assert before.keys() <= after.keys()
     counts = {key for key in before if key[0].endswith(("_total", "_count", "_bucket"))}
     assert all(after[key] >= before[key] for key in counts)
@@ -89,7 +89,7 @@ def test_restart_and_upgrade_of_the_agent_keep_the_workers(
     assert comm_of(runner) == "elasticd-job"
     assert os.getsid(runner) == runner
     before = series(
-        until(lambda: "elasticd_workers_running" in (said := page(port, "metrics")) and said, n1.diagnostics)
+        until(lambda: "elasticd_workers_running" in (text := page(port, "metrics")) and text, n1.diagnostics)
     )
     assert {spec.name for spec in METRICS if spec.kind == "counter"} <= {name for name, _ in before}, (
         "as `elasticd run`'s"
@@ -105,7 +105,7 @@ def test_restart_and_upgrade_of_the_agent_keep_the_workers(
     goes_on(before, series(page(port, "metrics")))
     n1.upgrade()
     goes_on(
-        before, series(until(lambda: "elasticd_workers" in (said := page(port, "metrics")) and said, n1.diagnostics))
+        before, series(until(lambda: "elasticd_workers" in (text := page(port, "metrics")) and text, n1.diagnostics))
     )
     assert page(port, "readyz") == "registered\n"
     go_on(n1, workers)
@@ -125,9 +125,9 @@ def test_registered_agent_stays_ready_without_the_store(nodes: MakeNode, etcd: E
     assert page(port, "readyz") == "registered\n"
     etcd.kill()
     n1.event("store_unavailable")
-    said = page(port, "readyz")  # of a 503 there is none
+    text = page(port, "readyz")  # of a 503 there is none
     assert re.fullmatch(
-        r"registered; the store has been unavailable for \d+ s, and running jobs continue without it\n", said
+        r"registered; the store has been unavailable for \d+ s, and running jobs continue without it\n", text
     )
     etcd.restart()
     n1.event("store_available")
@@ -156,7 +156,7 @@ def test_runner_with_an_unreadable_lock_is_adopted(node: MakeNode) -> None:
     n1.start()
     asked = AgentClient(n1.root / "run" / "agent.sock")
     states = lambda: [one["state"] for one in asked.get("/status").document()["runners"]]  # noqa: E731
-    n1.until(lambda: states() == ["running"], "the runner to be heard, or it would leave", 10)
+    n1.until(lambda: states() == ["running"], "a status of the runner, which would leave otherwise", 10)
     go_on(n1, workers)
     os.kill(runner, signal.SIGKILL)
     n1.event("runner_ended", name="one", outcome="lost")

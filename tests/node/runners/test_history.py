@@ -1,4 +1,4 @@
-"""What a runner remembers of its steps: bounded, the last minutes finely, all of it coarsely."""
+"""StepTrack: bounded, the last minutes finely, the whole run coarsely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's folder that belongs to somebody else: what lies in it leads nowhere, and names nobody but its owner's."""
+"""A job's folder of another user: links in it are not followed, and only its owner's processes can be named."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_special_files_do_not_block(tmp_path: Path, make: Callable[[Path], None]
     files = JobFiles(tmp_path)
     for path in (files.lock, files.runner_exit, files.runner_spec, files.output):
         make(path)
-    assert alive.is_locked(files.lock), "that cannot be told"
+    assert alive.is_locked(files.lock), "unknown counts as locked"
     assert alive.lock_owner(files.lock) is None
     assert read_exit(files) is None
     with pytest.raises(OSError, match=r"not a plain file|symbolic links"):
@@ -112,16 +112,16 @@ ORDER = RunnerSpec("mine", 1, "n1", (0,), "{}")
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
 def test_spec_of_another_user_is_ignored(tmp_path: Path) -> None:
-    """What the agent adopts by it is told to the store as jobs, and as how they ended."""
-    files, said = job_files(tmp_path, "mine", 1), list[str]()
+    """The agent registers adopted jobs and their results in the store."""
+    files, lines = job_files(tmp_path, "mine", 1), list[str]()
     files.root.mkdir(parents=True)
     replace_file(files.runner_spec, ORDER.to_json(), 65534)
     assert (files.runner_spec.stat().st_uid, files.runner_spec.stat().st_mode & 0o777) == (0, 0o640)
-    with closing(RunnerManager(tmp_path, lambda: None, said.append)) as runners:
+    with closing(RunnerManager(tmp_path, lambda: None, lines.append)) as runners:
         assert [over.key for over in runners.adopt()] == [("mine", 1)]
         os.chown(files.runner_spec, 65534, 65534)
         assert runners.adopt() == []
-    assert said == [f"{files.runner_spec}: [Errno 1] it belongs to user 65534: '{files.runner_spec}'; ignored"]
+    assert lines == [f"{files.runner_spec}: [Errno 1] it belongs to user 65534: '{files.runner_spec}'; ignored"]
 
 
 HOLDS = """
@@ -136,11 +136,11 @@ sys.stdin.read()
 
 def test_runner_is_alive_without_a_free_file_descriptor(tmp_path: Path) -> None:
     """A runner that counts as dead is killed after a while, with all its processes."""
-    files, said, before = job_files(tmp_path, "mine", 1), list[str](), resource.getrlimit(resource.RLIMIT_NOFILE)
+    files, lines, before = job_files(tmp_path, "mine", 1), list[str](), resource.getrlimit(resource.RLIMIT_NOFILE)
     files.root.mkdir(parents=True)
     replace_file(files.runner_spec, ORDER.to_json())
     with (
-        closing(RunnerManager(tmp_path, lambda: None, said.append)) as runners,
+        closing(RunnerManager(tmp_path, lambda: None, lines.append)) as runners,
         subprocess.Popen(
             [sys.executable, "-c", HOLDS, str(files.lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as runner,
@@ -171,7 +171,7 @@ def test_links_and_second_names_have_no_lock_keepers(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
 def test_only_the_job_users_lock_keepers_are_killed(tmp_path: Path) -> None:
-    files, said = job_files(tmp_path, "mine", 1), list[str]()
+    files, lines = job_files(tmp_path, "mine", 1), list[str]()
     files.root.mkdir(parents=True)
     replace_file(files.runner_spec, ORDER.to_json())
     os.chown(files.root, 65534, 65534)
@@ -179,7 +179,7 @@ def test_only_the_job_users_lock_keepers_are_killed(tmp_path: Path) -> None:
     fd = alive.take_lock(files.lock)
     assert fd is not None
     with (
-        closing(RunnerManager(tmp_path, lambda: None, said.append)) as runners,
+        closing(RunnerManager(tmp_path, lambda: None, lines.append)) as runners,
         subprocess.Popen(keep, stdin=subprocess.PIPE, pass_fds=[fd]) as roots,
         subprocess.Popen(["sleep", "60"], pass_fds=[fd], user=65534) as theirs,
     ):
@@ -194,10 +194,10 @@ def test_only_the_job_users_lock_keepers_are_killed(tmp_path: Path) -> None:
 
 
 def test_spec_in_another_jobs_folder_is_ignored(tmp_path: Path) -> None:
-    files, said = job_files(tmp_path, "yours", 7), list[str]()
+    files, lines = job_files(tmp_path, "yours", 7), list[str]()
     files.root.mkdir(parents=True)
     replace_file(files.runner_spec, ORDER.to_json())
     write_exit(files, RunnerExit("mine", 1, 0, "succeeded", "done"))
-    with closing(RunnerManager(tmp_path, lambda: None, said.append)) as runners:
+    with closing(RunnerManager(tmp_path, lambda: None, lines.append)) as runners:
         assert runners.adopt() == []
-    assert said == [f"{files.runner_spec}: it is of job mine number 1; ignored"]
+    assert lines == [f"{files.runner_spec}: it is of job mine number 1; ignored"]

@@ -1,4 +1,4 @@
-"""A job in a virtual environment of its own, which has torch and not elasticd; with a PATH and libraries of its own."""
+"""A job in a virtual environment with torch and without elasticd; with its own PATH and libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that runs as somebody else: it gets to its own files, the daemon gets to it, and nobody gets at the store."""
+"""A job that runs as another user: access to its own files, the agent's access to it, and none to the store."""
 
 from __future__ import annotations
 
