@@ -89,25 +89,34 @@ def hung(args: argparse.Namespace, folders: Iterator[Path]) -> Outcomes:
             say(f"{policy} {number + 1}/{args.repetitions}: {', '.join(job)}: {time.monotonic() - start:.0f} s")
         say(table(outcomes))  # an interrupted run has printed this much
     if "partition" in args.situations and args.repetitions:
-        if reason := missing():
-            say(f"no partition: {reason}")
-        for policy in args.policies if not missing() else ():
-            outcome = outcomes[policy]["partition"]
-            try:
-                partition(POLICIES[policy], next(folders), args.repetitions, outcome)
-            except AssertionError as error:
-                outcome.wrong.append(str(error))
-            say(f"{policy}: {args.repetitions} partitions")
+        _partitions(args, folders, outcomes)
     if args.torchrun:
         others = [name for name in names if BY_NAME[name].what or (name == "partition" and not missing())]
         outcomes[_TORCHRUN] = {name: HangOutcome(name, _TORCHRUN) for name in others}
-        for number, outcome in itertools.product(range(args.torchrun), outcomes[_TORCHRUN].values()):
-            if outcome.situation == "partition":
-                torchrun_partition(next(folders), _TORCHRUN_DEADLINE_S, outcome)
-            else:
-                torchrun(BY_NAME[outcome.situation], next(folders), _TORCHRUN_DEADLINE_S, outcome)
-            say(f"torchrun {number + 1}/{args.torchrun}: {outcome.situation}: {_seconds(outcome.recovered)}")
+        _under_torchrun(args.torchrun, folders, outcomes[_TORCHRUN])
     return outcomes
+
+
+def _partitions(args: argparse.Namespace, folders: Iterator[Path], outcomes: Outcomes) -> None:
+    if reason := missing():
+        say(f"no partition: {reason}")
+        return
+    for policy in args.policies:
+        outcome = outcomes[policy]["partition"]
+        try:
+            partition(POLICIES[policy], next(folders), args.repetitions, outcome)
+        except AssertionError as error:
+            outcome.wrong.append(str(error))
+        say(f"{policy}: {args.repetitions} partitions")
+
+
+def _under_torchrun(repetitions: int, folders: Iterator[Path], outcomes: dict[str, HangOutcome]) -> None:
+    for number, outcome in itertools.product(range(repetitions), outcomes.values()):
+        if outcome.situation == "partition":
+            torchrun_partition(next(folders), _TORCHRUN_DEADLINE_S, outcome)
+        else:
+            torchrun(BY_NAME[outcome.situation], next(folders), _TORCHRUN_DEADLINE_S, outcome)
+        say(f"torchrun {number + 1}/{repetitions}: {outcome.situation}: {_seconds(outcome.recovered)}")
 
 
 def together(paths: Sequence[Path]) -> Outcomes:

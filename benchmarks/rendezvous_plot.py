@@ -15,44 +15,48 @@ from typing import Any
 
 STYLES = {"join": "o-", "lose one": "s--", "lose a tenth": "^:", "add a tenth": "v-."}
 COUNTED = "join", "lose one"
-"""Losing a tenth costs a survivor what losing one does."""
+"""The loss of a tenth costs a survivor as much as the loss of one."""
 
 
 def draw(lives: Sequence[dict[str, Any]], path: Path) -> bool:
-    """False: there is no matplotlib."""
+    """False without matplotlib."""
     try:
         import matplotlib.pyplot as plt
     except ImportError:
         return False
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     for store in sorted({one["store"] for one in lives}):
-        mine = sorted((one for one in lives if one["store"] == store), key=lambda one: one["nodes"])
-        for name, style in STYLES.items():
-            steps = [(one["nodes"], one["steps"][name]) for one in mine if name in one["steps"]]
-            _line(left, [(nodes, step["seconds"]) for nodes, step in steps], style, f"{store}: {name}")
-            if name in COUNTED:
-                _line(middle, [(nodes, step["requests"]) for nodes, step in steps], style, f"{store}: {name}")
-                kilobytes = [(nodes, (step["sent"] + step["received"]) / 1000) for nodes, step in steps]
-                _line(right, kilobytes, style, f"{store}: {name}")
-        idle = [(one["nodes"], one["idle_requests_a_second"]) for one in mine]
-        _line(middle, idle, "x-.", f"{store}: idle, a second")
+        _draw_store(store, sorted((one for one in lives if one["store"] == store), key=lambda one: one["nodes"]), axes)
     peers = {one["nodes"]: one["torch_join_seconds"] for one in lives if one.get("torch_join_seconds") is not None}
     if peers:
-        left.plot(sorted(peers), [peers[nodes] for nodes in sorted(peers)], "k*-", label="torch's rendezvous: join")
-    for axes, title in ((left, "seconds"), (middle, "store requests a node"), (right, "kB a node")):
+        axes[0].plot(sorted(peers), [peers[nodes] for nodes in sorted(peers)], "k*-", label="torch's rendezvous: join")
+    for each, title in zip(axes, ("seconds", "store requests a node", "kB a node"), strict=True):
         ticks = sorted({one["nodes"] for one in lives})
-        axes.set(xscale="log", yscale="log", xlabel="nodes", title=title)
-        axes.set_xticks(ticks, [str(nodes) for nodes in ticks])
-        axes.minorticks_off()
-        axes.grid(True, alpha=0.3)
-        axes.legend(fontsize="small")
+        each.set(xscale="log", yscale="log", xlabel="nodes", title=title)
+        each.set_xticks(ticks, [str(nodes) for nodes in ticks])
+        each.minorticks_off()
+        each.grid(True, alpha=0.3)
+        each.legend(fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return True
 
 
+def _draw_store(store: str, mine: Sequence[dict[str, Any]], axes: Any) -> None:
+    left, middle, right = axes
+    for name, style in STYLES.items():
+        steps = [(one["nodes"], one["steps"][name]) for one in mine if name in one["steps"]]
+        _line(left, [(nodes, step["seconds"]) for nodes, step in steps], style, f"{store}: {name}")
+        if name in COUNTED:
+            _line(middle, [(nodes, step["requests"]) for nodes, step in steps], style, f"{store}: {name}")
+            kilobytes = [(nodes, (step["sent"] + step["received"]) / 1000) for nodes, step in steps]
+            _line(right, kilobytes, style, f"{store}: {name}")
+    idle = [(one["nodes"], one["idle_requests_a_second"]) for one in mine]
+    _line(middle, idle, "x-.", f"{store}: idle, a second")
+
+
 def _line(axes: Any, points: Sequence[tuple[int, float]], style: str, label: str) -> None:
-    """Nothing at all has no place on a logarithmic axis."""
+    """Without points at 0, which a logarithmic axis cannot show."""
     points = [(x, y) for x, y in points if y > 0]
     if points:
         axes.plot([x for x, _ in points], [y for _, y in points], style, label=label)
