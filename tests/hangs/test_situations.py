@@ -95,7 +95,7 @@ def assert_hung(run: Job, number: int, situation: Situation) -> None:
     assert after["reason"].startswith(hung["reason"]), after
     gone = run.event("group_ended", round=number)
     killed = [event for event in run.events("worker_exited", round=number) if event["exit_code"] != 0]
-    assert all(event["asked"] and event["signal"] == 9 for event in killed), killed
+    assert all(event["requested"] and event["signal"] == 9 for event in killed), killed
     assert gone["survivors"] == []
     assert_evidence(run, number, situation, min(killed, key=lambda event: event["mono"]))
 
