@@ -179,11 +179,11 @@ BAD: list[tuple[str, str]] = [
     ),
     (
         '[http]\nusers=["nobody-at-all"]',
-        "http.users: there is no 'nobody-at-all' on this machine; give a name it knows, or a number",
+        "http.users: there is no 'nobody-at-all' on this machine; give an existing name, or a number",
     ),
     (
         '[http]\ngroups=["nobody-at-all"]',
-        "http.groups: there is no 'nobody-at-all' on this machine; give a name it knows, or a number",
+        "http.groups: there is no 'nobody-at-all' on this machine; give an existing name, or a number",
     ),
     ('[http]\nusers="root"', "http.users: must be a list, not text 'root'; write users = [\"root\"]"),
     ("[health]\nevery=0", "health.every: 0s must be more than 0 seconds"),

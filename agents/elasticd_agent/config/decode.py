@@ -102,10 +102,10 @@ _TYPE_NAMES = {
 
 def _type_problem(what: str, path: str, value: Any, field: msgspec.structs.FieldInfo | None) -> str:
     hidden = is_secret(path) or isinstance(value, bool) or not isinstance(value, (str, int, float))
-    said = "" if hidden else f" {_cut(repr(value))}"
+    shown = "" if hidden else f" {_cut(repr(value))}"
     types = re.match(r"Expected `([^`]*)`(?:, got `([^`]*)`)?", what)
     if types:
-        wanted = (
+        kinds = (
             _choices(field)
             if field and "[" not in path and _has_literal(field.type)
             else [_TYPE_NAMES.get(word, word) for word in types[1].split(" | ") if word != "null"]
@@ -113,21 +113,21 @@ def _type_problem(what: str, path: str, value: Any, field: msgspec.structs.Field
         got = _TYPE_NAMES.get(types[2] or "", "something else")
         got = str(value).lower() if isinstance(value, bool) and not is_secret(path) else got
         return (
-            f"must be {listing(wanted, conjunction='or')}, not {got}{said}{_correction(path, value, types[1], field)}"
+            f"must be {listing(kinds, conjunction='or')}, not {got}{shown}{_correction(path, value, types[1], field)}"
         )
     if what.startswith("Invalid enum value"):
         names = _choices(field)
-        return f"must be {listing(names, conjunction='or')}, not{said or ' this'}" if names else what
+        return f"must be {listing(names, conjunction='or')}, not{shown or ' this'}" if names else what
     return what
 
 
-def _correction(path: str, value: Any, wanted: str, field: msgspec.structs.FieldInfo | None) -> str:
+def _correction(path: str, value: Any, expected: str, field: msgspec.structs.FieldInfo | None) -> str:
     name = path.rpartition(".")[2]
     struct = _struct_in(field.type) if field else None
-    if wanted == "object" or struct is not None:
-        table = f"[[{name}]]" if wanted == "array" else f"[{name}]" if struct else ""
+    if expected == "object" or struct is not None:
+        table = f"[[{name}]]" if expected == "array" else f"[{name}]" if struct else ""
         return f"; write {table}" if table else ""
-    literal = _literal(name, value, wanted) if not is_secret(path) or wanted in ("int", "bool") else ""
+    literal = _literal(name, value, expected) if not is_secret(path) or expected in ("int", "bool") else ""
     if literal:
         return f"; write {literal}"
     meta = meta_of(field)
@@ -135,16 +135,16 @@ def _correction(path: str, value: Any, wanted: str, field: msgspec.structs.Field
     return f"; write it as in {name} = {example}" if example else ""
 
 
-def _literal(name: str, value: Any, wanted: str) -> str:
-    """The value as it was probably meant, in the wanted type; "" if there is none."""
-    if wanted == "str" and isinstance(value, (int, float)):
+def _literal(name: str, value: Any, expected: str) -> str:
+    """The value probably intended, in the expected type; "" if there is none."""
+    if expected == "str" and isinstance(value, (int, float)):
         text = to_toml(str(value).lower() if isinstance(value, bool) else str(value))
         return text if name.endswith("]") else f"{name} = {text}"
-    if wanted == "int" and isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
+    if expected == "int" and isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
         return f"{name} = {value}, without quotes"
-    if wanted == "bool" and value in (0, 1, "true", "false"):
+    if expected == "bool" and value in (0, 1, "true", "false"):
         return f"{name} = {'true' if value in (1, 'true') else 'false'}"
-    if wanted.startswith("array") and isinstance(value, str):
+    if expected.startswith("array") and isinstance(value, str):
         return f'{name} = ["{value}"]' if len(value) <= 60 else f'{name} = ["…"]'
     return ""
 

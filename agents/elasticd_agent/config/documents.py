@@ -37,7 +37,7 @@ class _DocumentError(ValueError):
 def parse(data: bytes, kind: FileFormat, where: str, largest: int = MAX_JOB_FILE_BYTES) -> dict[str, Any]:
     """The table `data` holds. `where` is what the sentence begins with. Raises UsageError, and nothing else."""
     if len(data) > largest:
-        raise UsageError(f"{where}: is longer than the {largest} bytes that are read; it is another file than meant")
+        raise UsageError(f"{where}: is longer than the {largest} bytes that are read; it is probably the wrong file")
     try:
         text = data.decode("utf-8-sig")
         table = _PARSERS[kind](text)
@@ -61,10 +61,10 @@ def format_of(name: str) -> FileFormat:
 
 
 def _describe(error: ValueError) -> str:
-    said = _one_line(error)
-    if said.startswith("Cannot overwrite"):  # tomllib of a key, as of a table, that is there already
-        return f"a key is given twice{said[said.find(' (') :] if ' (' in said else ''}; keep one"
-    return "a number has far too many digits" if "int_max_str_digits" in said else said
+    text = _one_line(error)
+    if text.startswith("Cannot overwrite"):  # tomllib of a key, as of a table, that is there already
+        return f"a key is given twice{text[text.find(' (') :] if ' (' in text else ''}; keep one"
+    return "a number has far too many digits" if "int_max_str_digits" in text else text
 
 
 def _one_line(error: object) -> str:

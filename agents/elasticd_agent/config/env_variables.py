@@ -64,7 +64,7 @@ def read_overrides(
 
 
 def _reject_misspelled(name: str, known: Mapping[str, object], kind: type[msgspec.Struct]) -> None:
-    """A variable that is no key may be anybody's, unless it was surely meant for us."""
+    """Refuse an unknown ELASTICD_ variable that resembles a key; other programs may own the rest."""
     from difflib import get_close_matches  # only this mistake needs it
 
     tables = tuple(variable_name(f.encode_name) + "_" for f in msgspec.structs.fields(kind) if _struct_type(f.type))

@@ -116,11 +116,11 @@ _AFTER_RESTART = "takes effect at the next start (SIGUSR2, which disturbs no job
 def merge_reloaded(old: NodeSettings, new: NodeSettings) -> tuple[NodeSettings, list[str]]:
     """The settings after SIGHUP, and a sentence for each key that differs."""
     differ = _differences(old, new, "")
-    said = [
+    sentences = [
         f"{key}: {now} instead of {before} {'from now on' if at_once else _AFTER_RESTART}"
         for key, before, now, at_once in differ
     ]
-    return _merge_structs(old, new), said
+    return _merge_structs(old, new), sentences
 
 
 def _merge_structs(old: Any, new: Any) -> Any:

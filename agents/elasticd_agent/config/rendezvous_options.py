@@ -130,7 +130,7 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _backend(parsed: Namespace, high: int) -> Literal["memory", "c10d", "etcd"]:
-    """Which store is meant; "memory" where one node has nobody to meet."""
+    """The store; "memory" for one node without a rendezvous."""
     name, endpoint, nodes = parsed.rdzv_backend, parsed.rdzv_endpoint, f"--nnodes {parsed.nnodes}"
     if parsed.standalone:
         if high > 1:
@@ -247,12 +247,12 @@ def _check_keys_of_backend(conf: Mapping[str, str], backend: str) -> None:
 def _policy_fields(conf: Mapping[str, str], parsed: Namespace) -> dict[str, float]:
     """Policy's fields. A time that only follows from another is shortened with it, so that one key is enough."""
     numbers: dict[str, float] = {}
-    said: dict[str, str] = {}
+    sources: dict[str, str] = {}
 
     def take(field: str, value: float, source: str) -> None:
         if field in numbers and numbers[field] != value:
-            raise UsageError(f"{said[field]} and {source} contradict each other; leave one out")
-        numbers[field], said[field] = value, source
+            raise UsageError(f"{sources[field]} and {source} contradict each other; leave one out")
+        numbers[field], sources[field] = value, source
 
     for key, text in conf.items():
         if key in _SECONDS:
@@ -324,7 +324,7 @@ def _credentials(conf: Mapping[str, str], environ: Mapping[str, str], cwd: Path)
 
 
 _LONGEST_PASSWORD = 1024
-"""Characters; a file that holds more is another file than was meant."""
+"""Characters; a longer file is the wrong file."""
 
 
 def _password(path: Path) -> str:

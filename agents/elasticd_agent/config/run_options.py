@@ -157,8 +157,8 @@ def _default(flag: Flag, environ: Mapping[str, str]) -> Any:
     try:
         value = bool(int(text)) if flag.value_type is ValueType.SWITCH else _TYPES[flag.value_type](text)
     except ValueError:
-        wanted = "1 or 0" if flag.value_type is ValueType.SWITCH else f"a valid {flag.value_type.value}"
-        raise UsageError(f"{flag.variable}={text!r} must be {wanted}") from None
+        expected = "1 or 0" if flag.value_type is ValueType.SWITCH else f"a valid {flag.value_type.value}"
+        raise UsageError(f"{flag.variable}={text!r} must be {expected}") from None
     if flag.choices and value not in flag.choices:
         raise UsageError(f"{flag.variable}={text!r} must be one of {', '.join(flag.choices)}")
     return value

@@ -28,7 +28,7 @@ SLOTS_PER_CPU, MIN_SLOT_LIMIT = 16, 64
 
 
 def check_settings(settings: NodeSettings, environ: Mapping[str, str]) -> None:
-    """Raises KeyWrong for the first thing that cannot be meant."""
+    """Raises ConfigError for the first contradiction."""
     _check_node(settings, environ)
     _check_directories(settings)
     store_policy(settings)
