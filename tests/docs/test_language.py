@@ -14,7 +14,6 @@ SUFFIXES = {".py", ".md", ".toml", ".css", ".js", ".html", ".yaml", ".json", ".s
 PENDING = (
     "agents/elasticd_agent/cli/config_command.py",
     "agents/elasticd_agent/config/",
-    "agents/elasticd_agent/rendezvous/planner.py",
     "agents/elasticd_agent/telemetry/",
     "deploy/grafana/",
     "deploy/k8s/components/prometheus/",
