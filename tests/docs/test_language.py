@@ -11,23 +11,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = re.compile(r"\b(whoever|lest|is told|was told|handed in|hands in|goes on|went on|but for)\b", re.IGNORECASE)
 SUFFIXES = {".py", ".md", ".toml", ".css", ".js", ".html", ".yaml", ".json", ".sh", ".service", ".sbatch", ""}
-PENDING = (
-    "agents/elasticd_agent/cli/config_command.py",
-    "agents/elasticd_agent/config/",
-    "agents/elasticd_agent/telemetry/",
-    "deploy/grafana/",
-    "deploy/k8s/components/prometheus/",
-    "deploy/prometheus/",
-    "docs/adr/0004",
-    "docs/agent.md",
-    "docs/hangs.md",
-    "docs/migrating-from-torchrun.md",
-    "docs/nccl.md",
-    "docs/operations.md",
-    "docs/torchrun.md",
-    "docs/jobs.md",
-)
-"""Not clean yet: to be emptied."""
 FOLDERS = ("docs", "agents", "elasticd", "deploy", "examples", "benchmarks")
 
 
@@ -35,11 +18,7 @@ def sources() -> list[Path]:
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     for folder in FOLDERS:
         found += [path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in SUFFIXES]
-    return sorted(
-        path
-        for path in found
-        if "__pycache__" not in path.parts and not str(path.relative_to(ROOT)).startswith(PENDING)
-    )
+    return sorted(path for path in found if "__pycache__" not in path.parts)
 
 
 def strings(source: str) -> list[tuple[int, str]]:
