@@ -78,7 +78,8 @@ def test_a_later_run_appends_and_a_new_file_is_private(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_log_of_months_begins_anew_and_one_that_was_taken_away_is_there_again(tmp_path: Path) -> None:
+def test_a_full_log_is_rotated_and_a_removed_one_recreated(tmp_path: Path) -> None:
+    """A log that grew for months starts anew; a log file that was removed is created again."""
     path = tmp_path / "logs" / "events.jsonl"
     log = EventLog(path, "", "n", most_bytes=2000)
     threads = [threading.Thread(target=lambda: [log.write(ended()) for _ in range(50)]) for _ in range(4)]

@@ -89,7 +89,7 @@ def test_a_lost_node_is_a_fault_and_one_that_leaves_is_none() -> None:
         assert spending.totals_at(29.0) == exactly(9, lost, idle)
 
 
-def test_an_older_loss_that_is_still_held_against_a_node_is_no_fault_of_this_round() -> None:
+def test_an_earlier_loss_of_a_node_is_no_fault_of_this_round() -> None:
     assert not follows_fault(Round(2, (Member(ME, "i", (0,)),), cause="resize", excluded=(Exclusion(OTHER, 1, 3.0),)))
 
 
@@ -122,7 +122,8 @@ def test_who_has_only_gone_back_to_a_checkpoint_has_made_no_step() -> None:
     assert anew.totals_at(25.0) == exactly(0, 0, 25)
 
 
-def test_a_step_made_before_the_fault_was_heard_of_counts_and_does_not_end_it() -> None:
+def test_a_step_before_the_fault_was_reported_counts() -> None:
+    """It does not end the fault."""
     spending = trained()
     spending.on_fault(1, 20.5)
     assert spending.on_observation(seen(1, 11, 20.0, first_at=10.0)) is None

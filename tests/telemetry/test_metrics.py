@@ -91,7 +91,8 @@ def test_what_happened_is_what_is_served() -> None:
     assert time.time() - 60 < found["elasticd_agent_start_timestamp_seconds"] <= time.time()
 
 
-def test_a_rank_that_left_loses_its_series_and_comes_back_with_the_next_report() -> None:
+def test_series_of_a_rank_that_left_are_removed() -> None:
+    """The next report of the rank creates them again."""
     metrics = lived()
     assert 'elasticd_worker_step{rank="1"}' not in samples(metrics)
     metrics.round_published(3, 2, 2, [0, 1], restart_cause="resize")
@@ -233,7 +234,7 @@ def test_the_store_s_outages_are_counted() -> None:
     assert (found["elasticd_store_up"], found["elasticd_store_outages_total"]) == (1, 2)
 
 
-def test_of_what_only_the_planner_tells_nothing_is_left_when_another_one_plans() -> None:
+def test_leader_series_are_removed_when_another_agent_leads() -> None:
     metrics = Metrics("j", "node-a")
     metrics.round_info(1, "start", "first round", 1700000000.0)
     found = samples(metrics)
@@ -260,7 +261,8 @@ def test_one_phase_at_a_time() -> None:
         ]
 
 
-def test_a_fault_is_counted_by_cause_and_culprit_and_a_large_job_has_no_series_for_each_node() -> None:
+def test_faults_are_counted_by_cause_and_culprit() -> None:
+    """A large job has no series for each node."""
     metrics = Metrics("j")
     metrics.fault("crash", "b")
     metrics.fault("crash", "")
@@ -352,7 +354,7 @@ def worst(job: str, ranks: int) -> Metrics:
     return metrics
 
 
-def test_a_job_has_no_more_series_than_the_table_says_whatever_happens_to_it() -> None:
+def test_series_of_a_job_stay_within_the_documented_limit() -> None:
     page = worst("j", 8).render().decode()
     by_name: dict[str, int] = {}
     for line in page.splitlines():

@@ -267,8 +267,7 @@ def test_nothing_is_left_open() -> None:
         (Round(5, (), outcome="failed", exit_code=1), True, "the job has failed"),
     ],
 )
-def test_an_agent_is_ready_once_it_knows_of_a_round_and_says_whether_it_is_in_it(
-    round: Round | None, ready: bool, said: str
-) -> None:
+def test_readyz_once_a_round_is_known(round: Round | None, ready: bool, said: str) -> None:
+    """The answer names the round and whether the agent is a member."""
     loop: Any = SimpleNamespace(node="a", round=round)
     assert readiness(loop) == (ready, said)

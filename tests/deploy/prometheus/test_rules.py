@@ -136,7 +136,8 @@ def test_the_unit_tests_fix_the_order_of_the_groups() -> None:
         assert yaml.safe_load(file.read_text()).get("group_eval_order") == groups, file.name
 
 
-def test_every_alert_has_a_unit_test_of_firing_with_its_words_and_one_of_not_firing() -> None:
+def test_every_alert_has_a_firing_and_a_quiet_unit_test() -> None:
+    """The firing one compares the texts."""
     fires, silent = set(), set()
     for file in UNIT_TESTS:
         for test in yaml.safe_load(file.read_text())["tests"]:
