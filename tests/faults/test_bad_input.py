@@ -6,24 +6,28 @@ Who trains already is not disturbed by it. What the command line alone shows to 
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from elasticd_agent.model.exit_codes import REQUEUE
 from tests.etcd import Authority, EtcdServers, etcd_servers
 from tests.faults.conftest import StartJob
-from tests.faults.job import SCRIPTS, Job
+from tests.faults.job import SCRIPTS, Job, until
 from tests.faults.nodes import COLD, Nodes
 
 StartNodes = Callable[[str], Nodes]
 SOON = "join_timeout=1,last_call_timeout=0.5"
 
 
-def refused(agent: Job, *words: str) -> None:
-    """It ends by itself, soon, with exit code 2 and one line with all of these in it."""
-    assert agent.wait() == 2, agent.err
+def refused(agent: Job, *words: str, code: int = 2) -> None:
+    """It ends by itself, soon, with this exit code and one line with all of these in it."""
+    assert agent.wait() == code, agent.err
     said = [line for line in agent.err.splitlines() if "error:" in line]
     assert len(said) == 1, agent.err
     for word in words:
@@ -31,9 +35,14 @@ def refused(agent: Job, *words: str) -> None:
     assert "Traceback" not in agent.err
 
 
-def start_node(job: StartJob, endpoint: str, *conf: str, backend: str = "etcd") -> Job:
+def requeued(agent: Job, *words: str) -> None:
+    refused(agent, *words, code=REQUEUE)
+
+
+def start_node(job: StartJob, endpoint: str, *conf: str, backend: str = "etcd", local: bool = True) -> Job:
     flags = ["--nnodes", "1:2", "--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "job"]
-    flags += ["--rdzv-conf", ",".join([SOON, *conf]), "--local-addr", "127.0.0.1", "--node-id", "a"]
+    conf = conf if any(word.startswith("join_timeout") for word in conf) else (SOON, *conf)
+    flags += ["--rdzv-conf", ",".join(conf), "--node-id", "a", *(["--local-addr", "127.0.0.1"] if local else [])]
     return job("tells.py", COLD, flags=flags, workers="1")
 
 
@@ -67,13 +76,19 @@ def test_endpoint_without_a_listener(job: StartJob) -> None:
     """Nobody listens there."""
     both = [start_node(job, "127.0.0.1:1"), start_node(job, "127.0.0.1:1", "is_host=0", backend="c10d")]
     for agent in both:
-        refused(agent, r"no answer from the store within \d s", r"127\.0\.0\.1:1 ")
+        requeued(agent, r"no answer from the store within \d s", r"127\.0\.0\.1:1 ")
 
 
-def test_unknown_host_name(job: StartJob) -> None:
-    """A name nobody has."""
-    flags = ["--nnodes", "1:2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "nowhere.invalid", "--rdzv-id", "job"]
-    refused(job("tells.py", COLD, flags=flags, workers="1"), r"nowhere\.invalid")
+@pytest.mark.parametrize("backend", ["etcd", "c10d"])
+def test_unknown_host_name(job: StartJob, backend: str) -> None:
+    requeued(start_node(job, "nowhere.invalid", backend=backend, local=False), r"nowhere\.invalid", "retried for 1 s")
+
+
+def test_signal_while_a_host_name_is_unknown(job: StartJob) -> None:
+    agent = start_node(job, "nowhere.invalid", "join_timeout=600", local=False)
+    until(lambda: "retrying for 600 s" in agent.err, "the line about the unknown name")
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.wait() == 128 + signal.SIGTERM
 
 
 def test_endpoint_of_another_service(job: StartJob) -> None:

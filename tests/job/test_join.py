@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from pathlib import Path
 
-from elasticd.errors import UsageError
-from elasticd_agent.job.join import OwnAddress, directory_id
+import pytest
+
+from elasticd.errors import StoreUnavailable, UsageError
+from elasticd_agent.job import join
+from elasticd_agent.job.join import OwnAddress, directory_id, wait_for_route
+from elasticd_agent.model.job import JobSpec, Mode, Rendezvous
 
 
 def test_a_resolver_or_a_route_that_is_away_does_not_cost_the_node() -> None:
@@ -24,6 +29,41 @@ def test_a_resolver_or_a_route_that_is_away_does_not_cost_the_node() -> None:
     assert own.known == "10.0.0.1"
     assert own() == "10.0.0.2"
     assert own() == "10.0.0.2"
+    assert answers == []
+
+
+def spec(host: str) -> JobSpec:
+    where = Rendezvous("c10d", ((host, 29400),), max_nodes=2)
+    return JobSpec(sys.executable, Mode.SCRIPT, "train.py", (), Path(), "job", "0", rendezvous=where)
+
+
+def test_name_that_becomes_known_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "RESOLVE_RETRY_S", 0.01)
+    answers = iter([StoreUnavailable("the name is not known")] * 3)
+
+    def resolve(endpoints: object, given: object) -> str:
+        for answer in answers:
+            raise answer
+        return "127.0.0.1"
+
+    monkeypatch.setattr(join, "local_address", resolve)
+    lines: list[str] = []
+    wait_for_route(spec("store.example"), 600.0, lambda: False, lines.append)
+    assert lines == ["the name is not known; retrying for 600 s"]
+    assert next(answers, None) is None
+
+
+def test_unknown_name_is_an_outage_after_the_join_timeout() -> None:
+    began, lines = time.monotonic(), list[str]()
+    with pytest.raises(StoreUnavailable, match=r"nowhere\.invalid.*the name is not known.*; retried for 0\.3 s"):
+        wait_for_route(spec("nowhere.invalid"), 0.3, lambda: False, lines.append)
+    assert 0.3 <= time.monotonic() - began < 30
+    assert len(lines) == 1
+
+
+def test_signal_ends_the_wait_for_a_route() -> None:
+    answers = [False, True]
+    wait_for_route(spec("nowhere.invalid"), 600.0, lambda: answers.pop(0), lambda line: None)
     assert answers == []
 
 

@@ -288,6 +288,49 @@ def test_outage_longer_than_the_lease(job: Job, until: Until) -> None:
     assert seen | {node.num_nodes_waiting() for node in nodes} == {0}
 
 
+def test_lease_doubles_for_a_live_node_that_was_lost(job: Job, until: Until) -> None:
+    node = job.node("1:1")
+    job.joined(node)
+    granted = [LEASE_S]
+    for _ in range(4):
+        lease = _lease(node)
+        lease.withdraw()  # as the store does when a renewal is late
+        until(lambda old=lease: _lease(node) not in (None, old), SOON_S)
+        granted.append(_lease(node).ttl_s)
+    assert granted == [1.0, 2.0, 4.0, 8.0, 8.0]
+
+
+def _lease(node: TorchrunHandler) -> Any:
+    registration = node._participant._registration
+    return None if registration is None else registration.lease
+
+
+def test_outage_doubles_no_lease(job: Job, until: Until) -> None:
+    node = job.node("1:1")
+    job.joined(node)
+    old = _lease(node)
+    job.lines[node].cut = True
+    until(lambda: not job.store.list(f"{ROOT}nodes/"), SOON_S)
+    job.lines[node].cut = False
+    until(lambda: _lease(node) not in (None, old), SOON_S)
+    assert _lease(node).ttl_s == LEASE_S
+
+
+@pytest.mark.parametrize(
+    ("given", "lease_s", "renewal_s"),
+    [
+        ({}, 15.0, 5.0),
+        ({"keep_alive_interval": 2}, 6.0, 2.0),
+        ({"keep_alive_max_attempt": 5}, 25.0, 5.0),
+        ({"lease": 3, "renewal": 1}, 3.0, 1.0),
+        ({"lease": 4}, 4.0, 1.0),
+    ],
+)
+def test_lease_defaults_to_torchs_keep_alive(given: dict[str, Any], lease_s: float, renewal_s: float) -> None:
+    policy = parse_options("job", "127.0.0.1:2379", 1, 1, None, given).policy
+    assert (policy.lease_s, policy.renewal_s) == (lease_s, renewal_s)
+
+
 def test_joining_nodes_during_an_outage(job: Job, until: Until) -> None:
     """They do not count."""
     member = job.node("1:2", last_call_s=0.0)

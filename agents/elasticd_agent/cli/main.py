@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from elasticd.errors import UsageError
+from elasticd.errors import StoreUnavailable, UsageError
+from elasticd_agent.model.exit_codes import REQUEUE
 
 DEFAULT_SOCKET = "/run/elasticd/agent.sock"
 AGENT_VARIABLE = "ELASTICD_AGENT"
@@ -54,7 +55,7 @@ _LOCAL_FLAGS = {"--list", "--event-log", "--pid", "--job", "--out", "-h", "--hel
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 succeeded, 1 the job failed, 2 usage, 128+n stopped by signal n."""
+    """Returns the exit code: 0 succeeded, 1 the job failed, 2 usage, 75 requeue, 128+n stopped by signal n."""
     _open_std_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # help and file names must print in any locale
@@ -76,11 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_command(command, rest)
         if command in _COMMANDS:
             return _load(_COMMANDS[command])(rest)
-    except UsageError as error:
-        return _usage_error(f"elasticd {command}", str(error))
+    except (UsageError, StoreUnavailable) as error:
+        return _error(f"elasticd {command}", str(error), REQUEUE if isinstance(error, StoreUnavailable) else 2)
     wrong = f"unknown command {command!r}" if command else "a command is missing"
     known = ", ".join((*(name for name in _COMMANDS if name != "job"), *_AGENT_COMMANDS))
-    return _usage_error("elasticd", f"{wrong}; there are {known}, as in: elasticd run train.py")
+    return _error("elasticd", f"{wrong}; there are {known}, as in: elasticd run train.py")
 
 
 def _load(entry: str) -> Callable[[Sequence[str]], int]:
@@ -140,10 +141,10 @@ def _open_std_streams() -> None:
             setattr(sys, name, open(fd, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False))  # noqa: SIM115 for good
 
 
-def _usage_error(prefix: str, message: str) -> int:
+def _error(prefix: str, message: str, code: int = 2) -> int:
     # One line for any argument: a newline in a file name must not break it up.
     print(f"{prefix}: error: {message}".replace("\n", "\\n").replace("\r", "\\r"), file=sys.stderr)
-    return 2
+    return code
 
 
 if __name__ == "__main__":

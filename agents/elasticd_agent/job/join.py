@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elasticd.errors import UsageError
+from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.notices import Notice, Probed
@@ -37,6 +37,7 @@ DIRECTORY_ID_S = 1.0
 ADDRESS_S = 1.0
 PROBE_S = 0.2
 """An agent answers a probe within a millisecond; no answer in this time is silence."""
+RESOLVE_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +147,29 @@ class OwnAddress:
         self._resolve, self.known = resolve, resolve()
 
     def __call__(self) -> str:
-        with contextlib.suppress(UsageError, DeadlineExceeded):
+        with contextlib.suppress(UsageError, StoreUnavailable, DeadlineExceeded):
             self.known = run_within(ADDRESS_S, self._resolve)
         return self.known
+
+
+def wait_for_route(spec: JobSpec, within_s: float, stopped: Callable[[], bool], log: Callable[[str], None]) -> None:
+    """Wait until the store's name is known and a route leads to it: DNS and the network may start later than the job.
+
+    Returns early once `stopped`. Raises StoreUnavailable after `within_s` seconds, UsageError for a wrong address.
+    """
+    deadline, logged = time.monotonic() + within_s, False
+    while not stopped():
+        try:
+            workers_address(spec)
+            return
+        except StoreUnavailable as error:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise StoreUnavailable(f"{error}; retried for {within_s:g} s") from None
+            if not logged:
+                log(f"{error}; retrying for {within_s:g} s")
+            logged = True
+            time.sleep(min(RESOLVE_RETRY_S, left_s))
 
 
 def workers_address(spec: JobSpec) -> str:

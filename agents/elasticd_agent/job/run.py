@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import queue
 import shutil
@@ -25,7 +26,7 @@ from elasticd.errors import DirectoryInUse, UsageError
 from elasticd_agent.hangs.deadlines import StepHistory
 from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceCollector
-from elasticd_agent.job.join import join_job, listening_address
+from elasticd_agent.job.join import join_job, listening_address, wait_for_route
 from elasticd_agent.job.loop import JobLoop, Message
 from elasticd_agent.job.monitor import GroupMonitor
 from elasticd_agent.job.slots import Slots
@@ -42,6 +43,9 @@ from elasticd_agent.workers.manager import WorkerManager
 
 if TYPE_CHECKING:
     from elasticd_agent.job.reporting import Reporting
+
+
+_log = logging.getLogger("elasticd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,10 @@ class RunContext:
 
 
 def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, context: RunContext | None = None) -> int:
-    """Run the job to its end. Returns the exit code; raises UsageError for an obstacle on this machine."""
+    """Run the job to its end. Returns the exit code.
+
+    Raises UsageError for an obstacle on this machine, StoreUnavailable if there was no way to the store at the start.
+    """
     with contextlib.ExitStack() as stack:
         return _run(spec, policy, settings, context or RunContext(), stack)
 
@@ -72,7 +79,11 @@ def _run(
     spec: JobSpec, policy: Policy, settings: AgentSettings, context: RunContext, stack: contextlib.ExitStack
 ) -> int:
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    stack.enter_context(handled_signals(spec.signals, inbox, context.stop_reason))
+    received = stack.enter_context(handled_signals(spec.signals, inbox, context.stop_reason))
+    if spec.rendezvous.backend != "memory":
+        wait_for_route(spec, policy.join_timeout_s, lambda: bool(received), _log.warning)
+        if received:
+            return 128 + received[0]
     if spec.checkpoint_dir is not None:
         stack.enter_context(locked_checkpoint_dir(spec))
     runtime = stack.enter_context(runtime_directory(settings.runtime_dir))
@@ -232,8 +243,8 @@ def rank_row(seen: RankReport) -> dict[str, Any]:
 @contextlib.contextmanager
 def handled_signals(
     names: tuple[str, ...], inbox: queue.SimpleQueue[Message], stop_reason: Callable[[], str]
-) -> Iterator[None]:
-    """The first of these signals requests a stop, the second kills. Restores the previous handlers."""
+) -> Iterator[list[int]]:
+    """The first of these signals requests a stop, the second kills. Yields the list of those received so far."""
     received: list[int] = []
 
     def handle(signum: int, _: FrameType | None) -> None:
@@ -248,7 +259,7 @@ def handled_signals(
         if signal.getsignal(signum) is not signal.SIG_IGN:  # ignored on purpose, by nohup
             before[signum] = signal.signal(signum, handle)
     try:
-        yield
+        yield received
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

@@ -37,8 +37,6 @@ REREAD_S = 10.0
 """Every agent reads its keys again so often, in case a watch missed something; and repeats why it is rejected."""
 CUT_OFF_S = 5.0
 """A leader that is cut off from most members leaves the leader key to them for so long."""
-FIRST_CONTACT_S = 60.0
-"""A store that has never answered has a wrong endpoint, or starts later than its clients: torchrun waits as long."""
 RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
@@ -231,8 +229,9 @@ class RendezvousMember:
         self._follower.invalidate_all()
         self._registration.key.renew_at = now
         away_s = now - self._unavailable_since
-        if not self._agreement.done and away_s >= min(FIRST_CONTACT_S, self._policy.join_timeout_s):
-            self._notices.append(Rejected(f"no answer from the store within {away_s:.0f} s: {why}"))
+        if not self._agreement.done:  # it may start later than its clients
+            if away_s >= self._policy.join_timeout_s:
+                self._notices.append(StoreAbandoned(f"no answer from the store within {away_s:.0f} s: {why}", now))
         elif away_s >= self._policy.store_away_s:
             self._notices.append(StoreAbandoned(f"the store has been unavailable for {away_s:.0f} s: {why}", now))
         retry_s = RETRY_S[min(self._retries, len(RETRY_S) - 1)]

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from elasticd.errors import UsageError
+from elasticd.errors import StoreUnavailable, UsageError
 
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -35,8 +35,8 @@ def local_address(endpoints: Sequence[tuple[str, int]], given: str | None = None
     """A literal address of this machine that is reachable from the hosts of `endpoints`.
 
     It is `given` (a name or an address of this machine) if there is one, otherwise the source address of the first
-    route to an endpoint. Loopback only when all endpoints are on loopback. Raises UsageError, which says what would be
-    right.
+    route to an endpoint. Loopback only when all endpoints are on loopback. Raises StoreUnavailable while no endpoint's
+    name is known or no route leads to it, UsageError for what cannot become right by itself.
     """
     return _text(_address_towards(endpoints) if given is None else _check_given(given, endpoints))
 
@@ -113,7 +113,7 @@ def _address_towards(towards: Sequence[tuple[str, int]]) -> Ip:
     if loopback is None:
         unknown = towards and not any(_resolved(host) for host, _ in towards)
         why = "the name is not known" if unknown else "there is no route"
-        raise UsageError(
+        raise (StoreUnavailable if towards else UsageError)(
             f"no address of this machine reaches {named}: {why}; check the endpoint and the network, "
             "or name an address with --local-addr"
         )
@@ -144,7 +144,7 @@ def _check_given(given: str, towards: Sequence[tuple[str, int]]) -> Ip:
 def _suggestion(towards: Sequence[tuple[str, int]]) -> str:
     try:
         right = _text(_address_towards(towards))
-    except UsageError:
+    except (UsageError, StoreUnavailable):
         return "leave it out to use the address the endpoint is reached from"
     return f"leave it out to use {right}, from which the endpoint is reached"
 

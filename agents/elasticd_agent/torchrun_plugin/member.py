@@ -41,7 +41,9 @@ DEBOUNCE_S = 0.05
 REREAD_RENEWALS = 5
 """Renewals between two reads without a change, because a watch is a hint and may miss something."""
 OUTAGE_LEASES = 10
-"""Leases for which a join tolerates a store outage (30 s by default): as long as a slow restart of etcd takes."""
+"""Leases for which a join tolerates a store outage (150 s by default): longer than a slow restart of etcd takes."""
+MAX_LEASE_FACTOR = 8
+"""The lease of a live node that was lost is doubled each time, up to so many times its first length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Participant:
         self._watch: Watch | None = None
         self._registration: LeasedKey | None = None
         self._registrations = 0
+        self._lease_s = policy.lease_s
         self._read_at = 0.0
         self._round_version: int | None = None
         self._since: dict[tuple[str, int, int], float] = {}
@@ -261,12 +264,18 @@ class Participant:
             return None
         now, value = self._clock(), candidate.to_json()
         registration = self._registration
-        if registration is None or not registration.renew(now) or not registration.replace(value):
+        if registration is not None and not registration.renew(now):
+            self._registration = registration = None
+            if self._down_since is None:
+                # The store answered all the time, so this node was late: the others restarted although it lives.
+                self._lease_s = min(2 * self._lease_s, MAX_LEASE_FACTOR * self._policy.lease_s)
+                self._log(f"the lease ended before it was renewed; the next one lasts {self._lease_s:g} s")
+        if registration is None or not registration.replace(value):
             # A name never used before: an earlier registration may exist, made by a request whose answer was lost.
             self._registrations += 1
             key = f"{self._root}nodes/{self._node}.{self._registrations}"
             policy = self._policy
-            registration = LeasedKey(self._store, key, policy.lease_s, policy.renewal_s, is_own=lambda value: True)
+            registration = LeasedKey(self._store, key, self._lease_s, policy.renewal_s, is_own=lambda value: True)
             if not registration.create(value, now) or registration.lease is None:
                 raise StoreUnavailable(f"{key} exists already")
             self._registration = registration

@@ -18,6 +18,8 @@ _OF_OTHER_BACKENDS = ("is_host", "store_type", "rank")
 """Scripts that start any backend pass them."""
 _LAUNCHERS_TIMEOUT_S = 900
 """torch's LaunchConfig adds `timeout` with this number if the user gave none."""
+_KEEP_ALIVE_S = 5.0
+"""torch's default of keep_alive_interval; with its 3 attempts, a lease of 15 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ def parse_options(
     conf = {key: str(value) for key, value in given.items() if key not in _OF_OTHER_BACKENDS}
     if "join_timeout" in conf or given.get("timeout") == _LAUNCHERS_TIMEOUT_S:
         conf.pop("timeout", None)
+    if not {"lease", "renewal", "keep_alive_interval"} & conf.keys():
+        conf["keep_alive_interval"] = str(_KEEP_ALIVE_S)
     parsed = rendezvous.read_rendezvous(
         Namespace(
             nnodes=f"{min_nodes}:{max_nodes}",

@@ -18,13 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elasticd.errors import UsageError, WireError
+from elasticd.errors import StoreUnavailable, UsageError, WireError
 from elasticd_agent.config import job_file as jobfile
 from elasticd_agent.job import preflight
 from elasticd_agent.job.loop import Message
 from elasticd_agent.job.reporting import Reporting
 from elasticd_agent.job.run import RunContext, run_job
-from elasticd_agent.model.exit_codes import TERMINATED
+from elasticd_agent.model.exit_codes import REQUEUE, TERMINATED
 from elasticd_agent.model.job import AgentSettings, JobSpec, Policy
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.messages import StopRequested
@@ -95,8 +95,8 @@ def _run_to_end(spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks:
     try:
         code = _run(spec, secrets, files, locks, history)
         reason = history.ended.reason if history.ended is not None else f"exit code {code}"
-    except UsageError as error:
-        code, reason = 2, str(error)
+    except (UsageError, StoreUnavailable) as error:
+        code, reason = REQUEUE if isinstance(error, StoreUnavailable) else 2, str(error)
         _print(f"error: {reason}")
     step = history.ended.step if history.ended is not None else None
     try:
