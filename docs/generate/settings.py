@@ -108,7 +108,8 @@ scheduled elsewhere. All paths are resolved first, so that neither `..` nor a sy
   what is started, and not what that code does then; the modules that it imports should belong to another user than the
   one it runs as.
 
-The check runs right before the job starts: anybody who can change links and files below an allowed directory is trusted.
+The check runs right before the job starts: anybody who can change links and files below an allowed directory is
+trusted.
 """
 
 JOBS = """\
