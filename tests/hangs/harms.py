@@ -1,4 +1,4 @@
-"""Disturbances of ranks from outside: stop, trace, starve, suspend the whole machine.
+"""Disturbances of ranks from outside: stop, trace, starve, suspend the whole machine; and a server that is slow.
 
 Every function ends what it began, and leaves no process behind.
 """
@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import socketserver
 import subprocess
 import sys
+import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from tests.faults.job import Job, descendants
 
@@ -65,3 +70,99 @@ def busy(processes: int = 8) -> Iterator[None]:
         for other in others:
             other.kill()
             other.wait()
+
+
+def debug(pid: int, seconds: float) -> None:
+    """gdb attaches to the process, and leaves it after so long."""
+    command = ["gdb", "-nx", "-batch", "-p", str(pid), "-ex", f"shell sleep {seconds:g}", "-ex", "detach"]
+    subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=seconds + 60)
+
+
+def profile(pid: int, seconds: float) -> None:
+    """py-spy samples the process, stopping it each time."""
+    spy = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    command = [str(spy), "record", "--pid", str(pid), "--duration", f"{seconds:g}", "--format", "raw", "-o", os.devnull]
+    subprocess.run(command, check=True, capture_output=True, timeout=seconds + 60)
+
+
+_CGROUP_1, _CGROUP_2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+_PERIOD_US = 100_000
+
+
+@contextlib.contextmanager
+def quota(share: float) -> Iterator[Path]:
+    """A control group that gets this share of one processor; raises OSError where none can be made."""
+    first = (_CGROUP_1 / "cpu.cfs_quota_us").exists()
+    group = (_CGROUP_1 if first else _CGROUP_2) / f"elasticd-test-{uuid.uuid4()}"
+    group.mkdir()
+    try:
+        if first:
+            (group / "cpu.cfs_quota_us").write_text(str(int(share * _PERIOD_US)))
+        else:
+            (group / "cpu.max").write_text(f"{int(share * _PERIOD_US)} {_PERIOD_US}")
+        yield group
+    finally:
+        leave(group)
+        group.rmdir()
+
+
+def enter(group: Path, pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            (group / "cgroup.procs").write_text(str(pid))
+
+
+def leave(group: Path) -> None:
+    """Its processes return to the group above it."""
+    enter(group.parent, [int(pid) for pid in (group / "cgroup.procs").read_text().split()])
+
+
+class SlowServer(socketserver.ThreadingTCPServer):
+    """A line "WHAT SECONDS" makes it send ("get") or read ("put") a megabyte a second for so long, or say "continue"
+    ("continue"; for "ask" anything) after so long."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+
+@contextlib.contextmanager
+def slow_server() -> Iterator[int]:
+    """Its port."""
+    with SlowServer(("127.0.0.1", 0), _SlowAnswer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield int(server.server_address[1])
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _SlowAnswer(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):
+            what, seconds = self._line().split()
+            getattr(self, f"_{what}")(float(seconds))
+
+    def _line(self) -> str:
+        line = b""
+        while not line.endswith(b"\n"):
+            if not (byte := self.request.recv(1)):
+                raise OSError("no request")
+            line += byte
+        return line.decode()
+
+    def _get(self, seconds: float) -> None:
+        for _ in range(int(seconds * 10)):
+            self.request.sendall(bytes(100_000))
+            time.sleep(0.1)
+
+    def _put(self, seconds: float) -> None:
+        while self.request.recv(100_000):
+            time.sleep(0.1)
+
+    def _ask(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.request.sendall(b"continue\n")
+
+    _continue = _ask

@@ -1,0 +1,246 @@
+"""Healthy jobs that wait: none of them is killed, and none is lost. One table for the benchmark and the tests.
+
+Each is a run of scripts/waits.py, with a session and without one, under the default policy; what a script cannot do to
+itself (`harm`) is done from outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.faults.job import Job, descendants, until
+from tests.hangs import harms
+from tests.hangs.situations import SCRIPTS
+
+SCRIPT = SCRIPTS / "waits.py"
+WAIT_AT = 220
+"""As in the script."""
+AROUND_S = 60.0
+"""What a job takes beside its wait, on a busy machine; as long again for every kill that is allowed."""
+QUICK_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class HealthyWait:
+    """`place`, `use` and `seconds` are waits.py's. `kills`: so many may happen, of a wait that nobody could tell from a
+    hang. `in_all_s`: of a wait that happens several times. `busy`: it needs a processor for most of the time."""
+
+    name: str
+    place: str
+    use: str
+    seconds: float
+    kills: int = 0
+    workers: int = 2
+    in_all_s: float = 0.0
+    busy: bool = False
+    args: tuple[str, ...] = ()
+    harm: str = ""
+
+    @property
+    def wait_s(self) -> float:
+        return self.in_all_s or self.seconds
+
+    def missing(self) -> str:
+        """Why this machine cannot run it; "" if it can."""
+        return _MISSING[self.harm]() if self.harm in _MISSING else ""
+
+
+HEALTHY = (
+    HealthyWait("first step of 90 s, compiling", "first", "compile", 90, busy=True),
+    HealthyWait("first step of 90 s, idle", "first", "idle", 90),
+    HealthyWait("evaluation of 30 s on all, computing", "all", "compute", 30, busy=True),
+    HealthyWait("evaluation of 30 s on all, idle", "all", "idle", 30),
+    HealthyWait("evaluation of 30 s on all, 30 ms of CPU in 100", "all", "trickle", 30),
+    HealthyWait("evaluation of 40 s on rank 0, others in a barrier, computing", "barrier", "compute", 40, busy=True),
+    HealthyWait("evaluation of 40 s on rank 0, others in a barrier, idle", "barrier", "idle", 40),
+    HealthyWait("evaluation of 40 s on rank 0, others in a barrier, 30 ms of CPU in 100", "barrier", "trickle", 40),
+    HealthyWait("upload of 45 s by rank 0", "rank0", "send", 45),
+    HealthyWait("request of 45 s by rank 0", "rank0", "ask", 45),
+    HealthyWait("download of 8 s by rank 0, 1 MB/s", "rank0", "receive", 8),
+    HealthyWait("download of 70 s by rank 0, 1 MB/s", "rank0", "receive", 70),
+    HealthyWait("export of 20 s at the end, idle", "end", "idle", 20),
+    HealthyWait("export of 75 s at the end, computing", "end", "compute", 75, busy=True),
+    HealthyWait("export of 75 s at the end, uploading", "end", "send", 75),
+    HealthyWait("export of 75 s at the end, idle", "end", "idle", 75, kills=1),
+    HealthyWait("export of 20 s in atexit, idle", "atexit", "idle", 20),
+    HealthyWait("export of 90 s in atexit, computing", "atexit", "matmul", 90, busy=True),
+    HealthyWait("export of 90 s in atexit, downloading", "atexit", "receive", 90),
+    HealthyWait("four polling lines of 0.5 s, for 45 s", "rank0", "poll", 45),
+    HealthyWait("DataLoader worker_init of 8 s in every epoch", "loader", "idle", 8, in_all_s=24),
+    HealthyWait("DataLoader workers with 4 % of a processor", "items", "process-time", 0.2, in_all_s=80, harm="quota"),
+    HealthyWait("rollouts of 0.05 to 40 s", "rollouts", "idle", 40, in_all_s=150),
+    HealthyWait("step of 120 s after 200 quick ones, computing", "all", "compute", 120, busy=True),
+    HealthyWait("step of 120 s after 200 quick ones, idle", "all", "idle", 120, kills=1),
+    HealthyWait("in-loop validation of 6 s on all in .item()", "all", "item", 6),
+    HealthyWait("new communicator at step 1000, rank 1 20 s late", "communicator", "matmul", 20, in_all_s=60),
+    HealthyWait("group timeout of 20 s, 45 s of computing", "all", "compute", 45, busy=True, args=("--timeout", "20")),
+    HealthyWait("barrier of 70 s in a new group, computing", "group", "compute", 70, busy=True),
+    HealthyWait("barrier of 70 s in a new group, idle", "group", "idle", 70, kills=1),
+    HealthyWait("pdb for 75 s", "rank0", "pdb", 75),
+    HealthyWait("code.interact for 75 s", "rank0", "console", 75),
+    HealthyWait("py-spy for 30 s", "nowhere", "idle", 30, harm="py-spy"),
+    HealthyWait("gdb for 70 s", "nowhere", "idle", 70, harm="gdb"),
+    HealthyWait("suspended for 30 s", "nowhere", "idle", 30, harm="suspend"),
+    HealthyWait("SIGSTOP for 2 s", "nowhere", "idle", 2, harm="stop"),
+    HealthyWait("1 % of a processor for 40 s", "nowhere", "idle", 40, harm="throttle"),
+    HealthyWait("thrashing in swap", "nowhere", "idle", 30, harm="swap"),
+    HealthyWait("stdout blocked for 90 s", "all", "print", 0, in_all_s=90, harm="stdout"),
+    # What other scripts do.
+    HealthyWait("tokenizer in a child of rank 0, others in a barrier", "barrier", "child-computes", 40, busy=True),
+    HealthyWait("idle child of rank 0, 40 s", "rank0", "child", 40),
+    HealthyWait("data prepared by rank 0, others wait in the store", "store", "matmul", 40, busy=True),
+    HealthyWait("cache filled under a file lock, idle", "lock", "idle", 40),
+    HealthyWait("20 micro-steps of 1 s in no_sync", "accumulation", "idle", 60, in_all_s=60),
+    HealthyWait("thread computes, main thread waits", "rank0", "thread", 40, busy=True),
+    HealthyWait("GIL held by a call that computes for 20 s", "rank0", "gil", 20, busy=True),
+    HealthyWait("GIL held by a call that sleeps for 10 s", "rank0", "gil-idle", 10),
+    HealthyWait("slow file server through a pipe, 40 s", "rank0", "pipe", 40),
+    HealthyWait("retries with backoff for 50 s", "rank0", "backoff", 50),
+    HealthyWait("asyncio for 40 s on all", "all", "asyncio", 40),
+    HealthyWait("checkpoint to a slow disk, 40 s, others in a barrier", "barrier", "fsync", 40),
+)
+BY_NAME = {wait.name: wait for wait in HEALTHY}
+QUICK = [wait for wait in HEALTHY if wait.wait_s <= QUICK_S and not wait.busy]
+
+
+@dataclass(slots=True)
+class HealthyOutcome:
+    """One run. `killed`: the sentence of every verdict. `restarts`: rounds after the first. `code` None: no end."""
+
+    name: str
+    session: bool
+    allowed: int
+    killed: list[str] = field(default_factory=list)
+    suspected: int = 0
+    restarts: int = 0
+    code: int | None = None
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    """Of all processes of the job that were waited for by their parents."""
+    wrong: str = ""
+
+    @property
+    def lost(self) -> bool:
+        return self.code != 0
+
+    @property
+    def ok(self) -> bool:
+        return not self.lost and not self.wrong and max(len(self.killed), self.restarts) <= self.allowed
+
+
+def observe(wait: HealthyWait, session: bool, folder: Path, flags: Sequence[str] = ()) -> HealthyOutcome:
+    """Runs the job to its end, or until it has taken far too long."""
+    outcome = HealthyOutcome(wait.name, session, wait.kills)
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        env = {"SLOW_SERVER": str(stack.enter_context(harms.slow_server()))}
+        if wait.harm == "quota":
+            env["QUOTA"] = str(stack.enter_context(harms.quota(0.04)))
+        if wait.harm == "stdout":
+            stack.enter_context(_blocked_output(folder, after_s=wait.wait_s))
+        job = _start(wait, session, folder, flags, env)
+        stack.callback(job.end)
+        try:
+            if (harm := _HARMS.get(wait.harm)) is not None:
+                job.step(WAIT_AT)
+                harm(job, wait.seconds)
+                job.step(max(job.steps())[1] + 20)
+                (job.work / "enough").touch()
+            until(lambda: _ended(job.pid), wait.name, AROUND_S + (2 + wait.kills) * wait.wait_s)
+            outcome.cpu_s = _cpu_s(job.pid)
+            outcome.code = job.wait()
+        except (AssertionError, OSError, subprocess.SubprocessError) as error:
+            outcome.wrong = str(error).splitlines()[0]
+        outcome.wall_s = time.monotonic() - began
+        outcome.killed = [str(event["reason"]) for event in job.events("hang_detected")]
+        outcome.suspected = len(job.events("hang_suspected"))
+        outcome.restarts = len({event["round"] for event in job.events("group_started")}) - 1
+    return outcome
+
+
+def _start(wait: HealthyWait, session: bool, folder: Path, flags: Sequence[str], env: dict[str, str]) -> Job:
+    flags = ["--log-dir", str(folder / "log"), *flags]
+    flags += ["--checkpoint-dir", str(folder / "checkpoints")] if session else []
+    args = [wait.place, wait.use, f"{wait.seconds:g}", *wait.args, *(["--session"] if session else [])]
+    return Job(folder, SCRIPT, *args, workers=str(wait.workers), flags=flags, env=env)
+
+
+def _ended(pid: int) -> bool:
+    """It stays a zombie, so that its processor time can be read."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _cpu_s(pid: int) -> float:
+    """proc(5): utime, stime, cutime and cstime in clock ticks."""
+    fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def _blocked_output(folder: Path, after_s: float) -> Iterator[None]:
+    """The job's standard output is a pipe that nobody reads for so long."""
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "out")
+    reader = os.open(folder / "out", os.O_RDONLY | os.O_NONBLOCK)
+    over = threading.Event()
+
+    def read() -> None:
+        over.wait(after_s)
+        while not over.wait(0.01):
+            with contextlib.suppress(BlockingIOError):
+                while os.read(reader, 1 << 16):
+                    pass
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        os.close(reader)
+        (folder / "out").unlink()
+
+
+def _throttle(job: Job, seconds: float) -> None:
+    with harms.quota(0.01) as group:
+        harms.enter(group, [job.pid, *descendants(job.pid)])
+        time.sleep(seconds)
+
+
+_HARMS: dict[str, Callable[[Job, float], None]] = {
+    "stop": lambda job, seconds: harms.stop([job.worker(1)], seconds),
+    "suspend": harms.suspend,
+    "py-spy": lambda job, seconds: harms.profile(job.worker(1), seconds),
+    "gdb": lambda job, seconds: harms.debug(job.worker(1), seconds),
+    "throttle": _throttle,
+}
+
+
+def _no_quota() -> str:
+    try:
+        with harms.quota(0.5):
+            return ""
+    except OSError as error:
+        return f"no control group can be made here: {error}"
+
+
+def _no_swap() -> str:
+    swap = len(Path("/proc/swaps").read_text().splitlines()) > 1
+    return "" if swap else "this machine has no swap"
+
+
+_MISSING: dict[str, Callable[[], str]] = {
+    "quota": _no_quota,
+    "throttle": _no_quota,
+    "swap": _no_swap,
+    "gdb": lambda: "" if shutil.which("gdb") else "gdb is not installed",
+}

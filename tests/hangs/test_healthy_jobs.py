@@ -1,0 +1,24 @@
+"""Healthy jobs that wait for less than 20 s: no kill, no restart. `benchmarks/healthy.py` has the longer ones."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.hangs.healthy import QUICK, HealthyWait, observe
+
+
+@pytest.mark.system
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("session", [True, False], ids=["session", "plain"])
+def test_short_waits_are_not_killed(tmp_path: Path, session: bool) -> None:
+    """Four jobs at a time: mostly they sleep."""
+
+    def run(wait: HealthyWait) -> str:
+        outcome = observe(wait, session, tmp_path / wait.name.replace("/", " "))
+        return "" if outcome.ok else str(outcome)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [wrong for wrong in pool.map(run, [wait for wait in QUICK if not wait.missing()]) if wrong] == []
