@@ -67,7 +67,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--node-id",),
         ValueType.TEXT,
-        "This node's unique name within the job. Default: the host name.",
+        "This node's unique name within the job. Default: the host name; a job's second agent on a host is HOST-2.",
         metavar="NAME",
         env=False,
     ),

@@ -65,6 +65,7 @@ def join_job(
     policy: Policy,
     node: str,
     *,
+    may_host: bool,
     found_on_disk: tuple[int, tuple[int, int] | None],
     warm: bool,
     attentive: Callable[[], bool],
@@ -73,9 +74,10 @@ def join_job(
     renewed: RenewalListener,
     stack: contextlib.ExitStack,
 ) -> JobMembership:
-    """`found_on_disk`: the highest round number used here, and the newest checkpoint. `warm`: workers would start at
-    once. `renewed` is called with each renewal of the lease. `stack` closes what is opened. Raises UsageError for a
-    store that cannot be used."""
+    """`may_host`: False for an agent that will be refused, so that the store does not end with it. `found_on_disk`:
+    the highest round number used here, and the newest checkpoint. `warm`: workers would start at once. `renewed` is
+    called with each renewal of the lease. `stack` closes what is opened. Raises UsageError for a store that cannot be
+    used."""
     options = spec.rendezvous
     shared = options.backend != "memory"
     incarnation = secrets.token_hex(8)
@@ -95,7 +97,7 @@ def join_job(
         warm=int(not shared or warm),
         role=spec.role,
     )
-    store, hosts = open_store(options, spec.python, policy, log)
+    store, hosts = open_store(options, spec.python, policy, log, may_host)
     stack.callback(store.close)
     keys, times = Keys(spec.job_id), policy if shared else _without_renewal(policy)
     last_call_s = policy.last_call_s if shared else 0.0

@@ -7,6 +7,8 @@ store, the workers or a clock could tell again, so a lost message costs time and
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import signal
 import time
@@ -29,6 +31,7 @@ from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.rendezvous.driver import DriverFailed
 from elasticd_agent.rendezvous.member import RendezvousMember, TurnResult
 from elasticd_agent.system.control_socket import DumpRequested
+from elasticd_agent.workers.file_timer import FileTimerExpired
 from elasticd_agent.workers.gpu_memory import MemoryChecked
 from elasticd_agent.workers.launcher.client import OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import WorkerSpec
@@ -46,7 +49,16 @@ LATE_S = 0.25
 TIMER_DELAY_S = 0.1
 """Messages that arrived meanwhile are read first, before a timer counts something as missing."""
 
-Message = notices.Notice | OwnerMessage | OwnerLost | DriverFailed | GatheredEvidence | DumpRequested | MemoryChecked
+Message = (
+    notices.Notice
+    | OwnerMessage
+    | OwnerLost
+    | DriverFailed
+    | GatheredEvidence
+    | DumpRequested
+    | MemoryChecked
+    | FileTimerExpired
+)
 
 
 class JobLoop:
@@ -158,6 +170,8 @@ class JobLoop:
                 self._owner_lost()
             case DumpRequested(out, reply):
                 self._monitor.detector.dump(out, reply)
+            case FileTimerExpired():
+                self._file_timer_expired(message)
             case GatheredEvidence():
                 self._monitor.detector.evidence_gathered(message, now)
                 self._monitor.soon(now)
@@ -165,6 +179,21 @@ class JobLoop:
                 raise error
             case _:
                 self._handle_notice(message, now)
+
+    def _file_timer_expired(self, timer: FileTimerExpired) -> None:
+        """Send the process the signal that it asked for; if that ends a worker, its exit restarts the group."""
+        worker = self.workers.find_worker(timer.pid)
+        who = f"round {worker[0]}: rank {worker[1]}" if worker is not None else "a process outside this job"
+        what = f"{who} did not release its timer {timer.scope!r} in time ({timer.late_s:.1f} s late)"
+        if worker is None or not timer.signum:
+            self._listener.log(f"{what}: process {timer.pid} gets no signal")
+            return
+        name = f"signal {timer.signum}"
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(timer.signum).name
+        self._listener.log(f"{what}: process {timer.pid} gets {name}")
+        with contextlib.suppress(OSError):
+            os.kill(timer.pid, timer.signum)
 
     def _handle_owner_event(self, event: OwnerEvent, now: float) -> None:
         match event:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elasticd.errors import UsageError
 from elasticd_agent.job.listener import JobEvent, JobLeft, PhaseChanged, StopStarted
 from elasticd_agent.job.loop import JobLoop, Message
 from elasticd_agent.job.subject_reporters import HangReporter, JobContext, ProgressReporter, WorkerReporter
@@ -167,6 +168,7 @@ class JobReporter:
 
 
 STDERR = 2
+HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 HEALTHY_TURN_S = 30.0
 """A deciding thread without a turn for so long is stuck; its own timers are far shorter."""
 
@@ -177,6 +179,7 @@ class Reporting(contextlib.ExitStack):
     def __init__(self, spec: JobSpec, policy: Policy, settings: AgentSettings, node: str, runtime: Path) -> None:
         super().__init__()
         self._settings, self._socket = settings, runtime / SOCKET_NAME
+        self._health_port = spec.base_environment(os.environ).get(HEALTH_VARIABLE)
         self._about: dict[str, Any] = {"job": spec.job_id, "node": node}
         self.events = self.open_events(spec.job_id, node)
         self.callback(self.events.close)
@@ -212,6 +215,8 @@ class Reporting(contextlib.ExitStack):
         """Open the control socket, and the metrics port if requested."""
         verbs = self.verbs(status, post)
         self.callback(open_control(self._socket, post, self._about, self.reporter.log, verbs).close)
+        if self._health_port is not None:
+            self._serve_health(self._health_port, loop)
         if self._settings.metrics_port is None:
             return
         from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages, open_metrics_server
@@ -226,6 +231,22 @@ class Reporting(contextlib.ExitStack):
         self.callback(server.close)
         if server.url:
             self.reporter.log(f"metrics at {server.url}/metrics")
+
+    def _serve_health(self, port: str, loop: JobLoop) -> None:
+        """As under torchrun, a port that cannot be served is a line in the log and ends no job."""
+        from elasticd_agent.telemetry.metrics_server import HealthPages, HealthProbeResult, MetricsServer
+
+        try:
+            number = int(port)
+            pages = HealthPages(lambda: HealthProbeResult(*liveness(loop)))
+            server = MetricsServer("0.0.0.0", number, pages, option=HEALTH_VARIABLE)
+        except ValueError:
+            self.reporter.log(f"{HEALTH_VARIABLE}={port!r} is not a port: no health check is served")
+        except UsageError as error:
+            self.reporter.log(f"no health check is served: {error}")
+        else:
+            self.callback(server.close)
+            self.reporter.log(f"health check at {server.url}/healthz")
 
 
 def readiness(loop: JobLoop) -> tuple[bool, str]:

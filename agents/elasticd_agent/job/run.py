@@ -13,7 +13,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from elasticd_agent.hangs.evidence import EvidenceCollector
 from elasticd_agent.job.join import join_job, listening_address, wait_for_route
 from elasticd_agent.job.loop import JobLoop, Message
 from elasticd_agent.job.monitor import GroupMonitor
+from elasticd_agent.job.node_name import claim_node_name
 from elasticd_agent.job.slots import Slots
 from elasticd_agent.job.worker_setup import WorkerSetup
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy
@@ -36,6 +36,7 @@ from elasticd_agent.model.messages import StepRules, StopForced, StopRequested
 from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import installation
 from elasticd_agent.system.devices import visible_gpus
+from elasticd_agent.workers.file_timer import ENABLE_VARIABLE, FILE_VARIABLE, FileTimerServer
 from elasticd_agent.workers.gpu_memory import open_gpu_memory
 from elasticd_agent.workers.launcher.client import OwnerClient
 from elasticd_agent.workers.launcher.requests import Preload, plan_preload, script_of, worker_base_environment
@@ -88,8 +89,13 @@ def _run(
         stack.enter_context(locked_checkpoint_dir(spec))
     runtime = stack.enter_context(runtime_directory(settings.runtime_dir))
     context.on_runtime_dir(runtime)
-    node = spec.rendezvous.node or socket.gethostname()
+    claimed = claim_node_name(spec, stack)
+    node = claimed.name
     inherited = spec.base_environment(os.environ)
+    if inherited.get(ENABLE_VARIABLE) == "1":
+        timer_file = spec.cwd / (inherited.get(FILE_VARIABLE) or runtime / "file-timer")
+        stack.callback(FileTimerServer(timer_file, inbox.put, _log.warning).close)
+        inherited = {**inherited, FILE_VARIABLE: str(timer_file)}
     base_env = worker_base_environment(inherited, spec.max_workers)
     gpus = bool(visible_gpus(inherited))
     preload = preload_for(spec)
@@ -117,6 +123,7 @@ def _run(
         spec,
         policy,
         node,
+        may_host=claimed.free,
         found_on_disk=(max(used, reporting.logs.highest_round()), resume),
         warm=running[0].settled,
         attentive=lambda: not loops or loops[0].overdue_s() < policy.lease_s,

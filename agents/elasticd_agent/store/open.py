@@ -5,8 +5,9 @@ A new backend is a module below store/, a function here with a line in OPENERS, 
 
 from __future__ import annotations
 
-import socket
+import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 from elasticd_agent.model.job import Policy, Rendezvous
 from elasticd_agent.store import Store
@@ -18,8 +19,15 @@ FIRST_REQUEST_S = 30.0
 Log = Callable[[str], None]
 
 
-def open_store(rendezvous: Rendezvous, python: str, policy: Policy, log: Log) -> tuple[Store, bool]:
-    """The store, and whether this agent hosts it. Raises StoreRefused for a store that can never work."""
+def open_store(
+    rendezvous: Rendezvous, python: str, policy: Policy, log: Log, may_host: bool = True
+) -> tuple[Store, bool]:
+    """The store, and whether this agent hosts it: it may, unless `may_host` is False and `is_host` not given.
+
+    Raises StoreRefused for a store that can never work.
+    """
+    if rendezvous.is_host is None and not may_host:
+        rendezvous = replace(rendezvous, is_host=False)
     return OPENERS[rendezvous.backend](rendezvous, python, policy, log)
 
 
@@ -33,13 +41,19 @@ def _open_memory(rendezvous: Rendezvous, python: str, policy: Policy, log: Log) 
 
 
 def _open_c10d(rendezvous: Rendezvous, python: str, policy: Policy, log: Log) -> tuple[Store, bool]:
+    from elasticd_agent.store.c10d.connection import listen
     from elasticd_agent.store.c10d.store import C10dStore
 
     ((host, port),) = rendezvous.endpoints
-    serve = (is_local(host) and _is_free(port)) if rendezvous.is_host is None else rendezvous.is_host
+    serve, listener = rendezvous.is_host, None
+    if serve is None:
+        # Of the agents on this machine, the first to listen hosts the store, also if they start at the same time.
+        with contextlib.suppress(OSError):
+            listener = listen(port) if is_local(host) else None
+        serve = listener is not None
     first_s = min(FIRST_REQUEST_S, policy.join_timeout_s)
     times = {"timeout_s": policy.store_timeout_s, "start_timeout_s": first_s}
-    return C10dStore(host, port, serve=serve, python=python, log=log, **times), serve
+    return C10dStore(host, port, serve=serve, listener=listener, python=python, log=log, **times), serve
 
 
 def _open_etcd(rendezvous: Rendezvous, python: str, policy: Policy, log: Log) -> tuple[Store, bool]:
@@ -50,14 +64,3 @@ def _open_etcd(rendezvous: Rendezvous, python: str, policy: Policy, log: Log) ->
 
 
 OPENERS = {"memory": _open_memory, "c10d": _open_c10d, "etcd": _open_etcd}
-
-
-def _is_free(port: int) -> bool:
-    """False: another agent on this machine, the host, listens there."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True

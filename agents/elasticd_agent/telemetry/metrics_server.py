@@ -1,4 +1,5 @@
-"""The monitoring pages: /metrics for Prometheus, /healthz and /readyz for probes, /status for people.
+"""The monitoring pages: /metrics for Prometheus, /healthz and /readyz for probes, /status for people; and a port
+that answers nothing but probes.
 
 Each page is a callable that answers from a snapshot, on a connection's thread, and never waits for the main loop.
 """
@@ -56,6 +57,16 @@ class MonitoringPages:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class HealthPages:
+    """Of a port for probes from other machines, which shows nothing else of the job."""
+
+    healthy: Callable[[], HealthProbeResult]
+
+    def handlers(self) -> dict[str, Handler]:
+        return dict.fromkeys(("GET /", "GET /healthz"), lambda request: _probe_response(self.healthy()))
+
+
 def _probe_response(found: HealthProbeResult) -> HttpResponse:
     return HttpResponse(200 if found.ok else 503, found.reason.encode("utf-8", "replace") + b"\n", TEXT)
 
@@ -63,8 +74,8 @@ def _probe_response(found: HealthProbeResult) -> HttpResponse:
 class _PublicRoutes:
     """Every page without credentials."""
 
-    def __init__(self, pages: MonitoringPages) -> None:
-        self._table = RouteTable(pages.handlers())
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        self._table = RouteTable(handlers)
 
     def is_public(self, method: str, path: str) -> bool:
         return True
@@ -90,14 +101,21 @@ class MetricsServer:
     """Serves `pages` until closed. `address` has the real port if 0 was requested."""
 
     def __init__(
-        self, address: str, port: int, pages: MonitoringPages, connection_s: float = CONNECTION_SECONDS
+        self,
+        address: str,
+        port: int,
+        pages: MonitoringPages | HealthPages,
+        connection_s: float = CONNECTION_SECONDS,
+        option: str = "--metrics-port",
     ) -> None:
-        """Raises UsageError if it cannot listen there. A connection is cut after `connection_s` seconds."""
+        """Raises UsageError, which begins with `option`, if it cannot listen there. A connection is cut after
+        `connection_s` seconds.
+        """
         self._listener = listen_tcp(
             address,
             port,
-            _PublicRoutes(pages),
-            option="--metrics-port",
+            _PublicRoutes(pages.handlers()),
+            option=option,
             advice="choose another one, or 0 for any free port",
             name="the metrics port",
             max_connections=MAX_CONNECTIONS,

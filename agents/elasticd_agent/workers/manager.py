@@ -19,6 +19,7 @@ from elasticd.heartbeat.record import HeartbeatReader
 from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.messages import Event, ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Round
+from elasticd_agent.system import procfs
 from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerMessage
 from elasticd_agent.workers.launcher.owned_group import STORE_RANK
@@ -287,6 +288,20 @@ class WorkerManager:
         if self._waiting_for_memory is not None and self._waiting_for_memory.round.number == number:
             self._waiting_for_memory = None
         return [] if running else [GroupEnded(number)]
+
+    def find_worker(self, pid: int) -> tuple[int, int] | None:
+        """Round and rank of the worker that is this process, or whose tree or session it belongs to."""
+        workers = {
+            worker: (group.round.number, rank)
+            for group in self._groups.values()
+            for worker, rank in zip(group.pids, group.round.ranks(self._node), strict=False)
+        }
+        process = procfs.stat(pid)
+        while process is not None and process.pid > 1:
+            if (found := workers.get(process.pid) or workers.get(process.session)) is not None:
+                return found
+            process = procfs.stat(process.parent)
+        return None
 
     def request(self, number: int, request: int, only: int | None = None) -> None:
         """Write `request` (STOP, PAUSE, 0) into the heartbeat records of the round's workers, or of rank `only`.

@@ -118,7 +118,7 @@ class _Call:
 
 class C10dConnection:
     """`serve`: host the store, on all addresses; port 0 takes a free one. `standalone`: host it as no agent of a
-    job. `python` must have torch.
+    job. `listener`: the store's socket, if it listens already. `python` must have torch.
     """
 
     def __init__(
@@ -128,6 +128,7 @@ class C10dConnection:
         *,
         serve: bool,
         standalone: bool = False,
+        listener: socket.socket | None = None,
         python: str = sys.executable,
         timeout_s: float = 0.9,
         start_timeout_s: float = 30.0,
@@ -160,8 +161,10 @@ class C10dConnection:
         self._server = 0
         self._server_channel: socket.socket | None = None
         """The server ends when it is closed."""
-        self._listener: socket.socket | None = None
-        if serve:  # at once, so that the port is known, and early clients wait instead of being refused
+        self._listener = listener
+        if (
+            serve and listener is None
+        ):  # at once, so that the port is known, and early clients wait instead of being refused
             try:
                 self._listener = listen(port)
                 self.port = self._listener.getsockname()[1]
